@@ -1,0 +1,44 @@
+"""Numbers for people. Bytes and seconds inside, GiB and percent only here, at the edge."""
+
+from __future__ import annotations
+
+GIB = 1024**3
+UNKNOWN = "–"
+
+
+def gib(size_bytes: float | None, digits: int = 1) -> str:
+    """Bytes as GiB without the unit, or a dash where not known."""
+    return UNKNOWN if size_bytes is None else f"{size_bytes / GIB:.{digits}f}"
+
+
+def size(size_bytes: float | None) -> str:
+    """Bytes with the largest binary unit that keeps the number at 1 or more: `812 MiB`, `1.4 GiB`."""
+    if size_bytes is None:
+        return UNKNOWN
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def percent(fraction: float | None, digits: int = 1) -> str:
+    return UNKNOWN if fraction is None else f"{fraction * 100:.{digits}f} %"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as HH:MM:SS, with days in front beyond 24 h."""
+    if seconds is None:
+        return UNKNOWN
+    whole = max(0, round(seconds))
+    days, rest = divmod(whole, 86400)
+    clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
+    return f"{days}d {clock}" if days else clock
+
+
+def count(number: float | None) -> str:
+    """Large counts with thin groups: 44 640; beyond a million 1.2 M."""
+    if number is None:
+        return UNKNOWN
+    return f"{number / 1e6:.1f} M" if abs(number) >= 1e6 else f"{number:,.0f}".replace(",", " ")
