@@ -16,8 +16,6 @@ def split_below(effective_batch: int, world_size: int, max_batch: int) -> tuple[
     return next((s for s in exact_splits(effective_batch, world_size) if s[0] <= max_batch), None)
 
 
-def nearest_splits(
-    effective_batch: int, world_size: int, batch: int, count: int = 2
-) -> list[tuple[int, int]]:
+def nearest_splits(effective_batch: int, world_size: int, batch: int, count: int = 2) -> list[tuple[int, int]]:
     """The exact splits whose B lies nearest to `batch`, nearest first."""
     return sorted(exact_splits(effective_batch, world_size), key=lambda s: (abs(s[0] - batch), s[0]))[:count]

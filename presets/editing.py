@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from memtop.presets.arithmetic import nearest_splits, split_below
-from memtop.presets.loading import load_presets
+from memtop.presets.loading import load_presets, load_recipes
 from memtop.presets.schema import Preset, Recipe, Settings
 
 # Not for --set: each has an option of its own, or follows from others.
@@ -81,12 +81,8 @@ def apply_preset(settings: Settings, preset: Preset) -> Settings:
 
 def _recipe_split(settings: Settings) -> tuple[int, int] | None:
     # A preset without a ceiling gives back the recipe's own micro-batch, so that key 1 undoes keys 2 and 3.
-    from memtop.presets.loading import load_recipes
-
     recipe = load_recipes().get(settings.recipe)
-    return (
-        None if recipe is None else split_below(settings.effective_batch, settings.world_size, recipe.batch)
-    )
+    return None if recipe is None else split_below(settings.effective_batch, settings.world_size, recipe.batch)
 
 
 def edit_settings(
@@ -120,19 +116,15 @@ def edit_settings(
         if value is not None
     }
     for key, text in (assignments or {}).items():
-        changes[_known_key(key)] = _typed(key, text)
+        changes[key] = _typed(_known_key(key), text)
     settings = check(msgspec.structs.replace(settings, **changes))
     if max_updates is not None:
         if max_updates < 1:
             raise SettingsError("max_updates", max_updates, "must be at least 1")
         if max_updates < updates_done:
-            raise SettingsError(
-                "max_updates", max_updates, f"{updates_done} updates are done already; give more"
-            )
+            raise SettingsError("max_updates", max_updates, f"{updates_done} updates are done already; give more")
         left = max_updates - updates_done
-        settings = msgspec.structs.replace(
-            settings, target_samples=samples_seen + left * settings.effective_batch
-        )
+        settings = msgspec.structs.replace(settings, target_samples=samples_seen + left * settings.effective_batch)
     return settings
 
 
@@ -198,9 +190,7 @@ def describe_split(before: Settings, after: Settings) -> str:
 def _known_key(key: str) -> str:
     names = [f for f in Settings.__struct_fields__ if f not in _FIXED]
     if key not in names:
-        raise SettingsError(
-            "--set", key, f"unknown key; there are {', '.join(names)}{_did_you_mean(key, names)}"
-        )
+        raise SettingsError("--set", key, f"unknown key; there are {', '.join(names)}{_did_you_mean(key, names)}")
     return key
 
 

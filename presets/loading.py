@@ -65,8 +65,9 @@ def _tables(kind: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PresetFileError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
         raise PresetFileError(f"{path}: cannot be read: {error.strerror}") from None
+    return table
