@@ -13,7 +13,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything the built-in trainer needs, resolved; written to `attempts/NNNN/settings.json` and read by the trainer."""
+    """Everything the built-in trainer needs, resolved; the trainer reads it from `attempts/NNNN/settings.json`."""
 
     recipe: str
     preset: str

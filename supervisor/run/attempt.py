@@ -1,0 +1,146 @@
+"""One attempt under supervision: its processes, its reports, its end; and the ladder that stops it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from memtop.supervisor.run.folder import RunFolder, read_json
+from memtop.supervisor.run.journal import Journal, find_journals
+from memtop.supervisor.run.process import ProcessRef, marked_processes, process_ref
+
+
+class ProcessFile(msgspec.Struct, frozen=True):
+    """`process.json`, written by the shim."""
+
+    pid: int
+    started_ticks: int
+    shim_pid: int
+    shim_started_ticks: int
+
+
+class ExitFile(msgspec.Struct, frozen=True):
+    """`exit.json`, written by the shim: status is negative for a signal; ended in seconds since the epoch."""
+
+    status: int
+    ended: float
+
+
+class Waits(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds that each rung of the stop ladder is given before the next."""
+
+    graceful: float = 60.0
+    """The program was asked to finish its update, save and exit."""
+    interrupt: float = 15.0
+    """SIGINT, for programs that cannot be asked: many save on it."""
+    terminate: float = 40.0
+    """SIGTERM; longer than torchrun's own 30 s."""
+    kill: float = 5.0
+
+
+class RunningAttempt:
+    """The processes and files of one attempt, whether this supervisor started it or adopted it."""
+
+    def __init__(self, folder: RunFolder, number: int, shim_pid: int | None) -> None:
+        self.number = number
+        self.folder = folder.attempt(number)
+        self.log_path = self.folder / "output.log"
+        self._run_folder = folder.path
+        self._shim = None if shim_pid is None else process_ref(shim_pid)
+        self._trainer: ProcessRef | None = None
+        self._journals: dict[Path, Journal] = {}
+        self._reaped: dict[int, int] = {}
+        self._gone_since: float | None = None
+
+    @property
+    def trainer(self) -> ProcessRef | None:
+        """The training program (or its launcher); None until the shim has started it."""
+        if self._trainer is None and (self.folder / "process.json").exists():
+            found = read_json(self.folder / "process.json", ProcessFile)
+            self._trainer = ProcessRef(found.pid, found.started_ticks)
+            self._shim = ProcessRef(found.shim_pid, found.shim_started_ticks)
+        return self._trainer
+
+    def alive(self) -> bool:
+        return self.trainer is not None and self.trainer.alive()
+
+    def note_reaped(self, ended: dict[int, int]) -> None:
+        """Children of ours that ended; an orphaned trainer (its shim was killed) may be among them."""
+        self._reaped |= ended
+
+    def ended(self) -> ExitFile | None:
+        """How the program ended; None while it runs. The status is only unknown if its shim was killed as well."""
+        if (self.folder / "exit.json").exists():
+            return read_json(self.folder / "exit.json", ExitFile)
+        if self.alive() or (self._shim is not None and self._shim.alive()):
+            self._gone_since = None
+            return None
+        # Both are gone without an exit file: give a file just being renamed a moment, then say what we know.
+        if self._gone_since is None:
+            self._gone_since = time.monotonic()
+        if time.monotonic() - self._gone_since < 1.0:
+            return None
+        status = self._reaped.get(self._trainer.pid) if self._trainer is not None else None
+        return ExitFile(UNKNOWN_STATUS if status is None else status, time.time())
+
+    def journals(self, offset_of: Callable[[int], int]) -> list[Journal]:
+        """The ranks' journals; `offset_of(rank)` tells where reading goes on."""
+        for path in find_journals(self.folder):
+            if path not in self._journals:
+                journal = Journal(path)
+                journal.offset = offset_of(journal.rank)
+                self._journals[path] = journal
+        return list(self._journals.values())
+
+    def processes(self) -> list[ProcessRef]:
+        """All living processes of this attempt: launcher, ranks, loader workers."""
+        return marked_processes(self._run_folder, self.number)
+
+
+# An exit status that no process can have.
+UNKNOWN_STATUS = -(1 << 16)
+
+
+class StopLadder:
+    """Ends an attempt: ask, SIGINT, SIGTERM, SIGKILL, each with its wait. `tick` is called until the attempt has ended."""
+
+    def __init__(
+        self,
+        attempt: RunningAttempt,
+        *,
+        asked: bool,
+        monotonic: Callable[[], float],
+        announce: Callable[[str], None],
+        waits: Waits | None = None,
+    ) -> None:
+        """`asked`: the program was asked to stop and has said that it will; else the ladder starts with a signal."""
+        self._attempt = attempt
+        self._monotonic = monotonic
+        self._announce = announce
+        waits = waits or Waits()
+        self._rungs: list[tuple[signal.Signals, float]] = [
+            *([] if asked else [(signal.SIGINT, waits.interrupt)]),
+            (signal.SIGTERM, waits.terminate),
+            (signal.SIGKILL, waits.kill),
+        ]
+        self._deadline = monotonic() + (waits.graceful if asked else 0.0)
+        if asked:
+            announce(f"asked to finish the update, save and exit; SIGTERM follows in {waits.graceful:.0f} s")
+
+    def tick(self) -> None:
+        if self._monotonic() < self._deadline or not self._rungs:
+            return
+        number, wait = self._rungs.pop(0)
+        self._deadline = self._monotonic() + wait
+        if number is signal.SIGKILL:
+            targets = self._attempt.processes()
+        else:
+            # Launchers pass it on to their ranks; signalling those as well would reach them twice.
+            targets = [self._attempt.trainer] if self._attempt.trainer else []
+        reached = [target.pid for target in targets if target.send(number)]
+        following = f"; {self._rungs[0][0].name} follows in {wait:.0f} s" if self._rungs else ""
+        self._announce(f"{number.name} sent to {', '.join(map(str, reached)) or 'nobody'}{following}")

@@ -1,0 +1,196 @@
+"""A run's folder: its paths, how it is created and found, its lock, and files that are replaced atomically."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from memtop.presets.schema import Settings
+from memtop.supervisor.errors import RunFolderError, UsageError
+from memtop.supervisor.wire import Change, RunState
+
+T = TypeVar("T")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """`run.json`: what was asked when the run was created. Never changed afterwards."""
+
+    format: int = 1
+    name: str
+    created: float
+    settings: Settings | None
+    """None for a program of the user's own."""
+    command: tuple[str, ...] = ()
+    """The user's own program; empty for the built-in trainer."""
+    cwd: str
+    gpus: str | None = None
+    """--gpus as given: what the trainer gets as CUDA_VISIBLE_DEVICES; None leaves the environment alone."""
+    on_oom: str = "stop"
+    memtop_version: str
+
+
+class StateFile(msgspec.Struct, frozen=True, kw_only=True):
+    """`state.json`: where the run is, and who looks after it."""
+
+    format: int = 1
+    run: RunState
+    socket: str
+    supervisor_started_ticks: int | None = None
+    """With run.supervisor_pid the identity of the supervisor."""
+    pending: Change | None = None
+    """A restart that was asked for and not carried out yet."""
+
+
+class RunFolder:
+    """The folder `<runs-dir>/<name>/` of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+        self.name = self.path.name
+        self.spec_path = self.path / "run.json"
+        self.state_path = self.path / "state.json"
+        self.ledger_path = self.path / "ledger.sqlite"
+        self.lock_path = self.path / "lock"
+        self.supervisor_log = self.path / "supervisor.log"
+        self.latest_state = self.path / "train_latest_state"
+
+    def attempt(self, number: int) -> Path:
+        return self.path / "attempts" / f"{number:04d}"
+
+    def spec(self) -> RunSpec:
+        return read_json(self.spec_path, RunSpec)
+
+    def state(self) -> StateFile | None:
+        """What state.json says, or None where there is none yet."""
+        return read_json(self.state_path, StateFile) if self.state_path.exists() else None
+
+
+def default_runs_dir() -> Path:
+    return Path(os.environ.get("MEMTOP_RUNS_DIR") or "runs")
+
+
+def create_run(runs_dir: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
+    """Make the folder of a new run. `fresh` moves an existing one of that name aside; nothing is ever deleted."""
+    if not _NAME.fullmatch(spec.name):
+        raise UsageError(f"--name {spec.name!r}: use letters, digits, '.', '_' and '-', at most 100 of them")
+    folder = RunFolder(runs_dir / spec.name)
+    try:
+        if fresh and folder.path.exists():
+            move_aside(folder)
+        (folder.path / "attempts").mkdir(parents=True)
+    except FileExistsError:
+        raise RunFolderError(
+            f"run {spec.name!r} exists in {runs_dir}: `memtop restart {spec.name}` takes it up again, "
+            f"--fresh moves it aside and starts anew, --name gives another name"
+        ) from None
+    except OSError as error:
+        raise RunFolderError(f"{folder.path}: cannot be created: {error.strerror}; give another --runs-dir") from None
+    write_json(folder.spec_path, spec)
+    return folder
+
+
+def move_aside(folder: RunFolder) -> Path:
+    """Rename a run that nobody is working on to `<name>.<timestamp>`."""
+    lock = RunLock(folder)
+    if not lock.acquire():
+        raise RunFolderError(f"run {folder.name!r} is in use: `memtop stop {folder.name}` first")
+    aside = folder.path.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        folder.path.rename(aside)
+    finally:
+        lock.release()
+    return aside
+
+
+def list_runs(runs_dir: Path) -> list[RunFolder]:
+    """All runs, oldest first."""
+    found = []
+    for spec_path in runs_dir.glob("*/run.json"):
+        folder = RunFolder(spec_path.parent)
+        try:
+            found.append((folder.spec().created, folder))
+        except RunFolderError:
+            # A folder with an unreadable run.json is named when someone asks for it; it must not hide the others.
+            continue
+    return [folder for _, folder in sorted(found, key=lambda item: item[0])]
+
+
+def find_run(reference: str, runs_dir: Path) -> RunFolder:
+    """The run of that name, at that path, or the newest for `latest`."""
+    if reference == "latest":
+        runs = list_runs(runs_dir)
+        if not runs:
+            raise RunFolderError(
+                f"no runs in {runs_dir}: start one with `memtop train`, or name the place with --runs-dir"
+            )
+        return runs[-1]
+    for path in (runs_dir / reference, Path(reference)):
+        if (path / "run.json").is_file():
+            return RunFolder(path)
+    known = ", ".join(folder.name for folder in list_runs(runs_dir)[-5:]) or "none"
+    raise UsageError(f"run {reference!r}: not found in {runs_dir} (newest there: {known})")
+
+
+class RunLock:
+    """Held by the supervisor as long as it lives; the kernel releases it whatever ends the process."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._path = folder.lock_path
+        self._descriptor: int | None = None
+
+    def acquire(self) -> bool:
+        """True if the lock is ours now; False if another process holds it."""
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise RunFolderError(f"{self._path}: cannot be written: {error.strerror}") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        self._descriptor = descriptor
+        return True
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def is_held(self) -> bool:
+        """True while some process holds the lock."""
+        if not self._path.exists():
+            return False
+        if not self.acquire():
+            return True
+        self.release()
+        return False
+
+
+def read_json(path: Path, shape: type[T]) -> T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=shape)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RunFolderError(f"{path}: cannot be understood: {error}") from None
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace the file in one step: a reader sees the old or the new content, never a part."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the folder's permissions"
+        raise RunFolderError(f"{path}: cannot be written: {error.strerror}; {hint}") from None

@@ -1,0 +1,95 @@
+"""Starts one attempt: builds its command and environment, writes both down, and hands them to the shim."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from memtop.presets.schema import Settings
+from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.run.folder import RunFolder, RunSpec, write_json
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+# On PYTHONPATH, its sitecustomize brings the agent into the training process. A path, not an import: the supervisor
+# does not know the trainer.
+_AGENT_SITE = _PACKAGE / "train" / "agent" / "site"
+_SHIM = Path(__file__).with_name("shim.py")
+
+
+class LaunchCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """`attempts/NNNN/command.json`: exactly what was started."""
+
+    argv: tuple[str, ...]
+    cwd: str
+    environment: dict[str, str]
+    """Additions to the supervisor's own environment."""
+
+
+def launch(folder: RunFolder, number: int, spec: RunSpec, settings: Settings | None, socket: Path) -> int:
+    """Start attempt `number` under a shim of its own; returns the shim's pid. The shim is a child of this process."""
+    attempt = folder.attempt(number)
+    try:
+        attempt.mkdir(parents=True)
+    except OSError as error:
+        raise RunFolderError(f"{attempt}: cannot be created: {error.strerror}") from None
+    if settings is not None:
+        write_json(attempt / "settings.json", settings)
+    write_json(
+        attempt / "command.json",
+        LaunchCommand(
+            argv=_argv(folder, attempt, spec, settings),
+            cwd=spec.cwd,
+            environment=_environment(folder, number, spec, socket),
+        ),
+    )
+    with folder.supervisor_log.open("ab") as log:
+        shim = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_SHIM), str(attempt)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    # The supervisor waits for it through a pidfd and os.waitpid; Popen must not reap it in its finaliser.
+    shim.returncode = 0
+    return shim.pid
+
+
+def _argv(folder: RunFolder, attempt: Path, spec: RunSpec, settings: Settings | None) -> tuple[str, ...]:
+    if settings is None:
+        return spec.command
+    trainer = (
+        "-m",
+        "memtop.train",
+        "--settings",
+        str(attempt / "settings.json"),
+        "--state-dir",
+        str(folder.latest_state),
+    )
+    if settings.world_size == 1:
+        return (sys.executable, *trainer)
+    where = "--cpu" if settings.device == "cpu" else "--multi_gpu"
+    return (
+        *(sys.executable, "-m", "accelerate.commands.launch", where, "--num_processes", str(settings.world_size)),
+        *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", *trainer),
+    )
+
+
+def _environment(folder: RunFolder, number: int, spec: RunSpec, socket: Path) -> dict[str, str]:
+    inherited = os.environ.get("PYTHONPATH")
+    additions = {
+        "MEMTOP_RUN": str(folder.path),
+        "MEMTOP_ATTEMPT": str(number),
+        "MEMTOP_ATTEMPT_DIR": str(folder.attempt(number)),
+        "MEMTOP_SOCKET": str(socket),
+        "PYTHONPATH": os.pathsep.join([str(_AGENT_SITE), *([inherited] if inherited else [])]),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if spec.gpus is not None:
+        # UUIDs and PCI order agree with what the driver library shows; the default order of CUDA is by speed.
+        additions |= {"CUDA_VISIBLE_DEVICES": spec.gpus, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return additions

@@ -1,0 +1,174 @@
+"""The ledger: attempts, events, step metrics and machine samples of a run in SQLite. Only the supervisor writes it."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memtop.presets.schema import Settings
+from memtop.supervisor.wire import Event, Metric
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS attempts (
+    number INTEGER PRIMARY KEY, reason TEXT NOT NULL, settings TEXT, started REAL NOT NULL, ended REAL,
+    exit_status INTEGER, outcome TEXT, diagnosis TEXT, start_updates INTEGER, updates INTEGER, samples_seen INTEGER,
+    peak_bytes INTEGER);
+CREATE TABLE IF NOT EXISTS metrics (
+    attempt INTEGER NOT NULL, "update" INTEGER NOT NULL, time REAL, loss REAL, learning_rate REAL, samples_seen INTEGER,
+    sample_digest TEXT, step_seconds REAL, data_wait_seconds REAL, peak_bytes INTEGER, report TEXT NOT NULL,
+    PRIMARY KEY (attempt, "update")) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS events (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, attempt INTEGER NOT NULL, kind TEXT NOT NULL,
+    message TEXT NOT NULL, data TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS samples (time REAL PRIMARY KEY, attempt INTEGER NOT NULL, machine TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS journals (
+    attempt INTEGER NOT NULL, rank INTEGER NOT NULL, offset INTEGER NOT NULL, PRIMARY KEY (attempt, rank));
+"""
+_METRIC = (
+    '"update", attempt, loss, learning_rate, samples_seen, sample_digest, step_seconds, data_wait_seconds, peak_bytes'
+)
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of the training program. `start_updates` is where it resumed (None until the program has said so)."""
+
+    number: int
+    reason: str
+    settings: Settings | None
+    started: float
+    ended: float | None = None
+    exit_status: int | None = None
+    outcome: str | None = None
+    """finished | stopped | restarted | failed; None while it runs."""
+    diagnosis: dict[str, Any] | None = None
+    start_updates: int | None = None
+    updates: int | None = None
+    samples_seen: int | None = None
+    peak_bytes: int | None = None
+
+
+class Ledger:
+    """Opened for writing by the supervisor, read-only by everyone else."""
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        if read_only:
+            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)
+        else:
+            # One writer, in one thread at a time; autocommit off, so that a batch is one transaction.
+            self._db = sqlite3.connect(path, timeout=5, check_same_thread=False)
+            # WAL lets readers read while we write; file systems without shared memory keep the default.
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.executescript(_SCHEMA)
+
+    def close(self) -> None:
+        self._db.close()
+
+    # --- attempts ---
+
+    def add_attempt(self, number: int, reason: str, settings: Settings | None, started: float) -> None:
+        text = None if settings is None else msgspec.json.encode(settings).decode()
+        with self._db:
+            self._db.execute(
+                "INSERT INTO attempts (number, reason, settings, started) VALUES (?, ?, ?, ?)",
+                (number, reason, text, started),
+            )
+
+    def update_attempt(self, number: int, **values: Any) -> None:
+        """Set columns of an attempt; `diagnosis` as a dictionary."""
+        if "diagnosis" in values and values["diagnosis"] is not None:
+            values["diagnosis"] = msgspec.json.encode(values["diagnosis"]).decode()
+        columns = ", ".join(f"{name} = ?" for name in values)
+        with self._db:
+            self._db.execute(f"UPDATE attempts SET {columns} WHERE number = ?", (*values.values(), number))
+
+    def attempts(self) -> list[Attempt]:
+        columns = Attempt.__struct_fields__
+        rows = self._db.execute(f"SELECT {', '.join(columns)} FROM attempts ORDER BY number")
+        return [self._attempt(dict(zip(columns, row, strict=True))) for row in rows]
+
+    @staticmethod
+    def _attempt(row: dict[str, Any]) -> Attempt:
+        row["settings"] = None if row["settings"] is None else msgspec.json.decode(row["settings"], type=Settings)
+        row["diagnosis"] = None if row["diagnosis"] is None else msgspec.json.decode(row["diagnosis"])
+        return Attempt(**row)
+
+    # --- reports ---
+
+    def journal_offset(self, attempt: int, rank: int) -> int:
+        row = self._db.execute("SELECT offset FROM journals WHERE attempt = ? AND rank = ?", (attempt, rank)).fetchone()
+        return int(row[0]) if row else 0
+
+    def add_reports(self, attempt: int, rank: int, steps: Iterable[dict[str, Any]], offset: int) -> None:
+        """Store step reports and how far the journal was read, together: no report is lost or counted twice."""
+        with self._db:
+            self._db.executemany(
+                'INSERT OR REPLACE INTO metrics (attempt, "update", time, loss, learning_rate, samples_seen,'
+                " sample_digest, step_seconds, data_wait_seconds, peak_bytes, report)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (
+                        attempt,
+                        step["update"],
+                        *(
+                            step.get(name)
+                            for name in ("time", "loss", "learning_rate", "samples_seen", "sample_digest")
+                        ),
+                        *(step.get(name) for name in ("step_seconds", "data_wait_seconds", "peak_bytes")),
+                        msgspec.json.encode(step).decode(),
+                    )
+                    for step in steps
+                ],
+            )
+            self._db.execute("INSERT OR REPLACE INTO journals VALUES (?, ?, ?)", (attempt, rank, offset))
+
+    def metrics(self, newest: int | None = None) -> list[Metric]:
+        """The run's final history: one row per update, without those that a later attempt resumed from before."""
+        rows = self._db.execute(
+            f"""SELECT {_METRIC} FROM metrics AS m WHERE "update" <= (
+                SELECT coalesce(min(a.start_updates), 9223372036854775807) FROM attempts AS a
+                WHERE a.number > m.attempt)
+                ORDER BY "update" DESC, attempt DESC LIMIT ?""",
+            (-1 if newest is None else newest,),
+        )
+        names = [name.strip().strip('"') for name in _METRIC.split(",")]
+        found: dict[int, Metric] = {}
+        for row in rows:
+            metric = Metric(**dict(zip(names, row, strict=True)))
+            found.setdefault(metric.update, metric)
+        return [found[update] for update in sorted(found)]
+
+    def last_report(self, attempt: int) -> dict[str, Any] | None:
+        """The newest step report of an attempt as the agent wrote it."""
+        row = self._db.execute(
+            'SELECT report FROM metrics WHERE attempt = ? ORDER BY "update" DESC LIMIT 1', (attempt,)
+        ).fetchone()
+        return None if row is None else msgspec.json.decode(row[0])
+
+    # --- events and samples ---
+
+    def add_event(self, time: float, attempt: int, kind: str, message: str, data: dict[str, Any]) -> Event:
+        with self._db:
+            cursor = self._db.execute(
+                "INSERT INTO events (time, attempt, kind, message, data) VALUES (?, ?, ?, ?, ?)",
+                (time, attempt, kind, message, msgspec.json.encode(data).decode()),
+            )
+        assert cursor.lastrowid is not None
+        return Event(id=cursor.lastrowid, time=time, attempt=attempt, kind=kind, message=message, data=data)
+
+    def events(self, newest: int = 500) -> list[Event]:
+        rows = self._db.execute(
+            "SELECT id, time, attempt, kind, message, data FROM events ORDER BY id DESC LIMIT ?", (newest,)
+        ).fetchall()
+        return [
+            Event(id=i, time=t, attempt=a, kind=k, message=m, data=msgspec.json.decode(d))
+            for i, t, a, k, m, d in reversed(rows)
+        ]
+
+    def add_sample(self, time: float, attempt: int, machine: bytes) -> None:
+        with self._db:
+            self._db.execute("INSERT OR REPLACE INTO samples VALUES (?, ?, ?)", (time, attempt, machine.decode()))

@@ -1,0 +1,80 @@
+"""Folds the agents' reports into what is known of the training: position, loss, speed, memory per rank."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from memtop.supervisor.wire import Metric, RankMemory, StepSplit
+
+# Updates over which speed is averaged: long enough to be steady, short enough to notice a change.
+_WINDOW = 20
+_SPLIT = ("data_wait_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds")
+
+
+class Progress:
+    """The training of one attempt, as its reports tell it. Values are None until a report has told them."""
+
+    def __init__(self) -> None:
+        self.step: dict[str, Any] = {}
+        """Rank 0's newest step report."""
+        self.plan: dict[str, Any] = {}
+        self.end: dict[str, Any] | None = None
+        """{"outcome": finished | stopped | failed, "message": ...} once the program has said so."""
+        self.best_loss: float | None = None
+        self.peak_bytes: int | None = None
+        self.phase: str | None = None
+        self._ranks: dict[int, dict[str, Any]] = {}
+        self._recent: deque[tuple[float, int, float]] = deque(maxlen=_WINDOW)
+
+    def resume_from(self, history: list[Metric]) -> None:
+        """Start from what earlier attempts reached."""
+        self.best_loss = min((m.loss for m in history if m.loss is not None), default=None)
+
+    def apply(self, rank: int, report: dict[str, Any]) -> None:
+        kind = report.get("type")
+        if kind == "hello":
+            self._ranks[rank] = {"pid": report.get("pid"), "device_uuid": None}
+        elif kind == "plan":
+            self._ranks.setdefault(rank, {})["device_uuid"] = report.get("device_uuid")
+            if rank == 0:
+                self.plan = report
+        elif kind == "step":
+            self._ranks.setdefault(rank, {}).update(report)
+            if rank == 0:
+                self._apply_step(report)
+        elif kind == "phase" and rank == 0:
+            self.phase = report.get("phase")
+        elif kind == "end" and rank == 0:
+            self.end = report
+
+    def _apply_step(self, report: dict[str, Any]) -> None:
+        self.step = report
+        loss, peak = report.get("loss"), report.get("peak_bytes")
+        if loss is not None and (self.best_loss is None or loss < self.best_loss):
+            self.best_loss = loss
+        if peak is not None:
+            self.peak_bytes = max(peak, self.peak_bytes or 0)
+        if report.get("samples_seen") is not None:
+            self._recent.append((report["time"], report["samples_seen"], report.get("tokens") or 0))
+
+    def rates(self) -> tuple[float | None, float | None]:
+        """Samples and tokens per second over the newest updates; None before there are two."""
+        if len(self._recent) < 2:
+            return None, None
+        (start, first, _), (end, last, _) = self._recent[0], self._recent[-1]
+        if end <= start:
+            return None, None
+        tokens = sum(t for _, _, t in list(self._recent)[1:])
+        return (last - first) / (end - start), tokens / (end - start) if tokens else None
+
+    def split(self) -> StepSplit:
+        return StepSplit(**{name: self.step.get(name) for name in _SPLIT})
+
+    def ranks(self, connected: set[int]) -> tuple[RankMemory, ...]:
+        names = ("device_uuid", "allocated_bytes", "reserved_bytes", "peak_bytes", "rss_bytes")
+        return tuple(
+            RankMemory(rank=rank, pid=known["pid"], connected=rank in connected, **{n: known.get(n) for n in names})
+            for rank, known in sorted(self._ranks.items())
+            if known.get("pid") is not None
+        )

@@ -1,0 +1,80 @@
+"""Stands between the supervisor and the training program, so that the program's exit status outlives the supervisor.
+
+Started as `python -I shim.py ATTEMPT_FOLDER`; standard library only, loads nothing of memtop. It reads `command.json`,
+starts the program in a session of its own with output to `output.log`, writes `process.json`, waits, and writes
+`exit.json`.
+As a subreaper it also collects orphaned data-loader workers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def started_ticks(pid: int) -> int:
+    """Start time of a process in clock ticks since boot (field 22 of /proc/PID/stat)."""
+    with open(f"/proc/{pid}/stat", "rb") as stat:
+        return int(stat.read().rpartition(b")")[2].split()[19])
+
+
+def write_json(path: str, value: object) -> None:
+    beside = f"{path}.tmp"
+    with open(beside, "w") as file:
+        json.dump(value, file)
+    os.replace(beside, path)
+
+
+def spawn(command: dict[str, object], log: int) -> int:
+    """Start the program in a new session; its pid. The child reports a failed exec through exit status 127."""
+    argv = [str(word) for word in command["argv"]]  # type: ignore[attr-defined]
+    environment = dict(os.environ)
+    for name, value in command["environment"].items():  # type: ignore[attr-defined]
+        environment[name] = value
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.setsid()
+        os.chdir(str(command["cwd"]))
+        os.dup2(nowhere, 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.execvpe(argv[0], argv, environment)
+    except OSError as error:
+        os.write(2, f"memtop: {argv[0]}: cannot be started in {command['cwd']}: {error.strerror}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def main(attempt: str) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    with open(os.path.join(attempt, "command.json")) as file:
+        command = json.load(file)
+    log = os.open(os.path.join(attempt, "output.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    child = spawn(command, log)
+    write_json(
+        os.path.join(attempt, "process.json"),
+        {
+            "pid": child,
+            "started_ticks": started_ticks(child),
+            "shim_pid": os.getpid(),
+            "shim_started_ticks": started_ticks(os.getpid()),
+        },
+    )
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            break
+    code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+    write_json(os.path.join(attempt, "exit.json"), {"status": code, "ended": time.time()})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
