@@ -1,4 +1,4 @@
-"""What a sample of the machine looks like. Frozen values; field names are the public JSON of `memtop watch --once --json`.
+"""What a sample of the machine looks like. Frozen; field names are the public JSON of `memtop watch --once --json`.
 
 Units: bytes, seconds, watts, degrees Celsius, fractions 0-1. A value that is not known is None, and `unknown` maps the
 field's name to the reason in words. None is never written as 0.
@@ -40,6 +40,8 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
     """True where this user may end it from memtop: same user, not graphics, not a system process, not memtop itself."""
     started: float | None = None
     """Start time, seconds since the epoch; with `pid` the identity of the process."""
+    started_ticks: int | None = None
+    """The same start time in clock ticks since boot, exact: what a signal is checked against."""
     unknown: dict[str, str] = {}
 
 
@@ -67,7 +69,8 @@ class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostSample(msgspec.Struct, frozen=True, kw_only=True):
-    """Host memory at one moment. Where a cgroup limit is below the machine's RAM, used_fraction and band refer to the limit."""
+    """Host memory at one moment. Where a cgroup limit is below the machine's RAM, used_fraction and band
+    refer to the limit."""
 
     total_bytes: int | None = None
     used_bytes: int | None = None
