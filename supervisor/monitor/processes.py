@@ -102,6 +102,25 @@ def parent_of(pid: int, proc_root: Path = PROC) -> int | None:
     return None if fields is None else int(fields[1])
 
 
+def own_family(pid: int | None = None, proc_root: Path = PROC) -> frozenset[int]:
+    """This process and all its ancestors up to pid 1: what must never be ended from here."""
+    family = {0, 1}
+    current = os.getpid() if pid is None else pid
+    while current not in family:
+        family.add(current)
+        current = parent_of(current, proc_root) or 1
+    return frozenset(family)
+
+
+def owner_of(pid: int, proc_root: Path = PROC) -> int | None:
+    """The real user id, or None where there is no such process (or it is hidden from this user)."""
+    try:
+        status = (proc_root / str(pid) / "status").read_text(errors="replace")
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in status.splitlines() if line.startswith("Uid:")), None)
+
+
 def is_alive(pid: int, started: int, proc_root: Path = PROC) -> bool:
     """True where this very process (pid and start ticks) still runs. A zombie has ended: it holds nothing any more."""
     fields = _stat_fields(pid, proc_root)

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import msgspec
 
-from memtop.supervisor.monitor.processes import PROC, ProcessFacts, parent_of
+from memtop.supervisor.monitor.ending import Ended, EndReport, end_and_measure, end_processes
+from memtop.supervisor.monitor.processes import ProcessFacts, own_family
+
+__all__ = [
+    "GPU_SERVICES",
+    "EndReport",
+    "Ended",
+    "KnownRun",
+    "Verdict",
+    "end_and_measure",
+    "end_processes",
+    "judge",
+    "own_family",
+    "stray_count",
+]
 
 GPU_SERVICES = frozenset(
     {
@@ -99,16 +112,6 @@ def _obstacle(process: ProcessFacts, kind: str, own_uid: int, protected: frozens
     if process.name in GPU_SERVICES:
         return "a service of the machine"
     return None
-
-
-def own_family(pid: int | None = None, proc_root: Path = PROC) -> frozenset[int]:
-    """This process and all its ancestors up to pid 1: what must never be ended from here."""
-    family = {0, 1}
-    current = os.getpid() if pid is None else pid
-    while current not in family:
-        family.add(current)
-        current = parent_of(current, proc_root) or 1
-    return frozenset(family)
 
 
 def stray_count(verdicts: Iterable[Verdict]) -> int:
