@@ -33,6 +33,8 @@ WAITS = (5.0, 5.0, 2.0)
 """Seconds given to each signal in turn."""
 SETTLE_SECONDS = 3.0
 """How long the driver may take to take an ended process off its list."""
+_SETTLE_STEP = 0.1
+_LOOK_SECONDS = 0.5
 
 StillHolds = Callable[[ProcessId], "bool | None"]
 
@@ -182,22 +184,40 @@ def end_and_measure(
     pids = {identity.pid for identity in chosen}
     before = {gpu.uuid: gpu for gpu in _fresh(reader) if pids & _pids(gpu)}
 
-    def holds(identity: ProcessId) -> bool | None:
-        gpus = _fresh(reader)
-        if any(identity.pid in _pids(gpu) for gpu in gpus):
-            return True
-        return None if not gpus or any(gpu.error or "processes" in gpu.unknown for gpu in gpus) else False
-
-    processes = tuple(end_processes(chosen, waits=waits, still_holds=holds))
+    processes = tuple(end_processes(chosen, waits=waits, still_holds=_holder(reader)))
     over = {process.identity.pid for process in processes if process.is_over}
-    waited = 0.0
-    while any(over & _pids(gpu) for gpu in (after := _fresh(reader))) and waited < settle_seconds:
-        sleep(0.1)
-        waited += 0.1
+    after = _settled(reader, over, settle_seconds, sleep)
     returned = _returned(before, {gpu.uuid: gpu for gpu in after})
     if isinstance(returned, str):
         return EndReport(processes=processes, unknown={"returned_bytes": returned})
     return EndReport(processes=processes, returned_bytes=returned)
+
+
+def _holder(reader: NvmlReader) -> StillHolds:
+    """Whether the driver lists a process; None where a list could not be read in full. One look serves a whole round of
+    signals, since process lists are dear."""
+    looked: tuple[float, tuple[GpuSample, ...]] = (float("-inf"), ())
+
+    def holds(identity: ProcessId) -> bool | None:
+        nonlocal looked
+        if time.monotonic() > looked[0] + _LOOK_SECONDS:
+            looked = (time.monotonic(), _fresh(reader))
+        gpus = looked[1]
+        if any(identity.pid in _pids(gpu) for gpu in gpus):
+            return True
+        return None if not gpus or any(gpu.error or "processes" in gpu.unknown for gpu in gpus) else False
+
+    return holds
+
+
+def _settled(reader: NvmlReader, over: set[int], seconds: float, sleep: Callable[[float], None]) -> tuple[GpuSample, ...]:
+    """The GPUs once the driver no longer lists the ended processes, or after `seconds`, whichever is sooner."""
+    for _ in range(round(seconds / _SETTLE_STEP)):
+        gpus = _fresh(reader)
+        if not any(over & _pids(gpu) for gpu in gpus):
+            return gpus
+        sleep(_SETTLE_STEP)
+    return _fresh(reader)
 
 
 def _fresh(reader: NvmlReader) -> tuple[GpuSample, ...]:
