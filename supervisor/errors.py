@@ -1,10 +1,10 @@
 """The error tree. Each error that a person can cause is one line: what, where, what to do; and knows its exit status.
 
-    MemtopError            exit 1   the run or the command failed
-      UsageError           exit 2   wrong usage or bad input: names the field and the value
-      RunFolderError       exit 1   a run's folder cannot be used
-      NotRunningError      exit 1   nobody is there to carry out the command
-      RefusedError         exit 1   the supervisor refused or could not carry out a command
+MemtopError            exit 1   the run or the command failed
+  UsageError           exit 2   wrong usage or bad input: names the field and the value
+  RunFolderError       exit 1   a run's folder cannot be used
+  NotRunningError      exit 1   nobody is there to carry out the command
+  RefusedError         exit 1   the supervisor refused or could not carry out a command
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ UNKNOWN_STATUS = -(1 << 16)
 
 
 class StopLadder:
-    """Ends an attempt: ask, SIGINT, SIGTERM, SIGKILL, each with its wait. `tick` is called until the attempt has ended."""
+    """Ends an attempt: ask, SIGINT, SIGTERM, SIGKILL, each with its wait. `tick` it until the attempt ends."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ _ENCODER = msgspec.json.Encoder()
 def socket_path(run_folder: Path) -> Path:
     """Where the run's socket lies, in a folder that only this user can enter.
 
-    Short whatever the run folder's path (the kernel allows 107 bytes), and always the same for a run, so that its agents
+    Short whatever the run folder's path (the kernel allows 107 bytes), and always the same for a run, so that agents
     find the next supervisor.
     """
     base = os.environ.get("MEMTOP_SOCKET_DIR")
@@ -97,9 +97,7 @@ class ControlServer:
         try:
             self._server = await asyncio.start_unix_server(self._serve, path=str(self.path), limit=_LINE_LIMIT)
         except OSError as error:
-            raise RunFolderError(
-                f"{self.path}: no socket can be made there: {error.strerror}; set MEMTOP_SOCKET_DIR"
-            ) from None
+            raise RunFolderError(f"{self.path}: no socket can be made there: {error.strerror}; set MEMTOP_SOCKET_DIR") from None
         self.path.chmod(0o600)
 
     async def close(self) -> None:

@@ -128,9 +128,7 @@ def find_run(reference: str, runs_dir: Path) -> RunFolder:
     if reference == "latest":
         runs = list_runs(runs_dir)
         if not runs:
-            raise RunFolderError(
-                f"no runs in {runs_dir}: start one with `memtop train`, or name the place with --runs-dir"
-            )
+            raise RunFolderError(f"no runs in {runs_dir}: start one with `memtop train`, or name the place with --runs-dir")
         return runs[-1]
     for path in (runs_dir / reference, Path(reference)):
         if (path / "run.json").is_file():

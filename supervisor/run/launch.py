@@ -89,6 +89,9 @@ def _environment(folder: RunFolder, number: int, spec: RunSpec, socket: Path) ->
         "PYTHONPATH": os.pathsep.join([str(_AGENT_SITE), *([inherited] if inherited else [])]),
         "PYTHONUNBUFFERED": "1",
     }
+    if not spec.command:
+        # A folder called `tokenizers` where memtop was called must not shadow the library (Python 3.11 and newer).
+        additions["PYTHONSAFEPATH"] = "1"
     if spec.gpus is not None:
         # UUIDs and PCI order agree with what the driver library shows; the default order of CUDA is by speed.
         additions |= {"CUDA_VISIBLE_DEVICES": spec.gpus, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

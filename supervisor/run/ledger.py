@@ -28,9 +28,7 @@ CREATE TABLE IF NOT EXISTS samples (time REAL PRIMARY KEY, attempt INTEGER NOT N
 CREATE TABLE IF NOT EXISTS journals (
     attempt INTEGER NOT NULL, rank INTEGER NOT NULL, offset INTEGER NOT NULL, PRIMARY KEY (attempt, rank));
 """
-_METRIC = (
-    '"update", attempt, loss, learning_rate, samples_seen, sample_digest, step_seconds, data_wait_seconds, peak_bytes'
-)
+_METRIC = '"update", attempt, loss, learning_rate, samples_seen, sample_digest, step_seconds, data_wait_seconds, peak_bytes'
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,10 +112,7 @@ class Ledger:
                     (
                         attempt,
                         step["update"],
-                        *(
-                            step.get(name)
-                            for name in ("time", "loss", "learning_rate", "samples_seen", "sample_digest")
-                        ),
+                        *(step.get(name) for name in ("time", "loss", "learning_rate", "samples_seen", "sample_digest")),
                         *(step.get(name) for name in ("step_seconds", "data_wait_seconds", "peak_bytes")),
                         msgspec.json.encode(step).decode(),
                     )

@@ -32,9 +32,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
     try:
         manifest = msgspec.json.decode(manifest_path.read_bytes(), type=_Manifest)
     except FileNotFoundError:
-        return Checkpoint(
-            path=str(folder), complete=False, problem=f"{manifest_path} is missing: the save was cut short"
-        )
+        return Checkpoint(path=str(folder), complete=False, problem=f"{manifest_path} is missing: the save was cut short")
     except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
         return Checkpoint(path=str(folder), complete=False, problem=f"{manifest_path}: cannot be understood: {error}")
     problem = next((p for p in (_problem(folder, file) for file in manifest.files) if p), None)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
+import psutil
 
 _PROC = Path("/proc")
 _PR_SET_CHILD_SUBREAPER = 36
@@ -116,3 +117,32 @@ def _stat(pid: int) -> tuple[int, bool] | None:
     except OSError:
         return None
     return int(fields[19]), fields[0] in (b"Z", b"X")
+
+
+class TreeProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of a tree that `memtop watch --pid` follows."""
+
+    pid: int
+    parent_pid: int
+    name: str
+    command: str
+    rss_bytes: int | None
+
+
+def process_tree(pid: int) -> list[TreeProcess] | None:
+    """The process and all its living descendants, itself first; None if there is no such process."""
+    try:
+        root = psutil.Process(pid)
+        members = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return None
+    found = []
+    for member in members:
+        with contextlib.suppress(psutil.NoSuchProcess), member.oneshot():
+            name = member.name()
+            try:
+                command, rss = " ".join(member.cmdline()) or name, member.memory_info().rss
+            except psutil.AccessDenied:
+                command, rss = name, None
+            found.append(TreeProcess(pid=member.pid, parent_pid=member.ppid(), name=name, command=command, rss_bytes=rss))
+    return found or None

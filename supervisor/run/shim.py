@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import sys
 import time
 
@@ -42,6 +43,9 @@ def spawn(command: dict[str, object], log: int) -> int:
         return child
     try:
         os.setsid()
+        # An ignored signal stays ignored across exec: the program must get Ctrl-C, hang-ups and broken pipes as usual.
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_DFL)
         os.chdir(str(command["cwd"]))
         os.dup2(nowhere, 0)
         os.dup2(log, 1)

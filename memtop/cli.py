@@ -1,0 +1,323 @@
+"""The command line. Data goes to stdout, talk to stderr; textual and torch are loaded by nothing but a dashboard or a trainer.
+
+Exit status: 0 done; 1 the run or the command failed; 2 wrong usage or bad input; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from memtop import __version__
+from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
+from memtop.supervisor.run.folder import RunFolder, RunSpec, create_run, default_runs_dir, find_run
+from memtop.supervisor.wire import Change, CheckpointNow, FreeCache, Outcome, Restart, Stop
+
+app = typer.Typer(
+    name="memtop",
+    help="Train on GPUs and machines that are too small: see the memory, survive the shortage, resume without losing a sample.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# What typer raises for a wrong command line; some versions of it carry their own copy of click, so it is reached this way.
+_UsageProblem: Any = typer.BadParameter.__base__
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="a run's name, its folder, or `latest`")]
+RunsDir = Annotated[Path | None, typer.Option("--runs-dir", metavar="DIR", help="where runs live [./runs or MEMTOP_RUNS_DIR]")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
+Batch = Annotated[int | None, typer.Option("--batch", metavar="B", help="samples per micro-batch and process")]
+Accum = Annotated[int | None, typer.Option("--accum", metavar="A", help="micro-batches per update")]
+SeqLen = Annotated[int | None, typer.Option("--seq-len", metavar="T", help="tokens per sample")]
+PresetName = Annotated[str | None, typer.Option("--preset", metavar="NAME", help="memory strategy: see `memtop presets`")]
+Assignments = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="any other setting; repeatable")]
+MaxUpdates = Annotated[int | None, typer.Option("--max-updates", metavar="N", help="end after N updates in all")]
+Headless = Annotated[bool, typer.Option("--headless", help="stay in the foreground without a dashboard")]
+Detach = Annotated[bool, typer.Option("--detach", help="start, print the run's name, return")]
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; the exit status. Every error that a person can cause is one line on stderr."""
+    try:
+        result = app(_with_program(arguments), standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except _UsageProblem as error:
+        where = f"memtop {error.ctx.info_name}" if error.ctx and error.ctx.parent else "memtop"
+        return _complain(f"{' '.join(error.format_message().split())} (see `{where} --help`)", 2)
+    except MemtopError as error:
+        return _complain(str(error), error.exit_status)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:
+        # The reader of our output (`| head`) has gone; nobody is left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _complain(message: str, status: int) -> int:
+    print(f"memtop: {message}", file=sys.stderr)
+    return status
+
+
+_program: tuple[str, ...] = ()
+
+
+def _with_program(arguments: list[str]) -> list[str]:
+    """Cut off `-- COMMAND ARG ...`: the words after it are the user's own program, never ours to interpret."""
+    global _program
+    _program = ()
+    if "--" in arguments and arguments[0] == "train":
+        at = arguments.index("--")
+        _program = tuple(arguments[at + 1 :])
+        if not _program:
+            raise UsageError("-- COMMAND: nothing follows the two dashes; give the program to run")
+        return arguments[:at]
+    return arguments
+
+
+@app.callback(invoke_without_command=True)
+def _main(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="print the version")] = False
+) -> None:
+    if version:
+        print(f"memtop {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def train(
+    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="what to train [first-run]")] = None,
+    preset: PresetName = None,
+    batch: Batch = None,
+    accum: Accum = None,
+    seq_len: SeqLen = None,
+    assignments: Assignments = None,
+    gpus: Annotated[str | None, typer.Option("--gpus", metavar="0,1", help="which GPUs; one process each")] = None,
+    name: Annotated[str | None, typer.Option("--name", metavar="NAME", help="the run's name")] = None,
+    runs_dir: RunsDir = None,
+    max_updates: MaxUpdates = None,
+    save_every: Annotated[int | None, typer.Option("--save-every", metavar="N", help="updates between saves")] = None,
+    headless: Headless = False,
+    detach: Detach = False,
+    on_oom: Annotated[str, typer.Option("--on-oom", metavar="stop", help="what to do when memory runs out")] = "stop",
+    fresh: Annotated[bool, typer.Option("--fresh", help="move a run of that name aside and start anew")] = False,
+) -> int:
+    """Train a recipe (or your own program: `memtop train -- COMMAND ARG ...`) and open the dashboard.
+
+    Without a terminal it runs headless. Quitting the dashboard never stops the run.
+    """
+    from memtop import asking
+    from memtop.supervisor.run.client import start_supervisor
+
+    _exclude(headless, detach)
+    if on_oom != "stop":
+        raise UsageError(f"--on-oom {on_oom}: only `stop` is known: a run that dies of memory stops and says so")
+    gpu_list = asking.parse_gpus(gpus)
+    own = _program
+    edits = Change(batch=batch, accumulation=accum, seq_len=seq_len, max_updates=max_updates, assignments=_pairs(assignments))
+    if own:
+        asking.refuse_for_own_program(recipe, preset, edits, save_every)
+    settings = None if own else asking.settings_for(recipe or "first-run", preset, edits, save_every, gpu_list)
+    where = runs_dir or default_runs_dir()
+    spec = RunSpec(
+        name=name or asking.free_name(where, Path(own[0]).stem if own else recipe or "first-run"),
+        created=time.time(),
+        settings=settings,
+        command=own,
+        cwd=str(Path.cwd()),
+        gpus=None if gpu_list is None else ",".join(gpu_list),
+        on_oom=on_oom,
+        memtop_version=__version__,
+    )
+    folder = create_run(where, spec, fresh=fresh)
+    start_supervisor(folder)
+    return _follow(folder, headless=headless, detach=detach)
+
+
+@app.command()
+def watch(
+    run_name: Annotated[str | None, typer.Argument(metavar="[RUN]", help="a run's name, its folder, or `latest`")] = None,
+    pid: Annotated[int | None, typer.Option("--pid", metavar="PID", help="follow this process and its children")] = None,
+    once: Annotated[bool, typer.Option("--once", help="print one snapshot and leave")] = False,
+    as_json: Json = False,
+    interval: Annotated[float, typer.Option("--interval", metavar="SECONDS", help="between two samples, 0.2 to 10")] = 1.0,
+    read_only: Annotated[bool, typer.Option("--read-only", help="no actions, only looking")] = False,
+    demo: Annotated[bool, typer.Option("--demo", help="invented numbers, to see the dashboard")] = False,
+    runs_dir: RunsDir = None,
+) -> int:
+    """Attach the dashboard to a run (the newest living one by default), or watch the machine."""
+    from memtop import looking
+
+    if not 0.2 <= interval <= 10:
+        raise UsageError(f"--interval {interval}: give 0.2 to 10 seconds")
+    if as_json and not once:
+        raise UsageError("--json: goes with --once")
+    where = runs_dir or default_runs_dir()
+    if once:
+        return looking.print_once(where, run_name, pid=pid, as_json=as_json, read_only=read_only)
+    if demo:
+        return looking.open_demo(interval)
+    return looking.open_dashboard(where, run_name, pid=pid, interval=interval, read_only=read_only)
+
+
+@app.command()
+def free(run_name: RunArgument, runs_dir: RunsDir = None) -> int:
+    """Free the training process's cache (gc, torch's empty_cache, malloc_trim inside it) and say what came back."""
+    return _ask(_find(run_name, runs_dir), FreeCache)
+
+
+@app.command()
+def checkpoint(run_name: RunArgument, runs_dir: RunsDir = None) -> int:
+    """Write train_latest_state after the present update."""
+    return _ask(_find(run_name, runs_dir), CheckpointNow)
+
+
+@app.command()
+def stop(run_name: RunArgument, runs_dir: RunsDir = None) -> int:
+    """Stop a run gracefully: finish the update, save, exit; signals follow only if that does not help."""
+    return _ask(_find(run_name, runs_dir), Stop)
+
+
+@app.command()
+def restart(
+    run_name: RunArgument,
+    batch: Batch = None,
+    accum: Accum = None,
+    seq_len: SeqLen = None,
+    preset: PresetName = None,
+    assignments: Assignments = None,
+    max_updates: MaxUpdates = None,
+    headless: Headless = False,
+    detach: Detach = False,
+    runs_dir: RunsDir = None,
+) -> int:
+    """Restart from train_latest_state, with edits; a live run is stopped gracefully first."""
+    from memtop.supervisor.run import client
+    from memtop.supervisor.run.view import needs_supervisor
+
+    _exclude(headless, detach)
+    folder = _find(run_name, runs_dir)
+    change = Change(
+        batch=batch,
+        accumulation=accum,
+        seq_len=seq_len,
+        preset=preset,
+        max_updates=max_updates,
+        assignments=_pairs(assignments),
+    )
+    if needs_supervisor(folder):
+        client.revive(folder.path)
+    try:
+        answer = client.ask(folder, lambda number: Restart(id=number, change=change), on_accepted=_say)
+        print(answer.message, file=sys.stderr)
+    except NotRunningError:
+        client.start_supervisor(folder, change)
+    return _follow(folder, headless=headless, detach=detach)
+
+
+@app.command()
+def runs(as_json: Json = False, runs_dir: RunsDir = None) -> int:
+    """List the runs, newest last."""
+    from memtop import looking
+
+    return looking.print_runs(runs_dir or default_runs_dir(), as_json=as_json)
+
+
+@app.command()
+def show(
+    run_name: RunArgument,
+    as_json: Json = False,
+    metrics: Annotated[bool, typer.Option("--metrics", help="with --json: one row per update of the final history")] = False,
+    runs_dir: RunsDir = None,
+) -> int:
+    """Tell all about one run: attempts, settings, position, checkpoint."""
+    from memtop import looking
+
+    if metrics and not as_json:
+        raise UsageError("--metrics: goes with --json")
+    return looking.print_run(_find(run_name, runs_dir), as_json=as_json, metrics=metrics)
+
+
+@app.command()
+def strays(
+    as_json: Json = False,
+    kill: Annotated[list[int] | None, typer.Option("--kill", metavar="PID", help="end this process; repeatable")] = None,
+    runs_dir: RunsDir = None,
+) -> int:
+    """List the processes that hold GPU memory, and end those you choose (your own only)."""
+    from memtop import straying
+
+    return straying.command(runs_dir or default_runs_dir(), as_json=as_json, kill=kill or [])
+
+
+@app.command()
+def presets(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="one preset in full")] = None, as_json: Json = False
+) -> int:
+    """List the memory strategies and what each does to the default recipe."""
+    from memtop import looking
+
+    return looking.print_presets(name, as_json=as_json)
+
+
+@app.command()
+def doctor(as_json: Json = False, runs_dir: RunsDir = None) -> int:
+    """Check what memtop finds on this machine, and say what to do about what is missing."""
+    from memtop.doctor import command
+
+    return command(runs_dir or default_runs_dir(), as_json=as_json)
+
+
+def _find(reference: str, runs_dir: Path | None) -> RunFolder:
+    return find_run(reference, runs_dir or default_runs_dir())
+
+
+def _ask(folder: RunFolder, request: type[FreeCache] | type[CheckpointNow] | type[Stop]) -> int:
+    from memtop.supervisor.run import client
+    from memtop.supervisor.run.view import needs_supervisor
+
+    if needs_supervisor(folder):
+        client.revive(folder.path)
+    print(client.ask(folder, lambda number: request(id=number), on_accepted=_say, until=Outcome.DONE).message)
+    return 0
+
+
+def _say(answer: object) -> None:
+    print(getattr(answer, "message", answer), file=sys.stderr)
+
+
+def _follow(folder: RunFolder, *, headless: bool, detach: bool) -> int:
+    if detach:
+        print(folder.name)
+        return 0
+    if headless or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        from memtop.headless import follow
+
+        return follow(folder)
+    from memtop import looking
+
+    return looking.open_run(folder)
+
+
+def _exclude(headless: bool, detach: bool) -> None:
+    if headless and detach:
+        raise UsageError("--headless and --detach: give one of them")
+
+
+def _pairs(texts: list[str] | None) -> dict[str, str]:
+    pairs = {}
+    for text in texts or []:
+        key, sign, value = text.partition("=")
+        if not sign or not key:
+            raise UsageError(f"--set {text!r}: give KEY=VALUE")
+        pairs[key] = value
+    return pairs

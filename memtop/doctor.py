@@ -1,0 +1,115 @@
+"""`memtop doctor`: what memtop finds on this machine, and what to do about what is missing. Reads only."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from memtop.presets import PresetFileError, load_presets, load_recipes
+from memtop.supervisor import units
+from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.monitor.sampler import Sampler
+from memtop.supervisor.run.control import socket_path
+
+_TRAINING = ("torch", "transformers", "accelerate", "safetensors")
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One check. `ok` None means: worth knowing, neither good nor bad."""
+
+    check: str
+    ok: bool | None
+    found: str
+    advice: str | None = None
+
+
+def command(runs_dir: Path, *, as_json: bool) -> int:
+    """Print the findings; exit status 1 if something that memtop needs is missing."""
+    findings = list(_findings(runs_dir))
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(findings), indent=2))
+    else:
+        for finding in findings:
+            word = {True: "ok", False: "MISSING", None: "note"}[finding.ok]
+            print(f"{word:<8} {finding.check:<16} {finding.found}")
+            if finding.advice:
+                print(f"{'':<25} -> {finding.advice}")
+    return 1 if any(finding.ok is False for finding in findings) else 0
+
+
+def _findings(runs_dir: Path) -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    yield Finding(check="python", ok=sys.version_info >= (3, 10), found=version)
+    yield from _packages()
+    yield from _machine()
+    yield _writable(runs_dir)
+    yield _socket(runs_dir)
+    yield _kernel()
+    yield _data_files()
+
+
+def _packages() -> Iterator[Finding]:
+    for name in ("textual", *_TRAINING):
+        try:
+            yield Finding(check=name, ok=True, found=importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            if name == "textual":
+                yield Finding(check=name, ok=False, found="not installed", advice="pip install textual")
+            else:
+                advice = "pip install 'memtop[train]' (watching other programs works without)"
+                yield Finding(check=name, ok=None, found="not installed", advice=advice)
+
+
+def _machine() -> Iterator[Finding]:
+    machine = Sampler().sample()
+    if machine.gpu_note:
+        yield Finding(check="gpu", ok=None, found=machine.gpu_note, advice="training runs on the CPU")
+    for gpu in machine.gpus:
+        found = f"{gpu.name}, {units.size(gpu.free_bytes)} of {units.size(gpu.total_bytes)} free"
+        yield Finding(check=f"gpu {gpu.index}", ok=gpu.error is None, found=found, advice=gpu.error)
+    host = machine.host
+    limit = "" if host.limit_bytes is None else f", cgroup limit {units.size(host.limit_bytes)}"
+    yield Finding(check="host RAM", ok=True, found=f"{units.size(host.available_bytes)} available{limit}")
+    for field, reason in sorted(host.unknown.items()):
+        if not field.endswith("per_second"):
+            yield Finding(check=field, ok=None, found=f"not known: {reason}")
+
+
+def _writable(runs_dir: Path) -> Finding:
+    place = runs_dir.absolute()
+    while not place.exists():
+        place = place.parent
+    if not os.access(place, os.W_OK):
+        return Finding(check="runs folder", ok=False, found=f"{place}: not writable", advice="give another --runs-dir")
+    free = shutil.disk_usage(place).free
+    return Finding(check="runs folder", ok=True, found=f"{runs_dir.absolute()}, {units.size(free)} free")
+
+
+def _socket(runs_dir: Path) -> Finding:
+    try:
+        return Finding(check="control socket", ok=True, found=f"in {socket_path(runs_dir / 'doctor').parent}")
+    except MemtopError as error:
+        return Finding(check="control socket", ok=False, found=str(error))
+
+
+def _kernel() -> Finding:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return Finding(check="pidfd", ok=False, found=error.strerror or str(error), advice="memtop needs Linux 5.3 or newer")
+    return Finding(check="pidfd", ok=True, found="signals reach the process that was meant, and no other")
+
+
+def _data_files() -> Finding:
+    try:
+        found = f"{len(load_recipes())} recipes, {len(load_presets())} presets"
+    except PresetFileError as error:
+        return Finding(check="presets", ok=False, found=str(error), advice="correct the file or move it away")
+    return Finding(check="presets", ok=True, found=found)

@@ -1,0 +1,133 @@
+"""A run in the foreground without a dashboard: progress on stderr, the run's end as exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+
+from memtop.supervisor import units
+from memtop.supervisor.errors import NotRunningError
+from memtop.supervisor.monitor.values import Band, MachineSnapshot
+from memtop.supervisor.run import client
+from memtop.supervisor.run.folder import RunFolder
+from memtop.supervisor.run.view import read_state
+from memtop.supervisor.wire import EventRows, Phase, RunState, StateUpdate, Stop, Subscribe
+
+_PROGRESS_SECONDS = 5.0
+# Events that a person wants to read as they happen; the rest is in the ledger.
+_SPOKEN = {"attempt", "plan", "adopted", "warning", "band", "stop", "leftovers"}
+
+
+def follow(folder: RunFolder) -> int:
+    """Stay until the run is over: 0 finished or stopped from elsewhere, 1 failed, 130 interrupted here."""
+    return asyncio.run(_Follower(folder).run())
+
+
+class _Follower:
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._interrupts = 0
+        self._stop_asked = False
+        self._last_line = 0.0
+        self._last_update: int | None = None
+        self._last_event = 0
+        self._state: RunState | None = None
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupt)
+        self._say(f"run {self._folder.name} in {self._folder.path}; from another terminal: memtop watch {self._folder.name}")
+        while self._interrupts < 2:
+            try:
+                connection = await client.AsyncRunClient.connect(self._folder.path)
+            except NotRunningError:
+                # No supervisor: either the run is over, or it died and the trainer goes on under a new one.
+                if await asyncio.to_thread(client.revive, self._folder.path):
+                    self._say("the supervisor was gone; a new one has taken over")
+                    continue
+                self._state = read_state(self._folder)
+                break
+            if await self._listen(connection):
+                break
+        return self._exit_status()
+
+    async def _listen(self, connection: client.AsyncRunClient) -> bool:
+        """Report what comes; True once the run is over (or the user has had enough)."""
+        await connection.send(Subscribe(id=1, history=0))
+        pending = asyncio.ensure_future(connection.receive())
+        try:
+            while self._interrupts < 2:
+                done, _ = await asyncio.wait({pending}, timeout=0.2)
+                if self._interrupts and not self._stop_asked:
+                    self._stop_asked = True
+                    self._say("stopping: the run finishes its update and saves; once more to leave at once")
+                    await connection.send(Stop(id=2))
+                if not done:
+                    continue
+                message = pending.result()
+                if message is None:
+                    return False
+                pending = asyncio.ensure_future(connection.receive())
+                if isinstance(message, EventRows):
+                    self._report_events(message)
+                if isinstance(message, StateUpdate):
+                    self._state = message.run
+                    if message.run.state.final:
+                        self._progress(message.run, message.machine, at_once=True)
+                        return True
+                    self._progress(message.run, message.machine)
+            return True
+        finally:
+            pending.cancel()
+            await connection.close()
+
+    def _interrupt(self) -> None:
+        self._interrupts += 1
+
+    def _report_events(self, message: EventRows) -> None:
+        for event in message.rows:
+            if event.kind in _SPOKEN and (event.id > self._last_event or event.id == 0):
+                self._say(event.message)
+            self._last_event = max(self._last_event, event.id)
+
+    def _progress(self, run: RunState, machine: MachineSnapshot | None, *, at_once: bool = False) -> None:
+        due = at_once or time.monotonic() - self._last_line >= _PROGRESS_SECONDS
+        if not due or run.updates is None or run.updates == self._last_update:
+            return
+        self._last_line, self._last_update = time.monotonic(), run.updates
+        total = "" if run.total_updates is None else f"/{run.total_updates} {run.updates / max(1, run.total_updates):4.0%}"
+        parts = [f"update {run.updates}{total}"]
+        if run.loss is not None:
+            parts.append(f"loss {run.loss:.4f}")
+        if run.samples_per_second is not None:
+            parts.append(f"{run.samples_per_second:.1f} samples/s")
+        if run.eta_seconds is not None:
+            parts.append(f"ETA {units.duration(run.eta_seconds)}")
+        self._say("  ".join(parts + _memory(machine)))
+
+    def _exit_status(self) -> int:
+        state = self._state
+        if self._interrupts and (state is None or state.state is not Phase.FINISHED):
+            self._say(
+                "interrupted" if state is None or not state.state.final else f"interrupted: the run is {state.state.value}"
+            )
+            return 130
+        assert state is not None
+        where = f"; memtop show {state.name}"
+        self._say(f"run {state.name}: {state.state.value}{f' ({state.reason})' if state.reason else ''}{where}")
+        return 1 if state.state is Phase.FAILED else 0
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(f"memtop: {text}", file=sys.stderr, flush=True)
+
+
+def _memory(machine: MachineSnapshot | None) -> list[str]:
+    if machine is None:
+        return []
+    gauges = [(f"GPU {gpu.index}", gpu.used_fraction, gpu.band) for gpu in machine.gpus]
+    gauges.append(("RAM", machine.host.used_fraction, machine.host.band))
+    return [f"{name} {units.percent(fraction)} {band.value}" for name, fraction, band in gauges if band is not Band.UNKNOWN]

@@ -1,0 +1,218 @@
+"""The commands that look: snapshots, runs and presets as text or JSON, and the way into the dashboard."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from memtop.presets import PresetFileError, SettingsError, apply_preset, load_presets, load_recipes, resolve
+from memtop.presets.editing import find_preset
+from memtop.supervisor import units
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.monitor.bands import mark
+from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
+from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot
+from memtop.supervisor.run import view
+from memtop.supervisor.run.client import revive
+from memtop.supervisor.run.folder import RunFolder, find_run, list_runs
+from memtop.supervisor.run.process import process_tree
+from memtop.supervisor.wire import RunState
+
+if TYPE_CHECKING:
+    from memtop.tui.feed import Feed
+
+
+def print_once(runs_dir: Path, run_name: str | None, *, pid: int | None, as_json: bool, read_only: bool) -> int:
+    """One snapshot of the machine and its runs on stdout."""
+    folders = [find_run(run_name, runs_dir)] if run_name else list_runs(runs_dir)
+    if not read_only:
+        for folder in folders:
+            # A run whose supervisor died is found and looked after again.
+            revive(folder.path)
+    states = [view.read_state(folder) for folder in folders]
+    sampler = Sampler(lambda: view.known_runs(runs_dir))
+    machine = sampler.sample()
+    tree = None if pid is None else process_tree(pid)
+    if pid is not None and tree is None:
+        raise UsageError(f"--pid {pid}: no such process")
+    if as_json:
+        document = {**snapshot_json(machine), "runs": [view.summary(state) for state in states]}
+        if tree is not None:
+            document["tree"] = msgspec.to_builtins(tree)
+        _print_json(document)
+        return 0
+    lines = list(_machine_lines(machine))
+    if tree is not None:
+        rss = units.size(sum(process.rss_bytes or 0 for process in tree))
+        lines.append(f"pid {pid}: {len(tree)} processes, {rss} resident: {tree[0].command}")
+    lines += [_run_line(state) for state in states if run_name or state.alive]
+    print("\n".join(lines))
+    return 0
+
+
+def print_runs(runs_dir: Path, *, as_json: bool) -> int:
+    states = [view.read_state(folder) for folder in list_runs(runs_dir)]
+    if as_json:
+        _print_json([view.summary(state) for state in states])
+    elif not states:
+        print(f"no runs in {runs_dir}", file=sys.stderr)
+    else:
+        print("\n".join(_run_line(state) for state in states))
+    return 0
+
+
+def print_run(folder: RunFolder, *, as_json: bool, metrics: bool) -> int:
+    document = view.show(folder, metrics=metrics)
+    if as_json:
+        _print_json(document)
+        return 0
+    state = view.read_state(folder)
+    print(_run_line(state))
+    if state.reason:
+        print(f"  reason      {state.reason}")
+    print(f"  folder      {state.folder}")
+    if state.settings is not None:
+        s = state.settings
+        split = f"{s.batch} x {s.accumulation} x {s.world_size} = {s.effective_batch}"
+        print(f"  settings    {s.recipe}, preset {s.preset}, {split}, T {s.seq_len}, lr {s.learning_rate:g}")
+    else:
+        print(f"  program     {' '.join(state.command)}")
+    saved = state.checkpoint
+    if saved is None:
+        print("  checkpoint  none yet")
+    elif saved.complete:
+        print(f"  checkpoint  update {saved.updates}, {units.size(saved.size_bytes)}, {saved.path}")
+    else:
+        print(f"  checkpoint  incomplete: {saved.problem}")
+    for attempt in document["attempts"]:
+        status = "" if attempt["exit_status"] is None else f", exit status {attempt['exit_status']}"
+        where = "" if attempt["start_updates"] is None else f" from update {attempt['start_updates']}"
+        print(f"  attempt {attempt['number']}   {attempt['reason']}{where}: {attempt['outcome'] or 'running'}{status}")
+        if attempt["diagnosis"]:
+            print(f"              {attempt['diagnosis']['summary']}")
+    return 0
+
+
+def print_presets(name: str | None, *, as_json: bool) -> int:
+    """What each preset makes of the default recipe; one of them in full if named."""
+    try:
+        chosen = [find_preset(name)] if name else list(load_presets().values())
+        recipe = load_recipes()["first-run"]
+        base = resolve(recipe, preset=find_preset(recipe.preset))
+    except (SettingsError, PresetFileError) as error:
+        raise UsageError(str(error)) from None
+    rows = []
+    for preset in chosen:
+        settings = apply_preset(base, preset)
+        rows.append(
+            {
+                **msgspec.to_builtins(preset),
+                "batch": settings.batch,
+                "accumulation": settings.accumulation,
+                "seq_len": settings.seq_len,
+                "effective_batch": settings.effective_batch,
+                "tokens_per_update": settings.tokens_per_update,
+                "switch": "resumes",
+            }
+        )
+    if as_json:
+        _print_json(rows[0] if name else rows)
+        return 0
+    for row in rows:
+        split = f"{row['batch']} x {row['accumulation']} = {row['effective_batch']}"
+        print(f"{row['key']}  {row['name']:<10} {split:<12} T {row['seq_len']:<6} {row['title']}: {row['description']}")
+    print("(as applied to recipe first-run; a switch keeps the effective batch and resumes the run)", file=sys.stderr)
+    return 0
+
+
+def open_dashboard(runs_dir: Path, run_name: str | None, *, pid: int | None, interval: float, read_only: bool) -> int:
+    """The dashboard on a run; without one named on the newest living run, else on the machine."""
+    from memtop.tui.feed import LocalFeed
+
+    if run_name is not None:
+        return open_run(find_run(run_name, runs_dir), interval=interval, read_only=read_only)
+    living = [folder for folder in list_runs(runs_dir) if view.read_state(folder).alive]
+    if living and pid is None:
+        return open_run(living[-1], interval=interval, read_only=read_only)
+    if pid is not None and process_tree(pid) is None:
+        raise UsageError(f"--pid {pid}: no such process")
+    feed = LocalFeed(lambda: Sampler(lambda: view.known_runs(runs_dir)), interval, read_only=read_only, pid=pid)
+    return _dashboard(feed, interval)
+
+
+def open_run(folder: RunFolder, *, interval: float = 1.0, read_only: bool = False) -> int:
+    from memtop.tui.feed import RunFeed
+
+    return _dashboard(RunFeed(folder.path, read_only=read_only), interval)
+
+
+def open_demo(interval: float) -> int:
+    from memtop.tui.demo import DemoFeed
+
+    return _dashboard(DemoFeed(interval=interval), interval)
+
+
+def _dashboard(feed: Feed, interval: float) -> int:
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError("watch: the dashboard needs a terminal; `memtop watch --once` prints one snapshot without")
+    if os.environ.get("TERM") == "dumb":
+        raise UsageError("TERM=dumb: the dashboard needs a terminal that can move its cursor; try --once or --headless")
+    from memtop.tui import run_dashboard
+
+    result = run_dashboard(feed, interval=interval)
+    if result.message:
+        print(result.message, file=sys.stderr)
+    return result.exit_status
+
+
+def _machine_lines(machine: MachineSnapshot) -> Iterator[str]:
+    for gpu in machine.gpus:
+        yield from _gpu_lines(gpu)
+    if machine.gpu_note:
+        yield machine.gpu_note
+    host = machine.host
+    limit = "" if host.limit_bytes is None else f"  limit {units.size(host.limit_bytes)}"
+    whole = host.limit_bytes or host.total_bytes
+    yield f"RAM    {units.gib(host.used_bytes)} / {units.size(whole)}  {_banded(host.used_fraction, host.band)}{limit}"
+    if host.swap_total_bytes:
+        used = f"{units.gib(host.swap_used_bytes)} / {units.size(host.swap_total_bytes)}"
+        yield f"swap   {used}  {_banded(host.swap_fraction, host.swap_band)}"
+    else:
+        yield f"swap   {host.unknown.get('swap_fraction', 'none')}"
+
+
+def _gpu_lines(gpu: GpuSample) -> Iterator[str]:
+    if gpu.error:
+        yield f"GPU {gpu.index}  {gpu.name or '?'}  {gpu.error}"
+        return
+    temperature = units.UNKNOWN if gpu.temperature_celsius is None else f"{gpu.temperature_celsius:.0f}"
+    yield (
+        f"GPU {gpu.index}  {units.gib(gpu.used_bytes)} / {units.size(gpu.total_bytes)}  {_banded(gpu.used_fraction, gpu.band)}"
+        f"  util {units.percent(gpu.utilization_fraction, 0)}  {temperature} C  {gpu.name or '?'}"
+    )
+    for process in gpu.processes:
+        stray = "stray: " if process.stray else ""
+        who = f"{process.pid:>8} {process.user or '?':<10} {units.size(process.used_bytes):>9}"
+        yield f"  {who}  {stray}{process.command or process.name or process.reason or '?'}"
+
+
+def _banded(fraction: float | None, band: Band) -> str:
+    return f"{units.percent(fraction)}  {mark(band)} {band.value}"
+
+
+def _run_line(state: RunState) -> str:
+    total = "" if state.total_updates is None else f"/{state.total_updates}"
+    loss = "" if state.loss is None else f"  loss {state.loss:.4f}"
+    where = "no updates yet" if state.updates is None else f"update {state.updates}{total}{loss}"
+    adopted = "  (adopted)" if state.adopted else ""
+    return f"{state.name:<20} {state.state.value:<10} attempt {state.attempt}  {where}{adopted}"
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, indent=2, allow_nan=False))

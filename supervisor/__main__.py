@@ -1,0 +1,44 @@
+"""`python -m memtop.supervisor RUN_FOLDER [--restart CHANGE]`: the detached supervisor of one run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.run.folder import RunFolder
+from memtop.supervisor.run.supervisor import Supervisor
+from memtop.supervisor.wire import Change
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="memtop.supervisor")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--restart", help="a Change as JSON")
+    arguments = parser.parse_args()
+    change = None if arguments.restart is None else msgspec.json.decode(arguments.restart, type=Change)
+    # A lost terminal or a Ctrl-C meant for someone else must not end it.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        supervisor = Supervisor(RunFolder(arguments.folder))
+        # Started in the run's folder so that nothing of the user's shadows a library; ./memtop.toml is read from here.
+        with contextlib.suppress(FileNotFoundError):
+            os.chdir(supervisor.spec.cwd)
+        asyncio.run(supervisor.run(change))
+    except MemtopError as error:
+        print(json.dumps({"error": str(error)}), file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

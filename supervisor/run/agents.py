@@ -1,0 +1,77 @@
+"""The agents of the present attempt that are connected, and calls to them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import msgspec
+
+from memtop.supervisor.run.control import Peer
+
+
+class AgentAnswer(msgspec.Struct, frozen=True):
+    """One rank's answer to a command."""
+
+    rank: int
+    ok: bool
+    message: str
+    result: dict[str, Any]
+
+
+class Agents:
+    """Connected ranks, and the commands they have not answered yet."""
+
+    def __init__(self) -> None:
+        self._peers: dict[int, Peer] = {}
+        self._open: dict[int, tuple[int, asyncio.Future[AgentAnswer]]] = {}
+        self._ids = itertools.count(1)
+
+    @property
+    def ranks(self) -> set[int]:
+        return set(self._peers)
+
+    def reset(self) -> None:
+        """A new attempt starts: earlier agents no longer count."""
+        self._peers.clear()
+        for rank, future in self._open.values():
+            _fail(future, rank, "the training process ended before it answered")
+        self._open.clear()
+
+    def receive(self, peer: Peer, message: dict[str, Any], attempt: int) -> None:
+        """A greeting or an answer from an agent; a greeting from an earlier attempt's process is passed over."""
+        if message.get("type") == "agent":
+            peer.agent = message
+            if message.get("attempt") == attempt and isinstance(message.get("rank"), int):
+                self._peers[message["rank"]] = peer
+        elif message.get("type") == "answer" and message.get("id") in self._open:
+            rank, future = self._open.pop(message["id"])
+            if not future.done():
+                result = message.get("result") or {}
+                future.set_result(AgentAnswer(rank, bool(message.get("ok")), str(message.get("message", "")), result))
+
+    def gone(self, peer: Peer) -> None:
+        for rank, known in list(self._peers.items()):
+            if known is peer:
+                del self._peers[rank]
+                for number, (waiting, future) in list(self._open.items()):
+                    if waiting == rank:
+                        del self._open[number]
+                        _fail(future, rank, "the training process went away before it answered")
+
+    async def call(self, name: str, ranks: set[int]) -> list[AgentAnswer]:
+        """Send a command to these ranks and wait until each has answered or is gone."""
+        futures = []
+        for rank in sorted(ranks & self.ranks):
+            number = next(self._ids)
+            future: asyncio.Future[AgentAnswer] = asyncio.get_running_loop().create_future()
+            self._open[number] = (rank, future)
+            self._peers[rank].send({"type": "command", "id": number, "name": name})
+            futures.append(future)
+        return list(await asyncio.gather(*futures))
+
+
+def _fail(future: asyncio.Future[AgentAnswer], rank: int, message: str) -> None:
+    if not future.done():
+        future.set_result(AgentAnswer(rank, False, message, {}))

@@ -1,0 +1,143 @@
+"""The other end of the control socket: for dashboards (asyncio) and for the command line (blocking)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError, RunFolderError, UsageError
+from memtop.supervisor.run.control import socket_path
+from memtop.supervisor.run.folder import RunFolder, RunLock
+from memtop.supervisor.run.view import needs_supervisor
+from memtop.supervisor.wire import Answer, Change, Message, Outcome, Request
+
+_MESSAGE = msgspec.json.Decoder(Message)
+_LINE_LIMIT = 64 << 20
+_START_SECONDS = 30.0
+
+
+class AsyncRunClient:
+    """One connection to a run's supervisor."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def connect(cls, folder: Path) -> AsyncRunClient:
+        """Connect; NotRunningError if no supervisor listens."""
+        path = socket_path(RunFolder(folder).path)
+        try:
+            reader, writer = await asyncio.open_unix_connection(str(path), limit=_LINE_LIMIT)
+        except OSError as error:
+            raise _nobody(RunFolder(folder), error) from None
+        return cls(reader, writer)
+
+    async def send(self, request: Request) -> None:
+        self._writer.write(msgspec.json.encode(request) + b"\n")
+        await self._writer.drain()
+
+    async def receive(self) -> Message | None:
+        """The next message; None when the supervisor has closed the connection."""
+        try:
+            line = await self._reader.readline()
+        except ConnectionError:
+            return None
+        return _MESSAGE.decode(line) if line.endswith(b"\n") else None
+
+    async def close(self) -> None:
+        self._writer.close()
+
+
+def ask(
+    folder: RunFolder,
+    make: Callable[[int], Request],
+    *,
+    on_accepted: Callable[[Answer], None] = lambda answer: None,
+    until: Outcome = Outcome.DONE,
+) -> Answer:
+    """Send one request and wait for its final answer (or its acceptance); RefusedError if refused or failed."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            connection.connect(str(socket_path(folder.path)))
+        except OSError as error:
+            raise _nobody(folder, error) from None
+        connection.sendall(msgspec.json.encode(make(1)) + b"\n")
+        with connection.makefile("rb") as stream:
+            for line in stream:
+                message = _MESSAGE.decode(line)
+                if not isinstance(message, Answer):
+                    continue
+                if message.outcome is Outcome.ACCEPTED:
+                    on_accepted(message)
+                if message.outcome is until or message.outcome is Outcome.DONE:
+                    return message
+                if message.outcome in (Outcome.REFUSED, Outcome.FAILED):
+                    raise RefusedError(message.message)
+    raise NotRunningError(f"the supervisor of run {folder.name!r} went away: memtop watch {folder.name}")
+
+
+def start_supervisor(folder: RunFolder, change: Change | None = None) -> int:
+    """Start a detached supervisor for the run and wait until it listens; its pid.
+
+    `change` takes an ended run up again. What stops the supervisor from starting is raised as its own error.
+    """
+    argv = [sys.executable, "-m", "memtop.supervisor", str(folder.path)]
+    if change is not None:
+        argv += ["--restart", msgspec.json.encode(change).decode()]
+    try:
+        log = folder.supervisor_log.open("ab")
+    except OSError as error:
+        raise RunFolderError(f"{folder.supervisor_log}: cannot be written: {error.strerror}") from None
+    with log:
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=folder.path
+        )
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        if (status := process.poll()) is not None:
+            raise _start_error(folder, status)
+        file = folder.state()
+        if file is not None and file.run.supervisor_pid == process.pid and Path(file.socket).exists():
+            return process.pid
+        time.sleep(0.02)
+    raise RunFolderError(f"the supervisor did not start within {_START_SECONDS:.0f} s: see {folder.supervisor_log}")
+
+
+def revive(path: Path) -> bool:
+    """Start a new supervisor if the old one died while the trainer lives; True if one was started."""
+    folder = RunFolder(path)
+    if not needs_supervisor(folder) or RunLock(folder).is_held():
+        return False
+    try:
+        start_supervisor(folder)
+    except RunFolderError:
+        # Someone else was quicker: the lock is theirs, and the run has its supervisor.
+        if RunLock(folder).is_held():
+            return False
+        raise
+    return True
+
+
+def _nobody(folder: RunFolder, error: OSError) -> NotRunningError:
+    return NotRunningError(
+        f"run {folder.name!r}: no supervisor listens ({error.strerror or error}); "
+        f"`memtop show {folder.name}` tells how it ended, `memtop restart {folder.name}` takes it up again"
+    )
+
+
+def _start_error(folder: RunFolder, status: int) -> MemtopError:
+    lines = folder.supervisor_log.read_text(errors="replace").strip().splitlines()
+    try:
+        message = str(json.loads(lines[-1])["error"])
+    except (IndexError, ValueError, KeyError, TypeError):
+        message = f"the supervisor ended with status {status} while starting: see {folder.supervisor_log}"
+    return UsageError(message) if status == UsageError.exit_status else RunFolderError(message)

@@ -1,0 +1,96 @@
+"""What happened, in words: how an attempt ended, why one begins, which band a gauge is in. Decides nothing, touches nothing."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from memtop.supervisor import units
+from memtop.supervisor.monitor.values import Band, MachineSnapshot
+from memtop.supervisor.wire import Change, Phase
+
+_TAIL_BYTES = 16_384
+_EVIDENCE_LINES = 8
+
+
+def outcome(
+    log: Path, end: dict[str, Any] | None, status: int | None, phase: Phase, *, own_program: bool
+) -> tuple[Phase, str | None, dict[str, Any] | None]:
+    """How an attempt ended: the run's next phase, the reason in one line, and a diagnosis where it failed.
+
+    `end` is what the program itself said last; `status` its exit status (negative for a signal, None if not known). The
+    built-in trainer is only believed to have finished if it said so: exit status 0 alone proves nothing.
+    """
+    said = end.get("outcome") if end else None
+    if said == "finished" and status in (0, None):
+        return Phase.FINISHED, None, None
+    if phase in (Phase.STOPPING, Phase.RESTARTING):
+        return Phase.STOPPED, "stopped as asked" if said == "stopped" else f"stopped: {describe_status(status)}", None
+    if said == "stopped" and status in (0, None):
+        return Phase.STOPPED, "told to stop from outside memtop; its state is saved", None
+    if own_program and status == 0:
+        return Phase.FINISHED, None, None
+    lines = last_lines(log)
+    summary = describe_status(status)
+    if end and end.get("message"):
+        summary = f"{summary}: {end['message']}"
+    elif status is not None and status >= 0 and lines:
+        summary = f"{summary}: {lines[-1]}"
+    return Phase.FAILED, summary, {"summary": summary, "evidence": lines}
+
+
+def describe_status(status: int | None) -> str:
+    if status is None:
+        return "exit status unknown (the process and its shim were both killed)"
+    if status < 0:
+        try:
+            name = signal.Signals(-status).name
+        except ValueError:
+            name = "?"
+        return f"killed by signal {-status} ({name})"
+    if status == 0:
+        return "exit status 0 without having finished"
+    return f"exit status {status}"
+
+
+def last_lines(log: Path) -> list[str]:
+    """The last non-empty lines of the output, for people to read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return [f"{log}: cannot be read: {error.strerror}"]
+    lines = [line.strip() for line in text.replace("\r", "\n").splitlines()]
+    return [line for line in lines if line][-_EVIDENCE_LINES:]
+
+
+def restart_reason(change: Change) -> str:
+    """Why an attempt begins: `restart with batch 4, accumulation 8`."""
+    edits = [
+        f"{name} {value}"
+        for name in ("preset", "batch", "accumulation", "seq_len", "max_updates")
+        if (value := getattr(change, name)) is not None
+    ]
+    edits += [f"{key} {value}" for key, value in change.assignments.items()]
+    return f"restart with {', '.join(edits)}" if edits else "restart"
+
+
+def signal_named(name: str) -> signal.Signals:
+    return signal.Signals[name]
+
+
+def bands(machine: MachineSnapshot) -> Iterator[tuple[str, Band, str]]:
+    """Each gauge of the machine: its name, its band, and the numbers behind it."""
+    for gpu in machine.gpus:
+        text = f"{units.percent(gpu.used_fraction)} of {units.size(gpu.total_bytes)} taken"
+        yield f"GPU {gpu.index}", gpu.band, text
+    host = machine.host
+    of = host.limit_bytes or host.total_bytes
+    yield "host RAM", host.band, f"{units.percent(host.used_fraction)} of {units.size(of)} used"
+    if host.swap_fraction is not None:
+        swap = f"{units.percent(host.swap_fraction)} of {units.size(host.swap_total_bytes)} used"
+        yield "swap", host.swap_band, swap

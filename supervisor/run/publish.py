@@ -1,0 +1,89 @@
+"""Tells the subscribers: state at most five times a second and at least once, metric rows and events as they come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.run.control import ControlServer, Peer
+from memtop.supervisor.run.ledger import Ledger
+from memtop.supervisor.wire import Event, EventRows, Message, Metric, MetricRows, RunState, StateUpdate
+
+_STATE_FILE_SECONDS = 1.0
+_METRIC_FIELDS = Metric.__struct_fields__
+
+
+class Publisher:
+    """Collects what is new and sends it to every subscribed peer, encoded once."""
+
+    def __init__(self, ledger: Ledger, server: ControlServer) -> None:
+        self._ledger = ledger
+        self._server = server
+        self._dirty = True
+        self._at_once = True
+        self._file_written = 0.0
+        self._rows: list[Metric] = []
+        self._reset_from: int | None = None
+        self._events: list[Event] = []
+
+    def changed(self, *, at_once: bool = False) -> None:
+        """The state is another than before; `at_once`: state.json must say so without delay."""
+        self._dirty = True
+        self._at_once = self._at_once or at_once
+
+    def add_steps(self, attempt: int, steps: list[dict[str, Any]]) -> None:
+        for step in steps:
+            values = {name: step.get(name) for name in _METRIC_FIELDS if name != "attempt"}
+            self._rows.append(msgspec.convert({**values, "attempt": attempt}, Metric))
+
+    def take_back_from(self, update: int) -> None:
+        """A restart resumed before this update: later rows no longer count."""
+        self._rows = [row for row in self._rows if row.update < update]
+        self._reset_from = update if self._reset_from is None else min(update, self._reset_from)
+
+    def add_event(self, event: Event) -> None:
+        self._events.append(event)
+
+    def greet(self, peer: Peer, history: int, state: RunState, machine: MachineSnapshot | None) -> None:
+        """Start a subscription: the state, the newest metric rows, the newest events; from then on what is new."""
+        self._flush_rows()
+        peer.send(StateUpdate(run=state, machine=machine))
+        peer.send(MetricRows(rows=tuple(self._ledger.metrics(history)), reset_from=0))
+        peer.send(EventRows(rows=tuple(self._ledger.events())))
+        peer.subscribed = True
+
+    def tick(self, state: Callable[[], RunState], machine: MachineSnapshot | None) -> None:
+        if not any(peer.subscribed for peer in self._server.peers):
+            self._rows.clear()
+            self._events.clear()
+            self._reset_from = None
+            return
+        self._flush_rows()
+        if self._dirty:
+            self._dirty = False
+            self._send(StateUpdate(run=state(), machine=machine))
+
+    def state_file_due(self) -> bool:
+        now = time.monotonic()
+        if self._at_once or now - self._file_written >= _STATE_FILE_SECONDS:
+            self._at_once, self._file_written = False, now
+            return True
+        return False
+
+    def _flush_rows(self) -> None:
+        if self._rows or self._reset_from is not None:
+            self._send(MetricRows(rows=tuple(self._rows), reset_from=self._reset_from))
+            self._rows, self._reset_from = [], None
+        if self._events:
+            self._send(EventRows(rows=tuple(self._events)))
+            self._events = []
+
+    def _send(self, message: Message) -> None:
+        line = msgspec.json.encode(message) + b"\n"
+        for peer in self._server.peers:
+            if peer.subscribed:
+                peer.send_encoded(line)

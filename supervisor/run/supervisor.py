@@ -1,0 +1,490 @@
+"""The supervisor of one run: starts, watches, stops and restarts its attempts, and tells everyone who asks.
+
+One event loop. Samples, reports and the child's end flow into `RunState`; the state flows to the ledger, `state.json` and the
+subscribers; commands flow the other way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from memtop.presets import SettingsError, edit_settings
+from memtop.presets.schema import Settings
+from memtop.supervisor import units
+from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
+from memtop.supervisor.monitor.sampler import Sampler
+from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.run import explain
+from memtop.supervisor.run.agents import Agents
+from memtop.supervisor.run.attempt import UNKNOWN_STATUS, ExitFile, RunningAttempt, StopLadder, Waits
+from memtop.supervisor.run.commands import Commands
+from memtop.supervisor.run.control import ControlServer, socket_path
+from memtop.supervisor.run.folder import RunFolder, RunLock, StateFile, write_json
+from memtop.supervisor.run.launch import launch
+from memtop.supervisor.run.ledger import Ledger
+from memtop.supervisor.run.lifecycle import Lifecycle
+from memtop.supervisor.run.manifest import newest_checkpoint
+from memtop.supervisor.run.process import become_subreaper, process_ref, reap_children, resident_bytes
+from memtop.supervisor.run.progress import Progress
+from memtop.supervisor.run.publish import Publisher
+from memtop.supervisor.run.view import known_runs
+from memtop.supervisor.wire import Change, Event, Phase, RunState
+
+_TICK_SECONDS = 0.2
+_SAMPLE_SECONDS = 1.0
+# One machine sample in this many goes into the ledger.
+_LEDGER_EVERY = 5
+# After the run has ended: how long to stay for viewers that are just connecting.
+_LINGER_SECONDS = 3.0
+
+
+class Supervisor:
+    """Owns one run. `run()` returns when the run is over and nobody is looking any more."""
+
+    def __init__(
+        self, folder: RunFolder, *, waits: Waits | None = None, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.folder = folder
+        self.spec = folder.spec()
+        self.settings = self.spec.settings
+        self.agents = Agents()
+        self.progress = Progress()
+        self.attempt: RunningAttempt | None = None
+        self.ladder: StopLadder | None = None
+        self.pending: Change | None = None
+        self.warnings: dict[str, str] = {}
+        self.machine: MachineSnapshot | None = None
+        self._waits = waits or Waits()
+        self._monotonic = monotonic
+        self._lifecycle = Lifecycle(Phase.CREATED, monotonic)
+        self._lock = RunLock(folder)
+        self._adopted = False
+        self._started: float | None = None
+        self._ended: float | None = None
+        self._exit_status: int | None = None
+        self._checkpoint = newest_checkpoint(folder.latest_state)
+        self._run_rss: int | None = None
+        self._socket = socket_path(folder.path)
+        self._samples = 0
+        self._bands: dict[str, Any] = {}
+
+    # --- life -----------------------------------------------------------------------------------------------------------
+
+    async def run(self, change: Change | None) -> None:
+        """Look after the run to its end. `change` takes an ended run up again (or restarts one that is adopted)."""
+        if not self._lock.acquire():
+            raise RunFolderError(f"run {self.folder.name!r} is in use by another supervisor: memtop watch {self.folder.name}")
+        become_subreaper()
+        self.ledger = Ledger(self.folder.ledger_path)
+        commands = Commands(self)
+        self._server = ControlServer(
+            self._socket, on_request=commands.handle, on_agent=self._on_agent, on_gone=self.agents.gone
+        )
+        self._publisher = Publisher(self.ledger, self._server)
+        await self._server.start()
+        sampling = asyncio.create_task(self._sample_for_ever())
+        try:
+            self._take_over(change)
+            await self._loop()
+        finally:
+            sampling.cancel()
+            self._save_state()
+            await self._server.close()
+            self.ledger.close()
+            self._lock.release()
+
+    def _take_over(self, change: Change | None) -> None:
+        attempts = self.ledger.attempts()
+        if not attempts:
+            self._launch(1, "start", change or Change())
+            return
+        last, state = attempts[-1], self.folder.state()
+        self.settings = last.settings
+        self.progress.resume_from(self.ledger.metrics())
+        if last.ended is not None:
+            self._lifecycle = Lifecycle(state.run.state if state and state.run.state.final else Phase.FAILED, self._monotonic)
+            if change is not None:
+                self._launch(last.number + 1, explain.restart_reason(change), change)
+            return
+        self._adopt(last.number, last.started, state)
+        if change is not None:
+            self.pending = change
+
+    def _adopt(self, number: int, started: float, state: StateFile | None) -> None:
+        self.attempt = RunningAttempt(self.folder, number, shim_pid=None)
+        self._started = started
+        self._adopted = True
+        for journal in self.attempt.journals(lambda rank: 0):
+            self._replay(journal.rank)
+        phase = state.run.state if state is not None and not state.run.state.final else Phase.STARTING
+        self._lifecycle = Lifecycle(phase, self._monotonic)
+        self.pending = state.pending if state is not None else None
+        self.event("adopted", f"supervisor {os.getpid()} took over attempt {number}")
+        if phase in (Phase.STOPPING, Phase.RESTARTING):
+            self.begin_stop(asked=False)
+
+    def _replay(self, rank: int) -> None:
+        """Read again what an earlier supervisor had read, to know where the training stands; the ledger has it already."""
+        assert self.attempt is not None
+        known = self.ledger.journal_offset(self.attempt.number, rank)
+        for journal in self.attempt.journals(lambda rank: 0):
+            while journal.rank == rank and journal.offset < known:
+                reports, end = journal.read_new()
+                for report in reports:
+                    self.progress.apply(rank, report)
+                if end == journal.offset:
+                    break
+                journal.offset = end
+
+    async def _loop(self) -> None:
+        linger_until: float | None = None
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            await self._tick()
+            if not self._lifecycle.phase.final:
+                linger_until = None
+            elif linger_until is None or self._server_watched():
+                linger_until = self._monotonic() + _LINGER_SECONDS
+            elif self._monotonic() > linger_until:
+                return
+
+    def _server_watched(self) -> bool:
+        return any(peer.subscribed for peer in self._server.peers)
+
+    async def _tick(self) -> None:
+        if self.attempt is not None and not self._lifecycle.phase.final:
+            self.attempt.note_reaped(reap_children())
+            self._read_reports()
+            if self.ladder is not None:
+                self.ladder.tick()
+            elif self.pending is not None and self._lifecycle.phase in (Phase.STARTING, Phase.TRAINING):
+                self.begin_restart(self.pending)
+            ended = self.attempt.ended()
+            if ended is not None:
+                await self._finish(ended)
+        self._publisher.tick(self.state, self.machine)
+        if self._publisher.state_file_due():
+            self._save_state()
+
+    # --- attempts -------------------------------------------------------------------------------------------------------
+
+    def _launch(self, number: int, reason: str, change: Change) -> None:
+        """Start the next attempt from the newest complete checkpoint, with the changed settings."""
+        self._checkpoint = newest_checkpoint(self.folder.latest_state)
+        self.settings = self.edited(change)
+        self._warn("checkpoint", self._checkpoint.problem if self._checkpoint else None)
+        self._started, self._ended, self._exit_status = time.time(), None, None
+        self.pending, self.ladder, self._adopted = None, None, False
+        self.agents.reset()
+        best = self.progress.best_loss
+        self.progress = Progress()
+        self.progress.best_loss = best
+        self.ledger.add_attempt(number, reason, self.settings, self._started)
+        if self.settings is None:
+            # A program of the user's own counts its updates from its start.
+            self.ledger.update_attempt(number, start_updates=0)
+            self._publisher.take_back_from(1)
+        shim = launch(self.folder, number, self.spec, self.settings, self._socket)
+        self.attempt = RunningAttempt(self.folder, number, shim)
+        self._move(Phase.STARTING)
+        self.event("attempt", f"attempt {number}: {reason}")
+
+    def edited(self, change: Change) -> Settings | None:
+        """The settings that a change gives, counted from the newest complete checkpoint; UsageError if it cannot be."""
+        if self.settings is None:
+            if change != Change():
+                raise UsageError("this run's program is your own: its settings are not memtop's to change")
+            return None
+        done = self._checkpoint if self._checkpoint is not None and self._checkpoint.complete else None
+        try:
+            return edit_settings(
+                self.settings,
+                batch=change.batch,
+                accumulation=change.accumulation,
+                seq_len=change.seq_len,
+                preset=change.preset,
+                max_updates=change.max_updates,
+                assignments=change.assignments,
+                updates_done=(done.updates or 0) if done else 0,
+                samples_seen=(done.samples_seen or 0) if done else 0,
+            )
+        except SettingsError as error:
+            raise UsageError(str(error)) from None
+
+    async def _finish(self, ended: ExitFile) -> None:
+        """The program has ended: read its last words, clear what it left behind, decide what the run is now."""
+        assert self.attempt is not None
+        self._read_reports(to_the_end=True)
+        await self._clear_leftovers()
+        status = None if ended.status == UNKNOWN_STATUS else ended.status
+        self._ended, self._exit_status = ended.ended, status
+        self._checkpoint = newest_checkpoint(self.folder.latest_state)
+        phase, reason, diagnosis = explain.outcome(
+            self.attempt.log_path, self.progress.end, status, self._lifecycle.phase, own_program=self.settings is None
+        )
+        outcome = "restarted" if self.pending is not None else phase.value
+        self.ledger.update_attempt(
+            self.attempt.number,
+            ended=ended.ended,
+            exit_status=status,
+            outcome=outcome,
+            diagnosis=diagnosis,
+            updates=self.progress.step.get("update"),
+            samples_seen=self.progress.step.get("samples_seen"),
+            peak_bytes=self.progress.peak_bytes,
+        )
+        if self.pending is None:
+            self._move(phase, reason)
+            self.event(phase.value, reason or phase.value, {"exit_status": status})
+            return
+        if self._lifecycle.phase is not Phase.RESTARTING:
+            self._move(Phase.RESTARTING)
+        change, number = self.pending, self.attempt.number + 1
+        try:
+            self._launch(number, explain.restart_reason(change), change)
+        except MemtopError as error:
+            self.pending = None
+            self._move(Phase.FAILED, str(error))
+            self.event("failed", str(error))
+
+    async def _clear_leftovers(self) -> None:
+        """End what the attempt left behind (ranks of a dead launcher, loader workers): they would hold its memory."""
+        assert self.attempt is not None
+        for send, wait in (("SIGTERM", 3.0), ("SIGKILL", 3.0)):
+            leftovers = self.attempt.processes()
+            if not leftovers:
+                return
+            self.event("leftovers", f"{send} to {len(leftovers)} processes that the program left behind")
+            for process in leftovers:
+                process.send(explain.signal_named(send))
+            deadline = self._monotonic() + wait
+            while self._monotonic() < deadline and any(p.alive() for p in leftovers):
+                await asyncio.sleep(0.05)
+                self.attempt.note_reaped(reap_children())
+
+    # --- commands -------------------------------------------------------------------------------------------------------
+
+    def begin_restart(self, change: Change) -> None:
+        """Stop the attempt; when it has ended, the next one starts with the change. An ended run starts at once."""
+        if self._lifecycle.phase.final:
+            assert self.attempt is not None or self.ledger.attempts()
+            number = self.ledger.attempts()[-1].number + 1
+            self._launch(number, explain.restart_reason(change), change)
+            return
+        self.pending = change
+        if self._lifecycle.phase is not Phase.RESTARTING:
+            self._move(Phase.RESTARTING)
+        if self.ladder is None:
+            asyncio.get_running_loop().create_task(self.ask_to_stop())
+
+    async def ask_to_stop(self) -> None:
+        """Ask rank 0 to finish its update, save and exit; where it cannot be asked, signals do it."""
+        answers = await self.agents.call("stop", {0})
+        if self.ladder is None and not self._lifecycle.phase.final:
+            self.begin_stop(asked=bool(answers) and answers[0].ok)
+
+    def begin_stop(self, *, asked: bool) -> None:
+        assert self.attempt is not None
+        self.ladder = StopLadder(
+            self.attempt,
+            asked=asked,
+            monotonic=self._monotonic,
+            announce=lambda text: self.event("stop", text),
+            waits=self._waits,
+        )
+
+    def begin_stopping(self) -> None:
+        """Stop the run for good (a restart that was waiting is off)."""
+        self.pending = None
+        self._move(Phase.STOPPING)
+        if self.ladder is None:
+            asyncio.get_running_loop().create_task(self.ask_to_stop())
+
+    @property
+    def phase(self) -> Phase:
+        return self._lifecycle.phase
+
+    def add_viewer(self, peer: Any, history: int) -> None:
+        self._publisher.greet(peer, history, self.state(), self.machine)
+
+    # --- reports --------------------------------------------------------------------------------------------------------
+
+    def _on_agent(self, peer: Any, message: dict[str, Any]) -> None:
+        self.agents.receive(peer, message, self.attempt.number if self.attempt else 0)
+        self._publisher.changed()
+
+    def _read_reports(self, *, to_the_end: bool = False) -> None:
+        assert self.attempt is not None
+        number = self.attempt.number
+        for journal in self.attempt.journals(lambda rank: self.ledger.journal_offset(number, rank)):
+            while True:
+                reports, end = journal.read_new()
+                if end == journal.offset or not self._store(number, journal.rank, reports, end):
+                    break
+                journal.offset = end
+                for report in reports:
+                    self._apply(journal.rank, report)
+                if not to_the_end:
+                    break
+
+    def _store(self, number: int, rank: int, reports: list[dict[str, Any]], end: int) -> bool:
+        """Put step reports into the ledger; False if it cannot be written now (they stay in the journal for later)."""
+        steps = [r for r in reports if rank == 0 and r.get("type") == "step" and isinstance(r.get("update"), int)]
+        try:
+            self.ledger.add_reports(number, rank, steps, end)
+        except sqlite3.OperationalError as error:
+            self._warn("ledger", f"{self.folder.ledger_path}: cannot be written: {error}; free some space")
+            return False
+        self._warn("ledger", None)
+        if steps:
+            self._publisher.add_steps(number, steps)
+        return True
+
+    def _apply(self, rank: int, report: dict[str, Any]) -> None:
+        assert self.attempt is not None
+        self.progress.apply(rank, report)
+        self._publisher.changed()
+        if rank != 0:
+            return
+        kind = report.get("type")
+        if kind == "plan":
+            start = int(report.get("updates") or 0)
+            self.ledger.update_attempt(self.attempt.number, start_updates=start)
+            self._publisher.take_back_from(start + 1)
+            where = f"resumes at update {start}" if report.get("resumed") else "starts at update 0"
+            self.event("plan", f"attempt {self.attempt.number} {where} of {report.get('total_updates')}")
+        elif kind == "checkpoint":
+            self._checkpoint = newest_checkpoint(self.folder.latest_state)
+            size = units.size(report.get("size_bytes"))
+            self.event("checkpoint", f"checkpoint at update {report.get('updates')}: {size} in {report.get('seconds'):.1f} s")
+        elif kind == "step" and self._lifecycle.phase is Phase.STARTING:
+            self._move(Phase.TRAINING)
+        elif kind == "warning":
+            self.event("warning", str(report.get("message")))
+
+    # --- machine --------------------------------------------------------------------------------------------------------
+
+    async def _sample_for_ever(self) -> None:
+        sampler = Sampler(lambda: known_runs(self.folder.path.parent))
+        while True:
+            started = self._monotonic()
+            # A slow driver must hold up neither reports nor commands.
+            self.machine = await asyncio.to_thread(sampler.sample)
+            self._run_rss = await asyncio.to_thread(self._measure_run)
+            self._note_bands(self.machine)
+            if self._samples % _LEDGER_EVERY == 0:
+                self._keep_sample(self.machine)
+            self._samples += 1
+            self._publisher.changed()
+            await asyncio.sleep(max(0.1, _SAMPLE_SECONDS - (self._monotonic() - started)))
+
+    def _measure_run(self) -> int | None:
+        # Walking /proc costs a few ms; every fifth second is often enough to find new workers.
+        if self.attempt is None or self._lifecycle.phase.final:
+            return None
+        if self._samples % _LEDGER_EVERY == 0:
+            self._members = self.attempt.processes()
+        return resident_bytes(p for p in self._members if p.alive())
+
+    def _keep_sample(self, machine: MachineSnapshot) -> None:
+        try:
+            self.ledger.add_sample(machine.time, self.attempt.number if self.attempt else 0, msgspec.json.encode(machine))
+        except sqlite3.OperationalError as error:
+            self._warn("ledger", f"{self.folder.ledger_path}: cannot be written: {error}; free some space")
+
+    def _note_bands(self, machine: MachineSnapshot) -> None:
+        for gauge, band, text in explain.bands(machine):
+            before = self._bands.get(gauge)
+            self._bands[gauge] = band
+            if before is not None and before != band:
+                self.event("band", f"{gauge}: {before.value} -> {band.value}, {text}")
+
+    # --- state ----------------------------------------------------------------------------------------------------------
+
+    def event(self, kind: str, message: str, data: dict[str, Any] | None = None) -> None:
+        """Remember something and tell the viewers. A ledger that cannot be written costs the memory, not the news."""
+        attempt = self.attempt.number if self.attempt else 0
+        try:
+            event = self.ledger.add_event(time.time(), attempt, kind, message, data or {})
+        except sqlite3.OperationalError as error:
+            self._warn("ledger", f"{self.folder.ledger_path}: cannot be written: {error}; free some space")
+            event = Event(id=0, time=time.time(), attempt=attempt, kind=kind, message=message, data=data or {})
+        self._publisher.add_event(event)
+
+    def _warn(self, topic: str, text: str | None) -> None:
+        if text is None:
+            self.warnings.pop(topic, None)
+        else:
+            self.warnings[topic] = text
+
+    def _move(self, phase: Phase, reason: str | None = None) -> None:
+        self._lifecycle.move(phase, reason)
+        self._publisher.changed(at_once=True)
+
+    def _save_state(self) -> None:
+        me = process_ref(os.getpid())
+        state = StateFile(
+            run=self.state(),
+            socket=str(self._socket),
+            supervisor_started_ticks=me.started_ticks if me else None,
+            pending=self.pending,
+        )
+        try:
+            write_json(self.folder.state_path, state)
+        except RunFolderError as error:
+            self._warn("state", str(error))
+        else:
+            self._warn("state", None)
+
+    def state(self) -> RunState:
+        """The run as it is now."""
+        step, plan, settings = self.progress.step, self.progress.plan, self.settings
+        samples_rate, tokens_rate = self.progress.rates()
+        seen = step.get("samples_seen", plan.get("samples_seen"))
+        target = plan.get("target_samples") or (settings.target_samples if settings else None)
+        running = self.attempt is not None and self.attempt.alive()
+        left = None if seen is None or target is None else max(0, target - seen)
+        return RunState(
+            name=self.spec.name,
+            folder=str(self.folder.path),
+            state=self._lifecycle.phase,
+            reason=self._lifecycle.reason,
+            alive=running,
+            adopted=self._adopted,
+            supervisor_pid=os.getpid(),
+            trainer_pid=self.attempt.trainer.pid if running and self.attempt and self.attempt.trainer else None,
+            attempt=self.attempt.number if self.attempt else 0,
+            created=self.spec.created,
+            started=self._started,
+            ended=self._ended,
+            settings=settings,
+            command=self.spec.command,
+            effective_batch=settings.effective_batch if settings else None,
+            updates=step.get("update", plan.get("updates")),
+            total_updates=plan.get("total_updates"),
+            samples_seen=seen,
+            target_samples=target,
+            epoch=step.get("epoch"),
+            loss=step.get("loss"),
+            best_loss=self.progress.best_loss,
+            learning_rate=step.get("learning_rate"),
+            gradient_norm=step.get("gradient_norm"),
+            samples_per_second=samples_rate,
+            tokens_per_second=tokens_rate,
+            step_seconds=step.get("step_seconds"),
+            split=self.progress.split(),
+            eta_seconds=left / samples_rate if running and samples_rate and left is not None else None,
+            ranks=self.progress.ranks(self.agents.ranks),
+            run_rss_bytes=self._run_rss,
+            checkpoint=self._checkpoint,
+            exit_status=self._exit_status,
+            log_path=str(self.attempt.log_path) if self.attempt else None,
+            warnings=tuple(self.warnings.values()),
+        )

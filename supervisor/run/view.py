@@ -1,0 +1,159 @@
+"""Reads runs from their folders, whoever is or is not alive: for `show`, `runs`, `watch --once` and ended runs."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.monitor.strays import KnownRun
+from memtop.supervisor.run.attempt import RunningAttempt
+from memtop.supervisor.run.folder import RunFolder, RunLock, list_runs
+from memtop.supervisor.run.ledger import Attempt, Ledger
+from memtop.supervisor.run.manifest import newest_checkpoint
+from memtop.supervisor.run.process import ProcessRef
+from memtop.supervisor.wire import Event, Metric, Phase, RunState
+
+
+def read_state(folder: RunFolder) -> RunState:
+    """The run as its folder tells it, corrected by what is really alive now."""
+    file = folder.state()
+    if file is None:
+        spec = folder.spec()
+        return RunState(
+            name=spec.name, folder=str(folder.path), state=Phase.CREATED, created=spec.created, settings=spec.settings
+        )
+    state = file.run
+    supervised = _supervisor_alive(folder)
+    alive = trainer_alive(folder, state.attempt)
+    changes: dict[str, Any] = {"alive": alive, "checkpoint": newest_checkpoint(folder.latest_state)}
+    if not supervised:
+        changes["supervisor_pid"] = None
+    if not alive:
+        changes |= {"trainer_pid": None, "eta_seconds": None}
+    if not supervised and not alive and not state.state.final:
+        changes |= {
+            "state": Phase.FAILED,
+            "reason": f"supervisor and trainer are both gone: memtop restart {state.name}",
+        }
+    elif not supervised and alive:
+        changes["reason"] = f"its supervisor is gone, training goes on: memtop watch {state.name}"
+    return msgspec.structs.replace(state, **changes)
+
+
+def read_run(path: Path) -> tuple[RunState, list[Metric], list[Event]]:
+    """State, final metric history and events of a run, without its supervisor."""
+    folder = RunFolder(path)
+    ledger = open_ledger(folder)
+    if ledger is None:
+        return read_state(folder), [], []
+    try:
+        return read_state(folder), ledger.metrics(), ledger.events()
+    finally:
+        ledger.close()
+
+
+def show(folder: RunFolder, *, metrics: bool) -> dict[str, Any]:
+    """The document of `memtop show --json`."""
+    state = read_state(folder)
+    ledger = open_ledger(folder)
+    attempts = ledger.attempts() if ledger else []
+    document: dict[str, Any] = {
+        "name": state.name,
+        "folder": state.folder,
+        "state": state.state.value,
+        "reason": state.reason,
+        "alive": state.alive,
+        "adopted": state.adopted,
+        "supervisor_pid": state.supervisor_pid,
+        "trainer_pid": state.trainer_pid,
+        "attempts": [_attempt(attempt, state) for attempt in attempts],
+        "updates": state.updates,
+        "total_updates": state.total_updates,
+        "samples_seen": state.samples_seen,
+        "target_samples": state.target_samples,
+        "loss": state.loss,
+        "learning_rate": state.learning_rate,
+        "samples_per_second": state.samples_per_second,
+        "eta_seconds": state.eta_seconds,
+        "effective_batch": state.effective_batch,
+        "settings": msgspec.to_builtins(state.settings),
+        "command": list(state.command),
+        "checkpoint": msgspec.to_builtins(state.checkpoint),
+        "exit_status": state.exit_status,
+    }
+    if metrics:
+        document["metrics"] = msgspec.to_builtins(ledger.metrics()) if ledger else []
+    if ledger:
+        ledger.close()
+    return document
+
+
+def summary(state: RunState) -> dict[str, Any]:
+    """One run in `memtop runs --json` and in the `runs` of `memtop watch --once --json`."""
+    names = (
+        *("name", "folder", "alive", "adopted", "reason", "supervisor_pid", "trainer_pid", "attempt", "updates"),
+        *(
+            "total_updates",
+            "samples_seen",
+            "loss",
+            "effective_batch",
+            "samples_per_second",
+            "eta_seconds",
+            "exit_status",
+        ),
+    )
+    return {"state": state.state.value, **{name: getattr(state, name) for name in names}}
+
+
+def known_runs(runs_dir: Path) -> list[KnownRun]:
+    """What the monitor must know of the runs here to tell a stray from a member."""
+    known = []
+    for folder in list_runs(runs_dir):
+        try:
+            file = folder.state()
+        except RunFolderError:
+            # Nothing can be proven about it, so nothing of it will be called stray.
+            continue
+        if file is not None:
+            number = file.run.attempt
+            alive = trainer_alive(folder, number) or RunLock(folder).is_held()
+            known.append(KnownRun(name=folder.name, folder=str(folder.path), alive=alive, attempt=number))
+    return known
+
+
+def open_ledger(folder: RunFolder) -> Ledger | None:
+    """The run's ledger for reading; None if the run never started."""
+    if not folder.ledger_path.exists():
+        return None
+    try:
+        return Ledger(folder.ledger_path, read_only=True)
+    except sqlite3.Error as error:
+        raise RunFolderError(f"{folder.ledger_path}: cannot be read: {error}") from None
+
+
+def trainer_alive(folder: RunFolder, attempt: int) -> bool:
+    return attempt > 0 and RunningAttempt(folder, attempt, shim_pid=None).alive()
+
+
+def needs_supervisor(folder: RunFolder) -> bool:
+    """True if the trainer lives and its supervisor does not."""
+    file = folder.state()
+    return file is not None and not _supervisor_alive(folder) and trainer_alive(folder, file.run.attempt)
+
+
+def _supervisor_alive(folder: RunFolder) -> bool:
+    file = folder.state()
+    if file is None or file.run.supervisor_pid is None or file.supervisor_started_ticks is None:
+        return False
+    return ProcessRef(file.run.supervisor_pid, file.supervisor_started_ticks).alive()
+
+
+def _attempt(attempt: Attempt, state: RunState) -> dict[str, Any]:
+    row: dict[str, Any] = msgspec.to_builtins(attempt)
+    if attempt.number == state.attempt and attempt.ended is None:
+        row["updates"], row["samples_seen"] = state.updates, state.samples_seen
+    return row
