@@ -5,16 +5,21 @@
     script.write()
     subprocess.run([...], env={**os.environ, **script.env(library)})
 
-In one process the library can be loaded once only (the bindings keep it): `preload(library)` makes the bindings find it,
-and every later change goes through the script.
+Within one process use `in_process(library)` with NVML_DOUBLE_SCRIPT set. The fixtures `nvml_library` and `driver` do that;
+a conftest.py elsewhere takes them with `from tests.nvml_double.double import driver, nvml_library`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 SOURCE = Path(__file__).with_name("nvml_double.c")
 LIBRARY = "libnvidia-ml.so.1"
@@ -26,17 +31,28 @@ def available() -> bool:
 
 
 def build(folder: Path) -> Path:
-    """Compile the library into the folder (once) and return its path."""
+    """Compile the library into the folder (once) and return its path.
+
+    It carries no soname: loaded by its path, it is never mistaken for the machine's own library later on.
+    """
     library = folder / LIBRARY
     if not library.exists():
-        command = ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", f"-Wl,-soname,{LIBRARY}", "-pthread"]
+        command = ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread"]
         subprocess.run([*command, "-o", str(library), str(SOURCE)], check=True)
     return library
 
 
-def preload(library: Path) -> ctypes.CDLL:
-    """Load the library into this process: the bindings' own `CDLL("libnvidia-ml.so.1")` then finds it by its soname."""
-    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+@contextmanager
+def in_process(library: Path) -> Iterator[ctypes.CDLL]:
+    """Let the real bindings of this process use the library, and take it away again afterwards."""
+    pynvml = importlib.import_module("pynvml")
+    before = pynvml.nvmlLib, pynvml._nvmlGetFunctionPointer_cache
+    loaded = ctypes.CDLL(str(library))
+    pynvml.nvmlLib, pynvml._nvmlGetFunctionPointer_cache = loaded, {}
+    try:
+        yield loaded
+    finally:
+        pynvml.nvmlLib, pynvml._nvmlGetFunctionPointer_cache = before
 
 
 class Script:
@@ -48,6 +64,13 @@ class Script:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lines: list[str] = []
+        self.library: ctypes.CDLL | None = None
+
+    def calls(self, function: str) -> int:
+        """How often the bindings of this process have called the function since the library was loaded."""
+        assert self.library is not None, "calls are counted within one process only"
+        self.library.nvmlDoubleCalls.restype = ctypes.c_ulong
+        return int(self.library.nvmlDoubleCalls(function.encode()))
 
     def clear(self) -> Script:
         """Forget all lines: the next ones describe the machine anew."""
@@ -99,3 +122,21 @@ class Script:
         words = [start, *(f"{key}={str(value).replace(' ', '_')}" for key, value in fields.items())]
         self._lines.append(" ".join(words))
         return self
+
+
+@pytest.fixture(scope="session")
+def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scripted library, built once."""
+    if not available():
+        pytest.skip("no gcc to build the scripted driver library with")
+    return build(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def driver(nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
+    """A script that this process's NVML bindings follow, empty at first."""
+    script = Script(tmp_path / "nvml-script").write()
+    monkeypatch.setenv("NVML_DOUBLE_SCRIPT", str(script.path))
+    with in_process(nvml_library) as library:
+        script.library = library
+        yield script

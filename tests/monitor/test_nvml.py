@@ -1,0 +1,307 @@
+"""GPUs through the real bindings and a scripted driver library."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memtop.supervisor.monitor import nvml_errors
+from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.values import Band, GpuSample
+from tests.monitor.conftest import Clock
+from tests.nvml_double.double import Script
+
+GIB = 1024**3
+MIB = 1024**2
+
+
+def one(reader: NvmlReader) -> GpuSample:
+    (gpu,) = reader.read().gpus
+    return gpu
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 16])
+def test_number_of_gpus(driver: Script, reader: NvmlReader, count: int) -> None:
+    for index in range(count):
+        driver.gpu(index, total=24 * GIB, used=index * GIB)
+    driver.write()
+    reading = reader.read()
+    assert [(gpu.index, gpu.used_bytes) for gpu in reading.gpus] == [(index, index * GIB) for index in range(count)]
+    assert (reading.note is None) == (count > 0)
+    assert reading.driver_version == "550.54.14"
+
+
+def test_every_field(driver: Script, reader: NvmlReader) -> None:
+    driver.gpu(
+        0, total=24 * GIB, used=20 * GIB, reserved=GIB, util=73, temp=61, power=215500, limit=350000, name="RTX 4090"
+    ).write()
+    gpu = one(reader)
+    assert gpu == GpuSample(
+        index=0,
+        uuid="GPU-00000000",
+        name="RTX 4090",
+        total_bytes=24 * GIB,
+        used_bytes=20 * GIB,
+        free_bytes=3 * GIB,
+        reserved_bytes=GIB,
+        used_fraction=21 / 24,
+        band=Band.EDGE,
+        utilization_fraction=0.73,
+        temperature_celsius=61.0,
+        power_watts=215.5,
+        power_limit_watts=350.0,
+    )
+
+
+@pytest.mark.parametrize("code", sorted(nvml_errors.WORDS))
+def test_every_error_at_the_start_is_a_normal_state(driver: Script, reader: NvmlReader, clock: Clock, code: int) -> None:
+    driver.init_error(code).gpu(0, total=GIB).write()
+    reading = reader.read()
+    assert reading.gpus == ()
+    assert reading.note is not None
+    assert reading.note.startswith("no NVIDIA GPU: ")
+    driver.clear().gpu(0, total=GIB).write()
+    clock.pass_(10.0)
+    assert len(reader.read().gpus) == 1, "the driver came, without a restart"
+
+
+def test_an_error_without_words_keeps_its_number() -> None:
+    assert nvml_errors.words(12345) == "the driver reported error 12345"
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"), [(18, "reboot"), (999, "recreate the container"), (9, "modprobe"), (17, "/dev/nvidia")]
+)
+def test_words_say_what_to_do(code: int, advice: str) -> None:
+    assert advice in nvml_errors.words(code)
+
+
+def in_subprocess(environment: dict[str, str]) -> dict[str, object]:
+    program = (
+        "import json; from memtop.supervisor.monitor.sampler import Sampler, snapshot_json;"
+        "print(json.dumps(snapshot_json(Sampler().sample())))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
+    document = json.loads(done.stdout)
+    assert isinstance(document, dict)
+    return document
+
+
+def test_without_a_library(tmp_path: Path) -> None:
+    (tmp_path / "libnvidia-ml.so.1").write_text("not a library")
+    document = in_subprocess({"LD_LIBRARY_PATH": str(tmp_path)})
+    assert document["gpus"] == []
+    assert document["gpu_note"] == "no NVIDIA GPU: libnvidia-ml not found"
+
+
+def test_the_library_is_found_by_its_name(nvml_library: Path, tmp_path: Path) -> None:
+    script = Script(tmp_path / "script").gpu(0, total=GIB, used=MIB).process(0, pid=os.getpid(), used=MIB).write()
+    document = in_subprocess(script.env(nvml_library))
+    (gpu,) = document["gpus"]  # type: ignore[misc]
+    assert gpu["used_bytes"] == MIB
+    assert gpu["processes"][0]["pid"] == os.getpid()
+    assert gpu["processes"][0]["name"]
+
+
+@pytest.mark.parametrize("code", [15, 16, 999, 28, 17])
+def test_a_lost_gpu_and_its_return(driver: Script, reader: NvmlReader, clock: Clock, code: int) -> None:
+    driver.gpu(0, total=24 * GIB, used=GIB).gpu(1, total=8 * GIB, used=GIB).write()
+    reader.read()
+    driver.clear().gpu(0, total=24 * GIB, used=GIB).gpu(1, total=8 * GIB, error=code).write()
+    clock.pass_(1.0)
+    well, lost = reader.read().gpus
+    assert well.error is None
+    assert lost.error == nvml_errors.words(code)
+    assert (lost.uuid, lost.name) == ("GPU-00000001", "Scripted GPU"), "still known who it is"
+    assert lost.total_bytes is lost.used_fraction is lost.temperature_celsius is None
+    assert lost.unknown["total_bytes"]
+    assert lost.band is Band.UNKNOWN
+    driver.clear().gpu(0, total=24 * GIB, used=GIB).gpu(1, total=8 * GIB, used=2 * GIB).write()
+    clock.pass_(3.0)
+    _, back = reader.read().gpus
+    assert (back.error, back.used_bytes) == (None, 2 * GIB)
+    assert back.unknown == {}
+
+
+def test_a_gpu_that_is_lost_from_the_start_does_not_hide_the_others(driver: Script, reader: NvmlReader) -> None:
+    driver.gpu(0, total=GIB, error=15).gpu(1, total=GIB, used=MIB).write()
+    lost, well = reader.read().gpus
+    assert lost.error
+    assert lost.unknown["name"]
+    assert well.used_bytes == MIB
+
+
+def test_a_driver_that_was_reloaded(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    driver.gpu(0, total=GIB).write()
+    reader.read()
+    driver.clear().init_error(9).gpu(0, total=GIB, error=1).write()
+    clock.pass_(1.0)
+    assert one(reader).error
+    clock.pass_(2.0)
+    gone = reader.read()
+    assert gone.gpus == ()
+    assert gone.note is not None
+    assert "not loaded" in gone.note
+    driver.clear().gpu(0, total=GIB).write()
+    clock.pass_(10.0)
+    assert one(reader).error is None
+
+
+@pytest.mark.parametrize("how", ["missing", "invalid", "version"])
+def test_old_memory_call(driver: Script, reader: NvmlReader, how: str) -> None:
+    driver.gpu(0, total=10 * GIB, used=6 * GIB, reserved=GIB)
+    if how == "missing":
+        driver.missing("nvmlDeviceGetMemoryInfo_v2")
+    else:
+        driver.fail("nvmlDeviceGetMemoryInfo_v2", 0, 2 if how == "invalid" else 25)
+    driver.write()
+    gpu = one(reader)
+    assert (gpu.used_bytes, gpu.free_bytes, gpu.reserved_bytes) == (7 * GIB, 3 * GIB, None)
+    assert gpu.used_fraction == 0.7
+    assert "reserve" in gpu.unknown["reserved_bytes"]
+
+
+@pytest.mark.parametrize("how", ["not supported", "total is 0"])
+def test_unified_memory(driver: Script, reader: NvmlReader, how: str) -> None:
+    driver.gpu(0, total=0 if how == "total is 0" else GIB, util=40)
+    if how == "not supported":
+        driver.fail("nvmlDeviceGetMemoryInfo_v2", 0, 3)
+    driver.process(0, pid=os.getpid(), used=MIB).write()
+    gpu = one(reader)
+    assert gpu.error is None
+    assert gpu.total_bytes is gpu.used_bytes is gpu.free_bytes is gpu.used_fraction is None
+    assert "unified" in gpu.unknown["total_bytes"]
+    assert gpu.band is Band.UNKNOWN
+    assert gpu.utilization_fraction == 0.4
+    assert gpu.processes[0].used_bytes == MIB
+
+
+@pytest.mark.parametrize(
+    ("function", "field"),
+    [
+        ("nvmlDeviceGetUtilizationRates", "utilization_fraction"),
+        ("nvmlDeviceGetTemperature", "temperature_celsius"),
+        ("nvmlDeviceGetPowerUsage", "power_watts"),
+        ("nvmlDeviceGetEnforcedPowerLimit", "power_limit_watts"),
+        ("nvmlDeviceGetName", "name"),
+        ("nvmlDeviceGetUUID", "uuid"),
+    ],
+)
+@pytest.mark.parametrize("code", [3, 4, 13, 999])
+def test_a_missing_field_is_unknown_with_a_reason(
+    driver: Script, reader: NvmlReader, function: str, field: str, code: int
+) -> None:
+    driver.gpu(0, total=GIB, used=MIB).fail(function, 0, code).write()
+    gpu = one(reader)
+    assert getattr(gpu, field) is None
+    assert gpu.unknown == {field: nvml_errors.words(code)}
+    assert gpu.used_bytes == MIB
+
+
+def test_a_field_that_comes_back_loses_its_reason(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    driver.gpu(0, total=GIB).fail("nvmlDeviceGetPowerUsage", 0, 27).write()
+    assert one(reader).power_watts is None
+    driver.clear().gpu(0, total=GIB, power=5000).write()
+    clock.pass_(5.0)
+    gpu = one(reader)
+    assert (gpu.power_watts, gpu.unknown) == (5.0, {})
+
+
+def test_processes_are_merged(driver: Script, reader: NvmlReader) -> None:
+    driver.gpu(0, total=GIB)
+    driver.process(0, pid=11, used=5 * MIB).process(0, pid=12, used=9 * MIB)
+    driver.process(0, pid=12, used=9 * MIB, kind="graphics").process(0, pid=13, used=MIB, kind="graphics").write()
+    rows = [(row.pid, row.kind, row.used_bytes) for row in one(reader).processes]
+    assert rows == [(12, "compute+graphics", 9 * MIB), (11, "compute", 5 * MIB), (13, "graphics", MIB)]
+
+
+def test_memory_that_the_driver_does_not_tell(driver: Script, reader: NvmlReader) -> None:
+    driver.gpu(0, total=GIB).process(0, pid=11, used=None).write()
+    (row,) = one(reader).processes
+    assert row.used_bytes is None
+    assert "does not tell" in row.unknown["used_bytes"]
+
+
+def test_pids_that_cannot_exist_are_dropped_and_said(driver: Script, reader: NvmlReader) -> None:
+    driver.gpu(0, total=GIB).process(0, pid=11, used=MIB)
+    for pid in (0, 4294967295, 2**22 + 1):
+        driver.process(0, pid=pid, used=MIB)
+    driver.write()
+    gpu = one(reader)
+    assert [row.pid for row in gpu.processes] == [11]
+    assert "0, 4194305, 4294967295" in gpu.unknown["processes"]
+
+
+@pytest.mark.parametrize("kind", ["Compute", "Graphics"])
+def test_process_lists_of_an_old_driver(driver: Script, reader: NvmlReader, kind: str) -> None:
+    driver.gpu(0, total=GIB).process(0, pid=11, used=MIB, kind=kind.lower())
+    driver.missing(f"nvmlDeviceGet{kind}RunningProcesses_v3").write()
+    gpu = one(reader)
+    assert [row.pid for row in gpu.processes] == [11]
+    assert gpu.unknown == {}
+
+
+def test_a_list_that_cannot_be_read_is_not_an_empty_list(driver: Script, reader: NvmlReader) -> None:
+    driver.gpu(0, total=GIB).fail("nvmlDeviceGetComputeRunningProcesses_v3", 0, 4).write()
+    gpu = one(reader)
+    assert gpu.processes == ()
+    assert "permission" in gpu.unknown["processes"]
+
+
+def test_gpus_come_and_go(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    driver.gpu(0, total=GIB, uuid="GPU-a").write()
+    assert len(reader.read().gpus) == 1
+    driver.gpu(1, total=GIB, uuid="GPU-b").write()
+    clock.pass_(10.0)
+    assert [gpu.uuid for gpu in reader.read().gpus] == ["GPU-a", "GPU-b"]
+    driver.clear().gpu(0, total=GIB, uuid="GPU-b").write()
+    clock.pass_(10.0)
+    assert [gpu.uuid for gpu in reader.read().gpus] == ["GPU-b"]
+    driver.clear().write()
+    clock.pass_(10.0)
+    assert reader.read().gpus == ()
+
+
+def test_gpus_that_change_places(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    driver.gpu(0, total=GIB, uuid="GPU-a", name="A").gpu(1, total=2 * GIB, uuid="GPU-b", name="B").write()
+    reader.read()
+    driver.clear().gpu(0, total=2 * GIB, uuid="GPU-b", name="B").gpu(1, total=GIB, uuid="GPU-a", name="A").write()
+    clock.pass_(10.0)
+    assert [(gpu.uuid, gpu.name) for gpu in reader.read().gpus] == [("GPU-b", "B"), ("GPU-a", "A")]
+
+
+def test_call_budget(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    """Twenty ticks of one second: memory and utilisation each time, lists every 2 s, sensors every 5 s, names once."""
+    driver.gpu(0, total=GIB).write()
+    names = {
+        "nvmlDeviceGetMemoryInfo_v2": 20,
+        "nvmlDeviceGetUtilizationRates": 20,
+        "nvmlDeviceGetComputeRunningProcesses_v3": 10,
+        "nvmlDeviceGetGraphicsRunningProcesses_v3": 10,
+        "nvmlDeviceGetTemperature": 4,
+        "nvmlDeviceGetPowerUsage": 4,
+        "nvmlDeviceGetName": 1,
+        "nvmlInitWithFlags": 1,
+    }
+    before = {name: driver.calls(name) for name in names}
+    for _ in range(20):
+        reader.read()
+        clock.pass_(1.0)
+    assert {name: driver.calls(name) - before[name] for name in names} == names
+
+
+def test_a_lost_gpu_is_not_hammered(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    driver.gpu(0, total=GIB, error=15).gpu(1, total=GIB).write()
+    before = driver.calls("nvmlInitWithFlags"), driver.calls("nvmlDeviceGetHandleByIndex_v2")
+    for _ in range(60):
+        reader.read()
+        clock.pass_(1.0)
+    assert driver.calls("nvmlInitWithFlags") - before[0] <= 4
+    assert driver.calls("nvmlDeviceGetHandleByIndex_v2") - before[1] <= 45
