@@ -32,7 +32,7 @@ class _Follower:
         self._stop_asked = False
         self._last_line = 0.0
         self._last_update: int | None = None
-        self._last_event = 0
+        self._last_event = 0.0
         self._state: RunState | None = None
 
     async def run(self) -> int:
@@ -89,9 +89,9 @@ class _Follower:
 
     def _report_events(self, message: EventRows) -> None:
         for event in message.rows:
-            if event.kind in _SPOKEN and (event.id > self._last_event or event.id == 0):
+            if event.kind in _SPOKEN and event.time > self._last_event:
                 self._say(event.message)
-            self._last_event = max(self._last_event, event.id)
+            self._last_event = max(self._last_event, event.time)
 
     def _progress(self, run: RunState, machine: MachineSnapshot | None, *, at_once: bool = False) -> None:
         due = at_once or time.monotonic() - self._last_line >= _PROGRESS_SECONDS

@@ -147,7 +147,7 @@ def open_dashboard(runs_dir: Path, run_name: str | None, *, pid: int | None, int
 
 
 def open_run(folder: RunFolder, *, interval: float = 1.0, read_only: bool = False) -> int:
-    from memtop.tui.feed import RunFeed
+    from memtop.tui.runfeed import RunFeed
 
     return _dashboard(RunFeed(folder.path, read_only=read_only), interval)
 

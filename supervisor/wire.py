@@ -133,7 +133,8 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
 class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Something worth remembering: a band crossed, an attempt started, a command answered."""
 
-    id: int
+    id: int = 0
+    """Number in the ledger; 0 while it is news."""
     time: float
     attempt: int
     kind: str

@@ -11,7 +11,7 @@ import msgspec
 
 from memtop.supervisor.run.folder import RunFolder, read_json
 from memtop.supervisor.run.journal import Journal, find_journals
-from memtop.supervisor.run.process import ProcessRef, marked_processes, process_ref
+from memtop.supervisor.run.process import ProcessId, alive, identify, members, send
 
 
 class ProcessFile(msgspec.Struct, frozen=True):
@@ -50,23 +50,23 @@ class RunningAttempt:
         self.folder = folder.attempt(number)
         self.log_path = self.folder / "output.log"
         self._run_folder = folder.path
-        self._shim = None if shim_pid is None else process_ref(shim_pid)
-        self._trainer: ProcessRef | None = None
+        self._shim = None if shim_pid is None else identify(shim_pid)
+        self._trainer: ProcessId | None = None
         self._journals: dict[Path, Journal] = {}
         self._reaped: dict[int, int] = {}
         self._gone_since: float | None = None
 
     @property
-    def trainer(self) -> ProcessRef | None:
+    def trainer(self) -> ProcessId | None:
         """The training program (or its launcher); None until the shim has started it."""
         if self._trainer is None and (self.folder / "process.json").exists():
             found = read_json(self.folder / "process.json", ProcessFile)
-            self._trainer = ProcessRef(found.pid, found.started_ticks)
-            self._shim = ProcessRef(found.shim_pid, found.shim_started_ticks)
+            self._trainer = ProcessId(found.pid, found.started_ticks)
+            self._shim = ProcessId(found.shim_pid, found.shim_started_ticks)
         return self._trainer
 
     def alive(self) -> bool:
-        return self.trainer is not None and self.trainer.alive()
+        return alive(self.trainer)
 
     def note_reaped(self, ended: dict[int, int]) -> None:
         """Children of ours that ended; an orphaned trainer (its shim was killed) may be among them."""
@@ -76,7 +76,7 @@ class RunningAttempt:
         """How the program ended; None while it runs. The status is only unknown if its shim was killed as well."""
         if (self.folder / "exit.json").exists():
             return read_json(self.folder / "exit.json", ExitFile)
-        if self.alive() or (self._shim is not None and self._shim.alive()):
+        if self.alive() or alive(self._shim):
             self._gone_since = None
             return None
         # Both are gone without an exit file: give a file just being renamed a moment, then say what we know.
@@ -96,9 +96,9 @@ class RunningAttempt:
                 self._journals[path] = journal
         return list(self._journals.values())
 
-    def processes(self) -> list[ProcessRef]:
+    def processes(self) -> list[ProcessId]:
         """All living processes of this attempt: launcher, ranks, loader workers."""
-        return marked_processes(self._run_folder, self.number)
+        return members(self._run_folder, self.number)
 
 
 # An exit status that no process can have.
@@ -141,6 +141,6 @@ class StopLadder:
         else:
             # Launchers pass it on to their ranks; signalling those as well would reach them twice.
             targets = [self._attempt.trainer] if self._attempt.trainer else []
-        reached = [target.pid for target in targets if target.send(number)]
+        reached = [target.pid for target in targets if send(target, number)]
         following = f"; {self._rungs[0][0].name} follows in {wait:.0f} s" if self._rungs else ""
         self._announce(f"{number.name} sent to {', '.join(map(str, reached)) or 'nobody'}{following}")

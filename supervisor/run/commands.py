@@ -17,6 +17,7 @@ from memtop.supervisor.wire import (
     Phase,
     Request,
     Restart,
+    RunState,
     StateUpdate,
     Status,
     Stop,
@@ -41,7 +42,7 @@ class Commands:
             case Subscribe():
                 supervisor.add_viewer(peer, request.history)
             case Status():
-                peer.send(StateUpdate(run=supervisor.state(), machine=supervisor.machine))
+                peer.send(StateUpdate(run=supervisor.state(), machine=supervisor.watch.machine))
             case FreeCache():
                 self._beside(self._free(peer, request.id))
             case CheckpointNow():
@@ -96,10 +97,14 @@ class Commands:
         if supervisor.phase is not Phase.STOPPING:
             supervisor.begin_stopping()
         _accept(peer, number, "stopping: the program finishes its update, saves and exits")
-        while not supervisor.phase.final:
+        state = await self._ended()
+        message = state.state.value if state.reason in (None, state.state.value) else f"{state.state.value}: {state.reason}"
+        peer.send(Answer(id=number, outcome=Outcome.DONE, message=message))
+
+    async def _ended(self) -> RunState:
+        while not (state := self._supervisor.state()).state.final:
             await asyncio.sleep(0.1)
-        state = supervisor.state()
-        peer.send(Answer(id=number, outcome=Outcome.DONE, message=f"{state.state.value}: {state.reason or 'done'}"))
+        return state
 
     async def _restart(self, peer: Peer, request: Restart) -> None:
         supervisor = self._supervisor

@@ -27,7 +27,7 @@ def outcome(
     if said == "finished" and status in (0, None):
         return Phase.FINISHED, None, None
     if phase in (Phase.STOPPING, Phase.RESTARTING):
-        return Phase.STOPPED, "stopped as asked" if said == "stopped" else f"stopped: {describe_status(status)}", None
+        return Phase.STOPPED, "as asked, state saved" if said == "stopped" else describe_status(status), None
     if said == "stopped" and status in (0, None):
         return Phase.STOPPED, "told to stop from outside memtop; its state is saved", None
     if own_program and status == 0:
@@ -77,10 +77,6 @@ def restart_reason(change: Change) -> str:
     ]
     edits += [f"{key} {value}" for key, value in change.assignments.items()]
     return f"restart with {', '.join(edits)}" if edits else "restart"
-
-
-def signal_named(name: str) -> signal.Signals:
-    return signal.Signals[name]
 
 
 def bands(machine: MachineSnapshot) -> Iterator[tuple[str, Band, str]]:

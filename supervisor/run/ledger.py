@@ -146,14 +146,13 @@ class Ledger:
 
     # --- events and samples ---
 
-    def add_event(self, time: float, attempt: int, kind: str, message: str, data: dict[str, Any]) -> Event:
+    def add_event(self, event: Event) -> None:
+        """Store an event; its id is given by the ledger."""
         with self._db:
-            cursor = self._db.execute(
+            self._db.execute(
                 "INSERT INTO events (time, attempt, kind, message, data) VALUES (?, ?, ?, ?, ?)",
-                (time, attempt, kind, message, msgspec.json.encode(data).decode()),
+                (event.time, event.attempt, event.kind, event.message, msgspec.json.encode(event.data).decode()),
             )
-        assert cursor.lastrowid is not None
-        return Event(id=cursor.lastrowid, time=time, attempt=attempt, kind=kind, message=message, data=data)
 
     def events(self, newest: int = 500) -> list[Event]:
         rows = self._db.execute(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sqlite3
 import time
 from collections.abc import Callable
@@ -19,8 +20,6 @@ from memtop.presets import SettingsError, edit_settings
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
-from memtop.supervisor.monitor.sampler import Sampler
-from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.agents import Agents
 from memtop.supervisor.run.attempt import UNKNOWN_STATUS, ExitFile, RunningAttempt, StopLadder, Waits
@@ -30,17 +29,17 @@ from memtop.supervisor.run.folder import RunFolder, RunLock, StateFile, write_js
 from memtop.supervisor.run.launch import launch
 from memtop.supervisor.run.ledger import Ledger
 from memtop.supervisor.run.lifecycle import Lifecycle
+from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.manifest import newest_checkpoint
-from memtop.supervisor.run.process import become_subreaper, process_ref, reap_children, resident_bytes
+from memtop.supervisor.run.process import ProcessId, alive, become_subreaper, identify, reap_children, send
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.publish import Publisher
-from memtop.supervisor.run.view import known_runs
+from memtop.supervisor.run.state import run_state
 from memtop.supervisor.wire import Change, Event, Phase, RunState
 
 _TICK_SECONDS = 0.2
-_SAMPLE_SECONDS = 1.0
-# One machine sample in this many goes into the ledger.
-_LEDGER_EVERY = 5
+# What an ended program leaves behind gets SIGTERM, so much time, SIGKILL, and as much again.
+_LEFTOVER_SECONDS = 3.0
 # After the run has ended: how long to stay for viewers that are just connecting.
 _LINGER_SECONDS = 3.0
 
@@ -60,20 +59,17 @@ class Supervisor:
         self.ladder: StopLadder | None = None
         self.pending: Change | None = None
         self.warnings: dict[str, str] = {}
-        self.machine: MachineSnapshot | None = None
         self._waits = waits or Waits()
         self._monotonic = monotonic
-        self._lifecycle = Lifecycle(Phase.CREATED, monotonic)
+        self.lifecycle = Lifecycle(Phase.CREATED, monotonic)
         self._lock = RunLock(folder)
-        self._adopted = False
-        self._started: float | None = None
-        self._ended: float | None = None
-        self._exit_status: int | None = None
-        self._checkpoint = newest_checkpoint(folder.latest_state)
-        self._run_rss: int | None = None
+        self.adopted = False
+        self.started: float | None = None
+        self.ended: float | None = None
+        self.exit_status: int | None = None
+        self.checkpoint = newest_checkpoint(folder.latest_state)
         self._socket = socket_path(folder.path)
-        self._samples = 0
-        self._bands: dict[str, Any] = {}
+        self.watch = MachineWatch(folder.path.parent, self._members)
 
     # --- life -----------------------------------------------------------------------------------------------------------
 
@@ -89,7 +85,7 @@ class Supervisor:
         )
         self._publisher = Publisher(self.ledger, self._server)
         await self._server.start()
-        sampling = asyncio.create_task(self._sample_for_ever())
+        sampling = asyncio.create_task(self.watch.run(self._on_sample))
         try:
             self._take_over(change)
             await self._loop()
@@ -109,7 +105,7 @@ class Supervisor:
         self.settings = last.settings
         self.progress.resume_from(self.ledger.metrics())
         if last.ended is not None:
-            self._lifecycle = Lifecycle(state.run.state if state and state.run.state.final else Phase.FAILED, self._monotonic)
+            self.lifecycle = Lifecycle(state.run.state if state and state.run.state.final else Phase.FAILED, self._monotonic)
             if change is not None:
                 self._launch(last.number + 1, explain.restart_reason(change), change)
             return
@@ -119,12 +115,12 @@ class Supervisor:
 
     def _adopt(self, number: int, started: float, state: StateFile | None) -> None:
         self.attempt = RunningAttempt(self.folder, number, shim_pid=None)
-        self._started = started
-        self._adopted = True
+        self.started = started
+        self.adopted = True
         for journal in self.attempt.journals(lambda rank: 0):
             self._replay(journal.rank)
         phase = state.run.state if state is not None and not state.run.state.final else Phase.STARTING
-        self._lifecycle = Lifecycle(phase, self._monotonic)
+        self.lifecycle = Lifecycle(phase, self._monotonic)
         self.pending = state.pending if state is not None else None
         self.event("adopted", f"supervisor {os.getpid()} took over attempt {number}")
         if phase in (Phase.STOPPING, Phase.RESTARTING):
@@ -148,7 +144,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             await self._tick()
-            if not self._lifecycle.phase.final:
+            if not self.lifecycle.phase.final:
                 linger_until = None
             elif linger_until is None or self._server_watched():
                 linger_until = self._monotonic() + _LINGER_SECONDS
@@ -159,17 +155,17 @@ class Supervisor:
         return any(peer.subscribed for peer in self._server.peers)
 
     async def _tick(self) -> None:
-        if self.attempt is not None and not self._lifecycle.phase.final:
+        if self.attempt is not None and not self.lifecycle.phase.final:
             self.attempt.note_reaped(reap_children())
             self._read_reports()
             if self.ladder is not None:
                 self.ladder.tick()
-            elif self.pending is not None and self._lifecycle.phase in (Phase.STARTING, Phase.TRAINING):
+            elif self.pending is not None and self.lifecycle.phase in (Phase.STARTING, Phase.TRAINING):
                 self.begin_restart(self.pending)
             ended = self.attempt.ended()
             if ended is not None:
                 await self._finish(ended)
-        self._publisher.tick(self.state, self.machine)
+        self._publisher.tick(self.state, self.watch.machine)
         if self._publisher.state_file_due():
             self._save_state()
 
@@ -177,16 +173,16 @@ class Supervisor:
 
     def _launch(self, number: int, reason: str, change: Change) -> None:
         """Start the next attempt from the newest complete checkpoint, with the changed settings."""
-        self._checkpoint = newest_checkpoint(self.folder.latest_state)
+        self.checkpoint = newest_checkpoint(self.folder.latest_state)
         self.settings = self.edited(change)
-        self._warn("checkpoint", self._checkpoint.problem if self._checkpoint else None)
-        self._started, self._ended, self._exit_status = time.time(), None, None
-        self.pending, self.ladder, self._adopted = None, None, False
+        self._warn("checkpoint", self.checkpoint.problem if self.checkpoint else None)
+        self.started, self.ended, self.exit_status = time.time(), None, None
+        self.pending, self.ladder, self.adopted = None, None, False
         self.agents.reset()
         best = self.progress.best_loss
         self.progress = Progress()
         self.progress.best_loss = best
-        self.ledger.add_attempt(number, reason, self.settings, self._started)
+        self.ledger.add_attempt(number, reason, self.settings, self.started)
         if self.settings is None:
             # A program of the user's own counts its updates from its start.
             self.ledger.update_attempt(number, start_updates=0)
@@ -202,7 +198,7 @@ class Supervisor:
             if change != Change():
                 raise UsageError("this run's program is your own: its settings are not memtop's to change")
             return None
-        done = self._checkpoint if self._checkpoint is not None and self._checkpoint.complete else None
+        done = self.checkpoint if self.checkpoint is not None and self.checkpoint.complete else None
         try:
             return edit_settings(
                 self.settings,
@@ -224,10 +220,10 @@ class Supervisor:
         self._read_reports(to_the_end=True)
         await self._clear_leftovers()
         status = None if ended.status == UNKNOWN_STATUS else ended.status
-        self._ended, self._exit_status = ended.ended, status
-        self._checkpoint = newest_checkpoint(self.folder.latest_state)
+        self.ended, self.exit_status = ended.ended, status
+        self.checkpoint = newest_checkpoint(self.folder.latest_state)
         phase, reason, diagnosis = explain.outcome(
-            self.attempt.log_path, self.progress.end, status, self._lifecycle.phase, own_program=self.settings is None
+            self.attempt.log_path, self.progress.end, status, self.lifecycle.phase, own_program=self.settings is None
         )
         outcome = "restarted" if self.pending is not None else phase.value
         self.ledger.update_attempt(
@@ -244,7 +240,7 @@ class Supervisor:
             self._move(phase, reason)
             self.event(phase.value, reason or phase.value, {"exit_status": status})
             return
-        if self._lifecycle.phase is not Phase.RESTARTING:
+        if self.lifecycle.phase is not Phase.RESTARTING:
             self._move(Phase.RESTARTING)
         change, number = self.pending, self.attempt.number + 1
         try:
@@ -257,15 +253,15 @@ class Supervisor:
     async def _clear_leftovers(self) -> None:
         """End what the attempt left behind (ranks of a dead launcher, loader workers): they would hold its memory."""
         assert self.attempt is not None
-        for send, wait in (("SIGTERM", 3.0), ("SIGKILL", 3.0)):
+        for number in (signal.SIGTERM, signal.SIGKILL):
             leftovers = self.attempt.processes()
             if not leftovers:
                 return
-            self.event("leftovers", f"{send} to {len(leftovers)} processes that the program left behind")
+            self.event("leftovers", f"{number.name} to {len(leftovers)} processes that the program left behind")
             for process in leftovers:
-                process.send(explain.signal_named(send))
-            deadline = self._monotonic() + wait
-            while self._monotonic() < deadline and any(p.alive() for p in leftovers):
+                send(process, number)
+            deadline = self._monotonic() + _LEFTOVER_SECONDS
+            while self._monotonic() < deadline and any(alive(process) for process in leftovers):
                 await asyncio.sleep(0.05)
                 self.attempt.note_reaped(reap_children())
 
@@ -273,13 +269,13 @@ class Supervisor:
 
     def begin_restart(self, change: Change) -> None:
         """Stop the attempt; when it has ended, the next one starts with the change. An ended run starts at once."""
-        if self._lifecycle.phase.final:
+        if self.lifecycle.phase.final:
             assert self.attempt is not None or self.ledger.attempts()
             number = self.ledger.attempts()[-1].number + 1
             self._launch(number, explain.restart_reason(change), change)
             return
         self.pending = change
-        if self._lifecycle.phase is not Phase.RESTARTING:
+        if self.lifecycle.phase is not Phase.RESTARTING:
             self._move(Phase.RESTARTING)
         if self.ladder is None:
             asyncio.get_running_loop().create_task(self.ask_to_stop())
@@ -287,7 +283,7 @@ class Supervisor:
     async def ask_to_stop(self) -> None:
         """Ask rank 0 to finish its update, save and exit; where it cannot be asked, signals do it."""
         answers = await self.agents.call("stop", {0})
-        if self.ladder is None and not self._lifecycle.phase.final:
+        if self.ladder is None and not self.lifecycle.phase.final:
             self.begin_stop(asked=bool(answers) and answers[0].ok)
 
     def begin_stop(self, *, asked: bool) -> None:
@@ -309,10 +305,10 @@ class Supervisor:
 
     @property
     def phase(self) -> Phase:
-        return self._lifecycle.phase
+        return self.lifecycle.phase
 
     def add_viewer(self, peer: Any, history: int) -> None:
-        self._publisher.greet(peer, history, self.state(), self.machine)
+        self._publisher.greet(peer, history, self.state(), self.watch.machine)
 
     # --- reports --------------------------------------------------------------------------------------------------------
 
@@ -337,15 +333,10 @@ class Supervisor:
     def _store(self, number: int, rank: int, reports: list[dict[str, Any]], end: int) -> bool:
         """Put step reports into the ledger; False if it cannot be written now (they stay in the journal for later)."""
         steps = [r for r in reports if rank == 0 and r.get("type") == "step" and isinstance(r.get("update"), int)]
-        try:
-            self.ledger.add_reports(number, rank, steps, end)
-        except sqlite3.OperationalError as error:
-            self._warn("ledger", f"{self.folder.ledger_path}: cannot be written: {error}; free some space")
-            return False
-        self._warn("ledger", None)
-        if steps:
+        stored = self._ledgered(lambda: self.ledger.add_reports(number, rank, steps, end))
+        if stored and steps:
             self._publisher.add_steps(number, steps)
-        return True
+        return stored
 
     def _apply(self, rank: int, report: dict[str, Any]) -> None:
         assert self.attempt is not None
@@ -361,62 +352,53 @@ class Supervisor:
             where = f"resumes at update {start}" if report.get("resumed") else "starts at update 0"
             self.event("plan", f"attempt {self.attempt.number} {where} of {report.get('total_updates')}")
         elif kind == "checkpoint":
-            self._checkpoint = newest_checkpoint(self.folder.latest_state)
+            self.checkpoint = newest_checkpoint(self.folder.latest_state)
             size = units.size(report.get("size_bytes"))
             self.event("checkpoint", f"checkpoint at update {report.get('updates')}: {size} in {report.get('seconds'):.1f} s")
-        elif kind == "step" and self._lifecycle.phase is Phase.STARTING:
+        elif kind == "step" and self.lifecycle.phase is Phase.STARTING:
             self._move(Phase.TRAINING)
         elif kind == "warning":
             self.event("warning", str(report.get("message")))
 
     # --- machine --------------------------------------------------------------------------------------------------------
 
-    async def _sample_for_ever(self) -> None:
-        sampler = Sampler(lambda: known_runs(self.folder.path.parent))
-        while True:
-            started = self._monotonic()
-            # A slow driver must hold up neither reports nor commands.
-            self.machine = await asyncio.to_thread(sampler.sample)
-            self._run_rss = await asyncio.to_thread(self._measure_run)
-            self._note_bands(self.machine)
-            if self._samples % _LEDGER_EVERY == 0:
-                self._keep_sample(self.machine)
-            self._samples += 1
-            self._publisher.changed()
-            await asyncio.sleep(max(0.1, _SAMPLE_SECONDS - (self._monotonic() - started)))
+    def _members(self) -> list[ProcessId]:
+        return self.attempt.processes() if self.attempt is not None and not self.lifecycle.phase.final else []
 
-    def _measure_run(self) -> int | None:
-        # Walking /proc costs a few ms; every fifth second is often enough to find new workers.
-        if self.attempt is None or self._lifecycle.phase.final:
-            return None
-        if self._samples % _LEDGER_EVERY == 0:
-            self._members = self.attempt.processes()
-        return resident_bytes(p for p in self._members if p.alive())
-
-    def _keep_sample(self, machine: MachineSnapshot) -> None:
-        try:
-            self.ledger.add_sample(machine.time, self.attempt.number if self.attempt else 0, msgspec.json.encode(machine))
-        except sqlite3.OperationalError as error:
-            self._warn("ledger", f"{self.folder.ledger_path}: cannot be written: {error}; free some space")
-
-    def _note_bands(self, machine: MachineSnapshot) -> None:
-        for gauge, band, text in explain.bands(machine):
-            before = self._bands.get(gauge)
-            self._bands[gauge] = band
-            if before is not None and before != band:
-                self.event("band", f"{gauge}: {before.value} -> {band.value}, {text}")
+    def _on_sample(self, keep: bool) -> None:
+        machine = self.watch.machine
+        assert machine is not None
+        for crossing in self.watch.crossings():
+            self.event("band", crossing)
+        if keep:
+            number = self.attempt.number if self.attempt else 0
+            self._ledgered(lambda: self.ledger.add_sample(machine.time, number, msgspec.json.encode(machine)))
+        self._publisher.changed()
 
     # --- state ----------------------------------------------------------------------------------------------------------
 
     def event(self, kind: str, message: str, data: dict[str, Any] | None = None) -> None:
         """Remember something and tell the viewers. A ledger that cannot be written costs the memory, not the news."""
-        attempt = self.attempt.number if self.attempt else 0
+        event = Event(
+            id=0,
+            time=time.time(),
+            attempt=self.attempt.number if self.attempt else 0,
+            kind=kind,
+            message=message,
+            data=data or {},
+        )
+        self._ledgered(lambda: self.ledger.add_event(event))
+        self._publisher.add_event(event)
+
+    def _ledgered(self, write: Callable[[], object]) -> bool:
+        """Write to the ledger; False, with a warning to the viewers, if it cannot be written now."""
         try:
-            event = self.ledger.add_event(time.time(), attempt, kind, message, data or {})
+            write()
         except sqlite3.OperationalError as error:
             self._warn("ledger", f"{self.folder.ledger_path}: cannot be written: {error}; free some space")
-            event = Event(id=0, time=time.time(), attempt=attempt, kind=kind, message=message, data=data or {})
-        self._publisher.add_event(event)
+            return False
+        self._warn("ledger", None)
+        return True
 
     def _warn(self, topic: str, text: str | None) -> None:
         if text is None:
@@ -425,11 +407,11 @@ class Supervisor:
             self.warnings[topic] = text
 
     def _move(self, phase: Phase, reason: str | None = None) -> None:
-        self._lifecycle.move(phase, reason)
+        self.lifecycle.move(phase, reason)
         self._publisher.changed(at_once=True)
 
     def _save_state(self) -> None:
-        me = process_ref(os.getpid())
+        me = identify(os.getpid())
         state = StateFile(
             run=self.state(),
             socket=str(self._socket),
@@ -444,47 +426,4 @@ class Supervisor:
             self._warn("state", None)
 
     def state(self) -> RunState:
-        """The run as it is now."""
-        step, plan, settings = self.progress.step, self.progress.plan, self.settings
-        samples_rate, tokens_rate = self.progress.rates()
-        seen = step.get("samples_seen", plan.get("samples_seen"))
-        target = plan.get("target_samples") or (settings.target_samples if settings else None)
-        running = self.attempt is not None and self.attempt.alive()
-        left = None if seen is None or target is None else max(0, target - seen)
-        return RunState(
-            name=self.spec.name,
-            folder=str(self.folder.path),
-            state=self._lifecycle.phase,
-            reason=self._lifecycle.reason,
-            alive=running,
-            adopted=self._adopted,
-            supervisor_pid=os.getpid(),
-            trainer_pid=self.attempt.trainer.pid if running and self.attempt and self.attempt.trainer else None,
-            attempt=self.attempt.number if self.attempt else 0,
-            created=self.spec.created,
-            started=self._started,
-            ended=self._ended,
-            settings=settings,
-            command=self.spec.command,
-            effective_batch=settings.effective_batch if settings else None,
-            updates=step.get("update", plan.get("updates")),
-            total_updates=plan.get("total_updates"),
-            samples_seen=seen,
-            target_samples=target,
-            epoch=step.get("epoch"),
-            loss=step.get("loss"),
-            best_loss=self.progress.best_loss,
-            learning_rate=step.get("learning_rate"),
-            gradient_norm=step.get("gradient_norm"),
-            samples_per_second=samples_rate,
-            tokens_per_second=tokens_rate,
-            step_seconds=step.get("step_seconds"),
-            split=self.progress.split(),
-            eta_seconds=left / samples_rate if running and samples_rate and left is not None else None,
-            ranks=self.progress.ranks(self.agents.ranks),
-            run_rss_bytes=self._run_rss,
-            checkpoint=self._checkpoint,
-            exit_status=self._exit_status,
-            log_path=str(self.attempt.log_path) if self.attempt else None,
-            warnings=tuple(self.warnings.values()),
-        )
+        return run_state(self)

@@ -14,7 +14,7 @@ from memtop.supervisor.run.attempt import RunningAttempt
 from memtop.supervisor.run.folder import RunFolder, RunLock, list_runs
 from memtop.supervisor.run.ledger import Attempt, Ledger
 from memtop.supervisor.run.manifest import newest_checkpoint
-from memtop.supervisor.run.process import ProcessRef
+from memtop.supervisor.run.process import ProcessId, alive
 from memtop.supervisor.wire import Event, Metric, Phase, RunState
 
 
@@ -28,18 +28,18 @@ def read_state(folder: RunFolder) -> RunState:
         )
     state = file.run
     supervised = _supervisor_alive(folder)
-    alive = trainer_alive(folder, state.attempt)
-    changes: dict[str, Any] = {"alive": alive, "checkpoint": newest_checkpoint(folder.latest_state)}
+    training = trainer_alive(folder, state.attempt)
+    changes: dict[str, Any] = {"alive": training, "checkpoint": newest_checkpoint(folder.latest_state)}
     if not supervised:
         changes["supervisor_pid"] = None
-    if not alive:
+    if not training:
         changes |= {"trainer_pid": None, "eta_seconds": None}
-    if not supervised and not alive and not state.state.final:
+    if not supervised and not training and not state.state.final:
         changes |= {
             "state": Phase.FAILED,
             "reason": f"supervisor and trainer are both gone: memtop restart {state.name}",
         }
-    elif not supervised and alive:
+    elif not supervised and training:
         changes["reason"] = f"its supervisor is gone, training goes on: memtop watch {state.name}"
     return msgspec.structs.replace(state, **changes)
 
@@ -120,8 +120,8 @@ def known_runs(runs_dir: Path) -> list[KnownRun]:
             continue
         if file is not None:
             number = file.run.attempt
-            alive = trainer_alive(folder, number) or RunLock(folder).is_held()
-            known.append(KnownRun(name=folder.name, folder=str(folder.path), alive=alive, attempt=number))
+            living = trainer_alive(folder, number) or RunLock(folder).is_held()
+            known.append(KnownRun(name=folder.name, folder=str(folder.path), alive=living, attempt=number))
     return known
 
 
@@ -149,7 +149,7 @@ def _supervisor_alive(folder: RunFolder) -> bool:
     file = folder.state()
     if file is None or file.run.supervisor_pid is None or file.supervisor_started_ticks is None:
         return False
-    return ProcessRef(file.run.supervisor_pid, file.supervisor_started_ticks).alive()
+    return alive(ProcessId(file.run.supervisor_pid, file.supervisor_started_ticks))
 
 
 def _attempt(attempt: Attempt, state: RunState) -> dict[str, Any]:

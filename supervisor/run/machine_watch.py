@@ -1,0 +1,63 @@
+"""Samples the machine once a second beside the run: for the viewers, the ledger, and the bands' events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from memtop.supervisor.monitor.processes import ProcessId
+from memtop.supervisor.monitor.sampler import Sampler
+from memtop.supervisor.monitor.values import Band, MachineSnapshot
+from memtop.supervisor.run import explain
+from memtop.supervisor.run.process import alive, resident_bytes
+from memtop.supervisor.run.view import known_runs
+
+_SAMPLE_SECONDS = 1.0
+# Walking /proc for the run's members and writing to the ledger are done at every fifth sample.
+_RARELY = 5
+
+
+class MachineWatch:
+    """The newest snapshot, and what the run's own processes take of it."""
+
+    def __init__(self, runs_dir: Path, members: Callable[[], list[ProcessId]]) -> None:
+        self.machine: MachineSnapshot | None = None
+        self.run_rss_bytes: int | None = None
+        """Resident bytes of the run's processes together; None while there are none."""
+        self._runs_dir = runs_dir
+        self._find_members = members
+        self._members: list[ProcessId] = []
+        self._bands: dict[str, Band] = {}
+
+    async def run(self, on_sample: Callable[[bool], None]) -> None:
+        """Sample for ever. `on_sample(keep)` is called after each; keep says that this one belongs into the ledger."""
+        sampler = Sampler(lambda: known_runs(self._runs_dir))
+        count = 0
+        while True:
+            started = time.monotonic()
+            rarely = count % _RARELY == 0
+            # A slow driver must hold up neither reports nor commands.
+            await asyncio.to_thread(self._sample, sampler, rarely)
+            on_sample(rarely)
+            count += 1
+            await asyncio.sleep(max(0.1, _SAMPLE_SECONDS - (time.monotonic() - started)))
+
+    def _sample(self, sampler: Sampler, rarely: bool) -> None:
+        if rarely:
+            self._members = self._find_members()
+        self.machine = sampler.sample()
+        self.run_rss_bytes = resident_bytes(member for member in self._members if alive(member))
+
+    def crossings(self) -> list[str]:
+        """The gauges that changed their band since the last call, each as one line."""
+        if self.machine is None:
+            return []
+        lines = []
+        for gauge, band, text in explain.bands(self.machine):
+            before = self._bands.get(gauge)
+            self._bands[gauge] = band
+            if before is not None and before != band:
+                lines.append(f"{gauge}: {before.value} -> {band.value}, {text}")
+        return lines

@@ -1,0 +1,59 @@
+"""Puts what is known of a run together into one `RunState`."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from memtop.supervisor.wire import RunState
+
+if TYPE_CHECKING:
+    from memtop.supervisor.run.supervisor import Supervisor
+
+
+def run_state(supervisor: Supervisor) -> RunState:
+    """The run as it is now."""
+    progress, settings, attempt = supervisor.progress, supervisor.settings, supervisor.attempt
+    step, plan = progress.step, progress.plan
+    samples_rate, tokens_rate = progress.rates()
+    seen = step.get("samples_seen", plan.get("samples_seen"))
+    target = plan.get("target_samples") or (settings.target_samples if settings else None)
+    running = attempt is not None and attempt.alive()
+    left = None if seen is None or target is None else max(0, target - seen)
+    return RunState(
+        name=supervisor.spec.name,
+        folder=str(supervisor.folder.path),
+        state=supervisor.lifecycle.phase,
+        reason=supervisor.lifecycle.reason,
+        alive=running,
+        adopted=supervisor.adopted,
+        supervisor_pid=os.getpid(),
+        trainer_pid=attempt.trainer.pid if running and attempt and attempt.trainer else None,
+        attempt=attempt.number if attempt else 0,
+        created=supervisor.spec.created,
+        started=supervisor.started,
+        ended=supervisor.ended,
+        settings=settings,
+        command=supervisor.spec.command,
+        effective_batch=settings.effective_batch if settings else None,
+        updates=step.get("update", plan.get("updates")),
+        total_updates=plan.get("total_updates"),
+        samples_seen=seen,
+        target_samples=target,
+        epoch=step.get("epoch"),
+        loss=step.get("loss"),
+        best_loss=progress.best_loss,
+        learning_rate=step.get("learning_rate"),
+        gradient_norm=step.get("gradient_norm"),
+        samples_per_second=samples_rate,
+        tokens_per_second=tokens_rate,
+        step_seconds=step.get("step_seconds"),
+        split=progress.split(),
+        eta_seconds=left / samples_rate if running and samples_rate and left is not None else None,
+        ranks=progress.ranks(supervisor.agents.ranks),
+        run_rss_bytes=supervisor.watch.run_rss_bytes if running else None,
+        checkpoint=supervisor.checkpoint,
+        exit_status=supervisor.exit_status,
+        log_path=str(attempt.log_path) if attempt else None,
+        warnings=tuple(supervisor.warnings.values()),
+    )
