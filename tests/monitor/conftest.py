@@ -49,9 +49,11 @@ def start() -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def run(body: str = "", *, env: dict[str, str] | None = None, user: int | None = None) -> subprocess.Popen[str]:
+        # Becoming another user happens inside: the interpreter's folder may be closed to that user.
+        body = body if user is None else f"os.setuid({user})\n{body}"
         program = f"import os, signal, sys, time\n{body}\nprint('ready', flush=True)\nwhile True: time.sleep(60)"
         process = subprocess.Popen(
-            [sys.executable, "-S", "-E", "-c", program], env=env or {}, stdout=subprocess.PIPE, text=True, user=user
+            [sys.executable, "-S", "-E", "-c", program], env=env or {}, stdout=subprocess.PIPE, text=True
         )
         started.append(process)
         assert process.stdout is not None

@@ -1,0 +1,166 @@
+"""Real processes, chosen and ended; and those that must not be."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from memtop.supervisor.monitor.ending import Ended, EndReport, end_and_measure
+from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.processes import ProcessId, identify
+from memtop.supervisor.monitor.strays import end_processes
+from tests.monitor.conftest import Start
+from tests.nvml_double.double import Script
+
+GIB = 1024**3
+PATIENT = (20.0, 20.0, 20.0)
+"""Long enough for a slow machine: a test that passes never waits for it to run out."""
+SHORT = (0.2, 0.2, 20.0)
+IGNORE = "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+def known(pid: int) -> ProcessId:
+    found = identify(pid)
+    assert found is not None
+    return found
+
+
+def test_a_polite_process_ends_on_the_first_signal(start: Start) -> None:
+    process = start("signal.signal(signal.SIGINT, lambda *_: sys.exit(7))")
+    (ended,) = end_processes([known(process.pid)], waits=PATIENT)
+    assert (ended.outcome, ended.signal) == ("ended", "SIGINT")
+    assert process.wait() == 7
+
+
+def test_one_that_ignores_sigint_gets_sigterm(start: Start) -> None:
+    process = start("signal.signal(signal.SIGINT, signal.SIG_IGN)")
+    (ended,) = end_processes([known(process.pid)], waits=(0.2, 20.0, 20.0))
+    assert (ended.outcome, ended.signal) == ("ended", "SIGTERM")
+    assert process.wait() == -signal.SIGTERM
+
+
+def test_one_that_ignores_both_gets_sigkill_and_the_others_do_not(start: Start) -> None:
+    stubborn, polite = start(IGNORE), start()
+    ended = end_processes([known(stubborn.pid), known(polite.pid)], waits=SHORT)
+    assert [row.identity.pid for row in ended] == [stubborn.pid, polite.pid], "in the order of choice"
+    assert [row.outcome for row in ended] == ["ended", "ended"]
+    assert ended[0].signal == "SIGKILL"
+    assert stubborn.wait() == -signal.SIGKILL
+
+
+def test_a_number_that_was_used_again_is_refused(start: Start) -> None:
+    process = start()
+    other = ProcessId(process.pid, known(process.pid).started_ticks - 1)
+    (ended,) = end_processes([other], waits=PATIENT)
+    assert ended.outcome == "refused"
+    assert ended.signal is None
+    assert "used again" in ended.reason
+    assert process.poll() is None
+
+
+def test_a_process_that_is_gone(start: Start) -> None:
+    process = start()
+    identity = known(process.pid)
+    process.kill()
+    process.wait()
+    (ended,) = end_processes([identity], waits=PATIENT)
+    assert ended.outcome == "gone"
+
+
+@pytest.mark.parametrize("pid", [1, os.getpid(), os.getppid()])
+def test_the_system_and_memtop_itself_are_refused(pid: int) -> None:
+    (ended,) = end_processes([known(pid)], waits=PATIENT)
+    assert ended.outcome == "refused"
+    assert identify(pid) is not None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start another user's process")
+def test_another_users_process_is_refused_even_to_root(start: Start) -> None:
+    process = start(user=65534)
+    (ended,) = end_processes([known(process.pid)], waits=PATIENT)
+    assert ended.outcome == "refused"
+    assert "only your own" in ended.reason
+    assert process.poll() is None
+
+
+def test_the_kernels_refusal_is_told(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    process = start()
+    monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+    (ended,) = end_processes([known(process.pid)], waits=PATIENT)
+    assert ended.outcome == "refused"
+    assert "Operation not permitted" in ended.reason
+
+
+def test_one_that_survives_everything_is_told(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = start()
+    sent: list[int] = []
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda descriptor, number: sent.append(number))
+    (ended,) = end_processes([known(process.pid)], waits=(0.0, 0.0, 0.0))
+    assert (ended.outcome, ended.signal) == ("survived", "SIGKILL")
+    assert sent == [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+
+
+def test_one_that_lets_its_memory_go_is_left_alone(start: Start) -> None:
+    """It is asked once, gives the memory back on the first signal, and gets no second one."""
+    process = start(IGNORE)
+    answers = iter([True, False])
+    (ended,) = end_processes([known(process.pid)], waits=(0.0, 0.0, 0.0), still_holds=lambda identity: next(answers))
+    assert (ended.outcome, ended.signal) == ("released", "SIGINT")
+    assert process.poll() is None
+
+
+def test_chosen_twice_is_ended_once(start: Start) -> None:
+    identity = known(start().pid)
+    assert len(end_processes([identity, identity], waits=PATIENT)) == 1
+
+
+def test_the_memory_that_came_back(start: Start, driver: Script, reader: NvmlReader) -> None:
+    one, two = start(), start()
+    driver.gpu(0, total=24 * GIB, used=20 * GIB).gpu(1, total=24 * GIB, used=3 * GIB)
+    driver.process(0, pid=one.pid, used=4 * GIB).process(0, pid=two.pid, used=4 * GIB).write()
+
+    def later(seconds: float) -> None:
+        """The driver takes a moment until it takes ended processes off its list."""
+        driver.clear().gpu(0, total=24 * GIB, used=12 * GIB).gpu(1, total=24 * GIB, used=9 * GIB).write()
+
+    report = end_and_measure([known(one.pid), known(two.pid)], reader, waits=PATIENT, sleep=later)
+    assert report.returned_bytes == 8 * GIB, "only the GPU where they were"
+    assert report.text == "2 processes ended, 8.0 GiB returned"
+
+
+def test_memory_that_another_took_meanwhile_is_not_reported_as_returned(
+    start: Start, driver: Script, reader: NvmlReader
+) -> None:
+    process = start()
+    driver.gpu(0, total=24 * GIB, used=10 * GIB).process(0, pid=process.pid, used=4 * GIB).write()
+
+    def later(seconds: float) -> None:
+        driver.clear().gpu(0, total=24 * GIB, used=16 * GIB).write()
+
+    report = end_and_measure([known(process.pid)], reader, waits=PATIENT, sleep=later)
+    assert report.returned_bytes is None
+    assert report.text == ("1 process ended, memory returned not known: other processes took more memory in the meantime")
+
+
+def test_a_chosen_process_without_gpu_memory_is_left_alone(start: Start, driver: Script, reader: NvmlReader) -> None:
+    process = start()
+    driver.gpu(0, total=24 * GIB, used=10 * GIB).write()
+    report = end_and_measure([known(process.pid)], reader, waits=PATIENT, sleep=lambda seconds: None)
+    assert report.processes[0].outcome == "released"
+    assert process.poll() is None
+    assert report.text.startswith("no process ended; ")
+
+
+def test_text_names_those_that_were_not_ended() -> None:
+    identity = ProcessId(7, 1)
+    rows = (
+        Ended(identity=identity, outcome="ended", signal="SIGINT", reason="process 7 ended on SIGINT"),
+        Ended(identity=identity, outcome="refused", reason="process 8: the kernel refused SIGINT: no"),
+    )
+    report = EndReport(processes=rows, returned_bytes=int(3.9 * GIB))
+    assert report.text == "1 process ended, 3.9 GiB returned; process 8: the kernel refused SIGINT: no"

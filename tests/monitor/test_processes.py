@@ -1,0 +1,188 @@
+"""Who processes are, whether they live, what may be known of them, and signals to them and no others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memtop.supervisor.monitor import processes
+from memtop.supervisor.monitor.processes import (
+    ProcessDescriber,
+    ProcessGone,
+    ProcessId,
+    SignalRefused,
+    identify,
+    is_alive,
+    run_marker,
+    run_processes,
+    signal_process,
+    tree_rss_bytes,
+)
+from tests.monitor.conftest import Start
+
+
+def known(pid: int) -> ProcessId:
+    found = identify(pid)
+    assert found is not None
+    return found
+
+
+def test_identity_is_pid_and_start(start: Start) -> None:
+    one = known(start().pid)
+    assert is_alive(one.pid, one.started_ticks)
+    assert not is_alive(one.pid, one.started_ticks + 1)
+    assert known(one.pid) == one
+
+
+def test_a_zombie_is_dead() -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    identity = known(child.pid)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert identify(child.pid) == identity, "still in the process table"
+    assert not is_alive(identity.pid, identity.started_ticks)
+    child.wait()
+    assert identify(child.pid) is None
+
+
+def test_a_name_with_brackets_and_spaces(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    rest = " ".join(["S", "1", *["0"] * 17, "4242", "0"])
+    (tmp_path / "7/stat").write_text(f"7 (a) R (b) {rest}")
+    assert identify(7, tmp_path) == ProcessId(7, 4242)
+
+
+def test_run_marker(start: Start, tmp_path: Path) -> None:
+    marked, unmarked = start(env={"MEMTOP_RUN": str(tmp_path)}), start()
+    assert run_marker(marked.pid) == str(tmp_path)
+    assert run_marker(unmarked.pid) is None
+    marked.kill()
+    marked.wait()
+    assert run_marker(marked.pid) is None
+
+
+def test_processes_of_a_run(start: Start, tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    mine = [start(env={"MEMTOP_RUN": folder, "MEMTOP_ATTEMPT": "3"}) for _ in range(2)]
+    start(env={"MEMTOP_RUN": folder + "-other"})
+    found = run_processes(folder)
+    assert {process.identity for process in found} == {known(process.pid) for process in mine}
+    for process in found:
+        assert process.parent_pid == os.getpid()
+        assert process.attempt == 3
+        assert process.rss_bytes is not None
+        assert process.rss_bytes > 1024**2
+    total = tree_rss_bytes(folder)
+    assert total is not None
+    assert total >= sum(process.anonymous_bytes or 0 for process in found)
+    assert tree_rss_bytes(str(tmp_path / "nobody")) is None
+
+
+def test_description(start: Start, tmp_path: Path) -> None:
+    process = start(env={"MEMTOP_RUN": str(tmp_path), "MEMTOP_ATTEMPT": "2"})
+    facts = ProcessDescriber(same_namespace=lambda: True).describe(process.pid)
+    assert facts.identity == known(process.pid)
+    assert facts.uid == os.getuid()
+    assert facts.user
+    assert facts.name
+    assert facts.command is not None
+    assert facts.command.startswith(f"{sys.executable} -S -E -c")
+    assert (facts.run_folder, facts.attempt, facts.kernel) == (str(tmp_path), 2, False)
+    assert facts.unknown == {}
+
+
+def test_nobody_of_that_number(start: Start) -> None:
+    process = start()
+    process.kill()
+    process.wait()
+    facts = ProcessDescriber(same_namespace=lambda: True).describe(process.pid)
+    assert facts.identity is None
+    assert "ended" in facts.unknown["command"]
+
+
+@pytest.mark.parametrize(("holds", "described"), [(True, True), (False, False), (None, False)])
+def test_in_a_container_only_a_process_that_holds_the_gpu_is_meant(
+    start: Start, monkeypatch: pytest.MonkeyPatch, holds: bool | None, described: bool
+) -> None:
+    monkeypatch.delenv(processes.TRUST_VARIABLE, raising=False)
+    describer = ProcessDescriber(holds=lambda pid: holds, same_namespace=lambda: False)
+    facts = describer.describe(start().pid)
+    assert (facts.name is not None) is described
+    assert (facts.identity is not None) is described
+    assert ("container" in facts.unknown.get("name", "")) is not described
+
+
+def test_a_process_without_a_gpu_device_does_not_hold_one(start: Start) -> None:
+    assert processes.holds_gpu(start().pid) is False
+
+
+def test_an_open_gpu_device_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "7/fd").mkdir(parents=True)
+    (tmp_path / "7/fd/3").symlink_to("/dev/nvidia0")
+    assert processes.holds_gpu(7, tmp_path) is True
+
+
+def test_the_mapped_driver_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "7/fd").mkdir(parents=True)
+    (tmp_path / "7/maps").write_text("7f00-7f01 r-xp 0 00:00 0 /usr/lib/libcuda.so.550.54\n")
+    assert processes.holds_gpu(7, tmp_path) is True
+
+
+def test_what_may_not_be_read_is_not_known(tmp_path: Path) -> None:
+    assert processes.holds_gpu(7, tmp_path) is None
+
+
+def test_a_description_is_made_once_per_process(start: Start) -> None:
+    asked: list[int] = []
+
+    def holds(pid: int) -> bool:
+        asked.append(pid)
+        return True
+
+    process = start()
+    describer = ProcessDescriber(holds=holds, same_namespace=lambda: False)
+    assert describer.describe(process.pid) is describer.describe(process.pid)
+    assert len(asked) <= 1
+
+
+def test_a_signal_reaches_the_process(start: Start) -> None:
+    process = start()
+    signal_process(known(process.pid), signal.SIGTERM)
+    assert process.wait() == -signal.SIGTERM
+
+
+def test_a_number_that_was_used_again_is_refused(start: Start) -> None:
+    process = start()
+    earlier = ProcessId(process.pid, known(process.pid).started_ticks - 1)
+    with pytest.raises(SignalRefused, match="used again"):
+        signal_process(earlier, signal.SIGKILL)
+    assert process.poll() is None
+
+
+def test_a_process_that_is_gone(start: Start) -> None:
+    process = start()
+    identity = known(process.pid)
+    process.kill()
+    process.wait()
+    with pytest.raises(ProcessGone, match="already ended"):
+        signal_process(identity, signal.SIGTERM)
+
+
+def test_the_kernels_refusal_is_told(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    process = start()
+    monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+    with pytest.raises(SignalRefused, match="the kernel refused SIGTERM: Operation not permitted"):
+        signal_process(known(process.pid), signal.SIGTERM)
+
+
+def test_own_family_reaches_up_to_the_first_process() -> None:
+    family = processes.own_family()
+    assert {0, 1, os.getpid(), os.getppid()} <= family
