@@ -60,14 +60,17 @@ def _limit(directory: Path, version: int, machine_bytes: int | None) -> CgroupMe
     names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     try:
         text = (directory / names[0]).read_text().strip()
+    except FileNotFoundError:
+        return None  # the root group and groups without the memory controller have no such file
+    except OSError as error:
+        return f"cannot read the memory limit in {directory}: {error.strerror}"
+    try:
         # Version 1 writes "no limit" as a number close to 2^63; version 2 writes the word.
         if text == "max" or (machine_bytes is not None and int(text) >= machine_bytes):
             return None
         usage = int((directory / names[1]).read_text())
         cache = _inactive_file(directory, version)
         return CgroupMemory(limit_bytes=int(text), used_bytes=max(0, usage - cache), path=str(directory))
-    except FileNotFoundError:
-        return None  # the root group and groups without the memory controller have no such file
     except (OSError, ValueError) as error:
         return f"cannot read the memory limit in {directory}: {error}"
 

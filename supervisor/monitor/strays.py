@@ -7,8 +7,10 @@ from pathlib import PurePosixPath
 
 import msgspec
 
+from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.ending import Ended, EndReport, end_and_measure, end_processes
-from memtop.supervisor.monitor.processes import ProcessFacts, own_family
+from memtop.supervisor.monitor.processes import ProcessFacts, ProcessId, own_family
+from memtop.supervisor.monitor.values import MachineSnapshot
 
 __all__ = [
     "GPU_SERVICES",
@@ -16,6 +18,7 @@ __all__ = [
     "Ended",
     "KnownRun",
     "Verdict",
+    "choose",
     "end_and_measure",
     "end_processes",
     "judge",
@@ -112,6 +115,23 @@ def _obstacle(process: ProcessFacts, kind: str, own_uid: int, protected: frozens
     if process.name in GPU_SERVICES:
         return "a service of the machine"
     return None
+
+
+def choose(snapshot: MachineSnapshot, pids: Iterable[int]) -> list[ProcessId]:
+    """The identities of the processes that a user picked by number, as sampled. Raises RefusedError for the first that
+    is not on a GPU or must not be ended, with the reason; then none is to be ended."""
+    listed = {process.pid: process for gpu in snapshot.gpus for process in gpu.processes}
+    # A process on several GPUs has a row on each; one that forbids it (graphics) is enough.
+    forbidden = {row.pid: row.reason for gpu in snapshot.gpus for row in gpu.processes if not row.choosable}
+    chosen = []
+    for pid in dict.fromkeys(pids):
+        row = listed.get(pid)
+        if row is None:
+            raise RefusedError(f"process {pid} is not on a GPU")
+        if pid in forbidden or row.started_ticks is None:
+            raise RefusedError(f"process {pid} is not to be ended from here: {forbidden.get(pid) or row.reason}")
+        chosen.append(ProcessId(pid, row.started_ticks))
+    return chosen
 
 
 def stray_count(verdicts: Iterable[Verdict]) -> int:

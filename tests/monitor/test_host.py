@@ -165,6 +165,13 @@ def test_an_unreadable_limit_is_said(tree: Tree) -> None:
     assert host.used_bytes == 12 * GIB
 
 
+def test_a_limit_without_statistics_is_said_and_not_dropped(tree: Tree) -> None:
+    files = group(2, "/job/step", str(8 * GIB), GIB)
+    del files["cgroup/job/step/memory.stat"]
+    host = read(tree(HOST | {"proc/self/cgroup": SELF[2]} | files))
+    assert "memory.stat" in host.unknown["limit_bytes"]
+
+
 def test_this_machine() -> None:
     host = read_host()
     assert host.total_bytes is not None

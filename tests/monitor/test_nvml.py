@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,7 @@ def test_words_say_what_to_do(code: int, advice: str) -> None:
     assert advice in nvml_errors.words(code)
 
 
-def in_subprocess(environment: dict[str, str]) -> dict[str, object]:
+def in_subprocess(environment: dict[str, str]) -> dict[str, Any]:
     program = (
         "import json; from memtop.supervisor.monitor.sampler import Sampler, snapshot_json;"
         "print(json.dumps(snapshot_json(Sampler().sample())))"
@@ -104,7 +105,7 @@ def test_without_a_library(tmp_path: Path) -> None:
 def test_the_library_is_found_by_its_name(nvml_library: Path, tmp_path: Path) -> None:
     script = Script(tmp_path / "script").gpu(0, total=GIB, used=MIB).process(0, pid=os.getpid(), used=MIB).write()
     document = in_subprocess(script.env(nvml_library))
-    (gpu,) = document["gpus"]  # type: ignore[misc]
+    (gpu,) = document["gpus"]
     assert gpu["used_bytes"] == MIB
     assert gpu["processes"][0]["pid"] == os.getpid()
     assert gpu["processes"][0]["name"]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,9 +52,10 @@ def test_the_document_has_the_public_fields(driver: Script, reader: NvmlReader) 
 def test_every_value_that_is_none_has_its_reason(driver: Script, reader: NvmlReader) -> None:
     driver.gpu(0, total=GIB, error=15).gpu(1, total=0).process(1, pid=2**21, used=None).write()
     snapshot = sampler(reader).sample()
-    # A GPU without error has none; a process that is no run's has none.
-    plain = {"error", "run"}
-    for value in (*snapshot.gpus, snapshot.host):
+    # A GPU without error has none; a process that is no run's has no run; one that is not seen has no start.
+    plain = {"error", "run", "started", "started_ticks"}
+    values: list[Any] = [*snapshot.gpus, *(row for gpu in snapshot.gpus for row in gpu.processes), snapshot.host]
+    for value in values:
         missing = {field for field in value.__struct_fields__ if getattr(value, field) is None} - plain
         assert missing <= set(value.unknown), missing - set(value.unknown)
 

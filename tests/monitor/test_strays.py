@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.processes import ProcessFacts, ProcessId
-from memtop.supervisor.monitor.strays import GPU_SERVICES, KnownRun, Verdict, judge, stray_count
+from memtop.supervisor.monitor.strays import GPU_SERVICES, KnownRun, Verdict, choose, judge, stray_count
+from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 
 ME, OTHER = 1000, 1001
 LIVE = KnownRun(name="live", folder="/runs/live", alive=True, attempt=3)
@@ -103,6 +105,32 @@ def test_count() -> None:
     own = verdict(facts(folder="/runs/over"))
     others = verdict(facts(folder="/runs/over", uid=OTHER))
     assert stray_count([own, others, verdict(facts())]) == 1
+
+
+def row(pid: int, *, choosable: bool, ticks: int | None = 5) -> GpuProcess:
+    return GpuProcess(pid=pid, choosable=choosable, started_ticks=ticks, reason="because")
+
+
+def snapshot(*gpus: tuple[GpuProcess, ...]) -> MachineSnapshot:
+    return MachineSnapshot(time=0.0, gpus=tuple(GpuSample(index=i, processes=rows) for i, rows in enumerate(gpus)))
+
+
+def test_choice_by_number_gives_identities() -> None:
+    assert choose(snapshot((row(7, choosable=True),)), [7, 7]) == [ProcessId(7, 5)]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "reason"),
+    [
+        ((), "process 7 is not on a GPU"),
+        (((row(7, choosable=False),),), "not to be ended from here: because"),
+        (((row(7, choosable=False),), (row(7, choosable=True),)), "not to be ended from here: because"),
+        (((row(7, choosable=True, ticks=None),),), "not to be ended from here: because"),
+    ],
+)
+def test_choice_by_number_is_refused(gpus: tuple[tuple[GpuProcess, ...], ...], reason: str) -> None:
+    with pytest.raises(RefusedError, match=reason):
+        choose(snapshot(*gpus), [7])
 
 
 process_tables = st.builds(

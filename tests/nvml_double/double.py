@@ -18,6 +18,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ def build(folder: Path) -> Path:
 @contextmanager
 def in_process(library: Path) -> Iterator[ctypes.CDLL]:
     """Let the real bindings of this process use the library, and take it away again afterwards."""
-    pynvml = importlib.import_module("pynvml")
+    pynvml: Any = importlib.import_module("pynvml")
     before = pynvml.nvmlLib, pynvml._nvmlGetFunctionPointer_cache
     loaded = ctypes.CDLL(str(library))
     pynvml.nvmlLib, pynvml._nvmlGetFunctionPointer_cache = loaded, {}
