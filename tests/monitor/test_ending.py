@@ -69,7 +69,7 @@ def test_a_process_that_is_gone(start: Start) -> None:
     assert ended.outcome == "gone"
 
 
-@pytest.mark.parametrize("pid", [1, os.getpid(), os.getppid()])
+@pytest.mark.parametrize("pid", [1, os.getpid(), os.getppid()], ids=["first", "self", "parent"])
 def test_the_system_and_memtop_itself_are_refused(pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     # Recorded, not sent: were the refusal ever lost, this test must not end the machine's first process.

@@ -127,6 +127,12 @@ def test_the_cgroups_limit_is_what_counts(tree: Tree, version: int) -> None:
     assert "limit_bytes" not in host.unknown
 
 
+def test_a_machine_that_has_less_left_than_the_limit_allows(tree: Tree) -> None:
+    files = group(2, "/job/step", str(12 * GIB), GIB)
+    host = read(tree(HOST | {"proc/self/cgroup": SELF[2]} | files))
+    assert host.available_bytes == 4 * GIB
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_limit_further_up_that_leaves_less_room_wins(tree: Tree, version: int) -> None:
     outer = group(version, "/job", str(10 * GIB), 9 * GIB + 512 * 1024**2)

@@ -298,6 +298,17 @@ def test_call_budget(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     assert {name: driver.calls(name) - before[name] for name in names} == names
 
 
+def test_with_no_gpu_left_to_disturb_the_library_is_started_afresh_sooner(
+    driver: Script, reader: NvmlReader, clock: Clock
+) -> None:
+    driver.gpu(0, total=GIB, error=15).write()
+    before = driver.calls("nvmlInitWithFlags")
+    for _ in range(26):
+        reader.read()
+        clock.pass_(1.0)
+    assert driver.calls("nvmlInitWithFlags") - before >= 1 + 3
+
+
 def test_a_lost_gpu_is_not_hammered(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     driver.gpu(0, total=GIB, error=15).gpu(1, total=GIB).write()
     before = driver.calls("nvmlInitWithFlags"), driver.calls("nvmlDeviceGetHandleByIndex_v2")

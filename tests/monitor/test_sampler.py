@@ -90,6 +90,24 @@ def test_runs_are_asked_for_only_when_a_process_belongs_to_one(driver: Script, r
     Sampler(ask, nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True)).sample()
 
 
+def test_runs_are_asked_for_no_more_often_than_the_lists_are_read(
+    driver: Script, reader: NvmlReader, clock: Clock, start: Start
+) -> None:
+    process = start(env={"MEMTOP_RUN": "/runs/r"})
+    driver.gpu(0, total=GIB).process(0, pid=process.pid, used=9).write()
+    asked: list[float] = []
+
+    def ask() -> Sequence[KnownRun]:
+        asked.append(clock())
+        return ()
+
+    watcher = Sampler(ask, nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True))
+    for _ in range(4):
+        assert watcher.sample().gpus[0].processes[0].run == "r"
+        clock.pass_(1.0)
+    assert len(asked) == 2
+
+
 def test_verdicts_follow_the_runs(driver: Script, reader: NvmlReader, clock: Clock, start: Start) -> None:
     process = start(env={"MEMTOP_RUN": "/runs/r", "MEMTOP_ATTEMPT": "1"})
     driver.gpu(0, total=GIB).process(0, pid=process.pid, used=9).write()
