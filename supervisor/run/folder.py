@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -189,6 +190,7 @@ def write_json(path: Path, value: Any) -> None:
         beside.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
         beside.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink()
         hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the folder's permissions"
         raise RunFolderError(f"{path}: cannot be written: {error.strerror}; {hint}") from None

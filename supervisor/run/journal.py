@@ -23,8 +23,8 @@ class Journal:
         self.offset = offset
         """Bytes read and handed out so far; always at the start of a line."""
 
-    def read_new(self) -> tuple[list[dict[str, Any]], int]:
-        """The complete new lines, and the offset behind them (at most 4 MiB at once).
+    def read_new(self, until: int | None = None) -> tuple[list[dict[str, Any]], int]:
+        """The complete new lines (before offset `until`, if given), and the offset behind them; at most 4 MiB at once.
 
         `self.offset` is left to the caller to move on once the lines are safe in the ledger. A line that is no
         JSON (a full disk cuts lines) is passed over.
@@ -35,6 +35,8 @@ class Journal:
                 block = file.read(_CHUNK_BYTES)
         except FileNotFoundError:
             return [], self.offset
+        if until is not None:
+            block = block[: max(0, until - self.offset)]
         end = block.rfind(b"\n") + 1
         reports = []
         for line in block[:end].splitlines():

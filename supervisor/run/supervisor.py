@@ -26,6 +26,7 @@ from memtop.supervisor.run.attempt import UNKNOWN_STATUS, ExitFile, RunningAttem
 from memtop.supervisor.run.commands import Commands
 from memtop.supervisor.run.control import ControlServer, socket_path
 from memtop.supervisor.run.folder import RunFolder, RunLock, StateFile, write_json
+from memtop.supervisor.run.journal import Journal
 from memtop.supervisor.run.launch import launch
 from memtop.supervisor.run.ledger import Ledger
 from memtop.supervisor.run.lifecycle import Lifecycle
@@ -118,7 +119,7 @@ class Supervisor:
         self.started = started
         self.adopted = True
         for journal in self.attempt.journals(lambda rank: 0):
-            self._replay(journal.rank)
+            self._replay(journal)
         phase = state.run.state if state is not None and not state.run.state.final else Phase.STARTING
         self.lifecycle = Lifecycle(phase, self._monotonic)
         self.pending = state.pending if state is not None else None
@@ -126,18 +127,17 @@ class Supervisor:
         if phase in (Phase.STOPPING, Phase.RESTARTING):
             self.begin_stop(asked=False)
 
-    def _replay(self, rank: int) -> None:
+    def _replay(self, journal: Journal) -> None:
         """Read again what an earlier supervisor had read, to know where the training stands; the ledger has it already."""
         assert self.attempt is not None
-        known = self.ledger.journal_offset(self.attempt.number, rank)
-        for journal in self.attempt.journals(lambda rank: 0):
-            while journal.rank == rank and journal.offset < known:
-                reports, end = journal.read_new()
-                for report in reports:
-                    self.progress.apply(rank, report)
-                if end == journal.offset:
-                    break
-                journal.offset = end
+        known = self.ledger.journal_offset(self.attempt.number, journal.rank)
+        while journal.offset < known:
+            reports, end = journal.read_new(until=known)
+            if end == journal.offset:
+                return
+            for report in reports:
+                self.progress.apply(journal.rank, report)
+            journal.offset = end
 
     async def _loop(self) -> None:
         linger_until: float | None = None
@@ -158,13 +158,13 @@ class Supervisor:
         if self.attempt is not None and not self.lifecycle.phase.final:
             self.attempt.note_reaped(reap_children())
             self._read_reports()
-            if self.ladder is not None:
-                self.ladder.tick()
-            elif self.pending is not None and self.lifecycle.phase in (Phase.STARTING, Phase.TRAINING):
-                self.begin_restart(self.pending)
             ended = self.attempt.ended()
             if ended is not None:
                 await self._finish(ended)
+            elif self.ladder is not None:
+                self.ladder.tick()
+            elif self.pending is not None and self.lifecycle.phase in (Phase.STARTING, Phase.TRAINING):
+                self.begin_restart(self.pending)
         self._publisher.tick(self.state, self.watch.machine)
         if self._publisher.state_file_due():
             self._save_state()
@@ -282,8 +282,11 @@ class Supervisor:
 
     async def ask_to_stop(self) -> None:
         """Ask rank 0 to finish its update, save and exit; where it cannot be asked, signals do it."""
+        attempt = self.attempt
         answers = await self.agents.call("stop", {0})
-        if self.ladder is None and not self.lifecycle.phase.final:
+        # While we waited the attempt may have ended, and the next one begun: that one nobody asked to stop.
+        stopping = self.lifecycle.phase in (Phase.STOPPING, Phase.RESTARTING)
+        if self.attempt is attempt and self.ladder is None and stopping:
             self.begin_stop(asked=bool(answers) and answers[0].ok)
 
     def begin_stop(self, *, asked: bool) -> None:

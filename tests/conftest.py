@@ -1,0 +1,96 @@
+"""Shared fixtures: a place for runs, the command line as a real process, and the certainty that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memtop.supervisor.monitor.processes import SignalRefused, identify, run_processes, signal_process
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+class Runs:
+    """A folder for runs, and `memtop` as a person would call it there."""
+
+    def __init__(self, root: Path, sockets: Path) -> None:
+        self.root = root
+        self.path = root / "runs"
+        self.environment = {
+            **os.environ,
+            "MEMTOP_RUNS_DIR": str(self.path),
+            "MEMTOP_SOCKET_DIR": str(sockets),
+            "XDG_CONFIG_HOME": str(root / "config"),
+        }
+        self.environment.pop("PYTHONPATH", None)
+
+    def memtop(self, *arguments: str, status: int | None = 0, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end; `status` is what it must exit with (None: anything)."""
+        done = subprocess.run(
+            [sys.executable, "-m", "memtop", *arguments],
+            cwd=self.root,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        if status is not None:
+            assert done.returncode == status, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def show(self, name: str, *, metrics: bool = False) -> dict[str, Any]:
+        extra = ["--metrics"] if metrics else []
+        return dict(json.loads(self.memtop("show", name, "--json", *extra).stdout))
+
+    def wait(self, name: str, condition: Callable[[dict[str, Any]], bool], seconds: float = 90) -> dict[str, Any]:
+        """Poll `show` until the condition holds; the document then."""
+        deadline = time.monotonic() + seconds
+        while True:
+            document = self.show(name)
+            if condition(document):
+                return document
+            assert time.monotonic() < deadline, f"{name} after {seconds} s: {json.dumps(document, indent=1)}"
+            time.sleep(0.1)
+
+    def kill(self, pid: int) -> None:
+        """SIGKILL a process of a run under test."""
+        identity = identify(pid)
+        assert identity is not None
+        signal_process(identity, signal.SIGKILL)
+
+    def end_everything(self) -> None:
+        """End supervisors and trainers that a test left running: only those whose run lies in this folder."""
+        for state_path in self.path.glob("*/state.json"):
+            state = json.loads(state_path.read_text())
+            supervisor = state["run"]["supervisor_pid"]
+            doomed = [process.identity for process in run_processes(str(state_path.parent))]
+            found = identify(supervisor) if supervisor else None
+            if found is not None and found.started_ticks == state["supervisor_started_ticks"]:
+                doomed.insert(0, found)
+            for identity in doomed:
+                try:
+                    signal_process(identity, signal.SIGKILL)
+                except SignalRefused as gone:
+                    print(f"already gone: {gone}")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    # Sockets need a short path, which pytest's own folders are not.
+    sockets = Path(tempfile.mkdtemp(prefix="memtop-"))
+    place = Runs(tmp_path, sockets)
+    yield place
+    place.end_everything()
+    shutil.rmtree(sockets)

@@ -1,0 +1,373 @@
+"""The supervisor's pieces, each by itself: values and real files, no clock but one that the test moves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memtop.presets import load_presets, load_recipes, resolve
+from memtop.supervisor.errors import RunFolderError, UsageError
+from memtop.supervisor.run import explain, shim
+from memtop.supervisor.run.attempt import RunningAttempt, StopLadder, Waits
+from memtop.supervisor.run.control import socket_path
+from memtop.supervisor.run.folder import RunFolder, RunLock, RunSpec, create_run, find_run, list_runs, write_json
+from memtop.supervisor.run.journal import Journal
+from memtop.supervisor.run.ledger import Ledger
+from memtop.supervisor.run.lifecycle import Lifecycle
+from memtop.supervisor.run.manifest import newest_checkpoint, read_checkpoint
+from memtop.supervisor.run.progress import Progress
+from memtop.supervisor.wire import Change, Event, Phase
+
+SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
+
+
+def spec(name: str, created: float = 1.0) -> RunSpec:
+    return RunSpec(name=name, created=created, settings=SETTINGS, cwd="/", memtop_version="0")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# --- lifecycle ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_through_its_life() -> None:
+    clock = Clock()
+    life = Lifecycle(Phase.CREATED, clock)
+    for phase in (Phase.STARTING, Phase.TRAINING, Phase.RESTARTING, Phase.STARTING, Phase.TRAINING, Phase.FINISHED):
+        life.move(phase)
+    clock.now += 5
+    assert life.phase is Phase.FINISHED
+    assert life.seconds_in_phase() == 5
+
+
+@pytest.mark.parametrize(
+    ("phase", "impossible"),
+    [
+        (Phase.CREATED, Phase.TRAINING),
+        (Phase.FINISHED, Phase.TRAINING),
+        (Phase.STOPPED, Phase.STOPPING),
+        (Phase.RESTARTING, Phase.FINISHED),
+        (Phase.TRAINING, Phase.STARTING),
+    ],
+)
+def test_impossible_transitions_are_refused(phase: Phase, impossible: Phase) -> None:
+    life = Lifecycle(phase, Clock())
+    with pytest.raises(AssertionError, match=impossible.value):
+        life.move(impossible)
+    assert life.phase is phase
+
+
+# --- folder -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_created_once_and_found_by_name_path_and_latest(tmp_path: Path) -> None:
+    first = create_run(tmp_path, spec("a", 1.0), fresh=False)
+    create_run(tmp_path, spec("b", 2.0), fresh=False)
+    assert find_run("a", tmp_path).path == first.path
+    assert find_run(str(first.path), tmp_path / "elsewhere").path == first.path
+    assert find_run("latest", tmp_path).name == "b"
+    assert [folder.name for folder in list_runs(tmp_path)] == ["a", "b"]
+    with pytest.raises(RunFolderError, match="exists"):
+        create_run(tmp_path, spec("a"), fresh=False)
+    with pytest.raises(UsageError, match=r"'c': not found .* a, b"):
+        find_run("c", tmp_path)
+
+
+def test_fresh_moves_the_old_run_aside_and_deletes_nothing(tmp_path: Path) -> None:
+    old = create_run(tmp_path, spec("a", 1.0), fresh=False)
+    (old.path / "precious").write_text("weights")
+    new = create_run(tmp_path, spec("a", 2.0), fresh=True)
+    assert new.spec().created == 2.0
+    aside = [folder for folder in list_runs(tmp_path) if folder.path.name != "a"]
+    assert [(folder.path / "precious").read_text() for folder in aside] == ["weights"]
+
+
+def test_a_run_in_use_is_not_moved(tmp_path: Path) -> None:
+    folder = create_run(tmp_path, spec("a"), fresh=False)
+    lock = RunLock(folder)
+    assert lock.acquire()
+    with pytest.raises(RunFolderError, match="in use"):
+        create_run(tmp_path, spec("a"), fresh=True)
+    lock.release()
+    assert not RunLock(folder).is_held()
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a b", ".hidden", "x" * 101])
+def test_names_that_cannot_be_folders_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="--name"):
+        create_run(tmp_path, spec(name), fresh=False)
+
+
+def test_a_place_that_cannot_hold_runs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match=r"file/a: cannot be created: Not a directory"):
+        create_run(tmp_path / "file", spec("a"), fresh=False)
+
+
+def test_a_write_that_fails_keeps_the_old_content(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    write_json(path, {"good": 1})
+    (tmp_path / f".state.json.{os.getpid()}").mkdir()
+    with pytest.raises(RunFolderError, match="cannot be written"):
+        write_json(path, {"bad": 2})
+    assert json.loads(path.read_text()) == {"good": 1}
+
+
+def test_a_damaged_run_json_hides_no_other_run(tmp_path: Path) -> None:
+    create_run(tmp_path, spec("good"), fresh=False)
+    bad = create_run(tmp_path, spec("bad"), fresh=False)
+    bad.spec_path.write_text("{half")
+    assert [folder.name for folder in list_runs(tmp_path)] == ["good"]
+    with pytest.raises(RunFolderError, match=r"bad/run.json: cannot be understood"):
+        bad.spec()
+
+
+# --- journal, ledger, progress --------------------------------------------------------------------------------------------
+
+
+def test_only_whole_lines_are_read_and_damaged_ones_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    path.write_text('{"update": 1}\n{"upd\n{"update": 2}\n{"update": 3')
+    journal = Journal(path)
+    reports, end = journal.read_new()
+    assert reports == [{"update": 1}, {"update": 2}]
+    journal.offset = end
+    with path.open("a") as file:
+        file.write("}\n")
+    assert journal.read_new()[0] == [{"update": 3}]
+
+
+def step(update: int, loss: float = 1.0) -> dict[str, Any]:
+    return {"type": "step", "update": update, "loss": loss, "sample_digest": f"d{update}", "time": 1.0}
+
+
+def ledger_with_two_attempts(tmp_path: Path, resumed_at: int | None) -> Ledger:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.add_attempt(1, "start", SETTINGS, 1.0)
+    ledger.add_reports(1, 0, [step(n, 1.0) for n in range(1, 8)], 100)
+    ledger.add_attempt(2, "restart", SETTINGS, 2.0)
+    if resumed_at is not None:
+        ledger.update_attempt(2, start_updates=resumed_at)
+        ledger.add_reports(2, 0, [step(n, 2.0) for n in range(resumed_at + 1, 10)], 100)
+    return ledger
+
+
+def test_updates_that_a_restart_took_back_do_not_count(tmp_path: Path) -> None:
+    rows = ledger_with_two_attempts(tmp_path, resumed_at=5).metrics()
+    assert [(row.update, row.attempt) for row in rows] == [(n, 1) for n in range(1, 6)] + [(n, 2) for n in range(6, 10)]
+
+
+def test_until_a_restart_has_said_where_it_resumes_the_old_rows_stand(tmp_path: Path) -> None:
+    rows = ledger_with_two_attempts(tmp_path, resumed_at=None).metrics()
+    assert [row.update for row in rows] == list(range(1, 8))
+
+
+def test_rows_taken_back_stay_away_although_the_new_attempt_is_not_there_yet(tmp_path: Path) -> None:
+    ledger = ledger_with_two_attempts(tmp_path, resumed_at=None)
+    ledger.update_attempt(2, start_updates=3)
+    assert [row.update for row in ledger.metrics()] == [1, 2, 3]
+
+
+def test_reports_read_twice_count_once_and_the_offset_goes_with_them(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.add_attempt(1, "start", None, 1.0)
+    for _ in range(2):
+        ledger.add_reports(1, 0, [step(1), step(2)], 64)
+    assert len(ledger.metrics()) == 2
+    assert ledger.journal_offset(1, 0) == 64
+
+
+def test_a_full_disk_leaves_the_ledger_as_it_was(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.add_attempt(1, "start", None, 1.0)
+    pages = ledger._db.execute("PRAGMA page_count").fetchone()[0]
+    ledger._db.execute(f"PRAGMA max_page_count={pages}")
+    many = [{**step(n), "padding": "x" * 500} for n in range(200)]
+    with pytest.raises(sqlite3.OperationalError, match="full"):
+        ledger.add_reports(1, 0, many, 9000)
+    assert ledger.journal_offset(1, 0) == 0
+    ledger._db.execute("PRAGMA max_page_count=100000")
+    ledger.add_reports(1, 0, many, 9000)
+    assert len(ledger.metrics()) == 200
+
+
+def test_a_reader_sees_events_in_order(tmp_path: Path) -> None:
+    writer = Ledger(tmp_path / "ledger.sqlite")
+    for n in range(3):
+        writer.add_event(Event(time=float(n), attempt=1, kind="k", message=f"m{n}", data={"n": n}))
+    reader = Ledger(tmp_path / "ledger.sqlite", read_only=True)
+    assert [(event.message, event.data) for event in reader.events(newest=2)] == [("m1", {"n": 1}), ("m2", {"n": 2})]
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        reader.add_attempt(1, "no", None, 1.0)
+
+
+def test_speed_is_that_of_the_newest_updates() -> None:
+    progress = Progress()
+    assert progress.rates() == (None, None)
+    for n in range(1, 40):
+        seconds = n if n < 19 else 18 + (n - 18) * 2
+        progress.apply(
+            0, {"type": "step", "update": n, "samples_seen": n * 8, "tokens": 80, "time": float(seconds), "loss": 1 / n}
+        )
+    samples, tokens = progress.rates()
+    assert samples == pytest.approx(4.0)
+    assert tokens == pytest.approx(40.0)
+    assert progress.best_loss == pytest.approx(1 / 39)
+
+
+# --- shim ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("pass", 0),
+        ("raise SystemExit(3)", 3),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9),
+        ("import signal; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler", 0),
+        ("import os; assert os.getsid(0) == os.getpid()", 0),
+    ],
+)
+def test_the_shim_tells_how_the_program_ended(tmp_path: Path, program: str, status: int) -> None:
+    command = {"argv": [sys.executable, "-c", program], "cwd": str(tmp_path), "environment": {"MARK": "1"}}
+    (tmp_path / "command.json").write_text(json.dumps(command))
+    subprocess.run([sys.executable, "-I", "-S", shim.__file__, str(tmp_path)], check=True, timeout=60)
+    assert json.loads((tmp_path / "exit.json").read_text())["status"] == status
+    assert json.loads((tmp_path / "process.json").read_text())["pid"] > 0
+
+
+def test_a_program_that_does_not_exist_is_named_in_its_output(tmp_path: Path) -> None:
+    command = {"argv": ["no-such-program"], "cwd": str(tmp_path), "environment": {}}
+    (tmp_path / "command.json").write_text(json.dumps(command))
+    subprocess.run([sys.executable, "-I", "-S", shim.__file__, str(tmp_path)], check=True, timeout=60)
+    assert json.loads((tmp_path / "exit.json").read_text())["status"] == 127
+    assert "no-such-program: cannot be started" in (tmp_path / "output.log").read_text()
+
+
+# --- stopping -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_ladder_climbs_only_as_time_passes(tmp_path: Path) -> None:
+    clock, said = Clock(), list[str]()
+    attempt = RunningAttempt(create_run(tmp_path, spec("a"), fresh=False), 1, shim_pid=None)
+    ladder = StopLadder(attempt, asked=True, monotonic=clock, announce=said.append, waits=Waits(graceful=60, terminate=40))
+    ladder.tick()
+    assert [line.split()[0] for line in said] == ["asked"]
+    clock.now += 60
+    ladder.tick()
+    ladder.tick()
+    clock.now += 40
+    ladder.tick()
+    clock.now += 1000
+    ladder.tick()
+    assert [line.split()[0] for line in said] == ["asked", "SIGTERM", "SIGKILL"]
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "before", "own", "phase"),
+    [
+        ({"outcome": "finished"}, 0, Phase.TRAINING, False, Phase.FINISHED),
+        ({"outcome": "stopped"}, 0, Phase.STOPPING, False, Phase.STOPPED),
+        ({"outcome": "stopped"}, 0, Phase.TRAINING, False, Phase.STOPPED),
+        ({"outcome": "failed", "message": "loss is NaN"}, 1, Phase.TRAINING, False, Phase.FAILED),
+        (None, 0, Phase.TRAINING, False, Phase.FAILED),
+        (None, 0, Phase.TRAINING, True, Phase.FINISHED),
+        (None, -9, Phase.TRAINING, True, Phase.FAILED),
+        (None, -15, Phase.STOPPING, True, Phase.STOPPED),
+        (None, None, Phase.TRAINING, False, Phase.FAILED),
+    ],
+)
+def test_how_an_attempt_ended(
+    tmp_path: Path, end: dict[str, Any] | None, status: int | None, before: Phase, own: bool, phase: Phase
+) -> None:
+    log = tmp_path / "output.log"
+    log.write_text("step 1\nRuntimeError: boom\n")
+    found, reason, diagnosis = explain.outcome(log, end, status, before, own_program=own)
+    assert found is phase
+    assert (diagnosis is not None) == (phase is Phase.FAILED)
+    if end and end.get("message"):
+        assert reason is not None
+        assert "loss is NaN" in reason
+
+
+def test_a_restart_says_what_it_changes() -> None:
+    change = Change(batch=4, accumulation=8, assignments={"seed": "1"})
+    assert explain.restart_reason(change) == "restart with batch 4, accumulation 8, seed 1"
+    assert explain.restart_reason(Change()) == "restart"
+
+
+# --- checkpoint, socket ---------------------------------------------------------------------------------------------------
+
+
+def saved(folder: Path, updates: int, size: int = 4) -> Path:
+    folder.mkdir()
+    (folder / "weights").write_bytes(b"1234")
+    manifest = {
+        "format": 1,
+        "updates": updates,
+        "samples_seen": updates * 8,
+        "saved_at": 5.0,
+        "files": [{"name": "weights", "size_bytes": size, "sha256": "0"}],
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def test_a_complete_checkpoint_is_told_from_a_broken_one(tmp_path: Path) -> None:
+    assert read_checkpoint(tmp_path / "train_latest_state") is None
+    good = read_checkpoint(saved(tmp_path / "good", 7))
+    assert good is not None
+    assert good.complete
+    assert (good.updates, good.samples_seen, good.size_bytes) == (7, 56, 4)
+    cut = read_checkpoint(saved(tmp_path / "cut", 7, size=5))
+    assert cut is not None
+    assert cut.problem == f"{tmp_path}/cut/weights: 4 bytes, the manifest says 5"
+    (tmp_path / "half").mkdir()
+    half = read_checkpoint(tmp_path / "half")
+    assert half is not None
+    assert half.problem is not None
+    assert "manifest.json is missing" in half.problem
+
+
+def test_the_state_before_is_offered_when_the_newest_is_broken(tmp_path: Path) -> None:
+    latest = saved(tmp_path / "train_latest_state", 9, size=99)
+    saved(tmp_path / "train_latest_state.previous", 8)
+    found = newest_checkpoint(latest)
+    assert found is not None
+    assert (found.complete, found.updates) == (True, 8)
+
+
+def test_the_socket_path_is_short_for_any_run_and_the_same_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEMTOP_SOCKET_DIR", raising=False)
+    deep = tmp_path / ("d" * 200) / ("e" * 200)
+    assert len(str(socket_path(deep))) < 100
+    assert socket_path(deep) == socket_path(deep)
+    assert socket_path(deep) != socket_path(deep / "x")
+    assert socket_path(deep).parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_socket_folder_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o755)
+    monkeypatch.setenv("MEMTOP_SOCKET_DIR", str(tmp_path / "open"))
+    with pytest.raises(RunFolderError, match="closed to others"):
+        socket_path(RunFolder(tmp_path).path)
+
+
+def test_signals_have_names() -> None:
+    assert explain.describe_status(-signal.SIGSEGV) == "killed by signal 11 (SIGSEGV)"
+    assert explain.describe_status(None).startswith("exit status unknown")

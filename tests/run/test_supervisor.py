@@ -1,0 +1,239 @@
+"""The supervisor with real processes, signals and sockets; the program under it is `program.py` beside this file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memtop.supervisor.monitor.processes import identify, is_alive, run_processes
+from memtop.supervisor.run.client import AsyncRunClient
+from memtop.supervisor.wire import (
+    Answer,
+    Change,
+    EventRows,
+    FreeCache,
+    MetricRows,
+    Outcome,
+    Restart,
+    StateUpdate,
+    Subscribe,
+)
+from tests.conftest import Runs
+
+PROGRAM = str(Path(__file__).with_name("program.py"))
+
+
+def start(runs: Runs, name: str, updates: int, seconds: float, *extra: str) -> None:
+    command = [sys.executable, PROGRAM, str(updates), str(seconds), *extra]
+    assert runs.memtop("train", "--detach", "--name", name, "--", *command).stdout == f"{name}\n"
+
+
+def test_a_program_runs_to_its_end_and_all_is_remembered(runs: Runs) -> None:
+    start(runs, "a", 12, 0.02)
+    runs.wait("a", lambda d: d["state"] == "finished")
+    document = runs.show("a", metrics=True)
+    assert [row["update"] for row in document["metrics"]] == list(range(1, 13))
+    (attempt,) = document["attempts"]
+    assert (attempt["outcome"], attempt["exit_status"], attempt["updates"]) == ("finished", 0, 12)
+    assert (runs.path / "a/attempts/0001/output.log").read_text().splitlines()[-1] == "update 12"
+    command = json.loads((runs.path / "a/attempts/0001/command.json").read_text())
+    assert command["argv"][1] == PROGRAM
+    assert command["environment"]["MEMTOP_RUN"] == str(runs.path / "a")
+
+
+def test_a_failing_program_fails_the_command_with_its_last_words(runs: Runs) -> None:
+    done = runs.memtop("train", "--name", "a", "--", sys.executable, "-c", "raise SystemExit('out of luck')", status=1)
+    assert "failed (exit status 1: out of luck)" in done.stderr
+    assert done.stdout == ""
+    document = runs.show("a")
+    assert document["exit_status"] == 1
+    assert document["attempts"][0]["diagnosis"]["evidence"] == ["out of luck"]
+
+
+def test_a_killed_supervisor_is_replaced_and_nothing_is_lost(runs: Runs) -> None:
+    start(runs, "a", 60, 0.1)
+    before = runs.wait("a", lambda d: (d["updates"] or 0) >= 3)
+    runs.kill(before["supervisor_pid"])
+    orphaned = runs.wait("a", lambda d: d["supervisor_pid"] is None)
+    assert (orphaned["alive"], orphaned["state"]) == (True, "training")
+    (row,) = json.loads(runs.memtop("watch", "--once", "--json").stdout)["runs"]
+    assert (row["alive"], row["adopted"], row["trainer_pid"]) == (True, True, before["trainer_pid"])
+    runs.wait("a", lambda d: d["state"] == "finished")
+    document = runs.show("a", metrics=True)
+    assert [row["update"] for row in document["metrics"]] == list(range(1, 61))
+    assert document["attempts"][0]["exit_status"] == 0
+
+
+def test_looking_read_only_starts_nothing(runs: Runs) -> None:
+    start(runs, "a", 600, 0.1)
+    before = runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
+    runs.kill(before["supervisor_pid"])
+    runs.wait("a", lambda d: d["supervisor_pid"] is None)
+    (row,) = json.loads(runs.memtop("watch", "--once", "--json", "--read-only").stdout)["runs"]
+    assert (row["alive"], row["supervisor_pid"]) == (True, None)
+
+
+def test_the_end_is_known_although_no_supervisor_saw_it(runs: Runs) -> None:
+    start(runs, "a", 20, 0.1)
+    before = runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
+    runs.kill(before["supervisor_pid"])
+    runs.wait("a", lambda d: not d["alive"])
+    assert runs.show("a")["state"] == "failed"
+    runs.memtop("restart", "a", "--detach")
+    document = runs.wait("a", lambda d: d["state"] == "finished" and len(d["attempts"]) == 2)
+    assert [attempt["exit_status"] for attempt in document["attempts"]] == [0, 0]
+
+
+def test_a_killed_program_fails_the_run_and_can_be_restarted(runs: Runs) -> None:
+    start(runs, "a", 600, 0.05)
+    before = runs.wait("a", lambda d: (d["updates"] or 0) >= 2)
+    runs.kill(before["trainer_pid"])
+    after = runs.wait("a", lambda d: d["state"] == "failed")
+    assert after["reason"] == "killed by signal 9 (SIGKILL)"
+    assert after["attempts"][0]["exit_status"] == -9
+    runs.memtop("restart", "a", "--detach")
+    runs.wait("a", lambda d: d["state"] == "training" and len(d["attempts"]) == 2)
+
+
+def test_a_killed_shim_hides_nothing_while_the_supervisor_lives(runs: Runs) -> None:
+    start(runs, "a", 25, 0.1)
+    runs.wait("a", lambda d: (d["updates"] or 0) >= 2)
+    runs.kill(json.loads((runs.path / "a/attempts/0001/process.json").read_text())["shim_pid"])
+    document = runs.wait("a", lambda d: not d["alive"] and d["state"] != "training")
+    assert (document["state"], document["exit_status"]) == ("finished", 0)
+
+
+def test_stop_climbs_to_the_signal_that_helps(runs: Runs) -> None:
+    start(runs, "a", 600, 0.05)
+    runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
+    done = runs.memtop("stop", "a")
+    assert done.stdout == "stopped: killed by signal 2 (SIGINT)\n"
+    refused = runs.memtop("stop", "a", status=1)
+    assert refused.stderr == "memtop: run 'a' is not running: it is stopped\n"
+
+
+def test_workers_left_behind_are_ended(runs: Runs) -> None:
+    start(runs, "a", 3, 0.05, "leave-worker")
+    runs.wait("a", lambda d: d["state"] == "finished")
+    assert run_processes(str(runs.path / "a")) == []
+
+
+def test_a_run_cannot_be_started_twice_nor_under_a_taken_name(runs: Runs) -> None:
+    start(runs, "a", 600, 0.05)
+    again = runs.memtop("train", "--name", "a", "--detach", "--", "true", status=1)
+    assert "memtop restart a" in again.stderr
+    second = subprocess.run(
+        [sys.executable, "-m", "memtop.supervisor", str(runs.path / "a")],
+        env=runs.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert second.returncode == 1
+    assert "in use by another supervisor" in second.stderr
+
+
+def test_a_socket_whose_owner_died_is_one_clear_line(runs: Runs) -> None:
+    start(runs, "a", 600, 0.05)
+    state = runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
+    runs.kill(state["trainer_pid"])
+    runs.kill(state["supervisor_pid"])
+    done = runs.memtop("free", "a", status=1)
+    assert done.stderr == (
+        "memtop: run 'a': no supervisor listens (Connection refused); "
+        "`memtop show a` tells how it ended, `memtop restart a` takes it up again\n"
+    )
+
+
+def test_settings_of_an_own_program_are_not_memtops_to_change(runs: Runs) -> None:
+    refused = runs.memtop("train", "--batch", "4", "--", "true", status=2)
+    assert "--batch 4: your own program's settings are its own" in refused.stderr
+    start(runs, "a", 600, 0.05)
+    runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
+    refused = runs.memtop("restart", "a", "--batch", "4", "--detach", status=1)
+    assert "not memtop's to change" in refused.stderr
+    assert runs.show("a")["alive"]
+
+
+def test_ctrl_c_in_a_headless_run_stops_it(runs: Runs) -> None:
+    command = [sys.executable, PROGRAM, "600", "0.05"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "memtop", "train", "--name", "a", "--", *command],
+        cwd=runs.root,
+        env=runs.environment,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    while "attempt 1" not in (line := process.stderr.readline()):
+        assert line, "the run did not start"
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 130, rest
+    assert runs.show("a")["state"] == "stopped"
+
+
+async def test_two_viewers_see_the_same_and_commands_are_answered(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
+    await asyncio.to_thread(start, runs, "a", 600, 0.05)
+    await asyncio.to_thread(runs.wait, "a", lambda d: (d["updates"] or 0) >= 3)
+    viewers = [await AsyncRunClient.connect(runs.path / "a") for _ in range(2)]
+    for viewer in viewers:
+        await viewer.send(Subscribe(id=1))
+
+    async def until_update(viewer: AsyncRunClient, update: int) -> tuple[str, int]:
+        while True:
+            message = await viewer.receive()
+            if isinstance(message, StateUpdate) and (message.run.updates or 0) >= update:
+                assert message.machine is not None
+                assert message.machine.host.total_bytes
+                return message.run.state.value, message.run.attempt
+
+    assert await asyncio.gather(*(until_update(viewer, 10) for viewer in viewers)) == [("training", 1)] * 2
+
+    async def answer(viewer: AsyncRunClient, number: int, wanted: Outcome) -> str:
+        while True:
+            message = await viewer.receive()
+            if isinstance(message, Answer) and message.id == number and message.outcome is wanted:
+                return message.message
+
+    await viewers[0].send(FreeCache(id=7))
+    assert "no training process is connected" in await answer(viewers[0], 7, Outcome.REFUSED)
+    await viewers[1].send(Restart(id=8, change=Change()))
+    assert await answer(viewers[1], 8, Outcome.DONE) == "attempt 2 started"
+    # The other viewer is told that earlier rows no longer count, and what happened.
+    rows_reset, told = False, False
+    while not (rows_reset and told):
+        message = await viewers[0].receive()
+        rows_reset |= isinstance(message, MetricRows) and message.reset_from == 1
+        told |= isinstance(message, EventRows) and any(event.message == "attempt 2: restart" for event in message.rows)
+    for viewer in viewers:
+        await viewer.close()
+
+
+async def test_nonsense_on_the_socket_is_refused_and_harms_nobody(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
+    await asyncio.to_thread(start, runs, "a", 600, 0.05)
+    path = json.loads((runs.path / "a/state.json").read_text())["socket"]
+    assert Path(path).stat().st_mode & 0o777 == 0o600
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(b'not json\n{"type": "stop"}\n[1]\n{"type": "fly", "id": 5}\n')
+    answers = [json.loads(await reader.readline()) for _ in range(4)]
+    assert [(a["outcome"], a["id"]) for a in answers] == [("refused", 0), ("refused", 0), ("refused", 0), ("refused", 5)]
+    writer.write(b"x" * (2 << 20) + b"\n")
+    # Cut off, perhaps with our bytes still unread.
+    with contextlib.suppress(ConnectionResetError):
+        assert await reader.read() == b""
+    writer.close()
+    supervisor = (await asyncio.to_thread(runs.show, "a"))["supervisor_pid"]
+    found = identify(supervisor)
+    assert found is not None
+    assert is_alive(supervisor, found.started_ticks)
