@@ -1,0 +1,127 @@
+"""The application: theme, feed worker, the guard against too small terminals, and the way out."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+from textual.app import App
+from textual.binding import Binding, BindingType
+from textual.events import Resize
+from textual.screen import Screen
+from textual.theme import BUILTIN_THEMES, Theme
+
+from memtop.tui.feed import Feed
+from memtop.tui.hands import Hands, RealHands
+from memtop.tui.screens.dashboard import DashboardScreen
+
+SMALLEST = (60, 15)
+"""Columns and rows below which nothing useful fits."""
+
+MEMTOP_THEME = Theme(
+    name="memtop",
+    primary="#6cb6ff",
+    secondary="#8ddb8c",
+    accent="#6cb6ff",
+    foreground="#cdd9e5",
+    background="#12171d",
+    surface="#171d24",
+    panel="#222a33",
+    success="#6bc2a1",
+    warning="#f2d45c",
+    error="#ff7b72",
+    dark=True,
+    variables={"footer-key-foreground": "#6cb6ff", "input-selection-background": "#6cb6ff 35%"},
+)
+
+# Rising lightness from safe to danger, so that grey terminals keep the order; mark and word carry it without colour.
+_MEMORY_COLOURS = {
+    "mem-safe": "#4fa58a",
+    "mem-edge": "#f2d45c",
+    "mem-danger": "#ffffff",
+    "mem-danger-background": "#b3261e",
+    "mem-alloc": "#4c8fd6",
+    "mem-cache": "#7db4e8",
+    "mem-context": "#9a8fd0",
+    "mem-other": "#8b949e",
+    "mem-track": "#232c36",
+    "mem-line": "#4a5663",
+    "mem-muted": "#8896a5",
+}
+
+
+@dataclass(frozen=True)
+class DashboardResult:
+    """How the dashboard was left."""
+
+    action: str
+    """"detach": the run, if any, goes on; "ended": the run was over."""
+    message: str = ""
+    """What to tell the user after the screen is gone."""
+    exit_status: int = 0
+
+
+class DashboardApp(App[DashboardResult]):
+    """memtop's dashboard on one feed."""
+
+    CSS_PATH = "memtop.tcss"
+    ENABLE_COMMAND_PALETTE = False
+    # The base class declares these as instance variables, so ClassVar would not do.
+    HORIZONTAL_BREAKPOINTS = [(0, "-tiny"), (80, "-narrow"), (110, "-wide")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall")]  # noqa: RUF012
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+c", "hint_quit", "Detach", show=False, system=True),
+        Binding("ctrl+q", "detach", "Detach", show=False, priority=True),
+    ]
+
+    def __init__(self, feed: Feed, *, title: str | None = None, interval: float = 1.0, hands: Hands | None = None) -> None:
+        super().__init__()
+        self.feed = feed
+        self.interval = interval
+        self.hands: Hands = hands or (feed if isinstance(feed, Hands) else RealHands())
+        self._dashboard = DashboardScreen(feed, label=title or feed.label, interval=interval)
+        # A monitor must not spend processor time on movement.
+        self.animation_level = "none"
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        return dict(_MEMORY_COLOURS)
+
+    def on_mount(self) -> None:
+        self.title = "memtop"
+        self.register_theme(MEMTOP_THEME)
+        wanted = os.environ.get("TEXTUAL_THEME", "")
+        self.theme = wanted if wanted in BUILTIN_THEMES else MEMTOP_THEME.name
+
+    def get_default_screen(self) -> Screen[None]:
+        return self._dashboard
+
+    @property
+    def dashboard(self) -> DashboardScreen:
+        return self._dashboard
+
+    def on_resize(self, event: Resize) -> None:
+        too_small = event.size.width < SMALLEST[0] or event.size.height < SMALLEST[1]
+        showing = self.screen.id == "too-small"
+        if too_small and not showing:
+            from memtop.tui.screens.too_small import TooSmallScreen
+
+            self.push_screen(TooSmallScreen(SMALLEST))
+        elif showing and not too_small:
+            self.pop_screen()
+
+    def action_detach(self) -> None:
+        self.exit(self.dashboard.result())
+
+    def action_hint_quit(self) -> None:
+        self.dashboard.hint_quit()
+
+
+def run_dashboard(feed: Feed, *, title: str | None = None, interval: float = 1.0) -> DashboardResult:
+    """Show the dashboard until the user leaves it. Leaving never stops a run."""
+    app = DashboardApp(feed, title=title, interval=interval)
+    result = app.run()
+    if result is None:
+        # Textual gives no result when it crashed; it has printed why.
+        return DashboardResult("detach", exit_status=app.return_code or 0)
+    return result

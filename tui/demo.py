@@ -1,0 +1,384 @@
+"""A scripted run on two GPUs: for `memtop watch --demo`, the screenshots and the tests. Every number is invented.
+
+The script is a function of the tick alone, so that the same tick always gives the same picture.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from memtop.presets import SettingsError, edit_settings
+from memtop.presets.schema import Settings
+from memtop.supervisor import units, wire
+from memtop.supervisor.monitor.bands import Hysteresis
+from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
+from memtop.supervisor.wire import Phase
+from memtop.tui.feed import Connected, FeedMessage, LogLines
+
+GIB = units.GIB
+START = 1_760_000_000.0
+TOTAL_UPDATES = 1_200
+_UPDATES_PER_TICK = 2
+_CARD = int(19.6 * GIB)
+_HOST = int(31.2 * GIB)
+_RESTART_TICKS = 4
+
+DEMO_SETTINGS = Settings(
+    recipe="first-run",
+    preset="standard",
+    batch=8,
+    accumulation=4,
+    world_size=2,
+    seq_len=1024,
+    target_samples=TOTAL_UPDATES * 64,
+    save_every=50,
+    learning_rate=2e-4,
+)
+
+
+class DemoFeed:
+    """Plays the script. `interval` 0 plays it as fast as it is read; `ticks` ends it, `warm_up` shows a past at once."""
+
+    def __init__(
+        self,
+        *,
+        interval: float = 1.0,
+        gpus: int = 2,
+        warm_up: int = 240,
+        ticks: int | None = None,
+        read_only: bool = False,
+    ) -> None:
+        self.read_only = read_only
+        self.label: str | None = "demo - invented numbers"
+        self._interval = interval
+        self._gpus = gpus
+        self._warm_up = warm_up
+        self._ticks = ticks
+        self._ids = itertools.count(1)
+        self._event_ids = itertools.count(1)
+        self._tick = 0
+        self._attempt = 2
+        self._phase = Phase.TRAINING
+        self._phase_until: int | None = None
+        self._settings = DEMO_SETTINGS
+        self._saved_update = 0
+        self._saved_tick = 0
+        self._freed_tick: int | None = None
+        self._ended_pids: set[int] = set()
+        self._outbox: list[FeedMessage] = []
+        self._bands: dict[str, Hysteresis] = {}
+        self._update = 0
+
+    # --- the two directions -----------------------------------------------------------------------------------------
+
+    async def messages(self) -> AsyncIterator[FeedMessage]:
+        yield Connected()
+        yield LogLines(tuple(_greeting()))
+        self._event("attempt", "attempt 1 started: 16 x 2 x 2", ago=1500)
+        self._event("oom", "GPU 1 out of memory at update 12: 2.1 GiB asked, 0.9 GiB free", ago=1340)
+        self._event("attempt", "attempt 2: 16 x 2 → 8 x 4, same effective batch 64", ago=1320)
+        last = None if self._ticks is None else self._warm_up + self._ticks
+        while last is None or self._tick < last:
+            for message in self._next():
+                yield message
+            if self._tick > self._warm_up and self._interval > 0:
+                await asyncio.sleep(self._interval)
+        # A script that has ended is not a run that has: stay silent rather than close the stream.
+        await asyncio.Event().wait()
+
+    async def request(self, make: Callable[[int], wire.Request]) -> AsyncIterator[wire.Answer]:
+        request = make(next(self._ids))
+        try:
+            accepted, done = self._carry_out(request)
+        except SettingsError as error:
+            yield wire.Answer(id=request.id, outcome=wire.Outcome.REFUSED, message=str(error))
+            return
+        yield wire.Answer(id=request.id, outcome=wire.Outcome.ACCEPTED, message=accepted)
+        await asyncio.sleep(self._interval)
+        yield wire.Answer(id=request.id, outcome=wire.Outcome.DONE, message=done)
+
+    async def end_processes(self, chosen: Sequence[GpuProcess]) -> str:
+        """The demo's processes are invented: nothing real is touched."""
+        self._ended_pids |= {process.pid for process in chosen}
+        returned = sum(process.used_bytes or 0 for process in chosen)
+        word = "process" if len(chosen) == 1 else "processes"
+        return f"{len(chosen)} {word} ended, {units.size(returned)} returned"
+
+    # --- the script -------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, request: wire.Request) -> tuple[str, str]:
+        if isinstance(request, wire.FreeCache):
+            self._freed_tick = self._tick
+            self._event("free", "freed 1.1 GiB on the device")
+            return ("freeing at the next update", "Freed 1.1 GiB on the device, 0.3 GiB to the system")
+        if isinstance(request, wire.CheckpointNow):
+            self._save()
+            return ("saving at the next update", f"checkpoint at update {units.count(self._update)}, 1.4 GiB")
+        if isinstance(request, wire.Stop):
+            self._save()
+            self._phase = Phase.STOPPED
+            self._event("stopped", "stopped by request, checkpoint written")
+            return ("stopping: the update is finished and saved first", "stopped: checkpoint written")
+        if isinstance(request, wire.Restart):
+            change = request.change
+            self._settings = edit_settings(
+                self._settings,
+                batch=change.batch,
+                accumulation=change.accumulation,
+                seq_len=change.seq_len,
+                preset=change.preset,
+            )
+            self._save()
+            self._attempt += 1
+            self._phase, self._phase_until = Phase.RESTARTING, self._tick + _RESTART_TICKS
+            self._event("attempt", f"attempt {self._attempt}: {self._settings.batch} x {self._settings.accumulation}")
+            return ("restarting from train_latest_state", f"attempt {self._attempt} started")
+        return ("nothing to do", "done")
+
+    def _next(self) -> list[FeedMessage]:
+        self._tick += 1
+        if self._phase_until is not None and self._tick >= self._phase_until:
+            self._phase, self._phase_until = Phase.TRAINING, None
+        rows: list[wire.Metric] = []
+        if self._phase is Phase.TRAINING and self._update < TOTAL_UPDATES:
+            for _ in range(_UPDATES_PER_TICK):
+                self._update += 1
+                rows.append(self._metric(self._update))
+            if self._update % self._settings.save_every == 0:
+                self._save()
+            if self._update >= TOTAL_UPDATES:
+                self._phase = Phase.FINISHED
+        if self._tick == self._warm_up - 40:
+            self._event("band", "GPU 1: edge -> danger, 90.8 %: cache grew 0.9 GiB in 40 s", band="danger")
+        messages: list[FeedMessage] = [wire.StateUpdate(run=self._run(), machine=self._machine())]
+        if rows:
+            messages.append(wire.MetricRows(rows=tuple(rows)))
+            messages.append(LogLines((self._log_line(rows[-1]),)))
+        messages += self._outbox
+        self._outbox.clear()
+        return messages
+
+    def _save(self) -> None:
+        self._saved_update, self._saved_tick = self._update, self._tick
+        self._outbox.append(
+            LogLines((f"[rank 0] train_latest_state written: update {units.count(self._update)}, 1.4 GiB in 0.8 s",))
+        )
+
+    def _event(self, kind: str, message: str, *, ago: float = 0.0, band: str | None = None) -> None:
+        moment = START + (self._warm_up if ago else self._tick) - ago
+        data = {"band": band} if band else {}
+        row = wire.Event(id=next(self._event_ids), time=moment, attempt=self._attempt, kind=kind, message=message, data=data)
+        self._outbox.append(wire.EventRows(rows=(row,)))
+
+    def _metric(self, update: int) -> wire.Metric:
+        return wire.Metric(
+            update=update,
+            attempt=1 if update <= 120 else self._attempt,
+            loss=_loss(update),
+            learning_rate=2e-4 * (1 - update / TOTAL_UPDATES),
+            samples_seen=update * 64,
+            step_seconds=1.15 + 0.05 * _wave(update, 7),
+        )
+
+    def _log_line(self, row: wire.Metric) -> str:
+        return (
+            f"[rank 0] update {units.count(row.update):>5}/{units.count(TOTAL_UPDATES)}  loss {row.loss:.3f}"
+            f"  lr {row.learning_rate:.2e}  step {row.step_seconds:.2f} s"
+        )
+
+    def _run(self) -> wire.RunState:
+        update = self._update
+        training = self._phase is Phase.TRAINING
+        step = 1.15 + 0.05 * _wave(update, 7)
+        effective = self._settings.effective_batch
+        return wire.RunState(
+            name="qwen-sft",
+            folder="runs/qwen-sft",
+            state=self._phase,
+            alive=not self._phase.final,
+            trainer_pid=41_205,
+            attempt=self._attempt,
+            created=START - 1500,
+            started=START + self._warm_up - 1320,
+            settings=self._settings,
+            effective_batch=effective,
+            updates=update,
+            total_updates=TOTAL_UPDATES,
+            samples_seen=update * 64,
+            target_samples=self._settings.target_samples,
+            epoch=update / 520,
+            loss=_loss(update),
+            best_loss=min(_loss(u) for u in range(max(1, update - 60), update + 1)),
+            learning_rate=2e-4 * (1 - update / TOTAL_UPDATES),
+            gradient_norm=0.61 + 0.08 * _wave(update, 5),
+            samples_per_second=effective / step if training else None,
+            tokens_per_second=effective * self._settings.seq_len / step if training else None,
+            step_seconds=step,
+            split=wire.StepSplit(
+                data_wait_seconds=0.04 * step,
+                forward_seconds=0.31 * step,
+                backward_seconds=0.52 * step,
+                optimizer_seconds=0.13 * step,
+            ),
+            eta_seconds=(TOTAL_UPDATES - update) * step if training else None,
+            ranks=tuple(self._rank(i) for i in range(self._gpus)),
+            run_rss_bytes=int((8.4 + 0.3 * _wave(self._tick, 30)) * GIB),
+            checkpoint=wire.Checkpoint(
+                path="runs/qwen-sft/train_latest_state",
+                updates=self._saved_update,
+                samples_seen=self._saved_update * 64,
+                saved_at=START + self._saved_tick,
+                size_bytes=int(1.4 * GIB),
+                complete=True,
+            ),
+        )
+
+    def _cached(self, index: int) -> float:
+        """GiB that the allocator of one card holds back: grows until it is freed."""
+        since = self._tick - (self._freed_tick or 0)
+        if self._freed_tick is not None:
+            return min(1.1, 0.1 + since * 0.01)
+        return min(0.7 + 0.9 * (index % 2), 0.3 + since * 0.008)
+
+    def _allocated(self, index: int) -> float:
+        per_batch = 1.02 * self._settings.batch * self._settings.seq_len / 1024
+        base = 6.6 + 0.2 * (index % 4) + (0.45 if self._settings.gradient_checkpointing else per_batch)
+        if self._phase is not Phase.TRAINING:
+            return 0.0 if self._phase.final else 1.2
+        return base + 0.25 * _wave(self._tick + index * 3, 9)
+
+    def _rank(self, index: int) -> wire.RankMemory:
+        allocated = self._allocated(index)
+        return wire.RankMemory(
+            rank=index,
+            pid=41_210 + index,
+            connected=not self._phase.final,
+            device_uuid=_uuid(index),
+            allocated_bytes=int(allocated * GIB),
+            reserved_bytes=int((allocated + self._cached(index)) * GIB),
+            peak_bytes=int((allocated + 0.5) * GIB),
+            rss_bytes=int(4.1 * GIB),
+        )
+
+    def _machine(self) -> MachineSnapshot:
+        note = None if self._gpus else "no NVIDIA GPU: libnvidia-ml not found"
+        return MachineSnapshot(
+            time=START + self._tick,
+            gpus=tuple(self._gpu(i) for i in range(self._gpus)),
+            gpu_note=note,
+            driver_version="570.86" if self._gpus else None,
+            host=self._host(),
+        )
+
+    def _gpu(self, index: int) -> GpuSample:
+        processes = [p for p in self._processes(index) if p.pid not in self._ended_pids]
+        used = sum(p.used_bytes or 0 for p in processes)
+        reserved = int(0.3 * GIB)
+        fraction = (used + reserved) / _CARD
+        training = self._phase is Phase.TRAINING
+        return GpuSample(
+            index=index,
+            uuid=_uuid(index),
+            name="NVIDIA RTX A4500",
+            total_bytes=_CARD,
+            used_bytes=used,
+            free_bytes=_CARD - used - reserved,
+            reserved_bytes=reserved,
+            used_fraction=fraction,
+            band=self._bands.setdefault(f"gpu {index}", Hysteresis()).update(fraction),
+            utilization_fraction=0.94 + 0.04 * _wave(self._tick + index, 4) if training else 0.0,
+            temperature_celsius=62 + 3 * index % 9 if training else 44,
+            power_watts=211 + 6 * _wave(self._tick + index, 6) if training else 28,
+            power_limit_watts=230,
+            processes=tuple(processes),
+        )
+
+    def _processes(self, index: int) -> list[GpuProcess]:
+        processes = []
+        if not self._phase.final:
+            processes.append(
+                GpuProcess(
+                    pid=41_210 + index,
+                    user="ada",
+                    name="python",
+                    command="python train.py --config qwen-sft",
+                    used_bytes=int((self._allocated(index) + self._cached(index) + 0.42) * GIB),
+                    run="qwen-sft",
+                    reason="belongs to run qwen-sft, which is alive",
+                    started=START - 1320,
+                )
+            )
+        if index == 1:
+            processes.append(
+                GpuProcess(
+                    pid=39_874,
+                    user="ada",
+                    name="python",
+                    command="python train.py --config qwen-old",
+                    used_bytes=int(0.9 * GIB),
+                    run="qwen-old",
+                    stray=True,
+                    choosable=True,
+                    reason="left over from run qwen-old, which ended",
+                    started=START - 9_400,
+                )
+            )
+        if index == 0:
+            processes.append(
+                GpuProcess(
+                    pid=2_214,
+                    user="grace",
+                    name="Xorg",
+                    command="/usr/lib/xorg/Xorg :0",
+                    used_bytes=int(0.2 * GIB),
+                    kind="graphics",
+                    reason="belongs to grace",
+                    started=START - 900_000,
+                )
+            )
+        return processes
+
+    def _host(self) -> HostSample:
+        own = (8.4 + 0.3 * _wave(self._tick, 30)) * GIB
+        used = int(own + 13.4 * GIB + min(3.0, self._tick * 0.012) * GIB)
+        fraction = used / _HOST
+        return HostSample(
+            total_bytes=_HOST,
+            used_bytes=used,
+            available_bytes=_HOST - used,
+            used_fraction=fraction,
+            band=self._bands.setdefault("host", Hysteresis()).update(fraction),
+            swap_total_bytes=4 * GIB,
+            swap_used_bytes=GIB // 2,
+            swap_fraction=0.125,
+            swap_band=self._bands.setdefault("swap", Hysteresis()).update(0.125),
+            swap_in_bytes_per_second=0.0,
+            swap_out_bytes_per_second=0.0,
+            pressure_fraction=0.002,
+            cpu_fraction=0.43 + 0.05 * _wave(self._tick, 11),
+        )
+
+
+def _greeting() -> list[str]:
+    return [
+        "[rank 0] memtop: attempt 2, resuming from train_latest_state at update 120",
+        "[rank 0] model: 494 M parameters, bf16, gradient checkpointing off",
+        "[rank 0] data: 33 280 samples, sequence length 1024",
+        "[rank 1] ready on cuda:1",
+    ]
+
+
+def _uuid(index: int) -> str:
+    return f"GPU-{(0x5F1C + index * 0x3B17) & 0xFFFF:04x}{index:04x}-0000-0000-0000-000000000000"
+
+
+def _wave(tick: float, period: float) -> float:
+    """A wiggle between -1 and 1 that does not repeat visibly."""
+    return (math.sin(tick / period * 2 * math.pi) + math.sin(tick / period * 3.7)) / 2
+
+
+def _loss(update: int) -> float:
+    return 1.72 + 2.1 * math.exp(-update / 110) + 0.07 * _wave(update, 13) * math.exp(-update / 900)

@@ -1,0 +1,149 @@
+"""Charts on fixed scales: memory over time in eighth blocks, the loss curve in braille dots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from memtop.supervisor.monitor.bands import DANGER_ABOVE, EDGE_FROM, band_of
+from memtop.supervisor.monitor.values import Band
+from memtop.tui.draw.bars import merged
+from memtop.tui.draw.line import MUTED, Line, fit, line
+
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+_HISTORY_ROLES = {Band.SAFE: "hist", Band.EDGE: "histedge", Band.DANGER: "histdanger", Band.UNKNOWN: "unknown"}
+_LABEL_WIDTH = 8
+
+
+def history(width: int, height: int, values: Sequence[float | None]) -> list[Line]:
+    """Memory shares over time, newest at the right, 0 to 100 % over the height, with the band lines drawn and labelled."""
+    if height <= 0 or width <= _LABEL_WIDTH + 4:
+        return []
+    room = width - _LABEL_WIDTH
+    known = values[-room:]
+    shown: list[float | None] = [*([None] * (room - len(known))), *known]
+    lines: list[Line] = []
+    for row in range(height):
+        floor = 1 - (row + 1) / height
+        # The top row ends above 100 %, so that a full card still falls into it.
+        limits = [m for m in (EDGE_FROM, DANGER_ABOVE) if floor <= m < floor + 1 / height]
+        cells = [_history_cell(value, floor, height, bool(limits)) for value in shown]
+        lines.append((*merged(cells), *_history_label(row, height, limits)))
+    return lines
+
+
+def _history_cell(value: float | None, floor: float, height: int, on_limit: bool) -> tuple[str, str]:
+    empty = ("┄", "limit") if on_limit else (" ", MUTED)
+    if value is None:
+        return empty
+    eighths = round((value - floor) * height * 8)
+    if eighths <= 0:
+        return empty
+    return (_EIGHTHS[min(8, eighths)], _HISTORY_ROLES[band_of(value)])
+
+
+def _history_label(row: int, height: int, limits: Sequence[float]) -> Line:
+    if limits:
+        text = "-".join(f"{m * 100:.0f}" for m in limits) + " %"
+    elif row == height - 1:
+        text = "0 %"
+    else:
+        text = ""
+    return line((f" {text:<{_LABEL_WIDTH - 1}}", MUTED))
+
+
+class Point(NamedTuple):
+    """One value of a curve; `group` changes where an attempt ends and the next begins."""
+
+    x: int
+    y: float
+    group: int = 0
+
+
+def curve(width: int, height: int, points: Sequence[Point], *, x_end: int | None = None) -> list[Line]:
+    """A braille curve with labelled axes. The scale is that of all points, rounded outwards, so it seldom moves."""
+    finite = [p for p in points if math.isfinite(p.y)]
+    plot_height = height - 1
+    if plot_height < 2 or width < 24:
+        return []
+    if not finite:
+        return [line(("no loss reported yet", MUTED))]
+    low, high = nice_bounds(min(p.y for p in finite), max(p.y for p in finite))
+    digits = 2 if high < 100 else 0
+    labels = [f"{high:.{digits}f}", f"{(low + high) / 2:.{digits}f}", f"{low:.{digits}f}"]
+    margin = max(len(label) for label in labels) + 1
+    plot_width = width - margin - 1
+    first = finite[0].x
+    last = max(finite[-1].x, x_end or 0, first + 1)
+    dots = _dots(finite, plot_width, plot_height, first, last, low, high)
+    breaks = _breaks(finite, plot_width, first, last)
+    lines = []
+    for row in range(plot_height):
+        label = {0: labels[0], plot_height // 2: labels[1], plot_height - 1: labels[2]}.get(row, "")
+        cells = [_braille_cell(dots[row][column], column in breaks) for column in range(plot_width)]
+        lines.append(line((f"{label:>{margin - 1}} ", MUTED), ("┤" if label else "│", "limit"), *merged(cells)))
+    return [*lines, _x_axis(margin, plot_width, first, last, len(breaks))]
+
+
+def nice_bounds(low: float, high: float) -> tuple[float, float]:
+    """The range rounded outwards to steps of 1, 2 or 5 times a power of ten."""
+    span = max(high - low, abs(high) * 0.05, 1e-3)
+    raw = span / 4
+    magnitude = 10 ** math.floor(math.log10(raw))
+    step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= raw)
+    below = math.floor(low / step) * step
+    above = math.ceil(high / step) * step
+    return (below, above if above > below else below + step)
+
+
+def _dots(points: Sequence[Point], width: int, height: int, first: int, last: int, low: float, high: float) -> list[list[int]]:
+    """Bit patterns of the braille cells: one mean per dot column, neighbours joined by a vertical stroke."""
+    sums: dict[int, tuple[float, int]] = {}
+    for point in points:
+        column = min(width * 2 - 1, round((point.x - first) / (last - first) * (width * 2 - 1)))
+        total, count = sums.get(column, (0.0, 0))
+        sums[column] = (total + point.y, count + 1)
+    cells = [[0] * width for _ in range(height)]
+    top = height * 4 - 1
+    before: tuple[int, int] | None = None
+    for column in sorted(sums):
+        total, count = sums[column]
+        level = round((high - total / count) / (high - low) * top)
+        level = min(top, max(0, level))
+        for x, y in _stroke(before, (column, level)):
+            cells[y // 4][x // 2] |= _BITS[y % 4][x % 2]
+        before = (column, level)
+    return cells
+
+
+_BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+
+
+def _stroke(start: tuple[int, int] | None, end: tuple[int, int]) -> list[tuple[int, int]]:
+    if start is None:
+        return [end]
+    (x0, y0), (x1, y1) = start, end
+    steps = max(x1 - x0, abs(y1 - y0), 1)
+    return [(x0 + round((x1 - x0) * i / steps), y0 + round((y1 - y0) * i / steps)) for i in range(1, steps + 1)]
+
+
+def _breaks(points: Sequence[Point], width: int, first: int, last: int) -> set[int]:
+    """Columns in which an attempt begins, the first attempt apart."""
+    starts = (after.x for before, after in pairwise(points) if after.group != before.group)
+    return {min(width - 1, (x - first) * (width - 1) // (last - first)) for x in starts}
+
+
+def _braille_cell(bits: int, attempt_starts: bool) -> tuple[str, str]:
+    if bits:
+        return (chr(0x2800 + bits), "curve")
+    return ("┊", "attempt") if attempt_starts else (" ", MUTED)
+
+
+def _x_axis(margin: int, width: int, first: int, last: int, attempts: int) -> Line:
+    left, right = f"update {first}", f"{last}"
+    middle = "┊ a new attempt" if attempts else ""
+    room = width - len(left) - len(right)
+    text = f"{left}{middle:^{room}}{right}" if room > len(middle) + 2 else left
+    return fit(line(" " * (margin + 1), (text, MUTED)), margin + 1 + width)

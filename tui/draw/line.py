@@ -1,0 +1,136 @@
+"""Lines of text in which every piece has a role; the widget that shows them turns roles into styles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.cells import cell_len, set_cell_size
+
+Span = tuple[str, str]
+"""(text, role)"""
+Line = tuple[Span, ...]
+
+TEXT = "text"
+MUTED = "muted"
+STRONG = "strong"
+
+ROLES = (
+    TEXT,
+    MUTED,
+    STRONG,
+    "accent",
+    "good",
+    "bad",
+    "safe",
+    "edge",
+    "danger",
+    "unknown",
+    "alloc",
+    "cache",
+    "context",
+    "other",
+    "track",
+    "limit",
+    "barlimit",
+    "peak",
+    "attempt",
+    "hist",
+    "histedge",
+    "histdanger",
+    "curve",
+    "match",
+)
+"""Every role a drawing may use. Widgets map each to the component class `draw--<role>`."""
+
+
+def line(*parts: str | Span) -> Line:
+    """A line from spans and plain strings, empty ones left out."""
+    spans = ((part, TEXT) if isinstance(part, str) else part for part in parts)
+    return tuple(span for span in spans if span[0])
+
+
+def plain(of: Line) -> str:
+    """The text alone."""
+    return "".join(text for text, _ in of)
+
+
+def width_of(of: Line) -> int:
+    """Cells, not characters."""
+    return sum(cell_len(text) for text, _ in of)
+
+
+def fit(of: Line, width: int) -> Line:
+    """The line cropped or padded to exactly `width` cells; a crop ends in an ellipsis."""
+    have = width_of(of)
+    if have == width:
+        return of
+    if have < width:
+        return (*of, (" " * (width - have), TEXT))
+    if width <= 0:
+        return ()
+    kept: list[Span] = []
+    room = width - 1
+    for text, role in of:
+        size = cell_len(text)
+        if size > room:
+            kept.append((set_cell_size(text, room), role))
+            break
+        kept.append((text, role))
+        room -= size
+    return (*(span for span in kept if span[0]), ("…", MUTED))
+
+
+def spread(left: Line, right: Line, width: int) -> Line:
+    """`left` at the left edge and `right` at the right one; without room for both the right one is left out."""
+    gap = width - width_of(left) - width_of(right)
+    if gap < 2:
+        return fit(left, width)
+    return (*left, (" " * gap, TEXT), *right)
+
+
+def join(lines: Iterable[Line], separator: str = "  ") -> Line:
+    """Lines beside each other on one line; empty ones leave no gap."""
+    out: list[Span] = []
+    for part in lines:
+        if part:
+            if out:
+                out.append((separator, TEXT))
+            out.extend(part)
+    return tuple(out)
+
+
+def fact(label: str, value: str, role: str = STRONG) -> Line:
+    """A quiet label and its value: `loss 1.842`."""
+    return line((f"{label} ", MUTED), (value, role)) if label else line((value, role))
+
+
+def grid(cells: Iterable[Line], width: int, columns: int) -> Line:
+    """Cells in equal columns, so that numbers stay below each other from line to line."""
+    each = max(1, width // columns)
+    out: list[Span] = []
+    for cell in cells:
+        # A cell that fills its column keeps one blank to its neighbour.
+        out.extend(fit(cell, each) if width_of(cell) < each else (*fit(cell, each - 1), (" ", TEXT)))
+    return fit(tuple(out), width)
+
+
+def wrap(text: str, width: int, role: str = TEXT) -> list[Line]:
+    """Words over as many lines as they need; a word longer than a line is broken."""
+    lines: list[Line] = []
+    current = ""
+    for word in text.split():
+        while cell_len(word) > width:
+            if current:
+                lines.append(line((current, role)))
+                current = ""
+            lines.append(line((word[:width], role)))
+            word = word[width:]
+        candidate = f"{current} {word}" if current else word
+        if cell_len(candidate) > width:
+            lines.append(line((current, role)))
+            current = word
+        else:
+            current = candidate
+    if current:
+        lines.append(line((current, role)))
+    return lines

@@ -1,0 +1,293 @@
+"""The run's panels: header line, training numbers, loss curve, events."""
+
+from __future__ import annotations
+
+import time
+from pathlib import PurePath
+
+from memtop.supervisor import units
+from memtop.supervisor.wire import Event, Phase, RankMemory, RunState
+from memtop.tui.draw.bars import progress_bar
+from memtop.tui.draw.charts import Point, curve
+from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, grid, join, line, spread
+from memtop.tui.store import Link, Store
+
+PHASE_MARKS = {
+    Phase.CREATED: ("○", MUTED),
+    Phase.STARTING: ("◌", "accent"),
+    Phase.TRAINING: ("●", "good"),
+    Phase.STOPPING: ("◐", "edge"),
+    Phase.RESTARTING: ("↻", "accent"),
+    Phase.FINISHED: ("✓", "good"),
+    Phase.STOPPED: ("■", MUTED),
+    Phase.FAILED: ("✗", "bad"),
+}
+
+
+def draw_header(store: Store, width: int, height: int) -> list[Line]:
+    """Name, attempt, state, preset, batch arithmetic, sequence length, run time; the machine where there is no run."""
+    head = line((" memtop ", "accent"))
+    if store.run is None:
+        what = _followed(store) or ("this machine" if store.machine is not None else "starting")
+        return [spread(join((head, line((what, STRONG)), _label(store))), _machine_words(store), width)]
+    run = store.run
+    mark, role = PHASE_MARKS[run.state]
+    left = join(
+        (
+            head,
+            line((run.name, STRONG)),
+            fact("attempt", str(run.attempt)) if run.attempt else (),
+            line((f"{mark} {run.state.value}", role)),
+        )
+    )
+    wide = width >= 100
+    right = join((_label(store), _settings_words(run, wide), line((units.duration(run_seconds(store)), STRONG), " ")))
+    return [spread(left, right, width)]
+
+
+def _followed(store: Store) -> str:
+    tree = store.followed
+    if tree is None:
+        return ""
+    if not tree.pids:
+        return f"pid {tree.pid} has ended"
+    return f"pid {tree.pid}: {len(tree.pids)} processes, {units.size(tree.rss_bytes)} resident: {tree.command}"
+
+
+def _label(store: Store) -> Line:
+    words = [store.label] if store.label else []
+    if store.read_only:
+        words.append("read-only")
+    return line((" · ".join(words), "edge")) if words else ()
+
+
+def _machine_words(store: Store) -> Line:
+    version = store.machine.driver_version if store.machine else None
+    return line((f"driver {version} ", MUTED)) if version else ()
+
+
+def _settings_words(run: RunState, wide: bool) -> Line:
+    settings = run.settings
+    if settings is None:
+        return fact("", PurePath(run.command[0]).name) if run.command and wide else ()
+    arithmetic = f"{settings.batch} x {settings.accumulation} x {settings.world_size} = {settings.effective_batch}"
+    parts = [line((arithmetic, STRONG)), fact("T", str(settings.seq_len))]
+    return join([fact("preset", settings.preset), *parts] if wide else parts)
+
+
+def run_seconds(store: Store) -> float | None:
+    """How long the present attempt has run."""
+    run = store.run
+    if run is None or run.started is None:
+        return None
+    until = run.ended if run.ended is not None else store.now
+    return None if until is None else max(0.0, until - run.started)
+
+
+def draw_training(store: Store, width: int, height: int) -> list[Line]:
+    """Is it moving, and when is it done."""
+    run = store.run
+    if run is None:
+        return [line(("no run", MUTED))]
+    lines = [_progress(run, width)]
+    if run.reason:
+        lines.append(fit(line((run.reason, "edge" if run.state is not Phase.FAILED else "bad")), width))
+    lines += [
+        grid(
+            (
+                fact("ETA", units.duration(run.eta_seconds)),
+                fact("epoch", _number(run.epoch, ".2f")),
+                fact("samples", units.count(run.samples_seen)),
+            ),
+            width,
+            3,
+        ),
+        grid(
+            (
+                line(*fact("loss", _number(run.loss, ".3f")), (f" best {_number(run.best_loss, '.3f')}", MUTED)),
+                fact("lr", _number(run.learning_rate, ".1e")),
+                fact("grad", _number(run.gradient_norm, ".2f")),
+            ),
+            width,
+            3,
+        ),
+        grid(
+            (
+                fact("", f"{_number(run.samples_per_second, '.1f')} samples/s"),
+                fact("", f"{_thousands(run.tokens_per_second)} tok/s"),
+                fact("step", f"{_number(run.step_seconds, '.2f')} s"),
+            ),
+            width,
+            3,
+        ),
+        _split_line(run, width),
+        _checkpoint_line(store, run, width),
+    ]
+    return (lines + _rank_lines(store, run, width, height - len(lines)))[:height]
+
+
+def draw_compact_training(store: Store, width: int, height: int) -> list[Line]:
+    """Three lines for a small terminal."""
+    run = store.run
+    if run is None:
+        return []
+    eta = line("  ", *fact("ETA", units.duration(run.eta_seconds)))
+    first = (*_progress(run, width - sum(len(t) for t, _ in eta)), *eta)
+    best = line((f" best {_number(run.best_loss, '.3f')}", MUTED))
+    second = join(
+        (
+            line(*fact("loss", _number(run.loss, ".3f")), *best),
+            fact("lr", _number(run.learning_rate, ".1e")),
+            fact("grad", _number(run.gradient_norm, ".2f")),
+            fact("epoch", _number(run.epoch, ".2f")),
+        )
+    )
+    third = join(
+        (
+            fact("", f"{_number(run.samples_per_second, '.1f')} samples/s"),
+            fact("", f"{_thousands(run.tokens_per_second)} tok/s"),
+            fact("step", f"{_number(run.step_seconds, '.2f')} s"),
+            fact("saved", _ago(store, run)),
+        )
+    )
+    if run.reason:
+        second = line((run.reason, "bad" if run.state is Phase.FAILED else "edge"))
+    return [fit(part, width) for part in (first, second, third)][:height]
+
+
+def _progress(run: RunState, width: int) -> Line:
+    done, total = run.updates, run.total_updates
+    fraction = None if not total or done is None else done / total
+    left = line(("update ", MUTED), (units.count(done), STRONG), (f" / {units.count(total)}  ", MUTED))
+    right = line((f"  {units.percent(fraction, 0):>5}", STRONG))
+    room = width - sum(len(t) for t, _ in (*left, *right))
+    return fit((*left, *progress_bar(room, fraction), *right), width)
+
+
+def _split_line(run: RunState, width: int) -> Line:
+    parts = (
+        ("data", run.split.data_wait_seconds),
+        ("forward", run.split.forward_seconds),
+        ("backward", run.split.backward_seconds),
+        ("optimizer", run.split.optimizer_seconds),
+    )
+    whole = sum(seconds or 0.0 for _, seconds in parts)
+    shares = [(word, None if s is None or whole <= 0 else s / whole) for word, s in parts]
+    return fit(join(fact(word, units.percent(share, 0)) for word, share in shares), width)
+
+
+def _checkpoint_line(store: Store, run: RunState, width: int) -> Line:
+    checkpoint = run.checkpoint
+    if checkpoint is None:
+        return line(*fact("checkpoint", "none yet", MUTED))
+    if not checkpoint.complete:
+        return fit(line(("checkpoint ", MUTED), (f"! not complete: {checkpoint.problem or 'unknown'}", "bad")), width)
+    return fit(
+        join(
+            (
+                fact("checkpoint update", units.count(checkpoint.updates)),
+                fact("", _ago(store, run)),
+                fact("", units.size(checkpoint.size_bytes)),
+            )
+        ),
+        width,
+    )
+
+
+def _ago(store: Store, run: RunState) -> str:
+    saved = run.checkpoint.saved_at if run.checkpoint and run.checkpoint.complete else None
+    if saved is None or store.now is None:
+        return "not yet" if run.checkpoint is None else units.UNKNOWN
+    return f"{age(store.now - saved)} ago"
+
+
+def age(seconds: float) -> str:
+    """`12 s`, `4 min`, `3 h`, `2 days`: enough to judge, short enough for a line."""
+    for limit, divisor, unit in ((90, 1, "s"), (5400, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{max(0.0, seconds) / divisor:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"
+
+
+def _rank_lines(store: Store, run: RunState, width: int, room: int) -> list[Line]:
+    if room <= 0 or not run.ranks:
+        return []
+    by_uuid = {gpu.uuid: gpu.index for gpu in store.gpus if gpu.uuid}
+    lines = [fit(_rank(rank, by_uuid), width) for rank in run.ranks]
+    if len(lines) > room:
+        lines = [*lines[: room - 1], line((f"{len(lines) - room + 1} more ranks", MUTED))]
+    return lines
+
+
+def _rank(rank: RankMemory, by_uuid: dict[str, int]) -> Line:
+    where = "CPU" if rank.device_uuid is None else f"GPU {by_uuid.get(rank.device_uuid, '?')}"
+    head = line((f"rank {rank.rank} ", MUTED), (where, STRONG))
+    if not rank.connected:
+        return join((head, line(("! agent is silent", "edge"))))
+    if rank.device_uuid is None:
+        return join((head, fact("RSS", units.size(rank.rss_bytes)), fact("pid", str(rank.pid))))
+    return join(
+        (
+            head,
+            fact("alloc", units.gib(rank.allocated_bytes)),
+            fact("reserved", units.gib(rank.reserved_bytes)),
+            fact("peak", f"{units.gib(rank.peak_bytes)} GiB"),
+            fact("RSS", units.size(rank.rss_bytes)),
+        )
+    )
+
+
+def draw_loss(store: Store, width: int, height: int) -> list[Line]:
+    """The loss of every update that counts, with a mark where an attempt began."""
+    points = [Point(m.update, m.loss, m.attempt) for m in store.metrics if m.loss is not None]
+    return curve(width, height, points)
+
+
+def draw_events(store: Store, width: int, height: int) -> list[Line]:
+    """Newest first."""
+    if not store.events:
+        return [line(("nothing yet", MUTED))]
+    return [_event(event, width) for event in reversed(store.events[-height:])]
+
+
+def _event(event: Event, width: int) -> Line:
+    clock = time.strftime("%H:%M:%S", time.localtime(event.time))
+    return fit(line((f"{clock} ", MUTED), (event.message, _event_role(event))), width)
+
+
+def _event_role(event: Event) -> str:
+    if event.kind in ("oom", "failed", "error"):
+        return "bad"
+    if event.kind == "band":
+        return {"danger": "danger", "edge": "edge"}.get(str(event.data.get("band")), "text")
+    return "text"
+
+
+def draw_notice(store: Store, width: int, height: int) -> list[Line]:
+    """What is wrong with the picture itself: nobody at the other end, old values, warnings of the run."""
+    words = notice(store)
+    return [fit(line((f" {words}", "edge")), width)] if words else []
+
+
+def notice(store: Store) -> str:
+    """The sentence for the line below the header, or nothing."""
+    if store.link in (Link.GONE, Link.ENDED):
+        return f"! {store.link_reason}" if store.link is Link.GONE else store.link_reason
+    if store.link is Link.WAITING:
+        return f"… {store.link_reason}"
+    if store.quiet_seconds > 0:
+        return f"! stale: nothing heard for {store.quiet_seconds:.0f} s, these are the last known values"
+    if store.run is not None and store.run.warnings:
+        more = len(store.run.warnings) - 1
+        return f"! {store.run.warnings[-1]}" + (f"  (and {more} more)" if more else "")
+    return ""
+
+
+def _number(value: float | None, form: str) -> str:
+    return units.UNKNOWN if value is None else format(value, form)
+
+
+def _thousands(value: float | None) -> str:
+    if value is None:
+        return units.UNKNOWN
+    return f"{value / 1000:.1f} k" if value >= 10_000 else units.count(value)

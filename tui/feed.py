@@ -1,0 +1,259 @@
+"""Where the dashboard's values come from. A `Feed` is all that it knows of the world.
+
+`LocalFeed` samples this machine, `RunFeed` follows a run over its supervisor's socket, `demo.DemoFeed` plays a script.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from memtop.supervisor import wire
+from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.monitor.values import MachineSnapshot
+
+
+@dataclass(frozen=True)
+class Connected:
+    """Values flow (again)."""
+
+
+@dataclass(frozen=True)
+class Disconnected:
+    """Nobody answers any more; what is on the screen is the last that was known."""
+
+    reason: str
+    """Words for a person, e.g. "supervisor is gone - reconnecting"."""
+    ended: bool = False
+    """True where that is as it should be: the run is over and its supervisor has left."""
+
+
+@dataclass(frozen=True)
+class LogLines:
+    """New lines of the run's output, from feeds whose run has no log file."""
+
+    rows: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Followed:
+    """The process tree that `--pid` names. No processes: it has ended."""
+
+    pid: int
+    command: str = ""
+    pids: frozenset[int] = frozenset()
+    rss_bytes: int | None = None
+
+
+FeedMessage = (
+    wire.StateUpdate | wire.MetricRows | wire.EventRows | MachineSnapshot | Connected | Disconnected | LogLines | Followed
+)
+
+
+class Feed(Protocol):
+    """A stream of values in one direction, requests in the other."""
+
+    read_only: bool
+    """True where no action may be offered."""
+    label: str | None
+    """What to say about all that it tells, e.g. "demo - invented numbers"."""
+
+    def messages(self) -> AsyncIterator[FeedMessage]:
+        """Everything that happens, until the dashboard closes."""
+
+    def request(self, make: Callable[[int], wire.Request]) -> AsyncIterator[wire.Answer]:
+        """Send the request that `make` builds from an id; yields accepted, then done or failed; or refused."""
+
+
+class Sampling(Protocol):
+    """What is needed of `supervisor.monitor.sampler.Sampler`."""
+
+    def sample(self) -> MachineSnapshot: ...
+
+
+def real_sampler() -> Sampling:
+    """The sampler of this machine; imported late because it loads the driver's library."""
+    from memtop.supervisor.monitor.sampler import Sampler
+
+    return Sampler()
+
+
+class LocalFeed:
+    """No run: this machine's GPUs, their processes and the host's memory; with `pid` also that process tree."""
+
+    def __init__(
+        self,
+        sampler_factory: Callable[[], Sampling] = real_sampler,
+        interval: float = 1.0,
+        *,
+        read_only: bool = False,
+        pid: int | None = None,
+    ) -> None:
+        self.read_only = read_only
+        self.label: str | None = None
+        self._sampler_factory = sampler_factory
+        self._interval = interval
+        self._pid = pid
+
+    async def messages(self) -> AsyncIterator[FeedMessage]:
+        # The driver may block for seconds when a GPU is in trouble: never on the thread that draws.
+        sampler = await asyncio.to_thread(self._sampler_factory)
+        yield Connected()
+        while True:
+            if self._pid is not None:
+                yield await asyncio.to_thread(follow, self._pid)
+            yield await asyncio.to_thread(sampler.sample)
+            await asyncio.sleep(self._interval)
+
+    async def request(self, make: Callable[[int], wire.Request]) -> AsyncIterator[wire.Answer]:
+        yield _refusal(make(0).id, "there is no run to ask")
+
+
+def follow(pid: int) -> Followed:
+    """The process tree below `pid` as it is now."""
+    from memtop.supervisor.run.process import process_tree
+
+    tree = process_tree(pid)
+    if tree is None:
+        return Followed(pid)
+    known = [process.rss_bytes for process in tree if process.rss_bytes is not None]
+    return Followed(pid, tree[0].command, frozenset(p.pid for p in tree), sum(known) if known else None)
+
+
+class Client(Protocol):
+    """What is needed of `supervisor.run.client.AsyncRunClient`."""
+
+    async def send(self, request: wire.Request) -> None: ...
+
+    async def receive(self) -> wire.Message | None: ...
+
+    async def close(self) -> None: ...
+
+
+class RunFeed:
+    """A run, over its supervisor's socket.
+
+    If the supervisor dies, a new one is started while the trainer lives, and the stream goes on. Once the run is over
+    and nobody answers, the last state is read from the run's folder, and this machine is sampled from here.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        *,
+        read_only: bool = False,
+        interval: float = 1.0,
+        sampler_factory: Callable[[], Sampling] = real_sampler,
+        retry_seconds: float = 1.0,
+    ) -> None:
+        self.read_only = read_only
+        self.label: str | None = None
+        self._folder = run_folder
+        self._interval = interval
+        self._sampler_factory = sampler_factory
+        self._sampler: Sampling | None = None
+        self._retry_seconds = retry_seconds
+        self._client: Client | None = None
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Queue[wire.Answer]] = {}
+
+    async def messages(self) -> AsyncIterator[FeedMessage]:
+        while True:
+            client = await self._connect()
+            if client is None:
+                async for message in self._without_supervisor():
+                    yield message
+                continue
+            self._client = client
+            yield Connected()
+            try:
+                async for message in self._stream(client):
+                    yield message
+            finally:
+                self._client = None
+                self._fail_waiting()
+                await client.close()
+            yield Disconnected("supervisor is gone - reconnecting")
+
+    async def request(self, make: Callable[[int], wire.Request]) -> AsyncIterator[wire.Answer]:
+        number = next(self._ids)
+        client = self._client
+        if client is None:
+            yield _refusal(number, "nobody answers: the supervisor is gone")
+            return
+        answers: asyncio.Queue[wire.Answer] = asyncio.Queue()
+        self._waiting[number] = answers
+        try:
+            await client.send(make(number))
+            while True:
+                answer = await answers.get()
+                yield answer
+                if answer.outcome is not wire.Outcome.ACCEPTED:
+                    return
+        except ConnectionError as error:
+            yield _refusal(number, f"the request could not be sent: {error}")
+        finally:
+            self._waiting.pop(number, None)
+
+    async def _connect(self) -> Client | None:
+        from memtop.supervisor.run.client import AsyncRunClient
+
+        try:
+            return await AsyncRunClient.connect(self._folder)
+        except (MemtopError, OSError):
+            # Nobody listens. What that means for the run is for _without_supervisor to find out and say.
+            return None
+
+    async def _stream(self, client: Client) -> AsyncIterator[FeedMessage]:
+        try:
+            await client.send(wire.Subscribe(id=next(self._ids)))
+        except ConnectionError:
+            # Gone between connecting and asking; the caller says so and tries again.
+            return
+        while (message := await client.receive()) is not None:
+            if not isinstance(message, wire.Answer):
+                yield message
+            elif message.id in self._waiting:
+                self._waiting[message.id].put_nowait(message)
+
+    async def _without_supervisor(self) -> AsyncIterator[FeedMessage]:
+        """One look at a run that nobody supervises: revive its supervisor if it still trains, else show how it ended."""
+        from memtop.supervisor.run.client import revive
+        from memtop.supervisor.run.view import read_run
+
+        try:
+            if not self.read_only and await asyncio.to_thread(revive, self._folder):
+                return
+            run, metrics, events = await asyncio.to_thread(read_run, self._folder)
+        except (MemtopError, OSError) as error:
+            yield Disconnected(str(error))
+            await asyncio.sleep(self._retry_seconds)
+            return
+        yield wire.MetricRows(rows=tuple(metrics), reset_from=0)
+        yield wire.EventRows(rows=tuple(events))
+        yield wire.StateUpdate(run=run)
+        yield _unsupervised(run)
+        # Somebody may take the run up again: keep looking, and keep the machine's panels alive meanwhile.
+        if self._sampler is None:
+            self._sampler = await asyncio.to_thread(self._sampler_factory)
+        yield await asyncio.to_thread(self._sampler.sample)
+        await asyncio.sleep(max(self._retry_seconds, self._interval))
+
+    def _fail_waiting(self) -> None:
+        for number, answers in self._waiting.items():
+            lost = "the supervisor went away before it answered"
+            answers.put_nowait(wire.Answer(id=number, outcome=wire.Outcome.FAILED, message=lost))
+
+
+def _unsupervised(run: wire.RunState) -> Disconnected:
+    if run.alive:
+        return Disconnected("supervisor is gone, training goes on - reconnecting")
+    return Disconnected(f"the run is over ({run.state.value}); memtop restart {run.name} takes it up again", ended=True)
+
+
+def _refusal(number: int, message: str) -> wire.Answer:
+    return wire.Answer(id=number, outcome=wire.Outcome.REFUSED, message=message)

@@ -1,0 +1,42 @@
+"""Ending GPU processes that the user chose. Behind one small protocol, so that tests and the demo touch no real one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from memtop.supervisor.monitor.values import GpuProcess
+
+
+@runtime_checkable
+class Hands(Protocol):
+    """Whatever ends processes. The answer is one line for a person.
+
+    A feed whose processes are not this machine's real ones is its own hands (the demo's processes are invented).
+    """
+
+    async def end_processes(self, chosen: Sequence[GpuProcess]) -> str: ...
+
+
+class RealHands:
+    """Ends real processes through the monitor, which checks identity and owner of each once more."""
+
+    async def end_processes(self, chosen: Sequence[GpuProcess]) -> str:
+        return await asyncio.to_thread(_end, tuple(chosen))
+
+
+def _end(chosen: tuple[GpuProcess, ...]) -> str:
+    from memtop.supervisor.monitor.nvml import NvmlReader
+    from memtop.supervisor.monitor.processes import ProcessId
+    from memtop.supervisor.monitor.strays import end_and_measure
+
+    # A pid without its start time could be another program by now.
+    known = [ProcessId(p.pid, p.started_ticks) for p in chosen if p.started_ticks is not None]
+    doubtful = [str(p.pid) for p in chosen if p.started_ticks is None]
+    reader = NvmlReader()
+    try:
+        text = end_and_measure(known, reader).text
+    finally:
+        reader.close()
+    return f"{text}; left alone, start time not known: {', '.join(doubtful)}" if doubtful else text

@@ -1,0 +1,148 @@
+"""Every action in one table: it feeds the key bindings, the action bar and the help screen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memtop.supervisor.wire import Phase
+from memtop.tui.store import Link, Store, holders
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that a person can do on the dashboard."""
+
+    id: str
+    keys: tuple[str, ...]
+    """As Textual spells them; the first is the one shown."""
+    shown_key: str
+    label: str
+    short: str
+    """The label where the terminal is narrow."""
+    description: str
+    group: str
+    """"run" and "machine" change something and are gone when read-only; "session" and "view" are harmless."""
+    dangerous: bool = False
+    """Asks first, with the focus on Cancel."""
+
+
+ACTIONS = (
+    Action(
+        "free",
+        ("f",),
+        "f",
+        "Free cache",
+        "Free",
+        "Give back memory that the training processes hold but do not use, at the next update",
+        "run",
+    ),
+    Action(
+        "kill",
+        ("k",),
+        "k",
+        "Kill strays",
+        "Kill",
+        "Choose processes that hold GPU memory and end them; only your own can be chosen",
+        "machine",
+        dangerous=True,
+    ),
+    Action(
+        "restart",
+        ("r",),
+        "r",
+        "Restart…",
+        "Restart",
+        "Save, then go on from train_latest_state with another batch, accumulation, seq_len or preset",
+        "run",
+        dangerous=True,
+    ),
+    Action(
+        "preset",
+        tuple("123456789"),
+        "1-9",
+        "Preset",
+        "Preset",
+        "Compare the presets; Enter restarts from train_latest_state with the chosen one",
+        "run",
+    ),
+    Action("checkpoint", ("c",), "c", "Checkpoint", "Save", "Write train_latest_state at the next update", "run"),
+    Action(
+        "stop",
+        ("s",),
+        "s",
+        "Stop…",
+        "Stop",
+        "Finish the present update, save, and end the run",
+        "run",
+        dangerous=True,
+    ),
+    Action("detach", ("d", "q"), "d", "Detach", "Detach", "Close the dashboard; the run goes on (also q)", "session"),
+    Action("help", ("question_mark",), "?", "Help", "Help", "All keys, and what the marks mean", "session"),
+    Action("follow", ("l",), "l", "Log: follow", "Follow", "Follow the log's end, or hold it still", "view"),
+    Action("search", ("slash",), "/", "Log: search", "Search", "Find text in the log; n and N go on, Esc leaves", "view"),
+    Action("next_match", ("n",), "n", "Log: next match", "Next", "The next older line that matches", "view"),
+    Action("previous_match", ("N",), "N", "Log: previous match", "Previous", "The next newer line that matches", "view"),
+    Action(
+        "events",
+        ("e",),
+        "e",
+        "Log or events",
+        "Events",
+        "On a small terminal: events in place of the log, and back",
+        "view",
+    ),
+    Action("log_up", ("pageup",), "PgUp", "Log: back", "Back", "A page back in the log, which is then held still", "view"),
+    Action("log_down", ("pagedown",), "PgDn", "Log: forward", "Forward", "A page forward in the log", "view"),
+    Action("gpu_up", ("up",), "↑", "GPU above", "Up", "Select the GPU above, where all share one panel", "view"),
+    Action("gpu_down", ("down",), "↓", "GPU below", "Down", "Select the GPU below", "view"),
+)
+BY_ID = {action.id: action for action in ACTIONS}
+BAR = tuple(action for action in ACTIONS if action.group != "view")
+
+
+def offered(action: Action, store: Store) -> bool:
+    """Whether the action exists at all in this dashboard."""
+    if action.group in ("run", "machine") and store.read_only:
+        return False
+    return action.group != "run" or store.run is not None
+
+
+def obstacle(action: Action, store: Store) -> str | None:
+    """Why an offered action cannot be done now, in words; None if it can."""
+    if action.group != "run" or store.run is None:
+        return None
+    run = store.run
+    if store.link is not Link.CONNECTED:
+        return store.link_reason or "nobody is connected"
+    if action.id == "preset" and run.settings is None:
+        return "presets need a built-in recipe: the settings of this program are not known"
+    if action.id in ("restart", "preset"):
+        return "a restart is under way already" if run.state in (Phase.RESTARTING, Phase.STOPPING) else None
+    if run.state.final:
+        return f"the run is {run.state.value}"
+    if action.id in ("free", "checkpoint") and run.state is not Phase.TRAINING:
+        return f"the run is not training yet, it is {run.state.value}"
+    return None
+
+
+def stray_count(store: Store) -> int:
+    """How many processes are proven left-overs of runs that are over."""
+    return sum(holder.process.stray for holder in holders(store.machine))
+
+
+def label_of(action: Action, store: Store, *, narrow: bool) -> str:
+    """The words on the button."""
+    if action.id == "detach" and (store.run is None or store.run.state.final):
+        return "Quit"
+    words = action.short if narrow else action.label
+    if action.id == "kill":
+        strays = stray_count(store)
+        return f"{words} ({strays})"
+    return words
+
+
+def key_of(action: Action, preset_keys: tuple[int, ...]) -> str:
+    """The key on the button; for presets only those digits that have one."""
+    if action.id == "preset" and preset_keys:
+        return f"{preset_keys[0]}-{preset_keys[-1]}" if len(preset_keys) > 1 else str(preset_keys[0])
+    return action.shown_key

@@ -1,0 +1,79 @@
+"""How high each panel is, from the terminal's size and from what there is to show. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memtop.tui.store import Store
+
+GPU_PANELS = 4
+"""Up to so many GPUs have a panel each; more share one, a line each."""
+_WIDE_FROM = (110, 34)
+_GPU_LOWEST, _GPU_HIGHEST = 6, 12
+_LOSS_LOWEST = 7
+_HOST_LOWEST = 7
+_RANKS_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Heights by selector (0 hides), and what else is shown."""
+
+    compact: bool
+    heights: dict[str, int]
+    shown: dict[str, bool]
+
+
+def plan(store: Store, width: int, height: int, *, notice: bool) -> Plan:
+    """The layout for this store on a terminal of this size."""
+    compact = width < _WIDE_FROM[0] or height < _WIDE_FROM[1]
+    has_run = store.run is not None
+    events = has_run and compact and store.events_wanted
+    shown = {
+        "#notice": notice,
+        "#wide": not compact,
+        "#compact": compact,
+        "#processes": not has_run,
+        "#log": has_run and not events,
+        "#compact-events": events,
+    }
+    # Header, flash line and buttons.
+    body = height - 3 - notice - (width < 80)
+    return Plan(compact, _compact(store) if compact else _wide(store, body), shown)
+
+
+def _compact(store: Store) -> dict[str, int]:
+    count = len(store.gpus)
+    gpu_lines = (count + 1) // 2 if count > 6 else max(1, count)
+    return {"#compact-machine": gpu_lines + 2, "#compact-training": 3 if store.run is not None else 0}
+
+
+def _wide(store: Store, body: int) -> dict[str, int]:
+    run = store.run
+    count = len(store.gpus)
+    # A third for the log (or the processes), as long as the panels above keep what they need.
+    upper = body - max(6, round(body * 0.26))
+    loss = _LOSS_LOWEST if run is not None else 0
+    each = (upper - loss) // count if count else 0
+    table = count > GPU_PANELS or (count > 0 and each < _GPU_LOWEST)
+    heights = {"#wide": upper, "#gpu-note": 0 if count else 3, "#gpu-table": 0}
+    for position in range(GPU_PANELS):
+        heights[f"#gpu-{position}"] = min(_GPU_HIGHEST, each) if position < count and not table else 0
+    if table:
+        # One line per GPU, a frame, and the details of the selected one where there is room.
+        heights["#gpu-table"] = min(upper - loss, count + 2 + 9)
+    heights["#host-big"] = 0 if count else max(_HOST_LOWEST, (upper - 3) // 2 if run is not None else upper - 3)
+    training = 0
+    if run is not None:
+        ranks = min(_RANKS_SHOWN, len(run.ranks))
+        training = 2 + 6 + bool(run.reason) + ranks
+    spare = upper - training - _HOST_LOWEST
+    host = _HOST_LOWEST + (4 if spare >= 12 or run is None else 0)
+    heights |= {"#training": training, "#host": host if count else 0}
+    heights |= {"#events": max(3, upper - training - heights["#host"]) if run is not None else 0}
+    heights["#loss"] = 0
+    if run is not None:
+        used = heights["#gpu-note"] + heights["#gpu-table"] + heights["#host-big"]
+        used += sum(heights[f"#gpu-{i}"] for i in range(GPU_PANELS))
+        heights["#loss"] = max(0, upper - used)
+    return heights

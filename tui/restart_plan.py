@@ -1,0 +1,76 @@
+"""What the restart form makes of its fields: a change to send, or the first thing that is wrong with them. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memtop.presets import SettingsError, edit_settings
+from memtop.presets.editing import describe_split
+from memtop.presets.schema import Settings
+from memtop.supervisor import units
+from memtop.supervisor.wire import Change, RunState
+
+NUMBER_FIELDS = ("batch", "accumulation", "seq_len")
+
+
+@dataclass(frozen=True)
+class RestartPlan:
+    """The outcome of a look at the form. Exactly one of `change` and `problem` is set."""
+
+    change: Change | None
+    after: Settings | None
+    problem: str | None
+    wrong_field: str | None
+    lines: tuple[str, ...]
+    """What to say about it: effective batch, data."""
+
+
+def restart_plan(before: Settings, texts: dict[str, str], preset: str) -> RestartPlan:
+    """Judge the form. `texts` holds what stands in the number fields; `preset` is the selected one."""
+    numbers: dict[str, int] = {}
+    for field in NUMBER_FIELDS:
+        text = texts[field].strip().replace(" ", "")
+        # int() would take "1_0" and digits of other scripts; a settings file shall not contain such surprises.
+        if not (text.isascii() and text.removeprefix("-").isdigit()):
+            return _wrong(field, f"{field} {text!r}: must be a whole number")
+        numbers[field] = int(text)
+    try:
+        base = edit_settings(before, preset=preset if preset != before.preset else None)
+        after = edit_settings(base, batch=numbers["batch"], accumulation=numbers["accumulation"], seq_len=numbers["seq_len"])
+    except SettingsError as error:
+        return _wrong(error.field, str(error))
+    changes = {name: value for name, value in numbers.items() if value != getattr(base, name)}
+    change = Change(
+        preset=preset if preset != before.preset else None,
+        batch=changes.get("batch"),
+        accumulation=changes.get("accumulation"),
+        seq_len=changes.get("seq_len"),
+    )
+    return RestartPlan(change, after, None, None, _consequences(before, after))
+
+
+def _wrong(field: str, problem: str) -> RestartPlan:
+    return RestartPlan(None, None, problem, field, ())
+
+
+def _consequences(before: Settings, after: Settings) -> tuple[str, ...]:
+    lines = [describe_split(before, after)]
+    if after.seq_len != before.seq_len:
+        lines.append(f"seq_len {before.seq_len} -> {after.seq_len}: a changed seq_len changes the data")
+    if after.gradient_checkpointing != before.gradient_checkpointing:
+        word = "on" if after.gradient_checkpointing else "off"
+        lines.append(f"gradient checkpointing {word}: {'less memory, slower' if word == 'on' else 'more memory, faster'}")
+    if after == before:
+        lines.append("nothing changed: restarts with the same settings")
+    return tuple(lines)
+
+
+def where_it_resumes(run: RunState) -> str:
+    """One sentence on the update from which the restarted run goes on."""
+    checkpoint = run.checkpoint
+    if run.alive:
+        return f"saves first, then resumes there (now update {units.count(run.updates)}); no sample repeated or skipped"
+    if checkpoint is None or not checkpoint.complete:
+        return "there is no complete checkpoint: starts again from the first update"
+    seen = units.count(checkpoint.samples_seen)
+    return f"resumes at update {units.count(checkpoint.updates)}, {seen} samples; no sample repeated or skipped"

@@ -1,0 +1,321 @@
+"""The dashboard itself: holds the store, hands each new one to the panels, and turns keys and buttons into actions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.events import Resize
+from textual.getters import query_one
+from textual.message import Message
+from textual.reactive import var
+from textual.screen import Screen
+from textual.widgets import Input
+
+from memtop.presets import PresetFileError, load_presets
+from memtop.supervisor import wire
+from memtop.tui.draw import machine as machine_drawing
+from memtop.tui.draw import training as training_drawing
+from memtop.tui.draw.line import Line, line
+from memtop.tui.feed import Feed, FeedMessage
+from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
+from memtop.tui.layout import GPU_PANELS, Plan, plan
+from memtop.tui.store import Store, fold
+from memtop.tui.widgets.action_bar import ActionBar, ActionButton
+from memtop.tui.widgets.line_panel import LinePanel
+from memtop.tui.widgets.log import LogPanel
+
+if TYPE_CHECKING:
+    from memtop.tui.app import DashboardApp, DashboardResult
+
+_FLASH_ROLES = {"busy": ("…", "accent"), "good": ("✓", "good"), "bad": ("✗", "bad"), "note": ("·", "muted")}
+_QUIET_INTERVALS = 6
+
+
+def _bindings() -> list[BindingType]:
+    rows: list[BindingType] = []
+    for action in ACTIONS:
+        for key in action.keys:
+            argument = f"'{action.id}', '{key}'"
+            rows.append(Binding(key, f"do({argument})", action.label, show=False, tooltip=action.description))
+    return rows
+
+
+def _gpu_panel(position: int) -> LinePanel:
+    def draw(store: Store, width: int, height: int) -> list[Line]:
+        gpus = store.gpus
+        return machine_drawing.draw_gpu(store, gpus[position], width, height) if position < len(gpus) else []
+
+    def title(store: Store) -> str:
+        return machine_drawing.gpu_title(store.gpus[position]) if position < len(store.gpus) else ""
+
+    return LinePanel(draw, title=title, id=f"gpu-{position}", classes="panel gpu")
+
+
+class DashboardScreen(Screen[None]):
+    """One store, one direction: feed worker -> message -> store -> panels."""
+
+    AUTO_FOCUS = ""
+    BINDINGS: ClassVar[list[BindingType]] = _bindings()
+
+    store: var[Store] = var(Store)
+    log_panel = query_one("#log", LogPanel)
+    action_bar = query_one(ActionBar)
+
+    class FeedReceived(Message):
+        """Something came from the feed."""
+
+        def __init__(self, content: FeedMessage) -> None:
+            super().__init__()
+            self.content = content
+
+    def __init__(self, feed: Feed, *, label: str | None, interval: float) -> None:
+        super().__init__()
+        self.feed = feed
+        self.set_reactive(DashboardScreen.store, Store(read_only=feed.read_only, label=label))
+        self._interval = interval
+        self._heard = time.monotonic()
+        self._log_shown = 0
+        self._plan: Plan | None = None
+        self._dialog_open = False
+        self._flash: Line = ()
+        self._preset_keys: tuple[int, ...] = ()
+
+    # --- what is on it ----------------------------------------------------------------------------------------------
+
+    def compose(self) -> ComposeResult:
+        m, t = machine_drawing, training_drawing
+        yield LinePanel(t.draw_header, id="header")
+        yield LinePanel(t.draw_notice, id="notice")
+        with Horizontal(id="wide"):
+            with Vertical(id="left"):
+                yield LinePanel(m.draw_gpu_note, id="gpu-note", classes="panel")
+                yield LinePanel(m.draw_host, title="Host memory", id="host-big", classes="panel host")
+                for position in range(GPU_PANELS):
+                    yield _gpu_panel(position)
+                yield LinePanel(m.draw_gpu_table, title="GPUs", id="gpu-table", classes="panel")
+                yield LinePanel(t.draw_loss, title="Loss", id="loss", classes="panel")
+            with Vertical(id="right"):
+                yield LinePanel(m.draw_host, title="Host memory", id="host", classes="panel host")
+                yield LinePanel(t.draw_training, title="Training", id="training", classes="panel")
+                yield LinePanel(t.draw_events, title="Events", id="events", classes="panel")
+        with Vertical(id="compact"):
+            yield LinePanel(m.draw_compact_machine, id="compact-machine")
+            yield LinePanel(t.draw_compact_training, id="compact-training")
+        yield LinePanel(m.draw_processes, title="GPU processes", id="processes", classes="panel")
+        yield LinePanel(t.draw_events, title="Events  (e: log)", id="compact-events", classes="panel")
+        yield LogPanel(id="log", classes="panel")
+        yield Input(placeholder="find in the log, Enter searches, Esc leaves", id="search", compact=True)
+        yield LinePanel(self._draw_flash, id="flash")
+        yield ActionBar()
+
+    def on_mount(self) -> None:
+        self._read_presets()
+        self._listen()
+        self.set_interval(1.0, self._check_quiet)
+        self._hand_down()
+
+    @work(group="feed")
+    async def _listen(self) -> None:
+        async for content in self.feed.messages():
+            self.post_message(self.FeedReceived(content))
+
+    @on(FeedReceived)
+    def _take(self, message: FeedReceived) -> None:
+        self._heard = time.monotonic()
+        self.store = fold(self.store, message.content)
+
+    def watch_store(self) -> None:
+        if self.is_mounted:
+            self._hand_down()
+
+    def on_resize(self, event: Resize) -> None:
+        self._plan = None
+        self._hand_down()
+
+    def _check_quiet(self) -> None:
+        quiet = time.monotonic() - self._heard
+        shown = quiet if quiet > max(5.0, self._interval * _QUIET_INTERVALS) else 0.0
+        if shown or self.store.quiet_seconds:
+            self.store = replace(self.store, quiet_seconds=shown)
+
+    def _read_presets(self) -> None:
+        try:
+            self._preset_keys = tuple(preset.key for preset in load_presets().values())
+        except PresetFileError as error:
+            self.say(str(error), "bad")
+
+    # --- store -> panels --------------------------------------------------------------------------------------------
+
+    def _hand_down(self) -> None:
+        store = self.store
+        with self.app.batch_update():
+            self._arrange(store)
+            for panel in self.query(LinePanel):
+                panel.show(store)
+            self._colour_borders(store)
+            self.action_bar.show(store, narrow=self.size.width < 110, preset_keys=self._preset_keys)
+            self._feed_log(store)
+
+    def _arrange(self, store: Store) -> None:
+        """Lay the panels out for what there is to show; only if that has changed."""
+        notice = bool(training_drawing.notice(store))
+        wanted = plan(store, self.size.width, self.size.height, notice=notice)
+        if wanted == self._plan:
+            return
+        self._plan = wanted
+        for selector, height in wanted.heights.items():
+            widget = self.query_one(selector)
+            widget.display = height > 0
+            if height > 0:
+                widget.styles.height = height
+        for selector, shown in wanted.shown.items():
+            self.query_one(selector).display = shown
+
+    def _colour_borders(self, store: Store) -> None:
+        bands = {f"#gpu-{i}": gpu.band for i, gpu in enumerate(store.gpus[:GPU_PANELS])}
+        bands |= {"#host": store.host.band, "#host-big": store.host.band}
+        for selector, band in bands.items():
+            panel = self.query_one(selector)
+            panel.set_class(band.value == "edge", "-edge")
+            panel.set_class(band.value == "danger", "-danger")
+
+    def _feed_log(self, store: Store) -> None:
+        if store.run is not None and store.run.log_path:
+            self.log_panel.follow_file(Path(store.run.log_path))
+        elif store.log_count > self._log_shown:
+            fresh = store.log_count - self._log_shown
+            self._log_shown = store.log_count
+            self.log_panel.append(store.log[-fresh:])
+
+    # --- the line above the buttons ---------------------------------------------------------------------------------
+
+    def say(self, text: str, kind: str = "note") -> None:
+        """Tell the user something on the line above the buttons; what went wrong also as a toast."""
+        mark, role = _FLASH_ROLES[kind]
+        self._flash = line((f"{mark} ", role), (text, "bad" if kind == "bad" else "text"))
+        self.query_one("#flash", LinePanel).show(self.store)
+        if kind in ("good", "bad"):
+            self.notify(text, severity="information" if kind == "good" else "error", markup=False)
+
+    def _draw_flash(self, store: Store, width: int, height: int) -> list[Line]:
+        return [self._flash]
+
+    def hint_quit(self) -> None:
+        self.say("d closes the dashboard and the run goes on; s stops the run" if self.store.run else "q quits")
+
+    def result(self) -> DashboardResult:
+        """How the dashboard is being left."""
+        from memtop.tui.app import DashboardResult
+
+        run = self.store.run
+        if run is None:
+            return DashboardResult("detach")
+        if run.state.final:
+            return DashboardResult("ended", f"{run.name}: {run.state.value}, memtop show {run.name}")
+        return DashboardResult("detach", f"{run.name} goes on; memtop watch {run.name} shows it again")
+
+    # --- actions ----------------------------------------------------------------------------------------------------
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "do" and parameters:
+            return offered(BY_ID[str(parameters[0])], self.store)
+        return True
+
+    @on(ActionButton.Pressed)
+    def _button(self, message: ActionButton.Pressed) -> None:
+        action = BY_ID[message.action_id]
+        # The one button of all presets opens the table at the present one, not at a digit's.
+        self.action_do(action.id, "" if action.id == "preset" else action.keys[0])
+
+    def action_do(self, action_id: str, key: str) -> None:
+        """Do what a key or a button stands for, or say why that is not possible now."""
+        action = BY_ID[action_id]
+        problem = obstacle(action, self.store)
+        if problem is not None:
+            self.say(f"{action.label.rstrip('…')}: {problem}", "bad")
+            return
+        if action_id == "detach":
+            self.dashboard_app.action_detach()
+        elif action.group == "view":
+            self._view(action_id)
+        elif not self._dialog_open:
+            # Set here and not when the dialog appears: two quick key presses must not open two.
+            self._dialog_open = action_id not in ("free", "checkpoint")
+            self._carry_out(action_id, key)
+
+    @work(group="actions")
+    async def _carry_out(self, action_id: str, key: str) -> None:
+        from memtop.tui.screens import flows
+
+        try:
+            await flows.FLOWS[action_id](self, key)
+        finally:
+            self._dialog_open = False
+
+    async def ask_supervisor(self, make: Callable[[int], wire.Request]) -> None:
+        """Send a request and show each answer to it."""
+        kinds = {wire.Outcome.ACCEPTED: "busy", wire.Outcome.DONE: "good"}
+        answers: AsyncIterator[wire.Answer] = self.feed.request(make)
+        async for answer in answers:
+            self.say(answer.message, kinds.get(answer.outcome, "bad"))
+
+    def dialog_closed(self) -> None:
+        """The user has answered: the next dialog may open while the answer is being carried out."""
+        self._dialog_open = False
+
+    @property
+    def dashboard_app(self) -> DashboardApp:
+        from memtop.tui.app import DashboardApp
+
+        assert isinstance(self.app, DashboardApp)
+        return self.app
+
+    # --- looking around ---------------------------------------------------------------------------------------------
+
+    def _view(self, action_id: str) -> None:
+        log = self.log_panel
+        if action_id == "follow":
+            log.toggle_follow()
+        elif action_id == "search":
+            self._open_search()
+        elif action_id in ("next_match", "previous_match"):
+            log.go_to_match(-1 if action_id == "next_match" else 1)
+        elif action_id in ("log_up", "log_down"):
+            log.page(-1 if action_id == "log_up" else 1)
+        elif action_id == "events":
+            self.store = replace(self.store, events_wanted=not self.store.events_wanted)
+        else:
+            step = -1 if action_id == "gpu_up" else 1
+            last = max(0, len(self.store.gpus) - 1)
+            self.store = replace(self.store, selected_gpu=min(last, max(0, self.store.selected_gpu + step)))
+
+    def _open_search(self) -> None:
+        search = self.query_one("#search", Input)
+        search.display = True
+        search.focus()
+
+    @on(Input.Submitted, "#search")
+    def _search(self, message: Input.Submitted) -> None:
+        found = self.log_panel.search(message.value)
+        self._close_search()
+        if message.value:
+            self.say(f"{found} lines with {message.value!r}; n and N go through them" if found else "not found in the log")
+
+    def key_escape(self) -> None:
+        if self.query_one("#search", Input).display:
+            self.log_panel.search("")
+            self._close_search()
+
+    def _close_search(self) -> None:
+        search = self.query_one("#search", Input)
+        search.value = ""
+        search.display = False
+        self.set_focus(None)

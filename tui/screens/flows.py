@@ -1,0 +1,130 @@
+"""What each action does from key press to answer. Imported at the first action, not at start-up."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from memtop.presets import load_presets
+from memtop.supervisor import units, wire
+from memtop.supervisor.wire import Change
+from memtop.tui.screens.dialog import ConfirmDialog
+from memtop.tui.screens.kill import KillDialog, describe
+from memtop.tui.store import Holder, Store, holders
+
+if TYPE_CHECKING:
+    from memtop.tui.screens.dashboard import DashboardScreen
+
+
+async def free(screen: DashboardScreen, key: str) -> None:
+    await screen.ask_supervisor(lambda number: wire.FreeCache(id=number))
+
+
+async def checkpoint(screen: DashboardScreen, key: str) -> None:
+    await screen.ask_supervisor(lambda number: wire.CheckpointNow(id=number))
+
+
+async def stop(screen: DashboardScreen, key: str) -> None:
+    run = screen.store.run
+    assert run is not None
+    lines = [
+        f"Stop {run.name}?",
+        "",
+        f"The present update (now {units.count(run.updates)} of {units.count(run.total_updates)}) is finished and saved,",
+        f"then the program ends. memtop restart {run.name} takes it up again.",
+    ]
+    if await screen.app.push_screen_wait(ConfirmDialog("Stop the run", lines, confirm="Stop the run")):
+        screen.dialog_closed()
+        await screen.ask_supervisor(lambda number: wire.Stop(id=number))
+
+
+async def restart(screen: DashboardScreen, key: str) -> None:
+    from memtop.tui.screens.restart import RestartDialog
+
+    run = screen.store.run
+    assert run is not None
+    change: Change | None
+    if run.settings is None:
+        change = await _restart_unknown_program(screen, run)
+    else:
+        change = await screen.app.push_screen_wait(RestartDialog(run, run.settings, tuple(load_presets())))
+    if change is not None:
+        await _send_restart(screen, change)
+
+
+async def _restart_unknown_program(screen: DashboardScreen, run: wire.RunState) -> Change | None:
+    lines = [
+        f"Restart {run.name} with the same command?",
+        "",
+        " ".join(run.command),
+        "Its settings are not known, so there is nothing to edit here.",
+    ]
+    answer = await screen.app.push_screen_wait(ConfirmDialog("Restart", lines, confirm="Restart"))
+    return Change() if answer else None
+
+
+async def preset(screen: DashboardScreen, key: str) -> None:
+    from memtop.tui.screens.presets import PresetDialog
+
+    run = screen.store.run
+    assert run is not None
+    assert run.settings is not None
+    presets = load_presets()
+    if key and key not in {str(p.key) for p in presets.values()}:
+        screen.say(f"no preset has key {key}: there are {', '.join(f'{p.key} {n}' for n, p in presets.items())}", "bad")
+        return
+    name = await screen.app.push_screen_wait(PresetDialog(run, run.settings, presets, key))
+    if name is None:
+        return
+    if name == run.settings.preset:
+        screen.say(f"{name} is the preset that the run has now")
+        return
+    await _send_restart(screen, Change(preset=name))
+
+
+async def _send_restart(screen: DashboardScreen, change: Change) -> None:
+    screen.dialog_closed()
+    await screen.ask_supervisor(lambda number: wire.Restart(id=number, change=change))
+
+
+async def kill(screen: DashboardScreen, key: str) -> None:
+    store = screen.store
+    chosen = await screen.app.push_screen_wait(KillDialog(candidates(store), store.now))
+    if not chosen:
+        return
+    one = len(chosen) == 1
+    lines = [
+        f"End {'this process' if one else f'these {len(chosen)} processes'}? What has not been saved is lost.",
+        "",
+        *(describe(holder, store.now) for holder in chosen),
+    ]
+    label = "End it" if one else f"End {len(chosen)}"
+    if not await screen.app.push_screen_wait(ConfirmDialog("End processes", lines, confirm=label)):
+        return
+    screen.dialog_closed()
+    screen.say("ending: interrupt first, kill last, up to 12 s", "busy")
+    text = await screen.dashboard_app.hands.end_processes([holder.process for holder in chosen])
+    screen.say(text, "good")
+
+
+def candidates(store: Store) -> tuple[Holder, ...]:
+    """All GPU processes but those of the run on this screen, which has Stop for that."""
+    own = store.run.name if store.run is not None and store.run.alive else None
+    return tuple(h for h in holders(store.machine) if own is None or h.process.run != own or h.process.stray)
+
+
+async def show_help(screen: DashboardScreen, key: str) -> None:
+    from memtop.tui.screens.help import HelpDialog
+
+    await screen.app.push_screen_wait(HelpDialog(screen.store))
+
+
+FLOWS: dict[str, Callable[[DashboardScreen, str], Awaitable[None]]] = {
+    "free": free,
+    "checkpoint": checkpoint,
+    "stop": stop,
+    "restart": restart,
+    "preset": preset,
+    "kill": kill,
+    "help": show_help,
+}

@@ -1,0 +1,212 @@
+"""The view-model: one frozen value with all that the dashboard shows, and `fold`, the only way to the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple
+
+from memtop.supervisor import wire
+from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
+from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines
+
+HISTORY_LENGTH = 600
+METRICS_KEPT = 20_000
+EVENTS_KEPT = 500
+LOG_LINES_KEPT = 2_000
+
+
+class Link(Enum):
+    """Whether anybody is at the other end of the feed."""
+
+    WAITING = "waiting"
+    CONNECTED = "connected"
+    GONE = "gone"
+    ENDED = "ended"
+
+
+class Moment(NamedTuple):
+    """One past value of a memory share."""
+
+    time: float
+    fraction: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Store:
+    """Everything on the screen. Compared by identity: each fold gives a new one."""
+
+    read_only: bool = False
+    label: str | None = None
+    """What to say about the whole picture, e.g. "demo - invented numbers"."""
+    link: Link = Link.WAITING
+    link_reason: str = "waiting for the first sample"
+    run: wire.RunState | None = None
+    machine: MachineSnapshot | None = None
+    metrics: tuple[wire.Metric, ...] = ()
+    events: tuple[wire.Event, ...] = ()
+    log: tuple[str, ...] = ()
+    log_count: int = 0
+    """All log lines ever received, those no longer kept included."""
+    gpu_history: Mapping[str, tuple[Moment, ...]] = field(default_factory=dict)
+    gpu_peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Highest used bytes that this dashboard has seen, by GPU."""
+    host_history: tuple[Moment, ...] = ()
+    host_peak_fraction: float | None = None
+    followed: Followed | None = None
+    quiet_seconds: float = 0.0
+    """How long nothing has been heard, beyond what is normal; 0 while all is well."""
+    events_wanted: bool = False
+    """On a small terminal: events in place of the log."""
+    selected_gpu: int = 0
+    """Position of the GPU whose details are shown where all share one panel."""
+
+    @property
+    def now(self) -> float | None:
+        """The time of the newest sample: the picture's own clock."""
+        return None if self.machine is None else self.machine.time
+
+    @property
+    def gpus(self) -> tuple[GpuSample, ...]:
+        return () if self.machine is None else self.machine.gpus
+
+    @property
+    def host(self) -> HostSample:
+        return HostSample() if self.machine is None else self.machine.host
+
+
+def gpu_key(gpu: GpuSample) -> str:
+    """What identifies a GPU over time; indices may change, UUIDs are not always readable."""
+    return gpu.uuid or f"index {gpu.index}"
+
+
+def fold(store: Store, message: FeedMessage) -> Store:
+    """The store after one message. Pure."""
+    if isinstance(message, wire.StateUpdate):
+        # A new state proves that the link works, whatever was said before.
+        after = replace(store, run=message.run, quiet_seconds=0.0)
+        return after if message.machine is None else _with_machine(after, message.machine)
+    if isinstance(message, MachineSnapshot):
+        return _with_machine(replace(store, quiet_seconds=0.0), message)
+    if isinstance(message, wire.MetricRows):
+        return replace(store, metrics=_with_metrics(store.metrics, message))
+    if isinstance(message, wire.EventRows):
+        known = {event.id for event in store.events}
+        fresh = tuple(event for event in message.rows if event.id not in known)
+        return replace(store, events=(*store.events, *fresh)[-EVENTS_KEPT:])
+    if isinstance(message, LogLines):
+        log = (*store.log, *message.rows)[-LOG_LINES_KEPT:]
+        return replace(store, log=log, log_count=store.log_count + len(message.rows))
+    if isinstance(message, Followed):
+        return replace(store, followed=message)
+    if isinstance(message, Connected):
+        return replace(store, link=Link.CONNECTED, link_reason="", quiet_seconds=0.0)
+    if isinstance(message, Disconnected):
+        link = Link.ENDED if message.ended else Link.GONE
+        return replace(store, link=link, link_reason=message.reason, quiet_seconds=0.0)
+    raise TypeError(f"not a feed message: {message!r}")
+
+
+def _with_metrics(rows: tuple[wire.Metric, ...], message: wire.MetricRows) -> tuple[wire.Metric, ...]:
+    if message.reset_from is not None:
+        rows = tuple(row for row in rows if row.update < message.reset_from)
+    if rows and message.rows and message.rows[0].update <= rows[-1].update:
+        # After a reconnect the stream repeats what was sent before: the newer telling of an update counts.
+        repeated = {row.update for row in message.rows}
+        rows = tuple(row for row in rows if row.update not in repeated)
+    return (*rows, *message.rows)[-METRICS_KEPT:]
+
+
+def _with_machine(store: Store, machine: MachineSnapshot) -> Store:
+    history: dict[str, tuple[Moment, ...]] = {}
+    peaks = dict(store.gpu_peak_bytes)
+    for gpu in machine.gpus:
+        key = gpu_key(gpu)
+        past = store.gpu_history.get(key, ())
+        history[key] = (*past, Moment(machine.time, gpu.used_fraction))[-HISTORY_LENGTH:]
+        if gpu.used_bytes is not None:
+            peaks[key] = max(peaks.get(key, 0), gpu.used_bytes)
+    host = machine.host.used_fraction
+    host_peak = store.host_peak_fraction
+    if host is not None:
+        host_peak = max(host, host_peak or 0.0)
+    return replace(
+        store,
+        machine=machine,
+        gpu_history=history,
+        gpu_peak_bytes=peaks,
+        host_history=(*store.host_history, Moment(machine.time, host))[-HISTORY_LENGTH:],
+        host_peak_fraction=host_peak,
+    )
+
+
+class VramSplit(NamedTuple):
+    """Who holds a GPU's memory, in bytes; None where it cannot be told."""
+
+    allocated: int | None
+    """By the allocator of this run, in live tensors."""
+    cached: int | None
+    """Reserved by that allocator, but free."""
+    context: int | None
+    """Held by this run's processes outside the allocator: CUDA context, libraries."""
+    others: int | None
+    """By processes that are not this run's."""
+
+
+def split_vram(gpu: GpuSample, run: wire.RunState | None) -> VramSplit:
+    """The used memory of a GPU, split by what the run's ranks report and by what the driver says of each process."""
+    ranks = [r for r in run.ranks if r.device_uuid is not None and r.device_uuid == gpu.uuid] if run else []
+    allocated = _sum(r.allocated_bytes for r in ranks)
+    reserved = _sum(r.reserved_bytes for r in ranks)
+    cached = None if allocated is None or reserved is None else max(0, reserved - allocated)
+    own = _sum(p.used_bytes for p in gpu.processes if run is not None and p.run == run.name)
+    context = None if own is None else max(0, own - (reserved or 0))
+    others = None
+    if gpu.used_bytes is not None:
+        # Processes in other containers are not listed by the driver: the rest of the used memory is the honest figure.
+        others = max(0, gpu.used_bytes - (own if own is not None else reserved or 0))
+    return VramSplit(allocated, cached, context, others)
+
+
+def _sum(values: Iterable[int | None]) -> int | None:
+    known = [v for v in values if v is not None]
+    return sum(known) if known else None
+
+
+def seconds_until_full(history: tuple[Moment, ...], *, window: float = 120.0) -> float | None:
+    """When the memory is full if it goes on growing as in the last two minutes; None if it does not really grow."""
+    known = [(m.time, m.fraction) for m in history if m.fraction is not None]
+    known = [k for k in known if k[0] >= known[-1][0] - window]
+    if len(known) < 10 or known[-1][1] - known[0][1] < 0.01:
+        return None
+    mean_time = sum(t for t, _ in known) / len(known)
+    mean_value = sum(v for _, v in known) / len(known)
+    spread = sum((t - mean_time) ** 2 for t, _ in known)
+    if spread <= 0:
+        return None
+    slope = sum((t - mean_time) * (v - mean_value) for t, v in known) / spread
+    if slope <= 0:
+        return None
+    seconds = max(0.0, 1 - known[-1][1]) / slope
+    return seconds if seconds < 86400 else None
+
+
+class Holder(NamedTuple):
+    """One process over all the GPUs that it uses."""
+
+    process: GpuProcess
+    gpu_indices: tuple[int, ...]
+    used_bytes: int | None
+
+
+def holders(machine: MachineSnapshot | None) -> tuple[Holder, ...]:
+    """All GPU processes, each once: strays first, then by memory."""
+    found: dict[tuple[int, float | None], list[tuple[int, GpuProcess]]] = {}
+    for gpu in machine.gpus if machine else ():
+        for process in gpu.processes:
+            found.setdefault((process.pid, process.started), []).append((gpu.index, process))
+    rows = [
+        Holder(seen[0][1], tuple(index for index, _ in seen), _sum(p.used_bytes for _, p in seen)) for seen in found.values()
+    ]
+    return tuple(sorted(rows, key=lambda h: (not h.process.stray, -(h.used_bytes or 0), h.process.pid)))

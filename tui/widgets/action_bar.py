@@ -1,0 +1,69 @@
+"""The row of buttons at the bottom: every action with its key, from the one table."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Container
+from textual.events import Click
+from textual.message import Message
+from textual.widget import Widget
+
+from memtop.tui.keymap import BAR, Action, key_of, label_of, obstacle, offered
+from memtop.tui.store import Store
+
+
+class ActionButton(Widget, can_focus=True):
+    """One action: its key, its words; quiet where it cannot be done now."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"action--key", "action--label"}
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter,space", "press", "Press", show=False)]
+
+    class Pressed(Message):
+        """The button was clicked, or pressed with the keyboard."""
+
+        def __init__(self, action_id: str) -> None:
+            super().__init__()
+            self.action_id = action_id
+
+    def __init__(self, action: Action) -> None:
+        super().__init__(id=f"action-{action.id}")
+        self.action = action
+        self.key = action.shown_key
+        self.label = action.label
+        self.tooltip = action.description
+
+    def say(self, key: str, label: str) -> None:
+        """Change the words; lays out again only if they changed."""
+        if (key, label) != (self.key, self.label):
+            self.key, self.label = key, label
+            self.refresh(layout=True)
+
+    def render(self) -> Text:
+        key = self.get_component_rich_style("action--key", partial=True)
+        return Text.assemble((self.key, key), f" {self.label}", no_wrap=True)
+
+    def on_click(self, event: Click) -> None:
+        event.stop()
+        self.action_press()
+
+    def action_press(self) -> None:
+        self.post_message(self.Pressed(self.action.id))
+
+
+class ActionBar(Container):
+    """All buttons of the dashboard."""
+
+    def compose(self) -> ComposeResult:
+        for action in BAR:
+            yield ActionButton(action)
+
+    def show(self, store: Store, *, narrow: bool, preset_keys: tuple[int, ...]) -> None:
+        """Hide what does not exist here, quieten what cannot be done now, and keep the words up to date."""
+        for button in self.query(ActionButton):
+            button.display = offered(button.action, store)
+            button.set_class(obstacle(button.action, store) is not None, "-unavailable")
+            button.say(key_of(button.action, preset_keys), label_of(button.action, store, narrow=narrow))
