@@ -152,7 +152,7 @@ class DemoFeed:
             if self._update >= TOTAL_UPDATES:
                 self._phase = Phase.FINISHED
         if self._tick == self._warm_up - 40:
-            self._event("band", "GPU 1: edge -> danger, 90.8 %: cache grew 0.9 GiB in 40 s", band="danger")
+            self._event("band", "GPU 1: edge -> danger, 90.8 %: cache grew 0.9 GiB in 40 s")
         messages: list[FeedMessage] = [wire.StateUpdate(run=self._run(), machine=self._machine())]
         if rows:
             messages.append(wire.MetricRows(rows=tuple(rows)))
@@ -167,10 +167,9 @@ class DemoFeed:
             LogLines((f"[rank 0] train_latest_state written: update {units.count(self._update)}, 1.4 GiB in 0.8 s",))
         )
 
-    def _event(self, kind: str, message: str, *, ago: float = 0.0, band: str | None = None) -> None:
+    def _event(self, kind: str, message: str, *, ago: float = 0.0) -> None:
         moment = START + (self._warm_up if ago else self._tick) - ago
-        data = {"band": band} if band else {}
-        row = wire.Event(id=next(self._event_ids), time=moment, attempt=self._attempt, kind=kind, message=message, data=data)
+        row = wire.Event(id=next(self._event_ids), time=moment, attempt=self._attempt, kind=kind, message=message)
         self._outbox.append(wire.EventRows(rows=(row,)))
 
     def _metric(self, update: int) -> wire.Metric:

@@ -10,7 +10,7 @@ GPU_PANELS = 4
 """Up to so many GPUs have a panel each; more share one, a line each."""
 _WIDE_FROM = (110, 34)
 _GPU_LOWEST, _GPU_HIGHEST = 6, 12
-_LOSS_LOWEST = 7
+_LOSS_LOWEST = 9
 _HOST_LOWEST = 7
 _RANKS_SHOWN = 4
 

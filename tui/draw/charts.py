@@ -1,4 +1,4 @@
-"""Charts on fixed scales: memory over time in eighth blocks, the loss curve in braille dots."""
+"""Charts on fixed scales: memory over time and the loss curve, both in braille dots."""
 
 from __future__ import annotations
 
@@ -12,36 +12,43 @@ from memtop.supervisor.monitor.values import Band
 from memtop.tui.draw.bars import merged
 from memtop.tui.draw.line import MUTED, Line, fit, line
 
-_EIGHTHS = " ▁▂▃▄▅▆▇█"
 _HISTORY_ROLES = {Band.SAFE: "hist", Band.EDGE: "histedge", Band.DANGER: "histdanger", Band.UNKNOWN: "unknown"}
 _LABEL_WIDTH = 8
+_BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""The dots of a braille cell: rows from the top, columns from the left."""
 
 
 def history(width: int, height: int, values: Sequence[float | None]) -> list[Line]:
-    """Memory shares over time, newest at the right, 0 to 100 % over the height, with the band lines drawn and labelled."""
+    """Memory shares over time, newest at the right, 0 to 100 % over the height, with the band lines drawn and labelled.
+
+    Two values per cell and four levels per row, as filled braille columns.
+    """
     if height <= 0 or width <= _LABEL_WIDTH + 4:
         return []
-    room = width - _LABEL_WIDTH
+    room = (width - _LABEL_WIDTH) * 2
     known = values[-room:]
     shown: list[float | None] = [*([None] * (room - len(known))), *known]
     lines: list[Line] = []
     for row in range(height):
         floor = 1 - (row + 1) / height
-        # The top row ends above 100 %, so that a full card still falls into it.
         limits = [m for m in (EDGE_FROM, DANGER_ABOVE) if floor <= m < floor + 1 / height]
-        cells = [_history_cell(value, floor, height, bool(limits)) for value in shown]
+        pairs = zip(shown[::2], shown[1::2], strict=True)
+        cells = [_history_cell(pair, height, height - 1 - row, bool(limits)) for pair in pairs]
         lines.append((*merged(cells), *_history_label(row, height, limits)))
     return lines
 
 
-def _history_cell(value: float | None, floor: float, height: int, on_limit: bool) -> tuple[str, str]:
-    empty = ("┄", "limit") if on_limit else (" ", MUTED)
-    if value is None:
-        return empty
-    eighths = round((value - floor) * height * 8)
-    if eighths <= 0:
-        return empty
-    return (_EIGHTHS[min(8, eighths)], _HISTORY_ROLES[band_of(value)])
+def _history_cell(pair: tuple[float | None, float | None], height: int, row: int, on_limit: bool) -> tuple[str, str]:
+    """One cell of two columns; `row` counts from the bottom."""
+    bits = 0
+    for column, value in enumerate(pair):
+        level = 0 if value is None else round(value * height * 4) - row * 4
+        for dot in range(min(4, max(0, level))):
+            bits |= _BITS[3 - dot][column]
+    if not bits:
+        return ("┄", "limit") if on_limit else (" ", MUTED)
+    highest = max(value for value in pair if value is not None)
+    return (chr(0x2800 + bits), _HISTORY_ROLES[band_of(highest)])
 
 
 def _history_label(row: int, height: int, limits: Sequence[float]) -> Line:
@@ -116,9 +123,6 @@ def _dots(points: Sequence[Point], width: int, height: int, first: int, last: in
             cells[y // 4][x // 2] |= _BITS[y % 4][x % 2]
         before = (column, level)
     return cells
-
-
-_BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def _stroke(start: tuple[int, int] | None, end: tuple[int, int]) -> list[tuple[int, int]]:

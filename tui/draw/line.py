@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len, set_cell_size
 
@@ -104,11 +104,24 @@ def fact(label: str, value: str, role: str = STRONG) -> Line:
     return line((f"{label} ", MUTED), (value, role)) if label else line((value, role))
 
 
-def grid(cells: Iterable[Line], width: int, columns: int) -> Line:
-    """Cells in equal columns, so that numbers stay below each other from line to line."""
-    each = max(1, width // columns)
+def join_fitting(lines: Iterable[Line], width: int, separator: str = "  ") -> Line:
+    """As `join`, but what does not fit any more is left out whole instead of being cut: the first are the important ones."""
+    out: Line = ()
+    for part in lines:
+        longer = join((out, part), separator)
+        if width_of(longer) > width:
+            break
+        out = longer
+    return out
+
+
+def grid(cells: Sequence[Line], width: int) -> Line:
+    """Cells in columns, the first a little wider, so that numbers stay below each other from line to line."""
+    first = width * 2 // 5
+    rest = (width - first) // max(1, len(cells) - 1)
     out: list[Span] = []
-    for cell in cells:
+    for number, cell in enumerate(cells):
+        each = rest if number else first
         # A cell that fills its column keeps one blank to its neighbour.
         out.extend(fit(cell, each) if width_of(cell) < each else (*fit(cell, each - 1), (" ", TEXT)))
     return fit(tuple(out), width)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import GpuSample, HostSample
-from memtop.tui.draw.bands import ROLES, padded_tag, tag
+from memtop.tui.draw.bands import ROLES, banded, padded_tag
 from memtop.tui.draw.bars import Share, memory_bar
 from memtop.tui.draw.charts import history
-from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, join, line, spread, wrap
+from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, spread, wrap
 from memtop.tui.store import Store, VramSplit, gpu_key, holders, seconds_until_full, split_vram
 
 _LABEL = 6
@@ -75,8 +75,7 @@ def _gpu_numbers(store: Store, gpu: GpuSample, width: int) -> Line:
     left = join(
         (
             line((f"{units.gib(gpu.used_bytes)} / {units.gib(gpu.total_bytes)} GiB", STRONG)),
-            line((f"{units.percent(gpu.used_fraction):>7}", ROLES[gpu.band])),
-            tag(gpu.band),
+            banded(gpu.used_fraction, gpu.band),
         ),
         "   ",
     )
@@ -93,7 +92,7 @@ def _gpu_holders(store: Store, gpu: GpuSample, width: int) -> Line:
         parts = _split_facts(split_vram(gpu, store.run))
     if gpu.reserved_bytes:
         parts.append(fact("driver", units.gib(gpu.reserved_bytes)))
-    return fit(join(parts), width)
+    return join_fitting(parts, width)
 
 
 def _split_facts(split: VramSplit) -> list[Line]:
@@ -215,8 +214,7 @@ def _host_numbers(host: HostSample, width: int) -> Line:
     left = join(
         (
             line((f"{units.gib(host.used_bytes)} / {units.gib(whole)} GiB", STRONG)),
-            line((f"{units.percent(host.used_fraction):>7}", ROLES[host.band])),
-            tag(host.band),
+            banded(host.used_fraction, host.band),
         ),
         "   ",
     )
@@ -255,7 +253,7 @@ def swap_row(host: HostSample, width: int) -> Line:
         )
     )
     room = max(4, width - _LABEL - sum(len(t) for t, _ in tail))
-    bar = memory_bar(room, [Share(host.swap_fraction or 0.0, "█", "context")])
+    bar = memory_bar(room, [Share(host.swap_fraction or 0.0, "█", "alloc")])
     return fit((("Swap".ljust(_LABEL), MUTED), *bar, *tail), width)
 
 

@@ -6,10 +6,12 @@ import time
 from pathlib import PurePath
 
 from memtop.supervisor import units
+from memtop.supervisor.monitor.bands import mark
+from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.wire import Event, Phase, RankMemory, RunState
 from memtop.tui.draw.bars import progress_bar
 from memtop.tui.draw.charts import Point, curve
-from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, grid, join, line, spread
+from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, grid, join, join_fitting, line, spread, width_of, wrap
 from memtop.tui.store import Link, Store
 
 PHASE_MARKS = {
@@ -31,17 +33,21 @@ def draw_header(store: Store, width: int, height: int) -> list[Line]:
         what = _followed(store) or ("this machine" if store.machine is not None else "starting")
         return [spread(join((head, line((what, STRONG)), _label(store))), _machine_words(store), width)]
     run = store.run
-    mark, role = PHASE_MARKS[run.state]
+    sign, role = PHASE_MARKS[run.state]
     left = join(
         (
             head,
             line((run.name, STRONG)),
             fact("attempt", str(run.attempt)) if run.attempt else (),
-            line((f"{mark} {run.state.value}", role)),
+            line((f"{sign} {run.state.value}", role)),
         )
     )
-    wide = width >= 100
-    right = join((_label(store), _settings_words(run, wide), line((units.duration(run_seconds(store)), STRONG), " ")))
+    clock = line((units.duration(run_seconds(store)), STRONG), " ")
+    label = _label(store)
+    # The fullest right side that fits; the label of an invented picture outlives the settings.
+    choices = [join((label, _settings_words(run, wide), clock)) for wide in (True, False)] + [join((label, clock)), clock]
+    room = width - width_of(left) - 2
+    right = next((choice for choice in choices if width_of(choice) <= room), ())
     return [spread(left, right, width)]
 
 
@@ -100,7 +106,6 @@ def draw_training(store: Store, width: int, height: int) -> list[Line]:
                 fact("samples", units.count(run.samples_seen)),
             ),
             width,
-            3,
         ),
         grid(
             (
@@ -109,7 +114,6 @@ def draw_training(store: Store, width: int, height: int) -> list[Line]:
                 fact("grad", _number(run.gradient_norm, ".2f")),
             ),
             width,
-            3,
         ),
         grid(
             (
@@ -118,7 +122,6 @@ def draw_training(store: Store, width: int, height: int) -> list[Line]:
                 fact("step", f"{_number(run.step_seconds, '.2f')} s"),
             ),
             width,
-            3,
         ),
         _split_line(run, width),
         _checkpoint_line(store, run, width),
@@ -213,28 +216,27 @@ def _rank_lines(store: Store, run: RunState, width: int, room: int) -> list[Line
     if room <= 0 or not run.ranks:
         return []
     by_uuid = {gpu.uuid: gpu.index for gpu in store.gpus if gpu.uuid}
-    lines = [fit(_rank(rank, by_uuid), width) for rank in run.ranks]
+    lines = [_rank(rank, by_uuid, width) for rank in run.ranks]
     if len(lines) > room:
         lines = [*lines[: room - 1], line((f"{len(lines) - room + 1} more ranks", MUTED))]
     return lines
 
 
-def _rank(rank: RankMemory, by_uuid: dict[str, int]) -> Line:
+def _rank(rank: RankMemory, by_uuid: dict[str, int], width: int) -> Line:
     where = "CPU" if rank.device_uuid is None else f"GPU {by_uuid.get(rank.device_uuid, '?')}"
-    head = line((f"rank {rank.rank} ", MUTED), (where, STRONG))
+    parts = [line((f"rank {rank.rank} ", MUTED), (where, STRONG))]
     if not rank.connected:
-        return join((head, line(("! agent is silent", "edge"))))
-    if rank.device_uuid is None:
-        return join((head, fact("RSS", units.size(rank.rss_bytes)), fact("pid", str(rank.pid))))
-    return join(
-        (
-            head,
+        parts.append(line(("! its agent is silent", "edge")))
+    elif rank.device_uuid is None:
+        parts += [fact("RSS", units.size(rank.rss_bytes)), fact("pid", str(rank.pid))]
+    else:
+        parts += [
             fact("alloc", units.gib(rank.allocated_bytes)),
             fact("reserved", units.gib(rank.reserved_bytes)),
             fact("peak", f"{units.gib(rank.peak_bytes)} GiB"),
             fact("RSS", units.size(rank.rss_bytes)),
-        )
-    )
+        ]
+    return join_fitting(parts, width)
 
 
 def draw_loss(store: Store, width: int, height: int) -> list[Line]:
@@ -244,23 +246,35 @@ def draw_loss(store: Store, width: int, height: int) -> list[Line]:
 
 
 def draw_events(store: Store, width: int, height: int) -> list[Line]:
-    """Newest first."""
+    """Newest first; long messages go on below themselves."""
     if not store.events:
         return [line(("nothing yet", MUTED))]
-    return [_event(event, width) for event in reversed(store.events[-height:])]
+    lines: list[Line] = []
+    for event in reversed(store.events):
+        if len(lines) >= height:
+            break
+        lines += _event(event, width)
+    return lines[:height]
 
 
-def _event(event: Event, width: int) -> Line:
+def _event(event: Event, width: int) -> list[Line]:
     clock = time.strftime("%H:%M:%S", time.localtime(event.time))
-    return fit(line((f"{clock} ", MUTED), (event.message, _event_role(event))), width)
+    sign, role = _event_look(event)
+    head = line((f"{clock} ", MUTED), (f"{sign:<2} ", role))
+    indent = line(" " * width_of(head))
+    parts = wrap(event.message, max(1, width - width_of(head)), role)
+    return [(*(indent if number else head), *part) for number, part in enumerate(parts)]
 
 
-def _event_role(event: Event) -> str:
+def _event_look(event: Event) -> tuple[str, str]:
     if event.kind in ("oom", "failed", "error"):
-        return "bad"
+        return ("✗", "bad")
     if event.kind == "band":
-        return {"danger": "danger", "edge": "edge"}.get(str(event.data.get("band")), "text")
-    return "text"
+        # The message ends in the new band: "GPU 1: safe -> edge, 86.2 %".
+        for band, role in ((Band.DANGER, "bad"), (Band.EDGE, "edge"), (Band.SAFE, "safe")):
+            if f"-> {band.value}" in event.message:
+                return (mark(band), role)
+    return ("!", "edge") if event.kind == "warning" else ("", "text")
 
 
 def draw_notice(store: Store, width: int, height: int) -> list[Line]:

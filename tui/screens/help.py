@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
@@ -15,22 +18,29 @@ from memtop.tui.store import Store
 
 _GROUPS = (("run", "The run"), ("machine", "The machine"), ("session", "This dashboard"), ("view", "Looking around"))
 _MARKS = """\
-Bars     █ allocated   ▓ cached by the allocator   ▒ CUDA context   ░ other processes and the driver
-         ┆ highest so far   ┊┊ the 85 % and 90 % lines
-Bands    · safe: below 85 %    ^ edge: 85 to 90 %    !! danger: above 90 %
+Bars     █ allocated   ▓ cached by the allocator   ▒ CUDA context
+         ░ others and driver   ┆ highest so far   ┊┊ 85 % and 90 %
+Bands    · safe below 85 %   ^ edge 85 to 90 %   !! danger above 90 %
 Curves   ┊ an attempt begins;  – stands for what is not known"""
 
 
-def help_text(store: Store) -> str:
-    """The whole page as text: only the keys that work in this dashboard."""
-    lines: list[str] = []
+def help_page(store: Store) -> Group:
+    """The whole page: only the keys that work in this dashboard."""
+    parts: list[RenderableType] = []
     for group, title in _GROUPS:
         rows = [action for action in ACTIONS if action.group == group and offered(action, store)]
-        if rows:
-            lines += [title, *(f"  {row.shown_key:<5} {row.label.rstrip('…'):<21} {row.description}" for row in rows), ""]
+        if not rows:
+            continue
+        table = Table.grid(padding=(0, 2))
+        table.add_column(min_width=5)
+        table.add_column(min_width=19, no_wrap=True)
+        table.add_column()
+        for row in rows:
+            table.add_row(Text(f"  {row.shown_key}", "bold"), row.label.rstrip("…"), row.description)
+        parts += [Text(title, "bold underline"), table, Text()]
     if store.read_only:
-        lines += ["Read-only: nothing can be changed from here.", ""]
-    return "\n".join([*lines, _MARKS])
+        parts += [Text("Read-only: nothing can be changed from here.", "bold"), Text()]
+    return Group(*parts, Text(_MARKS))
 
 
 class HelpDialog(Dialog[None]):
@@ -47,6 +57,6 @@ class HelpDialog(Dialog[None]):
         with Vertical(classes="dialog help") as box:
             box.border_title = "Keys and marks"
             with VerticalScroll():
-                yield Static(help_text(self._store), markup=False)
+                yield Static(help_page(self._store))
             with Horizontal(classes="buttons"):
                 yield Button("Close", id="cancel", compact=True)

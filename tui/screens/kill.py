@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
+from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
-from textual.widgets import Button, SelectionList, Static
-from textual.widgets.selection_list import Selection
+from textual.message import Message
+from textual.widgets import Button, OptionList, Static
+from textual.widgets.option_list import Option
 
 from memtop.supervisor import units
 from memtop.tui.draw.training import age
@@ -27,11 +31,40 @@ def describe(holder: Holder, now: float | None) -> str:
     return f"{process.pid:>8}  {user:<10} {old:>7}  {units.size(holder.used_bytes):>9}  {command:<{_COMMAND_WIDTH}}"
 
 
-def _prompt(holder: Holder, now: float | None) -> str:
+def _prompt(holder: Holder, now: float | None, *, ticked: bool) -> Text:
     process = holder.process
-    word = "! stray" if process.stray else ("  yours" if process.choosable else "  not to be chosen")
-    reason = f": {process.reason}" if process.reason else ""
-    return f"{describe(holder, now)}\n          {word}{reason}"
+    # Words in brackets, not a coloured box: the tick must be seen without colours.
+    box = ("[x]" if ticked else "[ ]") if process.choosable else " - "
+    word = "! stray: " if process.stray else ("" if process.choosable else "not to be chosen: ")
+    return Text(f"{box} {describe(holder, now)}\n    {'':>8}  {word}{process.reason or ''}", no_wrap=True, overflow="ellipsis")
+
+
+class TickList(OptionList):
+    """Processes with a tick each; Space, Enter or a click changes it where that is allowed."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("space", "select", "Tick", show=False)]
+
+    class Ticked(Message):
+        """A tick was set or taken away."""
+
+    def __init__(self, rows: Sequence[Holder], now: float | None) -> None:
+        super().__init__(*(Option(_prompt(row, now, ticked=False), disabled=not row.process.choosable) for row in rows))
+        self._rows = tuple(rows)
+        self._now = now
+        self._ticked: frozenset[int] = frozenset()
+
+    @property
+    def chosen(self) -> tuple[Holder, ...]:
+        """What is ticked. Looked at once more: what may not be chosen is never in it."""
+        return tuple(row for n, row in enumerate(self._rows) if n in self._ticked and row.process.choosable)
+
+    def on_option_list_option_selected(self, message: OptionList.OptionSelected) -> None:
+        message.stop()
+        number = message.option_index
+        self._ticked ^= {number}
+        prompt = _prompt(self._rows[number], self._now, ticked=number in self._ticked)
+        self.replace_option_prompt_at_index(number, prompt)
+        self.post_message(self.Ticked())
 
 
 class KillDialog(Dialog[tuple[Holder, ...]]):
@@ -42,21 +75,12 @@ class KillDialog(Dialog[tuple[Holder, ...]]):
         self._rows = tuple(rows)
         self._now = now
 
-    @property
-    def choosable(self) -> tuple[Holder, ...]:
-        return tuple(row for row in self._rows if row.process.choosable)
-
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog -dangerous") as box:
             box.border_title = "Processes that hold GPU memory"
             header = f"    {'pid':>8}  {'user':<10} {'age':>7}  {'VRAM':>9}  command"
             yield Static(header if self._rows else "no process but this run's uses a GPU", classes="muted", markup=False)
-            yield SelectionList[int](
-                *(
-                    Selection(_plain(_prompt(row, self._now)), number, disabled=not row.process.choosable)
-                    for number, row in enumerate(self._rows)
-                )
-            )
+            yield TickList(self._rows, self._now)
             note = "Space ticks. Other users' processes and services of the machine cannot be chosen."
             yield Static(note, classes="muted", markup=False)
             with Horizontal(classes="buttons"):
@@ -64,25 +88,19 @@ class KillDialog(Dialog[tuple[Holder, ...]]):
                 yield Button("End the ticked…", id="confirm", variant="error", compact=True, disabled=True)
 
     def on_mount(self) -> None:
-        # Enter in the list only ticks; where there is nothing to tick, it shall close the dialog.
-        rows = self.query_one(SelectionList)
+        rows = self.query_one(TickList)
         rows.display = bool(self._rows)
-        target = rows if self.choosable else self.query_one("#cancel", Button)
-        target.focus()
+        if any(row.process.choosable for row in self._rows):
+            # Enter in the list only ticks.
+            rows.focus()
+            rows.action_first()
+        else:
+            self.query_one("#cancel", Button).focus()
 
-    @on(SelectionList.SelectedChanged)
-    def _ticked(self) -> None:
-        self.query_one("#confirm", Button).disabled = not self._chosen()
+    @on(TickList.Ticked)
+    def _changed(self) -> None:
+        self.query_one("#confirm", Button).disabled = not self.query_one(TickList).chosen
 
     @on(Button.Pressed, "#confirm")
     def _confirmed(self) -> None:
-        self.dismiss(self._chosen())
-
-    def _chosen(self) -> tuple[Holder, ...]:
-        numbers = set(self.query_one(SelectionList).selected)
-        return tuple(row for n, row in enumerate(self._rows) if n in numbers and row.process.choosable)
-
-
-def _plain(text: str) -> str:
-    # Commands may contain what looks like markup.
-    return text.replace("[", "\\[")
+        self.dismiss(self.query_one(TickList).chosen)

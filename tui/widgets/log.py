@@ -135,7 +135,8 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
         self._retitle()
 
     def _to_end(self) -> None:
-        self.scroll_end(animate=False, x_axis=False, immediate=True)
+        # force: right after growing, the scroll bar that would allow scrolling is not there yet.
+        self.scroll_to(y=len(self._rows), animate=False, immediate=True, force=True)
 
     def _retitle(self) -> None:
         state = "▸ following" if self.following else "■ held still (l follows)"
