@@ -1,0 +1,130 @@
+"""memtop's agent: a guest inside any training process. Standard library only, Python 3.8 and newer.
+
+Loaded as `memtop_agent` by `site/sitecustomize.py`. Reports go to `$MEMTOP_ATTEMPT_DIR/rank-R.jsonl`; commands come over
+`$MEMTOP_SOCKET`. A program that has never heard of memtop is followed through torch's optimizer hook; one that has (the
+built-in trainer) calls `report` itself and offers more commands.
+
+The agent never imports torch, never blocks a step, and is silent on failure.
+"""
+
+import os
+import sys
+
+from . import memory
+from .journal import Journal
+from .link import Link
+from .steps import StepWatch
+
+OFFERS_OF_ITS_OWN = ("free_cache",)
+
+
+def _number(name, default=0):
+    try:
+        return int(os.environ.get(name, ""))
+    except ValueError:
+        return default
+
+
+class Agent:
+    """One per process. `start` is called at the first report or offer, so that launchers and loader workers stay silent."""
+
+    def __init__(self):
+        self.rank = _number("RANK")
+        self.attempt = _number("MEMTOP_ATTEMPT")
+        self._pid = os.getpid()
+        self._journal = None
+        self._link = None
+        self._offers = list(OFFERS_OF_ITS_OWN)
+        self._commands = []
+        self._watch = StepWatch(self)
+
+    def wait_for_torch(self):
+        """Follow the optimizers of whatever program this is, once it has imported torch."""
+        self._watch.install()
+
+    def start(self):
+        """Open the journal and the link; False in a forked child, which must not speak for its parent."""
+        if os.getpid() != self._pid:
+            return False
+        if self._journal is None:
+            folder = os.environ["MEMTOP_ATTEMPT_DIR"]
+            self._journal = Journal(os.path.join(folder, "rank-%d.jsonl" % self.rank))
+            self._journal.put(
+                {
+                    "type": "hello",
+                    "rank": self.rank,
+                    "local_rank": _number("LOCAL_RANK"),
+                    "world_size": _number("WORLD_SIZE", 1),
+                    "pid": self._pid,
+                    "python": sys.version.split()[0],
+                    "offers": self._offers,
+                }
+            )
+            greeting = {"type": "agent", "attempt": self.attempt, "rank": self.rank, "pid": self._pid}
+            self._link = Link(os.environ.get("MEMTOP_SOCKET"), greeting, self._receive)
+        return True
+
+    def offer(self, *names):
+        """The program itself can carry out these commands (checkpoint, stop); it must call `take_commands`. From now on
+        it reports its steps itself."""
+        self._offers.extend(names)
+        self._watch.remove()
+        self.start()
+
+    def report(self, kind, **values):
+        """Append one report to the journal; never blocks, never raises."""
+        if self.start():
+            self._journal.put(dict(values, type=kind))
+
+    def flush(self):
+        """Write out all reports so far before anything else happens."""
+        if self._journal is not None:
+            self._journal.flush()
+
+    @property
+    def dropped(self):
+        """Reports that were lost because the journal could not be written fast enough, or at all."""
+        return 0 if self._journal is None else self._journal.dropped
+
+    def take_commands(self):
+        """At a step boundary: carry out what the agent can do itself; hand over the rest as [(id, name)]."""
+        if not self._commands:
+            return []
+        mine, self._commands = self._commands, []
+        others = []
+        for number, name in mine:
+            if name == "free_cache":
+                result = memory.free_cache()
+                self.answer(number, True, "cache freed", result)
+            else:
+                others.append((number, name))
+        return others
+
+    def answer(self, number, ok, message, result=None):
+        """Answer a command that `take_commands` handed over."""
+        self._link.send({"type": "answer", "id": number, "ok": ok, "message": message, "result": result or {}})
+
+    def _receive(self, message):
+        # Runs in the link's thread: only noted here, carried out at the next step boundary.
+        number, name = message.get("id"), message.get("name")
+        if message.get("type") != "command":
+            return
+        if name in self._offers:
+            self._commands.append((number, name))
+        else:
+            self.answer(number, False, "this program does not offer %r: it has never heard of memtop" % (name,))
+
+
+_agent = Agent()
+wait_for_torch = _agent.wait_for_torch
+offer = _agent.offer
+report = _agent.report
+flush = _agent.flush
+take_commands = _agent.take_commands
+answer = _agent.answer
+readings = memory.readings
+
+
+def dropped():
+    """Reports lost so far."""
+    return _agent.dropped

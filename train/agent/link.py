@@ -1,0 +1,63 @@
+"""The connection to the supervisor for commands: reconnects for ever, silent on failure, in a thread of its own."""
+
+import json
+import socket
+import threading
+import time
+
+FIRST_WAIT_SECONDS = 0.2
+LONGEST_WAIT_SECONDS = 5.0
+
+
+class Link:
+    """Sends a greeting at each connection and hands every message to `receive` (called in the link's thread)."""
+
+    def __init__(self, path, greeting, receive):
+        self._path = path
+        self._greeting = greeting
+        self._receive = receive
+        self._socket = None
+        self._lock = threading.Lock()
+        if path:
+            thread = threading.Thread(target=self._run, name="memtop-link", daemon=True)
+            thread.start()
+
+    def send(self, message):
+        """Send if there is a connection. A lost answer is the supervisor's to notice: it sees the connection close."""
+        with self._lock:
+            if self._socket is not None:
+                try:
+                    self._socket.sendall(json.dumps(message).encode() + b"\n")
+                except OSError:
+                    self._socket.close()
+                    self._socket = None
+
+    def _run(self):
+        wait = FIRST_WAIT_SECONDS
+        while True:
+            try:
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                connection.connect(self._path)
+            except OSError:
+                time.sleep(wait)
+                wait = min(wait * 2, LONGEST_WAIT_SECONDS)
+                continue
+            wait = FIRST_WAIT_SECONDS
+            with self._lock:
+                self._socket = connection
+            self.send(self._greeting)
+            self._read(connection)
+            with self._lock:
+                self._socket = None
+            connection.close()
+
+    def _read(self, connection):
+        try:
+            with connection.makefile("rb") as stream:
+                for line in stream:
+                    message = json.loads(line.decode())
+                    if isinstance(message, dict):
+                        self._receive(message)
+        except (OSError, ValueError):
+            # Lost or not understood: the next connection starts afresh.
+            return

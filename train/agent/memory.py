@@ -1,0 +1,73 @@
+"""Memory of this process: readings for reports, and giving back what is only cached. Uses torch only if it is there."""
+
+import ctypes
+import gc
+import os
+import sys
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+NAMES = ("allocated_bytes", "reserved_bytes", "peak_bytes", "rss_bytes")
+
+
+def rss_bytes():
+    """Resident bytes of this process, or None where /proc does not tell."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _cuda():
+    """torch.cuda if this process uses it already; asking must not create a context."""
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return None
+    return cuda
+
+
+def readings():
+    """Allocated, reserved and peak bytes on the current device since the last call (None without CUDA), and RSS."""
+    found = dict.fromkeys(NAMES)
+    found["rss_bytes"] = rss_bytes()
+    cuda = _cuda()
+    if cuda is not None:
+        found["allocated_bytes"] = cuda.memory_allocated()
+        found["reserved_bytes"] = cuda.memory_reserved()
+        found["peak_bytes"] = cuda.max_memory_allocated()
+        cuda.reset_peak_memory_stats()
+    return found
+
+
+def free_cache():
+    """Collect garbage, empty torch's cache, trim the C heap; bytes before and after, and what was returned."""
+    before = _held()
+    gc.collect()
+    cuda = _cuda()
+    if cuda is not None:
+        cuda.empty_cache()
+    _trim_heap()
+    after = _held()
+    result = {"before": before, "after": after}
+    for name, key in (("returned_device_bytes", "reserved_bytes"), ("returned_host_bytes", "rss_bytes")):
+        known = before[key] is not None and after[key] is not None
+        result[name] = max(0, before[key] - after[key]) if known else None
+    return result
+
+
+def _held():
+    cuda = _cuda()
+    return {
+        "allocated_bytes": None if cuda is None else cuda.memory_allocated(),
+        "reserved_bytes": None if cuda is None else cuda.memory_reserved(),
+        "rss_bytes": rss_bytes(),
+    }
+
+
+def _trim_heap():
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except AttributeError:
+        # Not glibc: there is no such call, and nothing to give back.
+        return

@@ -1,0 +1,42 @@
+"""Brings memtop's agent into a training process: its folder is put on PYTHONPATH when memtop launches a program.
+
+Python imports `sitecustomize` once at start-up. This one first runs the one that it hides, if there is one, and then loads
+the agent under the name `memtop_agent`. It must never stop a program from starting.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _load_hidden():
+    """Run the `sitecustomize` that this file hides."""
+    others = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+def _load_agent():
+    package = os.path.dirname(_HERE)
+    spec = importlib.util.spec_from_file_location(
+        "memtop_agent", os.path.join(package, "__init__.py"), submodule_search_locations=[package]
+    )
+    agent = importlib.util.module_from_spec(spec)
+    sys.modules["memtop_agent"] = agent
+    spec.loader.exec_module(agent)
+    agent.wait_for_torch()
+
+
+try:
+    _load_hidden()
+finally:
+    if os.environ.get("MEMTOP_ATTEMPT_DIR"):
+        try:
+            _load_agent()
+        except Exception as error:  # noqa: BLE001 - a guest must not break its host, whatever goes wrong
+            sys.stderr.write("memtop: no reports from this process: %r\n" % (error,))

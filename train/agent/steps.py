@@ -1,0 +1,94 @@
+"""Follows the optimizer of a program that knows nothing of memtop, through torch's own global hook."""
+
+import importlib.abc
+import importlib.machinery
+import sys
+import time
+
+from . import memory
+
+TARGET = "torch.optim.optimizer"
+
+
+class StepWatch:
+    """Waits until the program imports torch's optimizers, then reports each step of the first one that steps."""
+
+    def __init__(self, agent):
+        self._agent = agent
+        self._handle = None
+        self._removed = False
+        self._first = None
+        self._updates = 0
+        self._last = None
+
+    def install(self):
+        if TARGET in sys.modules:
+            self._hook(sys.modules[TARGET])
+        else:
+            sys.meta_path.insert(0, _Finder(self._hook))
+
+    def remove(self):
+        """The program reports its steps itself."""
+        self._removed = True
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _hook(self, module):
+        register = getattr(module, "register_optimizer_step_post_hook", None)
+        if register is not None and not self._removed:
+            self._handle = register(self._stepped)
+
+    def _stepped(self, optimizer, *_):
+        if self._first is None:
+            # Several optimizers (a GAN's two, one per layer) step together: the first counts the updates.
+            self._first = id(optimizer)
+        if id(optimizer) != self._first:
+            return
+        now = time.monotonic()
+        self._updates += 1
+        groups = getattr(optimizer, "param_groups", None) or [{}]
+        rate = groups[0].get("lr")
+        self._agent.report(
+            "step",
+            update=self._updates,
+            learning_rate=None if rate is None else float(rate),
+            step_seconds=None if self._last is None else now - self._last,
+            dropped=self._agent.dropped,
+            **memory.readings(),
+        )
+        self._last = now
+        # It offered nothing of its own, so whatever is handed over cannot be carried out.
+        self._agent.take_commands()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds nothing itself; has `then(module)` called once the target has been imported by someone else."""
+
+    def __init__(self, then):
+        self._then = then
+
+    def find_spec(self, fullname, path, target=None):
+        if fullname != TARGET:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._then)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader, then):
+        self._loader = loader
+        self._then = then
+
+    def create_module(self, spec):
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        # From here on the module is as if it had been loaded without us.
+        module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._then(module)

@@ -1,0 +1,94 @@
+"""What a saved state says about itself: `manifest.json`, written last. A folder without a valid one is no state.
+
+{"format": 1, "updates", "samples_seen", "epoch", "effective_batch", "seq_len", "saved_at", "settings": {...},
+ "files": [{"name", "size_bytes", "sha256"}, ...]}
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+FILE = "manifest.json"
+
+
+class StateFile(msgspec.Struct, frozen=True):
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Progress in samples and updates; `saved_at` in seconds since the epoch."""
+
+    format: int = 1
+    updates: int
+    samples_seen: int
+    epoch: float
+    effective_batch: int
+    seq_len: int
+    saved_at: float
+    settings: dict[str, Any]
+    files: list[StateFile]
+
+
+class BrokenStateError(Exception):
+    """A state folder that cannot be loaded; the text names the file and what is wrong with it."""
+
+
+def describe_file(path: Path) -> StateFile:
+    """Name, size and checksum of a file, read in blocks."""
+    digest = hashlib.sha256()
+    size = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+            size += len(block)
+    return StateFile(path.name, size, digest.hexdigest())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest, after every file it names was found whole; BrokenStateError says which is not."""
+    path = folder / FILE
+    try:
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise BrokenStateError(f"{path}: missing, so the save was cut short") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
+        raise BrokenStateError(f"{path}: cannot be understood: {error}") from None
+    if manifest.format != 1:
+        raise BrokenStateError(f"{path}: format {manifest.format}, this memtop reads format 1")
+    for expected in manifest.files:
+        try:
+            found = describe_file(folder / expected.name)
+        except OSError as error:
+            raise BrokenStateError(f"{folder / expected.name}: {error.strerror}") from None
+        if found != expected:
+            raise BrokenStateError(f"{folder / expected.name}: not what was saved (size or checksum differ)")
+    return manifest
+
+
+def previous_of(state_dir: Path) -> Path:
+    """Where the state before the newest one is kept."""
+    return state_dir.with_name(state_dir.name + ".previous")
+
+
+def newest_complete(state_dir: Path) -> tuple[Path, Manifest, str | None] | None:
+    """The newest state that is whole, and what was wrong with a newer one; None if nothing was ever saved.
+
+    BrokenStateError if there are states, but none is whole.
+    """
+    problem: str | None = None
+    for folder in (state_dir, previous_of(state_dir)):
+        if not folder.is_dir():
+            continue
+        try:
+            return folder, read_manifest(folder), problem
+        except BrokenStateError as error:
+            problem = problem or str(error)
+    if problem is None:
+        return None
+    raise BrokenStateError(problem)
