@@ -76,7 +76,7 @@ class Trainer:
             self._save()
         return "finished"
 
-    def _loader(self, plans: list[UpdatePlan]) -> DataLoader[Batch]:
+    def _loader(self, plans: list[UpdatePlan]) -> DataLoader[Any]:
         s, rank = self.settings, self._accelerator.process_index
         micro_batches = [
             # A rank without samples in a short last update takes one along and masks it, to stay in step with the others.
@@ -84,13 +84,14 @@ class Trainer:
             for plan in plans
             for ids in plan.micro_batches(s.batch, s.world_size, rank)
         ]
-        return DataLoader(
+        loader: DataLoader[Any] = DataLoader(
             self._samples,
             batch_sampler=micro_batches,
             num_workers=s.workers,
             collate_fn=collate,
             pin_memory=self._accelerator.device.type == "cuda",
         )
+        return loader
 
     def _update(self, plan: UpdatePlan, batches: Iterator[Batch], stopwatch: Stopwatch) -> None:
         """One optimizer step over the plan's samples, whatever the split into micro-batches and ranks."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -23,8 +25,8 @@ def build_model(settings: Settings) -> torch.nn.Module:
     if config.vocab_size < VOCABULARY:
         raise BadInputError(f"model.config.vocab_size {config.vocab_size}: byte-level tokens need {VOCABULARY}")
     torch.manual_seed(settings.seed)
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+    model: Any = AutoModelForCausalLM.from_config(config)
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
-        model.config.use_cache = False
-    return model
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    trainable: torch.nn.Module = model
+    return trainable

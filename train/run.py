@@ -89,7 +89,7 @@ def _accelerator(settings: Settings) -> Accelerator:
     accelerator = Accelerator(mixed_precision=precision, cpu=settings.device == "cpu" or not torch.cuda.is_available())
     if accelerator.num_processes != settings.world_size:
         raise BadInputError(
-            f"world_size {settings.world_size}: {accelerator.num_processes} processes were launched; start it through memtop train"
+            f"world_size {settings.world_size}: {accelerator.num_processes} processes were launched; use memtop train"
         )
     return accelerator
 

@@ -23,7 +23,7 @@ class Stopwatch:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         if self._on_cuda and name != "data_wait_seconds":
-            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before, after = _event(), _event()
             before.record()
             yield
             after.record()
@@ -43,3 +43,7 @@ class Stopwatch:
         found = {**self._seconds, "step_seconds": now - self._started}
         self._seconds, self._events, self._started = dict.fromkeys(PARTS, 0.0), [], now
         return found
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

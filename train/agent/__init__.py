@@ -7,8 +7,11 @@ built-in trainer) calls `report` itself and offers more commands.
 The agent never imports torch, never blocks a step, and is silent on failure.
 """
 
+from __future__ import annotations
+
 import os
 import sys
+from typing import Any
 
 from . import memory
 from .journal import Journal
@@ -18,7 +21,7 @@ from .steps import StepWatch
 OFFERS_OF_ITS_OWN = ("free_cache",)
 
 
-def _number(name, default=0):
+def _number(name: str, default: int = 0) -> int:
     try:
         return int(os.environ.get(name, ""))
     except ValueError:
@@ -28,21 +31,21 @@ def _number(name, default=0):
 class Agent:
     """One per process. `start` is called at the first report or offer, so that launchers and loader workers stay silent."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.rank = _number("RANK")
         self.attempt = _number("MEMTOP_ATTEMPT")
         self._pid = os.getpid()
-        self._journal = None
-        self._link = None
+        self._journal: Journal | None = None
+        self._link: Link | None = None
         self._offers = list(OFFERS_OF_ITS_OWN)
-        self._commands = []
+        self._commands: list[tuple[int, str]] = []
         self._watch = StepWatch(self)
 
-    def wait_for_torch(self):
+    def wait_for_torch(self) -> None:
         """Follow the optimizers of whatever program this is, once it has imported torch."""
         self._watch.install()
 
-    def start(self):
+    def start(self) -> bool:
         """Open the journal and the link; False in a forked child, which must not speak for its parent."""
         if os.getpid() != self._pid:
             return False
@@ -64,34 +67,34 @@ class Agent:
             self._link = Link(os.environ.get("MEMTOP_SOCKET"), greeting, self._receive)
         return True
 
-    def offer(self, *names):
+    def offer(self, *names: str) -> None:
         """The program itself can carry out these commands (checkpoint, stop); it must call `take_commands`. From now on
         it reports its steps itself."""
         self._offers.extend(names)
         self._watch.remove()
         self.start()
 
-    def report(self, kind, **values):
+    def report(self, kind: str, **values: Any) -> None:
         """Append one report to the journal; never blocks, never raises."""
-        if self.start():
+        if self.start() and self._journal is not None:
             self._journal.put(dict(values, type=kind))
 
-    def flush(self):
+    def flush(self) -> None:
         """Write out all reports so far before anything else happens."""
         if self._journal is not None:
             self._journal.flush()
 
     @property
-    def dropped(self):
+    def dropped(self) -> int:
         """Reports that were lost because the journal could not be written fast enough, or at all."""
         return 0 if self._journal is None else self._journal.dropped
 
-    def take_commands(self):
+    def take_commands(self) -> list[tuple[int, str]]:
         """At a step boundary: carry out what the agent can do itself; hand over the rest as [(id, name)]."""
         if not self._commands:
             return []
         mine, self._commands = self._commands, []
-        others = []
+        others: list[tuple[int, str]] = []
         for number, name in mine:
             if name == "free_cache":
                 result = memory.free_cache()
@@ -100,13 +103,14 @@ class Agent:
                 others.append((number, name))
         return others
 
-    def answer(self, number, ok, message, result=None):
+    def answer(self, number: int, ok: bool, message: str, result: dict[str, Any] | None = None) -> None:
         """Answer a command that `take_commands` handed over."""
-        self._link.send({"type": "answer", "id": number, "ok": ok, "message": message, "result": result or {}})
+        if self._link is not None:
+            self._link.send({"type": "answer", "id": number, "ok": ok, "message": message, "result": result or {}})
 
-    def _receive(self, message):
+    def _receive(self, message: dict[str, Any]) -> None:
         # Runs in the link's thread: only noted here, carried out at the next step boundary.
-        number, name = message.get("id"), message.get("name")
+        number, name = int(message.get("id", 0)), str(message.get("name"))
         if message.get("type") != "command":
             return
         if name in self._offers:
@@ -125,6 +129,6 @@ answer = _agent.answer
 readings = memory.readings
 
 
-def dropped():
+def dropped() -> int:
     """Reports lost so far."""
     return _agent.dropped

@@ -1,9 +1,12 @@
 """The connection to the supervisor for commands: reconnects for ever, silent on failure, in a thread of its own."""
 
+from __future__ import annotations
+
 import json
 import socket
 import threading
 import time
+from typing import Any, Callable
 
 FIRST_WAIT_SECONDS = 0.2
 LONGEST_WAIT_SECONDS = 5.0
@@ -12,17 +15,16 @@ LONGEST_WAIT_SECONDS = 5.0
 class Link:
     """Sends a greeting at each connection and hands every message to `receive` (called in the link's thread)."""
 
-    def __init__(self, path, greeting, receive):
-        self._path = path
+    def __init__(self, path: str | None, greeting: dict[str, Any], receive: Callable[[dict[str, Any]], None]) -> None:
         self._greeting = greeting
         self._receive = receive
-        self._socket = None
+        self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         if path:
-            thread = threading.Thread(target=self._run, name="memtop-link", daemon=True)
+            thread = threading.Thread(target=self._run, args=(path,), name="memtop-link", daemon=True)
             thread.start()
 
-    def send(self, message):
+    def send(self, message: dict[str, Any]) -> None:
         """Send if there is a connection. A lost answer is the supervisor's to notice: it sees the connection close."""
         with self._lock:
             if self._socket is not None:
@@ -32,12 +34,12 @@ class Link:
                     self._socket.close()
                     self._socket = None
 
-    def _run(self):
+    def _run(self, path: str) -> None:
         wait = FIRST_WAIT_SECONDS
         while True:
             try:
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                connection.connect(self._path)
+                connection.connect(path)
             except OSError:
                 time.sleep(wait)
                 wait = min(wait * 2, LONGEST_WAIT_SECONDS)
@@ -51,7 +53,7 @@ class Link:
                 self._socket = None
             connection.close()
 
-    def _read(self, connection):
+    def _read(self, connection: socket.socket) -> None:
         try:
             with connection.makefile("rb") as stream:
                 for line in stream:

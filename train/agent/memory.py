@@ -1,15 +1,18 @@
 """Memory of this process: readings for reports, and giving back what is only cached. Uses torch only if it is there."""
 
+from __future__ import annotations
+
 import ctypes
 import gc
 import os
 import sys
+from typing import Any
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 NAMES = ("allocated_bytes", "reserved_bytes", "peak_bytes", "rss_bytes")
 
 
-def rss_bytes():
+def rss_bytes() -> int | None:
     """Resident bytes of this process, or None where /proc does not tell."""
     try:
         with open("/proc/self/statm", "rb") as file:
@@ -18,7 +21,7 @@ def rss_bytes():
         return None
 
 
-def _cuda():
+def _cuda() -> Any:
     """torch.cuda if this process uses it already; asking must not create a context."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
@@ -27,9 +30,9 @@ def _cuda():
     return cuda
 
 
-def readings():
+def readings() -> dict[str, int | None]:
     """Allocated, reserved and peak bytes on the current device since the last call (None without CUDA), and RSS."""
-    found = dict.fromkeys(NAMES)
+    found: dict[str, int | None] = dict.fromkeys(NAMES)
     found["rss_bytes"] = rss_bytes()
     cuda = _cuda()
     if cuda is not None:
@@ -40,7 +43,7 @@ def readings():
     return found
 
 
-def free_cache():
+def free_cache() -> dict[str, Any]:
     """Collect garbage, empty torch's cache, trim the C heap; bytes before and after, and what was returned."""
     before = _held()
     gc.collect()
@@ -49,14 +52,14 @@ def free_cache():
         cuda.empty_cache()
     _trim_heap()
     after = _held()
-    result = {"before": before, "after": after}
+    result: dict[str, Any] = {"before": before, "after": after}
     for name, key in (("returned_device_bytes", "reserved_bytes"), ("returned_host_bytes", "rss_bytes")):
-        known = before[key] is not None and after[key] is not None
-        result[name] = max(0, before[key] - after[key]) if known else None
+        held, kept = before[key], after[key]
+        result[name] = None if held is None or kept is None else max(0, held - kept)
     return result
 
 
-def _held():
+def _held() -> dict[str, int | None]:
     cuda = _cuda()
     return {
         "allocated_bytes": None if cuda is None else cuda.memory_allocated(),
@@ -65,7 +68,7 @@ def _held():
     }
 
 
-def _trim_heap():
+def _trim_heap() -> None:
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except AttributeError:

@@ -1,11 +1,18 @@
 """Follows the optimizer of a program that knows nothing of memtop, through torch's own global hook."""
 
+from __future__ import annotations
+
 import importlib.abc
 import importlib.machinery
 import sys
 import time
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Callable, Sequence
 
 from . import memory
+
+if TYPE_CHECKING:
+    from . import Agent
 
 TARGET = "torch.optim.optimizer"
 
@@ -13,33 +20,33 @@ TARGET = "torch.optim.optimizer"
 class StepWatch:
     """Waits until the program imports torch's optimizers, then reports each step of the first one that steps."""
 
-    def __init__(self, agent):
+    def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._handle = None
+        self._handle: Any = None
         self._removed = False
-        self._first = None
+        self._first: int | None = None
         self._updates = 0
-        self._last = None
+        self._last: float | None = None
 
-    def install(self):
+    def install(self) -> None:
         if TARGET in sys.modules:
             self._hook(sys.modules[TARGET])
         else:
             sys.meta_path.insert(0, _Finder(self._hook))
 
-    def remove(self):
+    def remove(self) -> None:
         """The program reports its steps itself."""
         self._removed = True
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
-    def _hook(self, module):
+    def _hook(self, module: ModuleType) -> None:
         register = getattr(module, "register_optimizer_step_post_hook", None)
         if register is not None and not self._removed:
             self._handle = register(self._stepped)
 
-    def _stepped(self, optimizer, *_):
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
         if self._first is None:
             # Several optimizers (a GAN's two, one per layer) step together: the first counts the updates.
             self._first = id(optimizer)
@@ -65,10 +72,12 @@ class StepWatch:
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds nothing itself; has `then(module)` called once the target has been imported by someone else."""
 
-    def __init__(self, then):
+    def __init__(self, then: Callable[[ModuleType], None]) -> None:
         self._then = then
 
-    def find_spec(self, fullname, path, target=None):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if fullname != TARGET:
             return None
         sys.meta_path.remove(self)
@@ -79,16 +88,17 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    def __init__(self, loader, then):
+    def __init__(self, loader: importlib.abc.Loader, then: Callable[[ModuleType], None]) -> None:
         self._loader = loader
         self._then = then
 
-    def create_module(self, spec):
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
-    def exec_module(self, module):
+    def exec_module(self, module: ModuleType) -> None:
         # From here on the module is as if it had been loaded without us.
-        module.__spec__.loader = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
         self._then(module)

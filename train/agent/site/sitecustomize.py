@@ -4,6 +4,8 @@ Python imports `sitecustomize` once at start-up. This one first runs the one tha
 the agent under the name `memtop_agent`. It must never stop a program from starting.
 """
 
+from __future__ import annotations
+
 import importlib.machinery
 import importlib.util
 import os
@@ -12,7 +14,7 @@ import sys
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def _load_hidden():
+def _load_hidden() -> None:
     """Run the `sitecustomize` that this file hides."""
     others = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
@@ -21,11 +23,13 @@ def _load_hidden():
         spec.loader.exec_module(module)
 
 
-def _load_agent():
+def _load_agent() -> None:
     package = os.path.dirname(_HERE)
     spec = importlib.util.spec_from_file_location(
         "memtop_agent", os.path.join(package, "__init__.py"), submodule_search_locations=[package]
     )
+    if spec is None or spec.loader is None:
+        raise ImportError("the agent's files are missing in " + package)
     agent = importlib.util.module_from_spec(spec)
     sys.modules["memtop_agent"] = agent
     spec.loader.exec_module(agent)
