@@ -147,9 +147,12 @@ def open_dashboard(runs_dir: Path, run_name: str | None, *, pid: int | None, int
 
 
 def open_run(folder: RunFolder, *, interval: float = 1.0, read_only: bool = False) -> int:
-    from memtop.tui.runfeed import RunFeed
+    from memtop.tui.feed import RunFeed
 
-    return _dashboard(RunFeed(folder.path, read_only=read_only), interval)
+    def sampler() -> Sampler:
+        return Sampler(lambda: view.known_runs(folder.path.parent))
+
+    return _dashboard(RunFeed(folder.path, read_only=read_only, interval=interval, sampler_factory=sampler), interval)
 
 
 def open_demo(interval: float) -> int:
