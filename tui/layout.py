@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memtop.tui.draw.machine import compact_rows
 from memtop.tui.store import Store
 
 GPU_PANELS = 4
@@ -39,13 +40,14 @@ def plan(store: Store, width: int, height: int, *, notice: bool) -> Plan:
     }
     # Header, flash line and buttons.
     body = height - 3 - notice - (width < 80)
-    return Plan(compact, _compact(store) if compact else _wide(store, body), shown)
+    return Plan(compact, _compact(store, body) if compact else _wide(store, body), shown)
 
 
-def _compact(store: Store) -> dict[str, int]:
-    count = len(store.gpus)
-    gpu_lines = (count + 1) // 2 if count > 6 else max(1, count)
-    return {"#compact-machine": gpu_lines + 2, "#compact-training": 3 if store.run is not None else 0}
+def _compact(store: Store, body: int) -> dict[str, int]:
+    training = 3 if store.run is not None else 0
+    # The log keeps a line within its frame, whatever else there is.
+    machine = min(compact_rows(len(store.gpus)), body - training - 3)
+    return {"#compact-machine": machine, "#compact-training": training}
 
 
 def _wide(store: Store, body: int) -> dict[str, int]:

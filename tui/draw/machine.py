@@ -11,6 +11,7 @@ from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, join, join_fitt
 from memtop.tui.store import Store, VramSplit, gpu_key, holders, seconds_until_full, split_vram
 
 _LABEL = 6
+_IN_PAIRS_ABOVE = 6
 
 
 def short_name(gpu: GpuSample) -> str:
@@ -220,7 +221,7 @@ def _host_numbers(host: HostSample, width: int) -> Line:
     )
     if host.limit_bytes is None:
         return spread(left, fact("available", f"{units.gib(host.available_bytes)} GiB"), width)
-    return spread(left, fact("cgroup limit", f"{units.gib(host.limit_bytes)} of {units.gib(host.total_bytes)}"), width)
+    return spread(left, fact("limit", f"{units.gib(host.limit_bytes)} of {units.gib(host.total_bytes)}"), width)
 
 
 def _host_holders(store: Store, width: int) -> Line:
@@ -276,17 +277,6 @@ def _swap_traffic(host: HostSample, width: int) -> Line:
 
 def draw_compact_machine(store: Store, width: int, height: int) -> list[Line]:
     """80x24: one line per GPU (two beside each other where there are many), one for RAM, one for swap."""
-    lines: list[Line] = []
-    gpus = store.gpus
-    if not gpus:
-        lines += draw_gpu_note(store, width, 1)
-    elif len(gpus) > 6:
-        half = (width - 2) // 2
-        pairs = [gpus[i : i + 2] for i in range(0, len(gpus), 2)]
-        lines += [join([draw_gpu_row(store, g, half) for g in pair]) for pair in pairs]
-    else:
-        names = min(10, max(len(short_name(g)) for g in gpus))
-        lines += [draw_gpu_row(store, g, width, name_width=names) for g in gpus]
     host = store.host
     whole = host.limit_bytes or host.total_bytes
     tail = join(
@@ -297,9 +287,34 @@ def draw_compact_machine(store: Store, width: int, height: int) -> list[Line]:
         )
     )
     room = max(4, width - _LABEL - sum(len(t) for t, _ in tail))
-    lines.append(fit((("RAM".ljust(_LABEL), MUTED), *ram_bar(store, room), *tail), width))
-    lines.append(swap_row(host, width))
-    return lines[:height]
+    ram = fit((("RAM".ljust(_LABEL), MUTED), *ram_bar(store, room), *tail), width)
+    return [*_compact_gpus(store, width, max(1, height - 2)), ram, swap_row(host, width)][:height]
+
+
+def _compact_gpus(store: Store, width: int, height: int) -> list[Line]:
+    gpus = store.gpus
+    if not gpus:
+        return draw_gpu_note(store, width, 1)
+    if len(gpus) <= _IN_PAIRS_ABOVE:
+        names = min(10, max(len(short_name(g)) for g in gpus))
+        rows = [draw_gpu_row(store, g, width, name_width=names) for g in gpus]
+        each = 1
+    else:
+        half = (width - 2) // 2
+        pairs = [gpus[i : i + 2] for i in range(0, len(gpus), 2)]
+        rows = [join([draw_gpu_row(store, g, half) for g in pair]) for pair in pairs]
+        each = 2
+    if len(rows) <= height:
+        return rows
+    hidden = gpus[(height - 1) * each :]
+    fullest = max(hidden, key=lambda g: g.used_fraction or 0.0)
+    rest = line((f"   {len(hidden)} more GPUs, the fullest is {fullest.index}:", MUTED))
+    return [*rows[: height - 1], (*rest, *banded(fullest.used_fraction, fullest.band))]
+
+
+def compact_rows(gpu_count: int) -> int:
+    """How many lines the compact machine wants."""
+    return 2 + (max(1, gpu_count) if gpu_count <= _IN_PAIRS_ABOVE else (gpu_count + 1) // 2)
 
 
 def draw_processes(store: Store, width: int, height: int) -> list[Line]:

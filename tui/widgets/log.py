@@ -76,7 +76,7 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
             self._to_end()
         elif surplus > 0:
             # What is being read stays where it is, although lines above it have left.
-            self.scroll_to(y=max(0, self.scroll_offset.y - surplus), animate=False)
+            self._to_row(self.scroll_offset.y - surplus)
         self.refresh()
 
     def toggle_follow(self) -> bool:
@@ -87,7 +87,7 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
     def page(self, direction: int) -> None:
         """Scroll by a page: -1 back, 1 forward. Reaching the end follows it again."""
         target = self.scroll_offset.y + direction * max(1, self.scrollable_content_region.height - 1)
-        self.scroll_to(y=max(0, target), animate=False)
+        self._to_row(target)
         self._set_following(direction > 0 and target >= self.max_scroll_y)
 
     def search(self, text: str) -> int:
@@ -126,7 +126,7 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
 
     def _show_row(self, number: int) -> None:
         self._set_following(False)
-        self.scroll_to(y=max(0, number - self.scrollable_content_region.height // 2), animate=False)
+        self._to_row(number - self.scrollable_content_region.height // 2)
 
     def _set_following(self, following: bool) -> None:
         self.following = following
@@ -135,8 +135,11 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
         self._retitle()
 
     def _to_end(self) -> None:
+        self._to_row(len(self._rows))
+
+    def _to_row(self, number: int) -> None:
         # force: right after growing, the scroll bar that would allow scrolling is not there yet.
-        self.scroll_to(y=len(self._rows), animate=False, immediate=True, force=True)
+        self.scroll_to(y=max(0, number), animate=False, immediate=True, force=True)
 
     def _retitle(self) -> None:
         state = "▸ following" if self.following else "■ held still (l follows)"

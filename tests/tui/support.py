@@ -1,0 +1,175 @@
+"""A feed that says what a test tells it to and records what is asked of it, and a way to read the screen as text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from textual.app import App
+from textual.pilot import Pilot
+
+from memtop.presets.schema import Settings
+from memtop.supervisor import units, wire
+from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSample, MachineSnapshot
+from memtop.tui.app import DashboardApp, DashboardResult
+from memtop.tui.feed import Connected, FeedMessage
+
+GIB = units.GIB
+NOW = 1_760_000_000.0
+
+SETTINGS = Settings(
+    recipe="first-run",
+    preset="standard",
+    batch=8,
+    accumulation=4,
+    seq_len=128,
+    target_samples=1920,
+    save_every=10,
+    learning_rate=2e-3,
+    model={"config": {"max_position_embeddings": 1024}},
+)
+
+
+def process(pid: int, **fields: object) -> GpuProcess:
+    known: dict[str, object] = {
+        "user": "ada",
+        "command": f"python job-{pid}.py",
+        "used_bytes": GIB,
+        "reason": "your own process, not started by a memtop run",
+        "choosable": True,
+        "started": NOW - 600,
+        "started_ticks": 1000 + pid,
+    }
+    return GpuProcess(pid=pid, **{**known, **fields})  # type: ignore[arg-type]
+
+
+def gpu(index: int = 0, fraction: float = 0.5, band: Band = Band.SAFE, **fields: object) -> GpuSample:
+    total = 20 * GIB
+    used = int(total * fraction)
+    known: dict[str, object] = {
+        "uuid": f"GPU-{index:04x}-0000",
+        "name": "NVIDIA RTX A4500",
+        "total_bytes": total,
+        "used_bytes": used,
+        "free_bytes": total - used,
+        "used_fraction": fraction,
+        "band": band,
+        "utilization_fraction": 0.97,
+        "temperature_celsius": 62.0,
+        "power_watts": 212.0,
+        "power_limit_watts": 230.0,
+    }
+    return GpuSample(index=index, **{**known, **fields})  # type: ignore[arg-type]
+
+
+HOST = HostSample(
+    total_bytes=32 * GIB,
+    used_bytes=24 * GIB,
+    available_bytes=8 * GIB,
+    used_fraction=0.75,
+    band=Band.SAFE,
+    swap_total_bytes=4 * GIB,
+    swap_used_bytes=GIB // 2,
+    swap_fraction=0.125,
+    swap_band=Band.SAFE,
+    swap_in_bytes_per_second=0.0,
+    swap_out_bytes_per_second=0.0,
+    pressure_fraction=0.0,
+    cpu_fraction=0.4,
+)
+
+
+def machine(*gpus: GpuSample, note: str | None = None, host: HostSample = HOST, time: float = NOW) -> MachineSnapshot:
+    return MachineSnapshot(time=time, gpus=gpus, gpu_note=note, host=host)
+
+
+def run_state(**fields: object) -> wire.RunState:
+    known: dict[str, object] = {
+        "name": "tiny",
+        "folder": "runs/tiny",
+        "state": wire.Phase.TRAINING,
+        "alive": True,
+        "attempt": 2,
+        "created": NOW - 2000,
+        "started": NOW - 1330,
+        "settings": SETTINGS,
+        "effective_batch": 32,
+        "updates": 24,
+        "total_updates": 60,
+        "samples_seen": 768,
+        "target_samples": 1920,
+        "epoch": 0.4,
+        "loss": 1.842,
+        "best_loss": 1.79,
+        "learning_rate": 8.7e-5,
+        "gradient_norm": 0.61,
+        "samples_per_second": 31.2,
+        "tokens_per_second": 55_900.0,
+        "step_seconds": 1.15,
+        "eta_seconds": 7890.0,
+        "run_rss_bytes": 9 * GIB,
+        "checkpoint": wire.Checkpoint(path="x", updates=20, samples_seen=640, saved_at=NOW - 12, size_bytes=GIB, complete=True),
+    }
+    return wire.RunState(**{**known, **fields})  # type: ignore[arg-type]
+
+
+class RecordingFeed:
+    """Says what is put into it; answers every request with `answers` and keeps the requests."""
+
+    def __init__(self, *messages: FeedMessage, read_only: bool = False) -> None:
+        self.read_only = read_only
+        self.label: str | None = None
+        self.requests: list[wire.Request] = []
+        self.answers: Sequence[tuple[wire.Outcome, str]] = (
+            (wire.Outcome.ACCEPTED, "begun"),
+            (wire.Outcome.DONE, "Freed 1.1 GiB on the device, 0.3 GiB to the system"),
+        )
+        self._queue: asyncio.Queue[FeedMessage] = asyncio.Queue()
+        for message in (Connected(), *messages):
+            self._queue.put_nowait(message)
+
+    def say(self, *messages: FeedMessage) -> None:
+        for message in messages:
+            self._queue.put_nowait(message)
+
+    async def messages(self) -> AsyncIterator[FeedMessage]:
+        while True:
+            yield await self._queue.get()
+
+    async def request(self, make: Callable[[int], wire.Request]) -> AsyncIterator[wire.Answer]:
+        request = make(len(self.requests) + 1)
+        self.requests.append(request)
+        for outcome, message in self.answers:
+            yield wire.Answer(id=request.id, outcome=outcome, message=message)
+
+
+class RecordingHands:
+    """Ends nothing; keeps what it was asked to end."""
+
+    def __init__(self) -> None:
+        self.ended: list[int] = []
+
+    async def end_processes(self, chosen: Sequence[GpuProcess]) -> str:
+        self.ended += [one.pid for one in chosen]
+        return f"{len(chosen)} processes ended, 7.8 GiB returned"
+
+
+def running(*gpus: GpuSample, **fields: object) -> wire.StateUpdate:
+    """A state update of a training run on these GPUs."""
+    note = None if gpus else "no NVIDIA GPU: libnvidia-ml not found"
+    return wire.StateUpdate(run=run_state(**fields), machine=machine(*gpus, note=note))
+
+
+def screen_text(app: App[DashboardResult]) -> str:
+    """What is on the terminal now, without colours."""
+    return "\n".join(strip.text for strip in app.screen._compositor.render_strips())
+
+
+async def settle(pilot: Pilot[DashboardResult]) -> None:
+    """Let the feed's messages arrive, and what they cause be laid out."""
+    for _ in range(4):
+        await pilot.pause()
+
+
+def dashboard(feed: RecordingFeed, hands: RecordingHands | None = None) -> DashboardApp:
+    return DashboardApp(feed, hands=hands or RecordingHands())

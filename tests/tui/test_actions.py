@@ -1,0 +1,362 @@
+"""Every action, by key and by button: the request that is sent and the answer that is shown."""
+
+from __future__ import annotations
+
+import pytest
+from textual.widgets import Button, DataTable, Input, Select
+
+from memtop.supervisor import wire
+from memtop.supervisor.wire import Change, CheckpointNow, FreeCache, Restart, Stop
+from memtop.tui.keymap import ACTIONS, BAR
+from memtop.tui.screens.dialog import ConfirmDialog
+from memtop.tui.screens.help import HelpDialog
+from memtop.tui.screens.kill import KillDialog, TickList
+from memtop.tui.screens.presets import PresetDialog
+from memtop.tui.screens.restart import RestartDialog
+from memtop.tui.widgets.action_bar import ActionButton
+from tests.tui.support import RecordingFeed, RecordingHands, dashboard, gpu, process, running, screen_text, settle
+
+SIZE = (120, 40)
+
+
+def training_feed(**kwargs: object) -> RecordingFeed:
+    return RecordingFeed(running(gpu(0), gpu(1)), **kwargs)  # type: ignore[arg-type]
+
+
+def test_no_key_is_used_twice() -> None:
+    keys = [key for action in ACTIONS for key in action.keys]
+    assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize(("key", "request_type"), [("f", FreeCache), ("c", CheckpointNow)])
+@pytest.mark.parametrize("by_button", [False, True])
+async def test_actions_without_a_question(key: str, request_type: type[wire.Request], by_button: bool) -> None:
+    feed = training_feed()
+    app = dashboard(feed)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        if by_button:
+            await pilot.click("#action-free" if key == "f" else "#action-checkpoint")
+        else:
+            await pilot.press(key)
+        await settle(pilot)
+        assert [type(r) for r in feed.requests] == [request_type]
+        assert "✓ Freed 1.1 GiB on the device, 0.3 GiB to the system" in screen_text(app)
+
+
+async def test_a_refusal_is_shown_as_one() -> None:
+    feed = training_feed()
+    feed.answers = ((wire.Outcome.REFUSED, "no training process is connected yet"),)
+    app = dashboard(feed)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await pilot.press("f")
+        await settle(pilot)
+        assert "✗ no training process is connected yet" in screen_text(app)
+
+
+async def test_a_button_can_be_pressed_with_the_keyboard() -> None:
+    feed = training_feed()
+    app = dashboard(feed)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        app.dashboard.query_one("#action-checkpoint", ActionButton).focus()
+        await pilot.press("enter")
+        await settle(pilot)
+        assert [type(r) for r in feed.requests] == [CheckpointNow]
+
+
+@pytest.mark.parametrize("by_button", [False, True])
+async def test_stop_asks_with_the_focus_on_cancel(by_button: bool) -> None:
+    feed = training_feed()
+    app = dashboard(feed)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await (pilot.click("#action-stop") if by_button else pilot.press("s"))
+        await settle(pilot)
+        assert isinstance(app.screen, ConfirmDialog)
+        assert app.focused is not None
+        assert app.focused.id == "cancel"
+        await pilot.press("enter")
+        await settle(pilot)
+        assert feed.requests == []
+        await pilot.press("s")
+        await settle(pilot)
+        await pilot.click("#confirm")
+        await settle(pilot)
+        assert [type(r) for r in feed.requests] == [Stop]
+
+
+async def test_escape_leaves_every_dialog_without_a_request() -> None:
+    feed = training_feed()
+    app = dashboard(feed)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        for key in ("s", "r", "k", "1", "question_mark"):
+            await pilot.press(key)
+            await settle(pilot)
+            assert app.screen is not app.dashboard
+            await pilot.press("escape")
+            await settle(pilot)
+            assert app.screen is app.dashboard
+        assert feed.requests == []
+
+
+async def test_two_quick_presses_open_one_dialog() -> None:
+    app = dashboard(training_feed())
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        app.dashboard.action_do("stop", "s")
+        app.dashboard.action_do("restart", "r")
+        await settle(pilot)
+        assert len(app.screen_stack) == 2
+
+
+@pytest.mark.parametrize("by_button", [False, True])
+async def test_restart_sends_the_edited_change(by_button: bool) -> None:
+    feed = training_feed()
+    app = dashboard(feed)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await (pilot.click("#action-restart") if by_button else pilot.press("r"))
+        await settle(pilot)
+        assert isinstance(app.screen, RestartDialog)
+        app.screen.query_one("#batch", Input).value = "2"
+        app.screen.query_one("#accumulation", Input).value = "16"
+        await settle(pilot)
+        assert "effective batch 32 -> 32: same mathematics" in screen_text(app)
+        await pilot.click("#confirm")
+        await settle(pilot)
+        assert feed.requests == [Restart(id=1, change=Change(batch=2, accumulation=16))]
+
+
+async def test_restart_refuses_nonsense_while_typing() -> None:
+    feed = training_feed()
+    app = dashboard(feed)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await pilot.press("r")
+        await settle(pilot)
+        app.screen.query_one("#batch", Input).value = "0"
+        await settle(pilot)
+        assert "✗ batch 0: must be at least 1" in screen_text(app)
+        assert app.screen.query_one("#confirm", Button).disabled
+        app.screen.query_one("#batch", Input).value = "4"
+        await settle(pilot)
+        assert not app.screen.query_one("#confirm", Button).disabled
+        assert feed.requests == []
+
+
+async def test_a_preset_in_the_form_fills_the_fields() -> None:
+    feed = training_feed()
+    app = dashboard(feed)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await pilot.press("r")
+        await settle(pilot)
+        app.screen.query_one("#preset", Select).value = "extreme"
+        await settle(pilot)
+        assert app.screen.query_one("#batch", Input).value == "1"
+        assert app.screen.query_one("#accumulation", Input).value == "32"
+        await pilot.click("#confirm")
+        await settle(pilot)
+        assert feed.requests == [Restart(id=1, change=Change(preset="extreme"))]
+
+
+async def test_a_program_of_the_users_own_restarts_unchanged() -> None:
+    feed = RecordingFeed(running(gpu(), settings=None, command=("python", "mine.py")))
+    app = dashboard(feed)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await pilot.press("2")
+        await settle(pilot)
+        assert "presets need a built-in recipe" in screen_text(app)
+        await pilot.press("r")
+        await settle(pilot)
+        assert "python mine.py" in screen_text(app)
+        await pilot.click("#confirm")
+        await settle(pilot)
+        assert feed.requests == [Restart(id=1)]
+
+
+@pytest.mark.parametrize(("key", "name"), [("2", "low"), ("3", "extreme")])
+async def test_a_digit_shows_the_preset_and_enter_applies_it(key: str, name: str) -> None:
+    feed = training_feed()
+    app = dashboard(feed)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await pilot.press(key)
+        await settle(pilot)
+        assert isinstance(app.screen, PresetDialog)
+        assert app.screen.query_one(DataTable).cursor_row == int(key) - 1
+        assert "4 x 8 x 1" in screen_text(app)
+        await pilot.press("enter")
+        await settle(pilot)
+        assert feed.requests == [Restart(id=1, change=Change(preset=name))]
+
+
+async def test_the_preset_button_points_at_the_present_one_which_is_not_applied_again() -> None:
+    feed = training_feed()
+    app = dashboard(feed)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await pilot.click("#action-preset")
+        await settle(pilot)
+        assert "is on now" in screen_text(app)
+        await pilot.press("enter")
+        await settle(pilot)
+        assert feed.requests == []
+        assert "standard is the preset that the run has now" in screen_text(app)
+
+
+async def test_a_digit_without_a_preset_says_which_there_are() -> None:
+    app = dashboard(training_feed())
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await pilot.press("9")
+        await settle(pilot)
+        assert "no preset has key 9: there are 1 standard, 2 low, 3 extreme" in screen_text(app)
+
+
+STRAY = process(51, stray=True, reason="left over from run old, which ended", used_bytes=5 << 30)
+FOREIGN = process(52, user="grace", choosable=False, reason="belongs to grace")
+OWN_RUN = process(53, run="tiny", choosable=False)
+
+
+@pytest.mark.parametrize("by_button", [False, True])
+async def test_kill_names_each_process_and_asks_twice(by_button: bool) -> None:
+    feed = RecordingFeed(running(gpu(processes=(STRAY, FOREIGN, OWN_RUN))))
+    hands = RecordingHands()
+    app = dashboard(feed, hands)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        assert "k Kill strays (1)" in screen_text(app)
+        await (pilot.click("#action-kill") if by_button else pilot.press("k"))
+        await settle(pilot)
+        assert isinstance(app.screen, KillDialog)
+        text = screen_text(app)
+        assert "! stray: left over from run old, which ended" in text
+        assert "[ ]       51  ada" in text
+        assert "not to be chosen: belongs to grace" in text
+        assert "job-53" not in text
+        assert app.screen.query_one("#confirm", Button).disabled
+        await pilot.press("space")
+        await settle(pilot)
+        assert "[x]       51  ada" in screen_text(app)
+        await pilot.click("#confirm")
+        await settle(pilot)
+        assert isinstance(app.screen, ConfirmDialog)
+        assert app.focused is not None
+        assert app.focused.id == "cancel"
+        text = screen_text(app)
+        for expected in ("51", "ada", "5.0 GiB", "python job-51.py"):
+            assert expected in text
+        assert hands.ended == []
+        await pilot.click("#confirm")
+        await settle(pilot)
+        assert hands.ended == [51]
+        assert "✓ 1 processes ended, 7.8 GiB returned" in screen_text(app)
+
+
+async def test_other_users_processes_cannot_be_ticked() -> None:
+    feed = RecordingFeed(running(gpu(processes=(FOREIGN, STRAY))))
+    app = dashboard(feed)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await pilot.press("k")
+        await settle(pilot)
+        rows = app.screen.query_one(TickList)
+        for _ in range(3):
+            await pilot.press("down", "space")
+        await settle(pilot)
+        assert {holder.process.pid for holder in rows.chosen} <= {51}
+        assert rows.get_option_at_index(1).disabled
+
+
+async def test_with_nothing_to_choose_enter_closes() -> None:
+    hands = RecordingHands()
+    app = dashboard(RecordingFeed(running(gpu(processes=(FOREIGN,)))), hands)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await pilot.press("k")
+        await settle(pilot)
+        assert app.focused is not None
+        assert app.focused.id == "cancel"
+        await pilot.press("enter")
+        await settle(pilot)
+        assert app.screen is app.dashboard
+        assert hands.ended == []
+
+
+@pytest.mark.parametrize("press", ["d", "q", "ctrl+q", "button"])
+async def test_detach_leaves_the_run_alone(press: str) -> None:
+    feed = training_feed()
+    app = dashboard(feed)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await (pilot.click("#action-detach") if press == "button" else pilot.press(press))
+        await settle(pilot)
+    assert app.return_value is not None
+    assert app.return_value.action == "detach"
+    assert "tiny goes on" in app.return_value.message
+    assert feed.requests == []
+
+
+async def test_leaving_a_run_that_is_over() -> None:
+    app = dashboard(RecordingFeed(running(gpu(), state=wire.Phase.FINISHED, alive=False)))
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        assert "d Quit" in screen_text(app)
+        await pilot.press("d")
+    assert app.return_value is not None
+    assert app.return_value.action == "ended"
+
+
+async def test_the_interrupt_key_only_says_what_to_press() -> None:
+    app = dashboard(training_feed())
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await pilot.press("ctrl+c")
+        await settle(pilot)
+        assert "d closes the dashboard and the run goes on; s stops the run" in screen_text(app)
+
+
+@pytest.mark.parametrize("by_button", [False, True])
+async def test_help_lists_every_action(by_button: bool) -> None:
+    app = dashboard(training_feed())
+    async with app.run_test(size=(120, 60)) as pilot:
+        await settle(pilot)
+        await (pilot.click("#action-help") if by_button else pilot.press("question_mark"))
+        await settle(pilot)
+        assert isinstance(app.screen, HelpDialog)
+        text = screen_text(app)
+        for action in ACTIONS:
+            assert action.label.rstrip("…") in text
+
+
+async def test_an_action_that_makes_no_sense_now_says_why() -> None:
+    feed = RecordingFeed(running(gpu(), state=wire.Phase.STOPPED, alive=False))
+    app = dashboard(feed)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await pilot.press("s")
+        await settle(pilot)
+        assert app.screen is app.dashboard
+        assert "✗ Stop: the run is stopped" in screen_text(app)
+        assert app.dashboard.query_one("#action-stop").has_class("-unavailable")
+
+
+async def test_read_only_has_no_actions() -> None:
+    feed = training_feed(read_only=True)
+    app = dashboard(feed)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        text = screen_text(app)
+        assert "read-only" in text
+        shown = {action.id for action in BAR if app.dashboard.query_one(f"#action-{action.id}").display}
+        assert shown == {"detach", "help"}
+        for key in ("f", "k", "r", "1", "c", "s"):
+            await pilot.press(key)
+            await settle(pilot)
+            assert app.screen is app.dashboard
+        assert feed.requests == []

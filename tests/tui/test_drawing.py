@@ -1,0 +1,288 @@
+"""Drawing functions give text: bars on a fixed scale, bands with mark and word, charts with their lines labelled."""
+
+from __future__ import annotations
+
+import pytest
+from rich.cells import cell_len
+
+from memtop.supervisor import wire
+from memtop.supervisor.monitor.values import Band
+from memtop.tui.draw.bars import Share, memory_bar, progress_bar
+from memtop.tui.draw.charts import Point, curve, history, nice_bounds
+from memtop.tui.draw.line import fit, join_fitting, line, plain, spread, width_of, wrap
+from memtop.tui.draw.machine import draw_compact_machine, draw_gpu, draw_gpu_note, draw_gpu_table, draw_host, draw_processes
+from memtop.tui.draw.training import PHASE_MARKS, age, draw_events, draw_header, draw_loss, draw_training, notice
+from memtop.tui.feed import Connected, Disconnected, Followed
+from memtop.tui.store import Store, fold
+from tests.tui.support import GIB, HOST, NOW, gpu, machine, process, run_state, running
+
+
+def text_of(lines: object) -> str:
+    return "\n".join(plain(one) for one in lines)  # type: ignore[attr-defined]
+
+
+def store_of(*messages: object) -> Store:
+    store = Store()
+    for message in (Connected(), *messages):
+        store = fold(store, message)  # type: ignore[arg-type]
+    return store
+
+
+def test_a_bar_has_the_85_and_90_lines_in_its_free_part() -> None:
+    assert plain(memory_bar(20, [Share(0.5, "█", "alloc")])) == "██████████       ┊┊ "
+
+
+def test_the_end_of_a_bar_is_where_the_sum_says_and_not_the_sum_of_roundings() -> None:
+    bar = plain(memory_bar(10, [Share(0.14, "█", "a"), Share(0.14, "▓", "b"), Share(0.12, "░", "c")], limits=False))
+    assert bar.rstrip() == "█▓▓░"
+
+
+def test_a_bar_never_grows_beyond_its_width() -> None:
+    assert plain(memory_bar(8, [Share(0.9, "█", "a"), Share(0.9, "░", "b")])) == "███████░"
+
+
+def test_the_peak_mark_lies_beyond_the_filled_part() -> None:
+    assert plain(memory_bar(10, [Share(0.2, "█", "a")], peak=0.55, limits=False)) == "██   ┆    "
+
+
+@pytest.mark.parametrize(("fraction", "text"), [(None, "────"), (0.0, "────"), (0.5, "━━──"), (0.6, "━━╸─"), (1.0, "━━━━")])
+def test_progress(fraction: float | None, text: str) -> None:
+    assert plain(progress_bar(4, fraction)) == text
+
+
+def test_history_draws_both_band_lines_and_the_newest_value_at_the_right() -> None:
+    rows = [plain(one) for one in history(28, 5, [None, 0.5, 1.0])]
+    assert "85-90 %" in rows[0]
+    assert rows[-1].rstrip().endswith("0 %")
+    assert rows[0][19] == "⢸"
+    assert rows[0][:18] == "┄" * 18
+
+
+def test_a_curve_has_labelled_axes_and_marks_the_new_attempt() -> None:
+    rows = text_of(curve(50, 8, [Point(n, 4 - n / 20, 1 if n < 30 else 2) for n in range(1, 61)]))
+    assert "4.00" in rows
+    assert "update 1" in rows
+    assert "60" in rows
+    assert "┊ a new attempt" in rows
+
+
+def test_a_curve_without_values_says_so() -> None:
+    assert "no loss reported yet" in text_of(curve(50, 8, []))
+    assert "no loss reported yet" in text_of(curve(50, 8, [Point(1, float("nan"))]))
+
+
+def test_curve_bounds_are_round_and_hold_the_values() -> None:
+    assert nice_bounds(1.3, 3.9) == (1.0, 4.0)
+    low, high = nice_bounds(2.0, 2.0)
+    assert low <= 2.0 <= high
+    assert low < high
+
+
+def test_fit_and_spread_count_cells() -> None:
+    assert plain(fit(line("abcdef"), 4)) == "abc…"
+    assert plain(spread(line("ab"), line("yz"), 8)) == "ab    yz"
+    assert plain(spread(line("abcdef"), line("yz"), 7)) == "abcdef "
+
+
+def test_what_does_not_fit_is_left_out_whole() -> None:
+    assert plain(join_fitting([line("alloc 1"), line("cache 2"), line("context 3")], 18)) == "alloc 1  cache 2"
+
+
+def test_wrap_breaks_at_words_and_breaks_words_too_long() -> None:
+    assert [plain(one) for one in wrap("one two three", 7)] == ["one two", "three"]
+    assert [plain(one) for one in wrap("abcdefghij", 4)] == ["abcd", "efgh", "ij"]
+
+
+def test_every_mark_is_one_cell() -> None:
+    assert all(cell_len(mark) == 1 for mark, _ in PHASE_MARKS.values())
+
+
+@pytest.mark.parametrize(
+    ("fraction", "band", "words"),
+    [(0.5, Band.SAFE, "· safe"), (0.87, Band.EDGE, "^ edge"), (0.95, Band.DANGER, "!! danger")],
+)
+def test_a_gpu_says_its_band_in_a_word_and_a_mark(fraction: float, band: Band, words: str) -> None:
+    store = store_of(running(gpu(fraction=fraction, band=band)))
+    text = text_of(draw_gpu(store, store.gpus[0], 60, 8))
+    assert words in text
+    assert f"{fraction * 100:.1f} %" in text
+    assert "62 °C" in text
+    assert "212/230 W" in text
+
+
+def test_a_gpu_is_split_into_what_is_known() -> None:
+    card = gpu(
+        fraction=0.8,
+        processes=(process(7, run="tiny", used_bytes=14 * GIB), process(8, used_bytes=2 * GIB)),
+        reserved_bytes=GIB,
+    )
+    rank = wire.RankMemory(
+        rank=0,
+        pid=7,
+        connected=True,
+        device_uuid=card.uuid,
+        allocated_bytes=10 * GIB,
+        reserved_bytes=13 * GIB,
+        peak_bytes=12 * GIB,
+    )
+    store = store_of(running(card, ranks=(rank,)))
+    text = text_of(draw_gpu(store, card, 76, 4))
+    assert "█ alloc 10.0  ▓ cache 3.0  ▒ context 1.0  ░ others 2.0  driver 1.0" in text
+    bar = text.splitlines()[0]
+    assert [bar.count(glyph) for glyph in "█▓▒░"] == [35, 11, 3, 11]
+
+
+def test_unknown_shares_are_dashes_and_not_zeros() -> None:
+    card = gpu(processes=(process(7, run="tiny", used_bytes=None),))
+    store = store_of(running(card))
+    assert "alloc –  ▓ cache –  ▒ context –" in text_of(draw_gpu(store, card, 76, 4))
+
+
+def test_a_lost_gpu_says_what_to_do() -> None:
+    card = gpu(error="GPU is lost: reboot, or reset it with nvidia-smi --gpu-reset", total_bytes=None)
+    store = store_of(running(card))
+    text = text_of(draw_gpu(store, card, 40, 6))
+    assert "!! cannot be read" in text
+    assert "nvidia-smi" in text
+    assert "cannot be read" in text_of(draw_gpu_table(store, 80, 4))
+
+
+def test_growth_is_forecast_only_where_there_is_some() -> None:
+    rising = [running(gpu(fraction=0.5 + n / 200)) for n in range(20)]
+    messages = [
+        wire.StateUpdate(run=m.run, machine=machine(gpu(fraction=0.5 + n / 200), time=NOW + n)) for n, m in enumerate(rising)
+    ]
+    store = store_of(*messages)
+    assert "full in" in text_of(draw_gpu(store, store.gpus[0], 70, 4))
+    still = store_of(*(machine(gpu(), time=NOW + n) for n in range(20)))
+    assert "full in" not in text_of(draw_gpu(still, still.gpus[0], 70, 4))
+
+
+def test_without_a_gpu_one_honest_line() -> None:
+    store = store_of(running())
+    assert plain(draw_gpu_note(store, 80, 1)[0]).strip() == ("GPU   no NVIDIA GPU: libnvidia-ml not found - training on CPU")
+
+
+def test_host_memory_tells_limit_swap_and_pressure() -> None:
+    import msgspec
+
+    limited = msgspec.structs.replace(HOST, limit_bytes=16 * GIB)
+    store = store_of(wire.StateUpdate(run=run_state(), machine=machine(host=limited)))
+    text = text_of(draw_host(store, 60, 12))
+    assert "limit 16.0 of 32.0" in text
+    assert "Swap" in text
+    assert "0.5 / 4.0 GiB" in text
+    assert "memory pressure 0.0 %" in text
+    assert "this run 9.0" in text
+
+
+def test_a_machine_without_swap_says_none() -> None:
+    import msgspec
+
+    store = store_of(machine(host=msgspec.structs.replace(HOST, swap_total_bytes=0)))
+    assert "Swap  none" in text_of(draw_host(store, 60, 5))
+
+
+def test_compact_machine_has_one_line_each() -> None:
+    store = store_of(running(gpu(0), gpu(1, 0.95, Band.DANGER)))
+    rows = [plain(one) for one in draw_compact_machine(store, 78, 4)]
+    assert len(rows) == 4
+    assert "95.0% !! danger" in rows[1]
+    assert rows[2].startswith("RAM")
+    assert rows[3].startswith("Swap")
+
+
+def test_sixteen_gpus_share_eight_lines_when_compact() -> None:
+    store = store_of(running(*(gpu(n) for n in range(16))))
+    assert len(draw_compact_machine(store, 78, 20)) == 10
+
+
+def test_gpus_without_a_line_of_their_own_are_summed_up_by_the_fullest() -> None:
+    cards = [gpu(n, 0.3) for n in range(15)] + [gpu(15, 0.95, Band.DANGER)]
+    rows = [plain(one) for one in draw_compact_machine(store_of(running(*cards)), 60, 5)]
+    assert "12 more GPUs, the fullest is 15: 95.0 %   !! danger" in " ".join(rows[2].split(" ")).replace("  95", " 95")
+    assert rows[3].startswith("RAM")
+
+
+def test_training_numbers() -> None:
+    store = store_of(running(gpu()))
+    text = text_of(draw_training(store, 60, 10))
+    for expected in ("update 24 / 60", "40 %", "ETA 02:11:30", "loss 1.842 best 1.790", "lr 8.7e-05", "55.9 k tok/s"):
+        assert expected in text
+    assert "checkpoint update 20  12 s ago  1.0 GiB" in text
+
+
+def test_training_without_any_number_has_dashes() -> None:
+    bare = wire.RunState(name="mine", folder="x", state=wire.Phase.STARTING, created=NOW, command=("python", "mine.py"))
+    text = text_of(draw_training(store_of(wire.StateUpdate(run=bare)), 60, 10))
+    assert "update – / –" in text
+    assert "checkpoint none yet" in text
+    assert "0.0" not in text
+
+
+def test_an_incomplete_checkpoint_says_why() -> None:
+    saved = wire.Checkpoint(path="x", complete=False, problem="model.safetensors is missing")
+    text = text_of(draw_training(store_of(running(checkpoint=saved)), 70, 10))
+    assert "! not complete: model.safetensors is missing" in text
+
+
+def test_ranks_that_do_not_fit_are_counted() -> None:
+    ranks = tuple(wire.RankMemory(rank=n, pid=n, connected=n != 1) for n in range(8))
+    text = text_of(draw_training(store_of(running(ranks=ranks)), 70, 9))
+    assert "rank 1 CPU  ! its agent is silent" in text
+    assert "6 more ranks" in text
+
+
+@pytest.mark.parametrize("phase", list(wire.Phase))
+def test_the_header_has_a_word_and_a_mark_for_every_state(phase: wire.Phase) -> None:
+    store = store_of(running(gpu(), state=phase))
+    text = plain(draw_header(store, 160, 1)[0])
+    assert f"{PHASE_MARKS[phase][0]} {phase.value}" in text
+    assert "preset standard  8 x 4 x 1 = 32  T 128  00:22:10" in text
+    assert width_of(draw_header(store, 60, 1)[0]) == 60
+
+
+def test_the_header_of_a_followed_process() -> None:
+    store = store_of(machine(gpu()), Followed(12, "python train.py", frozenset({12, 13}), 3 * GIB))
+    assert "pid 12: 2 processes, 3.0 GiB resident: python train.py" in plain(draw_header(store, 120, 1)[0])
+    gone = fold(store, Followed(12))
+    assert "pid 12 has ended" in plain(draw_header(gone, 120, 1)[0])
+
+
+def test_events_are_newest_first_and_go_on_below_themselves() -> None:
+    rows = (
+        wire.Event(id=1, time=NOW, attempt=1, kind="attempt", message="attempt 1 started"),
+        wire.Event(id=2, time=NOW + 60, attempt=1, kind="band", message="GPU 0: edge -> danger, 91.0 %, cache grew"),
+    )
+    text = text_of(draw_events(store_of(wire.EventRows(rows=rows)), 40, 6)).splitlines()
+    assert "!! GPU 0: edge -> danger" in text[0]
+    assert text[1].startswith(" " * 12)
+    assert "attempt 1 started" in text[-1]
+
+
+def test_loss_comes_from_the_metrics() -> None:
+    rows = tuple(wire.Metric(update=n, attempt=1, loss=3 - n / 100) for n in range(1, 50))
+    assert "3.00" in text_of(draw_loss(store_of(wire.MetricRows(rows=rows)), 60, 8))
+
+
+def test_processes_are_listed_strays_first() -> None:
+    card = gpu(processes=(process(5, used_bytes=9 * GIB), process(6, stray=True)))
+    rows = [plain(one) for one in draw_processes(store_of(machine(card)), 100, 8)]
+    assert "6" in rows[1]
+    assert "! stray" in rows[1]
+    assert "9.0 GiB" in rows[2]
+
+
+def test_the_notice_words_every_state_of_the_link() -> None:
+    connected = store_of(running(gpu()))
+    assert notice(connected) == ""
+    assert notice(Store()) == "… waiting for the first sample"
+    gone = fold(connected, Disconnected("supervisor is gone - reconnecting"))
+    assert notice(gone) == "! supervisor is gone - reconnecting"
+    assert notice(fold(gone, Connected())) == ""
+    assert notice(store_of(running(gpu(), warnings=("disk is nearly full",)))) == "! disk is nearly full"
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(12, "12 s"), (240, "4 min"), (9_400, "3 h"), (900_000, "10 days")])
+def test_ages(seconds: float, words: str) -> None:
+    assert age(seconds) == words

@@ -1,0 +1,83 @@
+"""The restart form's judgement: refuse nonsense by naming the field, say what happens to the mathematics and the data."""
+
+from __future__ import annotations
+
+import pytest
+
+from memtop.supervisor.wire import Change, Checkpoint
+from memtop.tui.restart_plan import restart_plan, where_it_resumes
+from tests.tui.support import NOW, SETTINGS, run_state
+
+SAME = {"batch": "8", "accumulation": "4", "seq_len": "128"}
+
+
+def test_untouched_fields_change_nothing() -> None:
+    plan = restart_plan(SETTINGS, SAME, "standard")
+    assert plan.change == Change()
+    assert plan.problem is None
+    assert "nothing changed" in plan.lines[-1]
+
+
+def test_an_exact_split_is_the_same_mathematics() -> None:
+    plan = restart_plan(SETTINGS, {**SAME, "batch": "4", "accumulation": "8"}, "standard")
+    assert plan.change == Change(batch=4, accumulation=8)
+    assert plan.lines == ("effective batch 32 -> 32: same mathematics",)
+
+
+def test_another_effective_batch_names_the_nearest_exact_pairs() -> None:
+    plan = restart_plan(SETTINGS, {**SAME, "batch": "6"}, "standard")
+    assert plan.change == Change(batch=6)
+    assert "32 -> 24 (-25.0%): other mathematics; exact pairs: 4 x 8, 8 x 4" in plan.lines[0]
+
+
+def test_another_sequence_length_changes_the_data() -> None:
+    plan = restart_plan(SETTINGS, {**SAME, "seq_len": "64"}, "standard")
+    assert plan.change == Change(seq_len=64)
+    assert "seq_len 128 -> 64: a changed seq_len changes the data" in plan.lines
+
+
+def test_a_preset_brings_its_own_split_and_is_sent_by_name() -> None:
+    plan = restart_plan(SETTINGS, {**SAME, "batch": "4", "accumulation": "8"}, "low")
+    assert plan.change == Change(preset="low")
+    assert plan.lines[0] == "effective batch 32 -> 32: same mathematics"
+
+
+def test_fields_edited_beyond_a_preset_are_sent_with_it() -> None:
+    plan = restart_plan(SETTINGS, {**SAME, "batch": "2", "accumulation": "16"}, "low")
+    assert plan.change == Change(preset="low", batch=2, accumulation=16)
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "words"),
+    [
+        ("batch", "0", "must be at least 1"),
+        ("batch", "-3", "must be at least 1"),
+        ("batch", "eight", "must be a whole number"),
+        ("batch", "1_0", "must be a whole number"),
+        ("batch", "٣", "must be a whole number"),
+        ("accumulation", "", "must be a whole number"),
+        ("accumulation", "1.5", "must be a whole number"),
+        ("seq_len", "1", "must be at least 2"),
+        ("seq_len", "4096", "give at most 1024"),
+    ],
+)
+def test_nonsense_is_refused_and_the_field_named(field: str, text: str, words: str) -> None:
+    plan = restart_plan(SETTINGS, {**SAME, field: text}, "standard")
+    assert plan.change is None
+    assert plan.wrong_field == field
+    assert plan.problem is not None
+    assert plan.problem.startswith(field)
+    assert words in plan.problem
+
+
+def test_an_unknown_preset_is_refused() -> None:
+    plan = restart_plan(SETTINGS, SAME, "gigantic")
+    assert plan.wrong_field == "preset"
+
+
+def test_where_it_resumes() -> None:
+    assert "saves first" in where_it_resumes(run_state())
+    stopped = run_state(alive=False)
+    assert where_it_resumes(stopped) == "resumes at update 20, 640 samples; no sample repeated or skipped"
+    broken = Checkpoint(path="x", saved_at=NOW, complete=False, problem="cut off")
+    assert "from the first update" in where_it_resumes(run_state(alive=False, checkpoint=broken))

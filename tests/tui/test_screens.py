@@ -1,0 +1,212 @@
+"""Layouts and states: every size, any number of GPUs, no GPU, no run, nobody at the other end."""
+
+from __future__ import annotations
+
+import pytest
+
+from memtop.supervisor import wire
+from memtop.tui.app import DashboardApp
+from memtop.tui.demo import DemoFeed
+from memtop.tui.feed import Connected, Disconnected, LogLines
+from memtop.tui.widgets.log import LogPanel
+from tests.tui.support import RecordingFeed, dashboard, gpu, machine, process, running, screen_text, settle
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 50), (120, 40), (60, 15), (200, 20), (70, 60)])
+@pytest.mark.parametrize("gpus", [1, 2, 8, 16])
+async def test_any_number_of_gpus_fits(size: tuple[int, int], gpus: int) -> None:
+    app = dashboard(RecordingFeed(running(*(gpu(n, 0.4 + n / 40) for n in range(gpus)))))
+    async with app.run_test(size=size) as pilot:
+        await settle(pilot)
+        text = screen_text(app)
+        assert "tiny" in text
+        assert "40.0" in text
+        if size[1] > 20:
+            # The lowest terminals may not have a line for each of 16.
+            assert f"{(0.4 + (gpus - 1) / 40) * 100:.1f}" in text
+            assert "24 / 60" in text
+        assert "Help" in text
+
+
+async def test_every_key_has_its_button_at_80x24() -> None:
+    app = dashboard(RecordingFeed(running(gpu())))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        bottom = screen_text(app).splitlines()[-1]
+        for words in ("f Free", "k Kill (0)", "r Restart", "1-3 Preset", "c Save", "s Stop", "d Detach", "? Help"):
+            assert words in bottom
+
+
+async def test_wide_panels() -> None:
+    app = dashboard(RecordingFeed(running(gpu(0), gpu(1))))
+    async with app.run_test(size=(160, 50)) as pilot:
+        await settle(pilot)
+        text = screen_text(app)
+        for title in ("GPU 0  RTX A4500", "GPU 1  RTX A4500", "Host memory", "Training", "Loss", "Events", "Log"):
+            assert title in text
+
+
+async def test_many_gpus_share_a_panel_and_the_selected_one_has_details() -> None:
+    app = dashboard(RecordingFeed(running(*(gpu(n, 0.1 + n / 20) for n in range(8)))))
+    async with app.run_test(size=(160, 50)) as pilot:
+        await settle(pilot)
+        assert "▸ 0" in screen_text(app)
+        await pilot.press("down", "down")
+        await settle(pilot)
+        text = screen_text(app)
+        assert "▸ 2" in text
+        assert "GPU 2  RTX A4500" in text
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 50)])
+async def test_without_a_gpu(size: tuple[int, int]) -> None:
+    app = dashboard(RecordingFeed(running()))
+    async with app.run_test(size=size) as pilot:
+        await settle(pilot)
+        text = screen_text(app)
+        assert "no NVIDIA GPU: libnvidia-ml not found - training on CPU" in text
+        assert "24.0 / 32.0 GiB" in text
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 50)])
+async def test_without_a_run_the_machine_and_its_processes(size: tuple[int, int]) -> None:
+    feed = RecordingFeed(machine(gpu(processes=(process(77),))))
+    app = dashboard(feed)
+    async with app.run_test(size=size) as pilot:
+        await settle(pilot)
+        text = screen_text(app)
+        assert "this machine" in text
+        assert "job-77" in text
+        assert "Kill" in text
+        assert "Restart" not in text
+        assert "Loss" not in text
+        await pilot.press("r")
+        await settle(pilot)
+        assert app.screen is app.dashboard
+
+
+async def test_too_small_says_so_and_recovers() -> None:
+    app = dashboard(RecordingFeed(running(gpu())))
+    async with app.run_test(size=(58, 12)) as pilot:
+        await settle(pilot)
+        assert "terminal too small: 58x12" in screen_text(app)
+        assert "memtop needs 60x15" in screen_text(app)
+        await pilot.resize_terminal(80, 24)
+        await settle(pilot)
+        assert "too small" not in screen_text(app)
+        assert "tiny" in screen_text(app)
+        await pilot.resize_terminal(40, 10)
+        await settle(pilot)
+        assert "40x10" in screen_text(app)
+        await pilot.press("q")
+    assert app.return_value is not None
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 50)])
+async def test_a_lost_supervisor_is_a_worded_state(size: tuple[int, int]) -> None:
+    feed = RecordingFeed(running(gpu()))
+    app = dashboard(feed)
+    async with app.run_test(size=size) as pilot:
+        await settle(pilot)
+        feed.say(Disconnected("supervisor is gone - reconnecting"))
+        await settle(pilot)
+        assert "! supervisor is gone - reconnecting" in screen_text(app)
+        assert "loss 1.842" in screen_text(app)
+        await pilot.press("f")
+        await settle(pilot)
+        assert feed.requests == []
+        feed.say(Connected(), running(gpu()))
+        await settle(pilot)
+        assert "! supervisor is gone" not in screen_text(app)
+
+
+async def test_old_values_are_called_stale() -> None:
+    app = dashboard(RecordingFeed(running(gpu())))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        app.dashboard._heard -= 30
+        app.dashboard._check_quiet()
+        await settle(pilot)
+        assert "! stale: nothing heard for 30 s" in screen_text(app)
+
+
+async def test_a_failed_run_says_why() -> None:
+    reason = "out of memory on GPU 0: 2.1 GiB asked, 0.9 GiB free"
+    app = dashboard(RecordingFeed(running(gpu(), state=wire.Phase.FAILED, alive=False, reason=reason)))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        assert "✗ failed" in screen_text(app)
+        assert reason in screen_text(app)
+
+
+async def test_the_log_follows_holds_still_and_is_searched() -> None:
+    feed = RecordingFeed(running(gpu()), LogLines(tuple(f"[rank 0] line {n}" for n in range(200))))
+    app = dashboard(feed)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        assert "line 199" in screen_text(app)
+        await pilot.press("l")
+        feed.say(LogLines(("[rank 0] the newest line",)))
+        await settle(pilot)
+        assert "held still" in screen_text(app)
+        assert "newest" not in screen_text(app)
+        await pilot.press("l")
+        await settle(pilot)
+        assert "newest" in screen_text(app)
+        await pilot.press("slash", *"line 42", "enter")
+        await settle(pilot)
+        assert "1 lines with 'line 42'" in screen_text(app)
+        assert "[rank 0] line 42" in screen_text(app)
+        await pilot.press("pageup")
+        await settle(pilot)
+        assert "[rank 0] line 42" not in screen_text(app)
+
+
+async def test_events_take_the_logs_place_on_a_small_terminal() -> None:
+    event = wire.Event(id=1, time=0.0, attempt=1, kind="attempt", message="attempt 1 started")
+    app = dashboard(RecordingFeed(running(gpu()), wire.EventRows(rows=(event,))))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        assert "attempt 1 started" not in screen_text(app)
+        await pilot.press("e")
+        await settle(pilot)
+        assert "attempt 1 started" in screen_text(app)
+        assert not app.dashboard.query_one("#log", LogPanel).display
+
+
+async def test_a_tick_without_news_repaints_nothing() -> None:
+    feed = RecordingFeed(running(gpu()))
+    app = dashboard(feed)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        panel = app.dashboard.query_one("#training")
+        before = panel.lines  # type: ignore[attr-defined]
+        feed.say(running(gpu()))
+        await settle(pilot)
+        assert panel.lines == before  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+async def test_the_demo_says_that_its_numbers_are_invented(gpus: int) -> None:
+    app = DashboardApp(DemoFeed(interval=0, gpus=gpus, warm_up=20, ticks=0))
+    async with app.run_test(size=(160, 50)) as pilot:
+        await settle(pilot)
+        assert "demo - invented numbers" in screen_text(app)
+        assert "qwen-sft" in screen_text(app)
+
+
+async def test_the_demo_carries_out_what_is_asked() -> None:
+    app = DashboardApp(DemoFeed(interval=0, warm_up=20, ticks=0))
+    async with app.run_test(size=(160, 50)) as pilot:
+        await settle(pilot)
+        await pilot.press("c")
+        await settle(pilot)
+        assert "✓ checkpoint at update 40" in screen_text(app)
+        await pilot.press("k")
+        await settle(pilot)
+        await pilot.press("space")
+        await pilot.click("#confirm")
+        await settle(pilot)
+        await pilot.click("#confirm")
+        await settle(pilot)
+        assert "✓ 1 process ended, 922 MiB returned" in screen_text(app)

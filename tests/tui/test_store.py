@@ -1,0 +1,75 @@
+"""Folding: one message in, the next view-model out."""
+
+from __future__ import annotations
+
+import pytest
+
+from memtop.supervisor import wire
+from memtop.tui.feed import LogLines
+from memtop.tui.keymap import BY_ID, obstacle, offered, stray_count
+from memtop.tui.store import HISTORY_LENGTH, LOG_LINES_KEPT, Store, fold, holders
+from tests.tui.support import GIB, NOW, gpu, machine, process, run_state, running
+
+
+def rows(*updates: int, attempt: int = 1) -> tuple[wire.Metric, ...]:
+    return tuple(wire.Metric(update=n, attempt=attempt, loss=float(n)) for n in updates)
+
+
+def test_a_restart_takes_metric_rows_back() -> None:
+    store = fold(Store(), wire.MetricRows(rows=rows(1, 2, 3, 4)))
+    store = fold(store, wire.MetricRows(rows=rows(3, attempt=2), reset_from=3))
+    assert [(m.update, m.attempt) for m in store.metrics] == [(1, 1), (2, 1), (3, 2)]
+
+
+def test_rows_repeated_after_a_reconnect_count_once() -> None:
+    store = fold(Store(), wire.MetricRows(rows=rows(1, 2, 3)))
+    store = fold(store, wire.MetricRows(rows=rows(1, 2, 3, 4)))
+    assert [m.update for m in store.metrics] == [1, 2, 3, 4]
+
+
+def test_events_repeated_after_a_reconnect_count_once() -> None:
+    event = wire.EventRows(rows=(wire.Event(id=1, time=NOW, attempt=1, kind="x", message="m"),))
+    assert len(fold(fold(Store(), event), event).events) == 1
+
+
+def test_history_and_log_are_bounded() -> None:
+    store = Store()
+    for n in range(HISTORY_LENGTH + 5):
+        store = fold(store, machine(gpu(), time=NOW + n))
+    assert len(store.host_history) == HISTORY_LENGTH
+    store = fold(store, LogLines(tuple("x" for _ in range(LOG_LINES_KEPT + 7))))
+    assert (len(store.log), store.log_count) == (LOG_LINES_KEPT, LOG_LINES_KEPT + 7)
+
+
+def test_the_peak_stays_when_memory_falls() -> None:
+    store = fold(fold(Store(), machine(gpu(fraction=0.8))), machine(gpu(fraction=0.3)))
+    assert store.gpu_peak_bytes["GPU-0000-0000"] == int(20 * GIB * 0.8)
+
+
+def test_a_process_on_two_gpus_is_one_row() -> None:
+    both = machine(gpu(0, processes=(process(5, stray=True),)), gpu(1, processes=(process(5, stray=True),)))
+    (holder,) = holders(both)
+    assert holder.gpu_indices == (0, 1)
+    assert holder.used_bytes == 2 * GIB
+    assert stray_count(fold(Store(), both)) == 1
+
+
+def test_folding_something_else_is_an_error() -> None:
+    with pytest.raises(TypeError, match="not a feed message"):
+        fold(Store(), "hello")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("action", ["free", "checkpoint", "restart", "preset", "stop"])
+def test_run_actions_need_a_run_and_a_link(action: str) -> None:
+    assert not offered(BY_ID[action], fold(Store(), machine(gpu())))
+    alone = fold(Store(), wire.StateUpdate(run=run_state()))
+    assert offered(BY_ID[action], alone)
+    assert obstacle(BY_ID[action], alone) == "waiting for the first sample"
+
+
+@pytest.mark.parametrize(("action", "possible"), [("free", False), ("stop", False), ("restart", True), ("kill", True)])
+def test_what_can_be_done_with_a_run_that_is_over(action: str, possible: bool) -> None:
+    from memtop.tui.feed import Connected
+
+    store = fold(fold(Store(), Connected()), running(gpu(), state=wire.Phase.STOPPED, alive=False))
+    assert (obstacle(BY_ID[action], store) is None) is possible

@@ -1,0 +1,58 @@
+"""Following a log file: growth, half lines, rotation, truncation, terminal control."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from memtop.tui.tail import FIRST_BYTES, LogTail, clean
+
+
+def test_a_file_that_is_not_there_yet(tmp_path: Path) -> None:
+    tail = LogTail(tmp_path / "output.log")
+    assert tail.read() == []
+    (tmp_path / "output.log").write_text("one\n")
+    assert tail.read() == ["one"]
+
+
+def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "output.log"
+    path.write_text("one\ntw")
+    tail = LogTail(path)
+    assert tail.read() == ["one"]
+    with path.open("a") as file:
+        file.write("o\nthree\n")
+    assert tail.read() == ["two", "three"]
+    assert tail.read() == []
+
+
+def test_a_truncated_file_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "output.log"
+    path.write_text("one\ntwo\n")
+    tail = LogTail(path)
+    tail.read()
+    path.write_text("new\n")
+    assert tail.read() == ["new"]
+
+
+def test_a_rotated_file_is_read_from_its_start(tmp_path: Path) -> None:
+    path = tmp_path / "output.log"
+    path.write_text("one\n")
+    tail = LogTail(path)
+    tail.read()
+    path.rename(tmp_path / "output.log.1")
+    path.write_text("a much longer first line\n")
+    assert tail.read() == ["a much longer first line"]
+
+
+def test_of_a_long_file_only_the_end_in_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "output.log"
+    path.write_text("".join(f"line {n:08d}\n" for n in range(FIRST_BYTES // 10)))
+    rows = LogTail(path).read()
+    assert rows[-1] == f"line {FIRST_BYTES // 10 - 1:08d}"
+    assert all(len(row) == 13 for row in rows)
+
+
+def test_terminal_control_is_taken_out() -> None:
+    assert clean("\x1b[31mred\x1b[0m\ttab") == "red    tab"
+    assert clean(" 10%|#\r 20%|##\r\n") == " 20%|##"
+    assert clean("\x1b]0;title\x07text\x00") == "text"
