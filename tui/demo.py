@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from memtop.presets import SettingsError, edit_settings
 from memtop.presets.schema import Settings
 from memtop.supervisor import units, wire
-from memtop.supervisor.monitor.bands import Hysteresis
+from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.wire import Phase
 from memtop.tui.feed import Connected, FeedMessage, LogLines
@@ -69,16 +69,16 @@ class DemoFeed:
         self._freed_tick: int | None = None
         self._ended_pids: set[int] = set()
         self._outbox: list[FeedMessage] = []
-        self._bands: dict[str, Hysteresis] = {}
         self._update = 0
 
     # --- the two directions -----------------------------------------------------------------------------------------
 
     async def messages(self) -> AsyncIterator[FeedMessage]:
         yield Connected()
-        yield LogLines(tuple(_greeting()))
+        yield LogLines(tuple(_greeting(self._gpus)))
+        where = "GPU 1" if self._gpus else "host"
         self._event("attempt", "attempt 1 started: 16 x 2 x 2", ago=1500)
-        self._event("oom", "GPU 1 out of memory at update 12: 2.1 GiB asked, 0.9 GiB free", ago=1340)
+        self._event("oom", f"{where} out of memory at update 12: 2.1 GiB asked, 0.9 GiB free", ago=1340)
         self._event("attempt", "attempt 2: 16 x 2 → 8 x 4, same effective batch 64", ago=1320)
         last = None if self._ticks is None else self._warm_up + self._ticks
         while last is None or self._tick < last:
@@ -151,7 +151,7 @@ class DemoFeed:
                 self._save()
             if self._update >= TOTAL_UPDATES:
                 self._phase = Phase.FINISHED
-        if self._tick == self._warm_up - 40:
+        if self._gpus and self._tick == self._warm_up - 40:
             self._event("band", "GPU 1: edge -> danger, 90.8 %: cache grew 0.9 GiB in 40 s")
         messages: list[FeedMessage] = [wire.StateUpdate(run=self._run(), machine=self._machine())]
         if rows:
@@ -287,7 +287,7 @@ class DemoFeed:
             free_bytes=_CARD - used - reserved,
             reserved_bytes=reserved,
             used_fraction=fraction,
-            band=self._bands.setdefault(f"gpu {index}", Hysteresis()).update(fraction),
+            band=band_of(fraction),
             utilization_fraction=0.94 + 0.04 * _wave(self._tick + index, 4) if training else 0.0,
             temperature_celsius=62 + 3 * index % 9 if training else 44,
             power_watts=211 + 6 * _wave(self._tick + index, 6) if training else 28,
@@ -349,11 +349,11 @@ class DemoFeed:
             used_bytes=used,
             available_bytes=_HOST - used,
             used_fraction=fraction,
-            band=self._bands.setdefault("host", Hysteresis()).update(fraction),
+            band=band_of(fraction),
             swap_total_bytes=4 * GIB,
             swap_used_bytes=GIB // 2,
             swap_fraction=0.125,
-            swap_band=self._bands.setdefault("swap", Hysteresis()).update(0.125),
+            swap_band=band_of(0.125),
             swap_in_bytes_per_second=0.0,
             swap_out_bytes_per_second=0.0,
             pressure_fraction=0.002,
@@ -361,12 +361,12 @@ class DemoFeed:
         )
 
 
-def _greeting() -> list[str]:
+def _greeting(gpus: int) -> list[str]:
     return [
         "[rank 0] memtop: attempt 2, resuming from train_latest_state at update 120",
         "[rank 0] model: 494 M parameters, bf16, gradient checkpointing off",
         "[rank 0] data: 33 280 samples, sequence length 1024",
-        "[rank 1] ready on cuda:1",
+        f"[rank 1] ready on {'cuda:1' if gpus else 'cpu'}",
     ]
 
 

@@ -103,7 +103,7 @@ def _split_facts(split: VramSplit) -> list[Line]:
         ("▒", "context", "context", split.context),
         ("░", "other", "others", split.others),
     )
-    return [line((f"{glyph} ", role), *fact(word, units.gib(value))) for glyph, role, word, value in named]
+    return [line((glyph, role), " ", *fact(word, units.gib(value))) for glyph, role, word, value in named]
 
 
 def _gpu_state(store: Store, gpu: GpuSample, width: int) -> Line:
@@ -148,7 +148,7 @@ def draw_gpu_row(store: Store, gpu: GpuSample, width: int, *, selected: bool = F
     if gpu.error:
         return fit((*head, ("!! cannot be read: ", "danger"), (gpu.error, MUTED)), width)
     percent = "–" if gpu.used_fraction is None else f"{gpu.used_fraction * 100:.1f}%"
-    tail: Line = ((f" {percent:>6} ", ROLES[gpu.band]), *padded_tag(gpu.band))
+    tail = line(" " * (7 - len(percent)), (f"{percent} ", ROLES[gpu.band]), *padded_tag(gpu.band))
     if width >= 70:
         util = "–" if gpu.utilization_fraction is None else f"{gpu.utilization_fraction * 100:.0f}%"
         tail = (*tail, (f" {util:>4} {_celsius(gpu):>5}", STRONG))
@@ -175,10 +175,9 @@ def draw_gpu_table(store: Store, width: int, height: int) -> list[Line]:
 def draw_gpu_note(store: Store, width: int, height: int) -> list[Line]:
     """One honest line where there is no GPU."""
     if store.machine is None:
-        return [line(("GPU   ", MUTED), ("waiting for the first sample", MUTED))]
+        return [line(("waiting for the first sample", MUTED))]
     on_cpu = " - training on CPU" if store.run is not None and store.run.alive else ""
-    note = store.machine.gpu_note or "no GPU"
-    return [fit(line(("GPU   ", MUTED), (f"{note}{on_cpu}", "text")), width)]
+    return wrap(f"{store.machine.gpu_note or 'no GPU'}{on_cpu}", width)[:height]
 
 
 def draw_host(store: Store, width: int, height: int) -> list[Line]:
@@ -231,8 +230,8 @@ def _host_holders(store: Store, width: int) -> Line:
     rss = store.run.run_rss_bytes
     used = store.host.used_bytes
     others = None if rss is None or used is None else max(0, used - rss)
-    own = line(("█ ", "alloc"), *fact("this run", units.gib(rss)))
-    rest = line(("░ ", "other"), *fact("others", units.gib(others)))
+    own = line(("█", "alloc"), " ", *fact("this run", units.gib(rss)))
+    rest = line(("░", "other"), " ", *fact("others", units.gib(others)))
     return spread(join((own, rest)), cpu, width)
 
 
@@ -294,7 +293,8 @@ def draw_compact_machine(store: Store, width: int, height: int) -> list[Line]:
 def _compact_gpus(store: Store, width: int, height: int) -> list[Line]:
     gpus = store.gpus
     if not gpus:
-        return draw_gpu_note(store, width, 1)
+        note = draw_gpu_note(store, width * 2, 1)
+        return [fit((("GPU".ljust(_LABEL), MUTED), *note[0]), width)]
     if len(gpus) <= _IN_PAIRS_ABOVE:
         names = min(10, max(len(short_name(g)) for g in gpus))
         rows = [draw_gpu_row(store, g, width, name_width=names) for g in gpus]

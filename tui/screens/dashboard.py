@@ -96,7 +96,7 @@ class DashboardScreen(Screen[None]):
         yield LinePanel(t.draw_notice, id="notice")
         with Horizontal(id="wide"):
             with Vertical(id="left"):
-                yield LinePanel(m.draw_gpu_note, id="gpu-note", classes="panel")
+                yield LinePanel(m.draw_gpu_note, title="GPU", id="gpu-note", classes="panel")
                 yield LinePanel(m.draw_host, title="Host memory", id="host-big", classes="panel host")
                 for position in range(GPU_PANELS):
                     yield _gpu_panel(position)

@@ -1,0 +1,164 @@
+"""The feeds: the machine alone, and a run whose supervisor comes, answers, goes and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from memtop.supervisor import wire
+from memtop.supervisor.errors import NotRunningError
+from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.run import client as client_module
+from memtop.supervisor.run import view as view_module
+from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LocalFeed, RunFeed
+from tests.tui.support import gpu, machine, run_state, running
+
+
+class FakeSampler:
+    def sample(self) -> MachineSnapshot:
+        return machine(gpu())
+
+
+class FakeClient:
+    """A supervisor of three lines: says what it is given, answers what it is told to."""
+
+    def __init__(self, *messages: wire.Message | None) -> None:
+        self.sent: list[wire.Request] = []
+        self.closed = False
+        self.inbox: asyncio.Queue[wire.Message | None] = asyncio.Queue()
+        for message in messages:
+            self.inbox.put_nowait(message)
+
+    async def send(self, request: wire.Request) -> None:
+        self.sent.append(request)
+
+    async def receive(self) -> wire.Message | None:
+        return await self.inbox.get()
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Supervisors:
+    """What connecting finds, one after the other; None where nobody listens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *clients: FakeClient | None, revives: bool = False) -> None:
+        self.revived = 0
+        self.run = run_state(state=wire.Phase.STOPPED, alive=False)
+        self._clients = list(clients)
+        self._revives = revives
+        monkeypatch.setattr(client_module.AsyncRunClient, "connect", self.connect)
+        monkeypatch.setattr(client_module, "revive", self.revive)
+        monkeypatch.setattr(view_module, "read_run", self.read_run)
+
+    async def connect(self, folder: Path) -> FakeClient:
+        found = self._clients.pop(0) if self._clients else None
+        if found is None:
+            raise NotRunningError("no supervisor listens")
+        return found
+
+    def revive(self, folder: Path) -> bool:
+        self.revived += 1
+        return self._revives
+
+    def read_run(self, folder: Path) -> tuple[wire.RunState, list[wire.Metric], list[wire.Event]]:
+        return self.run, [wire.Metric(update=1, attempt=1, loss=2.0)], []
+
+
+def run_feed(**options: bool) -> RunFeed:
+    return RunFeed(Path("runs/tiny"), sampler_factory=FakeSampler, retry_seconds=0.0, interval=0.0, **options)
+
+
+async def take(stream: AsyncIterator[FeedMessage], count: int) -> list[FeedMessage]:
+    return [await anext(stream) for _ in range(count)]
+
+
+async def test_the_machine_alone() -> None:
+    feed = LocalFeed(FakeSampler, 0.0)
+    first, second = await take(feed.messages(), 2)
+    assert isinstance(first, Connected)
+    assert isinstance(second, MachineSnapshot)
+    (answer,) = [a async for a in feed.request(lambda number: wire.Stop(id=number))]
+    assert answer.outcome is wire.Outcome.REFUSED
+
+
+async def test_a_process_tree_is_followed() -> None:
+    _, tree, _ = await take(LocalFeed(FakeSampler, 0.0, pid=os.getpid()).messages(), 3)
+    assert isinstance(tree, Followed)
+    assert os.getpid() in tree.pids
+
+
+async def test_the_stream_and_the_answers_share_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient(running(gpu()))
+    Supervisors(monkeypatch, client)
+    feed = run_feed()
+    stream = feed.messages()
+    first, second = await take(stream, 2)
+    assert isinstance(first, Connected)
+    assert isinstance(second, wire.StateUpdate)
+    assert isinstance(client.sent[0], wire.Subscribe)
+    answers = feed.request(lambda number: wire.FreeCache(id=number))
+    waiting = asyncio.ensure_future(anext(answers))
+    following = asyncio.ensure_future(anext(stream))
+    while len(client.sent) < 2:
+        await asyncio.sleep(0)
+    number = client.sent[1].id
+    client.inbox.put_nowait(wire.Answer(id=999, outcome=wire.Outcome.DONE, message="somebody else's"))
+    client.inbox.put_nowait(wire.Answer(id=number, outcome=wire.Outcome.ACCEPTED, message="begun"))
+    client.inbox.put_nowait(wire.Answer(id=number, outcome=wire.Outcome.DONE, message="freed"))
+    client.inbox.put_nowait(running(gpu()))
+    assert (await waiting).message == "begun"
+    assert [a.message async for a in answers] == ["freed"]
+    assert isinstance(await following, wire.StateUpdate)
+
+
+async def test_a_supervisor_that_dies_is_replaced_while_the_trainer_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    dying, heir = FakeClient(running(gpu()), None), FakeClient(running(gpu()))
+    supervisors = Supervisors(monkeypatch, dying, None, heir, revives=True)
+    messages = await take(run_feed().messages(), 5)
+    assert messages[2] == Disconnected("supervisor is gone - reconnecting")
+    assert isinstance(messages[3], Connected)
+    assert isinstance(messages[4], wire.StateUpdate)
+    assert dying.closed
+    assert supervisors.revived == 1
+
+
+async def test_a_waiting_request_hears_that_the_supervisor_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient(running(gpu()))
+    Supervisors(monkeypatch, client)
+    feed = run_feed()
+    stream = feed.messages()
+    await take(stream, 2)
+    waiting = asyncio.ensure_future(anext(feed.request(lambda number: wire.Stop(id=number))))
+    while len(client.sent) < 2:
+        await asyncio.sleep(0)
+    client.inbox.put_nowait(None)
+    assert isinstance(await anext(stream), Disconnected)
+    answer = await waiting
+    assert answer.outcome is wire.Outcome.FAILED
+    assert "went away before it answered" in answer.message
+
+
+async def test_a_run_that_is_over_shows_its_last_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    Supervisors(monkeypatch, None)
+    feed = run_feed()
+    messages = await take(feed.messages(), 5)
+    assert [type(m) for m in messages] == [wire.MetricRows, wire.EventRows, wire.StateUpdate, Disconnected, MachineSnapshot]
+    ended = messages[3]
+    assert isinstance(ended, Disconnected)
+    assert ended.ended
+    assert "memtop restart tiny takes it up again" in ended.reason
+    (answer,) = [a async for a in feed.request(lambda number: wire.Stop(id=number))]
+    assert answer.outcome is wire.Outcome.REFUSED
+
+
+async def test_read_only_never_starts_a_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisors = Supervisors(monkeypatch, None, revives=True)
+    supervisors.run = run_state()
+    messages = await take(run_feed(read_only=True).messages(), 4)
+    assert supervisors.revived == 0
+    assert messages[3] == Disconnected("supervisor is gone, training goes on - reconnecting")
