@@ -75,11 +75,15 @@ class Sampling(Protocol):
     def sample(self) -> MachineSnapshot: ...
 
 
-def real_sampler() -> Sampling:
-    """The sampler of this machine; imported late because it loads the driver's library."""
-    from memtop.supervisor.monitor.sampler import Sampler
+def real_sampler(runs_dir: Path | None = None) -> Sampling:
+    """The sampler of this machine; imported late because it loads the driver's library.
 
-    return Sampler()
+    Without a folder of runs it calls no process a stray.
+    """
+    from memtop.supervisor.monitor.sampler import Sampler
+    from memtop.supervisor.run.view import known_runs
+
+    return Sampler() if runs_dir is None else Sampler(lambda: known_runs(runs_dir))
 
 
 class LocalFeed:
@@ -147,14 +151,15 @@ class RunFeed:
         *,
         read_only: bool = False,
         interval: float = 1.0,
-        sampler_factory: Callable[[], Sampling] = real_sampler,
+        sampler_factory: Callable[[], Sampling] | None = None,
         retry_seconds: float = 1.0,
     ) -> None:
         self.read_only = read_only
         self.label: str | None = None
         self._folder = run_folder
         self._interval = interval
-        self._sampler_factory = sampler_factory
+        self._sampler_factory = sampler_factory or (lambda: real_sampler(run_folder.parent))
+        self._ended = False
         self._sampler: Sampling | None = None
         self._retry_seconds = retry_seconds
         self._client: Client | None = None
@@ -169,6 +174,7 @@ class RunFeed:
                     yield message
                 continue
             self._client = client
+            self._ended = False
             yield Connected()
             try:
                 async for message in self._stream(client):
@@ -183,7 +189,8 @@ class RunFeed:
         number = next(self._ids)
         client = self._client
         if client is None:
-            yield _refusal(number, "nobody answers: the supervisor is gone")
+            async for answer in self._alone(make(number)):
+                yield answer
             return
         answers: asyncio.Queue[wire.Answer] = asyncio.Queue()
         self._waiting[number] = answers
@@ -198,6 +205,22 @@ class RunFeed:
             yield _refusal(number, f"the request could not be sent: {error}")
         finally:
             self._waiting.pop(number, None)
+
+    async def _alone(self, request: wire.Request) -> AsyncIterator[wire.Answer]:
+        """Without a supervisor only one thing is possible: taking up a run that is over, under a new one."""
+        if not isinstance(request, wire.Restart) or not self._ended:
+            yield _refusal(request.id, "nobody answers: the supervisor is gone")
+            return
+        from memtop.supervisor.run.client import start_supervisor
+        from memtop.supervisor.run.folder import RunFolder
+
+        yield wire.Answer(id=request.id, outcome=wire.Outcome.ACCEPTED, message="starting a supervisor for the run")
+        try:
+            await asyncio.to_thread(start_supervisor, RunFolder(self._folder), request.change)
+        except (MemtopError, OSError) as error:
+            yield wire.Answer(id=request.id, outcome=wire.Outcome.FAILED, message=str(error))
+            return
+        yield wire.Answer(id=request.id, outcome=wire.Outcome.DONE, message="the run is taken up again")
 
     async def _connect(self) -> Client | None:
         from memtop.supervisor.run.client import AsyncRunClient
@@ -236,6 +259,7 @@ class RunFeed:
         yield wire.MetricRows(rows=tuple(metrics), reset_from=0)
         yield wire.EventRows(rows=tuple(events))
         yield wire.StateUpdate(run=run)
+        self._ended = not run.alive
         yield _unsupervised(run)
         # Somebody may take the run up again: keep looking, and keep the machine's panels alive meanwhile.
         if self._sampler is None:
@@ -252,7 +276,7 @@ class RunFeed:
 def _unsupervised(run: wire.RunState) -> Disconnected:
     if run.alive:
         return Disconnected("supervisor is gone, training goes on - reconnecting")
-    return Disconnected(f"the run is over ({run.state.value}); memtop restart {run.name} takes it up again", ended=True)
+    return Disconnected(f"the run is over ({run.state.value}); r or memtop restart {run.name} takes it up again", ended=True)
 
 
 def _refusal(number: int, message: str) -> wire.Answer:

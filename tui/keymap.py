@@ -112,7 +112,8 @@ def obstacle(action: Action, store: Store) -> str | None:
     if action.group != "run" or store.run is None:
         return None
     run = store.run
-    if store.link is not Link.CONNECTED:
+    takes_up_again = action.id in ("restart", "preset") and store.link is Link.ENDED
+    if store.link is not Link.CONNECTED and not takes_up_again:
         return store.link_reason or "nobody is connected"
     if action.id == "preset" and run.settings is None:
         return "presets need a built-in recipe: the settings of this program are not known"

@@ -162,3 +162,32 @@ async def test_read_only_never_starts_a_supervisor(monkeypatch: pytest.MonkeyPat
     messages = await take(run_feed(read_only=True).messages(), 4)
     assert supervisors.revived == 0
     assert messages[3] == Disconnected("supervisor is gone, training goes on - reconnecting")
+
+
+async def test_a_run_that_is_over_is_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[wire.Change | None] = []
+
+    def start(folder: object, change: wire.Change | None = None) -> int:
+        started.append(change)
+        return 1
+
+    Supervisors(monkeypatch, None)
+    monkeypatch.setattr(client_module, "start_supervisor", start)
+    feed = run_feed()
+    await take(feed.messages(), 4)
+    change = wire.Change(batch=2)
+    answers = [a async for a in feed.request(lambda number: wire.Restart(id=number, change=change))]
+    assert [a.outcome for a in answers] == [wire.Outcome.ACCEPTED, wire.Outcome.DONE]
+    assert started == [change]
+
+
+async def test_what_keeps_a_run_from_being_taken_up_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(folder: object, change: wire.Change | None = None) -> int:
+        raise NotRunningError("the disk is full")
+
+    Supervisors(monkeypatch, None)
+    monkeypatch.setattr(client_module, "start_supervisor", start)
+    feed = run_feed()
+    await take(feed.messages(), 4)
+    answers = [a async for a in feed.request(lambda number: wire.Restart(id=number))]
+    assert (answers[-1].outcome, answers[-1].message) == (wire.Outcome.FAILED, "the disk is full")
