@@ -30,15 +30,30 @@ app = typer.Typer(
 # What typer raises for a wrong command line; some versions of it carry their own copy of click, so it is reached this way.
 _UsageProblem: Any = typer.BadParameter.__base__
 
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number of seconds") from None
+
+
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="a run's name, its folder, or `latest`")]
 RunsDir = Annotated[Path | None, typer.Option("--runs-dir", metavar="DIR", help="where runs live [./runs or MEMTOP_RUNS_DIR]")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
-Batch = Annotated[int | None, typer.Option("--batch", metavar="B", help="samples per micro-batch and process")]
-Accum = Annotated[int | None, typer.Option("--accum", metavar="A", help="micro-batches per update")]
-SeqLen = Annotated[int | None, typer.Option("--seq-len", metavar="T", help="tokens per sample")]
+Batch = Annotated[int | None, typer.Option("--batch", parser=_whole, metavar="B", help="samples per micro-batch and process")]
+Accum = Annotated[int | None, typer.Option("--accum", parser=_whole, metavar="A", help="micro-batches per update")]
+SeqLen = Annotated[int | None, typer.Option("--seq-len", parser=_whole, metavar="T", help="tokens per sample")]
 PresetName = Annotated[str | None, typer.Option("--preset", metavar="NAME", help="memory strategy: see `memtop presets`")]
 Assignments = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="any other setting; repeatable")]
-MaxUpdates = Annotated[int | None, typer.Option("--max-updates", metavar="N", help="end after N updates in all")]
+MaxUpdates = Annotated[int | None, typer.Option("--max-updates", parser=_whole, metavar="N", help="end after N updates in all")]
 Headless = Annotated[bool, typer.Option("--headless", help="stay in the foreground without a dashboard")]
 Detach = Annotated[bool, typer.Option("--detach", help="start, print the run's name, return")]
 
@@ -105,7 +120,9 @@ def train(
     name: Annotated[str | None, typer.Option("--name", metavar="NAME", help="the run's name")] = None,
     runs_dir: RunsDir = None,
     max_updates: MaxUpdates = None,
-    save_every: Annotated[int | None, typer.Option("--save-every", metavar="N", help="updates between saves")] = None,
+    save_every: Annotated[
+        int | None, typer.Option("--save-every", parser=_whole, metavar="N", help="updates between saves")
+    ] = None,
     headless: Headless = False,
     detach: Detach = False,
     on_oom: Annotated[str, typer.Option("--on-oom", metavar="stop", help="what to do when memory runs out")] = "stop",
@@ -146,10 +163,14 @@ def train(
 @app.command()
 def watch(
     run_name: Annotated[str | None, typer.Argument(metavar="[RUN]", help="a run's name, its folder, or `latest`")] = None,
-    pid: Annotated[int | None, typer.Option("--pid", metavar="PID", help="follow this process and its children")] = None,
+    pid: Annotated[
+        int | None, typer.Option("--pid", parser=_whole, metavar="PID", help="follow this process and its children")
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="print one snapshot and leave")] = False,
     as_json: Json = False,
-    interval: Annotated[float, typer.Option("--interval", metavar="SECONDS", help="between two samples, 0.2 to 10")] = 1.0,
+    interval: Annotated[
+        float, typer.Option("--interval", parser=_seconds, metavar="SECONDS", help="between two samples, 0.2 to 10")
+    ] = 1.0,
     read_only: Annotated[bool, typer.Option("--read-only", help="no actions, only looking")] = False,
     demo: Annotated[bool, typer.Option("--demo", help="invented numbers, to see the dashboard")] = False,
     runs_dir: RunsDir = None,
@@ -250,7 +271,9 @@ def show(
 @app.command()
 def strays(
     as_json: Json = False,
-    kill: Annotated[list[int] | None, typer.Option("--kill", metavar="PID", help="end this process; repeatable")] = None,
+    kill: Annotated[
+        list[int] | None, typer.Option("--kill", parser=_whole, metavar="PID", help="end this process; repeatable")
+    ] = None,
     runs_dir: RunsDir = None,
 ) -> int:
     """List the processes that hold GPU memory, and end those you choose (your own only)."""

@@ -86,11 +86,29 @@ class Runs:
                     print(f"already gone: {gone}")
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Runs]:
+def make_runs(root: Path) -> Iterator[Runs]:
     # Sockets need a short path, which pytest's own folders are not.
     sockets = Path(tempfile.mkdtemp(prefix="memtop-"))
-    place = Runs(tmp_path, sockets)
+    place = Runs(root, sockets)
     yield place
     place.end_everything()
     shutil.rmtree(sockets)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    yield from make_runs(tmp_path)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 12 MiB of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(place)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"a small file system can only be mounted as root: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)

@@ -1,0 +1,81 @@
+"""A real terminal for tests: the program gets a pseudo-terminal, the test reads the screen that it drew."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Sequence
+
+import pyte
+
+
+class Terminal:
+    """Runs a program on a screen of the given size; `keys` types, `wait_for` reads."""
+
+    def __init__(self, command: Sequence[str], *, columns: int, rows: int, cwd: str, environment: dict[str, str]) -> None:
+        self._screen = pyte.Screen(columns, rows)
+        self._stream = pyte.ByteStream(self._screen)
+        self._master, slave = pty.openpty()
+        self.resize(columns, rows)
+        self.process = subprocess.Popen(
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=cwd,
+            env={**environment, "TERM": "xterm-256color", "TEXTUAL_ANIMATIONS": "none"},
+            start_new_session=True,
+        )
+        os.close(slave)
+
+    def resize(self, columns: int, rows: int) -> None:
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self._screen.resize(rows, columns)
+
+    def keys(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def text(self) -> str:
+        """The screen as it is now."""
+        self._read(0.05)
+        return "\n".join(self._screen.display)
+
+    def wait_for(self, *wanted: str, seconds: float = 60) -> str:
+        """The screen once it shows all the wanted texts."""
+        deadline = time.monotonic() + seconds
+        while True:
+            shown = self.text()
+            if all(text in shown for text in wanted):
+                return shown
+            assert time.monotonic() < deadline, f"{wanted} not shown within {seconds} s:\n{shown}"
+
+    def wait(self, seconds: float = 30) -> int:
+        """The program's exit status; what it still writes is read."""
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"still running after {seconds} s:\n{self.text()}"
+            self._read(0.05)
+        return self.process.returncode
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._master)
+
+    def _read(self, seconds: float) -> None:
+        while select.select([self._master], [], [], seconds)[0]:
+            try:
+                block = os.read(self._master, 65536)
+            except OSError:
+                return  # the other side is closed
+            if not block:
+                return
+            self._stream.feed(block)
+            seconds = 0

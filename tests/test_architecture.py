@@ -1,0 +1,77 @@
+"""The house rules, proven in fresh interpreters: who may load what."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "textual", "numpy")
+
+
+def loaded_after(code: str, runs_dir: Path) -> set[str]:
+    """The top-level modules that a fresh interpreter has loaded after this code."""
+    script = f"{code}\nimport json, sys\nprint('\\n' + json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(runs_dir), "MEMTOP_RUNS_DIR": str(runs_dir)},
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from memtop.cli import run; run(['--help'])",
+        "from memtop.cli import run; run(['train', '--help'])",
+        "from memtop.cli import run; assert run(['watch', '--once']) == 0",
+        "from memtop.cli import run; assert run(['watch', '--once', '--json']) == 0",
+        "from memtop.cli import run; assert run(['runs']) == 0",
+        "from memtop.cli import run; assert run(['presets']) == 0",
+        "from memtop.cli import run; assert run(['doctor']) == 0",
+        "import memtop.supervisor.__main__",
+        "import memtop.supervisor.run.client",
+        "import memtop.headless",
+    ],
+)
+def test_commands_and_supervisor_load_neither_torch_nor_textual(code: str, tmp_path: Path) -> None:
+    assert loaded_after(code, tmp_path).isdisjoint(HEAVY)
+
+
+def test_the_dashboard_loads_no_torch(tmp_path: Path) -> None:
+    found = loaded_after("import memtop.tui.app, memtop.tui.feed, memtop.tui.demo", tmp_path)
+    assert "textual" in found
+    assert found.isdisjoint({"torch", "transformers", "accelerate", "numpy"})
+
+
+def test_help_does_not_even_load_the_monitor(tmp_path: Path) -> None:
+    found = loaded_after("from memtop.cli import run; run(['--help'])", tmp_path)
+    assert found.isdisjoint({"pynvml", "psutil", "sqlite3"})
+
+
+def test_the_front_door_has_its_four_links() -> None:
+    for name in ("tui", "supervisor", "train", "presets"):
+        link = ROOT / "memtop" / name
+        assert link.is_symlink()
+        assert str(link.readlink()) == f"../{name}"
+
+
+def test_no_file_outgrows_its_room() -> None:
+    """About 400 lines is where a file has more than one purpose."""
+    folders = ("memtop", "tui", "supervisor", "train", "presets")
+    sizes = {
+        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        if not any(parent.is_symlink() for parent in path.parents)
+    }
+    assert sizes
+    assert {path: lines for path, lines in sizes.items() if lines > 450} == {}

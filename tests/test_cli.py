@@ -1,0 +1,143 @@
+"""The command line as a contract: its names, its exit statuses, its one-line errors."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from memtop.cli import app
+from tests.conftest import Runs
+
+CONTRACT = {
+    "train": {
+        *("recipe", "--preset", "--batch", "--accum", "--seq-len", "--set", "--gpus", "--name", "--runs-dir"),
+        *("--max-updates", "--save-every", "--headless", "--detach", "--on-oom", "--fresh"),
+    },
+    "watch": {"run_name", "--pid", "--once", "--json", "--interval", "--read-only", "--demo", "--runs-dir"},
+    "free": {"run_name", "--runs-dir"},
+    "checkpoint": {"run_name", "--runs-dir"},
+    "stop": {"run_name", "--runs-dir"},
+    "restart": {
+        *("run_name", "--batch", "--accum", "--seq-len", "--preset", "--set", "--max-updates", "--headless", "--detach"),
+        "--runs-dir",
+    },
+    "runs": {"--json", "--runs-dir"},
+    "show": {"run_name", "--json", "--metrics", "--runs-dir"},
+    "strays": {"--json", "--kill", "--runs-dir"},
+    "presets": {"name", "--json"},
+    "doctor": {"--json", "--runs-dir"},
+}
+
+
+def test_the_command_line_is_the_published_one() -> None:
+    group: Any = typer.main.get_command(app)
+    found = {
+        name: {
+            option.name if option.param_type_name == "argument" else option.opts[0]
+            for option in command.params
+            if option.name != "help"
+        }
+        for name, command in group.commands.items()
+    }
+    assert found == CONTRACT
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "No such command 'trian'"),
+        (["train", "no-such-recipe"], "RECIPE 'no-such-recipe': unknown; there are first-run"),
+        (["train", "--preset", "lwo"], "preset 'lwo': unknown; there are standard, low, extreme (did you mean low?)"),
+        (["train", "--batch", "0"], "batch 0: must be at least 1"),
+        (["train", "--batch", "two"], "'--batch': 'two' is not a whole number"),
+        (["train", "--seq-len", "4096"], "seq_len 4096: beyond the model's 1024 positions"),
+        (["train", "--set", "speed=1"], "--set speed: unknown key"),
+        (["train", "--set", "speed"], "--set 'speed': give KEY=VALUE"),
+        (["train", "--gpus", "a"], "--gpus 'a': give different device indices"),
+        (["train", "--on-oom", "auto"], "--on-oom auto: only `stop` is known"),
+        (["train", "--headless", "--detach"], "give one of them"),
+        (["train", "--name", "a/b"], "--name 'a/b'"),
+        (["train", "--"], "nothing follows the two dashes"),
+        (["watch", "--interval", "0"], "--interval 0.0: give 0.2 to 10 seconds"),
+        (["watch", "--json"], "--json: goes with --once"),
+        (["watch"], "the dashboard needs a terminal"),
+        (["watch", "nobody", "--once"], "run 'nobody': not found"),
+        (["watch", "--once", "--pid", "4194304"], "--pid 4194304: no such process"),
+        (["show", "nobody"], "run 'nobody': not found"),
+        (["show"], "Missing argument 'RUN'"),
+        (["show", "nobody", "--metrics"], "--metrics: goes with --json"),
+        (["presets", "nothing"], "preset 'nothing': unknown"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_status_2(runs: Runs, arguments: list[str], message: str) -> None:
+    done = runs.memtop(*arguments, status=2)
+    assert message in done.stderr
+    assert done.stderr.startswith("memtop: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+    assert not list(runs.path.glob("*")), "a refused command leaves nothing behind"
+
+
+def test_places_that_cannot_be_used_are_one_line(runs: Runs) -> None:
+    (runs.root / "file").write_text("")
+    done = runs.memtop("train", "--runs-dir", str(runs.root / "file"), status=1)
+    assert done.stderr == (f"memtop: {runs.root}/file/first-run: cannot be created: Not a directory; give another --runs-dir\n")
+    assert "no runs in" in runs.memtop("show", "latest", status=1).stderr
+
+
+def test_killing_needs_a_process_that_is_on_a_gpu(runs: Runs) -> None:
+    done = runs.memtop("strays", "--kill", "1", status=1)
+    assert done.stderr == "memtop: --kill 1: no GPU lists this process; see `memtop strays`\n"
+
+
+def test_json_is_one_document_on_stdout(runs: Runs) -> None:
+    for arguments in (["runs"], ["presets"], ["presets", "low"], ["doctor"], ["strays"], ["watch", "--once"]):
+        done = runs.memtop(*arguments, "--json", status=None)
+        json.loads(done.stdout)
+        assert done.stderr == ""
+
+
+def test_presets_say_what_they_do(runs: Runs) -> None:
+    rows = json.loads(runs.memtop("presets", "--json").stdout)
+    assert [(row["name"], row["batch"], row["accumulation"]) for row in rows] == [
+        ("standard", 8, 4),
+        ("low", 4, 8),
+        ("extreme", 1, 32),
+    ]
+    assert {row["effective_batch"] for row in rows} == {32}
+    assert {row["tokens_per_update"] for row in rows} == {32 * 128}
+
+
+def test_output_into_a_closed_pipe_is_no_error(runs: Runs) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m memtop doctor | true"],
+        env=runs.environment,
+        cwd=runs.root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr == ""
+
+
+def test_once_is_plain_text_a_person_can_read(runs: Runs) -> None:
+    text = runs.memtop("watch", "--once").stdout
+    assert "RAM " in text
+    assert any(word in text for word in ("safe", "edge", "danger"))
+
+
+def test_a_stale_socket_does_not_stop_a_new_run(runs: Runs) -> None:
+    runs.memtop("train", "--name", "a", "--", "true")
+    runs.wait("a", lambda d: d["supervisor_pid"] is None)
+    path = Path(json.loads((runs.path / "a/state.json").read_text())["socket"])
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    runs.memtop("restart", "a")
+    assert len(runs.show("a")["attempts"]) == 2

@@ -1,0 +1,133 @@
+"""Presets, recipes and the arithmetic of batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memtop.presets import (
+    PresetFileError,
+    SettingsError,
+    apply_preset,
+    edit_settings,
+    load_presets,
+    load_recipes,
+    resolve,
+)
+from memtop.presets.arithmetic import exact_splits, nearest_splits, split_below
+from memtop.presets.editing import describe_split, find_preset
+
+RECIPE = load_recipes()["first-run"]
+BASE = resolve(RECIPE, preset=load_presets()["standard"])
+
+
+@given(st.integers(1, 512), st.integers(1, 8))
+def test_every_split_holds_the_effective_batch(effective: int, world: int) -> None:
+    splits = exact_splits(effective, world)
+    assert all(batch * accumulation * world == effective for batch, accumulation in splits)
+    assert bool(splits) == (effective % world == 0)
+    assert [batch for batch, _ in splits] == sorted({batch for batch, _ in splits}, reverse=True)
+
+
+def test_splits_of_the_guides() -> None:
+    assert split_below(192, 3, 26) == (16, 4)
+    assert split_below(384, 3, 26) == (16, 8)
+    assert split_below(32, 1, 4) == (4, 8)
+    assert split_below(10, 3, 4) is None
+    assert nearest_splits(64, 1, 24) == [(16, 4), (32, 2)]
+
+
+def test_first_run_is_what_the_contract_says() -> None:
+    assert (BASE.batch, BASE.accumulation, BASE.effective_batch) == (8, 4, 32)
+    assert BASE.target_samples == RECIPE.max_updates * 32
+
+
+@pytest.mark.parametrize("name", list(load_presets()))
+def test_a_preset_never_changes_the_effective_batch(name: str) -> None:
+    for batch, accumulation in exact_splits(48):
+        settings = edit_settings(BASE, batch=batch, accumulation=accumulation)
+        assert apply_preset(settings, find_preset(name)).effective_batch == 48
+
+
+def test_preset_keys_are_their_own_undo() -> None:
+    extreme = apply_preset(BASE, find_preset("extreme"))
+    assert (extreme.batch, extreme.accumulation, extreme.gradient_checkpointing) == (1, 32, True)
+    assert apply_preset(extreme, find_preset("1")) == BASE
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"batch": 0}, "batch 0: must be at least 1"),
+        ({"accumulation": -1}, "accumulation -1: must be at least 1"),
+        ({"seq_len": 1}, "seq_len 1: must be at least 2"),
+        ({"seq_len": 2000}, "seq_len 2000: beyond the model's 1024 positions; give at most 1024"),
+        ({"preset": "extrem"}, "(did you mean extreme?)"),
+        ({"max_updates": 0}, "max_updates 0: must be at least 1"),
+        ({"assignments": {"lerning_rate": "1"}}, "(did you mean learning_rate?)"),
+        ({"assignments": {"model": "x"}}, "--set model: unknown key"),
+        ({"assignments": {"seed": "x"}}, "seed 'x': Expected `int`"),
+        ({"assignments": {"learning_rate": "nan"}}, "learning_rate nan: must lie between 0 and 10"),
+        ({"assignments": {"clip_norm": "-1"}}, "clip_norm -1.0: must be 0 or more"),
+        ({"assignments": {"precision": "int8"}}, "precision 'int8'"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line_that_names_field_and_value(edit: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingsError) as refusal:
+        edit_settings(BASE, **edit)  # type: ignore[arg-type]
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_set_takes_any_other_setting_with_its_type() -> None:
+    edited = edit_settings(BASE, assignments={"learning_rate": "1e-4", "workers": "2", "gradient_checkpointing": "true"})
+    assert (edited.learning_rate, edited.workers, edited.gradient_checkpointing) == (1e-4, 2, True)
+
+
+def test_max_updates_counts_what_is_done_already() -> None:
+    edited = edit_settings(BASE, batch=4, accumulation=4, max_updates=50, updates_done=10, samples_seen=320)
+    assert edited.target_samples == 320 + 40 * 16
+    with pytest.raises(SettingsError, match="10 updates are done already"):
+        edit_settings(BASE, max_updates=5, updates_done=10, samples_seen=320)
+
+
+def test_a_split_that_breaks_the_batch_names_the_nearest_exact_ones() -> None:
+    after = edit_settings(BASE, batch=3)
+    assert describe_split(BASE, after) == "effective batch 32 -> 12 (-62.5%): other mathematics; exact pairs: 2 x 16, 4 x 8"
+    assert describe_split(BASE, BASE) == "effective batch 32 -> 32: same mathematics"
+
+
+def test_several_processes_hold_the_recipes_batch_or_say_why_not() -> None:
+    two = resolve(RECIPE, preset=load_presets()["standard"], world_size=2)
+    assert (two.batch, two.accumulation, two.effective_batch) == (8, 2, 32)
+    with pytest.raises(SettingsError, match="3 processes do not divide the effective batch 32"):
+        resolve(RECIPE, preset=load_presets()["standard"], world_size=3)
+
+
+def test_the_users_files_extend_and_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    levels = tmp_path / "memtop" / "levels"
+    levels.mkdir(parents=True)
+    (levels / "low.toml").write_text('key = 2\ntitle = "mine"\ndescription = "d"\nmax_batch = 2\n')
+    Path("memtop.toml").write_text('[levels.tiny]\nkey = 4\ntitle = "t"\ndescription = "d"\nmax_batch = 1\n')
+    found = load_presets()
+    assert list(found) == ["standard", "low", "extreme", "tiny"]
+    assert found["low"].title == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("key = [", "not valid TOML"), ('key = "x"\n', "Expected `int`"), ("colour = 1\n", "unknown field `colour`")],
+)
+def test_a_broken_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    levels = tmp_path / "memtop" / "levels"
+    levels.mkdir(parents=True)
+    (levels / "mine.toml").write_text('title = "t"\ndescription = "d"\n' + text)
+    with pytest.raises(PresetFileError, match=message) as refusal:
+        load_presets()
+    assert "mine.toml" in str(refusal.value)
