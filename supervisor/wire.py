@@ -134,7 +134,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Something worth remembering: a band crossed, an attempt started, a command answered."""
 
     id: int = 0
-    """Number in the ledger; 0 while it is news."""
+    """Number in the ledger; below zero while the ledger cannot be written."""
     time: float
     attempt: int
     kind: str

@@ -168,7 +168,7 @@ def test_a_person_drives_a_run_in_a_real_terminal(runs: Runs, columns: int, rows
     command = [sys.executable, "-m", "memtop", *tiny(runs, "--name", "a", "--max-updates", "20000")]
     screen = Terminal(command, columns=columns, rows=rows, cwd=str(runs.root), environment=runs.environment)
     try:
-        screen.wait_for("training", "loss", "RAM", "Swap", "no NVIDIA GPU")
+        screen.wait_for("● training", "loss", "RAM", "Swap", "no NVIDIA GPU")
         screen.keys("f")
         screen.wait_for("cache freed")
         screen.keys("c")
@@ -196,7 +196,7 @@ def test_a_person_drives_a_run_in_a_real_terminal(runs: Runs, columns: int, rows
         environment=runs.environment,
     )
     try:
-        second.wait_for("attempt 2", "training")
+        second.wait_for("attempt 2", "● training")
         second.keys("s")
         second.wait_for("Cancel")
         second.keys("y")
@@ -212,7 +212,7 @@ def test_a_killed_dashboard_takes_nothing_along(runs: Runs) -> None:
     command = [sys.executable, "-m", "memtop", *tiny(runs, "--name", "a", "--max-updates", "20000")]
     screen = Terminal(command, columns=100, rows=30, cwd=str(runs.root), environment=runs.environment)
     try:
-        screen.wait_for("training")
+        screen.wait_for("● training")
     finally:
         screen.close()
     before = runs.show("a")["updates"] or 0

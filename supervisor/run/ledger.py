@@ -101,8 +101,11 @@ class Ledger:
         row = self._db.execute("SELECT offset FROM journals WHERE attempt = ? AND rank = ?", (attempt, rank)).fetchone()
         return int(row[0]) if row else 0
 
-    def add_reports(self, attempt: int, rank: int, steps: Iterable[dict[str, Any]], offset: int) -> None:
-        """Store step reports and how far the journal was read, together: no report is lost or counted twice."""
+    def add_reports(self, attempt: int, rank: int, steps: Iterable[dict[str, Any]], offset: int) -> int:
+        """Store step reports and how far the journal was read, together: no report is lost or counted twice.
+
+        The offset again.
+        """
         with self._db:
             self._db.executemany(
                 'INSERT OR REPLACE INTO metrics (attempt, "update", time, loss, learning_rate, samples_seen,'
@@ -120,6 +123,7 @@ class Ledger:
                 ],
             )
             self._db.execute("INSERT OR REPLACE INTO journals VALUES (?, ?, ?)", (attempt, rank, offset))
+        return offset
 
     def metrics(self, newest: int | None = None) -> list[Metric]:
         """The run's final history: one row per update, without those that a later attempt resumed from before."""
@@ -146,13 +150,14 @@ class Ledger:
 
     # --- events and samples ---
 
-    def add_event(self, event: Event) -> None:
-        """Store an event; its id is given by the ledger."""
+    def add_event(self, event: Event) -> Event:
+        """Store an event; the same with the number that the ledger gives it."""
         with self._db:
-            self._db.execute(
+            cursor = self._db.execute(
                 "INSERT INTO events (time, attempt, kind, message, data) VALUES (?, ?, ?, ?, ?)",
                 (event.time, event.attempt, event.kind, event.message, msgspec.json.encode(event.data).decode()),
             )
+        return msgspec.structs.replace(event, id=cursor.lastrowid or 0)
 
     def events(self, newest: int = 500) -> list[Event]:
         rows = self._db.execute(

@@ -7,12 +7,13 @@ subscribers; commands flow the other way.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import sqlite3
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -38,6 +39,8 @@ from memtop.supervisor.run.publish import Publisher
 from memtop.supervisor.run.state import run_state
 from memtop.supervisor.wire import Change, Event, Phase, RunState
 
+T = TypeVar("T")
+
 _TICK_SECONDS = 0.2
 # What an ended program leaves behind gets SIGTERM, so much time, SIGKILL, and as much again.
 _LEFTOVER_SECONDS = 3.0
@@ -60,6 +63,7 @@ class Supervisor:
         self.ladder: StopLadder | None = None
         self.pending: Change | None = None
         self.warnings: dict[str, str] = {}
+        self._unnumbered = itertools.count(-1, -1)
         self._waits = waits or Waits()
         self._monotonic = monotonic
         self.lifecycle = Lifecycle(Phase.CREATED, monotonic)
@@ -337,9 +341,9 @@ class Supervisor:
         """Put step reports into the ledger; False if it cannot be written now (they stay in the journal for later)."""
         steps = [r for r in reports if rank == 0 and r.get("type") == "step" and isinstance(r.get("update"), int)]
         stored = self._ledgered(lambda: self.ledger.add_reports(number, rank, steps, end))
-        if stored and steps:
+        if stored is not None and steps:
             self._publisher.add_steps(number, steps)
-        return stored
+        return stored is not None
 
     def _apply(self, rank: int, report: dict[str, Any]) -> None:
         assert self.attempt is not None
@@ -383,25 +387,26 @@ class Supervisor:
     def event(self, kind: str, message: str, data: dict[str, Any] | None = None) -> None:
         """Remember something and tell the viewers. A ledger that cannot be written costs the memory, not the news."""
         event = Event(
-            id=0,
+            # Below zero while the ledger has not numbered it: viewers tell events apart by their number.
+            id=next(self._unnumbered),
             time=time.time(),
             attempt=self.attempt.number if self.attempt else 0,
             kind=kind,
             message=message,
             data=data or {},
         )
-        self._ledgered(lambda: self.ledger.add_event(event))
-        self._publisher.add_event(event)
+        numbered = self._ledgered(lambda: self.ledger.add_event(event))
+        self._publisher.add_event(numbered or event)
 
-    def _ledgered(self, write: Callable[[], object]) -> bool:
-        """Write to the ledger; False, with a warning to the viewers, if it cannot be written now."""
+    def _ledgered(self, write: Callable[[], T]) -> T | None:
+        """Write to the ledger; None, with a warning to the viewers, if it cannot be written now."""
         try:
-            write()
+            done = write()
         except sqlite3.OperationalError as error:
             self._warn("ledger", f"{self.folder.ledger_path}: cannot be written: {error}; free some space")
-            return False
+            return None
         self._warn("ledger", None)
-        return True
+        return done
 
     def _warn(self, topic: str, text: str | None) -> None:
         if text is None:
