@@ -55,6 +55,13 @@ class Terminal:
                 return shown
             assert time.monotonic() < deadline, f"{wanted} not shown within {seconds} s:\n{shown}"
 
+    def leave(self, shown: str, seconds: float = 60) -> None:
+        """Press Escape and wait until this text is gone: a key right behind an Escape would be read as one with Alt."""
+        self.keys("\x1b")
+        deadline = time.monotonic() + seconds
+        while shown in (screen := self.text()):
+            assert time.monotonic() < deadline, f"{shown!r} still shown after {seconds} s:\n{screen}"
+
     def wait(self, seconds: float = 30) -> int:
         """The program's exit status; what it still writes is read."""
         deadline = time.monotonic() + seconds

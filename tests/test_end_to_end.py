@@ -175,10 +175,10 @@ def test_a_person_drives_a_run_in_a_real_terminal(runs: Runs, columns: int, rows
         screen.wait_for("checkpoint at update")
         screen.keys("r")
         screen.wait_for("effective batch 32 -> 32")
-        screen.keys("\x1b")
+        screen.leave("effective batch")
         screen.keys("k")
         screen.wait_for("GPU memory")
-        screen.keys("\x1b")
+        screen.leave("GPU memory")
         screen.keys("3")
         screen.wait_for("extreme")
         screen.keys("\r")
@@ -200,12 +200,12 @@ def test_a_person_drives_a_run_in_a_real_terminal(runs: Runs, columns: int, rows
         second.keys("s")
         second.wait_for("Cancel")
         second.keys("y")
-        second.wait_for("stopped", seconds=90)
+        runs.wait("a", lambda d: d["state"] == "stopped")
+        second.wait_for("stopped", "d Quit")
         second.keys("d")
         assert second.wait() == 0
     finally:
         second.close()
-    assert runs.show("a")["state"] == "stopped"
 
 
 def test_a_killed_dashboard_takes_nothing_along(runs: Runs) -> None:

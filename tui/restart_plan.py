@@ -69,7 +69,7 @@ def where_it_resumes(run: RunState) -> str:
     """One sentence on the update from which the restarted run goes on."""
     checkpoint = run.checkpoint
     if run.alive:
-        return f"saves first, then resumes there (now update {units.count(run.updates)}); no sample repeated or skipped"
+        return "finishes its update, saves, and resumes there; no sample repeated or skipped"
     if checkpoint is None or not checkpoint.complete:
         return "there is no complete checkpoint: starts again from the first update"
     seen = units.count(checkpoint.samples_seen)

@@ -76,7 +76,7 @@ def test_an_unknown_preset_is_refused() -> None:
 
 
 def test_where_it_resumes() -> None:
-    assert "saves first" in where_it_resumes(run_state())
+    assert "saves, and resumes there" in where_it_resumes(run_state())
     stopped = run_state(alive=False)
     assert where_it_resumes(stopped) == "resumes at update 20, 640 samples; no sample repeated or skipped"
     broken = Checkpoint(path="x", saved_at=NOW, complete=False, problem="cut off")

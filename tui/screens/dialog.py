@@ -36,6 +36,10 @@ class ConfirmDialog(Dialog[bool]):
     """Says what is about to happen. The focus is on Cancel: Enter alone never does anything dangerous."""
 
     AUTO_FOCUS = "#cancel"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "confirm", "Yes", show=False),
+        Binding("n", "cancel", "No", show=False),
+    ]
 
     def __init__(self, title: str, lines: Sequence[str], *, confirm: str, cancel: str = "Cancel") -> None:
         super().__init__()
@@ -49,9 +53,9 @@ class ConfirmDialog(Dialog[bool]):
             box.border_title = self._title
             yield Static("\n".join(self._lines), markup=False, id="what")
             with Horizontal(classes="buttons"):
-                yield Button(self._cancel, id="cancel", compact=True)
-                yield Button(self._confirm, id="confirm", variant="error", compact=True)
+                yield Button(f"{self._cancel} (n)", id="cancel", compact=True)
+                yield Button(f"{self._confirm} (y)", id="confirm", variant="error", compact=True)
 
     @on(Button.Pressed, "#confirm")
-    def _confirmed(self) -> None:
+    def action_confirm(self) -> None:
         self.dismiss(True)
