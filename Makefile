@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.memtop-installed
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: run test lint types contracts unit gpu bench screenshots clean help
+.PHONY: run test lint types contracts unit bench screenshots clean help
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -34,10 +34,7 @@ contracts: $(STAMP)
 	$(BIN)/lint-imports
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -q
-
-gpu: $(STAMP) ## the tests that need a real NVIDIA GPU
-	$(BIN)/python -m pytest -q tests/gpu
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 bench: $(STAMP) ## measure; prints JSON
 	$(BIN)/python -m bench.startup
