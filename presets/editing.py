@@ -134,9 +134,7 @@ def find_preset(name: str) -> Preset:
     by_key = {str(p.key): p for p in presets.values()}
     found = presets.get(name) or by_key.get(name)
     if found is None:
-        raise SettingsError(
-            "preset", repr(name), f"unknown; there are {', '.join(presets)}{_did_you_mean(name, presets)}"
-        )
+        raise SettingsError("preset", repr(name), f"unknown; there are {', '.join(presets)}{_did_you_mean(name, presets)}")
     return found
 
 
@@ -147,9 +145,7 @@ def check(settings: Settings) -> Settings:
         if value < 1:
             raise SettingsError(field, value, "must be at least 1")
     if settings.seq_len < 2:
-        raise SettingsError(
-            "seq_len", settings.seq_len, "must be at least 2: a token is predicted from those before it"
-        )
+        raise SettingsError("seq_len", settings.seq_len, "must be at least 2: a token is predicted from those before it")
     if settings.workers < 0:
         raise SettingsError("workers", settings.workers, "must be 0 or more")
     if not 0 < settings.learning_rate < 10:
@@ -164,9 +160,7 @@ def check(settings: Settings) -> Settings:
             raise SettingsError(field, value, "must be 0 or more")
     longest = max_seq_len(settings)
     if longest is not None and settings.seq_len > longest:
-        raise SettingsError(
-            "seq_len", settings.seq_len, f"beyond the model's {longest} positions; give at most {longest}"
-        )
+        raise SettingsError("seq_len", settings.seq_len, f"beyond the model's {longest} positions; give at most {longest}")
     return settings
 
 
