@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 from collections.abc import Callable
@@ -11,7 +12,10 @@ import msgspec
 
 from memtop.supervisor.run.folder import RunFolder, read_json
 from memtop.supervisor.run.journal import Journal, find_journals
-from memtop.supervisor.run.process import ProcessId, alive, identify, members, send
+from memtop.supervisor.run.process import ProcessId, alive, identify, members, reap_children, send
+
+# What an ended program leaves behind gets SIGTERM, so much time, SIGKILL, and as much again.
+_LEFTOVER_SECONDS = 3.0
 
 
 class ProcessFile(msgspec.Struct, frozen=True):
@@ -144,3 +148,18 @@ class StopLadder:
         reached = [target.pid for target in targets if send(target, number)]
         following = f"; {self._rungs[0][0].name} follows in {wait:.0f} s" if self._rungs else ""
         self._announce(f"{number.name} sent to {', '.join(map(str, reached)) or 'nobody'}{following}")
+
+
+async def clear_leftovers(attempt: RunningAttempt, announce: Callable[[str], None]) -> None:
+    """End what a program left behind (ranks of a dead launcher, loader workers): they would hold its memory."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        leftovers = attempt.processes()
+        if not leftovers:
+            return
+        announce(f"{number.name} to {len(leftovers)} processes that the program left behind")
+        for process in leftovers:
+            send(process, number)
+        deadline = time.monotonic() + _LEFTOVER_SECONDS
+        while time.monotonic() < deadline and any(alive(process) for process in leftovers):
+            await asyncio.sleep(0.05)
+            attempt.note_reaped(reap_children())

@@ -68,16 +68,18 @@ class Ledger:
 
     # --- attempts ---
 
-    def add_attempt(self, number: int, reason: str, settings: Settings | None, started: float) -> None:
+    def add_attempt(
+        self, number: int, reason: str, settings: Settings | None, started: float, start_updates: int | None = None
+    ) -> None:
         text = None if settings is None else msgspec.json.encode(settings).decode()
         with self._db:
             self._db.execute(
-                "INSERT INTO attempts (number, reason, settings, started) VALUES (?, ?, ?, ?)",
-                (number, reason, text, started),
+                "INSERT INTO attempts (number, reason, settings, started, start_updates) VALUES (?, ?, ?, ?, ?)",
+                (number, reason, text, started, start_updates),
             )
 
     def update_attempt(self, number: int, **values: Any) -> None:
-        """Set columns of an attempt; `diagnosis` as a dictionary."""
+        """Set columns of an attempt; `diagnosis` as a dictionary. Raises sqlite3.OperationalError on a full disk."""
         if "diagnosis" in values and values["diagnosis"] is not None:
             values["diagnosis"] = msgspec.json.encode(values["diagnosis"]).decode()
         columns = ", ".join(f"{name} = ?" for name in values)

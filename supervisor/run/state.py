@@ -16,7 +16,10 @@ def run_state(supervisor: Supervisor) -> RunState:
     progress, settings, attempt = supervisor.progress, supervisor.settings, supervisor.attempt
     step, plan = progress.step, progress.plan
     samples_rate, tokens_rate = progress.rates()
-    seen = step.get("samples_seen", plan.get("samples_seen"))
+    # Until the program has said where it stands, it stands where it will resume.
+    saved = supervisor.checkpoint if supervisor.checkpoint is not None and supervisor.checkpoint.complete else None
+    seen = step.get("samples_seen", plan.get("samples_seen", saved.samples_seen if saved else None))
+    updates = step.get("update", plan.get("updates", saved.updates if saved else None))
     target = plan.get("target_samples") or (settings.target_samples if settings else None)
     running = attempt is not None and attempt.alive()
     left = None if seen is None or target is None else max(0, target - seen)
@@ -36,7 +39,7 @@ def run_state(supervisor: Supervisor) -> RunState:
         settings=settings,
         command=supervisor.spec.command,
         effective_batch=settings.effective_batch if settings else None,
-        updates=step.get("update", plan.get("updates")),
+        updates=updates,
         total_updates=plan.get("total_updates"),
         samples_seen=seen,
         target_samples=target,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import signal
 import sqlite3
 import time
 from collections.abc import Callable
@@ -23,17 +22,17 @@ from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.agents import Agents
-from memtop.supervisor.run.attempt import UNKNOWN_STATUS, ExitFile, RunningAttempt, StopLadder, Waits
+from memtop.supervisor.run.attempt import UNKNOWN_STATUS, ExitFile, RunningAttempt, StopLadder, Waits, clear_leftovers
 from memtop.supervisor.run.commands import Commands
 from memtop.supervisor.run.control import ControlServer, socket_path
 from memtop.supervisor.run.folder import RunFolder, RunLock, StateFile, write_json
 from memtop.supervisor.run.journal import Journal
 from memtop.supervisor.run.launch import launch
-from memtop.supervisor.run.ledger import Ledger
+from memtop.supervisor.run.ledger import Attempt, Ledger
 from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.manifest import newest_checkpoint
-from memtop.supervisor.run.process import ProcessId, alive, become_subreaper, identify, reap_children, send
+from memtop.supervisor.run.process import ProcessId, become_subreaper, identify, reap_children
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.publish import Publisher
 from memtop.supervisor.run.state import run_state
@@ -42,8 +41,6 @@ from memtop.supervisor.wire import Change, Event, Phase, RunState
 T = TypeVar("T")
 
 _TICK_SECONDS = 0.2
-# What an ended program leaves behind gets SIGTERM, so much time, SIGKILL, and as much again.
-_LEFTOVER_SECONDS = 3.0
 # After the run has ended: how long to stay for viewers that are just connecting.
 _LINGER_SECONDS = 3.0
 
@@ -107,27 +104,33 @@ class Supervisor:
             self._launch(1, "start", change or Change())
             return
         last, state = attempts[-1], self.folder.state()
+        self._remember(last)
+        if last.ended is None:
+            self._adopt(state)
+            self.pending = change or self.pending
+            return
+        phase = state.run.state if state is not None and state.run.state.final else Phase.FAILED
+        self.lifecycle = Lifecycle(phase, self._monotonic)
+        self.lifecycle.reason = state.run.reason if state is not None else None
+        if change is not None:
+            self._launch(last.number + 1, explain.restart_reason(change), change)
+
+    def _remember(self, last: Attempt) -> None:
+        """Know again what an earlier supervisor knew of the run's newest attempt."""
         self.settings = last.settings
         self.progress.resume_from(self.ledger.metrics())
-        if last.ended is not None:
-            self.lifecycle = Lifecycle(state.run.state if state and state.run.state.final else Phase.FAILED, self._monotonic)
-            if change is not None:
-                self._launch(last.number + 1, explain.restart_reason(change), change)
-            return
-        self._adopt(last.number, last.started, state)
-        if change is not None:
-            self.pending = change
-
-    def _adopt(self, number: int, started: float, state: StateFile | None) -> None:
-        self.attempt = RunningAttempt(self.folder, number, shim_pid=None)
-        self.started = started
-        self.adopted = True
+        self.attempt = RunningAttempt(self.folder, last.number, shim_pid=None)
+        self.started, self.ended, self.exit_status = last.started, last.ended, last.exit_status
         for journal in self.attempt.journals(lambda rank: 0):
             self._replay(journal)
+
+    def _adopt(self, state: StateFile | None) -> None:
+        assert self.attempt is not None
+        self.adopted = True
         phase = state.run.state if state is not None and not state.run.state.final else Phase.STARTING
         self.lifecycle = Lifecycle(phase, self._monotonic)
         self.pending = state.pending if state is not None else None
-        self.event("adopted", f"supervisor {os.getpid()} took over attempt {number}")
+        self.event("adopted", f"supervisor {os.getpid()} took over attempt {self.attempt.number}")
         if phase in (Phase.STOPPING, Phase.RESTARTING):
             self.begin_stop(asked=False)
 
@@ -186,11 +189,14 @@ class Supervisor:
         best = self.progress.best_loss
         self.progress = Progress()
         self.progress.best_loss = best
-        self.ledger.add_attempt(number, reason, self.settings, self.started)
-        if self.settings is None:
-            # A program of the user's own counts its updates from its start.
-            self.ledger.update_attempt(number, start_updates=0)
-            self._publisher.take_back_from(1)
+        # A program of the user's own counts its updates from its start; ours says where it resumes.
+        start = 0 if self.settings is None else None
+        try:
+            self.ledger.add_attempt(number, reason, self.settings, self.started, start)
+        except sqlite3.OperationalError as error:
+            raise RunFolderError(f"{self.folder.ledger_path}: cannot be written: {error}; free some space") from None
+        if start is not None:
+            self._publisher.take_back_from(start + 1)
         shim = launch(self.folder, number, self.spec, self.settings, self._socket)
         self.attempt = RunningAttempt(self.folder, number, shim)
         self._move(Phase.STARTING)
@@ -222,7 +228,7 @@ class Supervisor:
         """The program has ended: read its last words, clear what it left behind, decide what the run is now."""
         assert self.attempt is not None
         self._read_reports(to_the_end=True)
-        await self._clear_leftovers()
+        await clear_leftovers(self.attempt, lambda text: self.event("leftovers", text))
         status = None if ended.status == UNKNOWN_STATUS else ended.status
         self.ended, self.exit_status = ended.ended, status
         self.checkpoint = newest_checkpoint(self.folder.latest_state)
@@ -230,8 +236,8 @@ class Supervisor:
             self.attempt.log_path, self.progress.end, status, self.lifecycle.phase, own_program=self.settings is None
         )
         outcome = "restarted" if self.pending is not None else phase.value
-        self.ledger.update_attempt(
-            self.attempt.number,
+        # If the ledger cannot take it now, the next supervisor finds the attempt open and its exit file, and comes here again.
+        self._update_attempt(
             ended=ended.ended,
             exit_status=status,
             outcome=outcome,
@@ -253,21 +259,6 @@ class Supervisor:
             self.pending = None
             self._move(Phase.FAILED, str(error))
             self.event("failed", str(error))
-
-    async def _clear_leftovers(self) -> None:
-        """End what the attempt left behind (ranks of a dead launcher, loader workers): they would hold its memory."""
-        assert self.attempt is not None
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            leftovers = self.attempt.processes()
-            if not leftovers:
-                return
-            self.event("leftovers", f"{number.name} to {len(leftovers)} processes that the program left behind")
-            for process in leftovers:
-                send(process, number)
-            deadline = self._monotonic() + _LEFTOVER_SECONDS
-            while self._monotonic() < deadline and any(alive(process) for process in leftovers):
-                await asyncio.sleep(0.05)
-                self.attempt.note_reaped(reap_children())
 
     # --- commands -------------------------------------------------------------------------------------------------------
 
@@ -295,12 +286,14 @@ class Supervisor:
 
     def begin_stop(self, *, asked: bool) -> None:
         assert self.attempt is not None
+        # Whoever was asked to finish an update is given the time that its updates take.
+        update = self.progress.step.get("step_seconds") or 0.0
         self.ladder = StopLadder(
             self.attempt,
             asked=asked,
             monotonic=self._monotonic,
             announce=lambda text: self.event("stop", text),
-            waits=self._waits,
+            waits=msgspec.structs.replace(self._waits, graceful=max(self._waits.graceful, 2 * update + 30)),
         )
 
     def begin_stopping(self) -> None:
@@ -354,7 +347,7 @@ class Supervisor:
         kind = report.get("type")
         if kind == "plan":
             start = int(report.get("updates") or 0)
-            self.ledger.update_attempt(self.attempt.number, start_updates=start)
+            self._update_attempt(start_updates=start)
             self._publisher.take_back_from(start + 1)
             where = f"resumes at update {start}" if report.get("resumed") else "starts at update 0"
             self.event("plan", f"attempt {self.attempt.number} {where} of {report.get('total_updates')}")
@@ -397,6 +390,11 @@ class Supervisor:
         )
         numbered = self._ledgered(lambda: self.ledger.add_event(event))
         self._publisher.add_event(numbered or event)
+
+    def _update_attempt(self, **values: Any) -> None:
+        assert self.attempt is not None
+        number = self.attempt.number
+        self._ledgered(lambda: self.ledger.update_attempt(number, **values))
 
     def _ledgered(self, write: Callable[[], T]) -> T | None:
         """Write to the ledger; None, with a warning to the viewers, if it cannot be written now."""

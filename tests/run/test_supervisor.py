@@ -162,6 +162,13 @@ def test_settings_of_an_own_program_are_not_memtops_to_change(runs: Runs) -> Non
     assert runs.show("a")["alive"]
 
 
+def test_a_refused_restart_leaves_an_ended_run_as_it_was(runs: Runs) -> None:
+    start(runs, "a", 5, 0.02)
+    before = runs.wait("a", lambda d: d["state"] == "finished" and d["supervisor_pid"] is None)
+    assert "not memtop's to change" in runs.memtop("restart", "a", "--batch", "4", "--detach", status=2).stderr
+    assert runs.show("a") == before
+
+
 def test_ctrl_c_in_a_headless_run_stops_it(runs: Runs) -> None:
     command = [sys.executable, PROGRAM, "600", "0.05"]
     process = subprocess.Popen(
