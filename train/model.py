@@ -27,6 +27,8 @@ def build_model(settings: Settings) -> torch.nn.Module:
     torch.manual_seed(settings.seed)
     model: Any = AutoModelForCausalLM.from_config(config)
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Renamed in transformers 5; the old name goes away in 6.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     trainable: torch.nn.Module = model
     return trainable

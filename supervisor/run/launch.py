@@ -72,11 +72,9 @@ def _argv(folder: RunFolder, attempt: Path, spec: RunSpec, settings: Settings | 
     )
     if settings.world_size == 1:
         return (sys.executable, *trainer)
-    where = "--cpu" if settings.device == "cpu" else "--multi_gpu"
-    return (
-        *(sys.executable, "-m", "accelerate.commands.launch", where, "--num_processes", str(settings.world_size)),
-        *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", *trainer),
-    )
+    # torchrun, which is also what `accelerate launch` starts for several GPUs; that one knows no plain CPU ranks.
+    ranks = ("--standalone", "--nproc-per-node", str(settings.world_size))
+    return (sys.executable, "-m", "torch.distributed.run", *ranks, *trainer)
 
 
 def _environment(folder: RunFolder, number: int, spec: RunSpec, socket: Path) -> dict[str, str]:

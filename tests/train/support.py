@@ -1,0 +1,106 @@
+"""A tiny model and a channel that remembers, for training in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from accelerate import Accelerator
+
+from memtop.presets import Settings, edit_settings
+from memtop.train.channel import Unsupervised
+from memtop.train.checkpoint import load_state
+from memtop.train.control import Control
+from memtop.train.data import ByteSamples
+from memtop.train.loop import Trainer
+from memtop.train.manifest import newest_complete
+from memtop.train.model import build_model
+
+TINY = Settings(
+    recipe="tiny",
+    preset="standard",
+    batch=4,
+    accumulation=2,
+    seq_len=16,
+    target_samples=80,
+    save_every=3,
+    learning_rate=5e-3,
+    device="cpu",
+    model={
+        "config": {
+            "model_type": "llama",
+            "vocab_size": 260,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+        }
+    },
+    data={"source": "python-stdlib", "max_bytes": 20_000},
+)
+
+
+class Recorder(Unsupervised):
+    """Remembers all reports; hands over commands that a test has queued after a given update."""
+
+    def __init__(self) -> None:
+        self.reports: list[dict[str, Any]] = []
+        self.answers: list[tuple[int, bool, str]] = []
+        self.commands: dict[int, list[tuple[int, str]]] = {}
+
+    def report(self, kind: str, **values: Any) -> None:
+        self.reports.append({"type": kind, **values})
+
+    def take_commands(self) -> list[tuple[int, str]]:
+        return self.commands.pop(len(self.of("step")), [])
+
+    def answer(self, number: int, ok: bool, message: str, result: dict[str, Any] | None = None) -> None:
+        self.answers.append((number, ok, message))
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [report for report in self.reports if report["type"] == kind]
+
+
+def texts() -> list[bytes]:
+    """Lines of different length, so that token weighting matters."""
+    return [bytes(f"def function_{n}(x):\n    return x * {n}\n" * (1 + n % 3), "ascii") for n in range(40)]
+
+
+class Training:
+    """One training in this process, taken up from the state folder if there is one."""
+
+    def __init__(self, state_dir: Path, settings: Settings = TINY, channel: Recorder | None = None) -> None:
+        self.channel = channel or Recorder()
+        self.settings = settings
+        accelerator = Accelerator(cpu=True)
+        self.model = build_model(settings)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.learning_rate)
+        samples = ByteSamples(texts(), settings.seq_len)
+        self.trainer = Trainer(settings, accelerator, self.model, self.optimizer, samples, state_dir, self.channel)
+        found = newest_complete(state_dir)
+        if found is not None:
+            load_state(found[0], self.model, self.optimizer)
+            self.trainer.updates, self.trainer.samples_seen = found[1].updates, found[1].samples_seen
+        self.control = Control(self.channel, accelerator)
+
+    def run(self) -> str:
+        return self.trainer.run(self.control)
+
+    @property
+    def losses(self) -> list[float]:
+        return [step["loss"] for step in self.channel.of("step")]
+
+    @property
+    def digests(self) -> list[str]:
+        return [step["sample_digest"] for step in self.channel.of("step")]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+
+
+def edited(**changes: Any) -> Settings:
+    return msgspec.structs.replace(edit_settings(TINY), **changes)

@@ -1,0 +1,278 @@
+"""The trainer as real processes: bad input, signals, two ranks; and the agent inside programs that know nothing of it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from memtop.presets import Settings
+from tests.train.support import edited
+
+ROOT = Path(__file__).resolve().parents[2]
+AGENT = ROOT / "train" / "agent"
+FOREIGN = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+for _ in range(5):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+print("done")
+"""
+
+
+def environment(folder: Path, **extra: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(AGENT / "site"),
+        "MEMTOP_ATTEMPT_DIR": str(folder),
+        "MEMTOP_ATTEMPT": "1",
+        "MEMTOP_SOCKET": str(folder / "nobody.sock"),
+        **extra,
+    }
+
+
+def python(code: str, env: dict[str, str], *, cwd: Path | None = None, program: str = sys.executable) -> str:
+    done = subprocess.run([program, "-c", code], env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def reports(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()]
+
+
+def trainer(folder: Path, settings: Settings, *, launcher: tuple[str, ...] = (), agent: bool = True) -> subprocess.Popen[str]:
+    (folder / "settings.json").write_bytes(msgspec.json.encode(settings))
+    module = ("-m", "memtop.train", "--settings", str(folder / "settings.json"), "--state-dir", str(folder / "state"))
+    return subprocess.Popen(
+        [sys.executable, *launcher, *module],
+        env=environment(folder) if agent else dict(os.environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+# --- the trainer --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (edited(batch=0), "batch 0: must be at least 1"),
+        (edited(seq_len=65), "seq_len 65: beyond the model's 64 positions"),
+        (edited(world_size=2), "world_size 2: 1 processes were launched"),
+        (edited(device="cuda"), "device cuda: torch sees no CUDA device"),
+        (edited(model={"config": {"model_type": "no-such-model"}}), "model.config"),
+    ],
+)
+def test_bad_settings_are_one_line_and_exit_status_2(tmp_path: Path, settings: Settings, message: str) -> None:
+    process = trainer(tmp_path, settings)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2, out + err
+    assert message in err
+    assert len(err.splitlines()) == 1
+    end = reports(tmp_path)[-1]
+    assert (end["type"], end["outcome"]) == ("end", "failed")
+    assert message in end["message"]
+
+
+def test_sigterm_saves_and_ends_with_status_0(tmp_path: Path) -> None:
+    process = trainer(tmp_path, edited(target_samples=8 * 100_000, save_every=100_000))
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("update 3 "):
+            process.send_signal(signal.SIGTERM)
+            break
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    found = reports(tmp_path)
+    assert (found[-1]["type"], found[-1]["outcome"]) == ("end", "stopped")
+    last = [report for report in found if report["type"] == "step"][-1]
+    assert json.loads((tmp_path / "state" / "manifest.json").read_text())["updates"] == last["update"] >= 3
+
+
+def test_two_ranks_train_what_one_rank_trains(tmp_path: Path) -> None:
+    alone, together = tmp_path / "1", tmp_path / "2"
+    runs = []
+    for folder, settings, launcher in (
+        (alone, edited(batch=4, accumulation=2, target_samples=36), ()),
+        (
+            together,
+            # The last update has 4 of 8 samples: one rank's share, the other masks its own.
+            edited(batch=4, accumulation=1, world_size=2, target_samples=36),
+            ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        ),
+    ):
+        folder.mkdir()
+        process = trainer(folder, settings, launcher=launcher)
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, out + err
+        runs.append([report for report in reports(folder) if report["type"] == "step"])
+    one, two = runs
+    assert [step["sample_digest"] for step in two] == [step["sample_digest"] for step in one]
+    assert [step["loss"] for step in two] == pytest.approx([step["loss"] for step in one], rel=1e-4)
+    assert reports(together, 1)[0]["rank"] == 1
+    # What two ranks saved, one rank takes up.
+    (together / "settings.json").unlink()
+    process = trainer(together, edited(batch=8, accumulation=1, target_samples=44))
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+    assert "resumed from" in out
+
+
+# --- the agent ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_that_knows_nothing_of_memtop_is_followed(tmp_path: Path) -> None:
+    assert python(FOREIGN, environment(tmp_path)) == "done\n"
+    hello, *steps = reports(tmp_path)
+    assert (hello["type"], hello["rank"], hello["offers"]) == ("hello", 0, ["free_cache"])
+    assert [step["update"] for step in steps] == [1, 2, 3, 4, 5]
+    assert {step["learning_rate"] for step in steps} == {0.25}
+    assert all(step["rss_bytes"] > 10_000_000 for step in steps)
+    assert steps[0]["allocated_bytes"] is None, "no CUDA: not known, not 0"
+    assert [line["seq"] for line in (hello, *steps)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_existing_sitecustomize_still_runs(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['THEIRS'] = 'ran'\n")
+    env = environment(tmp_path)
+    env["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    assert python("import os, sys; print(os.environ['THEIRS'], 'memtop_agent' in sys.modules)", env) == "ran True\n"
+
+
+def test_programs_outside_of_memtop_are_left_alone(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(AGENT / "site")}
+    assert python("import sys; print('memtop_agent' in sys.modules, 'torch' in sys.modules)", env) == "False False\n"
+    # Launched by memtop, but it trains nothing: no torch is loaded, no journal opened.
+    assert python("import sys; print('torch' in sys.modules)", environment(tmp_path)) == "False\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_loader_workers_and_forks_do_not_speak_for_their_parent(tmp_path: Path) -> None:
+    code = (
+        FOREIGN
+        + """
+import os
+if os.fork() == 0:
+    optimizer.step()
+    os._exit(0)
+os.wait()
+optimizer.step()
+"""
+    )
+    python(code, environment(tmp_path))
+    assert [report["update"] for report in reports(tmp_path)[1:]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_journal_that_cannot_be_written_disturbs_nobody(tmp_path: Path) -> None:
+    assert python(FOREIGN, environment(tmp_path, MEMTOP_ATTEMPT_DIR=str(tmp_path / "missing"))) == "done\n"
+
+
+def test_a_full_queue_drops_the_oldest_and_counts_them(tmp_path: Path) -> None:
+    code = """
+import memtop_agent.journal as j
+journal = j.Journal(PATH + "/not/there", capacity=10)
+for n in range(25):
+    journal.put({"n": n})
+journal.flush()
+print(journal.dropped, [report["n"] for report in journal._queue])
+""".replace("PATH", repr(str(tmp_path)))
+    assert python(code, environment(tmp_path)) == f"15 {list(range(15, 25))}\n"
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with tempfile.TemporaryDirectory(prefix="memtop-") as folder, socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{folder}/s")
+        server.listen()
+        server.settimeout(60)
+        yield server
+
+
+def converse(server: socket.socket, *commands: dict[str, Any]) -> list[dict[str, Any]]:
+    """Accept one connection, send the commands; the greeting and as many answers as there are commands."""
+    connection, _ = server.accept()
+    with connection, connection.makefile("rwb") as stream:
+        heard = [json.loads(stream.readline())]
+        for command in commands:
+            stream.write(json.dumps(command).encode() + b"\n")
+            stream.flush()
+        heard += [json.loads(stream.readline()) for _ in commands]
+    return heard
+
+
+def test_commands_are_carried_out_inside_the_process_and_the_link_comes_back(tmp_path: Path, listener: socket.socket) -> None:
+    code = FOREIGN.replace("range(5)", "range(100000)").replace(
+        "    optimizer.step()", "    optimizer.step(); time.sleep(0.01)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time\n" + code], env=environment(tmp_path, MEMTOP_SOCKET=listener.getsockname())
+    )
+    try:
+        greeting, refusal, freed = converse(
+            listener,
+            {"type": "command", "id": 1, "name": "fly"},
+            {"type": "command", "id": 2, "name": "free_cache"},
+        )
+        assert (greeting["type"], greeting["rank"], greeting["attempt"], greeting["pid"]) == ("agent", 0, 1, process.pid)
+        assert (refusal["id"], refusal["ok"]) == (1, False)
+        assert (freed["id"], freed["ok"]) == (2, True)
+        assert freed["result"]["returned_host_bytes"] >= 0
+        assert freed["result"]["returned_device_bytes"] is None
+        assert freed["result"]["before"]["rss_bytes"] > 0
+        # The supervisor died; the next one is found.
+        assert converse(listener)[0]["pid"] == process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+def agent_sources() -> list[Path]:
+    found = sorted(AGENT.rglob("*.py"))
+    assert len(found) >= 6
+    return found
+
+
+@pytest.mark.parametrize("path", agent_sources(), ids=lambda path: path.name)
+def test_the_agent_is_python_3_8_and_standard_library_only(path: Path) -> None:
+    tree = ast.parse(path.read_text(), feature_version=(3, 8))
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names.append(node.module or "")
+        assert all(name.split(".")[0] in sys.stdlib_module_names for name in names), names
+
+
+def other_pythons() -> list[str]:
+    """Other interpreters of this machine that the agent must run in; the test's own is always among them."""
+    homes = [Path(p) for p in os.environ.get("PATH", "").split(os.pathsep)]
+    homes += sorted((Path.home() / ".pyenv" / "versions").glob("3.*/bin"))
+    found = {str(home / f"python3.{minor}") for home in homes for minor in range(8, 15) if (home / f"python3.{minor}").exists()}
+    works = [p for p in sorted(found) if subprocess.run([p, "-c", ""], capture_output=True, check=False).returncode == 0]
+    return [sys.executable, *works]
+
+
+@pytest.mark.parametrize("program", other_pythons(), ids=lambda p: Path(p).name)
+def test_the_agent_runs_in_every_python_that_is_here(tmp_path: Path, program: str) -> None:
+    code = (
+        "import memtop_agent as a; a.offer('stop'); a.report('step', update=1, **a.readings()); a.flush(); print(a.dropped())"
+    )
+    assert python(code, environment(tmp_path), program=program) == "0\n"
+    hello, step = reports(tmp_path)
+    assert (hello["offers"], step["update"]) == (["free_cache", "stop"], 1)

@@ -1,0 +1,231 @@
+"""The loop in this process: splits, stops, saves, and what a save that is cut short leaves behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memtop.train import checkpoint
+from memtop.train.errors import BadInputError, TrainingError
+from memtop.train.manifest import BrokenStateError, newest_complete, previous_of, read_manifest
+from tests.train.support import Recorder, Training, edited
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    training = Training(tmp_path_factory.mktemp("undisturbed") / "train_latest_state")
+    assert training.run() == "finished"
+    return training
+
+
+def test_the_loss_falls_and_the_state_is_saved(undisturbed: Training) -> None:
+    assert len(undisturbed.losses) == 10
+    assert undisturbed.losses[-1] < undisturbed.losses[0] - 1
+    assert [saved["updates"] for saved in undisturbed.channel.of("checkpoint")] == [3, 6, 9, 10]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch": 8, "accumulation": 1},
+        {"batch": 1, "accumulation": 8},
+        {"batch": 2, "accumulation": 4, "gradient_checkpointing": True},
+        {"workers": 1},
+    ],
+)
+def test_the_split_changes_nothing_but_rounding(undisturbed: Training, tmp_path: Path, changes: dict[str, Any]) -> None:
+    other = Training(tmp_path / "state", edited(**changes))
+    other.run()
+    assert other.digests == undisturbed.digests
+    assert other.losses == pytest.approx(undisturbed.losses, rel=1e-5)
+
+
+def test_the_update_is_the_token_weighted_mean_of_its_samples(tmp_path: Path) -> None:
+    """Checked against a gradient that is computed plainly, sample by sample."""
+    training = Training(tmp_path / "state", edited(clip_norm=0.0, target_samples=8))
+    samples = training.trainer._samples
+    model, total, tokens = training.model, torch.zeros(()), 0
+    from memtop.train.order import SampleOrder
+
+    for index in SampleOrder(len(samples), training.settings.seed).take(0, 8):
+        sample = samples[index][None]
+        logits = model(input_ids=sample).logits[:, :-1].flatten(0, 1)
+        total = total + torch.nn.functional.cross_entropy(logits, sample[:, 1:].flatten(), reduction="sum")
+        tokens += sample.shape[1] - 1
+    expected = torch.autograd.grad(total / tokens, list(model.parameters()))
+    seen: list[torch.Tensor] = []
+    training.optimizer.register_step_pre_hook(
+        lambda *_: seen.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
+    )
+    training.run()
+    assert len(seen) == len(expected)
+    for found, wanted in zip(seen, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("stop_after", [1, 4, 9])
+def test_a_run_stopped_and_taken_up_again_ends_with_the_same_weights(
+    undisturbed: Training, tmp_path: Path, stop_after: int
+) -> None:
+    first = Training(tmp_path / "state")
+    first.channel.commands[stop_after] = [(7, "stop")]
+    assert first.run() == "stopped"
+    assert first.channel.answers == [(7, True, "stopping after this update")]
+    second = Training(tmp_path / "state")
+    assert second.trainer.updates == stop_after
+    assert second.run() == "finished"
+    assert first.digests + second.digests == undisturbed.digests
+    assert first.losses + second.losses == undisturbed.losses
+    for name, weight in undisturbed.weights().items():
+        assert torch.equal(second.weights()[name], weight), name
+
+
+def test_a_checkpoint_command_is_answered_when_it_is_on_disk(tmp_path: Path) -> None:
+    training = Training(tmp_path / "state")
+    training.channel.commands[2] = [(5, "checkpoint")]
+    training.run()
+    ((number, ok, message),) = training.channel.answers
+    assert (number, ok) == (5, True)
+    assert message.startswith("checkpoint at update 2: ")
+
+
+def test_a_loss_that_is_no_number_stops_without_saving(tmp_path: Path) -> None:
+    training = Training(tmp_path / "state")
+    with torch.no_grad():
+        next(iter(training.model.parameters())).fill_(float("nan"))
+    with pytest.raises(TrainingError, match="loss is nan at update 1"):
+        training.run()
+    assert newest_complete(tmp_path / "state") is None
+
+
+def test_a_finished_run_taken_up_again_has_nothing_to_do(tmp_path: Path) -> None:
+    Training(tmp_path / "state").run()
+    again = Training(tmp_path / "state")
+    assert again.run() == "finished"
+    assert again.losses == []
+
+
+def test_weights_moments_and_step_come_back_exactly(undisturbed: Training, tmp_path: Path) -> None:
+    training = Training(tmp_path / "state")
+    training.run()
+    again = Training(tmp_path / "state")
+    for (name, before), after in zip(training.model.named_parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(before, after), name
+        for kind in checkpoint.MOMENTS:
+            assert torch.equal(training.optimizer.state[before][kind], again.optimizer.state[after][kind]), (name, kind)
+
+
+def test_another_models_state_is_refused(tmp_path: Path) -> None:
+    Training(tmp_path / "state").run()
+    wider = edited()
+    wider.model["config"] = {**wider.model["config"], "intermediate_size": 128}
+    with pytest.raises(BadInputError, match=r"holds another model .*; give another --name, or --fresh"):
+        Training(tmp_path / "state", wider)
+
+
+# --- saves that are cut short -------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """What SIGKILL is to the code: nothing after it runs, no handler and no clean-up sees it coming."""
+
+
+def save_cut_at(training: Training, step: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Save, dying at the given file operation; False if the save has fewer operations than that."""
+    count = 0
+
+    def dying(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == step:
+                raise Killed
+            return original(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for owner, name in (
+            *((os, n) for n in ("fsync", "open")),
+            *((Path, n) for n in ("mkdir", "rename", "write_bytes")),
+            *((checkpoint, n) for n in ("save_file", "describe_file")),
+        ):
+            patch.setattr(owner, name, dying(getattr(owner, name)))
+        patch.setattr(shutil, "rmtree", dying(shutil.rmtree))
+        try:
+            training.trainer._write()
+        except Killed:
+            return True
+    return False
+
+
+def test_a_save_cut_short_anywhere_leaves_a_whole_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = tmp_path / "train_latest_state"
+    Training(state, edited(target_samples=64)).run()
+    step, cuts = 1, 0
+    while True:
+        training = Training(state)
+        before = training.trainer.updates
+        training.trainer.updates += 1
+        cut = save_cut_at(training, step, monkeypatch)
+        found = newest_complete(state)
+        assert found is not None, f"nothing whole is left after a cut at operation {step}"
+        assert found[1].updates in (before - 1, before, before + 1)
+        if not cut:
+            break
+        cuts, step = cuts + 1, step + 1
+    assert cuts > 12
+    # The next save clears what the cut ones left behind.
+    assert list(tmp_path.glob("*.tmp-*")) == []
+
+
+@pytest.mark.parametrize("where", ["save_file", "free"])
+def test_a_full_disk_keeps_the_old_state_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    state = tmp_path / "train_latest_state"
+    Training(state, edited(target_samples=24)).run()
+    before = read_manifest(state)
+    channel = Recorder()
+    training = Training(state, edited(), channel)
+    with monkeypatch.context() as patch:
+        if where == "free":
+            usage = shutil.disk_usage(tmp_path)
+            patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+        else:
+
+            def full(*_: Any) -> None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            patch.setattr(checkpoint, "save_file", full)
+        assert training.run() == "finished"
+    assert len(training.losses) == 7
+    assert read_manifest(state) == before
+    assert list(tmp_path.glob("*.tmp-*")) == []
+    warnings = [warning["message"] for warning in channel.of("warning")]
+    assert warnings
+    assert all("the state before is kept, free some space" in warning for warning in warnings)
+
+
+def test_a_changed_byte_is_noticed_and_the_state_before_is_used(tmp_path: Path) -> None:
+    state = tmp_path / "train_latest_state"
+    Training(state).run()
+    weights = state / checkpoint.WEIGHTS
+    raw = bytearray(weights.read_bytes())
+    raw[-1] ^= 1
+    weights.write_bytes(raw)
+    found = newest_complete(state)
+    assert found is not None
+    folder, manifest, problem = found
+    assert (folder, manifest.updates) == (previous_of(state), 9)
+    assert problem == f"{weights}: not what was saved (size or checksum differ)"
+    (previous_of(state) / "manifest.json").write_text("{")
+    with pytest.raises(BrokenStateError, match=r"weights.safetensors: not what was saved"):
+        newest_complete(state)
