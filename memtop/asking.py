@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from pathlib import Path
 
 from memtop.presets import PresetFileError, Settings, SettingsError, edit_settings, load_recipes, resolve
@@ -10,11 +11,19 @@ from memtop.presets.editing import find_preset
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.wire import Change
 
+_NEEDED = ("torch", "transformers", "accelerate", "safetensors")
+
 
 def settings_for(
     recipe_name: str, preset_name: str | None, edits: Change, save_every: int | None, gpus: list[str] | None
 ) -> Settings:
     """The settings of a new run; UsageError names the option and the value that cannot be."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"RECIPE {recipe_name}: the built-in trainer needs {', '.join(missing)}: pip install 'memtop[train]'; "
+            "your own program goes after `--` and needs none of it"
+        )
     try:
         recipes = load_recipes()
         if recipe_name not in recipes:
