@@ -29,7 +29,7 @@ class Terminal:
             stdout=slave,
             stderr=slave,
             cwd=cwd,
-            env={**environment, "TERM": "xterm-256color", "TEXTUAL_ANIMATIONS": "none"},
+            env=_as_a_terminal_sets_it(environment),
             start_new_session=True,
         )
         os.close(slave)
@@ -86,3 +86,9 @@ class Terminal:
                 return
             self._stream.feed(block)
             seconds = 0
+
+
+def _as_a_terminal_sets_it(environment: dict[str, str]) -> dict[str, str]:
+    # A fixed size in the environment (test runners set one) would hide that of the terminal.
+    kept = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
+    return {**kept, "TERM": "xterm-256color", "TEXTUAL_ANIMATIONS": "none"}

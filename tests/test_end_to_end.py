@@ -236,11 +236,10 @@ def test_a_full_disk_keeps_the_old_state_and_says_so(runs: Runs, small_disk: Pat
     place = str(small_disk / "runs")
     runs.memtop(*tiny(runs, "--headless", "--name", "a", "--max-updates", "10", "--runs-dir", place))
     filler = small_disk / "filler"
-    with filler.open("wb") as file:
+    with filler.open("wb", buffering=0) as file:
         try:
             while True:
                 file.write(b"x" * 65536)
-                file.flush()
         except OSError as full:
             print(f"filled: {full}")
     done = runs.memtop("restart", "a", "--max-updates", "20", "--headless", "--runs-dir", place, status=None)

@@ -9,7 +9,6 @@ from typing import ClassVar
 from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.events import Resize
-from textual.geometry import Size
 from textual.screen import Screen
 from textual.theme import BUILTIN_THEMES, Theme
 
@@ -93,8 +92,6 @@ class DashboardApp(App[DashboardResult]):
         self.register_theme(MEMTOP_THEME)
         wanted = os.environ.get("TEXTUAL_THEME", "")
         self.theme = wanted if wanted in BUILTIN_THEMES else MEMTOP_THEME.name
-        # The first size may be told before the dashboard is up, which would then lie on top of the guard.
-        self.call_after_refresh(lambda: self._guard(self.size))
 
     def get_default_screen(self) -> Screen[None]:
         return self._dashboard
@@ -104,12 +101,7 @@ class DashboardApp(App[DashboardResult]):
         return self._dashboard
 
     def on_resize(self, event: Resize) -> None:
-        if self.dashboard.is_running:
-            self._guard(event.size)
-
-    def _guard(self, size: Size) -> None:
-        """Cover the dashboard while the terminal is too small for it."""
-        too_small = size.width < SMALLEST[0] or size.height < SMALLEST[1]
+        too_small = event.size.width < SMALLEST[0] or event.size.height < SMALLEST[1]
         showing = self.screen.id == "too-small"
         if too_small and not showing:
             from memtop.tui.screens.too_small import TooSmallScreen
