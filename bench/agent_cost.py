@@ -1,6 +1,6 @@
 """What the agent costs the default recipe: step times with and without it, in turns within one run.
 
-    python -m bench.agent_cost [PAIRS]
+    python -m bench.agent_cost [ROUNDS]
 
 The agent's own work per step (report, readings, commands) is also timed alone, in the same process, since the difference of
 two noisy step times says little about something so small.
@@ -83,25 +83,31 @@ def alone_seconds() -> float:
 
 
 def main() -> None:
-    pairs = int(sys.argv[1]) if len(sys.argv) > 1 else 5
-    without, with_agent = [], []
-    for number in range(pairs):
-        # In turns, and in changing order: a drift of the machine's speed hits both.
-        for agent in (False, True) if number % 2 else (True, False):
-            (with_agent if agent else without).append(step_seconds(agent=agent))
-    ratios = [a / b for a, b in zip(with_agent, without, strict=True)]
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    arms: dict[str, list[float]] = {"without": [], "with": [], "control": []}
+    for number in range(rounds):
+        # In turns, and in changing order: a drift of the machine's speed hits all. The control arm is another run without
+        # the agent: what it differs by is the noise of the machine.
+        order = sorted(arms, reverse=bool(number % 2))
+        for arm in order:
+            arms[arm].append(step_seconds(agent=arm == "with"))
     alone = alone_seconds()
     report(
         "agent_cost",
         {
             "unit": "seconds per update of first-run",
-            "without_agent": spread(without),
-            "with_agent": spread(with_agent),
-            "ratio_of_pairs": spread(ratios),
+            "without_agent": spread(arms["without"]),
+            "with_agent": spread(arms["with"]),
+            "ratio_of_pairs": spread(_ratios(arms["with"], arms["without"])),
+            "ratio_of_pairs_without_against_without": spread(_ratios(arms["control"], arms["without"])),
             "agent_alone_seconds_per_step": round(alone, 7),
-            "agent_alone_fraction_of_step": round(alone / statistics.median(without), 6),
+            "agent_alone_fraction_of_step": round(alone / statistics.median(arms["without"]), 6),
         },
     )
+
+
+def _ratios(above: list[float], below: list[float]) -> list[float]:
+    return [a / b for a, b in zip(above, below, strict=True)]
 
 
 if __name__ == "__main__":

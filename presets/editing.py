@@ -74,7 +74,9 @@ def apply_preset(settings: Settings, preset: Preset) -> Settings:
         preset=preset.name,
         batch=batch,
         accumulation=accumulation,
-        gradient_checkpointing=preset.gradient_checkpointing,
+        gradient_checkpointing=(
+            settings.gradient_checkpointing if preset.gradient_checkpointing is None else preset.gradient_checkpointing
+        ),
         workers=settings.workers if preset.workers is None else preset.workers,
     )
 
