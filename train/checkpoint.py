@@ -1,7 +1,8 @@
 """Writes and reads `train_latest_state`: fp32 weights and optimizer moments per parameter name, and the manifest.
 
-Written beside, fsynced, swapped in by renames; the state before it is kept. At every moment at least one whole state lies on
-the disk, and no moment leaves a half-written one where a reader would take it for whole.
+Nothing in it depends on batch, processes, ZeRO stage or offload: any of them resumes from any other. Written beside, fsynced,
+swapped in by renames; the state before it is kept. At every moment at least one whole state lies on the disk, and no moment
+leaves a half-written one where a reader would take it for whole.
 """
 
 from __future__ import annotations
@@ -10,20 +11,19 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from memtop.presets import Settings
+from memtop.train.engine import Engine, trained_parameters
 from memtop.train.errors import BadInputError
-from memtop.train.manifest import FILE, Manifest, StateFile, describe_file, previous_of
+from memtop.train.manifest import FILE, Cut, Manifest, older_states, previous_of
+from memtop.train.shards import SHARD_BYTES, ShardReader, ShardWriter, sync
 
-WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 # Headers and manifest beside the tensors.
 _MARGIN_BYTES = 1 << 20
 
@@ -32,36 +32,69 @@ class NoSpaceError(Exception):
     """The disk cannot hold another state; the old ones are untouched."""
 
 
-def save_state(
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run stands when its state is saved."""
+
+    updates: int
+    samples_seen: int
+    epoch: float
+    cuts: tuple[Cut, ...]
+    target_samples: int
+    evaluation_loss: float | None = None
+
+
+def save_state(state_dir: Path, engine: Engine, progress: Progress, settings: Settings) -> Manifest | None:
+    """Write the state and make it the newest; called by all ranks, the first one writes (the others get None).
+
+    NoSpaceError (on the first rank) leaves everything as it was.
+    """
+    if not engine.accelerator.is_main_process:
+        for _ in engine.saved_tensors():
+            pass  # takes its part in gathering what is sharded
+        return None
+    tensors = engine.saved_tensors()
+    try:
+        _check_space(state_dir, state_bytes(engine.model))
+        return _write_state(state_dir, tensors, progress, settings, engine.loss_scale())
+    except (NoSpaceError, OSError):
+        for _ in tensors:
+            pass  # the others are gathering with us and must not wait for ever
+        raise
+
+
+def _write_state(
     state_dir: Path,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
+    tensors: Iterable[tuple[str, dict[str, torch.Tensor]]],
+    progress: Progress,
     settings: Settings,
-    updates: int,
-    samples_seen: int,
-    epoch: float,
+    loss_scale: float | None,
 ) -> Manifest:
-    """Write the state and make it the newest. NoSpaceError leaves everything as it was."""
-    _check_space(state_dir, model)
     beside = state_dir.with_name(f"{state_dir.name}.tmp-{os.getpid()}")
     try:
         _sweep(state_dir)
         beside.mkdir()
+        writer = ShardWriter(beside, SHARD_BYTES)
+        for name, parts in tensors:
+            writer.add(name, parts)
         manifest = Manifest(
-            updates=updates,
-            samples_seen=samples_seen,
-            epoch=epoch,
+            updates=progress.updates,
+            samples_seen=progress.samples_seen,
+            epoch=progress.epoch,
+            cuts=progress.cuts,
+            target_samples=progress.target_samples,
+            evaluation_loss=progress.evaluation_loss,
             effective_batch=settings.effective_batch,
             seq_len=settings.seq_len,
+            optimizer=settings.optimizer,
+            loss_scale=loss_scale,
             saved_at=time.time(),
             settings=msgspec.to_builtins(settings),
-            files=list(_write_tensors(beside, model, optimizer)),
+            files=writer.close(),
         )
         (beside / FILE).write_bytes(msgspec.json.encode(manifest))
-        _sync(beside / FILE)
-        _sync(beside)
-        _swap_in(beside, state_dir)
+        sync(beside / FILE)
+        sync(beside)
+        _swap_in(beside, state_dir, keep=settings.save_total_limit)
     except OSError as error:
         shutil.rmtree(beside, ignore_errors=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -70,36 +103,40 @@ def save_state(
     return manifest
 
 
-def load_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put a whole state into model and optimizer, one tensor at a time. BadInputError if it is another model's."""
-    parameters = dict(model.named_parameters())
-    with safe_open(folder / WEIGHTS, framework="pt") as weights:
-        saved = set(weights.keys())
-        if saved != parameters.keys():
-            odd = sorted(saved ^ parameters.keys())[0]
-            raise BadInputError(f"{folder}: holds another model (parameter {odd}); give another --name, or --fresh")
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                tensor = weights.get_tensor(name)
-                if tensor.shape != parameter.shape:
-                    shapes = f"{list(tensor.shape)} there, {list(parameter.shape)} here"
-                    raise BadInputError(f"{folder}: holds another model ({name} is {shapes}); give another --name, or --fresh")
-                parameter.copy_(tensor)
-    with safe_open(folder / OPTIMIZER, framework="pt") as moments:
-        for name, parameter in parameters.items():
-            # `step` stays on the CPU, as the optimizer itself has it; the moments lie where the parameter lies.
-            optimizer.state[parameter] = {
-                kind: moments.get_tensor(f"{kind}.{name}").to("cpu" if kind == "step" else parameter.device) for kind in MOMENTS
-            }
+def load_weights(read: ShardReader, model: torch.nn.Module, folder: Path) -> None:
+    """Put the saved weights into the model, one at a time; BadInputError if they are another model's."""
+    parameters = trained_parameters(model)
+    if read.names != parameters.keys():
+        odd = sorted(read.names ^ parameters.keys())[0]
+        raise BadInputError(f"{folder}: holds another model (parameter {odd}); give another --name, or --fresh")
+    for name, parameter in parameters.items():
+        tensor, shape = read.get(name, "weight"), getattr(parameter, "ds_shape", parameter.shape)
+        if tensor.shape != shape:
+            shapes = f"{list(tensor.shape)} there, {list(shape)} here"
+            raise BadInputError(f"{folder}: holds another model ({name} is {shapes}); give another --name, or --fresh")
+        _put(parameter, tensor)
+
+
+def _put(parameter: Any, tensor: torch.Tensor) -> None:
+    if not hasattr(parameter, "ds_id"):
+        parameter.data.copy_(tensor)
+        return
+    import deepspeed
+
+    # Sharded while the model was built: whole for this moment, the first rank's values count.
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        if torch.distributed.get_rank() == 0:
+            parameter.data.copy_(tensor)
 
 
 def state_bytes(model: torch.nn.Module) -> int:
     """What a saved state takes on disk: weights and two moments in fp32."""
-    return sum(parameter.numel() for parameter in model.parameters()) * 12 + _MARGIN_BYTES
+    sizes = (getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained_parameters(model).values())
+    return sum(sizes) * 12 + _MARGIN_BYTES
 
 
-def _check_space(state_dir: Path, model: torch.nn.Module) -> None:
-    needed, free = state_bytes(model), shutil.disk_usage(state_dir.parent).free
+def _check_space(state_dir: Path, needed: int) -> None:
+    free = shutil.disk_usage(state_dir.parent).free
     if free < needed:
         raise NoSpaceError(
             f"{state_dir}: not saved: {needed / 2**20:.0f} MiB needed, {free / 2**20:.0f} MiB free; "
@@ -107,45 +144,25 @@ def _check_space(state_dir: Path, model: torch.nn.Module) -> None:
         )
 
 
-def _write_tensors(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[StateFile]:
-    parameters = dict(model.named_parameters())
-    weights = {name: _portable(parameter) for name, parameter in parameters.items()}
-    yield _write(folder / WEIGHTS, weights)
-    del weights
-    moments = {
-        f"{kind}.{name}": _portable(optimizer.state[parameter][kind])
-        for name, parameter in parameters.items()
-        for kind in MOMENTS
-    }
-    yield _write(folder / OPTIMIZER, moments)
-
-
-def _write(path: Path, tensors: dict[str, torch.Tensor]) -> StateFile:
-    save_file(tensors, path)
-    _sync(path)
-    return describe_file(path)
-
-
-def _portable(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", torch.float32).contiguous()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _swap_in(beside: Path, state_dir: Path) -> None:
+def _swap_in(beside: Path, state_dir: Path, *, keep: int) -> None:
+    """Make the new state the newest. `keep` counts it and the ones before it; there are always two while there can be."""
     if state_dir.exists():
         previous = previous_of(state_dir)
-        # The newest state and the one just written are both whole: the oldest may go.
-        shutil.rmtree(previous, ignore_errors=True)
+        if previous.exists():
+            _put_away(previous, state_dir, keep)
         state_dir.rename(previous)
     beside.rename(state_dir)
-    _sync(state_dir.parent)
+    sync(state_dir.parent)
+
+
+def _put_away(previous: Path, state_dir: Path, keep: int) -> None:
+    # The newest state and the one just written are both whole: older ones may go, down to the number that is kept.
+    if keep > 2:
+        previous.rename(state_dir.with_name(f"{state_dir.name}.{time.time_ns()}"))
+    else:
+        shutil.rmtree(previous, ignore_errors=True)
+    for old in older_states(state_dir)[max(0, keep - 2) :]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _sweep(state_dir: Path) -> None:

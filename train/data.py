@@ -1,68 +1,42 @@
-"""Text that every machine has, as byte-level tokens cut into samples.
-
-Token ids: 0-255 are bytes, 256 begins a file, 257 ends it, 258 pads. A sample is a stretch of at most T tokens of one file;
-the tail of a file is shorter, so samples differ in length and losses must be weighted by tokens.
-"""
+"""Opens the data that a recipe names, and puts samples together into batches."""
 
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from memtop.train.errors import BadInputError
+from memtop.train.objective import IGNORED
+from memtop.train.packed import PackedText, Sample
 
+# Byte-level tokens: 0-255 are bytes, 256 begins a text, 257 ends it, 258 pads.
 BEGIN, END, PAD = 256, 257, 258
 VOCABULARY = 259
-IGNORED = -100
-"""Label of positions that do not count, as torch's cross entropy has it."""
 # Not the library proper: tests, bundled copies and what the user installed.
 _LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 
-
-class ByteSamples(Dataset[torch.Tensor]):
-    """Samples of up to `seq_len` tokens; item i is a tensor of shape [length_i], dtype int64."""
-
-    def __init__(self, files: Iterable[bytes], seq_len: int) -> None:
-        self.seq_len = seq_len
-        pieces = [np.concatenate(([BEGIN], np.frombuffer(text, np.uint8), [END])).astype(np.int16) for text in files]
-        starts, lengths, base = [], [], 0
-        for piece in pieces:
-            # A sample of one token predicts nothing.
-            offsets = np.arange(0, len(piece) - 1, seq_len)
-            starts.append(base + offsets)
-            lengths.append(np.minimum(seq_len, len(piece) - offsets))
-            base += len(piece)
-        self._tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int16)
-        self._starts = np.concatenate(starts) if starts else np.empty(0, np.int64)
-        self._lengths = np.concatenate(lengths) if lengths else np.empty(0, np.int64)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        start = self._starts[index]
-        return torch.from_numpy(self._tokens[start : start + self._lengths[index]].astype(np.int64))
-
-    def label_tokens(self, indices: Sequence[int]) -> int:
-        """How many tokens of these samples are predicted (each but the first), known without reading them."""
-        return int(self._lengths[np.asarray(indices, dtype=np.int64)].sum()) - len(indices)
+Batch = dict[str, torch.Tensor]
 
 
-def load_samples(data: dict[str, Any], seq_len: int) -> ByteSamples:
-    """The samples that a recipe's `data` table names."""
+def load_samples(data: dict[str, Any]) -> PackedText:
+    """The data set that a recipe's `data` table names."""
     source = data.get("source")
     if source != "python-stdlib":
         raise BadInputError(f"data.source {source!r}: unknown; there is python-stdlib")
-    samples = ByteSamples(_stdlib_sources(int(data.get("max_bytes", 4_000_000))), seq_len)
-    if not len(samples):
+    texts = list(_stdlib_sources(int(data.get("max_bytes", 4_000_000))))
+    if not texts:
         raise BadInputError(f"data.source python-stdlib: no sources found in {sysconfig.get_path('stdlib')}")
-    return samples
+    return PackedText.of([byte_document(text) for text in texts])
+
+
+def byte_document(text: bytes) -> np.ndarray:
+    """A text as byte-level tokens, with its beginning and end marked."""
+    return np.concatenate(([BEGIN], np.frombuffer(text, np.uint8), [END])).astype(np.int16)
 
 
 def _stdlib_sources(max_bytes: int) -> Iterable[bytes]:
@@ -79,8 +53,13 @@ def _stdlib_sources(max_bytes: int) -> Iterable[bytes]:
             yield text
 
 
-def collate(samples: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad to the longest: tokens [b, t] and labels [b, t], where labels of padding are IGNORED."""
-    tokens = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=PAD)
-    labels = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=IGNORED)
-    return tokens, labels
+def collate(samples: list[Sample], *, pad: int = PAD) -> Batch:
+    """Pad to the longest: input_ids and attention_mask [b, t], labels [b, u] with IGNORED where there is only padding."""
+    sequences = torch.nn.utils.rnn.pad_sequence
+    ids = sequences([sample[0] for sample in samples], batch_first=True, padding_value=pad)
+    lengths = torch.tensor([len(sample[0]) for sample in samples])
+    return {
+        "input_ids": ids,
+        "attention_mask": (torch.arange(ids.shape[1]) < lengths.unsqueeze(1)).long(),
+        "labels": sequences([sample[1] for sample in samples], batch_first=True, padding_value=IGNORED),
+    }

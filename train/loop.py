@@ -2,208 +2,215 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from memtop.presets import Settings
 from memtop.train import checkpoint
 from memtop.train.channel import Channel
 from memtop.train.control import Control
-from memtop.train.data import IGNORED, ByteSamples, collate
+from memtop.train.data import Batch, collate
+from memtop.train.engine import Engine
 from memtop.train.errors import TrainingError
-from memtop.train.order import SampleOrder, UpdatePlan, plan_updates, sample_digest
+from memtop.train.manifest import Cut, Manifest
+from memtop.train.objective import IGNORED, predicted_tokens
+from memtop.train.order import Key, SampleOrder, Samples, UpdatePlan, plan_updates, sample_digest
 from memtop.train.schedule import learning_rate
 from memtop.train.stopwatch import Stopwatch
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+
+class Position(msgspec.Struct, kw_only=True):
+    """Where a training stands: updates and samples done, and the cuts of the texts so far."""
+
+    updates: int = 0
+    samples_seen: int = 0
+    cuts: tuple[Cut, ...]
 
 
 class Trainer:
-    """Model, optimizer and position; `run` trains to the target, or to a stop at an update boundary."""
+    """`run` trains from a position to the target, or to a stop at an update boundary."""
 
     def __init__(
         self,
         settings: Settings,
-        accelerator: Accelerator,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        samples: ByteSamples,
+        engine: Engine,
+        samples: Samples,
+        position: Position,
         state_dir: Path,
         channel: Channel,
+        pad: int,
     ) -> None:
         self.settings = settings
-        self.updates = 0
-        self.samples_seen = 0
-        self._accelerator = accelerator
-        # The bare ones, for saving; what prepare returns wraps them.
-        self._bare_model, self._bare_optimizer = model, optimizer
-        self._model, self._optimizer = accelerator.prepare(model, optimizer)
+        self.position = position
+        self._engine = engine
+        self._accelerator = engine.accelerator
         self._samples = samples
         self._state_dir = state_dir
         self._channel = channel
+        self._pad = pad
         self._saved_at: int | None = None
+        self._order = SampleOrder(samples, settings.seed, position.cuts)
+        self.target_samples = settings.target_samples or self._order.end_of(settings.epochs)
 
     def run(self, control: Control) -> str:
         """Train; "finished" or "stopped". The state is saved in both cases."""
         stopwatch = Stopwatch(self._accelerator.device)
-        order = SampleOrder(len(self._samples), self.settings.seed)
-        plans = list(
-            plan_updates(
-                order,
-                updates=self.updates,
-                position=self.samples_seen,
-                target=self.settings.target_samples,
-                effective_batch=self.settings.effective_batch,
-            )
-        )
-        self._model.train()
-        batches = iter(self._loader(plans))
-        for plan in plans:
+        self._engine.objective.train()
+        batches = iter(self._loader())
+        trained = False
+        for plan in self._plans(self._order):
             self._update(plan, batches, stopwatch)
+            trained = True
             asked = control.at_boundary()
             if asked.save or asked.stop or plan.number % self.settings.save_every == 0:
                 control.saved(asked, self._save())
             if asked.stop:
                 return "stopped"
-        if self._saved_at != self.updates and plans:
+        if trained and self._saved_at != self.position.updates:
             self._save()
         return "finished"
 
-    def _loader(self, plans: list[UpdatePlan]) -> DataLoader[Any]:
-        s, rank = self.settings, self._accelerator.process_index
-        micro_batches = [
-            # A rank without samples in a short last update takes one along and masks it, to stay in step with the others.
-            ids or plan.ids[:1]
-            for plan in plans
-            for ids in plan.micro_batches(s.batch, s.world_size, rank)
-        ]
+    def _plans(self, order: SampleOrder) -> Iterator[UpdatePlan]:
+        return plan_updates(
+            order,
+            updates=self.position.updates,
+            position=self.position.samples_seen,
+            target=self.target_samples,
+            effective_batch=self.settings.effective_batch,
+        )
+
+    def _loader(self) -> DataLoader[Any]:
+        samples: Any = self._samples
         loader: DataLoader[Any] = DataLoader(
-            self._samples,
-            batch_sampler=micro_batches,
-            num_workers=s.workers,
-            collate_fn=collate,
-            pin_memory=self._accelerator.device.type == "cuda",
+            samples,
+            batch_sampler=self._micro_batches(),
+            num_workers=self.settings.workers,
+            collate_fn=partial(collate, pad=self._pad),
+            pin_memory=self._accelerator.device.type == "cuda" and self.settings.pin_memory is not False,
         )
         return loader
 
+    def _micro_batches(self) -> Any:
+        s, rank = self.settings, self._accelerator.process_index
+        # An order of its own: with worker processes the loader runs ahead of the updates.
+        for plan in self._plans(SampleOrder(self._samples, s.seed, self.position.cuts)):
+            for keys in plan.micro_batches(s.batch, s.world_size, rank):
+                # A rank without samples in a short last update takes one along and masks it, to stay in step with the others.
+                yield keys or plan.keys[:1]
+
     def _update(self, plan: UpdatePlan, batches: Iterator[Batch], stopwatch: Stopwatch) -> None:
         """One optimizer step over the plan's samples, whatever the split into micro-batches and ranks."""
-        s, accelerator = self.settings, self._accelerator
+        s, engine, accelerator = self.settings, self._engine, self._accelerator
         # The random state is a function of the position: a resumed or re-split run draws the same, nothing is saved.
         torch.manual_seed((s.seed * 1_000_003 + plan.position) * 64 + accelerator.process_index)
-        total_tokens = self._samples.label_tokens(plan.ids)
-        mine = plan.micro_batches(s.batch, s.world_size, accelerator.process_index)
+        with stopwatch.part("data_wait_seconds"):
+            mine = self._fetch(plan.micro_batches(s.batch, s.world_size, accelerator.process_index), batches)
+            total_tokens = self._count_tokens(mine)
         loss_sum = torch.zeros((), device=accelerator.device)
-        for number, ids in enumerate(mine, start=1):
-            with stopwatch.part("data_wait_seconds"):
-                tokens, labels = next(batches)
-                if not ids:
-                    labels = torch.full_like(labels, IGNORED)
-                tokens = tokens.to(accelerator.device, non_blocking=True)
-                labels = labels.to(accelerator.device, non_blocking=True)
-            # Ranks exchange gradients once per update, at the last micro-batch.
-            quiet = contextlib.nullcontext() if number == len(mine) else accelerator.no_sync(self._model)
-            with quiet:
+        for number, batch in enumerate(mine, start=1):
+            last = number == len(mine)
+            on_device = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in batch.items()}
+            with engine.quiet(last):
                 with stopwatch.part("forward_seconds"):
-                    loss = summed_loss(self._model, tokens, labels) / total_tokens
+                    loss = engine.objective(**on_device) / total_tokens
                 with stopwatch.part("backward_seconds"):
-                    # DDP takes the mean over ranks; the sum is wanted.
-                    accelerator.backward(loss * s.world_size)
+                    engine.backward(loss, last=last)
             loss_sum += loss.detach()
         with stopwatch.part("optimizer_seconds"):
-            norm = self._step(plan)
+            rate = learning_rate(s, plan.position + len(plan.keys), self.target_samples)
+            norm = engine.step(rate)
         # The one point where the CPU waits for the device.
         loss_value = float(accelerator.reduce(loss_sum, reduction="sum"))
         if not math.isfinite(loss_value):
             raise TrainingError(
                 f"loss is {loss_value} at update {plan.number}: stopped, nothing saved since the last checkpoint"
             )
-        self.updates, self.samples_seen = plan.number, plan.position + len(plan.ids)
-        self._report(plan, loss_value, norm, total_tokens, stopwatch.lap())
+        self.position.updates, self.position.samples_seen = plan.number, plan.position + len(plan.keys)
+        self._report(plan, loss_value, rate, norm, total_tokens, stopwatch.lap())
 
-    def _step(self, plan: UpdatePlan) -> torch.Tensor | None:
-        s = self.settings
-        norm = None
-        if s.clip_norm > 0:
-            norm = self._accelerator.clip_grad_norm_(self._model.parameters(), s.clip_norm)
-        rate = learning_rate(s, plan.position + len(plan.ids))
-        for group in self._bare_optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return norm
+    @staticmethod
+    def _fetch(keys: list[list[Key]], batches: Iterator[Batch]) -> list[Batch]:
+        """All micro-batches of an update, still on the CPU: their tokens must be counted before the first one is trained on."""
+        found = []
+        for ids in keys:
+            batch = next(batches)
+            if not ids:
+                batch["labels"] = torch.full_like(batch["labels"], IGNORED)
+            found.append(batch)
+        return found
 
-    def _report(self, plan: UpdatePlan, loss: float, norm: Any, tokens: int, seconds: dict[str, float]) -> None:
-        rate = self._bare_optimizer.param_groups[0]["lr"]
+    def _count_tokens(self, mine: list[Batch]) -> int:
+        """Predicted tokens of the update over all ranks; at least 1."""
+        seq2seq = self.settings.task == "seq2seq"
+        count = sum(predicted_tokens(batch["labels"], seq2seq=seq2seq) for batch in mine)
+        if self._accelerator.num_processes > 1:
+            over_ranks = torch.tensor(count, device=self._accelerator.device, dtype=torch.int64)
+            count = int(self._accelerator.reduce(over_ranks, reduction="sum"))
+        return max(1, count)
+
+    def _report(
+        self, plan: UpdatePlan, loss: float, rate: float, norm: float | None, tokens: int, seconds: dict[str, float]
+    ) -> None:
         self._channel.report(
             "step",
             update=plan.number,
-            samples_seen=self.samples_seen,
-            epoch=self.samples_seen / len(self._samples),
+            samples_seen=self.position.samples_seen,
+            epoch=self._order.epoch_at(self.position.samples_seen),
             loss=loss,
             learning_rate=rate,
-            gradient_norm=None if norm is None else float(norm),
+            gradient_norm=norm,
             tokens=tokens,
             sample_digest=sample_digest(plan.ids),
             dropped=self._channel.dropped(),
             **seconds,
             **self._channel.readings(),
         )
-        if self._accelerator.is_main_process:
-            speed = len(plan.ids) / seconds["step_seconds"]
+        if self._accelerator.is_main_process and plan.number % self.settings.log_every == 0:
+            speed = len(plan.keys) / seconds["step_seconds"]
             print(f"update {plan.number}  loss {loss:.4f}  lr {rate:.3g}  {speed:.1f} samples/s", flush=True)
 
     def _save(self) -> tuple[bool, str]:
-        """Write train_latest_state from the main process; whether it worked, and what happened in words."""
+        """Write train_latest_state; whether it worked, and what happened in words. All ranks take part."""
         self._accelerator.wait_for_everyone()
-        done = (True, f"checkpoint at update {self.updates}")
-        if self._accelerator.is_main_process:
-            done = self._write()
-        self._accelerator.wait_for_everyone()
-        return done
-
-    def _write(self) -> tuple[bool, str]:
         # Every update that a checkpoint covers is in the journal before the checkpoint exists.
         self._channel.flush()
         watch = Stopwatch(torch.device("cpu"))
+        progress = checkpoint.Progress(
+            updates=self.position.updates,
+            samples_seen=self.position.samples_seen,
+            epoch=self._order.epoch_at(self.position.samples_seen),
+            cuts=self.position.cuts,
+            target_samples=self.target_samples,
+        )
+        done = (True, f"checkpoint at update {self.position.updates}")
         try:
-            manifest = checkpoint.save_state(
-                self._state_dir,
-                self._bare_model,
-                self._bare_optimizer,
-                settings=self.settings,
-                updates=self.updates,
-                samples_seen=self.samples_seen,
-                epoch=self.samples_seen / len(self._samples),
-            )
+            manifest = checkpoint.save_state(self._state_dir, self._engine, progress, self.settings)
         except checkpoint.NoSpaceError as error:
             self._channel.report("warning", message=str(error))
             print(f"memtop: {error}", flush=True)
-            return False, str(error)
-        self._saved_at = self.updates
+            done = (False, str(error))
+        else:
+            self._saved_at = self.position.updates
+            if manifest is not None:
+                done = (True, self._say_saved(manifest, watch.lap()["step_seconds"]))
+        self._accelerator.wait_for_everyone()
+        return done
+
+    def _say_saved(self, manifest: Manifest, seconds: float) -> str:
         size = sum(file.size_bytes for file in manifest.files)
         self._channel.report(
             "checkpoint",
             path=str(self._state_dir),
-            updates=self.updates,
-            samples_seen=self.samples_seen,
-            seconds=watch.lap()["step_seconds"],
+            updates=manifest.updates,
+            samples_seen=manifest.samples_seen,
+            seconds=seconds,
             size_bytes=size,
         )
-        return True, f"checkpoint at update {self.updates}: {size / 2**20:.1f} MiB in {self._state_dir.name}"
-
-
-def summed_loss(model: torch.nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy in nats, summed over all predicted tokens of tokens [b, t]; a scalar in fp32."""
-    # Padding is at the end only: causal attention keeps it out of everything before it, no mask is needed.
-    logits = model(input_ids=tokens, use_cache=False).logits
-    return torch.nn.functional.cross_entropy(
-        logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+        return f"checkpoint at update {manifest.updates}: {size / 2**20:.1f} MiB in {self._state_dir.name}"

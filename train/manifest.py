@@ -1,7 +1,7 @@
 """What a saved state says about itself: `manifest.json`, written last. A folder without a valid one is no state.
 
-{"format": 1, "updates", "samples_seen", "epoch", "effective_batch", "seq_len", "saved_at", "settings": {...},
- "files": [{"name", "size_bytes", "sha256"}, ...]}
+{"format": 2, "updates", "samples_seen", "epoch", "effective_batch", "seq_len", "saved_at", "optimizer", "settings": {...},
+ "cuts": [[position, seq_len], ...], "files": [{"name", "size_bytes", "sha256"}, ...], ...}
 """
 
 from __future__ import annotations
@@ -21,15 +21,30 @@ class StateFile(msgspec.Struct, frozen=True):
     sha256: str
 
 
+class Cut(msgspec.Struct, frozen=True, array_like=True):
+    """From this position (in samples) on, texts are cut into samples of `seq_len` tokens."""
+
+    position: int
+    seq_len: int
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Progress in samples and updates; `saved_at` in seconds since the epoch."""
 
-    format: int = 1
+    format: int = 2
     updates: int
     samples_seen: int
     epoch: float
     effective_batch: int
     seq_len: int
+    cuts: tuple[Cut, ...]
+    target_samples: int
+    optimizer: str = "adamw"
+    """The kind that kept the moments."""
+    loss_scale: float | None = None
+    """The scale of fp16 gradients, where there was one."""
+    evaluation_loss: float | None = None
+    """Of the newest evaluation, in nats per token."""
     saved_at: float
     settings: dict[str, Any]
     files: list[StateFile]
@@ -59,8 +74,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise BrokenStateError(f"{path}: missing, so the save was cut short") from None
     except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
         raise BrokenStateError(f"{path}: cannot be understood: {error}") from None
-    if manifest.format != 1:
-        raise BrokenStateError(f"{path}: format {manifest.format}, this memtop reads format 1")
+    if manifest.format != 2:
+        raise BrokenStateError(f"{path}: format {manifest.format}, this memtop reads format 2")
     for expected in manifest.files:
         try:
             found = describe_file(folder / expected.name)
@@ -76,13 +91,20 @@ def previous_of(state_dir: Path) -> Path:
     return state_dir.with_name(state_dir.name + ".previous")
 
 
+def older_states(state_dir: Path) -> list[Path]:
+    """Whole states from before the previous one, newest first (they carry the nanosecond they were put away at)."""
+    prefix = state_dir.name + "."
+    found = [p for p in state_dir.parent.glob(prefix + "*") if p.name.removeprefix(prefix).isdigit()]
+    return sorted(found, key=lambda p: int(p.name.removeprefix(prefix)), reverse=True)
+
+
 def newest_complete(state_dir: Path) -> tuple[Path, Manifest, str | None] | None:
     """The newest state that is whole, and what was wrong with a newer one; None if nothing was ever saved.
 
     BrokenStateError if there are states, but none is whole.
     """
     problem: str | None = None
-    for folder in (state_dir, previous_of(state_dir)):
+    for folder in (state_dir, previous_of(state_dir), *older_states(state_dir)):
         if not folder.is_dir():
             continue
         try:

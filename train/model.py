@@ -1,34 +1,131 @@
-"""Builds the model of a recipe from its configuration, with weights drawn from the seed."""
+"""Builds the model that the settings name: drawn from a configuration, or read from a folder or hub name; with adapters."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from memtop.presets import Settings
-from memtop.train.data import VOCABULARY
 from memtop.train.errors import BadInputError
 
 
-def build_model(settings: Settings) -> torch.nn.Module:
-    """A causal language model in fp32; the same weights for the same seed, whatever was drawn before."""
+def model_config(settings: Settings, *, vocabulary: int, pad: int) -> Any:
+    """The Hugging Face configuration; BadInputError says what there is instead of it."""
+    if settings.model.get("path"):
+        return _config_of(str(settings.model["path"]))
     values = dict(settings.model.get("config") or {})
     kind = values.pop("model_type", None)
     if not kind:
         raise BadInputError("model.config.model_type: missing; name a Hugging Face architecture such as llama")
+    if settings.task == "seq2seq":
+        # A decoder starts from padding, as T5 does it.
+        values = {"decoder_start_token_id": pad, "pad_token_id": pad, **values}
     try:
         config = AutoConfig.for_model(kind, **values)
     except ValueError as error:
         raise BadInputError(f"model.config: {str(error).splitlines()[0]}") from None
-    if config.vocab_size < VOCABULARY:
-        raise BadInputError(f"model.config.vocab_size {config.vocab_size}: byte-level tokens need {VOCABULARY}")
+    if config.vocab_size < vocabulary:
+        raise BadInputError(f"model.config.vocab_size {config.vocab_size}: these tokens need {vocabulary}")
+    return config
+
+
+def _config_of(path: str) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise BadInputError(_no_model(path, error)) from None
+
+
+def _no_model(path: str, error: Exception) -> str:
+    folder = Path(path)
+    if folder.is_dir():
+        there = ", ".join(sorted(p.name for p in folder.iterdir())[:6]) or "nothing"
+        return f"model.path {path}: no model can be read there (found {there}): {str(error).splitlines()[0]}"
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        return f"model.path {path}: no such folder, and HF_HUB_OFFLINE=1 forbids a download; give a local folder"
+    return f"model.path {path}: no such folder, and not found on the hub: {str(error).splitlines()[0]}"
+
+
+def build_model(settings: Settings, config: Any) -> torch.nn.Module:
+    """The model with what is trained in fp32; the same weights for the same seed, whatever was drawn before."""
     torch.manual_seed(settings.seed)
-    model: Any = AutoModelForCausalLM.from_config(config)
+    model = _quantized(settings, config) if settings.method == "qlora" else _whole(settings, config)
     if settings.gradient_checkpointing:
         # Renamed in transformers 5; the old name goes away in 6.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
+    if settings.method != "full":
+        model = _with_adapters(settings, model)
     trainable: torch.nn.Module = model
     return trainable
+
+
+def _class(settings: Settings) -> Any:
+    return AutoModelForSeq2SeqLM if settings.task == "seq2seq" else AutoModelForCausalLM
+
+
+def _whole(settings: Settings, config: Any) -> Any:
+    if not settings.model.get("path"):
+        return _class(settings).from_config(config, dtype=torch.float32)
+    # A frozen base needs no more precision than its adapters' arithmetic; what is trained is kept in fp32.
+    frozen = torch.bfloat16 if settings.method == "lora" and settings.precision != "fp32" else torch.float32
+    try:
+        return _class(settings).from_pretrained(settings.model["path"], dtype=frozen)
+    except (OSError, ValueError) as error:
+        raise BadInputError(_no_model(str(settings.model["path"]), error)) from None
+
+
+def _quantized(settings: Settings, config: Any) -> Any:
+    """Weights in 4 bits (NF4, the scales quantised once more), prepared for training adapters on them."""
+    import tempfile
+
+    import peft
+    from transformers import BitsAndBytesConfig
+
+    how = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32 if settings.precision == "fp32" else torch.bfloat16,
+    )
+    where = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() and settings.device != "cpu" else "cpu"
+    options: dict[str, Any] = {"quantization_config": how, "device_map": {"": where}}
+    if settings.model.get("path"):
+        try:
+            model = _class(settings).from_pretrained(settings.model["path"], **options)
+        except (OSError, ValueError) as error:
+            raise BadInputError(_no_model(str(settings.model["path"]), error)) from None
+    else:
+        # Drawn weights take the same way as real ones: through a file that is read in 4 bits.
+        with tempfile.TemporaryDirectory(prefix="memtop-base-") as folder:
+            _class(settings).from_config(config, dtype=torch.float32).save_pretrained(folder)
+            model = _class(settings).from_pretrained(folder, **options)
+    prepare: Any = peft.prepare_model_for_kbit_training
+    return prepare(model, use_gradient_checkpointing=False)
+
+
+def _with_adapters(settings: Settings, model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    assert settings.lora is not None, "checked with the settings"
+    targets = settings.lora.targets
+    how = LoraConfig(
+        r=settings.lora.r,
+        lora_alpha=settings.lora.alpha,
+        lora_dropout=settings.lora.dropout,
+        target_modules="all-linear" if targets == ("all-linear",) else list(targets),
+        task_type="SEQ_2_SEQ_LM" if settings.task == "seq2seq" else "CAUSAL_LM",
+    )
+    if settings.gradient_checkpointing:
+        # The base is frozen: without this no gradient would flow into the checkpointed layers.
+        model.enable_input_require_grads()
+    # Drawn anew: how many numbers the base took shall not matter.
+    torch.manual_seed(settings.seed)
+    try:
+        return get_peft_model(model, how)
+    except ValueError as error:
+        raise BadInputError(f"lora.targets {', '.join(targets)}: {str(error).splitlines()[0]}") from None

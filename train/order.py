@@ -1,66 +1,167 @@
-"""Which samples an update sees: a pure function of seed and position, whatever batch, accumulation or world size.
+"""Which samples an update sees: a pure function of seed, cuts and position, whatever batch, accumulation or world size.
 
-The samples of all epochs form one endless sequence; epoch e is a permutation drawn from (seed, e) alone. An update takes the
-next `count` of them. So B, A and W may change at any update and each sample is still used exactly once per epoch.
+The samples of all epochs form one endless sequence; an epoch is a permutation drawn from (seed, epoch) alone. An update takes
+the next `count` of them. So B, A and W may change at any update and each sample is still used exactly once per epoch.
+
+A changed sequence length is a cut at a position: what the epoch has not yet used is cut anew there, and shuffled from (seed,
+epoch, number of the cut). So no token of an epoch is left out or used twice, whatever T was in between.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
+from memtop.train.manifest import Cut
+
+Key = tuple[int, int]
+"""A sample: its id, and its length where the id alone does not say (0 where it does)."""
+
+
+class Table(msgspec.Struct, frozen=True):
+    """The samples of an epoch, or of what is left of one: ids [n] and lengths [n]."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class Samples(Protocol):
+    """A data set that can be cut into samples."""
+
+    recut: bool
+    """Whether the samples depend on the sequence length; rows of a table do not, stretches of a text do."""
+
+    def table(self, seq_len: int) -> Table: ...
+
+    def cut_again(self, rest: Table, seq_len: int) -> Table: ...
+
+    def shuffled(self, count: int, generator: np.random.Generator) -> np.ndarray:
+        """A permutation of [0, count)."""
+
+
+class _Stretch(msgspec.Struct):
+    """Positions [start, end) of the sequence: the first samples of a shuffled table."""
+
+    start: int
+    end: int
+    epoch: int
+    epoch_start: int
+    part: int
+    table: Table
+
 
 class SampleOrder:
-    """The endless sequence of sample ids over a data set of `size` samples."""
+    """The endless sequence of samples."""
 
-    def __init__(self, size: int, seed: int) -> None:
-        self._size = size
+    def __init__(self, samples: Samples, seed: int, cuts: Sequence[Cut]) -> None:
+        self._samples = samples
         self._seed = seed
-        self._epoch = -1
-        self._permutation = np.empty(0, np.int64)
+        self._cuts = list(cuts) if samples.recut else [Cut(0, cuts[0].seq_len)]
+        self._stretches: Iterator[_Stretch] = iter(())
+        self._now: _Stretch | None = None
+        self._permutation: tuple[int, int, np.ndarray] | None = None
 
-    def take(self, position: int, count: int) -> list[int]:
-        """The ids at positions [position, position + count)."""
-        ids: list[int] = []
+    def take(self, position: int, count: int) -> list[Key]:
+        """The samples at positions [position, position + count)."""
+        keys: list[Key] = []
         while count > 0:
-            epoch, offset = divmod(position, self._size)
-            part = self._of_epoch(epoch)[offset : offset + count]
-            ids += part.tolist()
-            position += len(part)
-            count -= len(part)
-        return ids
+            stretch = self._at(position)
+            offset = position - stretch.start
+            chosen = self._shuffled(stretch)[offset : min(offset + count, stretch.end - stretch.start)]
+            keys += zip(stretch.table.ids[chosen].tolist(), stretch.table.lengths[chosen].tolist(), strict=True)
+            position += len(chosen)
+            count -= len(chosen)
+        return keys
 
-    def _of_epoch(self, epoch: int) -> np.ndarray:
-        if epoch != self._epoch:
+    def epoch_at(self, position: int) -> float:
+        """How many passes over the data end at this position."""
+        if position == 0:
+            return 0.0
+        stretch = self._at(position - 1)
+        # The part of an epoch is told in samples as they are now; the parts before a cut count by what they have used up.
+        left = len(stretch.table) - (position - stretch.start)
+        done = position - stretch.epoch_start
+        return stretch.epoch + done / (done + left)
+
+    def end_of(self, epochs: float) -> int:
+        """The position at which so many epochs are over."""
+        whole, part = divmod(epochs, 1.0)
+        start = self._epoch_start(int(whole))
+        return start + round(part * (self._epoch_start(int(whole) + 1) - start))
+
+    def _epoch_start(self, epoch: int) -> int:
+        return next(stretch.start for stretch in self._walk() if stretch.epoch == epoch)
+
+    def _at(self, position: int) -> _Stretch:
+        if self._now is None or position < self._now.start:
+            self._stretches = self._walk()
+            self._now = next(self._stretches)
+        while position >= self._now.end:
+            self._now = next(self._stretches)
+        return self._now
+
+    def _walk(self) -> Iterator[_Stretch]:
+        position, epoch = 0, 0
+        tables: dict[int, Table] = {}
+        while True:
+            seq_len = next(cut.seq_len for cut in reversed(self._cuts) if cut.position <= position)
+            if seq_len not in tables:
+                tables = {seq_len: self._samples.table(seq_len)}
+            table, part, epoch_start = tables[seq_len], 0, position
+            while True:
+                end = position + len(table)
+                cut = next((c for c in self._cuts if position < c.position < end), None)
+                stretch = _Stretch(position, end if cut is None else cut.position, epoch, epoch_start, part, table)
+                yield stretch
+                position = stretch.end
+                if cut is None:
+                    break
+                rest = self._shuffled(stretch)[stretch.end - stretch.start :]
+                table = self._samples.cut_again(Table(table.ids[rest], table.lengths[rest]), cut.seq_len)
+                part += 1
+            epoch += 1
+
+    def _shuffled(self, stretch: _Stretch) -> np.ndarray:
+        known = self._permutation
+        if known is None or known[:2] != (stretch.epoch, stretch.part):
             # Its own generator: the global random state has no say in the order.
-            generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, epoch])))
-            self._epoch, self._permutation = epoch, generator.permutation(self._size)
-        return self._permutation
+            parts = [stretch.part] if stretch.part else []
+            generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, stretch.epoch, *parts])))
+            known = self._permutation = (stretch.epoch, stretch.part, self._samples.shuffled(len(stretch.table), generator))
+        return known[2]
 
 
 class UpdatePlan(msgspec.Struct, frozen=True):
-    """One update: its number (from 1), the position it starts at, and its sample ids over all ranks."""
+    """One update: its number (from 1), the position it starts at, and its samples over all ranks."""
 
     number: int
     position: int
-    ids: list[int]
+    keys: list[Key]
 
-    def micro_batches(self, batch: int, world_size: int, rank: int) -> list[list[int]]:
+    @property
+    def ids(self) -> list[int]:
+        return [key[0] for key in self.keys]
+
+    def micro_batches(self, batch: int, world_size: int, rank: int) -> list[list[Key]]:
         """This rank's micro-batches. Every rank gets equally many; in a short last update some may be empty."""
         whole = batch * world_size
-        return [self.ids[start + rank * batch : start + (rank + 1) * batch] for start in range(0, len(self.ids), whole)]
+        return [self.keys[start + rank * batch : start + (rank + 1) * batch] for start in range(0, len(self.keys), whole)]
 
 
 def plan_updates(order: SampleOrder, *, updates: int, position: int, target: int, effective_batch: int) -> Iterator[UpdatePlan]:
     """The updates from here to the target; the last one is short if the target is no multiple of the effective batch."""
     while position < target:
         updates += 1
-        ids = order.take(position, min(effective_batch, target - position))
-        yield UpdatePlan(updates, position, ids)
-        position += len(ids)
+        keys = order.take(position, min(effective_batch, target - position))
+        yield UpdatePlan(updates, position, keys)
+        position += len(keys)
 
 
 def sample_digest(ids: Sequence[int]) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,18 @@ from accelerate import Accelerator
 from memtop.presets import Settings, SettingsError
 from memtop.presets.editing import check
 from memtop.train.channel import Channel, open_channel
-from memtop.train.checkpoint import load_state
+from memtop.train.checkpoint import load_weights
 from memtop.train.control import Control
-from memtop.train.data import load_samples
+from memtop.train.data import PAD, VOCABULARY, load_samples
+from memtop.train.engine import Engine, PlainEngine, trained_parameters
 from memtop.train.errors import BadInputError, TrainingError
-from memtop.train.loop import Trainer
-from memtop.train.manifest import BrokenStateError, Manifest, newest_complete
-from memtop.train.model import build_model
+from memtop.train.loop import Position, Trainer
+from memtop.train.manifest import BrokenStateError, Cut, Manifest, newest_complete
+from memtop.train.model import build_model, model_config
+from memtop.train.objective import Objective
+from memtop.train.optimizers import build_optimizer
+from memtop.train.shards import ShardReader
+from memtop.train.zero_config import zero_config
 
 
 def train(settings_path: Path, state_dir: Path, *, resume: bool) -> str:
@@ -40,34 +47,75 @@ def train(settings_path: Path, state_dir: Path, *, resume: bool) -> str:
 
 def _train(settings: Settings, state_dir: Path, resume: bool, channel: Channel) -> str:
     channel.report("phase", phase="loading")
-    accelerator = _accelerator(settings)
+    samples = load_samples(settings.data)
+    config = model_config(settings, vocabulary=VOCABULARY, pad=PAD)
+    accelerator = open_accelerator(settings, config)
     control = Control(channel, accelerator)
     control.catch_signals()
-    samples = load_samples(settings.data, settings.seq_len)
-    model = build_model(settings)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
-    trainer = Trainer(settings, accelerator, model, optimizer, samples, state_dir, channel)
-    found = _find_state(state_dir) if resume else None
+    found = _find_state(state_dir, accelerator) if resume else None
+    engine, position = open_engine(settings, accelerator, config, found)
+    trainer = Trainer(settings, engine, samples, position, state_dir, channel, PAD)
     if found is not None:
-        folder, manifest = found
-        load_state(folder, model, optimizer)
-        trainer.updates, trainer.samples_seen = manifest.updates, manifest.samples_seen
-        _say_resumed(folder, manifest, settings, channel)
-    left = max(0, settings.target_samples - trainer.samples_seen)
+        _say_resumed(*found, settings, channel)
+    left = max(0, trainer.target_samples - position.samples_seen)
     channel.report(
         "plan",
-        total_updates=trainer.updates + math.ceil(left / settings.effective_batch),
-        target_samples=settings.target_samples,
-        updates=trainer.updates,
-        samples_seen=trainer.samples_seen,
+        total_updates=position.updates + math.ceil(left / settings.effective_batch),
+        target_samples=trainer.target_samples,
+        updates=position.updates,
+        samples_seen=position.samples_seen,
         resumed=found is not None,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        dataset_samples=len(samples),
+        parameters=count_parameters(engine.model.parameters()),
+        trained_parameters=count_parameters(trained_parameters(engine.model).values()),
+        strategy=str(engine.strategy()),
         device=str(accelerator.device),
         device_uuid=_device_uuid(accelerator.device),
     )
     channel.report("phase", phase="training")
     return trainer.run(control)
+
+
+def open_engine(
+    settings: Settings, accelerator: Accelerator, config: Any, found: tuple[Path, Manifest] | None
+) -> tuple[Engine, Position]:
+    """Model and optimizer under the settings' strategy, taken up from a saved state if there is one."""
+    model = build_model(settings, config)
+    position = Position(cuts=(Cut(0, settings.seq_len),))
+    read = None
+    if found is not None:
+        folder, manifest = found
+        read = ShardReader(folder, manifest.files)
+        load_weights(read, model, folder)
+        position = _position(manifest, settings)
+    objective = Objective(model, seq2seq=settings.task == "seq2seq", chunk=settings.loss_chunk)
+    kind: Any = PlainEngine
+    if settings.zero.stage:
+        from memtop.train.zero import ZeroEngine as kind
+    elif accelerator.device.type == "cuda":
+        objective.to(accelerator.device)
+    optimizer = build_optimizer(settings, model.parameters(), accelerator.device)
+    engine: Engine = kind(accelerator, objective, optimizer, settings)
+    if engine.strategy() != settings.zero:
+        raise TrainingError(f"zero: asked for {settings.zero}, DeepSpeed runs {engine.strategy()}")
+    if found is not None and read is not None:
+        engine.load_moments(read)
+        if found[1].loss_scale is not None:
+            engine.set_loss_scale(found[1].loss_scale)
+    return engine, position
+
+
+def _position(manifest: Manifest, settings: Settings) -> Position:
+    cuts = manifest.cuts
+    if cuts[-1].seq_len != settings.seq_len:
+        # A second change at the same place replaces the first.
+        kept = tuple(cut for cut in cuts if cut.position < manifest.samples_seen)
+        cuts = (*kept, Cut(manifest.samples_seen, settings.seq_len))
+    return Position(updates=manifest.updates, samples_seen=manifest.samples_seen, cuts=cuts)
+
+
+def count_parameters(parameters: Iterable[torch.nn.Parameter]) -> int:
+    """Elements, whole ones: a sharded parameter counts with what it is everywhere together."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 
 def read_settings(path: Path) -> Settings:
@@ -80,13 +128,17 @@ def read_settings(path: Path) -> Settings:
         raise BadInputError(f"{path}: {error}") from None
 
 
-def _accelerator(settings: Settings) -> Accelerator:
-    if settings.device == "cuda" and not torch.cuda.is_available():
+def open_accelerator(settings: Settings, config: Any) -> Accelerator:
+    """Accelerate, with DeepSpeed where the settings ask for it; BadInputError for what this machine cannot do."""
+    on_gpu = settings.device != "cpu" and torch.cuda.is_available()
+    if settings.device == "cuda" and not on_gpu:
         raise BadInputError("device cuda: torch sees no CUDA device; give --set device=auto or cpu")
-    precision = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[settings.precision]
-    if settings.precision == "fp16" and not (torch.cuda.is_available() and settings.device != "cpu"):
-        raise BadInputError("precision fp16: needs a GPU; give --set precision=bf16 or fp32")
-    accelerator = Accelerator(mixed_precision=precision, cpu=settings.device == "cpu" or not torch.cuda.is_available())
+    precision = _precision(settings, on_gpu)
+    mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[precision]
+    if settings.zero.stage:
+        accelerator = _with_deepspeed(settings, config, precision, mixed, on_gpu)
+    else:
+        accelerator = Accelerator(mixed_precision=mixed, cpu=not on_gpu)
     if accelerator.num_processes != settings.world_size:
         raise BadInputError(
             f"world_size {settings.world_size}: {accelerator.num_processes} processes were launched; use memtop train"
@@ -94,31 +146,70 @@ def _accelerator(settings: Settings) -> Accelerator:
     return accelerator
 
 
-def _find_state(state_dir: Path) -> tuple[Path, Manifest] | None:
-    try:
-        found = newest_complete(state_dir)
-    except BrokenStateError as error:
-        raise BadInputError(
-            f"{error}; no whole state is left to resume from: move {state_dir.parent} aside, or start anew with --fresh"
-        ) from None
-    if found is None:
+def _precision(settings: Settings, on_gpu: bool) -> str:
+    if settings.precision == "auto":
+        if not on_gpu:
+            return "fp32"
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    if settings.precision == "fp16" and not on_gpu:
+        raise BadInputError("precision fp16: needs a GPU; give --set precision=bf16 or fp32")
+    return settings.precision
+
+
+def _with_deepspeed(settings: Settings, config: Any, precision: str, mixed: str, on_gpu: bool) -> Accelerator:
+    if not on_gpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    hidden = int(getattr(config, "hidden_size", None) or config.d_model)
+    written = zero_config(settings, hidden_size=hidden, precision=precision, pin_memory=on_gpu and settings.pin_memory is True)
+    folder = os.environ.get("MEMTOP_ATTEMPT_DIR")
+    if folder and launched_alone():
+        (Path(folder) / "deepspeed.json").write_text(json.dumps(written, indent=1))
+    # A model from a file is sharded while it is read: it may be larger than one card.
+    sharded = settings.zero.stage == 3 and bool(settings.model.get("path"))
+    plugin = DeepSpeedPlugin(hf_ds_config=written, zero3_init_flag=sharded)
+    group = InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo")
+    accelerator = Accelerator(mixed_precision=mixed, deepspeed_plugin=plugin, kwargs_handlers=[group])
+    if not sharded:
+        # transformers would shard every model of stage 3 while it is built, and draw other weights for the same seed.
+        unset_hf_deepspeed_config()
+    return accelerator
+
+
+def _find_state(state_dir: Path, accelerator: Accelerator) -> tuple[Path, Manifest] | None:
+    """The state to resume from: the first rank reads and checks every byte, the others believe it."""
+    answer: list[Any] = [None]
+    if accelerator.is_main_process:
+        try:
+            answer = [newest_complete(state_dir)]
+        except BrokenStateError as error:
+            answer = [
+                f"{error}; no whole state is left to resume from: move {state_dir.parent} aside, or start anew with --fresh"
+            ]
+    if accelerator.num_processes > 1:
+        torch.distributed.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], str):
+        raise BadInputError(answer[0])
+    if answer[0] is None:
         return None
-    folder, manifest, problem = found
-    if problem is not None:
+    folder, manifest, problem = answer[0]
+    if problem is not None and accelerator.is_main_process:
         print(f"memtop: {problem}; resuming from the state before it, {folder}", flush=True)
     return folder, manifest
 
 
 def _say_resumed(folder: Path, manifest: Manifest, settings: Settings, channel: Channel) -> None:
-    position = f"update {manifest.updates}, {manifest.samples_seen} samples"
-    print(f"memtop: resumed from {folder} at {position}", flush=True)
+    say = print if launched_alone() else lambda *_, **__: None
+    say(f"memtop: resumed from {folder} at update {manifest.updates}, {manifest.samples_seen} samples", flush=True)
     if manifest.seq_len != settings.seq_len:
         text = (
-            f"seq_len {manifest.seq_len} -> {settings.seq_len} cuts the text into other samples: "
-            f"the order goes on at position {manifest.samples_seen}, but samples may repeat or be left out in this epoch"
+            f"seq_len {manifest.seq_len} -> {settings.seq_len}: what this epoch has not used is cut anew from "
+            f"sample {manifest.samples_seen} on; no token is left out or repeated"
         )
         channel.report("warning", message=text)
-        print(f"memtop: {text}", flush=True)
+        say(f"memtop: {text}", flush=True)
     _warn_if_other_order(manifest.settings, settings, channel)
 
 

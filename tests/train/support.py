@@ -11,12 +11,13 @@ from accelerate import Accelerator
 
 from memtop.presets import Settings, edit_settings
 from memtop.train.channel import Unsupervised
-from memtop.train.checkpoint import load_state
 from memtop.train.control import Control
-from memtop.train.data import ByteSamples
+from memtop.train.data import PAD, VOCABULARY, byte_document
 from memtop.train.loop import Trainer
 from memtop.train.manifest import newest_complete
-from memtop.train.model import build_model
+from memtop.train.model import model_config
+from memtop.train.packed import PackedText
+from memtop.train.run import open_engine
 
 TINY = Settings(
     recipe="tiny",
@@ -70,6 +71,10 @@ def texts() -> list[bytes]:
     return [bytes(f"def function_{n}(x):\n    return x * {n}\n" * (1 + n % 3), "ascii") for n in range(40)]
 
 
+def samples() -> PackedText:
+    return PackedText.of([byte_document(text) for text in texts()])
+
+
 class Training:
     """One training in this process, taken up from the state folder if there is one."""
 
@@ -77,14 +82,14 @@ class Training:
         self.channel = channel or Recorder()
         self.settings = settings
         accelerator = Accelerator(cpu=True)
-        self.model = build_model(settings)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.learning_rate)
-        samples = ByteSamples(texts(), settings.seq_len)
-        self.trainer = Trainer(settings, accelerator, self.model, self.optimizer, samples, state_dir, self.channel)
+        self.samples = samples()
+        config = model_config(settings, vocabulary=VOCABULARY, pad=PAD)
         found = newest_complete(state_dir)
-        if found is not None:
-            load_state(found[0], self.model, self.optimizer)
-            self.trainer.updates, self.trainer.samples_seen = found[1].updates, found[1].samples_seen
+        engine, position = open_engine(settings, accelerator, config, found[:2] if found else None)
+        self.engine: Any = engine
+        self.model = engine.model
+        self.optimizer: torch.optim.Optimizer = self.engine.bare_optimizer
+        self.trainer = Trainer(settings, engine, self.samples, position, state_dir, self.channel, PAD)
         self.control = Control(self.channel, accelerator)
 
     def run(self) -> str:

@@ -4,43 +4,74 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from memtop.presets import edit_settings, load_presets, load_recipes, resolve
-from memtop.train.data import BEGIN, END, IGNORED, PAD, ByteSamples, collate, load_samples
+from memtop.presets import Settings, edit_settings, load_presets, load_recipes, resolve
+from memtop.train.data import BEGIN, END, PAD, byte_document, collate, load_samples
 from memtop.train.errors import BadInputError
-from memtop.train.order import SampleOrder, plan_updates, sample_digest
+from memtop.train.manifest import Cut
+from memtop.train.objective import IGNORED, predicted_tokens
+from memtop.train.order import SampleOrder, Table, plan_updates, sample_digest
+from memtop.train.packed import PackedText
 from memtop.train.schedule import learning_rate
 
 SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
 
 
+class Rows:
+    """A table's rows: the same samples for every sequence length."""
+
+    recut = False
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def table(self, seq_len: int) -> Table:
+        return Table(np.arange(self.count), np.zeros(self.count, np.int64))
+
+    def cut_again(self, rest: Table, seq_len: int) -> Table:
+        raise AssertionError("rows are not cut")
+
+    def shuffled(self, count: int, generator: np.random.Generator) -> np.ndarray:
+        return generator.permutation(count)
+
+
+def rows(count: int, seed: int) -> SampleOrder:
+    return SampleOrder(Rows(count), seed, [Cut(0, 16)])
+
+
+def ids(order: SampleOrder, position: int, count: int) -> list[int]:
+    return [key[0] for key in order.take(position, count)]
+
+
 def test_the_order_is_a_function_of_seed_and_epoch_alone() -> None:
-    first = SampleOrder(1000, seed=3).take(0, 2500)
+    first = ids(rows(1000, 3), 0, 2500)
     random.seed(1)
     torch.manual_seed(1)
     np.random.seed(1)
-    order = SampleOrder(1000, seed=3)
+    order = rows(1000, 3)
     order.take(1700, 5)
-    assert order.take(0, 2500) == first
-    assert SampleOrder(1000, seed=4).take(0, 1000) != first[:1000]
+    assert ids(order, 0, 2500) == first
+    assert ids(rows(1000, 4), 0, 1000) != first[:1000]
 
 
 def test_each_sample_comes_once_per_epoch_and_epochs_differ() -> None:
-    ids = SampleOrder(100, seed=3).take(0, 300)
+    found = ids(rows(100, 3), 0, 300)
     for epoch in range(3):
-        assert sorted(ids[epoch * 100 : epoch * 100 + 100]) == list(range(100))
-    assert ids[:100] != ids[100:200] != ids[200:]
+        assert sorted(found[epoch * 100 : epoch * 100 + 100]) == list(range(100))
+    assert found[:100] != found[100:200] != found[200:]
 
 
 def test_any_stretch_is_the_same_however_it_is_taken() -> None:
-    order = SampleOrder(37, seed=1)
-    whole = order.take(0, 200)
+    whole = ids(rows(37, 1), 0, 200)
     pieces, position = [], 0
     for count in (1, 36, 37, 38, 50, 38):
-        pieces += SampleOrder(37, seed=1).take(position, count)
+        pieces += ids(rows(37, 1), position, count)
         position += count
     assert pieces == whole
 
@@ -48,23 +79,67 @@ def test_any_stretch_is_the_same_however_it_is_taken() -> None:
 @pytest.mark.parametrize("split", [(8, 1, 1), (4, 2, 1), (2, 4, 1), (4, 1, 2), (2, 2, 2), (1, 4, 2), (1, 2, 4)])
 def test_every_split_sees_the_same_samples_per_update(split: tuple[int, int, int]) -> None:
     batch, accumulation, world = split
-    order = SampleOrder(21, seed=5)
     # 43 is no multiple of 8: the last update is short; and the epoch ends inside an update.
-    plans = list(plan_updates(order, updates=0, position=0, target=43, effective_batch=8))
-    assert [len(plan.ids) for plan in plans] == [8, 8, 8, 8, 8, 3]
+    plans = list(plan_updates(rows(21, 5), updates=0, position=0, target=43, effective_batch=8))
+    assert [len(plan.keys) for plan in plans] == [8, 8, 8, 8, 8, 3]
     for plan in plans:
         per_rank = [plan.micro_batches(batch, world, rank) for rank in range(world)]
         assert len({len(mine) for mine in per_rank}) == 1, "ranks must step together"
         assert len(per_rank[0]) <= accumulation
-        assert all(len(ids) <= batch for mine in per_rank for ids in mine)
-        assert sorted(i for mine in per_rank for ids in mine for i in ids) == sorted(plan.ids)
-    assert [i for plan in plans for i in plan.ids] == SampleOrder(21, seed=5).take(0, 43)
+        assert all(len(keys) <= batch for mine in per_rank for keys in mine)
+        assert sorted(key for mine in per_rank for keys in mine for key in keys) == sorted(plan.keys)
+    assert [i for plan in plans for i in plan.ids] == ids(rows(21, 5), 0, 43)
 
 
 def test_a_run_taken_up_again_plans_the_rest_of_the_same_updates() -> None:
-    whole = list(plan_updates(SampleOrder(21, 5), updates=0, position=0, target=80, effective_batch=8))
-    rest = list(plan_updates(SampleOrder(21, 5), updates=4, position=32, target=80, effective_batch=8))
+    whole = list(plan_updates(rows(21, 5), updates=0, position=0, target=80, effective_batch=8))
+    rest = list(plan_updates(rows(21, 5), updates=4, position=32, target=80, effective_batch=8))
     assert rest == whole[4:]
+
+
+def test_epochs_are_counted_and_found() -> None:
+    order = rows(20, 1)
+    assert [order.epoch_at(n) for n in (0, 10, 20, 25, 60)] == [0.0, 0.5, 1.0, 1.25, 3.0]
+    assert [order.end_of(epochs) for epochs in (1.0, 2.5, 3.0)] == [20, 50, 60]
+
+
+# --- a changed sequence length ------------------------------------------------------------------------------------------
+
+
+def test_the_same_cuts_give_the_same_order_and_what_came_before_stays() -> None:
+    text = PackedText.of([byte_document(bytes(range(200)))] * 4)
+    before = SampleOrder(text, 7, [Cut(0, 16)]).take(0, 20)
+    cuts = [Cut(0, 16), Cut(20, 8)]
+    assert SampleOrder(text, 7, cuts).take(0, 20) == before
+    assert SampleOrder(text, 7, cuts).take(23, 40) == SampleOrder(text, 7, cuts).take(0, 63)[23:]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    first=st.integers(2, 24),
+    changes=st.lists(st.tuples(st.integers(1, 12), st.integers(2, 24)), max_size=3),
+)
+def test_no_token_of_an_epoch_is_repeated_or_left_out_when_seq_len_changes(
+    lengths: list[int], first: int, changes: list[tuple[int, int]]
+) -> None:
+    text = PackedText.of([byte_document(bytes(length)) for length in lengths])
+    cuts = [Cut(0, first)]
+    for gap, seq_len in changes:
+        cuts.append(Cut(cuts[-1].position + gap, seq_len))
+    order = SampleOrder(text, 3, cuts)
+    used = np.zeros(sum(lengths) + 2 * len(lengths), np.int64)
+    position = 0
+    while order.epoch_at(position) < 1.0:
+        ((start, length),) = order.take(position, 1)
+        longest = next(cut.seq_len for cut in reversed(cuts) if cut.position <= position)
+        assert 2 <= length <= longest
+        used[start : start + length] += 1
+        position += 1
+    assert order.end_of(1.0) == position
+    assert used.max() == 1
+    # A single token at the end of a stretch predicts nothing: that is all that may be missing, once per stretch.
+    assert (used == 0).sum() <= len(lengths) * (1 + sum(gap for gap, _ in changes))
 
 
 def test_the_digest_is_what_the_contract_says() -> None:
@@ -72,52 +147,64 @@ def test_the_digest_is_what_the_contract_says() -> None:
     assert sample_digest([33, 2, 10]) == "dcf6782a4621418854c439162e98a2a8c0e181105ce600ad799ec928275b934d"
 
 
-def test_samples_give_back_the_bytes_of_their_files() -> None:
+def test_samples_give_back_the_bytes_of_their_texts() -> None:
     texts = [b"hello world", b"x", bytes(range(256))]
-    samples = ByteSamples(texts, seq_len=8)
-    tokens = torch.cat([samples[i] for i in range(len(samples))]).tolist()
-    expected = [token for text in texts for token in (BEGIN, *text, END)]
-    assert tokens == expected
-    assert max(len(samples[i]) for i in range(len(samples))) == 8
-    assert min(len(samples[i]) for i in range(len(samples))) >= 2
+    text = PackedText.of([byte_document(t) for t in texts])
+    table = text.table(8)
+    samples = [text[key][0] for key in zip(table.ids.tolist(), table.lengths.tolist(), strict=True)]
+    assert torch.cat(samples).tolist() == [token for t in texts for token in (BEGIN, *t, END)]
+    assert max(map(len, samples)) == 8
+    assert min(map(len, samples)) >= 2
 
 
 def test_a_tail_of_one_token_is_no_sample() -> None:
-    samples = ByteSamples([b"1234567"], seq_len=8)
-    assert [samples[i].tolist() for i in range(len(samples))] == [[BEGIN, *b"1234567"]]
+    text = PackedText.of([byte_document(b"1234567")])
+    assert text.table(8).lengths.tolist() == [8]
+    assert text[0, 8][0].tolist() == [BEGIN, *b"1234567"]
 
 
-def test_predicted_tokens_are_counted_without_reading() -> None:
-    samples = ByteSamples([b"a" * n for n in range(1, 40)], seq_len=16)
-    ids = list(range(len(samples)))
-    assert samples.label_tokens(ids) == sum(len(samples[i]) - 1 for i in ids)
+def test_predicted_tokens_are_those_that_have_something_before_them() -> None:
+    labels = torch.tensor([[1, 2, 3, IGNORED], [IGNORED, IGNORED, 5, 6]])
+    assert predicted_tokens(labels, seq2seq=False) == 4
+    assert predicted_tokens(labels, seq2seq=True) == 5
 
 
 def test_padding_is_masked() -> None:
-    tokens, labels = collate([torch.tensor([1, 2, 3]), torch.tensor([4])])
-    assert tokens.tolist() == [[1, 2, 3], [4, PAD, PAD]]
-    assert labels.tolist() == [[1, 2, 3], [4, IGNORED, IGNORED]]
+    ids_and_labels = [(torch.tensor([1, 2, 3]), torch.tensor([1, 2, 3])), (torch.tensor([4]), torch.tensor([7, 8]))]
+    batch = collate(ids_and_labels)
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, PAD, PAD]]
+    assert batch["labels"].tolist() == [[1, 2, 3], [7, 8, IGNORED]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
 
 
 def test_the_text_is_the_machines_own_and_bounded() -> None:
-    samples = load_samples({"source": "python-stdlib", "max_bytes": 50_000}, 64)
-    total = sum(len(samples[i]) for i in range(len(samples)))
-    assert 50_000 <= total < 52_000
+    samples = load_samples({"source": "python-stdlib", "max_bytes": 50_000})
+    assert 49_000 <= samples.table(64).lengths.sum() < 52_000
     with pytest.raises(BadInputError, match=r"data.source 'moon': unknown; there is python-stdlib"):
-        load_samples({"source": "moon"}, 64)
+        load_samples({"source": "moon"})
+
+
+def rate(samples_seen: int, of: Settings = SETTINGS) -> float:
+    return learning_rate(of, samples_seen, of.target_samples)
 
 
 def test_the_rate_rises_then_falls_along_a_cosine() -> None:
     target, peak = SETTINGS.target_samples, SETTINGS.learning_rate
     warm = int(target * SETTINGS.warmup_fraction)
-    assert learning_rate(SETTINGS, warm // 2) == pytest.approx(peak / 2, rel=0.02)
-    assert learning_rate(SETTINGS, warm) == pytest.approx(peak, rel=0.01)
+    assert rate(warm // 2) == pytest.approx(peak / 2, rel=0.02)
+    assert rate(warm) == pytest.approx(peak, rel=0.01)
     middle = int(target * (0.5 + SETTINGS.warmup_fraction / 2))
-    assert learning_rate(SETTINGS, middle) == pytest.approx(peak * (0.1 + 0.9 / 2), rel=0.01)
-    assert learning_rate(SETTINGS, target) == pytest.approx(peak * 0.1)
-    assert learning_rate(SETTINGS, target * 2) == pytest.approx(peak * 0.1)
+    assert rate(middle) == pytest.approx(peak * (0.1 + 0.9 / 2), rel=0.01)
+    assert rate(target) == pytest.approx(peak * 0.1)
+    assert rate(target * 2) == pytest.approx(peak * 0.1)
 
 
 def test_the_rate_does_not_depend_on_the_split() -> None:
     other = edit_settings(SETTINGS, batch=1, accumulation=32)
-    assert [learning_rate(SETTINGS, n) for n in range(0, 4000, 32)] == [learning_rate(other, n) for n in range(0, 4000, 32)]
+    assert [rate(n) for n in range(0, 4000, 32)] == [rate(n, other) for n in range(0, 4000, 32)]
+
+
+def test_a_warm_up_in_samples_counts_before_its_share() -> None:
+    settings = msgspec.structs.replace(SETTINGS, warmup_samples=320)
+    assert rate(160, settings) == pytest.approx(settings.learning_rate / 2)
+    assert rate(320, settings) == pytest.approx(settings.learning_rate)

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from memtop.train import checkpoint
+from memtop.train import shards
 from memtop.train.errors import BadInputError, TrainingError
 from memtop.train.manifest import BrokenStateError, newest_complete, previous_of, read_manifest
+from memtop.train.optimizers import MOMENTS
+from memtop.train.order import SampleOrder
 from tests.train.support import Recorder, Training, edited
 
 
@@ -50,12 +52,10 @@ def test_the_split_changes_nothing_but_rounding(undisturbed: Training, tmp_path:
 def test_the_update_is_the_token_weighted_mean_of_its_samples(tmp_path: Path) -> None:
     """Checked against a gradient that is computed plainly, sample by sample."""
     training = Training(tmp_path / "state", edited(clip_norm=0.0, target_samples=8))
-    samples = training.trainer._samples
     model, total, tokens = training.model, torch.zeros(()), 0
-    from memtop.train.order import SampleOrder
-
-    for index in SampleOrder(len(samples), training.settings.seed).take(0, 8):
-        sample = samples[index][None]
+    order = SampleOrder(training.samples, training.settings.seed, training.trainer.position.cuts)
+    for key in order.take(0, 8):
+        sample = training.samples[key][0][None]
         logits = model(input_ids=sample).logits[:, :-1].flatten(0, 1)
         total = total + torch.nn.functional.cross_entropy(logits, sample[:, 1:].flatten(), reduction="sum")
         tokens += sample.shape[1] - 1
@@ -79,7 +79,7 @@ def test_a_run_stopped_and_taken_up_again_ends_with_the_same_weights(
     assert first.run() == "stopped"
     assert first.channel.answers == [(7, True, "stopping after this update")]
     second = Training(tmp_path / "state")
-    assert second.trainer.updates == stop_after
+    assert second.trainer.position.updates == stop_after
     assert second.run() == "finished"
     assert first.digests + second.digests == undisturbed.digests
     assert first.losses + second.losses == undisturbed.losses
@@ -118,7 +118,7 @@ def test_weights_moments_and_step_come_back_exactly(undisturbed: Training, tmp_p
     again = Training(tmp_path / "state")
     for (name, before), after in zip(training.model.named_parameters(), again.model.parameters(), strict=True):
         assert torch.equal(before, after), name
-        for kind in checkpoint.MOMENTS:
+        for kind in (*MOMENTS, "step"):
             assert torch.equal(training.optimizer.state[before][kind], again.optimizer.state[after][kind]), (name, kind)
 
 
@@ -155,12 +155,12 @@ def save_cut_at(training: Training, step: int, monkeypatch: pytest.MonkeyPatch) 
         for owner, name in (
             *((os, n) for n in ("fsync", "open")),
             *((Path, n) for n in ("mkdir", "rename", "write_bytes")),
-            *((checkpoint, n) for n in ("save_file", "describe_file")),
+            *((shards, n) for n in ("save_file", "describe_file")),
         ):
             patch.setattr(owner, name, dying(getattr(owner, name)))
         patch.setattr(shutil, "rmtree", dying(shutil.rmtree))
         try:
-            training.trainer._write()
+            training.trainer._save()
         except Killed:
             return True
     return False
@@ -172,8 +172,8 @@ def test_a_save_cut_short_anywhere_leaves_a_whole_state(tmp_path: Path, monkeypa
     step, cuts = 1, 0
     while True:
         training = Training(state)
-        before = training.trainer.updates
-        training.trainer.updates += 1
+        before = training.trainer.position.updates
+        training.trainer.position.updates += 1
         cut = save_cut_at(training, step, monkeypatch)
         found = newest_complete(state)
         assert found is not None, f"nothing whole is left after a cut at operation {step}"
@@ -204,7 +204,7 @@ def test_a_full_disk_keeps_the_old_state_and_training_goes_on(
             def full(*_: Any) -> None:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-            patch.setattr(checkpoint, "save_file", full)
+            patch.setattr(shards, "save_file", full)
         assert training.run() == "finished"
     assert len(training.losses) == 7
     assert read_manifest(state) == before
@@ -217,7 +217,7 @@ def test_a_full_disk_keeps_the_old_state_and_training_goes_on(
 def test_a_changed_byte_is_noticed_and_the_state_before_is_used(tmp_path: Path) -> None:
     state = tmp_path / "train_latest_state"
     Training(state).run()
-    weights = state / checkpoint.WEIGHTS
+    weights = state / "state-00001.safetensors"
     raw = bytearray(weights.read_bytes())
     raw[-1] ^= 1
     weights.write_bytes(raw)
@@ -227,5 +227,5 @@ def test_a_changed_byte_is_noticed_and_the_state_before_is_used(tmp_path: Path) 
     assert (folder, manifest.updates) == (previous_of(state), 9)
     assert problem == f"{weights}: not what was saved (size or checksum differ)"
     (previous_of(state) / "manifest.json").write_text("{")
-    with pytest.raises(BrokenStateError, match=r"weights.safetensors: not what was saved"):
+    with pytest.raises(BrokenStateError, match=r"state-00001.safetensors: not what was saved"):
         newest_complete(state)

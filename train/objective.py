@@ -1,0 +1,185 @@
+"""The loss that is trained: cross entropy summed over the predicted tokens, with the output head applied piece by piece.
+
+A language model's largest tensors are its logits: batch x length x vocabulary, once in 16 bits, once in 32, and once more as
+their gradient. Here the head and the cross entropy run over a few tokens at a time and keep only what the gradient needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy, linear
+from torch.utils.checkpoint import checkpoint
+
+IGNORED = -100
+"""Label of positions that do not count, as torch's cross entropy has it."""
+CHUNK_BYTES = 64 << 20
+"""fp32 logits that exist at one time where the settings leave it to us."""
+
+
+class Objective(torch.nn.Module):
+    """A Hugging Face model with its loss. forward gives the sum over all predicted tokens, a scalar in fp32 (nats).
+
+    `chunk` is the number of tokens whose logits exist at one time: 0 for all, -1 for as many as CHUNK_BYTES hold.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, seq2seq: bool = False, chunk: int = -1) -> None:
+        super().__init__()
+        self.model = model
+        self.seq2seq = seq2seq
+        vocabulary = self.head.out_features if isinstance(self.head, torch.nn.Linear) else 1
+        self.chunk = max(1, CHUNK_BYTES // (4 * vocabulary)) if chunk < 0 else chunk
+        if self.chunk and not _head_gives_the_logits(self):
+            # A model that does more to its logits than its head says (a cap, a scale) needs them whole.
+            self.chunk = 0
+
+    @property
+    def head(self) -> torch.nn.Module:
+        model: Any = self.model
+        head: torch.nn.Module = model.get_output_embeddings()
+        return head
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """input_ids [b, t]; labels [b, t], or [b, u] for sequence to sequence; attention_mask [b, t] where padding matters."""
+        inputs: dict[str, torch.Tensor] = {"input_ids": input_ids}
+        if self.seq2seq:
+            model: Any = self.model
+            inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+            if attention_mask is not None:
+                inputs["attention_mask"] = attention_mask
+            wanted = labels
+        else:
+            # Padding is at the end only: causal attention keeps it out of everything before it, no mask is needed.
+            # The last position predicts nothing here.
+            wanted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        if self.chunk == 0:
+            logits = self.model(**inputs, use_cache=False).logits
+            return cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="sum")
+        with _catching(self.head) as caught:
+            self.model(**inputs, use_cache=False)
+        return self._chunked(caught[0].flatten(0, 1), wanted.flatten())
+
+    def _chunked(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """hidden [n, h], labels [n]."""
+        # Prompts and padding need no logits at all.
+        counted = labels != IGNORED
+        hidden, labels = hidden[counted], labels[counted]
+        if len(labels) <= self.chunk:
+            return _piece(self.head, hidden, labels)
+        weight = getattr(self.head, "weight", None)
+        if type(self.head) is torch.nn.Linear and not hasattr(weight, "ds_id"):
+            return _ChunkedLoss.apply(hidden, self.head.weight, self.head.bias, labels, self.chunk)  # type: ignore[no-untyped-call,no-any-return]
+        # A head with adapters, in 4 bits, or sharded: its own forward does the work, and again in the backward pass.
+        total = torch.zeros((), device=hidden.device)
+        for start in range(0, len(labels), self.chunk):
+            part = slice(start, start + self.chunk)
+            total = total + checkpoint(_piece, self.head, hidden[part], labels[part], use_reentrant=False)
+        return total
+
+
+def predicted_tokens(labels: torch.Tensor, *, seq2seq: bool) -> int:
+    """How many tokens of labels [b, u] are predicted: a causal model has nothing before the first."""
+    return int(((labels if seq2seq else labels[:, 1:]) != IGNORED).sum())
+
+
+def _piece(head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(head(hidden).float(), labels, reduction="sum")
+
+
+@contextmanager
+def _in_place_of(head: torch.nn.Module, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """While this lasts, the head's forward is this one."""
+    own = head.__dict__.get("forward")
+    head.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del head.__dict__["forward"]
+        else:
+            head.forward = own
+
+
+@contextmanager
+def _catching(head: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """While this lasts, the head does not compute: what it is given lands in the list."""
+    caught: list[torch.Tensor] = []
+
+    def keep(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        caught.append(hidden)
+        # Something of the right kind for whatever the model does with its logits.
+        return hidden[..., :1]
+
+    with _in_place_of(head, keep):
+        yield caught
+
+
+def _head_gives_the_logits(objective: Objective) -> bool:
+    """Whether the model's logits are what its head returns: tried with numbers that any cap or scale would change."""
+    model: Any = objective.model
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        # Sharded while it was built: it cannot run before DeepSpeed has it.
+        return model.config.model_type in _PLAIN_HEADS
+    device = next(model.parameters()).device
+    ids = torch.arange(6, device=device).reshape(1, 6)
+    inputs = {"input_ids": ids, **({"decoder_input_ids": ids} if objective.seq2seq else {})}
+    sentinel = torch.linspace(-200.0, 200.0, 60, device=device).reshape(1, 6, 10)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), _in_place_of(objective.head, lambda hidden, *args, **kwargs: sentinel):
+            return torch.equal(model(**inputs, use_cache=False).logits, sentinel)
+    finally:
+        model.train(training)
+
+
+# Architectures whose heads were tried; for models that are sharded from the start.
+_PLAIN_HEADS = {"llama", "mistral", "qwen2", "qwen3", "t5", "gpt2", "gpt_neox"}
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Summed cross entropy of a linear head over hidden [n, h], `chunk` tokens at a time.
+
+    The gradients of a chunk are computed with its loss, while its logits exist; backward only scales them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, chunk: int
+    ) -> torch.Tensor:
+        kind = torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else weight.dtype
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        matrix = weight.to(kind)
+        total = torch.zeros((), device=hidden.device)
+        hidden_gradient = torch.empty_like(hidden) if need_hidden else None
+        weight_gradient = torch.zeros_like(weight) if need_weight else None
+        bias_gradient = torch.zeros_like(bias) if bias is not None and need_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(labels), chunk):
+                part = slice(start, start + chunk)
+                piece = hidden[part].to(kind)
+                logits = linear(piece, matrix, None if bias is None else bias.to(kind)).float()
+                wanted = labels[part].unsqueeze(1)
+                norm = torch.logsumexp(logits, dim=1, keepdim=True)
+                total += (norm - logits.gather(1, wanted)).sum()
+                # softmax minus the one that was right: the gradient of the logits, in their own memory.
+                gradient = logits.sub_(norm).exp_()
+                gradient.scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=gradient.dtype))
+                if bias_gradient is not None:
+                    bias_gradient += gradient.sum(0)
+                small = gradient.to(kind)
+                if hidden_gradient is not None:
+                    hidden_gradient[part] = small @ matrix
+                if weight_gradient is not None:
+                    weight_gradient.addmm_(small.T.to(weight.dtype), piece.to(weight.dtype))
+        ctx.save_for_backward(hidden_gradient, weight_gradient, bias_gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (*(None if g is None else g.mul_(grad.to(g.dtype)) for g in ctx.saved_tensors), None, None)

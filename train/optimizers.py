@@ -1,0 +1,139 @@
+"""The optimizers, and their moments in the one form that is saved: fp32 tensors per parameter, as AdamW has them.
+
+Saved for each parameter: `step` (scalar), `exp_avg` and `exp_avg_sq` (the parameter's shape), or, from Adafactor,
+`exp_avg_sq_row` and `exp_avg_sq_col` (means of exp_avg_sq over the last and the last but one dimension). What an optimizer
+lacks it is given as well as it can be: an 8-bit state is rounded, a factored second moment is the product of its rows and
+columns, a first moment that was never kept starts at zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from memtop.presets import Settings
+from memtop.train.errors import BadInputError
+
+Moments = dict[str, torch.Tensor]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def build_optimizer(
+    settings: Settings, parameters: Iterable[torch.nn.Parameter], device: torch.device
+) -> torch.optim.Optimizer:
+    """The optimizer that the settings name, over the parameters that are trained."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    rate, decay = settings.learning_rate, settings.weight_decay
+    if settings.optimizer == "adamw":
+        # Sharded optimizers step over flat pieces of their own, where the fused kernel is as good.
+        return torch.optim.AdamW(trained, lr=rate, weight_decay=decay, fused=device.type == "cuda" or None)
+    if settings.optimizer == "adafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor(trained, lr=rate, weight_decay=decay, scale_parameter=False, relative_step=False, warmup_init=False)  # type: ignore[no-any-return]
+    if settings.optimizer == "cpu_adam":
+        return _cpu_adam(trained, rate, decay)
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise BadInputError(
+            f"optimizer {settings.optimizer}: needs bitsandbytes ({error}); give --set optimizer=adamw"
+        ) from None
+    kinds: Any = bitsandbytes.optim
+    kind = kinds.PagedAdamW8bit if settings.optimizer.startswith("paged") else kinds.AdamW8bit
+    optimizer: torch.optim.Optimizer = kind(trained, lr=rate, weight_decay=decay)
+    return optimizer
+
+
+def _cpu_adam(trained: list[torch.nn.Parameter], rate: float, decay: float) -> torch.optim.Optimizer:
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(trained, lr=rate, weight_decay=decay, adamw_mode=True)  # type: ignore[no-any-return]
+    except (ImportError, RuntimeError) as error:
+        # It is compiled at its first use.
+        first = str(error).splitlines()[0]
+        raise BadInputError(f"optimizer cpu_adam: cannot be built here ({first}); give --set optimizer=adamw") from None
+
+
+def read_moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Moments:
+    """The moments of one parameter in the form that is saved, on the CPU; zeros before the first update."""
+    state: dict[str, Any] = optimizer.state.get(parameter, {})
+    if "state1" in state:
+        found = {name: _from_8bit(state, number) for name, number in zip(MOMENTS, (1, 2), strict=True)}
+    elif "exp_avg_sq_row" in state:
+        found = {name: state[name] for name in ("exp_avg_sq_row", "exp_avg_sq_col")}
+    else:
+        found = {name: state.get(name, torch.zeros(parameter.shape)) for name in MOMENTS if name in state or not state}
+    step = torch.as_tensor(float(state.get("step", 0)))
+    return {"step": step, **{name: tensor.detach().to("cpu", torch.float32) for name, tensor in found.items()}}
+
+
+def write_moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, saved: Moments) -> None:
+    """Give the optimizer the moments of one parameter, converted to what this optimizer keeps."""
+    kind = type(optimizer).__name__
+    step = saved["step"]
+    if kind == "Adafactor":
+        state: dict[str, Any] = {"step": int(step), "RMS": 0.0, **_factored(parameter, saved)}
+    elif hasattr(optimizer, "get_state_buffer"):
+        _write_8bit(optimizer, parameter, saved)
+        return
+    else:
+        state = {"step": int(step) if kind == "DeepSpeedCPUAdam" else step.clone(), **full_moments(saved, parameter.shape)}
+    optimizer.state[parameter] = {
+        name: value.to(parameter.device) if torch.is_tensor(value) and value.dim() else value for name, value in state.items()
+    }
+
+
+def full_moments(saved: Moments, shape: torch.Size) -> Moments:
+    """exp_avg and exp_avg_sq of the parameter's shape in fp32, whatever optimizer saved them."""
+    if "exp_avg_sq_row" in saved:
+        row, column = saved["exp_avg_sq_row"], saved["exp_avg_sq_col"]
+        scale = row.mean(dim=-1, keepdim=True).clamp_min(1e-30).unsqueeze(-1)
+        second = row.unsqueeze(-1) * column.unsqueeze(-2) / scale
+    else:
+        second = saved["exp_avg_sq"]
+    first = saved.get("exp_avg")
+    return {"exp_avg": torch.zeros(shape) if first is None else first, "exp_avg_sq": second.reshape(shape)}
+
+
+def _factored(parameter: torch.Tensor, saved: Moments) -> Moments:
+    if parameter.dim() < 2:
+        return {"exp_avg_sq": full_moments(saved, parameter.shape)["exp_avg_sq"]}
+    if "exp_avg_sq_row" in saved:
+        return {name: saved[name] for name in ("exp_avg_sq_row", "exp_avg_sq_col")}
+    return {"exp_avg_sq_row": saved["exp_avg_sq"].mean(dim=-1), "exp_avg_sq_col": saved["exp_avg_sq"].mean(dim=-2)}
+
+
+def _from_8bit(state: dict[str, Any], number: int) -> torch.Tensor:
+    tensor: torch.Tensor = state[f"state{number}"]
+    if tensor.dtype != torch.uint8:
+        # Small parameters are kept whole.
+        return tensor
+    from bitsandbytes.functional import dequantize_blockwise
+
+    whole: torch.Tensor = dequantize_blockwise(
+        tensor, absmax=state[f"absmax{number}"], code=state[f"qmap{number}"], blocksize=256
+    )
+    return whole
+
+
+def _write_8bit(optimizer: Any, parameter: torch.nn.Parameter, saved: Moments) -> None:
+    from bitsandbytes.functional import quantize_blockwise
+
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    index = next(i for i, p in enumerate(group["params"]) if p is parameter)
+    optimizer.init_state(group, parameter, optimizer.param_groups.index(group), index)
+    state = optimizer.state[parameter]
+    state["step"] = int(saved["step"])
+    for number, tensor in enumerate(full_moments(saved, parameter.shape).values(), start=1):
+        target = state[f"state{number}"]
+        value = tensor.to(target.device)
+        if target.dtype == torch.uint8:
+            packed, how = quantize_blockwise(value, code=state[f"qmap{number}"], blocksize=256)
+            target.copy_(packed.reshape(target.shape))
+            state[f"absmax{number}"].copy_(how.absmax.reshape(state[f"absmax{number}"].shape))
+        else:
+            target.copy_(value)
