@@ -87,7 +87,7 @@ def describe_split(before: Settings, after: Settings) -> str:
 
 def changes(before: Settings, after: Settings) -> list[str]:
     """What differs, each in a few words, the memory strategy first."""
-    return [*_strategy_changes(before, after), *_training_changes(before, after)]
+    return [*_strategy_changes(before, after), *_training_changes(before, after), *_keeping_changes(before, after)]
 
 
 def _strategy_changes(before: Settings, after: Settings) -> Iterator[str]:
@@ -123,9 +123,12 @@ def _training_changes(before: Settings, after: Settings) -> Iterator[str]:
         yield f"LoRA r {before.lora.r} -> {after.lora.r}, alpha {before.lora.alpha} -> {after.lora.alpha}"
         if len(before.lora.targets) != len(after.lora.targets):
             yield f"{len(before.lora.targets)} -> {len(after.lora.targets)} target modules"
-    for field in ("save_every", "eval_every", "save_total_limit"):
+
+
+def _keeping_changes(before: Settings, after: Settings) -> Iterator[str]:
+    for field in ("save_every", "eval_every", "eval_batch", "save_total_limit", "load_best_at_end"):
         if getattr(before, field) != getattr(after, field):
-            yield f"{field} {getattr(before, field)} -> {getattr(after, field)}"
+            yield f"{field} {str(getattr(before, field)).lower()} -> {str(getattr(after, field)).lower()}"
 
 
 def effective_change(old: int, new: int) -> str:
