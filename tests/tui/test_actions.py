@@ -179,7 +179,7 @@ async def test_a_program_of_the_users_own_restarts_unchanged() -> None:
         assert feed.requests == [Restart(id=1)]
 
 
-@pytest.mark.parametrize(("key", "name"), [("2", "low"), ("3", "extreme")])
+@pytest.mark.parametrize(("key", "name"), [("2", "stage2_offload"), ("6", "low"), ("7", "extreme")])
 async def test_a_digit_shows_the_preset_and_enter_applies_it(key: str, name: str) -> None:
     feed = training_feed()
     app = dashboard(feed)
@@ -215,7 +215,7 @@ async def test_a_digit_without_a_preset_says_which_there_are() -> None:
         await settle(pilot)
         await pilot.press("9")
         await settle(pilot)
-        assert "no preset has key 9: there are 1 standard, 2 low, 3 extreme" in screen_text(app)
+        assert "no preset for first-run has key 9: there are 1 deepspeed, 2 stage2_offload" in screen_text(app)
 
 
 STRAY = process(51, stray=True, reason="left over from run old, which ended", used_bytes=5 << 30)
