@@ -46,7 +46,7 @@ class PresetDialog(Dialog[str]):
 
     def on_mount(self) -> None:
         table = self.query_one(DataTable)
-        for label in ("", "key", "preset", "B x A x W", "effective", "T", "ZeRO", "a switch", "what changes"):
+        for label in ("", "key", "preset", "B x A x W", "effective", "a switch", "T", "ZeRO", "what else changes"):
             table.add_column(label)
         for look in self._outlooks.values():
             table.add_row(*self._row(look), key=look.preset.name)
@@ -86,10 +86,11 @@ class PresetDialog(Dialog[str]):
             preset.name,
             f"{after.batch} x {after.accumulation} x {after.world_size}",
             str(after.effective_batch),
+            "is on now" if now else look.switch,
             str(after.seq_len),
             after.zero.short,
-            "is on now" if now else look.switch,
-            "; ".join(look.changes) or "nothing",
+            # The split and ZeRO have columns of their own.
+            "; ".join(change for change in look.changes if not change.startswith(("split", "plain", "ZeRO"))) or "nothing",
         )
         return [Text(cell, style="bold" if now else "") for cell in cells]
 
@@ -102,9 +103,9 @@ def _description(look: Outlook) -> str:
         lines[1] = f"Switch: refused, {look.reason}"
     elif look.switch == "converts":
         lines[1] += f" ({look.reason})"
-    if look.switch_whole == "refused":
+    if look.switch_whole == "refused" and look.reason_whole != look.reason:
         lines.append(f"Whole: refused, {look.reason_whole}")
-    elif look.whole_changes != look.changes:
+    elif look.switch_whole != "refused" and look.whole_changes != look.changes:
         lines.append(
             f"Whole ({look.switch_whole}, memtop train --fresh --preset {look.preset.name}): {'; '.join(_beyond(look))}"
         )
