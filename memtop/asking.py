@@ -4,56 +4,180 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
-from memtop.presets import PresetFileError, Settings, SettingsError, edit_settings, load_recipes, resolve
-from memtop.presets.editing import find_preset
+from msgspec.structs import replace
+
+from memtop.presets import (
+    Preset,
+    PresetFileError,
+    Recipe,
+    Settings,
+    SettingsError,
+    choose_by_memory,
+    edit_settings,
+    load_recipes,
+)
+from memtop.presets.editing import draft, find_preset
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.monitor.sampler import Sampler
+from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.wire import Change
 
 _NEEDED = ("torch", "transformers", "accelerate", "safetensors")
 
 
 def settings_for(
-    recipe_name: str, preset_name: str | None, edits: Change, save_every: int | None, gpus: list[str] | None
+    recipe_name: str,
+    preset_name: str | None,
+    edits: Change,
+    save_every: int | None,
+    gpus: list[str] | None,
+    *,
+    fresh: bool = False,
 ) -> Settings:
-    """The settings of a new run; UsageError names the option and the value that cannot be."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"RECIPE {recipe_name}: the built-in trainer needs {', '.join(missing)}: pip install 'memtop[train]'; "
-            "your own program goes after `--` and needs none of it"
-        )
-    try:
-        recipes = load_recipes()
-        if recipe_name not in recipes:
-            near = difflib.get_close_matches(recipe_name, list(recipes), n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise UsageError(
-                f"RECIPE {recipe_name!r}: unknown; there are {', '.join(recipes)}{hint}; your own program goes after `--`"
-            )
-        recipe = recipes[recipe_name]
-        preset = find_preset(preset_name or recipe.preset)
-        # With a batch given, W need not divide the recipe's own effective batch.
-        world = len(gpus) if gpus else 1
-        given = edits.batch is not None or edits.accumulation is not None
-        settings = resolve(recipe, preset=preset, world_size=1 if given else world)
-        if given:
-            from msgspec.structs import replace
+    """The settings of a new run; UsageError names the option and the value that cannot be.
 
-            settings = replace(settings, world_size=world)
-        updates = edits.max_updates or recipe.max_updates
-        return edit_settings(
-            settings,
-            batch=edits.batch,
-            accumulation=edits.accumulation,
-            seq_len=edits.seq_len,
-            save_every=save_every,
-            max_updates=edits.max_updates if edits.max_updates is not None else updates,
-            assignments=edits.assignments,
-        )
+    A preset that is named is taken whole where it is meant for the recipe, and always with `fresh`.
+    """
+    _refuse_missing(_NEEDED, f"RECIPE {recipe_name}: the built-in trainer")
+    try:
+        recipe = _recipe(recipe_name)
+        reason = None
+        if preset_name is not None:
+            preset = find_preset(preset_name, recipe.name)
+            whole = fresh or preset.meant_for(recipe.name)
+        else:
+            (preset, reason), whole = _own_preset(recipe, edits, gpus), False
+        settings = _edited(recipe, preset, whole, edits, save_every, gpus)
     except (SettingsError, PresetFileError) as error:
         raise UsageError(str(error)) from None
+    _refuse_missing(_libraries(settings), f"RECIPE {recipe_name}, preset {settings.preset}: this")
+    settings = replace(settings, data=_placed_data(settings.data), model=_placed_model(settings.model))
+    if reason is not None:
+        print(f"memtop: {reason}; --preset NAME takes another", file=sys.stderr)
+    return settings
+
+
+def _recipe(name: str) -> Recipe:
+    recipes = load_recipes()
+    if name not in recipes:
+        near = difflib.get_close_matches(name, list(recipes), n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise UsageError(f"RECIPE {name!r}: unknown; there are {', '.join(recipes)}{hint}; your own program goes after `--`")
+    return recipes[name]
+
+
+def _edited(
+    recipe: Recipe, preset: Preset, whole: bool, edits: Change, save_every: int | None, gpus: list[str] | None
+) -> Settings:
+    # With a batch given, W need not divide the recipe's own effective batch.
+    world = len(gpus) if gpus else 1
+    given = edits.batch is not None or edits.accumulation is not None
+    settings = replace(draft(recipe, preset=preset, world_size=1 if given else world, whole=whole), world_size=world)
+    updates = edits.max_updates
+    if updates is None and settings.target_samples and "epochs" not in edits.assignments:
+        # The recipe's number of updates, whatever the effective batch has become.
+        updates = recipe.max_updates
+    return edit_settings(
+        settings,
+        batch=edits.batch,
+        accumulation=edits.accumulation,
+        seq_len=edits.seq_len,
+        save_every=save_every,
+        max_updates=updates,
+        assignments=edits.assignments,
+    )
+
+
+def _own_preset(recipe: Recipe, edits: Change, gpus: list[str] | None) -> tuple[Preset, str | None]:
+    """The preset that the recipe names; for `auto` the one that fits the free GPU memory, and the reason."""
+    if recipe.preset != "auto":
+        return find_preset(recipe.preset, recipe.name), None
+    free, where = None, ""
+    if edits.assignments.get("device") != "cpu":
+        free, where = least_free(_sample(), visible_gpus(gpus))
+    preset, reason = choose_by_memory(free, recipe.name)
+    return preset, reason + where
+
+
+def _sample() -> MachineSnapshot:
+    sampler = Sampler()
+    try:
+        return sampler.sample()
+    finally:
+        sampler.close()
+
+
+def visible_gpus(gpus: list[str] | None) -> list[str] | None:
+    """The indices of the GPUs that a run may use: as given, else as CUDA_VISIBLE_DEVICES says; None: all of them."""
+    if gpus is not None:
+        return gpus
+    words = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
+    return words if all(word.isdigit() for word in words) else None
+
+
+def least_free(machine: MachineSnapshot, gpus: list[str] | None) -> tuple[int | None, str]:
+    """Free bytes of the GPU that has the least of them, and which one that is where there are several."""
+    known = [
+        (gpu.free_bytes, gpu.index)
+        for gpu in machine.gpus
+        if gpu.free_bytes is not None and (gpus is None or str(gpu.index) in gpus)
+    ]
+    if not known:
+        return None, ""
+    free, index = min(known)
+    return free, f" on GPU {index}, the fullest of {len(known)}" if len(known) > 1 else ""
+
+
+def _libraries(settings: Settings) -> tuple[str, ...]:
+    needed = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes")}.get(settings.method, ())
+    eight_bit = ("bitsandbytes",) if settings.optimizer.endswith("8bit") else ()
+    return (*needed, *eight_bit, *(("deepspeed",) if settings.zero.stage else ()))
+
+
+def _refuse_missing(names: tuple[str, ...], who: str) -> None:
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"{who} needs {', '.join(missing)}: pip install 'memtop[train]'; "
+            "your own program goes after `--` and needs none of it"
+        )
+
+
+def _placed_data(data: dict[str, Any]) -> dict[str, Any]:
+    """The data with whole paths; refused where files must be given and are not, or are not there."""
+    if not data.get("source") and not data.get("train"):
+        columns = ", ".join(data.get("columns", {}).values())
+        shape = f" with columns {columns}" if columns else ""
+        raise UsageError(f"data.train: not given; add --set data.train=FILE (parquet, jsonl or text{shape})")
+    return {key: _placed(f"data.{key}", value) if key in ("train", "eval") else value for key, value in data.items()}
+
+
+def _placed(field: str, value: str) -> str:
+    if not value:
+        return value
+    path = Path(value).expanduser().absolute()
+    if not path.is_file():
+        problem = "is a folder; give a file" if path.is_dir() else "no such file"
+        raise UsageError(f"{field} {value}: {problem}; looked for {path}")
+    return str(path)
+
+
+def _placed_model(model: dict[str, Any]) -> dict[str, Any]:
+    """A folder by its whole path; a hub name as it is."""
+    name = model.get("path")
+    if not isinstance(name, str):
+        return model
+    path = Path(name).expanduser().absolute()
+    if path.is_dir():
+        return {**model, "path": str(path)}
+    if name.startswith(("/", "~", "./", "../")):
+        raise UsageError(f"model.path {name}: no such folder; looked for {path}")
+    return model
 
 
 def refuse_for_own_program(recipe: str | None, preset: str | None, edits: Change, save_every: int | None) -> None:

@@ -51,7 +51,7 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON document and 
 Batch = Annotated[int | None, typer.Option("--batch", parser=_whole, metavar="B", help="samples per micro-batch and process")]
 Accum = Annotated[int | None, typer.Option("--accum", parser=_whole, metavar="A", help="micro-batches per update")]
 SeqLen = Annotated[int | None, typer.Option("--seq-len", parser=_whole, metavar="T", help="tokens per sample")]
-PresetName = Annotated[str | None, typer.Option("--preset", metavar="NAME", help="memory strategy: see `memtop presets`")]
+PresetName = Annotated[str | None, typer.Option("--preset", metavar="NAME", help="see `memtop presets`")]
 Assignments = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="any other setting; repeatable")]
 MaxUpdates = Annotated[int | None, typer.Option("--max-updates", parser=_whole, metavar="N", help="end after N updates in all")]
 Headless = Annotated[bool, typer.Option("--headless", help="stay in the foreground without a dashboard")]
@@ -143,7 +143,7 @@ def train(
     edits = Change(batch=batch, accumulation=accum, seq_len=seq_len, max_updates=max_updates, assignments=_pairs(assignments))
     if own:
         asking.refuse_for_own_program(recipe, preset, edits, save_every)
-    settings = None if own else asking.settings_for(recipe or "first-run", preset, edits, save_every, gpu_list)
+    settings = None if own else asking.settings_for(recipe or "first-run", preset, edits, save_every, gpu_list, fresh=fresh)
     where = runs_dir or default_runs_dir()
     spec = RunSpec(
         name=name or asking.free_name(where, Path(own[0]).stem if own else recipe or "first-run"),
@@ -286,10 +286,10 @@ def strays(
 def presets(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="one preset in full")] = None, as_json: Json = False
 ) -> int:
-    """List the memory strategies and what each does to the default recipe."""
-    from memtop import looking
+    """List the presets: what each makes of the newest living run, or of the recipe it is meant for."""
+    from memtop.preset_list import print_presets
 
-    return looking.print_presets(name, as_json=as_json)
+    return print_presets(default_runs_dir(), name, as_json=as_json)
 
 
 @app.command()

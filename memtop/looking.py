@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from memtop.presets import PresetFileError, SettingsError, apply_preset, load_presets, load_recipes, resolve
-from memtop.presets.editing import find_preset
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.bands import mark
@@ -45,7 +43,7 @@ def print_once(runs_dir: Path, run_name: str | None, *, pid: int | None, as_json
         document = {**snapshot_json(machine), "runs": [view.summary(state) for state in states]}
         if tree is not None:
             document["tree"] = msgspec.to_builtins(tree)
-        _print_json(document)
+        print_json(document)
         return 0
     lines = list(_machine_lines(machine))
     if tree is not None:
@@ -59,7 +57,7 @@ def print_once(runs_dir: Path, run_name: str | None, *, pid: int | None, as_json
 def print_runs(runs_dir: Path, *, as_json: bool) -> int:
     states = [view.read_state(folder) for folder in list_runs(runs_dir)]
     if as_json:
-        _print_json([view.summary(state) for state in states])
+        print_json([view.summary(state) for state in states])
     elif not states:
         print(f"no runs in {runs_dir}", file=sys.stderr)
     else:
@@ -70,7 +68,7 @@ def print_runs(runs_dir: Path, *, as_json: bool) -> int:
 def print_run(folder: RunFolder, *, as_json: bool, metrics: bool) -> int:
     document = view.show(folder, metrics=metrics)
     if as_json:
-        _print_json(document)
+        print_json(document)
         return 0
     state = view.read_state(folder)
     print(_run_line(state))
@@ -96,38 +94,6 @@ def print_run(folder: RunFolder, *, as_json: bool, metrics: bool) -> int:
         print(f"  attempt {attempt['number']}   {attempt['reason']}{where}: {attempt['outcome'] or 'running'}{status}")
         if attempt["diagnosis"]:
             print(f"              {attempt['diagnosis']['summary']}")
-    return 0
-
-
-def print_presets(name: str | None, *, as_json: bool) -> int:
-    """What each preset makes of the default recipe; one of them in full if named."""
-    try:
-        chosen = [find_preset(name)] if name else list(load_presets().values())
-        recipe = load_recipes()["first-run"]
-        base = resolve(recipe, preset=find_preset(recipe.preset))
-    except (SettingsError, PresetFileError) as error:
-        raise UsageError(str(error)) from None
-    rows = []
-    for preset in chosen:
-        settings = apply_preset(base, preset)
-        rows.append(
-            {
-                **msgspec.to_builtins(preset),
-                "batch": settings.batch,
-                "accumulation": settings.accumulation,
-                "seq_len": settings.seq_len,
-                "effective_batch": settings.effective_batch,
-                "tokens_per_update": settings.tokens_per_update,
-                "switch": "resumes",
-            }
-        )
-    if as_json:
-        _print_json(rows[0] if name else rows)
-        return 0
-    for row in rows:
-        split = f"{row['batch']} x {row['accumulation']} = {row['effective_batch']}"
-        print(f"{row['key']}  {row['name']:<10} {split:<12} T {row['seq_len']:<6} {row['title']}: {row['description']}")
-    print("(as applied to recipe first-run; a switch keeps the effective batch and resumes the run)", file=sys.stderr)
     return 0
 
 
@@ -217,5 +183,5 @@ def _run_line(state: RunState) -> str:
     return f"{state.name:<20} {state.state.value:<10} attempt {state.attempt}  {where}{adopted}"
 
 
-def _print_json(document: Any) -> None:
+def print_json(document: Any) -> None:
     print(json.dumps(document, indent=2, allow_nan=False))

@@ -1,8 +1,12 @@
 """Presets and recipes: data files, their schema, and the arithmetic of batches. Imports nothing else of memtop."""
 
-from memtop.presets.editing import SettingsError, apply_preset, edit_settings, resolve
-from memtop.presets.loading import PresetFileError, load_presets, load_recipes
+from memtop.presets.checking import SettingsError
+from memtop.presets.choosing import choose_by_memory
+from memtop.presets.comparing import compatibility
+from memtop.presets.editing import edit_settings, resolve
+from memtop.presets.loading import PresetFileError, load_presets, load_recipes, presets_for
 from memtop.presets.schema import Preset, Recipe, Settings
+from memtop.presets.strategies import apply_preset, take_whole
 
 __all__ = [
     "Preset",
@@ -11,8 +15,12 @@ __all__ = [
     "Settings",
     "SettingsError",
     "apply_preset",
+    "choose_by_memory",
+    "compatibility",
     "edit_settings",
     "load_presets",
     "load_recipes",
+    "presets_for",
     "resolve",
+    "take_whole",
 ]

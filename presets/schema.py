@@ -6,10 +6,11 @@ name says so.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+Positive = Annotated[int, msgspec.Meta(ge=1)]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Task = Literal["causal", "seq2seq", "sft"]
 Method = Literal["full", "lora", "qlora"]
@@ -40,6 +41,12 @@ class Zero(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             name for name, on in (("optimizer", self.offload_optimizer), ("parameters", self.offload_parameters)) if on
         ]
         return f"ZeRO-{self.stage}" + (f" + {' and '.join(offloaded)} offload" if offloaded else "")
+
+    @property
+    def short(self) -> str:
+        """The same in at most 15 characters, for tables."""
+        marks = ("+opt" if self.offload_optimizer else "") + ("+par" if self.offload_parameters else "")
+        return f"ZeRO-{self.stage}{' ' if marks else ''}{marks}" if self.stage else "plain"
 
 
 class Lora(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -164,36 +171,37 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Guide(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A preset's values beyond its memory strategy, as its guide wrote them. They make another run: a new one takes them."""
 
-    batch: int | None = None
-    accumulation: int | None = None
-    seq_len: int | None = None
+    batch: Positive | None = None
+    accumulation: Positive | None = None
+    seq_len: Positive | None = None
     learning_rate: float | None = None
-    warmup_updates: int | None = None
+    warmup_updates: Positive | None = None
     epochs: float | None = None
     precision: Precision | None = None
-    save_every: int | None = None
-    eval_every: int | None = None
-    eval_batch: int | None = None
-    save_total_limit: int | None = None
+    save_every: Positive | None = None
+    eval_every: Positive | None = None
+    eval_batch: Positive | None = None
+    save_total_limit: Positive | None = None
     load_best_at_end: bool | None = None
-    log_every: int | None = None
+    log_every: Positive | None = None
     lora: Lora | None = None
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One `presets/levels/*.toml`: a memory strategy. It never changes the effective batch of a run in progress."""
+    """One `presets/<family>/*.toml`: a memory strategy, which any run can take up with its effective batch held, and in
+    `guide` the other values of the same guide, which only a new run takes."""
 
     name: str
     family: Family = "level"
-    key: int
-    """The dashboard's digit key, unique among the presets that one recipe can use."""
+    key: Annotated[int, msgspec.Meta(ge=0, le=9)] | None = None
+    """The dashboard's digit key, unique among the presets that one recipe can use; None: reached by name and arrows only."""
     title: str
     description: str
     recipes: tuple[str, ...] = ()
-    """The recipes it is meant for; empty: every one."""
+    """The recipes whose new runs take it whole, guide values included; empty: every one."""
     free_gib_from: float | None = None
     """The preset that is taken by itself from this much free GPU memory on."""
-    max_batch: int | None = None
+    max_batch: Positive | None = None
     """Ceiling of the micro-batch; accumulation is solved so that the effective batch stays exactly as it was."""
     zero: Zero | None = None
     """None: as the run has it."""
@@ -202,3 +210,11 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     host_level: HostLevel | None = None
     pin_memory: bool | None = None
     guide: Guide = Guide()
+
+    def meant_for(self, recipe: str) -> bool:
+        """Whether a new run of this recipe takes the preset whole."""
+        return not self.recipes or recipe in self.recipes
+
+    def usable_with(self, recipe: str) -> bool:
+        """Whether it is offered for runs of this recipe: the ladder's memory strategy serves every one."""
+        return self.family == "ladder" or self.meant_for(recipe)

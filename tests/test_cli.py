@@ -53,8 +53,21 @@ def test_the_command_line_is_the_published_one() -> None:
     ("arguments", "message"),
     [
         (["trian"], "No such command 'trian'"),
-        (["train", "no-such-recipe"], "RECIPE 'no-such-recipe': unknown; there are first-run"),
-        (["train", "--preset", "lwo"], "preset 'lwo': unknown; there are standard, low, extreme (did you mean low?)"),
+        (["train", "no-such-recipe"], "RECIPE 'no-such-recipe': unknown; there are first-run, pretrain-causal"),
+        (
+            ["train", "--preset", "lwo"],
+            "preset 'lwo': unknown; there are deepspeed, stage2_offload, stage3, minimal, standard, low",
+        ),
+        (["train", "--preset", "lwo"], "(did you mean low?)"),
+        (["train", "--fresh", "--preset", "deepspeed"], "seq_len 2048: beyond the model's 1024 positions"),
+        (
+            ["train", "sft-lora"],
+            "data.train: not given; add --set data.train=FILE (parquet, jsonl or text with columns prompt, resp",
+        ),
+        (["train", "sft-lora", "--set", "data.train=no.jsonl"], "data.train no.jsonl: no such file; looked for /"),
+        (["train", "sft-lora", "--set", "data.train=."], "data.train .: is a folder; give a file; looked for /"),
+        (["train", "pretrain-causal", "--set", "model.path=./no"], "model.path ./no: no such folder; looked for /"),
+        (["train", "sft-qlora", "--preset", "stage3"], "zero.stage 3: a 4-bit base cannot be sharded"),
         (["train", "--batch", "0"], "batch 0: must be at least 1"),
         (["train", "--batch", "two"], "'--batch': 'two' is not a whole number"),
         (["train", "--seq-len", "4096"], "seq_len 4096: beyond the model's 1024 positions"),
@@ -106,13 +119,45 @@ def test_json_is_one_document_on_stdout(runs: Runs) -> None:
 
 def test_presets_say_what_they_do(runs: Runs) -> None:
     rows = json.loads(runs.memtop("presets", "--json").stdout)
-    assert [(row["name"], row["batch"], row["accumulation"]) for row in rows] == [
+    levels = [row for row in rows if row["family"] == "level"]
+    assert [(row["name"], row["batch"], row["accumulation"]) for row in levels] == [
         ("standard", 8, 4),
         ("low", 4, 8),
         ("extreme", 1, 32),
     ]
-    assert {row["effective_batch"] for row in rows} == {32}
-    assert {row["tokens_per_update"] for row in rows} == {32 * 128}
+    assert {row["effective_batch"] for row in levels} == {32}
+    assert {row["tokens_per_update"] for row in levels} == {32 * 128}
+    assert {(row["recipe"], row["switch"]) for row in levels} == {("first-run", "resumes")}
+
+
+def test_the_ladder_shows_what_a_switch_keeps_and_what_its_guide_wrote(runs: Runs) -> None:
+    rows = {row["name"]: row for row in json.loads(runs.memtop("presets", "--json").stdout)}
+    ladder = [rows[name] for name in ("deepspeed", "stage2_offload", "stage3", "minimal")]
+    assert [row["guide_effective_batch"] for row in ladder] == [16, 18, 16, 16]
+    assert [row["guide_tokens_per_update"] for row in ladder] == [32768, 32256, 24576, 16384]
+    assert {row["effective_batch"] for row in ladder} == {16}
+    assert [(row["batch"], row["accumulation"]) for row in ladder] == [(4, 4), (2, 8), (2, 8), (1, 16)]
+    assert {row["switch"] for row in ladder} == {"resumes"}
+    assert {row["switch_whole"] for row in ladder} == {"new run"}
+    assert rows["stage2_offload"]["zero"] == {"stage": 2, "offload_optimizer": True, "offload_parameters": False}
+    assert "checkpointing on" in rows["stage2_offload"]["changes"]
+    assert "lora.r 64 -> 48" in rows["stage2_offload"]["reason_whole"]
+    assert "16 (guide: 18, +12.5 %)" in runs.memtop("presets", "stage2_offload").stdout
+
+
+def test_presets_are_judged_against_the_run_that_is_going_on(runs: Runs) -> None:
+    runs.memtop("train", "--name", "a", "--batch", "2", "--accum", "8", "--max-updates", "20000", "--detach")
+    runs.wait("a", lambda d: d["alive"])
+    rows = json.loads(runs.memtop("presets", "--json").stdout)
+    assert {row["recipe"] for row in rows} == {"first-run"}
+    assert {row["effective_batch"] for row in rows} == {16}
+    assert [row["key"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
+    assert rows[0]["switch_whole"] == "refused"
+    assert "beyond the model's 1024 positions" in rows[0]["reason_whole"]
+    assert json.loads(runs.memtop("presets", "t5-balanced", "--json").stdout)["recipe"] == "pretrain-t5"
+    refused = runs.memtop("restart", "a", "--set", "seed=1", status=1).stderr
+    assert "seed 1: makes a new run: memtop train first-run --name NEW --set seed=1, or --fresh" in refused
+    runs.memtop("stop", "a")
 
 
 def test_output_into_a_closed_pipe_is_no_error(runs: Runs) -> None:

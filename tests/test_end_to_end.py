@@ -179,7 +179,7 @@ def test_a_person_drives_a_run_in_a_real_terminal(runs: Runs, columns: int, rows
         screen.keys("k")
         screen.wait_for("GPU memory")
         screen.leave("GPU memory")
-        screen.keys("3")
+        screen.keys("7")
         screen.wait_for("extreme")
         screen.keys("\r")
         screen.wait_for("attempt 2", "1 x 32", seconds=90)

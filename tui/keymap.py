@@ -58,11 +58,11 @@ ACTIONS = (
     ),
     Action(
         "preset",
-        tuple("123456789"),
-        "1-9",
+        tuple("1234567890"),
+        "1-0",
         "Preset",
         "Preset",
-        "Compare the presets; Enter restarts from train_latest_state with the chosen one",
+        "Compare the presets for this run; Enter restarts from train_latest_state with the chosen one's memory strategy",
         "run",
     ),
     Action("checkpoint", ("c",), "c", "Checkpoint", "Save", "Write train_latest_state at the next update", "run"),
@@ -145,5 +145,6 @@ def label_of(action: Action, store: Store, *, narrow: bool) -> str:
 def key_of(action: Action, preset_keys: tuple[int, ...]) -> str:
     """The key on the button; for presets only those digits that have one."""
     if action.id == "preset" and preset_keys:
+        # In the order of the keyboard, where 0 comes after 9.
         return f"{preset_keys[0]}-{preset_keys[-1]}" if len(preset_keys) > 1 else str(preset_keys[0])
     return action.shown_key

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memtop.presets import SettingsError, edit_settings
-from memtop.presets.editing import describe_split
+from memtop.presets.comparing import compatibility, describe_split
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.wire import Change, RunState
@@ -60,9 +60,26 @@ def _consequences(before: Settings, after: Settings) -> tuple[str, ...]:
     if after.gradient_checkpointing != before.gradient_checkpointing:
         word = "on" if after.gradient_checkpointing else "off"
         lines.append(f"gradient checkpointing {word}: {'less memory, slower' if word == 'on' else 'more memory, faster'}")
+    if after.zero != before.zero:
+        lines.append(f"{before.zero} -> {after.zero}: {_zero_words(before, after)}")
+    if after.optimizer != before.optimizer:
+        lines.append(f"optimizer {before.optimizer} -> {after.optimizer}")
+    fit, reason = compatibility(before, after)
+    if fit != "resumes":
+        lines.append(f"{fit}: {reason}")
     if after == before:
         lines.append("nothing changed: restarts with the same settings")
     return tuple(lines)
+
+
+def _zero_words(before: Settings, after: Settings) -> str:
+    if after.zero.offload_optimizer and not before.zero.offload_optimizer:
+        return "less GPU memory, more host memory, slower"
+    if before.zero.offload_optimizer and not after.zero.offload_optimizer:
+        return "more GPU memory, less host memory, faster"
+    if after.world_size == 1:
+        return "on one process sharding saves nothing"
+    return "less memory per GPU" if after.zero.stage > before.zero.stage else "more memory per GPU"
 
 
 def where_it_resumes(run: RunState) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from textual.widgets import Button, DataTable, Input, Select
 
+from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor import wire
 from memtop.supervisor.wire import Change, CheckpointNow, FreeCache, Restart, Stop
 from memtop.tui.keymap import ACTIONS, BAR
@@ -179,7 +180,7 @@ async def test_a_program_of_the_users_own_restarts_unchanged() -> None:
         assert feed.requests == [Restart(id=1)]
 
 
-@pytest.mark.parametrize(("key", "name"), [("2", "low"), ("3", "extreme")])
+@pytest.mark.parametrize(("key", "name"), [("2", "stage2_offload"), ("6", "low"), ("7", "extreme")])
 async def test_a_digit_shows_the_preset_and_enter_applies_it(key: str, name: str) -> None:
     feed = training_feed()
     app = dashboard(feed)
@@ -193,6 +194,53 @@ async def test_a_digit_shows_the_preset_and_enter_applies_it(key: str, name: str
         await pilot.press("enter")
         await settle(pilot)
         assert feed.requests == [Restart(id=1, change=Change(preset=name))]
+
+
+async def test_the_table_says_what_a_switch_keeps_and_what_a_new_run_would_take() -> None:
+    recipe = load_recipes()["sft-qlora"]
+    settings = resolve(recipe, preset=load_presets()["qlora-16g-safe"], whole=False)
+    app = dashboard(RecordingFeed(running(gpu(0), settings=settings)))
+    async with app.run_test(size=(160, 50)) as pilot:
+        await settle(pilot)
+        assert "1-9 Preset" in screen_text(app)
+        await pilot.press("9")
+        await settle(pilot)
+        table = app.screen.query_one(DataTable)
+        names = [str(table.get_cell_at((row, 2))) for row in range(table.row_count)]
+        assert names[:4] == ["deepspeed", "stage2_offload", "stage3", "minimal"]
+        assert names[7:] == ["qlora-16g-safe", "qlora-16g-min"]
+        text = screen_text(app)
+        assert "t5-balanced" not in text
+        assert "Switch: resumes, workers 2 -> 1" in text
+        assert "Whole (new run, memtop train --fresh --preset qlora-16g-min): T 1024 -> 512" in text
+        await pilot.press("3")
+        await settle(pilot)
+        assert "Switch: refused, zero.stage 3: a 4-bit base cannot be sharded" in screen_text(app)
+
+
+async def test_key_0_is_the_tenth_preset() -> None:
+    settings = resolve(load_recipes()["pretrain-t5"], preset=load_presets()["t5-balanced"])
+    feed = RecordingFeed(running(gpu(0), settings=settings))
+    app = dashboard(feed)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        assert "1-0 Preset" in screen_text(app)
+        await pilot.press("0", "enter")
+        await settle(pilot)
+        assert feed.requests == [Restart(id=1, change=Change(preset="t5-aggressive"))]
+
+
+async def test_a_preset_that_cannot_be_is_refused_in_the_form() -> None:
+    settings = resolve(load_recipes()["sft-qlora"], preset=load_presets()["qlora-16g-safe"], whole=False)
+    app = dashboard(RecordingFeed(running(gpu(0), settings=settings)))
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await pilot.press("r")
+        await settle(pilot)
+        app.screen.query_one("#preset", Select).value = "minimal"
+        await settle(pilot)
+        assert "a 4-bit base cannot be sharded" in screen_text(app)
+        assert app.screen.query_one("#confirm", Button).disabled
 
 
 async def test_the_preset_button_points_at_the_present_one_which_is_not_applied_again() -> None:
@@ -215,7 +263,7 @@ async def test_a_digit_without_a_preset_says_which_there_are() -> None:
         await settle(pilot)
         await pilot.press("9")
         await settle(pilot)
-        assert "no preset has key 9: there are 1 standard, 2 low, 3 extreme" in screen_text(app)
+        assert "no preset for first-run has key 9: there are 1 deepspeed, 2 stage2_offload" in screen_text(app)
 
 
 STRAY = process(51, stray=True, reason="left over from run old, which ended", used_bytes=5 << 30)

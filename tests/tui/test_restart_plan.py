@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
+from memtop.presets.schema import Zero
 from memtop.supervisor.wire import Change, Checkpoint
 from memtop.tui.restart_plan import restart_plan, where_it_resumes
 from tests.tui.support import NOW, SETTINGS, run_state
@@ -40,6 +42,22 @@ def test_a_preset_brings_its_own_split_and_is_sent_by_name() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "batch": "4", "accumulation": "8"}, "low")
     assert plan.change == Change(preset="low")
     assert plan.lines[0] == "effective batch 32 -> 32: same mathematics"
+
+
+def test_a_preset_that_moves_the_optimizer_says_so() -> None:
+    plan = restart_plan(SETTINGS, {**SAME, "batch": "2", "accumulation": "16"}, "stage2_offload")
+    assert plan.change == Change(preset="stage2_offload")
+    assert "plain -> ZeRO-2 + optimizer offload: less GPU memory, more host memory, slower" in plan.lines
+    offloaded = replace(SETTINGS, preset="stage2_offload", zero=Zero(stage=2, offload_optimizer=True), optimizer="cpu_adam")
+    back = restart_plan(offloaded, SAME, "standard")
+    assert "ZeRO-2 + optimizer offload -> plain: more GPU memory, less host memory, faster" in back.lines
+    assert "optimizer cpu_adam -> adamw" in back.lines
+    assert not any("converts" in line for line in back.lines)
+
+
+def test_sharding_alone_saves_nothing_on_one_process() -> None:
+    plan = restart_plan(SETTINGS, {**SAME, "batch": "4", "accumulation": "8"}, "deepspeed")
+    assert "plain -> ZeRO-2: on one process sharding saves nothing" in plan.lines
 
 
 def test_fields_edited_beyond_a_preset_are_sent_with_it() -> None:

@@ -33,7 +33,7 @@ async def test_every_key_has_its_button_at_80x24() -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await settle(pilot)
         bottom = screen_text(app).splitlines()[-1]
-        for words in ("f Free", "k Kill (0)", "r Restart", "1-3 Preset", "c Save", "s Stop", "d Detach", "? Help"):
+        for words in ("f Free", "k Kill (0)", "r Restart", "1-7 Preset", "c Save", "s Stop", "d Detach", "? Help"):
             assert words in bottom
 
 

@@ -19,7 +19,8 @@ from textual.reactive import var
 from textual.screen import Screen
 from textual.widgets import Input
 
-from memtop.presets import PresetFileError, load_presets
+from memtop.presets import Preset, PresetFileError, load_presets
+from memtop.presets.loading import usable
 from memtop.supervisor import wire
 from memtop.tui.draw import machine as machine_drawing
 from memtop.tui.draw import training as training_drawing
@@ -86,7 +87,7 @@ class DashboardScreen(Screen[None]):
         self._plan: Plan | None = None
         self._dialog_open = False
         self._flash: Line = ()
-        self._preset_keys: tuple[int, ...] = ()
+        self._presets: dict[str, Preset] = {}
 
     # --- what is on it ----------------------------------------------------------------------------------------------
 
@@ -148,9 +149,13 @@ class DashboardScreen(Screen[None]):
 
     def _read_presets(self) -> None:
         try:
-            self._preset_keys = tuple(preset.key for preset in load_presets().values())
+            self._presets = load_presets()
         except PresetFileError as error:
             self.say(str(error), "bad")
+
+    def _preset_keys(self, store: Store) -> tuple[int, ...]:
+        recipe = store.run.settings.recipe if store.run is not None and store.run.settings is not None else ""
+        return tuple(preset.key for preset in usable(self._presets, recipe).values() if preset.key is not None)
 
     # --- store -> panels --------------------------------------------------------------------------------------------
 
@@ -161,7 +166,7 @@ class DashboardScreen(Screen[None]):
             for panel in self.query(LinePanel):
                 panel.show(store)
             self._colour_borders(store)
-            self.action_bar.show(store, narrow=self.size.width < 110, preset_keys=self._preset_keys)
+            self.action_bar.show(store, narrow=self.size.width < 110, preset_keys=self._preset_keys(store))
             self._feed_log(store)
 
     def _arrange(self, store: Store) -> None:

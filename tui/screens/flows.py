@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from memtop.presets import load_presets
+from memtop.presets import presets_for
 from memtop.supervisor import units, wire
 from memtop.supervisor.wire import Change
 from memtop.tui.screens.dialog import ConfirmDialog
@@ -47,7 +47,7 @@ async def restart(screen: DashboardScreen, key: str) -> None:
     if run.settings is None:
         change = await _restart_unknown_program(screen, run)
     else:
-        change = await screen.app.push_screen_wait(RestartDialog(run, run.settings, tuple(load_presets())))
+        change = await screen.app.push_screen_wait(RestartDialog(run, run.settings, tuple(presets_for(run.settings.recipe))))
     if change is not None:
         await _send_restart(screen, change)
 
@@ -69,9 +69,10 @@ async def preset(screen: DashboardScreen, key: str) -> None:
     run = screen.store.run
     assert run is not None
     assert run.settings is not None
-    presets = load_presets()
+    presets = presets_for(run.settings.recipe)
     if key and key not in {str(p.key) for p in presets.values()}:
-        screen.say(f"no preset has key {key}: there are {', '.join(f'{p.key} {n}' for n, p in presets.items())}", "bad")
+        listed = ", ".join(f"{p.key} {n}" for n, p in presets.items() if p.key is not None)
+        screen.say(f"no preset for {run.settings.recipe} has key {key}: there are {listed}", "bad")
         return
     name = await screen.app.push_screen_wait(PresetDialog(run, run.settings, presets, key))
     if name is None:

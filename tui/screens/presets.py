@@ -1,4 +1,4 @@
-"""The preset table: what each preset would make of this run. Enter applies, Esc returns."""
+"""The preset table: what each preset would make of this run. Enter applies its memory strategy, Esc returns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Button, DataTable, Static
 
-from memtop.presets import Preset, apply_preset
+from memtop.presets import Preset
+from memtop.presets.comparing import Outlook, outlook
 from memtop.presets.schema import Settings
 from memtop.supervisor.wire import RunState
 from memtop.tui.restart_plan import where_it_resumes
@@ -23,18 +24,18 @@ class PresetDialog(Dialog[str]):
 
     AUTO_FOCUS = "DataTable"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(str(digit), f"point({digit})", f"Preset {digit}", show=False) for digit in range(1, 10)
+        Binding(str(digit), f"point({digit})", f"Preset {digit}", show=False) for digit in range(10)
     ]
 
     def __init__(self, run: RunState, settings: Settings, presets: dict[str, Preset], chosen_key: str) -> None:
         super().__init__()
         self._run = run
         self._settings = settings
-        self._presets = presets
+        self._outlooks = {name: outlook(settings, preset) for name, preset in presets.items()}
         self._chosen_key = chosen_key
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog") as box:
+        with Vertical(classes="dialog presets") as box:
             box.border_title = f"Preset for {self._run.name}"
             yield DataTable(cursor_type="row", zebra_stripes=False)
             yield Static(id="description", classes="muted", markup=False)
@@ -45,23 +46,23 @@ class PresetDialog(Dialog[str]):
 
     def on_mount(self) -> None:
         table = self.query_one(DataTable)
-        for label in ("", "key", "preset", "B x A x W", "effective", "T", "checkpointing", "a switch"):
+        for label in ("", "key", "preset", "B x A x W", "effective", "a switch", "T", "ZeRO", "what else changes"):
             table.add_column(label)
-        for preset in self._presets.values():
-            table.add_row(*self._row(preset), key=preset.name)
+        for look in self._outlooks.values():
+            table.add_row(*self._row(look), key=look.preset.name)
         wanted = int(self._chosen_key) if self._chosen_key else self._present_key()
-        self.action_point(wanted)
+        if wanted is not None:
+            self.action_point(wanted)
 
     def action_point(self, key: int) -> None:
         """Put the cursor on the preset of that digit key."""
-        for row, preset in enumerate(self._presets.values()):
-            if preset.key == key:
+        for row, look in enumerate(self._outlooks.values()):
+            if look.preset.key == key:
                 self.query_one(DataTable).move_cursor(row=row)
 
     @on(DataTable.RowHighlighted)
     def _pointed(self, message: DataTable.RowHighlighted) -> None:
-        preset = self._presets[str(message.row_key.value)]
-        self.query_one("#description", Static).update(f"{preset.title}. {preset.description}")
+        self.query_one("#description", Static).update(_description(self._outlooks[str(message.row_key.value)]))
 
     @on(DataTable.RowSelected)
     def _entered(self, message: DataTable.RowSelected) -> None:
@@ -70,24 +71,46 @@ class PresetDialog(Dialog[str]):
     @on(Button.Pressed, "#confirm")
     def _confirmed(self) -> None:
         table = self.query_one(DataTable)
-        self.dismiss(list(self._presets)[table.cursor_row])
+        self.dismiss(list(self._outlooks)[table.cursor_row])
 
-    def _present_key(self) -> int:
-        present = self._presets.get(self._settings.preset)
-        return present.key if present else 1
+    def _present_key(self) -> int | None:
+        present = self._outlooks.get(self._settings.preset)
+        return present.preset.key if present else None
 
-    def _row(self, preset: Preset) -> list[Text]:
-        after = apply_preset(self._settings, preset)
+    def _row(self, look: Outlook) -> list[Text]:
+        after, preset = look.kept, look.preset
         now = preset.name == self._settings.preset
-        # Sequence length and data stay as they are under every preset, so a switch always resumes.
         cells = (
             "▸" if now else " ",
-            str(preset.key),
+            "–" if preset.key is None else str(preset.key),
             preset.name,
             f"{after.batch} x {after.accumulation} x {after.world_size}",
             str(after.effective_batch),
+            "is on now" if now else look.switch,
             str(after.seq_len),
-            "on" if after.gradient_checkpointing else "off",
-            "is on now" if now else "resumes",
+            after.zero.short,
+            # The split and ZeRO have columns of their own.
+            "; ".join(change for change in look.changes if not change.startswith(("split", "plain", "ZeRO"))) or "nothing",
         )
         return [Text(cell, style="bold" if now else "") for cell in cells]
+
+
+def _description(look: Outlook) -> str:
+    """The preset in words: what a switch does to this run, and what a new run would take of it."""
+    changed = "; ".join(look.changes) or "nothing changes"
+    lines = [f"{look.preset.title}. {look.preset.description}", f"Switch: {look.switch}, {changed}"]
+    if look.switch == "refused":
+        lines[1] = f"Switch: refused, {look.reason}"
+    elif look.switch == "converts":
+        lines[1] += f" ({look.reason})"
+    if look.switch_whole == "refused" and look.reason_whole != look.reason:
+        lines.append(f"Whole: refused, {look.reason_whole}")
+    elif look.switch_whole != "refused" and look.whole_changes != look.changes:
+        lines.append(
+            f"Whole ({look.switch_whole}, memtop train --fresh --preset {look.preset.name}): {'; '.join(_beyond(look))}"
+        )
+    return "\n".join(lines)
+
+
+def _beyond(look: Outlook) -> list[str]:
+    return [change for change in look.whole_changes if change not in look.changes]

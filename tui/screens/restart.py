@@ -7,7 +7,8 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Button, Input, Label, Select, Static
 
-from memtop.presets import edit_settings
+from memtop.presets import apply_preset
+from memtop.presets.editing import find_preset
 from memtop.presets.schema import Settings
 from memtop.supervisor.wire import Change, RunState
 from memtop.tui.restart_plan import NUMBER_FIELDS, RestartPlan, restart_plan, where_it_resumes
@@ -55,9 +56,9 @@ class RestartDialog(Dialog[Change]):
     @on(Select.Changed, "#preset")
     def _preset_chosen(self, message: Select.Changed) -> None:
         # A preset brings its own exact split; the fields show it and can be edited further.
-        after = edit_settings(self._settings, preset=str(message.value))
-        if str(message.value) == self._settings.preset:
-            after = self._settings
+        after = self._settings
+        if str(message.value) != self._settings.preset:
+            after = apply_preset(self._settings, find_preset(str(message.value), self._settings.recipe))
         with self.prevent(Input.Changed):
             for field in NUMBER_FIELDS:
                 self.query_one(f"#{field}", Input).value = str(getattr(after, field))

@@ -1,0 +1,118 @@
+"""Refuses settings that cannot work. Every refusal names the field and the value, in one line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from memtop.presets.schema import Lora, Settings
+
+
+class SettingsError(ValueError):
+    """A value that cannot be used. `str()` is one line: field, value, what to do."""
+
+    def __init__(self, field: str, value: object, message: str) -> None:
+        super().__init__(f"{field} {value}: {message}")
+        self.field = field
+        self.value = value
+        self.message = message
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` (did you mean batch?)`, or nothing where no name is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def check(settings: Settings) -> Settings:
+    """Return the settings, or raise a SettingsError for the first value that cannot work."""
+    _check_counts(settings)
+    _check_shares(settings)
+    _check_method(settings)
+    _check_memory_strategy(settings)
+    longest = max_seq_len(settings)
+    if longest is not None and settings.seq_len > longest:
+        raise SettingsError("seq_len", settings.seq_len, f"beyond the model's {longest} positions; give at most {longest}")
+    return settings
+
+
+def max_seq_len(settings: Settings) -> int | None:
+    """The longest sequence that the model's configuration allows, or None where it does not say."""
+    config = settings.model.get("config", {})
+    value = config.get("max_position_embeddings") or config.get("n_positions")
+    return value if isinstance(value, int) else None
+
+
+def _check_counts(settings: Settings) -> None:
+    for field in ("batch", "accumulation", "seq_len", "save_every", "world_size", "save_total_limit", "log_every"):
+        value = getattr(settings, field)
+        if value < 1:
+            raise SettingsError(field, value, "must be at least 1")
+    if settings.seq_len < 2:
+        raise SettingsError("seq_len", settings.seq_len, "must be at least 2: a token is predicted from those before it")
+    for field in ("workers", "target_samples", "eval_every", "eval_batch", "warmup_samples"):
+        value = getattr(settings, field)
+        if value < 0:
+            raise SettingsError(field, value, "must be 0 or more")
+    if not 0 <= settings.epochs < float("inf"):
+        raise SettingsError("epochs", settings.epochs, "must be 0 or more")
+    if not settings.target_samples and not settings.epochs:
+        raise SettingsError("epochs", 0, "the run has no end; give --max-updates N or --set epochs=E")
+    if settings.load_best_at_end and not settings.eval_every:
+        raise SettingsError("load_best_at_end", "true", "nothing is evaluated; add --set eval_every=N")
+    if settings.loss_chunk < -1:
+        raise SettingsError("loss_chunk", settings.loss_chunk, "must be a number of tokens, 0 (all at once) or -1 (chosen)")
+
+
+def _check_shares(settings: Settings) -> None:
+    if not 0 < settings.learning_rate < 10:
+        raise SettingsError("learning_rate", settings.learning_rate, "must lie between 0 and 10")
+    for field in ("warmup_fraction", "final_learning_rate_fraction"):
+        value = getattr(settings, field)
+        if not 0 <= value <= 1:
+            raise SettingsError(field, value, "must lie between 0 and 1")
+    for field in ("weight_decay", "clip_norm"):
+        value = getattr(settings, field)
+        if not 0 <= value < float("inf"):
+            raise SettingsError(field, value, "must be 0 or more")
+
+
+def _check_method(settings: Settings) -> None:
+    if settings.lora is None:
+        if settings.method != "full":
+            hint = "--set lora.r=16 --set lora.alpha=32"
+            raise SettingsError("method", settings.method, f"no adapters are described; add {hint}")
+        return
+    if settings.method == "full":
+        raise SettingsError("lora.r", settings.lora.r, "method full trains no adapters; add --set method=lora")
+    _check_lora(settings.lora)
+
+
+def _check_lora(lora: Lora) -> None:
+    for field in ("r", "alpha"):
+        if getattr(lora, field) < 1:
+            raise SettingsError(f"lora.{field}", getattr(lora, field), "must be at least 1")
+    if not 0 <= lora.dropout < 1:
+        raise SettingsError("lora.dropout", lora.dropout, "must be at least 0 and below 1")
+    if not lora.targets or not all(lora.targets):
+        raise SettingsError("lora.targets", repr(",".join(lora.targets)), "name the layers, or all-linear")
+
+
+def _check_memory_strategy(settings: Settings) -> None:
+    zero, optimizer = settings.zero, settings.optimizer
+    if zero.offload_parameters and zero.stage != 3:
+        raise SettingsError(
+            "zero.offload_parameters", "true", f"needs stage 3, where parameters are sharded; the stage is {zero.stage}"
+        )
+    if zero.offload_optimizer and not zero.stage:
+        raise SettingsError("zero.offload_optimizer", "true", "needs a ZeRO stage; add --set zero.stage=2")
+    if settings.method == "qlora" and zero.stage == 3:
+        raise SettingsError("zero.stage", 3, "a 4-bit base cannot be sharded; take stage 2 or a qlora preset")
+    if zero.stage and optimizer in ("adafactor", "adamw_8bit", "paged_adamw_8bit"):
+        raise SettingsError(
+            "optimizer", optimizer, f"its state cannot be sharded by {zero}; take optimizer=adamw or zero.stage=0"
+        )
+    if optimizer == "cpu_adam" and not zero.offload_optimizer:
+        raise SettingsError(
+            "optimizer", optimizer, "needs its state in host memory: add --set zero.offload_optimizer=true (stages 1-3)"
+        )

@@ -1,0 +1,72 @@
+"""A preset on settings: as a memory strategy on a run in progress, or whole in a new one. Nothing is checked here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from memtop.presets.arithmetic import split_below
+from memtop.presets.loading import load_recipes
+from memtop.presets.schema import Preset, Settings
+
+# Guide values that are settings of the same name.
+_SAME_NAME = (
+    "batch",
+    "accumulation",
+    "seq_len",
+    "learning_rate",
+    "precision",
+    "save_every",
+    "eval_every",
+    "eval_batch",
+    "save_total_limit",
+    "load_best_at_end",
+    "log_every",
+)
+
+
+def apply_preset(settings: Settings, preset: Preset) -> Settings:
+    """The same run under another memory strategy: effective batch, T, LoRA and learning rate stay exactly as they are."""
+    batch, accumulation = _split(settings, preset)
+    return msgspec.structs.replace(_with_strategy(settings, preset), batch=batch, accumulation=accumulation)
+
+
+def take_whole(settings: Settings, preset: Preset) -> Settings:
+    """A new run's settings with the preset's guide values too: B and A per process as the guide wrote them, whatever W.
+
+    Adapters only where the method trains some. Without a batch in the guide the effective batch is held.
+    """
+    guide = preset.guide
+    settings = apply_preset(settings, preset) if guide.batch is None else _with_strategy(settings, preset)
+    values = {name: value for name in _SAME_NAME if (value := getattr(guide, name)) is not None}
+    settings = msgspec.structs.replace(settings, **values)
+    more: dict[str, Any] = {}
+    if guide.epochs is not None:
+        more |= {"epochs": guide.epochs, "target_samples": 0}
+    if guide.warmup_updates is not None:
+        more["warmup_samples"] = guide.warmup_updates * settings.effective_batch
+    if guide.lora is not None and settings.method != "full":
+        more["lora"] = guide.lora
+    return msgspec.structs.replace(settings, **more)
+
+
+def _with_strategy(settings: Settings, preset: Preset) -> Settings:
+    fields = ("zero", "gradient_checkpointing", "workers", "host_level", "pin_memory")
+    given = {name: value for name in fields if (value := getattr(preset, name)) is not None}
+    after = msgspec.structs.replace(settings, preset=preset.name, **given)
+    if after.optimizer == "cpu_adam" and not after.zero.offload_optimizer:
+        # The same update and the same state, computed where the state now lies.
+        after = msgspec.structs.replace(after, optimizer="adamw")
+    return after
+
+
+def _split(settings: Settings, preset: Preset) -> tuple[int, int]:
+    recipe = load_recipes().get(settings.recipe)
+    ceiling = preset.max_batch
+    if recipe is not None:
+        # A ceiling asks for less memory, never for more than the recipe or the run takes by itself; a preset without one gives
+        # back the recipe's own micro-batch, so that `standard` undoes the others.
+        ceiling = recipe.batch if ceiling is None else min(ceiling, max(recipe.batch, settings.batch))
+    found = None if ceiling is None else split_below(settings.effective_batch, settings.world_size, ceiling)
+    return found or (settings.batch, settings.accumulation)

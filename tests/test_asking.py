@@ -1,0 +1,100 @@
+"""`memtop train` asks the machine only where a recipe leaves the preset open, and says why it chose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memtop import asking
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
+from memtop.supervisor.wire import Change
+
+GIB = 1 << 30
+
+
+def machine(*free_gib: float | None) -> MachineSnapshot:
+    gpus = tuple(GpuSample(index=i, free_bytes=None if f is None else int(f * GIB)) for i, f in enumerate(free_gib))
+    return MachineSnapshot(time=0.0, gpus=gpus)
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Change:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    Path("pairs.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    return Change(assignments={"data.train": "pairs.jsonl"})
+
+
+@pytest.mark.parametrize(
+    ("free", "gpus", "preset", "said"),
+    [
+        ((13.0,), None, "deepspeed", "13.00 GiB of GPU memory free, from 12 GiB on; --preset"),
+        ((13.0, 5.0), None, "stage3", "from 4 up to 6 GiB on GPU 1, the fullest of 2"),
+        ((13.0, 5.0), ["0"], "deepspeed", "from 12 GiB on; --preset"),
+        ((13.0, None), None, "deepspeed", "13.00 GiB"),
+        ((None,), None, "standard", "no GPU memory to go by"),
+        ((), None, "standard", "no GPU memory to go by"),
+    ],
+)
+def test_the_fullest_gpu_decides(
+    data: Change,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    free: tuple[float | None, ...],
+    gpus: list[str] | None,
+    preset: str,
+    said: str,
+) -> None:
+    monkeypatch.setattr(asking, "_sample", lambda: machine(*free))
+    settings = asking.settings_for("sft-lora", None, data, None, gpus)
+    assert settings.preset == preset
+    # Chosen, not named: the recipe's own values stay.
+    assert (settings.effective_batch, settings.seq_len) == (16, 1024)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_what_cuda_may_not_see_does_not_decide(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "_sample", lambda: machine(3.0, 13.0))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert asking.settings_for("sft-lora", None, data, None, None).preset == "deepspeed"
+
+
+def test_on_the_cpu_no_gpu_is_asked(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "_sample", lambda: pytest.fail("asked the machine"))
+    cpu = Change(assignments={**data.assignments, "device": "cpu"})
+    assert asking.settings_for("sft-lora", None, cpu, None, None).preset == "standard"
+
+
+def test_a_named_preset_is_taken_whole_where_it_is_meant_and_with_fresh_anywhere(data: Change) -> None:
+    whole = asking.settings_for("sft-lora", "stage2_offload", data, None, None)
+    assert (whole.effective_batch, whole.seq_len, whole.epochs, whole.target_samples) == (18, 1792, 3.0, 0)
+    kept = asking.settings_for("pretrain-causal", "stage2_offload", Change(), None, None)
+    assert (kept.effective_batch, kept.seq_len, kept.target_samples) == (64, 512, 2000 * 64)
+    fresh = asking.settings_for("pretrain-causal", "stage2_offload", Change(), None, None, fresh=True)
+    assert (fresh.effective_batch, fresh.seq_len, fresh.target_samples) == (18, 1792, 2000 * 18)
+    edited = asking.settings_for("first-run", "deepspeed", Change(seq_len=64), None, None, fresh=True)
+    assert (edited.seq_len, edited.effective_batch) == (64, 16)
+
+
+def test_files_and_folders_are_kept_by_their_whole_path(data: Change, tmp_path: Path) -> None:
+    (tmp_path / "qwen").mkdir()
+    asked = Change(assignments={**data.assignments, "model.path": "qwen", "data.eval": "pairs.jsonl"})
+    settings = asking.settings_for("sft-lora", "standard", asked, None, None)
+    assert settings.data["train"] == settings.data["eval"] == str(tmp_path / "pairs.jsonl")
+    assert settings.model == {"path": str(tmp_path / "qwen")}
+    hub = asking.settings_for("sft-lora", "standard", data, None, None)
+    assert hub.model == {"path": "Qwen/Qwen2.5-0.5B"}
+
+
+def test_a_missing_library_is_named_before_anything_starts(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking.importlib.util, "find_spec", lambda name: None if name == "deepspeed" else object())
+    with pytest.raises(
+        UsageError, match=r"RECIPE sft-lora, preset stage3: this needs deepspeed: pip install 'memtop\[train\]'"
+    ):
+        asking.settings_for("sft-lora", "stage3", data, None, None)
