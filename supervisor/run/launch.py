@@ -70,20 +70,21 @@ def _argv(folder: RunFolder, attempt: Path, spec: RunSpec, settings: Settings | 
         "--state-dir",
         str(folder.latest_state),
     )
+    return (sys.executable, *launcher(settings), *trainer)
+
+
+def launcher(settings: Settings) -> tuple[str, ...]:
+    """What stands between the interpreter and the trainer's module for this strategy and number of processes."""
     if settings.zero.stage:
-        return (sys.executable, "-m", "accelerate.commands.launch", *_deepspeed_launch(settings), *trainer)
+        # The DeepSpeed configuration is written by the trainer, who knows the model's width: attempts/NNNN/deepspeed.json.
+        processes = ("--num_processes", str(settings.world_size), "--num_machines", "1")
+        # Port 0: any free one, so that several runs fit on one machine.
+        rest = ("--dynamo_backend", "no", "--mixed_precision", "no", "--main_process_port", "0")
+        return ("-m", "accelerate.commands.launch", "--use_deepspeed", *processes, *rest)
     if settings.world_size == 1:
-        return (sys.executable, *trainer)
+        return ()
     # torchrun, which is also what `accelerate launch` starts for several GPUs; that one knows no plain CPU ranks.
-    ranks = ("--standalone", "--nproc-per-node", str(settings.world_size))
-    return (sys.executable, "-m", "torch.distributed.run", *ranks, *trainer)
-
-
-def _deepspeed_launch(settings: Settings) -> tuple[str, ...]:
-    # The DeepSpeed configuration itself is written by the trainer, who knows the model's width: attempts/NNNN/deepspeed.json.
-    processes = ("--num_processes", str(settings.world_size), "--num_machines", "1")
-    # Port 0: any free one, so that several runs fit on one machine.
-    return ("--use_deepspeed", *processes, "--dynamo_backend", "no", "--mixed_precision", "no", "--main_process_port", "0")
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.world_size))
 
 
 def _environment(folder: RunFolder, number: int, spec: RunSpec, socket: Path) -> dict[str, str]:

@@ -1,0 +1,45 @@
+"""Starts trainings as memtop does: alone, under torchrun, or under accelerate with DeepSpeed on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memtop.presets import Settings
+from memtop.presets.schema import Zero
+from memtop.supervisor.run.launch import launcher
+
+ROOT = Path(__file__).resolve().parents[2]
+STRATEGIES = {
+    "plain": Zero(),
+    "zero2": Zero(stage=2),
+    "zero2-offload": Zero(stage=2, offload_optimizer=True),
+    "zero3": Zero(stage=3),
+    "zero3-offload": Zero(stage=3, offload_optimizer=True, offload_parameters=True),
+}
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def train_on(folder: Path, state: Path, settings: Settings, updates: int) -> dict[str, Any]:
+    """Take the state up under these settings, train some updates, save; the worker's report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "settings.json").write_bytes(msgspec.json.encode(settings))
+    report = folder / "report.json"
+    arguments = ("--settings", str(folder / "settings.json"), "--state-dir", str(state), "--report", str(report))
+    command = [*launcher(settings), "-m", "tests.train.state_worker", *arguments, "--updates", str(updates)]
+    done = subprocess.run(
+        [sys.executable, *command], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    if done.returncode != 0:
+        raise AssertionError(f"{settings.zero} x {settings.world_size}: {done.stdout[-3000:]}{done.stderr[-5000:]}")
+    found: dict[str, Any] = json.loads(report.read_text())
+    return found
