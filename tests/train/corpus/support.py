@@ -12,9 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+# Line breaks as values: the library's templates drop one that follows a tag.
 CHAT = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}</s>\n{% else %}\n{% endif %}{% endfor %}"
+    "{{ ('</s>' if message['role'] == 'assistant' else '') + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 

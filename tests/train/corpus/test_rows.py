@@ -196,7 +196,8 @@ import json, random, re, sys
 from memtop.train.corpus import open_rows
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-import memtop.train.corpus.parquet
+# What the libraries take once is not the file's.
+open_rows(sys.argv[3], ["prompt", "response"]).row(0)
 before = resident()
 rows = open_rows(sys.argv[1], ["prompt", "response"], level=sys.argv[2])
 peak, read = 0, 0
@@ -209,13 +210,13 @@ print(json.dumps({"growth": peak - before, "read": read, "groups": rows.groups_r
 
 @pytest.mark.parametrize("level", ["standard", "extreme"])
 def test_the_resident_set_does_not_grow_with_the_file(tmp_path: Path, level: str) -> None:
-    # 60 MB in 120 groups of half a MB.
+    # In 120 groups of half a MB.
     path = write_long(tmp_path / "a.parquet", 30_000, 2000, group=250)
-    assert path.stat().st_size > 35e6
-    found = in_child(_MEASURE, str(path), level)
+    assert path.stat().st_size > 60e6
+    found = in_child(_MEASURE, str(path), level, str(write_pairs(tmp_path / "b.parquet", 10, group=10)))
     assert found["read"] == 2000 * 2000
     assert found["groups"] > 1900, "this order is the worst for a cache"
-    assert found["growth"] < 20e6
+    assert found["growth"] < 15e6
 
 
 def test_json_lines_and_blank_ones(tmp_path: Path) -> None:
