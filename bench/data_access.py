@@ -3,7 +3,7 @@
     python -m bench.data_access
 
 The file is generated: 200 000 rows of random words, about 130 MB of text, in row groups of 1000. Each arm runs in a fresh
-process; memory is what it grew by at its peak over a process that has the same libraries loaded and has read another, tiny file.
+process; memory is what it grew by at its peak, after the same libraries were loaded and another, tiny file was read.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Files with one row per line. One pass finds where lines begin and checks each of them, so that a run does not die hours
-later of line 700 000; afterwards a row is one look into the mapped file. Blank lines are no rows.
+later of line 700 000; afterwards a row is one read at its offset. Blank lines are no rows.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 from array import array
+from io import FileIO
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,8 +17,6 @@ from memtop.train.corpus.once import built_once, fingerprint
 from memtop.train.corpus.source import Source
 from memtop.train.errors import BadInputError
 
-_RELEASE_EVERY = 256
-"""Rows between two releases of the mapped pages: each read leaves up to 64 KiB of them in the resident set."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -31,9 +29,7 @@ class LineRows:
         self._source = source
         self._stamp = source.stamp(source.path)
         self._index: Path | None = None
-        self._mapping: mmap.mmap | None = None
-        self._process = 0
-        self._reads = 0
+        self._file: FileIO | None = None
         if cache_dir is None:
             self._starts = self._find_lines()
         else:
@@ -50,12 +46,9 @@ class LineRows:
         """Row `index` as {column: text}."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        mapping = self._mapped()
+        start, end = int(self._starts[index]), int(self._starts[index + 1])
         # Between two rows there may be blank lines.
-        line = mapping[self._starts[index] : self._starts[index + 1]].split(b"\n", 1)[0]
-        self._reads += 1
-        if self._reads % _RELEASE_EVERY == 0:
-            mapping.madvise(mmap.MADV_DONTNEED)
+        line = os.pread(self._opened().fileno(), end - start, start).split(b"\n", 1)[0]
         return self._parse(line, f"row {index} (from 0)")
 
     def group_sizes(self) -> list[int]:
@@ -63,12 +56,12 @@ class LineRows:
         return [len(self)]
 
     def close(self) -> None:
-        if self._mapping is not None:
-            self._mapping.close()
-            self._mapping = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapping": None, "_starts": self._starts if self._index is None else None}
+        return {**self.__dict__, "_file": None, "_starts": self._starts if self._index is None else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -78,15 +71,12 @@ class LineRows:
     def _parse(self, line: bytes, where: str) -> dict[str, str]:
         raise NotImplementedError
 
-    def _mapped(self) -> mmap.mmap:
-        if self._mapping is None or self._process != os.getpid():
+    def _opened(self) -> FileIO:
+        if self._file is None:
             self._source.check_unchanged(self._source.path, self._stamp)
-            with self._source.path.open("rb") as file:
-                self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            # Rows come in random order: what lies beside one is of no use.
-            self._mapping.madvise(mmap.MADV_RANDOM)
-            self._process = os.getpid()
-        return self._mapping
+            # Read at an offset, not mapped: one look into a mapping may make megabytes resident. Forks may share it.
+            self._file = self._source.path.open("rb", buffering=0)
+        return self._file
 
     def _find_lines(self) -> np.ndarray:
         starts, position = array("q"), 0

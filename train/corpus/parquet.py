@@ -87,7 +87,6 @@ class ParquetRows:
         if self._mapped is not None:
             self._mapped.close()
             self._mapped = None
-        pa.default_memory_pool().release_unused()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mapped": None, "_groups": OrderedDict()}
@@ -96,11 +95,9 @@ class ParquetRows:
         if number in self._groups:
             self._groups.move_to_end(number)
             return self._groups[number]
-        if len(self._groups) >= self._kept:
-            # First out, then in: never one more than allowed.
-            while len(self._groups) >= self._kept:
-                self._groups.popitem(last=False)
-            pa.default_memory_pool().release_unused()
+        # First out, then in: never one more than allowed.
+        while len(self._groups) >= self._kept:
+            self._groups.popitem(last=False)
         self._groups[number] = self._opened().read(number)
         self.groups_read += 1
         return self._groups[number]
@@ -123,20 +120,23 @@ class _Mapped:
         try:
             # Arrow's own memory map cannot give pages back.
             self.file = pq.ParquetFile(pa.BufferReader(pa.py_buffer(self._mapping)), pre_buffer=False)
-        except pa.ArrowException as error:
-            raise BadInputError(f"{source}: {path} is no whole parquet file: {_first_line(error)}") from None
+        except (pa.ArrowException, OSError) as error:
+            copy = "" if path == source.path else f" in its copy {path}, which may be removed"
+            raise BadInputError(f"{source}: is no whole parquet file{copy}: {_first_line(error)}; fetch it anew") from None
 
     def read(self, group: int) -> Any:
         """One row group's needed columns, decoded; a pyarrow table."""
         try:
             return self.file.read_row_group(group, columns=self.source.columns, use_threads=False)
         except (pa.ArrowException, OSError) as error:
-            raise BadInputError(f"{self.source}: row group {group} cannot be read: {_first_line(error)}") from None
+            raise BadInputError(f"{self.source}: row group {group} is damaged: {_first_line(error)}; fetch it anew") from None
         finally:
             self.give_back()
 
     def give_back(self) -> None:
+        """Mapped pages and free memory of Arrow's pool go back to the machine."""
         self._mapping.madvise(mmap.MADV_DONTNEED)
+        pa.default_memory_pool().release_unused()
 
     def close(self) -> None:
         # The mapping itself goes with the last buffer that Arrow has on it.
@@ -217,8 +217,8 @@ def _batches(source: Source, file: Any, rows: int, **which: Any) -> Iterator[Any
     try:
         yield from file.iter_batches(rows, use_threads=False, **which)
     except (pa.ArrowException, OSError) as error:
-        raise BadInputError(f"{source}: cannot be decoded: {_first_line(error)}") from None
+        raise BadInputError(f"{source}: is damaged: {_first_line(error)}; fetch it anew") from None
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return str(error).splitlines()[0].rstrip(". ") if str(error) else type(error).__name__

@@ -12,12 +12,38 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+PAIR = ["prompt", "response"]
+MEASURE_READING = """
+import json, random, re, sys
+from memtop.train.corpus import open_rows
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+# What the libraries take once is not the file's.
+open_rows(sys.argv[3], ["prompt", "response"]).row(0)
+before = resident()
+rows = open_rows(sys.argv[1], ["prompt", "response"], level=sys.argv[2])
+peak, read = 0, 0
+for index in random.Random(1).choices(range(len(rows)), k=2000):
+    read += len(rows.row(index)["response"])
+    peak = max(peak, resident())
+print(json.dumps({"growth": peak - before, "read": read, "groups": getattr(rows, "groups_read", 0)}))
+"""
 # Line breaks as values: the library's templates drop one that follows a tag.
 CHAT = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
     "{{ ('</s>' if message['role'] == 'assistant' else '') + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+
+def pair(number: int) -> dict[str, str]:
+    """Row `number` of `write_pairs`."""
+    return {"prompt": f"question {number}", "response": f"answer {number}"}
+
+
+def write_lines(path: Path, *lines: str | bytes) -> Path:
+    path.write_bytes(b"".join((line.encode() if isinstance(line, str) else line) + b"\n" for line in lines))
+    return path
 
 
 def write_pairs(path: Path, count: int, *, group: int, **columns: list[Any]) -> Path:

@@ -18,18 +18,32 @@ import pytest
 from memtop.train.corpus import open_rows, window_order
 from memtop.train.corpus.parquet import ParquetRows
 from memtop.train.errors import BadInputError
-from tests.train.corpus.support import in_child, write_long, write_pairs
+from tests.train.corpus.support import MEASURE_READING, PAIR, in_child, pair, write_lines, write_long, write_pairs
 
-PAIR = ["prompt", "response"]
-
-
-def pair(number: int) -> dict[str, str]:
-    return {"prompt": f"question {number}", "response": f"answer {number}"}
-
-
-def write_lines(path: Path, *lines: str | bytes) -> Path:
-    path.write_bytes(b"".join((line.encode() if isinstance(line, str) else line) + b"\n" for line in lines))
-    return path
+_MEASURE_COPYING = """
+import json, resource, sys
+from pathlib import Path
+from memtop.train.corpus import open_rows
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+open_rows(sys.argv[3], ["prompt", "response"]).row(0)
+before = peak()
+rows = open_rows(sys.argv[1], ["prompt", "response"], cache_dir=Path(sys.argv[2]))
+print(json.dumps({"growth": peak() - before, "rows": len(rows)}))
+"""
+# A limit on the size of files is as good as a full disk.
+_NO_ROOM = """
+import json, resource, signal, sys
+from pathlib import Path
+from memtop.train.corpus import open_rows
+from memtop.train.errors import BadInputError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+try:
+    open_rows(sys.argv[1], ["prompt", "response"], cache_dir=Path(sys.argv[2]))
+except BadInputError as error:
+    print(json.dumps({"error": str(error)}))
+"""
 
 
 def opened_parquet(path: Path, cache_dir: Path, **options: Any) -> ParquetRows:
@@ -191,78 +205,15 @@ def test_closed_rows_open_again(tmp_path: Path) -> None:
         assert rows.row(3) == pair(3)
 
 
-_MEASURE = """
-import json, random, re, sys
-from memtop.train.corpus import open_rows
-def resident():
-    return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-# What the libraries take once is not the file's.
-open_rows(sys.argv[3], ["prompt", "response"]).row(0)
-before = resident()
-rows = open_rows(sys.argv[1], ["prompt", "response"], level=sys.argv[2])
-peak, read = 0, 0
-for index in random.Random(1).choices(range(len(rows)), k=2000):
-    read += len(rows.row(index)["response"])
-    peak = max(peak, resident())
-print(json.dumps({"growth": peak - before, "read": read, "groups": rows.groups_read}))
-"""
-
-
 @pytest.mark.parametrize("level", ["standard", "extreme"])
 def test_the_resident_set_does_not_grow_with_the_file(tmp_path: Path, level: str) -> None:
     # In 120 groups of half a MB.
     path = write_long(tmp_path / "a.parquet", 30_000, 2000, group=250)
     assert path.stat().st_size > 60e6
-    found = in_child(_MEASURE, str(path), level, str(write_pairs(tmp_path / "b.parquet", 10, group=10)))
+    found = in_child(MEASURE_READING, str(path), level, str(write_pairs(tmp_path / "b.parquet", 10, group=10)))
     assert found["read"] == 2000 * 2000
     assert found["groups"] > 1900, "this order is the worst for a cache"
     assert found["growth"] < 15e6
-
-
-def test_json_lines_and_blank_ones(tmp_path: Path) -> None:
-    lines = [json.dumps(pair(n) | {"other": n}, ensure_ascii=bool(n % 2)) for n in range(500)]
-    path = write_lines(tmp_path / "a.jsonl", b"\xef\xbb\xbf" + lines[0].encode(), "", *lines[1:], "   ", "")
-    for cache_dir in (None, tmp_path / "cache", tmp_path / "cache"):
-        rows = open_rows(path, PAIR, cache_dir=cache_dir)
-        assert len(rows) == 500
-        assert rows.group_sizes() == [500]
-        assert [rows.row(n) for n in (499, 0, 1, 250)] == [pair(n) for n in (499, 0, 1, 250)]
-    assert len(list((tmp_path / "cache").glob("*.npy"))) == 1
-
-
-def test_a_last_line_needs_no_line_break(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "one"}\n{"text": "two"}')
-    rows = open_rows(path, ["text"])
-    assert [rows.row(n)["text"] for n in range(len(rows))] == ["one", "two"]
-
-
-def test_text_has_one_row_per_line(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.txt", "first", "", "  indented, größer  ", "windows\r", "last")
-    rows = open_rows(path, {"text": "text"})
-    found = [rows.row(n) for n in range(len(rows))]
-    assert found == [{"text": text} for text in ("first", "  indented, größer  ", "windows", "last")]
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ('{"prompt": "a", "response": ', r"line 3 is broken JSON: .*truncated"),
-        ('{"prompt": "a", "response": b}', r"line 3 is broken JSON: "),
-        ('["a", "b"]', r"line 3 is no JSON object"),
-        ('{"prompt": "a"}', r"line 3 has no column 'response'; it has prompt \(use --set data\.columns\.response=NAME\)"),
-        ('{"prompt": "a", "response": null}', r"line 3, column 'response': null where text is needed"),
-        ('{"prompt": 7, "response": "b"}', r"line 3, column 'prompt': a number where text is needed"),
-        (b'{"prompt": "\xff", "response": "b"}', r"line 3 is broken JSON: "),
-    ],
-)
-def test_a_bad_line_is_named_before_training_starts(tmp_path: Path, line: str | bytes, expected: str) -> None:
-    good = json.dumps(pair(1))
-    path = write_lines(tmp_path / "a.jsonl", good, "", line, good)
-    with pytest.raises(BadInputError, match=expected) as caught:
-        open_rows(path, PAIR)
-    assert str(caught.value).startswith(f"data.train {path}: ")
-    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_column_names_what_there_is(tmp_path: Path) -> None:
@@ -303,30 +254,33 @@ def test_texts_in_dictionaries_are_texts(tmp_path: Path) -> None:
     assert open_rows(path, PAIR).row(2) == {"prompt": "x", "response": "c"}
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
-    cases = {
-        "gone.parquet": (None, "no such file; give --set data.train=FILE"),
-        "empty.jsonl": (b"", "is empty"),
-        "blank.txt": (b"\n \n", "has only blank lines"),
-        "broken.parquet": (b"PAR1 and then nothing", "is no whole parquet file"),
-        "weights.bin": (b"\x00\x01\x02", ".bin is not text; .parquet, .jsonl and text files can be read"),
-        "latin.txt": ("für\n".encode("latin-1"), "line 1 is not UTF-8"),
-    }
-    for name, (content, expected) in cases.items():
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
-        with pytest.raises(BadInputError) as caught:
-            open_rows(tmp_path / name, ["text"])
-        assert expected in str(caught.value)
-        assert str(tmp_path / name) in str(caught.value)
-    with pytest.raises(BadInputError, match="is a folder"):
-        open_rows(tmp_path, ["text"])
-    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "no_rows.parquet")
-    with pytest.raises(BadInputError, match="has no rows"):
-        open_rows(tmp_path / "no_rows.parquet", ["text"])
+def test_a_giant_group_is_copied_in_bounded_memory(tmp_path: Path) -> None:
+    path = write_long(tmp_path / "a.parquet", 60_000, 2000, group=60_000)
+    assert pq.ParquetFile(path).metadata.num_row_groups == 1
+    found = in_child(
+        _MEASURE_COPYING, str(path), str(tmp_path / "cache"), str(write_pairs(tmp_path / "b.parquet", 10, group=10))
+    )
+    assert found["rows"] == 60_000
+    # The group has 120 MB.
+    assert found["growth"] < 60e6
 
 
-def test_text_has_no_pairs(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.txt", "one")
-    with pytest.raises(BadInputError, match="no column 'prompt'; it has text"):
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path) -> None:
+    path = write_long(tmp_path / "a.parquet", 30_000, 200, group=30_000)
+    found = in_child(_NO_ROOM, str(path), str(tmp_path / "cache"))
+    assert "prepared data cannot be written there: " in found["error"]
+    assert "\n" not in found["error"]
+    assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_damage_is_said_where_it_is(tmp_path: Path) -> None:
+    path = write_pairs(tmp_path / "a.parquet", 1000, group=100)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-400] + b"\xff" * 380 + whole[-20:])
+    with pytest.raises(BadInputError, match="is no whole parquet file: "):
         open_rows(path, PAIR)
+    path.write_bytes(whole[:50] + b"\xff" * 200 + whole[250:])
+    rows = open_rows(path, PAIR)
+    assert rows.row(999) == pair(999)
+    with pytest.raises(BadInputError, match=r"row group 0 is damaged: .*; fetch it anew"):
+        rows.row(0)
