@@ -1,4 +1,4 @@
-"""Every strategy resumes from every other: {plain, ZeRO-2, ZeRO-2 + offload, ZeRO-3, ZeRO-3 + offload} x {1, 2 processes}, all pairs.
+"""Every strategy resumes from every other: plain, ZeRO-2 and 3, with and without offload, on 1 and 2 processes, all pairs.
 
     python -m bench.state_matrix [--precision bf16]
 

@@ -108,14 +108,14 @@ def _user_folder() -> Path:
 
 def _folder_tables(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for path in sorted(folder.glob("*.toml")):
-        yield str(path), path.stem, _parse(path)
+        yield str(path), path.stem, parse(path)
 
 
 def _local_tables(kind: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     local = Path("memtop.toml")
     if not local.is_file():
         return
-    tables = _parse(local).get(kind, {})
+    tables = parse(local).get(kind, {})
     if not isinstance(tables, dict):
         raise PresetFileError(f"{local}: {kind} is not a table; write [{kind}.NAME]")
     for name, table in tables.items():
@@ -124,7 +124,7 @@ def _local_tables(kind: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield f"{local} [{kind}.{name}]", name, table
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def parse(path: Path) -> dict[str, Any]:
     try:
         table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -165,6 +165,36 @@ def _put_away(previous: Path, state_dir: Path, keep: int) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def best_state(state_dir: Path) -> Path:
+    """Where the state with the lowest evaluation loss is kept."""
+    return state_dir.with_name("best_state")
+
+
+def best_loss(state_dir: Path) -> float | None:
+    """The lowest evaluation loss so far, None without an evaluation."""
+    folder = best_state(state_dir)
+    try:
+        return msgspec.json.decode((folder / FILE).read_bytes(), type=Manifest).evaluation_loss
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, OSError) as error:
+        raise BadInputError(f"{folder / FILE}: cannot be read: {error}; move {folder} aside") from None
+
+
+def keep_best(state_dir: Path) -> None:
+    """Keep the newest state as the best one: hard links, which cost no space while both exist."""
+    target = best_state(state_dir)
+    beside = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    for leftover in target.parent.glob(f"{target.name}.tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    shutil.copytree(state_dir, beside, copy_function=os.link)
+    sync(beside)
+    if target.exists():
+        shutil.rmtree(target)
+    beside.rename(target)
+    sync(target.parent)
+
+
 def _sweep(state_dir: Path) -> None:
     """Remove what a killed save left half-written."""
     for leftover in state_dir.parent.glob(f"{state_dir.name}.tmp-*"):

@@ -1,65 +1,115 @@
-"""Opens the data that a recipe names, and puts samples together into batches."""
+"""Opens the data that a recipe names: what is trained on, and what is evaluated on."""
 
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import numpy as np
-import torch
+import platformdirs
 
+from memtop.presets import Settings
+from memtop.presets.schema import HostLevel
+from memtop.train.corpus import (
+    ByteTokens,
+    PromptResponse,
+    RowText,
+    Seq2SeqPairs,
+    Tokens,
+    TokenStore,
+    fingerprint,
+    open_rows,
+    token_cache,
+)
+from memtop.train.corpus.tokens import BEGIN, END
 from memtop.train.errors import BadInputError
-from memtop.train.objective import IGNORED
-from memtop.train.packed import PackedText, Sample
+from memtop.train.packed import PackedText, RowSamples
 
-# Byte-level tokens: 0-255 are bytes, 256 begins a text, 257 ends it, 258 pads.
-BEGIN, END, PAD = 256, 257, 258
-VOCABULARY = 259
 # Not the library proper: tests, bundled copies and what the user installed.
 _LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+_EVALUATION_BYTES = 200_000
 
-Batch = dict[str, torch.Tensor]
+Data = PackedText | RowSamples
 
 
-def load_samples(data: dict[str, Any]) -> PackedText:
-    """The data set that a recipe's `data` table names."""
+class OpenedData(msgspec.Struct, frozen=True):
+    """What a run reads, and what to say about it."""
+
+    train: Data
+    evaluation: Data | None
+    notes: tuple[str, ...]
+
+
+def open_data(settings: Settings, tokens: Tokens, *, level: HostLevel = "standard") -> OpenedData:
+    """The data sets of the settings; BadInputError names the key, the file and what was found there."""
+    data = settings.data
+    if data.get("train"):
+        train, notes = _from_file("train", settings, tokens, level)
+        evaluation, more = _from_file("eval", settings, tokens, level) if data.get("eval") else (None, [])
+        return OpenedData(train, evaluation, (*notes, *more))
     source = data.get("source")
     if source != "python-stdlib":
-        raise BadInputError(f"data.source {source!r}: unknown; there is python-stdlib")
-    texts = list(_stdlib_sources(int(data.get("max_bytes", 4_000_000))))
-    if not texts:
+        raise BadInputError(f"data.source {source!r}: unknown; there is python-stdlib, or give data.train=FILE")
+    if settings.task != "causal":
+        raise BadInputError(
+            f"data.source python-stdlib: running text, but {settings.recipe} learns from pairs; give data.train=FILE"
+        )
+    if not isinstance(tokens, ByteTokens):
+        raise BadInputError("data.source python-stdlib: comes as bytes; give --set data.tokenizer=bytes, or data.train=FILE")
+    most = int(data.get("max_bytes", 4_000_000))
+    train = _text_of(_stdlib_sources(0, most))
+    if not len(train):
         raise BadInputError(f"data.source python-stdlib: no sources found in {sysconfig.get_path('stdlib')}")
-    return PackedText.of([byte_document(text) for text in texts])
+    # What comes after the bytes that are trained on.
+    rest = _text_of(_stdlib_sources(most, most + _EVALUATION_BYTES))
+    return OpenedData(PackedText(train), PackedText(rest) if len(rest) else None, ())
+
+
+def _from_file(split: str, settings: Settings, tokens: Tokens, level: HostLevel) -> tuple[Data, list[str]]:
+    data, path = settings.data, Path(settings.data[split])
+    names = dict(data.get("columns", {}))
+    wanted = ("text",) if settings.task == "causal" else ("prompt", "response")
+    columns = {role: names.get(role, role) for role in wanted}
+    cache = platformdirs.user_cache_path("memtop")
+    rows = open_rows(path, columns, level=level, cache_dir=cache, setting=f"data.{split}")
+    if not len(rows):
+        raise BadInputError(f"data.{split} {path}: holds no rows")
+    if settings.task == "causal":
+        column = columns["text"]
+        return PackedText(token_cache(RowText(rows, tokens, column), tokens, cache, fingerprint(path, column))), []
+    kind = Seq2SeqPairs if settings.task == "seq2seq" else PromptResponse
+    pairs = kind(rows, tokens, settings.seq_len, (columns["prompt"], columns["response"]))
+    report = pairs.cut_report()
+    note = (
+        f"data.{split}: {report['cut']} of {report['examined']} examined samples are longer than T {settings.seq_len} and are cut; "
+        f"{report['dropped_tokens_fraction']:.1%} of the tokens are lost"
+    )
+    return RowSamples(pairs), [note] if report["cut"] else []
+
+
+def _text_of(documents: Iterator[bytes]) -> TokenStore:
+    return TokenStore.from_arrays(map(byte_document, documents), ByteTokens.vocabulary)
 
 
 def byte_document(text: bytes) -> np.ndarray:
     """A text as byte-level tokens, with its beginning and end marked."""
-    return np.concatenate(([BEGIN], np.frombuffer(text, np.uint8), [END])).astype(np.int16)
+    return np.concatenate(([BEGIN], np.frombuffer(text, np.uint8), [END]))
 
 
-def _stdlib_sources(max_bytes: int) -> Iterable[bytes]:
+def _stdlib_sources(first: int, last: int) -> Iterator[bytes]:
+    """The sources of the standard library, one after the other; of all their bytes those in [first, last)."""
     root = Path(sysconfig.get_path("stdlib"))
-    left = max_bytes
+    position = 0
     for path in sorted(root.rglob("*.py")):
+        if position >= last:
+            return
         if _LEFT_OUT.intersection(path.relative_to(root).parts):
             continue
-        if left <= 0:
-            return
-        text = path.read_bytes()[:left]
-        left -= len(text)
-        if text:
-            yield text
-
-
-def collate(samples: list[Sample], *, pad: int = PAD) -> Batch:
-    """Pad to the longest: input_ids and attention_mask [b, t], labels [b, u] with IGNORED where there is only padding."""
-    sequences = torch.nn.utils.rnn.pad_sequence
-    ids = sequences([sample[0] for sample in samples], batch_first=True, padding_value=pad)
-    lengths = torch.tensor([len(sample[0]) for sample in samples])
-    return {
-        "input_ids": ids,
-        "attention_mask": (torch.arange(ids.shape[1]) < lengths.unsqueeze(1)).long(),
-        "labels": sequences([sample[1] for sample in samples], batch_first=True, padding_value=IGNORED),
-    }
+        size = path.stat().st_size
+        if position + size > first:
+            text = path.read_bytes()[max(0, first - position) : last - position]
+            if text:
+                yield text
+        position += size

@@ -13,17 +13,23 @@ import torch
 from torch.utils.data import DataLoader
 
 from memtop.presets import Settings
+from memtop.presets.host_memory import HostPlan, host_plan
 from memtop.train import checkpoint
 from memtop.train.channel import Channel
 from memtop.train.control import Control
-from memtop.train.data import Batch, collate
+from memtop.train.corpus import collate
 from memtop.train.engine import Engine
 from memtop.train.errors import TrainingError
+from memtop.train.evaluation import Evaluation, Evaluator
+from memtop.train.host import RECORD_EVERY, MemoryRecord
 from memtop.train.manifest import Cut, Manifest
 from memtop.train.objective import IGNORED, predicted_tokens
 from memtop.train.order import Key, SampleOrder, Samples, UpdatePlan, plan_updates, sample_digest
+from memtop.train.packed import PackedText, RowSamples
 from memtop.train.schedule import learning_rate
 from memtop.train.stopwatch import Stopwatch
+
+Batch = dict[str, torch.Tensor]
 
 
 class Position(msgspec.Struct, kw_only=True):
@@ -46,6 +52,9 @@ class Trainer:
         state_dir: Path,
         channel: Channel,
         pad: int,
+        *,
+        host: HostPlan | None = None,
+        evaluation: PackedText | RowSamples | None = None,
     ) -> None:
         self.settings = settings
         self.position = position
@@ -55,6 +64,11 @@ class Trainer:
         self._state_dir = state_dir
         self._channel = channel
         self._pad = pad
+        self._host = host or host_plan(settings, None, on_gpu=self._accelerator.device.type == "cuda")
+        self._record = MemoryRecord(channel, self._accelerator)
+        self._evaluator = Evaluator(settings, engine, evaluation, pad) if settings.eval_every and evaluation else None
+        self._evaluated: Evaluation | None = None
+        self._best = checkpoint.best_loss(state_dir)
         self._saved_at: int | None = None
         self._order = SampleOrder(samples, settings.seed, position.cuts)
         self.target_samples = settings.target_samples or self._order.end_of(settings.epochs)
@@ -68,9 +82,12 @@ class Trainer:
         for plan in self._plans(self._order):
             self._update(plan, batches, stopwatch)
             trained = True
+            better = self._evaluate(plan.number)
             asked = control.at_boundary()
-            if asked.save or asked.stop or plan.number % self.settings.save_every == 0:
-                control.saved(asked, self._save())
+            if asked.save or asked.stop or better or plan.number % self.settings.save_every == 0:
+                control.saved(asked, self._save(best=better))
+            if plan.number % RECORD_EVERY == 0:
+                self._record(f"update {plan.number}")
             if asked.stop:
                 return "stopped"
         if trained and self._saved_at != self.position.updates:
@@ -91,9 +108,9 @@ class Trainer:
         loader: DataLoader[Any] = DataLoader(
             samples,
             batch_sampler=self._micro_batches(),
-            num_workers=self.settings.workers,
+            num_workers=self._host.workers,
             collate_fn=partial(collate, pad=self._pad),
-            pin_memory=self._accelerator.device.type == "cuda" and self.settings.pin_memory is not False,
+            pin_memory=self._host.pin_memory,
         )
         return loader
 
@@ -176,7 +193,18 @@ class Trainer:
             speed = len(plan.keys) / seconds["step_seconds"]
             print(f"update {plan.number}  loss {loss:.4f}  lr {rate:.3g}  {speed:.1f} samples/s", flush=True)
 
-    def _save(self) -> tuple[bool, str]:
+    def _evaluate(self, update: int) -> bool:
+        """Evaluate if this update asks for it; whether the model is better than it ever was."""
+        if self._evaluator is None or update % self.settings.eval_every:
+            return False
+        found = self._evaluated = self._evaluator()
+        self._channel.report("evaluation", update=update, **msgspec.to_builtins(found))
+        if self._accelerator.is_main_process:
+            print(f"update {update}  evaluation loss {found.loss:.4f} over {found.samples} samples", flush=True)
+        # The loss is the same on every rank: it was summed over all of them.
+        return self._best is None or found.loss < self._best
+
+    def _save(self, *, best: bool = False) -> tuple[bool, str]:
         """Write train_latest_state; whether it worked, and what happened in words. All ranks take part."""
         self._accelerator.wait_for_everyone()
         # Every update that a checkpoint covers is in the journal before the checkpoint exists.
@@ -188,6 +216,7 @@ class Trainer:
             epoch=self._order.epoch_at(self.position.samples_seen),
             cuts=self.position.cuts,
             target_samples=self.target_samples,
+            evaluation_loss=self._evaluated.loss if self._evaluated else None,
         )
         done = (True, f"checkpoint at update {self.position.updates}")
         try:
@@ -198,7 +227,11 @@ class Trainer:
             done = (False, str(error))
         else:
             self._saved_at = self.position.updates
+            if best and self._evaluated is not None:
+                self._best = self._evaluated.loss
             if manifest is not None:
+                if best:
+                    checkpoint.keep_best(self._state_dir)
                 done = (True, self._say_saved(manifest, watch.lap()["step_seconds"]))
         self._accelerator.wait_for_everyone()
         return done

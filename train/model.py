@@ -10,10 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from memtop.presets import Settings
+from memtop.train.corpus import Tokens
 from memtop.train.errors import BadInputError
 
 
-def model_config(settings: Settings, *, vocabulary: int, pad: int) -> Any:
+def model_config(settings: Settings, tokens: Tokens) -> Any:
     """The Hugging Face configuration; BadInputError says what there is instead of it."""
     if settings.model.get("path"):
         return _config_of(str(settings.model["path"]))
@@ -23,13 +24,13 @@ def model_config(settings: Settings, *, vocabulary: int, pad: int) -> Any:
         raise BadInputError("model.config.model_type: missing; name a Hugging Face architecture such as llama")
     if settings.task == "seq2seq":
         # A decoder starts from padding, as T5 does it.
-        values = {"decoder_start_token_id": pad, "pad_token_id": pad, **values}
+        values |= {"decoder_start_token_id": tokens.pad, "pad_token_id": tokens.pad, "eos_token_id": tokens.end}
     try:
         config = AutoConfig.for_model(kind, **values)
     except ValueError as error:
         raise BadInputError(f"model.config: {str(error).splitlines()[0]}") from None
-    if config.vocab_size < vocabulary:
-        raise BadInputError(f"model.config.vocab_size {config.vocab_size}: these tokens need {vocabulary}")
+    if config.vocab_size < tokens.vocabulary:
+        raise BadInputError(f"model.config.vocab_size {config.vocab_size}: these tokens need {tokens.vocabulary}")
     return config
 
 

@@ -1,9 +1,10 @@
-"""The optimizers, and their moments in the one form that is saved: fp32 tensors per parameter, as AdamW has them.
+"""The optimizers, and their moments in the form that is saved: tensors per parameter, whatever the strategy.
 
-Saved for each parameter: `step` (scalar), `exp_avg` and `exp_avg_sq` (the parameter's shape), or, from Adafactor,
-`exp_avg_sq_row` and `exp_avg_sq_col` (means of exp_avg_sq over the last and the last but one dimension). What an optimizer
-lacks it is given as well as it can be: an 8-bit state is rounded, a factored second moment is the product of its rows and
-columns, a first moment that was never kept starts at zero.
+Saved for each parameter: `step` (scalar), `exp_avg` and `exp_avg_sq` (the parameter's shape, fp32); from an 8-bit optimizer,
+where it has them in 8 bits, each as `*_q8` (uint8) and `*_absmax` (fp32, one for each block of 256 elements), so that it gets
+back exactly what it had; from Adafactor `exp_avg_sq_row` and `exp_avg_sq_col` (means of exp_avg_sq over the last and the last
+but one dimension). What another optimizer lacks it is given as well as it can be: 8 bits round, a factored second moment is
+the product of its rows and columns, a first moment that was never kept starts at zero.
 """
 
 from __future__ import annotations
@@ -62,13 +63,18 @@ def read_moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> M
     """The moments of one parameter in the form that is saved, on the CPU; zeros before the first update."""
     state: dict[str, Any] = optimizer.state.get(parameter, {})
     if "state1" in state:
-        found = {name: _from_8bit(state, number) for name, number in zip(MOMENTS, (1, 2), strict=True)}
+        found = _packed(state)
     elif "exp_avg_sq_row" in state:
         found = {name: state[name] for name in ("exp_avg_sq_row", "exp_avg_sq_col")}
     else:
         found = {name: state.get(name, torch.zeros(parameter.shape)) for name in MOMENTS if name in state or not state}
     step = torch.as_tensor(float(state.get("step", 0)))
-    return {"step": step, **{name: tensor.detach().to("cpu", torch.float32) for name, tensor in found.items()}}
+    return {"step": step, **{name: _portable(tensor) for name, tensor in found.items()}}
+
+
+def _portable(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.cpu() if tensor.dtype == torch.uint8 else tensor.to("cpu", torch.float32)
 
 
 def write_moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, saved: Moments) -> None:
@@ -94,8 +100,8 @@ def full_moments(saved: Moments, shape: torch.Size) -> Moments:
         scale = row.mean(dim=-1, keepdim=True).clamp_min(1e-30).unsqueeze(-1)
         second = row.unsqueeze(-1) * column.unsqueeze(-2) / scale
     else:
-        second = saved["exp_avg_sq"]
-    first = saved.get("exp_avg")
+        second = _unpacked(saved, "exp_avg_sq")
+    first = _unpacked(saved, "exp_avg")
     return {"exp_avg": torch.zeros(shape) if first is None else first, "exp_avg_sq": second.reshape(shape)}
 
 
@@ -104,20 +110,35 @@ def _factored(parameter: torch.Tensor, saved: Moments) -> Moments:
         return {"exp_avg_sq": full_moments(saved, parameter.shape)["exp_avg_sq"]}
     if "exp_avg_sq_row" in saved:
         return {name: saved[name] for name in ("exp_avg_sq_row", "exp_avg_sq_col")}
-    return {"exp_avg_sq_row": saved["exp_avg_sq"].mean(dim=-1), "exp_avg_sq_col": saved["exp_avg_sq"].mean(dim=-2)}
+    second = full_moments(saved, parameter.shape)["exp_avg_sq"]
+    return {"exp_avg_sq_row": second.mean(dim=-1), "exp_avg_sq_col": second.mean(dim=-2)}
 
 
-def _from_8bit(state: dict[str, Any], number: int) -> torch.Tensor:
-    tensor: torch.Tensor = state[f"state{number}"]
-    if tensor.dtype != torch.uint8:
-        # Small parameters are kept whole.
-        return tensor
-    from bitsandbytes.functional import dequantize_blockwise
+_BLOCK = 256
+"""Elements that share one scale, as bitsandbytes has it."""
 
-    whole: torch.Tensor = dequantize_blockwise(
-        tensor, absmax=state[f"absmax{number}"], code=state[f"qmap{number}"], blocksize=256
-    )
-    return whole
+
+def _packed(state: dict[str, Any]) -> Moments:
+    found: Moments = {}
+    for number, name in enumerate(MOMENTS, start=1):
+        tensor: torch.Tensor = state[f"state{number}"]
+        if tensor.dtype == torch.uint8:
+            found |= {f"{name}_q8": tensor, f"{name}_absmax": state[f"absmax{number}"]}
+        else:
+            # Small parameters are kept whole.
+            found[name] = tensor
+    return found
+
+
+def _unpacked(saved: Moments, name: str) -> Any:
+    if f"{name}_q8" not in saved:
+        return saved.get(name)
+    from bitsandbytes.functional import create_dynamic_map, dequantize_blockwise
+
+    make_code: Any = create_dynamic_map
+    # The second moment has no sign, so its code has twice as many steps.
+    code = make_code(signed=name == "exp_avg")
+    return dequantize_blockwise(saved[f"{name}_q8"], absmax=saved[f"{name}_absmax"], code=code, blocksize=_BLOCK)
 
 
 def _write_8bit(optimizer: Any, parameter: torch.nn.Parameter, saved: Moments) -> None:
@@ -128,11 +149,16 @@ def _write_8bit(optimizer: Any, parameter: torch.nn.Parameter, saved: Moments) -
     optimizer.init_state(group, parameter, optimizer.param_groups.index(group), index)
     state = optimizer.state[parameter]
     state["step"] = int(saved["step"])
+    if "exp_avg_q8" in saved and state["state1"].dtype == torch.uint8:
+        for number, name in enumerate(MOMENTS, start=1):
+            state[f"state{number}"].copy_(saved[f"{name}_q8"])
+            state[f"absmax{number}"].copy_(saved[f"{name}_absmax"])
+        return
     for number, tensor in enumerate(full_moments(saved, parameter.shape).values(), start=1):
         target = state[f"state{number}"]
         value = tensor.to(target.device)
         if target.dtype == torch.uint8:
-            packed, how = quantize_blockwise(value, code=state[f"qmap{number}"], blocksize=256)
+            packed, how = quantize_blockwise(value, code=state[f"qmap{number}"], blocksize=_BLOCK)
             target.copy_(packed.reshape(target.shape))
             state[f"absmax{number}"].copy_(how.absmax.reshape(state[f"absmax{number}"].shape))
         else:

@@ -1,40 +1,34 @@
-"""Running text cut into samples of at most T tokens. A sample never spans two documents.
+"""What the order shuffles: running text cut into samples of at most T tokens, or the rows of a table.
 
-The tail of a document is shorter than T, so samples differ in length and losses must be weighted by tokens.
+A sample of running text never spans two documents. The tail of a document is shorter than T, so samples differ in length and
+losses must be weighted by tokens.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from memtop.train.corpus import Sample, TokenStore, window_order
+from memtop.train.corpus.pairs import PromptResponse, Seq2SeqPairs
 from memtop.train.order import Key, Table
 
-Sample = tuple[torch.Tensor, torch.Tensor]
-"""Input ids [t] and labels [t], dtype int64."""
+WINDOW = 4
+"""Row groups that are shuffled into one another: their rows come together, so that each group is read once in an epoch."""
 
 
 class PackedText(Dataset[Sample]):
-    """A flat array of tokens with the documents' boundaries [documents + 1]. A sample's id is the offset of its first token."""
+    """A flat array of tokens with its documents' boundaries. A sample's id is the offset of its first token."""
 
     recut = True
 
-    def __init__(self, tokens: np.ndarray, boundaries: np.ndarray) -> None:
-        self._tokens = tokens
-        self._boundaries = boundaries
-
-    @classmethod
-    def of(cls, documents: Sequence[np.ndarray]) -> PackedText:
-        """From documents in memory."""
-        if not documents:
-            return cls(np.empty(0, np.int32), np.zeros(1, np.int64))
-        return cls(np.concatenate(documents), np.cumsum([0, *map(len, documents)]))
+    def __init__(self, store: TokenStore) -> None:
+        self._store = store
 
     def table(self, seq_len: int) -> Table:
-        return _cut(self._boundaries[:-1], np.diff(self._boundaries), seq_len)
+        boundaries = np.asarray(self._store.boundaries)
+        return _cut(boundaries[:-1], np.diff(boundaries), seq_len)
 
     def cut_again(self, rest: Table, seq_len: int) -> Table:
         """The same tokens, those that lie side by side in one document joined first."""
@@ -42,7 +36,7 @@ class PackedText(Dataset[Sample]):
             return rest
         order = np.argsort(rest.ids)
         starts, lengths = rest.ids[order], rest.lengths[order]
-        documents = np.searchsorted(self._boundaries, starts, side="right")
+        documents = np.searchsorted(self._store.boundaries, starts, side="right")
         joined = (starts[1:] == starts[:-1] + lengths[:-1]) & (documents[1:] == documents[:-1])
         first = np.flatnonzero(np.concatenate(([True], ~joined)))
         return _cut(starts[first], np.add.reduceat(lengths, first), seq_len)
@@ -52,8 +46,29 @@ class PackedText(Dataset[Sample]):
 
     def __getitem__(self, key: Key) -> Sample:
         start, length = key
-        ids = torch.from_numpy(self._tokens[start : start + length].astype(np.int64))
+        ids = torch.from_numpy(self._store.tokens[start : start + length].astype(np.int64))
         return ids, ids
+
+
+class RowSamples(Dataset[Sample]):
+    """Pairs of prompt and response, one row a sample. Their ids are the rows' numbers, whatever T cuts off."""
+
+    recut = False
+
+    def __init__(self, pairs: PromptResponse | Seq2SeqPairs) -> None:
+        self.pairs = pairs
+
+    def table(self, seq_len: int) -> Table:
+        return Table(np.arange(len(self.pairs)), np.zeros(len(self.pairs), np.int64))
+
+    def cut_again(self, rest: Table, seq_len: int) -> Table:
+        return rest
+
+    def shuffled(self, count: int, generator: np.random.Generator) -> np.ndarray:
+        return window_order(self.pairs.rows.group_sizes(), WINDOW, generator)
+
+    def __getitem__(self, key: Key) -> Sample:
+        return self.pairs[key[0]]
 
 
 def _cut(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Table:

@@ -15,12 +15,15 @@ from accelerate import Accelerator
 
 from memtop.presets import Settings, SettingsError
 from memtop.presets.editing import check
+from memtop.presets.host_memory import HostPlan
 from memtop.train.channel import Channel, open_channel
 from memtop.train.checkpoint import load_weights
 from memtop.train.control import Control
-from memtop.train.data import PAD, VOCABULARY, load_samples
+from memtop.train.corpus import load_tokens
+from memtop.train.data import OpenedData, open_data
 from memtop.train.engine import Engine, PlainEngine, trained_parameters
 from memtop.train.errors import BadInputError, TrainingError
+from memtop.train.host import MemoryRecord, decide
 from memtop.train.loop import Position, Trainer
 from memtop.train.manifest import BrokenStateError, Cut, Manifest, newest_complete
 from memtop.train.model import build_model, model_config
@@ -47,16 +50,27 @@ def train(settings_path: Path, state_dir: Path, *, resume: bool) -> str:
 
 def _train(settings: Settings, state_dir: Path, resume: bool, channel: Channel) -> str:
     channel.report("phase", phase="loading")
-    samples = load_samples(settings.data)
-    config = model_config(settings, vocabulary=VOCABULARY, pad=PAD)
+    tokens = load_tokens(settings.data.get("tokenizer"), settings.model.get("path"))
+    config = model_config(settings, tokens)
     accelerator = open_accelerator(settings, config)
+    say = _Speaker(channel, accelerator.is_main_process)
+    record = MemoryRecord(channel, accelerator)
+    record("before model load")
     control = Control(channel, accelerator)
     control.catch_signals()
     found = _find_state(state_dir, accelerator) if resume else None
     engine, position = open_engine(settings, accelerator, config, found)
-    trainer = Trainer(settings, engine, samples, position, state_dir, channel, PAD)
+    record("after model load")
+    host = decide(settings, accelerator)
+    data = open_data(settings, tokens, level=host.level)
+    record("after data load")
+    for note in (*data.notes, *_host_notes(settings, host), *_evaluation_notes(settings, data)):
+        say(note)
+    trainer = Trainer(
+        settings, engine, data.train, position, state_dir, channel, tokens.pad, host=host, evaluation=data.evaluation
+    )
     if found is not None:
-        _say_resumed(*found, settings, channel)
+        _say_resumed(*found, settings, say)
     left = max(0, trainer.target_samples - position.samples_seen)
     channel.report(
         "plan",
@@ -67,12 +81,45 @@ def _train(settings: Settings, state_dir: Path, resume: bool, channel: Channel) 
         resumed=found is not None,
         parameters=count_parameters(engine.model.parameters()),
         trained_parameters=count_parameters(trained_parameters(engine.model).values()),
+        epoch_samples=len(data.train.table(settings.seq_len)),
         strategy=str(engine.strategy()),
+        loss_chunk=engine_chunk(engine),
+        host=msgspec.to_builtins(host),
         device=str(accelerator.device),
         device_uuid=_device_uuid(accelerator.device),
     )
     channel.report("phase", phase="training")
     return trainer.run(control)
+
+
+class _Speaker:
+    """Says a line to the person once: as a warning to the supervisor, and in the log, from the first rank."""
+
+    def __init__(self, channel: Channel, first: bool) -> None:
+        self._channel = channel
+        self._first = first
+
+    def __call__(self, text: str, *, warning: bool = True) -> None:
+        if not self._first:
+            return
+        if warning:
+            self._channel.report("warning", message=text)
+        print(f"memtop: {text}", flush=True)
+
+
+def _host_notes(settings: Settings, host: HostPlan) -> list[str]:
+    notes = []
+    if host.workers != settings.workers:
+        notes.append(f"loader workers {settings.workers} -> {host.workers}: host memory is short ({host.reason})")
+    if host.level != settings.host_level:
+        notes.append(f"host memory level {settings.host_level} -> {host.level} ({host.reason})")
+    return notes
+
+
+def _evaluation_notes(settings: Settings, data: OpenedData) -> list[str]:
+    if settings.eval_every and data.evaluation is None:
+        return [f"eval_every {settings.eval_every}: nothing to evaluate on; give --set data.eval=FILE. No evaluation is done"]
+    return []
 
 
 def open_engine(
@@ -88,6 +135,8 @@ def open_engine(
         load_weights(read, model, folder)
         position = _position(manifest, settings)
     objective = Objective(model, seq2seq=settings.task == "seq2seq", chunk=settings.loss_chunk)
+    if settings.compile:
+        model.compile()
     kind: Any = PlainEngine
     if settings.zero.stage:
         from memtop.train.zero import ZeroEngine as kind
@@ -111,6 +160,12 @@ def _position(manifest: Manifest, settings: Settings) -> Position:
         kept = tuple(cut for cut in cuts if cut.position < manifest.samples_seen)
         cuts = (*kept, Cut(manifest.samples_seen, settings.seq_len))
     return Position(updates=manifest.updates, samples_seen=manifest.samples_seen, cuts=cuts)
+
+
+def engine_chunk(engine: Engine) -> int:
+    """Tokens whose logits exist at one time; 0: all of them."""
+    objective: Any = engine.accelerator.unwrap_model(engine.objective)
+    return int(objective.chunk)
 
 
 def count_parameters(parameters: Iterable[torch.nn.Parameter]) -> int:
@@ -200,23 +255,18 @@ def _find_state(state_dir: Path, accelerator: Accelerator) -> tuple[Path, Manife
     return folder, manifest
 
 
-def _say_resumed(folder: Path, manifest: Manifest, settings: Settings, channel: Channel) -> None:
-    say = print if launched_alone() else lambda *_, **__: None
-    say(f"memtop: resumed from {folder} at update {manifest.updates}, {manifest.samples_seen} samples", flush=True)
-    if manifest.seq_len != settings.seq_len:
-        text = (
+def _say_resumed(folder: Path, manifest: Manifest, settings: Settings, say: _Speaker) -> None:
+    say(f"resumed from {folder} at update {manifest.updates}, {manifest.samples_seen} samples", warning=False)
+    if manifest.seq_len != settings.seq_len and settings.task == "causal":
+        say(
             f"seq_len {manifest.seq_len} -> {settings.seq_len}: what this epoch has not used is cut anew from "
             f"sample {manifest.samples_seen} on; no token is left out or repeated"
         )
-        channel.report("warning", message=text)
-        say(f"memtop: {text}", flush=True)
-    _warn_if_other_order(manifest.settings, settings, channel)
-
-
-def _warn_if_other_order(before: dict[str, Any], settings: Settings, channel: Channel) -> None:
+    if manifest.optimizer != settings.optimizer:
+        say(f"optimizer {manifest.optimizer} -> {settings.optimizer}: its moments are converted as well as can be")
     for field in ("seed", "data"):
-        if before.get(field) != getattr(settings, field):
-            channel.report("warning", message=f"{field} changed: from here on the samples come in another order")
+        if manifest.settings.get(field) != msgspec.to_builtins(getattr(settings, field)):
+            say(f"{field} changed: from here on the samples come in another order")
 
 
 def _device_uuid(device: torch.device) -> str | None:

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from memtop.train.control import Control
-from memtop.train.data import PAD, VOCABULARY
+from memtop.train.corpus import ByteTokens
+from memtop.train.corpus.tokens import PAD
 from memtop.train.engine import Engine
 from memtop.train.loop import Trainer
 from memtop.train.manifest import newest_complete
@@ -34,7 +35,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     settings = read_settings(arguments.settings)
-    config = model_config(settings, vocabulary=VOCABULARY, pad=PAD)
+    config = model_config(settings, ByteTokens())
     accelerator = open_accelerator(settings, config)
     found = newest_complete(arguments.state_dir)
     engine, position = open_engine(settings, accelerator, config, found[:2] if found else None)

@@ -12,7 +12,9 @@ from accelerate import Accelerator
 from memtop.presets import Settings, edit_settings
 from memtop.train.channel import Unsupervised
 from memtop.train.control import Control
-from memtop.train.data import PAD, VOCABULARY, byte_document
+from memtop.train.corpus import ByteTokens, TokenStore
+from memtop.train.corpus.tokens import PAD, VOCABULARY
+from memtop.train.data import byte_document
 from memtop.train.loop import Trainer
 from memtop.train.manifest import newest_complete
 from memtop.train.model import model_config
@@ -72,7 +74,7 @@ def texts() -> list[bytes]:
 
 
 def samples() -> PackedText:
-    return PackedText.of([byte_document(text) for text in texts()])
+    return PackedText(TokenStore.from_arrays(map(byte_document, texts()), VOCABULARY))
 
 
 class Training:
@@ -83,7 +85,7 @@ class Training:
         self.settings = settings
         accelerator = Accelerator(cpu=True)
         self.samples = samples()
-        config = model_config(settings, vocabulary=VOCABULARY, pad=PAD)
+        config = model_config(settings, ByteTokens())
         found = newest_complete(state_dir)
         engine, position = open_engine(settings, accelerator, config, found[:2] if found else None)
         self.engine: Any = engine

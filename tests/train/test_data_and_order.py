@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtop.presets import Settings, edit_settings, load_presets, load_recipes, resolve
-from memtop.train.data import BEGIN, END, PAD, byte_document, collate, load_samples
+from memtop.train.corpus import ByteTokens, TokenStore, collate
+from memtop.train.corpus.tokens import BEGIN, END, PAD, VOCABULARY
+from memtop.train.data import Data, OpenedData, byte_document, open_data
 from memtop.train.errors import BadInputError
 from memtop.train.manifest import Cut
 from memtop.train.objective import IGNORED, predicted_tokens
@@ -21,6 +25,10 @@ from memtop.train.packed import PackedText
 from memtop.train.schedule import learning_rate
 
 SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
+
+
+def packed(texts: Iterable[bytes]) -> PackedText:
+    return PackedText(TokenStore.from_arrays(map(byte_document, texts), VOCABULARY))
 
 
 class Rows:
@@ -107,7 +115,7 @@ def test_epochs_are_counted_and_found() -> None:
 
 
 def test_the_same_cuts_give_the_same_order_and_what_came_before_stays() -> None:
-    text = PackedText.of([byte_document(bytes(range(200)))] * 4)
+    text = packed([bytes(range(200))] * 4)
     before = SampleOrder(text, 7, [Cut(0, 16)]).take(0, 20)
     cuts = [Cut(0, 16), Cut(20, 8)]
     assert SampleOrder(text, 7, cuts).take(0, 20) == before
@@ -123,7 +131,7 @@ def test_the_same_cuts_give_the_same_order_and_what_came_before_stays() -> None:
 def test_no_token_of_an_epoch_is_repeated_or_left_out_when_seq_len_changes(
     lengths: list[int], first: int, changes: list[tuple[int, int]]
 ) -> None:
-    text = PackedText.of([byte_document(bytes(length)) for length in lengths])
+    text = packed(map(bytes, lengths))
     cuts = [Cut(0, first)]
     for gap, seq_len in changes:
         cuts.append(Cut(cuts[-1].position + gap, seq_len))
@@ -149,7 +157,7 @@ def test_the_digest_is_what_the_contract_says() -> None:
 
 def test_samples_give_back_the_bytes_of_their_texts() -> None:
     texts = [b"hello world", b"x", bytes(range(256))]
-    text = PackedText.of([byte_document(t) for t in texts])
+    text = packed(texts)
     table = text.table(8)
     samples = [text[key][0] for key in zip(table.ids.tolist(), table.lengths.tolist(), strict=True)]
     assert torch.cat(samples).tolist() == [token for t in texts for token in (BEGIN, *t, END)]
@@ -158,7 +166,7 @@ def test_samples_give_back_the_bytes_of_their_texts() -> None:
 
 
 def test_a_tail_of_one_token_is_no_sample() -> None:
-    text = PackedText.of([byte_document(b"1234567")])
+    text = packed([b"1234567"])
     assert text.table(8).lengths.tolist() == [8]
     assert text[0, 8][0].tolist() == [BEGIN, *b"1234567"]
 
@@ -171,17 +179,29 @@ def test_predicted_tokens_are_those_that_have_something_before_them() -> None:
 
 def test_padding_is_masked() -> None:
     ids_and_labels = [(torch.tensor([1, 2, 3]), torch.tensor([1, 2, 3])), (torch.tensor([4]), torch.tensor([7, 8]))]
-    batch = collate(ids_and_labels)
+    batch = collate(ids_and_labels, PAD)
     assert batch["input_ids"].tolist() == [[1, 2, 3], [4, PAD, PAD]]
     assert batch["labels"].tolist() == [[1, 2, 3], [7, 8, IGNORED]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
 
 
+def content(data: Data) -> bytes:
+    table = data.table(2**40)
+    keys = zip(table.ids.tolist(), table.lengths.tolist(), strict=True)
+    return b"".join(bytes(token for token in data[key][0].tolist() if token < 256) for key in keys)
+
+
 def test_the_text_is_the_machines_own_and_bounded() -> None:
-    samples = load_samples({"source": "python-stdlib", "max_bytes": 50_000})
-    assert 49_000 <= samples.table(64).lengths.sum() < 52_000
+    def opened(**data: Any) -> OpenedData:
+        return open_data(msgspec.structs.replace(SETTINGS, data=data), ByteTokens())
+
+    found = opened(source="python-stdlib", max_bytes=50_000)
+    assert 49_000 <= found.train.table(64).lengths.sum() < 52_000
+    # What is evaluated on comes right after what is trained on.
+    assert found.evaluation is not None
+    assert content(opened(source="python-stdlib", max_bytes=250_000).train) == content(found.train) + content(found.evaluation)
     with pytest.raises(BadInputError, match=r"data.source 'moon': unknown; there is python-stdlib"):
-        load_samples({"source": "moon"})
+        opened(source="moon")
 
 
 def rate(samples_seen: int, of: Settings = SETTINGS) -> float:

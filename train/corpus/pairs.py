@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from memtop.train.corpus.rows import Rows
 from memtop.train.corpus.tokens import Tokens
-from memtop.train.data import IGNORED
+from memtop.train.objective import IGNORED
 
 Sample = tuple[torch.Tensor, torch.Tensor]
 """Input ids [t] and labels [u], int64; u = t for causal models, where labels are not shifted."""

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from memtop.train.corpus.once import digest
-from memtop.train.data import BEGIN, END, PAD, VOCABULARY
 from memtop.train.errors import BadInputError
+
+# Byte-level tokens: 0-255 are bytes.
+BEGIN, END, PAD = 256, 257, 258
+VOCABULARY = 259
 
 
 class Tokens(Protocol):

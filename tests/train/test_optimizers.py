@@ -1,0 +1,110 @@
+"""Optimizers and their moments: what is exact comes back exactly, what is lossy is as near as it can be."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from memtop.presets.schema import Optimizer
+from memtop.train.optimizers import MOMENTS, build_optimizer, full_moments, read_moments, write_moments
+from tests.train.support import TINY, Training, edited
+
+CPU = torch.device("cpu")
+
+
+def trained(kind: Optimizer, steps: int = 4) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A small model after some steps: one matrix large enough for 8-bit states (4096 elements), and a vector."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(64, 80)
+    optimizer = fresh(kind, model)
+    for _ in range(steps):
+        model(torch.randn(16, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def fresh(kind: Optimizer, model: torch.nn.Module) -> torch.optim.Optimizer:
+    return build_optimizer(msgspec.structs.replace(TINY, optimizer=kind, learning_rate=1e-3), model.parameters(), CPU)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "cpu_adam"])
+def test_moments_that_are_put_back_are_the_moments_that_were_taken(kind: Optimizer) -> None:
+    model, optimizer = trained(kind)
+    other = fresh(kind, model)
+    for parameter in model.parameters():
+        saved = read_moments(optimizer, parameter)
+        assert float(saved["step"]) == 4
+        write_moments(other, parameter, {name: tensor.clone() for name, tensor in saved.items()})
+        again = read_moments(other, parameter)
+        assert again.keys() == saved.keys()
+        for name, tensor in saved.items():
+            torch.testing.assert_close(again[name], tensor, rtol=1e-6, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "adafactor", "cpu_adam"])
+def test_steps_after_a_reload_are_the_steps_that_would_have_been(kind: Optimizer) -> None:
+    model, optimizer = trained(kind)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    saved = [copy.deepcopy(read_moments(optimizer, parameter)) for parameter in model.parameters()]
+
+    def three_steps(of: torch.optim.Optimizer) -> torch.Tensor:
+        torch.manual_seed(2)
+        for _ in range(3):
+            model(torch.randn(16, 64)).square().mean().backward()
+            of.step()
+            of.zero_grad()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone()
+
+    expected = three_steps(optimizer)
+    model.load_state_dict(weights)
+    other = fresh(kind, model)
+    for parameter, moments in zip(model.parameters(), saved, strict=True):
+        write_moments(other, parameter, moments)
+    torch.testing.assert_close(three_steps(other), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_eight_bits_round_the_moments_and_no_more() -> None:
+    model, optimizer = trained("adamw")
+    other = fresh("adamw_8bit", model)
+    for parameter in model.parameters():
+        saved = read_moments(optimizer, parameter)
+        write_moments(other, parameter, saved)
+        for name in MOMENTS:
+            found = full_moments(read_moments(other, parameter), parameter.shape)[name]
+            wanted = saved[name]
+            # Dynamic 8-bit blocks: a few percent of the block's largest value at worst, much less on average.
+            assert float((found - wanted).abs().max()) < 0.05 * float(wanted.abs().max())
+            assert float((found - wanted).norm() / wanted.norm()) < 0.03
+
+
+def test_adafactor_keeps_the_rows_and_columns_of_the_second_moment() -> None:
+    row, column = torch.rand(6) + 0.1, torch.rand(5) + 0.1
+    second = row[:, None] * column[None, :]
+    model = torch.nn.Linear(5, 6, bias=False)
+    adafactor = fresh("adafactor", model)
+    saved = {"step": torch.tensor(9.0), "exp_avg": torch.randn(6, 5), "exp_avg_sq": second}
+    write_moments(adafactor, model.weight, saved)
+    kept = read_moments(adafactor, model.weight)
+    assert kept.keys() == {"step", "exp_avg_sq_row", "exp_avg_sq_col"}
+    back = full_moments(kept, model.weight.shape)
+    # A second moment of rank one is what a factored one can hold; the first moment is not kept.
+    torch.testing.assert_close(back["exp_avg_sq"], second)
+    assert not back["exp_avg"].any()
+
+
+@pytest.mark.parametrize(("before", "after"), [("adamw", "adamw_8bit"), ("adafactor", "adamw"), ("adamw_8bit", "cpu_adam")])
+def test_a_run_goes_on_under_another_optimizer(tmp_path: Path, before: Optimizer, after: Optimizer) -> None:
+    state = tmp_path / "state"
+    settings = edited(optimizer=before, learning_rate=2e-3)
+    first = Training(state, settings)
+    first.channel.commands[5] = [(1, "stop")]
+    first.run()
+    second = Training(state, msgspec.structs.replace(settings, optimizer=after))
+    assert second.run() == "finished"
+    assert len(second.losses) == 5
+    assert second.losses[-1] < first.losses[-1]
