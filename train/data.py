@@ -53,18 +53,16 @@ def open_data(settings: Settings, tokens: Tokens, *, level: HostLevel = "standar
     if source != "python-stdlib":
         raise BadInputError(f"data.source {source!r}: unknown; there is python-stdlib, or give data.train=FILE")
     if settings.task != "causal":
-        raise BadInputError(
-            f"data.source python-stdlib: running text, but {settings.recipe} learns from pairs; give data.train=FILE"
-        )
+        raise BadInputError(f"data.source python-stdlib: {settings.recipe} learns from pairs, not text; give data.train=FILE")
     if not isinstance(tokens, ByteTokens):
         raise BadInputError("data.source python-stdlib: comes as bytes; give --set data.tokenizer=bytes, or data.train=FILE")
     most = int(data.get("max_bytes", 4_000_000))
-    train = _text_of(_stdlib_sources(0, most))
-    if not len(train):
+    text = _text_of(_stdlib_sources(0, most))
+    if not len(text):
         raise BadInputError(f"data.source python-stdlib: no sources found in {sysconfig.get_path('stdlib')}")
     # What comes after the bytes that are trained on.
     rest = _text_of(_stdlib_sources(most, most + _EVALUATION_BYTES))
-    return OpenedData(PackedText(train), PackedText(rest) if len(rest) else None, ())
+    return OpenedData(PackedText(text), PackedText(rest) if len(rest) else None, ())
 
 
 def _from_file(split: str, settings: Settings, tokens: Tokens, level: HostLevel) -> tuple[Data, list[str]]:
@@ -83,7 +81,7 @@ def _from_file(split: str, settings: Settings, tokens: Tokens, level: HostLevel)
     pairs = kind(rows, tokens, settings.seq_len, (columns["prompt"], columns["response"]))
     report = pairs.cut_report()
     note = (
-        f"data.{split}: {report['cut']} of {report['examined']} examined samples are longer than T {settings.seq_len} and are cut; "
+        f"data.{split}: {report['cut']} of {report['examined']} examined samples exceed T {settings.seq_len} and are cut; "
         f"{report['dropped_tokens_fraction']:.1%} of the tokens are lost"
     )
     return RowSamples(pairs), [note] if report["cut"] else []

@@ -21,8 +21,8 @@ _GB = 1024**3
 
 
 def available_bytes() -> int | None:
-    """What can still be taken: of the machine, or of the cgroup where its limit is nearer. Our own use is gone from it already."""
-    memory = psutil.virtual_memory()
+    """What can still be taken: of the machine, or of the cgroup where its limit is nearer. Our own use is gone from it."""
+    memory: Any = psutil.virtual_memory()
     group = read_cgroup_memory(Path("/proc"), Path("/sys/fs/cgroup"), memory.total)
     if isinstance(group, CgroupMemory):
         return max(0, min(memory.available, group.limit_bytes - group.used_bytes))
