@@ -25,9 +25,9 @@ def available_bytes() -> int | None:
     memory: Any = psutil.virtual_memory()
     group = read_cgroup_memory(Path("/proc"), Path("/sys/fs/cgroup"), memory.total)
     if isinstance(group, CgroupMemory):
-        return max(0, min(memory.available, group.limit_bytes - group.used_bytes))
+        return max(0, min(int(memory.available), group.limit_bytes - group.used_bytes))
     # A group that cannot be read may hold less than the machine has: then nothing is known.
-    return memory.available if group is None else None
+    return int(memory.available) if group is None else None
 
 
 def decide(settings: Settings, accelerator: Accelerator) -> HostPlan:
