@@ -226,7 +226,12 @@ def _with_deepspeed(settings: Settings, config: Any, precision: str, mixed: str,
     sharded = settings.zero.stage == 3 and bool(settings.model.get("path"))
     plugin = DeepSpeedPlugin(hf_ds_config=written, zero3_init_flag=sharded)
     group = InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo")
-    accelerator = Accelerator(mixed_precision=mixed, deepspeed_plugin=plugin, kwargs_handlers=[group])
+    accelerator = Accelerator(
+        mixed_precision=mixed,
+        deepspeed_plugin=plugin,
+        gradient_accumulation_steps=settings.accumulation,
+        kwargs_handlers=[group],
+    )
     if not sharded:
         # transformers would shard every model of stage 3 while it is built, and draw other weights for the same seed.
         unset_hf_deepspeed_config()
