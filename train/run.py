@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,8 @@ def _precision(settings: Settings, on_gpu: bool) -> str:
 def _with_deepspeed(settings: Settings, config: Any, precision: str, mixed: str, on_gpu: bool) -> Accelerator:
     if not on_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
+    # DeepSpeed calls torch by names that are about to change: nothing that a person could do about it.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
     from transformers.integrations import unset_hf_deepspeed_config
 
