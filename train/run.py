@@ -90,7 +90,11 @@ def _train(settings: Settings, state_dir: Path, resume: bool, channel: Channel) 
         device_uuid=_device_uuid(accelerator.device),
     )
     channel.report("phase", phase="training")
-    return trainer.run(control)
+    outcome = trainer.run(control)
+    # Ranks part in good order: a process that ends inside its group's threads is aborted, and the run would count as failed.
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return outcome
 
 
 class _Speaker:
