@@ -112,13 +112,13 @@ def test_sigterm_saves_and_ends_with_status_0(tmp_path: Path) -> None:
 
 def test_two_ranks_train_what_one_rank_trains(tmp_path: Path) -> None:
     alone, together = tmp_path / "1", tmp_path / "2"
-    runs = []
+    runs, evaluations = [], []
     for folder, settings, start in (
-        (alone, edited(batch=4, accumulation=2, target_samples=36), ()),
+        (alone, edited(batch=4, accumulation=2, target_samples=36, eval_every=2), ()),
         (
             together,
             # The last update has 4 of 8 samples: one rank's share, the other masks its own.
-            edited(batch=4, accumulation=1, world_size=2, target_samples=36),
+            edited(batch=4, accumulation=1, world_size=2, target_samples=36, eval_every=2),
             ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         ),
     ):
@@ -127,7 +127,12 @@ def test_two_ranks_train_what_one_rank_trains(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=240)
         assert process.returncode == 0, out + err
         runs.append([report for report in reports(folder) if report["type"] == "step"])
+        evaluations.append([report["loss"] for report in reports(folder) if report["type"] == "evaluation"])
+        stages = [report["stage"] for report in reports(folder) if report["type"] == "memory"]
+        assert stages == ["before model load", "after model load", "after data load"]
     one, two = runs
+    assert len(evaluations[0]) == 2
+    assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-4)
     assert [step["sample_digest"] for step in two] == [step["sample_digest"] for step in one]
     assert [step["loss"] for step in two] == pytest.approx([step["loss"] for step in one], rel=1e-4)
     assert reports(together, 1)[0]["rank"] == 1
