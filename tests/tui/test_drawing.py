@@ -231,6 +231,8 @@ def test_ranks_that_do_not_fit_are_counted() -> None:
     text = text_of(draw_training(store_of(running(ranks=ranks)), 70, 9))
     assert "rank 1 CPU  ! its agent is silent" in text
     assert "6 more ranks" in text
+    over = text_of(draw_training(store_of(running(ranks=ranks, alive=False, state=wire.Phase.FINISHED)), 70, 9))
+    assert "rank" not in over, "its ranks are gone: not silent"
 
 
 @pytest.mark.parametrize("phase", list(wire.Phase))
@@ -258,6 +260,15 @@ def test_events_are_newest_first_and_go_on_below_themselves() -> None:
     assert "!! GPU 0: edge -> danger" in text[0]
     assert text[1].startswith(" " * 12)
     assert "attempt 1 started" in text[-1]
+
+
+def test_of_checkpoints_in_a_row_only_the_newest_is_shown() -> None:
+    kinds = ("attempt", "checkpoint", "checkpoint", "warning", "checkpoint", "checkpoint", "checkpoint")
+    rows = tuple(
+        wire.Event(id=n, time=NOW + n, attempt=1, kind=kind, message=f"{kind} {n}") for n, kind in enumerate(kinds, start=1)
+    )
+    text = text_of(draw_events(store_of(wire.EventRows(rows=rows)), 40, 6)).splitlines()
+    assert [" ".join(row.split()[1:]) for row in text] == ["checkpoint 7", "! warning 4", "checkpoint 3", "attempt 1"]
 
 
 def test_loss_comes_from_the_metrics() -> None:

@@ -213,7 +213,8 @@ def age(seconds: float) -> str:
 
 
 def _rank_lines(store: Store, run: RunState, width: int, room: int) -> list[Line]:
-    if room <= 0 or not run.ranks:
+    if room <= 0 or not run.ranks or not run.alive:
+        # Of ranks that are gone there is nothing to tell.
         return []
     by_uuid = {gpu.uuid: gpu.index for gpu in store.gpus if gpu.uuid}
     lines = [_rank(rank, by_uuid, width) for rank in run.ranks]
@@ -246,15 +247,23 @@ def draw_loss(store: Store, width: int, height: int) -> list[Line]:
 
 
 def draw_events(store: Store, width: int, height: int) -> list[Line]:
-    """Newest first; long messages go on below themselves."""
+    """Newest first; long messages go on below themselves. Of routine events in a row only the newest is shown."""
     if not store.events:
         return [line(("nothing yet", MUTED))]
     lines: list[Line] = []
+    above: str | None = None
     for event in reversed(store.events):
         if len(lines) >= height:
             break
+        if event.kind in _ROUTINE and event.kind == above:
+            continue
+        above = event.kind
         lines += _event(event, width)
     return lines[:height]
+
+
+# With a small --save-every they would push everything else out of sight; the ledger has them all.
+_ROUTINE = ("checkpoint", "memory")
 
 
 def _event(event: Event, width: int) -> list[Line]:
