@@ -31,7 +31,12 @@ def test_a_run_that_changes_its_strategy_all_the_time_is_the_run_that_never_does
     state = tmp_path / "train_latest_state"
     for number, (strategy, processes) in enumerate(CHAIN):
         settings = msgspec.structs.replace(
-            SETTINGS, zero=STRATEGIES[strategy], world_size=processes, accumulation=4 // processes
+            SETTINGS,
+            zero=STRATEGIES[strategy],
+            world_size=processes,
+            accumulation=4 // processes,
+            # In pieces here, whole in the run that it is compared with.
+            loss_chunk=16,
         )
         report = train_on(tmp_path / str(number), state, settings, EACH)
         assert (report["strategy"], report["world_size"]) == (str(STRATEGIES[strategy]), processes)
