@@ -27,6 +27,9 @@ class Engine(Protocol):
     objective: torch.nn.Module
     """What the loop calls: the objective, wrapped for its kind of parallelism."""
 
+    loss_chunk: int
+    """Tokens whose logits exist at one time; 0: all of them."""
+
     def quiet(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around forward and backward of a micro-batch: where it can be, ranks exchange gradients only in the last one."""
 
@@ -65,6 +68,7 @@ class PlainEngine:
         self.accelerator = accelerator
         self._settings = settings
         self.model = objective.model
+        self.loss_chunk = objective.chunk
         self.bare_optimizer = optimizer
         self.objective, self._optimizer = accelerator.prepare(objective, optimizer)
 

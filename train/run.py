@@ -84,7 +84,7 @@ def _train(settings: Settings, state_dir: Path, resume: bool, channel: Channel) 
         trained_parameters=count_parameters(trained_parameters(engine.model).values()),
         epoch_samples=len(data.train.table(settings.seq_len)),
         strategy=str(engine.strategy()),
-        loss_chunk=engine_chunk(engine),
+        loss_chunk=engine.loss_chunk,
         host=msgspec.to_builtins(host),
         device=str(accelerator.device),
         device_uuid=_device_uuid(accelerator.device),
@@ -165,12 +165,6 @@ def _position(manifest: Manifest, settings: Settings) -> Position:
         kept = tuple(cut for cut in cuts if cut.position < manifest.samples_seen)
         cuts = (*kept, Cut(manifest.samples_seen, settings.seq_len))
     return Position(updates=manifest.updates, samples_seen=manifest.samples_seen, cuts=cuts)
-
-
-def engine_chunk(engine: Engine) -> int:
-    """Tokens whose logits exist at one time; 0: all of them."""
-    objective: Any = engine.accelerator.unwrap_model(engine.objective)
-    return int(objective.chunk)
 
 
 def count_parameters(parameters: Iterable[torch.nn.Parameter]) -> int:

@@ -25,6 +25,7 @@ class ZeroEngine:
         self.accelerator = accelerator
         self._settings = settings
         self.model = objective.model
+        self.loss_chunk = objective.chunk
         self._base = optimizer
         self._engine: Any = accelerator.prepare(objective, optimizer)[0]
         self.objective: torch.nn.Module = self._engine
