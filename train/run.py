@@ -19,14 +19,13 @@ from memtop.presets.host_memory import HostPlan
 from memtop.train.channel import Channel, open_channel
 from memtop.train.checkpoint import load_weights
 from memtop.train.control import Control
-from memtop.train.corpus import load_tokens
 from memtop.train.data import OpenedData, open_data
 from memtop.train.engine import Engine, PlainEngine, trained_parameters
 from memtop.train.errors import BadInputError, TrainingError
 from memtop.train.host import MemoryRecord, decide
 from memtop.train.loop import Position, Trainer
 from memtop.train.manifest import BrokenStateError, Cut, Manifest, newest_complete
-from memtop.train.model import build_model, model_config
+from memtop.train.model import build_model, tokens_and_config
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
 from memtop.train.shards import ShardReader
@@ -50,8 +49,7 @@ def train(settings_path: Path, state_dir: Path, *, resume: bool) -> str:
 
 def _train(settings: Settings, state_dir: Path, resume: bool, channel: Channel) -> str:
     channel.report("phase", phase="loading")
-    tokens = load_tokens(settings.data.get("tokenizer"), settings.model.get("path"))
-    config = model_config(settings, tokens)
+    tokens, config = tokens_and_config(settings)
     accelerator = open_accelerator(settings, config)
     say = _Speaker(channel, accelerator.is_main_process)
     record = MemoryRecord(channel, accelerator)
@@ -126,7 +124,7 @@ def open_engine(
     settings: Settings, accelerator: Accelerator, config: Any, found: tuple[Path, Manifest] | None
 ) -> tuple[Engine, Position]:
     """Model and optimizer under the settings' strategy, taken up from a saved state if there is one."""
-    model = build_model(settings, config)
+    model = build_model(settings, config, mixed=accelerator.mixed_precision)
     position = Position(cuts=(Cut(0, settings.seq_len),))
     read = None
     if found is not None:
