@@ -124,8 +124,8 @@ def _quantized(settings: Settings, config: Any, kind: torch.dtype) -> Any:
     """Weights in 4 bits (NF4, the scales quantised once more), prepared for training adapters on them."""
     import tempfile
 
-    import bitsandbytes
     import peft
+    from bitsandbytes.nn.modules import Linear4bit
     from transformers import BitsAndBytesConfig
 
     how = BitsAndBytesConfig(
@@ -144,7 +144,7 @@ def _quantized(settings: Settings, config: Any, kind: torch.dtype) -> Any:
             model_class(settings).from_config(config, dtype=torch.float32).save_pretrained(folder)
             model = model_class(settings).from_pretrained(folder, **options)
     for module in model.modules():
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
+        if isinstance(module, Linear4bit):
             # On a CPU with AVX-512 one pass in evaluation mode would re-pack the weights for a kernel without gradients.
             module.support_avx512bf16_for_cpu = False
     prepare: Any = peft.prepare_model_for_kbit_training

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 
 from memtop.presets import Settings, SettingsError
 from memtop.presets.editing import check
@@ -29,14 +30,18 @@ from memtop.train.model import build_model, tokens_and_config
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
 from memtop.train.shards import ShardReader
+from memtop.train.trackers import Tracking, tracking_options
 from memtop.train.zero_config import zero_config
 
 
-def train(settings_path: Path, state_dir: Path, *, resume: bool) -> str:
-    """Train to the target or to a stop; "finished" or "stopped". TrainingError for what a person can mend."""
+def train(settings_path: Path, state_dir: Path, *, resume: bool, trackers: Sequence[GeneralTracker] = ()) -> str:
+    """Train to the target or to a stop; "finished" or "stopped". TrainingError for what a person can mend.
+
+    `trackers` get the metrics, besides those that the settings name.
+    """
     channel = open_channel()
     try:
-        outcome = _train(read_settings(settings_path), state_dir, resume, channel)
+        outcome = _train(read_settings(settings_path), state_dir, resume, channel, trackers)
     except Exception as error:
         text = str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
         channel.report("end", outcome="failed", message=text.splitlines()[0] if text else type(error).__name__)
@@ -47,10 +52,11 @@ def train(settings_path: Path, state_dir: Path, *, resume: bool) -> str:
     return outcome
 
 
-def _train(settings: Settings, state_dir: Path, resume: bool, channel: Channel) -> str:
+def _train(settings: Settings, state_dir: Path, resume: bool, channel: Channel, trackers: Sequence[GeneralTracker]) -> str:
     channel.report("phase", phase="loading")
     tokens, config = tokens_and_config(settings)
-    accelerator = open_accelerator(settings, config)
+    folder = Path(os.environ.get("MEMTOP_ATTEMPT_DIR") or state_dir.parent)
+    accelerator = open_accelerator(settings, config, tracking_options(settings, folder, trackers))
     say = _Speaker(channel, accelerator.is_main_process)
     record = MemoryRecord(channel, accelerator)
     record("before model load")
@@ -86,8 +92,13 @@ def _train(settings: Settings, state_dir: Path, resume: bool, channel: Channel) 
         device=str(accelerator.device),
         device_uuid=_device_uuid(accelerator.device),
     )
+    tracking = Tracking(accelerator)
+    tracking.start(settings, folder)
     channel.report("phase", phase="training")
-    return trainer.run(control)
+    try:
+        return trainer.run(control)
+    finally:
+        tracking.end()
 
 
 class _Speaker:
@@ -181,17 +192,21 @@ def read_settings(path: Path) -> Settings:
         raise BadInputError(f"{path}: {error}") from None
 
 
-def open_accelerator(settings: Settings, config: Any) -> Accelerator:
-    """Accelerate, with DeepSpeed where the settings ask for it; BadInputError for what this machine cannot do."""
+def open_accelerator(settings: Settings, config: Any, tracking: dict[str, Any] | None = None) -> Accelerator:
+    """Accelerate, with DeepSpeed where the settings ask for it; BadInputError for what this machine cannot do.
+
+    `tracking` are the Accelerator's arguments for trackers.
+    """
+    tracking = tracking or {}
     on_gpu = settings.device != "cpu" and torch.cuda.is_available()
     if settings.device == "cuda" and not on_gpu:
         raise BadInputError("device cuda: torch sees no CUDA device; give --set device=auto or cpu")
     precision = _precision(settings, on_gpu)
     mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[precision]
     if settings.zero.stage:
-        accelerator = _with_deepspeed(settings, config, precision, mixed, on_gpu)
+        accelerator = _with_deepspeed(settings, config, precision, mixed, on_gpu, tracking)
     else:
-        accelerator = Accelerator(mixed_precision=mixed, cpu=not on_gpu)
+        accelerator = Accelerator(mixed_precision=mixed, cpu=not on_gpu, **tracking)
     if accelerator.num_processes != settings.world_size:
         raise BadInputError(
             f"world_size {settings.world_size}: {accelerator.num_processes} processes were launched; use memtop train"
@@ -209,7 +224,9 @@ def _precision(settings: Settings, on_gpu: bool) -> str:
     return settings.precision
 
 
-def _with_deepspeed(settings: Settings, config: Any, precision: str, mixed: str, on_gpu: bool) -> Accelerator:
+def _with_deepspeed(
+    settings: Settings, config: Any, precision: str, mixed: str, on_gpu: bool, tracking: dict[str, Any]
+) -> Accelerator:
     if not on_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
@@ -224,7 +241,7 @@ def _with_deepspeed(settings: Settings, config: Any, precision: str, mixed: str,
     sharded = settings.zero.stage == 3 and bool(settings.model.get("path"))
     plugin = DeepSpeedPlugin(hf_ds_config=written, zero3_init_flag=sharded)
     group = InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo")
-    accelerator = Accelerator(mixed_precision=mixed, deepspeed_plugin=plugin, kwargs_handlers=[group])
+    accelerator = Accelerator(mixed_precision=mixed, deepspeed_plugin=plugin, kwargs_handlers=[group], **tracking)
     if not sharded:
         # transformers would shard every model of stage 3 while it is built, and draw other weights for the same seed.
         unset_hf_deepspeed_config()

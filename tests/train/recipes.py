@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from memtop.presets import Settings, edit_settings, load_recipes
 from memtop.presets.editing import find_preset, resolve
@@ -117,6 +118,8 @@ def trainer_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]
     """`train(settings, name=..., stop_after=...)`: train.run.train() here, with caches and states under the folder."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    # A process has one precision for good; tests need several.
+    AcceleratorState._reset_state(reset_partial_state=True)
 
     def train(settings: Settings, *, name: str = "run", stop_after: int | None = None, **options: Any) -> Trained:
         place = folder / name
@@ -133,3 +136,4 @@ def trainer_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]
     yield train
     for number, handler in handlers.items():
         signal.signal(number, handler)
+    AcceleratorState._reset_state(reset_partial_state=True)

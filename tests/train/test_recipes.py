@@ -236,9 +236,7 @@ def test_adapters_on_layers_that_are_not_there_are_refused(llama: Path) -> None:
         build_model(settings, tokens_and_config(settings)[1])
     message = str(caught.value)
     assert message.startswith("lora.targets c_attn: Target modules {'c_attn'} not found in the base model.")
-    assert message.endswith(
-        "(there are down_proj, embed_tokens, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj)"
-    )
+    assert message.endswith("(there are down_proj, embed_tokens, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj)")
 
 
 def test_more_tokens_than_the_model_knows_are_refused(tmp_path: Path) -> None:
@@ -248,5 +246,5 @@ def test_more_tokens_than_the_model_knows_are_refused(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"data.tokenizer {small}: has 100 ids, but model.path {small} knows 64; take the tokenizer that the model came with"
     )
-    with pytest.raises(BadInputError, match="data.tokenizer bytes: has 259 ids, but model.path .* knows 64"):
+    with pytest.raises(BadInputError, match=r"data.tokenizer bytes: has 259 ids, but model.path .* knows 64"):
         tokens_and_config(fine_tuning("sft-lora", small, data__tokenizer="bytes"))
