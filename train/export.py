@@ -53,6 +53,8 @@ def main() -> int:
     form.add_argument("--merge", action="store_true", help="QLoRA: into the base, which is taken out of its 4 bits")
     arguments = parser.parse_args()
     asked = "adapter" if arguments.adapter else "merge" if arguments.merge else None
+    # DeepSpeed is loaded along with transformers, and would look for a GPU and say that there is none.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
