@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,9 +97,15 @@ def _train(settings: Settings, state_dir: Path, resume: bool, channel: Channel, 
     tracking.start(settings, folder)
     channel.report("phase", phase="training")
     try:
-        return trainer.run(control)
-    finally:
+        outcome = trainer.run(control)
+    except BaseException:
         tracking.end()
+        raise
+    # Ranks part in good order: a process that ends inside its group's threads is aborted, and the run would count as failed.
+    accelerator.wait_for_everyone()
+    # The trackers too write what they hold.
+    accelerator.end_training()
+    return outcome
 
 
 class _Speaker:
@@ -229,6 +236,8 @@ def _with_deepspeed(
 ) -> Accelerator:
     if not on_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
+    # DeepSpeed calls torch by names that are about to change: nothing that a person could do about it.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
     from transformers.integrations import unset_hf_deepspeed_config
 
@@ -241,7 +250,13 @@ def _with_deepspeed(
     sharded = settings.zero.stage == 3 and bool(settings.model.get("path"))
     plugin = DeepSpeedPlugin(hf_ds_config=written, zero3_init_flag=sharded)
     group = InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo")
-    accelerator = Accelerator(mixed_precision=mixed, deepspeed_plugin=plugin, kwargs_handlers=[group], **tracking)
+    accelerator = Accelerator(
+        mixed_precision=mixed,
+        deepspeed_plugin=plugin,
+        gradient_accumulation_steps=settings.accumulation,
+        kwargs_handlers=[group],
+        **tracking,
+    )
     if not sharded:
         # transformers would shard every model of stage 3 while it is built, and draw other weights for the same seed.
         unset_hf_deepspeed_config()

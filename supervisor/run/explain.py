@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,11 +35,36 @@ def outcome(
         return Phase.FINISHED, None, None
     lines = last_lines(log)
     summary = describe_status(status)
-    if end and end.get("message"):
+    first = first_dead_rank(log)
+    if first is not None:
+        rank, its_status = first
+        summary = f"rank {rank} died first, {describe_status(its_status)}"
+        end = end if end and end.get("rank") == rank else None
+        lines = _evidence_of_rank(log) or lines
+        if end and end.get("message"):
+            summary = f"{summary}: {end['message']}"
+    elif end and end.get("message"):
         summary = f"{summary}: {end['message']}"
     elif status is not None and status >= 0 and lines:
         summary = f"{summary}: {lines[-1]}"
     return Phase.FAILED, summary, {"summary": summary, "evidence": lines}
+
+
+_ROOT_CAUSE = "Root Cause (first observed failure):"
+
+
+def first_dead_rank(log: Path) -> tuple[int, int] | None:
+    """The rank that ended first of several, and its exit status, as torchrun's summary at the end of the log has it."""
+    text = _tail(log)
+    _, found, block = text.rpartition(_ROOT_CAUSE)
+    rank, status = re.search(r"^\s*rank\s*: (\d+)", block, re.M), re.search(r"^\s*exitcode\s*: (-?\d+)", block, re.M)
+    return (int(rank[1]), int(status[1])) if found and rank and status else None
+
+
+def _evidence_of_rank(log: Path) -> list[str]:
+    _, _, block = _tail(log).rpartition(_ROOT_CAUSE)
+    lines = [line.strip() for line in block.splitlines()]
+    return [line for line in lines if line and set(line) != {"="}][:_EVIDENCE_LINES]
 
 
 def describe_status(status: int | None) -> str:
@@ -57,15 +83,28 @@ def describe_status(status: int | None) -> str:
 
 def last_lines(log: Path) -> list[str]:
     """The last non-empty lines of the output, for people to read."""
+    lines = [line.strip() for line in _tail(log).splitlines()]
+    return [line for line in lines if line][-_EVIDENCE_LINES:]
+
+
+def _tail(log: Path) -> str:
     try:
         with log.open("rb") as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+            return file.read().decode(errors="replace").replace("\r", "\n")
     except OSError as error:
-        return [f"{log}: cannot be read: {error.strerror}"]
-    lines = [line.strip() for line in text.replace("\r", "\n").splitlines()]
-    return [line for line in lines if line][-_EVIDENCE_LINES:]
+        return f"{log}: cannot be read: {error.strerror}"
+
+
+def report_text(report: dict[str, Any]) -> str:
+    """A memory record or an evaluation of the trainer in one line."""
+    if report.get("type") == "evaluation":
+        return (
+            f"evaluation at update {report.get('update')}: loss {report.get('loss'):.4f} over {report.get('samples')} samples"
+        )
+    used, total = report.get("used_bytes"), report.get("total_bytes")
+    return f"{report.get('stage')}: host {units.size(used)} of {units.size(total)} used"
 
 
 def restart_reason(change: Change) -> str:

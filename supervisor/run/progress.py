@@ -45,7 +45,16 @@ class Progress:
                 self._apply_step(report)
         elif kind == "phase" and rank == 0:
             self.phase = report.get("phase")
-        elif kind == "end" and rank == 0:
+        elif kind == "end":
+            self._apply_end(rank, report)
+
+    def _apply_end(self, rank: int, report: dict[str, Any]) -> None:
+        failed = report.get("outcome") == "failed"
+        known = self.end if self.end is not None and self.end.get("outcome") == "failed" else None
+        # Of several ranks that fail, the first one has the cause; the others only lost their peer.
+        if failed and (known is None or report.get("time", 0.0) < known.get("time", 0.0)):
+            self.end = {**report, "rank": rank}
+        elif rank == 0 and known is None:
             self.end = report
 
     def _apply_step(self, report: dict[str, Any]) -> None:

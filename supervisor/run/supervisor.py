@@ -359,6 +359,8 @@ class Supervisor:
             self._move(Phase.TRAINING)
         elif kind == "warning":
             self.event("warning", str(report.get("message")))
+        elif kind in ("memory", "evaluation"):
+            self.event(kind, explain.report_text(report), {k: v for k, v in report.items() if k not in ("type", "message")})
 
     # --- machine --------------------------------------------------------------------------------------------------------
 

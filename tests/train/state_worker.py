@@ -56,6 +56,8 @@ def main() -> None:
             "digests": [step["sample_digest"] for step in channel.of("step")],
         }
         arguments.report.write_text(json.dumps(report))
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
 
 
 def compare(engine: Engine, saved: ShardReader) -> dict[str, float]:

@@ -80,7 +80,13 @@ def samples() -> PackedText:
 class Training:
     """One training in this process, taken up from the state folder if there is one."""
 
-    def __init__(self, state_dir: Path, settings: Settings = TINY, channel: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        settings: Settings = TINY,
+        channel: Recorder | None = None,
+        evaluation: PackedText | None = None,
+    ) -> None:
         self.channel = channel or Recorder()
         self.settings = settings
         accelerator = Accelerator(cpu=True)
@@ -91,7 +97,7 @@ class Training:
         self.engine: Any = engine
         self.model = engine.model
         self.optimizer: torch.optim.Optimizer = self.engine.bare_optimizer
-        self.trainer = Trainer(settings, engine, self.samples, position, state_dir, self.channel, PAD)
+        self.trainer = Trainer(settings, engine, self.samples, position, state_dir, self.channel, PAD, evaluation=evaluation)
         self.control = Control(self.channel, accelerator)
 
     def run(self) -> str:

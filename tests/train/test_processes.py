@@ -18,6 +18,10 @@ import msgspec
 import pytest
 
 from memtop.presets import Settings
+from memtop.supervisor.run.explain import first_dead_rank, outcome
+from memtop.supervisor.run.launch import launcher
+from memtop.supervisor.run.progress import Progress
+from memtop.supervisor.wire import Phase
 from tests.train.support import edited
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,11 +59,11 @@ def reports(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()]
 
 
-def trainer(folder: Path, settings: Settings, *, launcher: tuple[str, ...] = (), agent: bool = True) -> subprocess.Popen[str]:
+def trainer(folder: Path, settings: Settings, *, start: tuple[str, ...] = (), agent: bool = True) -> subprocess.Popen[str]:
     (folder / "settings.json").write_bytes(msgspec.json.encode(settings))
     module = ("-m", "memtop.train", "--settings", str(folder / "settings.json"), "--state-dir", str(folder / "state"))
     return subprocess.Popen(
-        [sys.executable, *launcher, *module],
+        [sys.executable, *start, *module],
         env=environment(folder) if agent else dict(os.environ),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -108,22 +112,27 @@ def test_sigterm_saves_and_ends_with_status_0(tmp_path: Path) -> None:
 
 def test_two_ranks_train_what_one_rank_trains(tmp_path: Path) -> None:
     alone, together = tmp_path / "1", tmp_path / "2"
-    runs = []
-    for folder, settings, launcher in (
-        (alone, edited(batch=4, accumulation=2, target_samples=36), ()),
+    runs, evaluations = [], []
+    for folder, settings, start in (
+        (alone, edited(batch=4, accumulation=2, target_samples=36, eval_every=2), ()),
         (
             together,
             # The last update has 4 of 8 samples: one rank's share, the other masks its own.
-            edited(batch=4, accumulation=1, world_size=2, target_samples=36),
+            edited(batch=4, accumulation=1, world_size=2, target_samples=36, eval_every=2),
             ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         ),
     ):
         folder.mkdir()
-        process = trainer(folder, settings, launcher=launcher)
+        process = trainer(folder, settings, start=start)
         out, err = process.communicate(timeout=240)
         assert process.returncode == 0, out + err
         runs.append([report for report in reports(folder) if report["type"] == "step"])
+        evaluations.append([report["loss"] for report in reports(folder) if report["type"] == "evaluation"])
+        stages = [report["stage"] for report in reports(folder) if report["type"] == "memory"]
+        assert stages == ["before model load", "after model load", "after data load"]
     one, two = runs
+    assert len(evaluations[0]) == 2
+    assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-4)
     assert [step["sample_digest"] for step in two] == [step["sample_digest"] for step in one]
     assert [step["loss"] for step in two] == pytest.approx([step["loss"] for step in one], rel=1e-4)
     assert reports(together, 1)[0]["rank"] == 1
@@ -133,6 +142,31 @@ def test_two_ranks_train_what_one_rank_trains(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
     assert "resumed from" in out
+
+
+def test_a_rank_that_dies_takes_the_others_along_and_is_named(tmp_path: Path) -> None:
+    settings = edited(batch=2, accumulation=2, world_size=2, target_samples=8 * 1_000_000, save_every=1_000_000)
+    process = trainer(tmp_path, settings, start=launcher(settings))
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("update 3 "):
+            os.kill(reports(tmp_path, 1)[0]["pid"], signal.SIGKILL)
+            break
+    # torchrun's own grace for the ranks that are left is 30 s.
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 1
+    log = tmp_path / "output.log"
+    log.write_text(out + err)
+    assert first_dead_rank(log) == (1, -9)
+    progress = Progress()
+    for rank in (0, 1):
+        for report in reports(tmp_path, rank):
+            progress.apply(rank, report)
+    phase, reason, diagnosis = outcome(log, progress.end, 1, Phase.TRAINING, own_program=False)
+    assert phase is Phase.FAILED
+    assert reason == "rank 1 died first, killed by signal 9 (SIGKILL)"
+    assert diagnosis is not None
+    assert any("SIGKILL" in line for line in diagnosis["evidence"])
 
 
 # --- the agent ----------------------------------------------------------------------------------------------------------

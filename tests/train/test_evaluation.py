@@ -1,0 +1,88 @@
+"""Evaluation, the best state, and how many older states are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from memtop.presets import Settings
+from memtop.train.checkpoint import best_loss, best_state
+from memtop.train.corpus import TokenStore
+from memtop.train.corpus.tokens import VOCABULARY
+from memtop.train.data import byte_document
+from memtop.train.manifest import newest_complete, older_states, previous_of, read_manifest
+from memtop.train.packed import PackedText
+from tests.train.support import Training, edited
+
+
+def held_out() -> PackedText:
+    texts = [bytes(f"class Other{n}:\n    value = {n}\n" * (1 + n % 4), "ascii") for n in range(9)]
+    return PackedText(TokenStore.from_arrays(map(byte_document, texts), VOCABULARY))
+
+
+def trained(state: Path, settings: Settings) -> Training:
+    training = Training(state, settings, evaluation=held_out())
+    assert training.run() == "finished"
+    return training
+
+
+def test_the_evaluation_loss_is_the_mean_over_all_predicted_tokens(tmp_path: Path) -> None:
+    training = trained(tmp_path / "state", edited(eval_every=5, eval_batch=3))
+    first, second = training.channel.of("evaluation")
+    assert (first["update"], second["update"]) == (5, 10)
+    data, table = held_out(), held_out().table(16)
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for key in zip(table.ids.tolist(), table.lengths.tolist(), strict=True):
+            ids = data[key][0][None]
+            logits = training.model(input_ids=ids).logits[0, :-1]
+            total += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+            tokens += ids.shape[1] - 1
+    assert second["loss"] == pytest.approx(total / tokens, rel=1e-5)
+    assert (second["samples"], second["tokens"]) == (len(table), tokens)
+
+
+def test_evaluating_changes_nothing_in_the_training(tmp_path: Path) -> None:
+    with_it = trained(tmp_path / "with", edited(eval_every=2))
+    without = trained(tmp_path / "without", edited())
+    assert with_it.losses == without.losses
+
+
+def test_the_state_with_the_lowest_loss_is_kept(tmp_path: Path) -> None:
+    # A rate that is far too high: the model gets worse after a while.
+    settings = edited(eval_every=1, learning_rate=0.5, warmup_fraction=0.9, save_every=100)
+    training = trained(tmp_path / "state", settings)
+    losses = {report["update"]: report["loss"] for report in training.channel.of("evaluation")}
+    best = min(losses, key=lambda update: losses[update])
+    assert best < 10, "otherwise this shows nothing"
+    kept = read_manifest(best_state(tmp_path / "state"))
+    assert (kept.updates, kept.evaluation_loss) == (best, losses[best])
+    assert best_loss(tmp_path / "state") == losses[best]
+    # The newest state is the last one all the same, and a run that is taken up again knows the best so far.
+    assert read_manifest(tmp_path / "state").updates == 10
+    again = Training(tmp_path / "state", msgspec.structs.replace(settings, target_samples=96), evaluation=held_out())
+    assert again.trainer._best == losses[best]
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(1, [9]), (2, [9]), (3, [9, 6]), (4, [9, 6, 3])])
+def test_as_many_states_are_kept_as_asked_and_never_less_than_two(tmp_path: Path, limit: int, kept: list[int]) -> None:
+    state = tmp_path / "state"
+    trained(state, edited(save_total_limit=limit))
+    assert read_manifest(state).updates == 10
+    found = [read_manifest(folder).updates for folder in (previous_of(state), *older_states(state))]
+    assert found == kept
+
+
+def test_an_older_state_is_found_when_both_newer_ones_are_damaged(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    trained(state, edited(save_total_limit=3))
+    for folder in (state, previous_of(state)):
+        (folder / "state-00001.safetensors").write_bytes(b"damaged")
+    found = newest_complete(state)
+    assert found is not None
+    assert found[1].updates == 6
+    assert found[2] is not None
+    assert "state-00001.safetensors: not what was saved" in found[2]
