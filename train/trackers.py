@@ -62,7 +62,7 @@ class Tracking:
         self._accelerator.log({"evaluation_loss": loss}, step=update)
 
     def end(self) -> None:
-        """After a failure: have the trackers write what they hold, and leave the process group alone (others may wait in it)."""
+        """After a failure: have the trackers write what they hold, and leave the process group: others may wait in it."""
         if not self._accelerator.is_main_process:
             return
         for tracker in self._accelerator.trackers:
