@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from torch.utils.cpp_extension import get_default_build_root
 
 from memtop.presets import Settings
 from memtop.presets.schema import Zero
 from memtop.supervisor.run.launch import launcher
 
+# Another cache for memtop's own files must not make DeepSpeed compile its parts again, for minutes, in every test.
+COMPILED = os.environ.get("TORCH_EXTENSIONS_DIR") or str(
+    Path(get_default_build_root()) / f"py{sys.version_info.major}{sys.version_info.minor}_cpu"
+)
 ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = {
     "plain": Zero(),
@@ -67,6 +72,7 @@ def run_trainer(folder: Path, settings: Settings) -> Launched:
         "MEMTOP_SOCKET": str(folder / "none"),
         "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]),
         "XDG_CACHE_HOME": str(folder / "cache"),
+        "TORCH_EXTENSIONS_DIR": COMPILED,
     }
     done = subprocess.run(
         [sys.executable, *launcher(settings), *trainer],
