@@ -269,6 +269,22 @@ def show(
 
 
 @app.command()
+def export(
+    run_name: RunArgument,
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="a new or empty folder")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="LoRA: the adapter alone, not merged into its base")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="QLoRA: merged into its base, out of its 4 bits")] = False,
+    runs_dir: RunsDir = None,
+) -> int:
+    """Write the trained model in Hugging Face's format, from the run's newest whole state, and print the folder."""
+    from memtop.exporting import command
+
+    if adapter and merge:
+        raise UsageError("--adapter and --merge: give one of them")
+    return command(_find(run_name, runs_dir), out, adapter=adapter, merge=merge)
+
+
+@app.command()
 def strays(
     as_json: Json = False,
     kill: Annotated[

@@ -30,6 +30,7 @@ CONTRACT = {
     },
     "runs": {"--json", "--runs-dir"},
     "show": {"run_name", "--json", "--metrics", "--runs-dir"},
+    "export": {"run_name", "out", "--adapter", "--merge", "--runs-dir"},
     "strays": {"--json", "--kill", "--runs-dir"},
     "presets": {"name", "--json"},
     "doctor": {"--json", "--runs-dir"},

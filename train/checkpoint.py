@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def save_state(state_dir: Path, engine: Engine, progress: Progress, settings: Se
     tensors = engine.saved_tensors()
     try:
         _check_space(state_dir, state_bytes(engine.model))
-        return _write_state(state_dir, tensors, progress, settings, engine.loss_scale())
+        return _write_state(state_dir, tensors, progress, settings, engine)
     except (NoSpaceError, OSError):
         for _ in tensors:
             pass  # the others are gathering with us and must not wait for ever
@@ -67,7 +67,7 @@ def _write_state(
     tensors: Iterable[tuple[str, dict[str, torch.Tensor]]],
     progress: Progress,
     settings: Settings,
-    loss_scale: float | None,
+    engine: Engine,
 ) -> Manifest:
     beside = state_dir.with_name(f"{state_dir.name}.tmp-{os.getpid()}")
     try:
@@ -86,7 +86,8 @@ def _write_state(
             effective_batch=settings.effective_batch,
             seq_len=settings.seq_len,
             optimizer=settings.optimizer,
-            loss_scale=loss_scale,
+            precision=engine.accelerator.mixed_precision,
+            loss_scale=engine.loss_scale(),
             saved_at=time.time(),
             settings=msgspec.to_builtins(settings),
             files=writer.close(),
@@ -105,6 +106,14 @@ def _write_state(
 
 def load_weights(read: ShardReader, model: torch.nn.Module, folder: Path) -> None:
     """Put the saved weights into the model, one at a time; BadInputError if they are another model's."""
+    for _, parameter, tensor in saved_weights(read, model, folder):
+        _put(parameter, tensor)
+
+
+def saved_weights(
+    read: ShardReader, model: torch.nn.Module, folder: Path
+) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor]]:
+    """Name, the model's parameter and what was saved of it, one at a time; BadInputError if they are another model's."""
     parameters = trained_parameters(model)
     if read.names != parameters.keys():
         odd = sorted(read.names ^ parameters.keys())[0]
@@ -114,7 +123,7 @@ def load_weights(read: ShardReader, model: torch.nn.Module, folder: Path) -> Non
         if tensor.shape != shape:
             shapes = f"{list(tensor.shape)} there, {list(shape)} here"
             raise BadInputError(f"{folder}: holds another model ({name} is {shapes}); give another --name, or --fresh")
-        _put(parameter, tensor)
+        yield name, parameter, tensor
 
 
 def _put(parameter: Any, tensor: torch.Tensor) -> None:

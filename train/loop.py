@@ -28,6 +28,7 @@ from memtop.train.order import Key, SampleOrder, Samples, UpdatePlan, plan_updat
 from memtop.train.packed import PackedText, RowSamples
 from memtop.train.schedule import learning_rate
 from memtop.train.stopwatch import Stopwatch
+from memtop.train.trackers import Tracking
 
 Batch = dict[str, torch.Tensor]
 
@@ -66,6 +67,7 @@ class Trainer:
         self._pad = pad
         self._host = host or host_plan(settings, None, on_gpu=self._accelerator.device.type == "cuda")
         self._record = MemoryRecord(channel, self._accelerator)
+        self._tracking = Tracking(self._accelerator)
         self._evaluator = Evaluator(settings, engine, evaluation, pad) if settings.eval_every and evaluation else None
         self._evaluated: Evaluation | None = None
         self._best = checkpoint.best_loss(state_dir)
@@ -175,17 +177,21 @@ class Trainer:
     def _report(
         self, plan: UpdatePlan, loss: float, rate: float, norm: float | None, tokens: int, seconds: dict[str, float]
     ) -> None:
+        values = {
+            "samples_seen": self.position.samples_seen,
+            "epoch": self._order.epoch_at(self.position.samples_seen),
+            "loss": loss,
+            "learning_rate": rate,
+            "gradient_norm": norm,
+        }
+        self._tracking.step(plan.number, values)
         self._channel.report(
             "step",
             update=plan.number,
-            samples_seen=self.position.samples_seen,
-            epoch=self._order.epoch_at(self.position.samples_seen),
-            loss=loss,
-            learning_rate=rate,
-            gradient_norm=norm,
             tokens=tokens,
             sample_digest=sample_digest(plan.ids),
             dropped=self._channel.dropped(),
+            **values,
             **seconds,
             **self._channel.readings(),
         )
@@ -199,6 +205,7 @@ class Trainer:
             return False
         found = self._evaluated = self._evaluator()
         self._channel.report("evaluation", update=update, **msgspec.to_builtins(found))
+        self._tracking.evaluation(update, found.loss)
         if self._accelerator.is_main_process:
             print(f"update {update}  evaluation loss {found.loss:.4f} over {found.samples} samples", flush=True)
         # The loss is the same on every rank: it was summed over all of them.

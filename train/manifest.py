@@ -41,6 +41,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     target_samples: int
     optimizer: str = "adamw"
     """The kind that kept the moments."""
+    precision: str = ""
+    """What the settings' precision came to on that machine: "no" (fp32), "bf16" or "fp16"; empty in older states."""
     loss_scale: float | None = None
     """The scale of fp16 gradients, where there was one."""
     evaluation_loss: float | None = None

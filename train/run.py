@@ -6,13 +6,14 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 
 from memtop.presets import Settings, SettingsError
 from memtop.presets.editing import check
@@ -20,25 +21,28 @@ from memtop.presets.host_memory import HostPlan
 from memtop.train.channel import Channel, open_channel
 from memtop.train.checkpoint import load_weights
 from memtop.train.control import Control
-from memtop.train.corpus import load_tokens
 from memtop.train.data import OpenedData, open_data
 from memtop.train.engine import Engine, PlainEngine, trained_parameters
 from memtop.train.errors import BadInputError, TrainingError
 from memtop.train.host import MemoryRecord, decide
 from memtop.train.loop import Position, Trainer
 from memtop.train.manifest import BrokenStateError, Cut, Manifest, newest_complete
-from memtop.train.model import build_model, model_config
+from memtop.train.model import build_model, tokens_and_config
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
 from memtop.train.shards import ShardReader
+from memtop.train.trackers import Tracking, tracking_options
 from memtop.train.zero_config import zero_config
 
 
-def train(settings_path: Path, state_dir: Path, *, resume: bool) -> str:
-    """Train to the target or to a stop; "finished" or "stopped". TrainingError for what a person can mend."""
+def train(settings_path: Path, state_dir: Path, *, resume: bool, trackers: Sequence[GeneralTracker] = ()) -> str:
+    """Train to the target or to a stop; "finished" or "stopped". TrainingError for what a person can mend.
+
+    `trackers` get the metrics, besides those that the settings name.
+    """
     channel = open_channel()
     try:
-        outcome = _train(read_settings(settings_path), state_dir, resume, channel)
+        outcome = _train(read_settings(settings_path), state_dir, resume, channel, trackers)
     except Exception as error:
         text = str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
         channel.report("end", outcome="failed", message=text.splitlines()[0] if text else type(error).__name__)
@@ -49,11 +53,11 @@ def train(settings_path: Path, state_dir: Path, *, resume: bool) -> str:
     return outcome
 
 
-def _train(settings: Settings, state_dir: Path, resume: bool, channel: Channel) -> str:
+def _train(settings: Settings, state_dir: Path, resume: bool, channel: Channel, trackers: Sequence[GeneralTracker]) -> str:
     channel.report("phase", phase="loading")
-    tokens = load_tokens(settings.data.get("tokenizer"), settings.model.get("path"))
-    config = model_config(settings, tokens)
-    accelerator = open_accelerator(settings, config)
+    tokens, config = tokens_and_config(settings)
+    folder = Path(os.environ.get("MEMTOP_ATTEMPT_DIR") or state_dir.parent)
+    accelerator = open_accelerator(settings, config, tracking_options(settings, folder, trackers))
     say = _Speaker(channel, accelerator.is_main_process)
     record = MemoryRecord(channel, accelerator)
     record("before model load")
@@ -89,10 +93,17 @@ def _train(settings: Settings, state_dir: Path, resume: bool, channel: Channel) 
         device=str(accelerator.device),
         device_uuid=_device_uuid(accelerator.device),
     )
+    tracking = Tracking(accelerator)
+    tracking.start(settings, folder)
     channel.report("phase", phase="training")
-    outcome = trainer.run(control)
+    try:
+        outcome = trainer.run(control)
+    except BaseException:
+        tracking.end()
+        raise
     # Ranks part in good order: a process that ends inside its group's threads is aborted, and the run would count as failed.
     accelerator.wait_for_everyone()
+    # The trackers too write what they hold.
     accelerator.end_training()
     return outcome
 
@@ -131,7 +142,7 @@ def open_engine(
     settings: Settings, accelerator: Accelerator, config: Any, found: tuple[Path, Manifest] | None
 ) -> tuple[Engine, Position]:
     """Model and optimizer under the settings' strategy, taken up from a saved state if there is one."""
-    model = build_model(settings, config)
+    model = build_model(settings, config, mixed=accelerator.mixed_precision)
     position = Position(cuts=(Cut(0, settings.seq_len),))
     read = None
     if found is not None:
@@ -182,17 +193,21 @@ def read_settings(path: Path) -> Settings:
         raise BadInputError(f"{path}: {error}") from None
 
 
-def open_accelerator(settings: Settings, config: Any) -> Accelerator:
-    """Accelerate, with DeepSpeed where the settings ask for it; BadInputError for what this machine cannot do."""
+def open_accelerator(settings: Settings, config: Any, tracking: dict[str, Any] | None = None) -> Accelerator:
+    """Accelerate, with DeepSpeed where the settings ask for it; BadInputError for what this machine cannot do.
+
+    `tracking` are the Accelerator's arguments for trackers.
+    """
+    tracking = tracking or {}
     on_gpu = settings.device != "cpu" and torch.cuda.is_available()
     if settings.device == "cuda" and not on_gpu:
         raise BadInputError("device cuda: torch sees no CUDA device; give --set device=auto or cpu")
     precision = _precision(settings, on_gpu)
     mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[precision]
     if settings.zero.stage:
-        accelerator = _with_deepspeed(settings, config, precision, mixed, on_gpu)
+        accelerator = _with_deepspeed(settings, config, precision, mixed, on_gpu, tracking)
     else:
-        accelerator = Accelerator(mixed_precision=mixed, cpu=not on_gpu)
+        accelerator = Accelerator(mixed_precision=mixed, cpu=not on_gpu, **tracking)
     if accelerator.num_processes != settings.world_size:
         raise BadInputError(
             f"world_size {settings.world_size}: {accelerator.num_processes} processes were launched; use memtop train"
@@ -210,7 +225,9 @@ def _precision(settings: Settings, on_gpu: bool) -> str:
     return settings.precision
 
 
-def _with_deepspeed(settings: Settings, config: Any, precision: str, mixed: str, on_gpu: bool) -> Accelerator:
+def _with_deepspeed(
+    settings: Settings, config: Any, precision: str, mixed: str, on_gpu: bool, tracking: dict[str, Any]
+) -> Accelerator:
     if not on_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
     # DeepSpeed calls torch by names that are about to change: nothing that a person could do about it.
@@ -232,6 +249,7 @@ def _with_deepspeed(settings: Settings, config: Any, precision: str, mixed: str,
         deepspeed_plugin=plugin,
         gradient_accumulation_steps=settings.accumulation,
         kwargs_handlers=[group],
+        **tracking,
     )
     if not sharded:
         # transformers would shard every model of stage 3 while it is built, and draw other weights for the same seed.

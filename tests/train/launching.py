@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from torch.utils.cpp_extension import get_default_build_root
 
 from memtop.presets import Settings
 from memtop.presets.schema import Zero
 from memtop.supervisor.run.launch import launcher
 
+# Another cache for memtop's own files must not make DeepSpeed compile its parts again, for minutes, in every test.
+COMPILED = os.environ.get("TORCH_EXTENSIONS_DIR") or str(
+    Path(get_default_build_root()) / f"py{sys.version_info.major}{sys.version_info.minor}_cpu"
+)
 ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = {
     "plain": Zero(),
@@ -43,3 +48,43 @@ def train_on(folder: Path, state: Path, settings: Settings, updates: int) -> dic
         raise AssertionError(f"{settings.zero} x {settings.world_size}: {done.stdout[-3000:]}{done.stderr[-5000:]}")
     found: dict[str, Any] = json.loads(report.read_text())
     return found
+
+
+class Launched(msgspec.Struct, frozen=True):
+    """A whole training in processes of its own, read back from the journal of its first rank."""
+
+    state_dir: Path
+    strategy: str
+    losses: list[float]
+
+
+def run_trainer(folder: Path, settings: Settings) -> Launched:
+    """`python -m memtop.train` as memtop launches it, without a supervisor."""
+    attempt, state = folder / "attempt", folder / "train_latest_state"
+    attempt.mkdir(parents=True)
+    (folder / "settings.json").write_bytes(msgspec.json.encode(settings))
+    trainer = ("-m", "memtop.train", "--settings", str(folder / "settings.json"), "--state-dir", str(state))
+    site = ROOT / "train" / "agent" / "site"
+    surroundings = environment() | {
+        "MEMTOP_ATTEMPT_DIR": str(attempt),
+        "MEMTOP_ATTEMPT": "1",
+        "MEMTOP_RUN": str(folder),
+        "MEMTOP_SOCKET": str(folder / "none"),
+        "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "TORCH_EXTENSIONS_DIR": COMPILED,
+    }
+    done = subprocess.run(
+        [sys.executable, *launcher(settings), *trainer],
+        env=surroundings,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise AssertionError(f"{settings.zero}: {done.stdout[-3000:]}{done.stderr[-5000:]}")
+    reports = [json.loads(line) for line in (attempt / "rank-0.jsonl").read_text().splitlines()]
+    (plan,) = [report for report in reports if report["type"] == "plan"]
+    return Launched(state, plan["strategy"], [report["loss"] for report in reports if report["type"] == "step"])

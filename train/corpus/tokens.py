@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +46,10 @@ class Tokens(Protocol):
         """Ids of a dialogue up to the response and from there to its end; None without a chat template."""
         ...
 
+    def save(self, folder: Path) -> None:
+        """Write down beside an exported model how text becomes ids."""
+        ...
+
 
 class ByteTokens:
     """UTF-8 bytes as ids 0-255; 256 begins, 257 ends, 258 pads."""
@@ -61,6 +66,11 @@ class ByteTokens:
 
     def chat(self, prompt: str, response: str) -> tuple[list[int], list[int]] | None:
         return None
+
+    def save(self, folder: Path) -> None:
+        meaning = {"kind": "bytes", "vocabulary": VOCABULARY, "bytes": [0, 255], "begin": BEGIN, "end": END, "pad": PAD}
+        text = "ids 0-255 are the bytes of the text in UTF-8; a document is begin, its bytes, end; pad fills up at the end"
+        (folder / "tokenizer_bytes.json").write_text(json.dumps({**meaning, "meaning": text}, indent=1) + "\n")
 
 
 class LibraryTokens:
@@ -100,6 +110,9 @@ class LibraryTokens:
         else:
             answer.append(self.end)
         return self.encode(opening), answer
+
+    def save(self, folder: Path) -> None:
+        self._tokenizer.save_pretrained(str(folder))
 
     def _render(self, messages: list[dict[str, str]], **options: Any) -> str:
         try:

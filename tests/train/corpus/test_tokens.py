@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memtop.train.corpus import ByteTokens, LibraryTokens, Tokens, load_tokens
-from memtop.train.data import BEGIN, END, PAD, VOCABULARY
+from memtop.train.corpus.tokens import BEGIN, END, PAD, VOCABULARY
 from memtop.train.errors import BadInputError
 from tests.train.corpus.support import build_tokenizer
 

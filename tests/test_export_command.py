@@ -1,0 +1,51 @@
+"""`memtop export` as a person calls it: the folder on stdout, talk and refusals on stderr, one line each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from tests.conftest import Runs
+from tests.train.recipes import pairs, write_llama, write_rows
+
+
+def test_a_run_is_exported_once_into_a_folder(runs: Runs) -> None:
+    runs.memtop("train", "--headless", "--name", "a", "--max-updates", "2", "--set", "device=cpu")
+    out = runs.root / "model"
+    done = runs.memtop("export", "a", "model")
+    assert done.stdout == f"{out}\n"
+    assert done.stderr.startswith("memtop: exported update 2 (train_latest_state): the model, in fp32, ")
+    assert done.stderr.count("\n") == 1
+    assert {"config.json", "model.safetensors", "tokenizer_bytes.json"} <= {path.name for path in out.iterdir()}
+    again = runs.memtop("export", "a", "model", status=2)
+    assert (again.stdout, again.stderr) == (
+        "",
+        f"memtop: DIR {out}: exists already and is not empty; give another folder\n",
+    )
+    both = runs.memtop("export", "a", "other", "--adapter", "--merge", status=2)
+    assert both.stderr == "memtop: --adapter and --merge: give one of them\n"
+
+
+def test_an_adapter_is_exported_alone_or_merged(runs: Runs, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "pairs.jsonl", pairs())
+    base = write_llama(tmp_path / "llama")
+    given = {"data.train": data, "model.path": base, "device": "cpu", "lora.r": 4, "seq_len": 64}
+    settings = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
+    runs.memtop("train", "sft-lora", "--headless", "--name", "b", "--max-updates", "1", *settings)
+    adapter = Path(runs.memtop("export", "b", "adapter", "--adapter").stdout.strip())
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    merged = Path(runs.memtop("export", "b", "merged").stdout.strip())
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in merged.iterdir()}
+
+
+def test_what_was_not_trained_here_cannot_be_exported(runs: Runs) -> None:
+    runs.memtop("train", "--headless", "--name", "own", "--", sys.executable, "-c", "pass")
+    assert runs.memtop("export", "own", "model", status=2).stderr == (
+        "memtop: RUN own: is a program of your own, which saves its model itself\n"
+    )
+    runs.memtop("train", "--headless", "--name", "broken", "--set", "trackers=nobody", status=1)
+    assert "train_latest_state: no state was saved yet, there is nothing to export" in (
+        runs.memtop("export", "broken", "model", status=2).stderr
+    )
+    assert not (runs.root / "model").exists()

@@ -1,0 +1,206 @@
+"""`python -m memtop.train.export --settings FILE --state-dir FOLDER --out DIR [--adapter | --merge]`: a trained model as files.
+
+The model of the newest whole state (or of the best one, where the settings say so) in Hugging Face's format: safetensors,
+configuration and tokenizer. stdout is the folder that was written, everything else goes to stderr. Exit status: 0 done, 1 it
+could not be written, 2 wrong usage or bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
+
+from memtop.presets import Settings
+from memtop.presets.schema import Zero
+from memtop.train.checkpoint import best_state, load_weights, saved_weights
+from memtop.train.corpus import Tokens
+from memtop.train.errors import BadInputError, TrainingError
+from memtop.train.manifest import BrokenStateError, Manifest, older_states, previous_of, read_manifest
+from memtop.train.model import build_base, build_model, model_class, tokens_and_config, with_adapters
+from memtop.train.run import read_settings
+from memtop.train.shards import ShardReader
+
+SHARD_SIZE = "5GB"
+
+
+class Source(msgspec.Struct, frozen=True):
+    """The state that is exported: a private look at it, and where it was found."""
+
+    look: Path
+    found: Path
+    manifest: Manifest
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="memtop.train.export")
+    parser.add_argument("--settings", type=Path, required=True)
+    parser.add_argument("--state-dir", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--adapter", action="store_true", help="LoRA: the adapter alone")
+    form.add_argument("--merge", action="store_true", help="QLoRA: into the base, which is taken out of its 4 bits")
+    arguments = parser.parse_args()
+    asked = "adapter" if arguments.adapter else "merge" if arguments.merge else None
+    # DeepSpeed is loaded along with transformers, and would look for a GPU and say that there is none.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        # Whatever a library prints is talk.
+        with contextlib.redirect_stdout(sys.stderr):
+            written = export(read_settings(arguments.settings), arguments.state_dir, arguments.out, asked=asked)
+    except TrainingError as error:
+        print(f"memtop: {error}", file=sys.stderr)
+        return error.exit_status
+    print(written, flush=True)
+    return 0
+
+
+def export(settings: Settings, state_dir: Path, out: Path, *, asked: str | None = None) -> Path:
+    """Write the model into `out`, a new or empty folder; `asked` is "adapter", "merge" or None for the method's own form.
+
+    Written beside and renamed into place. TrainingError says what a person can mend.
+    """
+    form = _form(settings, asked)
+    out = _free_place(out)
+    # On the CPU, and without what only training needs.
+    settings = msgspec.structs.replace(settings, device="cpu", zero=Zero(), gradient_checkpointing=False, compile=False)
+    with _held(state_dir, best=settings.load_best_at_end) as source:
+        tokens, config = tokens_and_config(settings)
+        kind = _kind(settings, source.manifest)
+        beside = out.with_name(f"{out.name}.tmp-{os.getpid()}")
+        try:
+            beside.mkdir(parents=True)
+            if form == "adapter":
+                _write_adapter(settings, config, source, beside)
+            else:
+                _write_whole(settings, config, tokens, source, kind, beside)
+            tokens.save(beside)
+            beside.rename(out)
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+        _tell(settings, source, form, kind, out)
+    return out
+
+
+def _form(settings: Settings, asked: str | None) -> str:
+    """ "whole" or "adapter"."""
+    if settings.method == "full":
+        if asked is not None:
+            raise BadInputError(f"--{asked}: {settings.recipe} trained the whole model, there is no adapter; leave it out")
+        return "whole"
+    # Merging into 4-bit weights would round the adapter away: there it has to be asked for.
+    form = asked or ("adapter" if settings.method == "qlora" else "merge")
+    if form == "adapter" and not settings.model.get("path"):
+        whose = "the base was drawn from the run's seed and lies in no folder, an adapter alone is of no use"
+        raise BadInputError(f"--adapter: {whose}; " + ("give --merge" if settings.method == "qlora" else "leave it out"))
+    return "adapter" if form == "adapter" else "whole"
+
+
+def _free_place(out: Path) -> Path:
+    out = out.expanduser().absolute()
+    if out.is_dir() and not any(out.iterdir()):
+        return out
+    if out.exists() or out.is_symlink():
+        raise BadInputError(f"DIR {out}: exists already{' and is not empty' if out.is_dir() else ''}; give another folder")
+    return out
+
+
+@contextlib.contextmanager
+def _held(state_dir: Path, *, best: bool) -> Iterator[Source]:
+    """The best or newest whole state, held fast by hard links: a trainer may swap in another one meanwhile."""
+    order = [state_dir, previous_of(state_dir), *older_states(state_dir)]
+    if best:
+        order.insert(0, best_state(state_dir))
+    problem: str | None = None
+    for folder in order:
+        if not folder.is_dir():
+            continue
+        with contextlib.ExitStack() as stack:
+            try:
+                look = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="export-", dir=state_dir.parent)))
+                for path in folder.iterdir():
+                    os.link(path, look / path.name)
+                manifest = read_manifest(look)
+            except BrokenStateError as error:
+                problem = problem or str(error).replace(str(look), str(folder))
+                continue
+            except OSError as error:
+                problem = problem or f"{folder}: cannot be read: {error.strerror}"
+                continue
+            if problem is not None:
+                print(f"memtop: {problem}; taking {folder} instead", file=sys.stderr)
+            yield Source(look, folder, manifest)
+            return
+    if problem is None:
+        raise BadInputError(f"{state_dir}: no state was saved yet, there is nothing to export; `memtop checkpoint` writes one")
+    raise BadInputError(f"{problem}; no whole state is left to export")
+
+
+def _kind(settings: Settings, manifest: Manifest) -> torch.dtype:
+    """bf16 for what was trained in bf16, otherwise fp32."""
+    mixed = manifest.precision or settings.precision
+    return torch.bfloat16 if mixed == "bf16" else torch.float32
+
+
+def _write_whole(settings: Settings, config: Any, tokens: Tokens, source: Source, kind: torch.dtype, folder: Path) -> None:
+    """The model with its adapters merged, if it has any."""
+    if settings.method == "qlora":
+        # 4-bit weights become numbers again, exactly those that were trained on; so nothing is rounded before the end.
+        model = with_adapters(settings, build_base(settings, config).dequantize(dtype=torch.float32))
+    else:
+        model = build_model(settings, config, mixed="bf16" if kind == torch.bfloat16 else "no")
+    load_weights(ShardReader(source.look, source.manifest.files), model, source.found)
+    if settings.method != "full":
+        model = model.merge_and_unload()
+    if not settings.model.get("path"):
+        _name_special_ids(model, tokens)
+    model.to(kind).save_pretrained(str(folder), max_shard_size=SHARD_SIZE)
+
+
+def _name_special_ids(model: Any, tokens: Tokens) -> None:
+    """A drawn model learnt these ids, not the ones that its architecture has by default."""
+    for config in (model.config, model.generation_config):
+        config.bos_token_id, config.eos_token_id, config.pad_token_id = tokens.begin, tokens.end, tokens.pad
+
+
+def _write_adapter(settings: Settings, config: Any, source: Source, folder: Path) -> None:
+    """The adapter in peft's format. The base is only named, so only its shapes are needed."""
+    with torch.device("meta"):
+        base = model_class(settings).from_config(config)
+    model: Any = with_adapters(settings, base)
+    for adapter in model.peft_config.values():
+        adapter.base_model_name_or_path = str(settings.model["path"])
+    read = ShardReader(source.look, source.manifest.files)
+    weights = {name: tensor for name, _, tensor in saved_weights(read, model, source.found)}
+    model.save_pretrained(str(folder), state_dict=weights, save_embedding_layers=False)
+
+
+def _tell(settings: Settings, source: Source, form: str, kind: torch.dtype, out: Path) -> None:
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    what = {"full": "the model", "lora": "the base with the adapter merged"}.get(
+        settings.method, "the base out of its 4 bits with the adapter merged: larger than what was trained on, the same numbers"
+    )
+    if form == "adapter":
+        what, kind = f"the adapter of {settings.model['path']}", torch.float32
+    name = "bf16" if kind == torch.bfloat16 else "fp32"
+    where = f"update {source.manifest.updates} ({source.found.name})"
+    print(f"memtop: exported {where}: {what}, in {name}, {size / 2**20:.1f} MiB", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
