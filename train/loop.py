@@ -72,6 +72,8 @@ class Trainer:
         self._evaluated: Evaluation | None = None
         self._best = checkpoint.best_loss(state_dir)
         self._saved_at: int | None = None
+        self.save_problem: str | None = None
+        """Why the newest save failed; None if it did not."""
         self._order = SampleOrder(samples, settings.seed, position.cuts)
         self.target_samples = settings.target_samples or self._order.end_of(settings.epochs)
 
@@ -231,9 +233,10 @@ class Trainer:
         except checkpoint.NoSpaceError as error:
             self._channel.report("warning", message=str(error))
             print(f"memtop: {error}", flush=True)
+            self.save_problem = str(error)
             done = (False, str(error))
         else:
-            self._saved_at = self.position.updates
+            self._saved_at, self.save_problem = self.position.updates, None
             if best and self._evaluated is not None:
                 self._best = self._evaluated.loss
             if manifest is not None:

@@ -42,18 +42,21 @@ def train(settings_path: Path, state_dir: Path, *, resume: bool, trackers: Seque
     """
     channel = open_channel()
     try:
-        outcome = _train(read_settings(settings_path), state_dir, resume, channel, trackers)
+        outcome, problem = _train(read_settings(settings_path), state_dir, resume, channel, trackers)
     except Exception as error:
         text = str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
         channel.report("end", outcome="failed", message=text.splitlines()[0] if text else type(error).__name__)
         channel.flush()
         raise
-    channel.report("end", outcome=outcome, message="")
+    channel.report("end", outcome=outcome, saved=problem is None, message=problem or "")
     channel.flush()
     return outcome
 
 
-def _train(settings: Settings, state_dir: Path, resume: bool, channel: Channel, trackers: Sequence[GeneralTracker]) -> str:
+def _train(
+    settings: Settings, state_dir: Path, resume: bool, channel: Channel, trackers: Sequence[GeneralTracker]
+) -> tuple[str, str | None]:
+    """The outcome, and why the last state could not be saved if it could not."""
     channel.report("phase", phase="loading")
     tokens, config = tokens_and_config(settings)
     folder = Path(os.environ.get("MEMTOP_ATTEMPT_DIR") or state_dir.parent)
@@ -105,7 +108,7 @@ def _train(settings: Settings, state_dir: Path, resume: bool, channel: Channel, 
     accelerator.wait_for_everyone()
     # The trackers too write what they hold.
     accelerator.end_training()
-    return outcome
+    return outcome, trainer.save_problem
 
 
 class _Speaker:

@@ -209,6 +209,7 @@ def test_a_full_disk_keeps_the_old_state_and_training_goes_on(
     assert len(training.losses) == 7
     assert read_manifest(state) == before
     assert list(tmp_path.glob("*.tmp-*")) == []
+    assert training.trainer.save_problem is not None
     warnings = [warning["message"] for warning in channel.of("warning")]
     assert warnings
     assert all("the state before is kept, free some space" in warning for warning in warnings)

@@ -1,0 +1,116 @@
+"""Every recipe under every preset that it can use, trained for some updates through the real launch command; JSON lines.
+
+    python -m bench.recipes_and_presets [--device cpu|cuda] [--updates N] [--only RECIPE]
+
+On the CPU the models are tiny, on a GPU of a size that fills something (weights are drawn in both cases, text comes from the
+machine). A line per pair: strategy as read back, split, first and last loss, samples per second, peak bytes where they are
+known; `refused` where memtop refuses the pair before it starts, `failed` with the last line of output where it fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.common import machine
+from memtop.presets import Settings, SettingsError, edit_settings, load_recipes, presets_for, resolve
+from memtop.supervisor.run.launch import launcher
+from tests.train.recipes import TINY_LLAMA, TINY_T5, pairs, write_llama, write_rows
+
+SITE = Path(__file__).resolve().parents[1] / "train" / "agent" / "site"
+MIDDLE_LLAMA = {
+    "model.config.hidden_size": 1024,
+    "model.config.intermediate_size": 2816,
+    "model.config.num_hidden_layers": 16,
+    "model.config.num_attention_heads": 16,
+    "model.config.num_key_value_heads": 16,
+}
+Change = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--updates", type=int, default=3)
+    parser.add_argument("--only")
+    arguments = parser.parse_args()
+    print(json.dumps({"bench": "recipes_and_presets", "date": time.strftime("%Y-%m-%d"), "machine": machine()}), flush=True)
+    with tempfile.TemporaryDirectory(prefix="memtop-recipes-") as name:
+        folder = Path(name)
+        data = write_rows(folder / "pairs.parquet", pairs(400))
+        llama = write_llama(folder / "llama")
+        for recipe in load_recipes() if arguments.only is None else [arguments.only]:
+            given = _overrides(recipe, arguments.device, data, llama)
+            for preset in presets_for(recipe).values():
+                row = {"recipe": recipe, "preset": preset.name}
+                try:
+                    settings = resolve(load_recipes()[recipe], preset=preset)
+                    settings = edit_settings(
+                        settings, max_updates=arguments.updates, assignments={key: str(value) for key, value in given.items()}
+                    )
+                except SettingsError as error:
+                    row["refused"] = str(error)
+                else:
+                    row |= _train(folder / f"{recipe}-{preset.name}", settings)
+                print(json.dumps(row), flush=True)
+
+
+def _overrides(recipe: str, device: str, data: Path, llama: Path) -> Change:
+    """What stands in for data and models that have to be given, and makes models small enough."""
+    common: Change = {"device": device, "save_every": 1000}
+    if recipe == "first-run":
+        return common
+    if recipe == "pretrain-causal":
+        return common | (TINY_LLAMA if device == "cpu" else MIDDLE_LLAMA)
+    common |= {"data.train": data}
+    if recipe == "pretrain-t5":
+        return common | (TINY_T5 if device == "cpu" else {})
+    return common | {"model.path": llama, "seq_len": 256}
+
+
+def _train(folder: Path, settings: Settings) -> Change:
+    folder.mkdir()
+    (folder / "settings.json").write_bytes(msgspec.json.encode(settings))
+    trainer = ("-m", "memtop.train", "--settings", str(folder / "settings.json"), "--state-dir", str(folder / "state"))
+    surroundings = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "MEMTOP_ATTEMPT_DIR": str(folder),
+        "MEMTOP_SOCKET": str(folder / "none"),
+        "PYTHONPATH": os.pathsep.join([str(SITE), os.environ.get("PYTHONPATH", "")]),
+        **({"DS_ACCELERATOR": "cpu"} if settings.device == "cpu" else {}),
+    }
+    command = [sys.executable, *launcher(settings), *trainer]
+    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=900, check=False)
+    about = {"split": [settings.batch, settings.accumulation, settings.world_size], "asked": str(settings.zero)}
+    if done.returncode != 0:
+        return {**about, "failed": (done.stderr.strip() or done.stdout.strip()).splitlines()[-1]}
+    reports = [json.loads(line) for line in (folder / "rank-0.jsonl").read_text().splitlines()]
+    (plan,) = [report for report in reports if report["type"] == "plan"]
+    steps = [report for report in reports if report["type"] == "step"]
+    peaks = [step["peak_bytes"] for step in steps if step.get("peak_bytes") is not None]
+    seconds = statistics.median(step["step_seconds"] for step in steps[1:] or steps)
+    return {
+        **about,
+        "strategy": plan["strategy"],
+        "parameters": plan["parameters"],
+        "trained_parameters": plan["trained_parameters"],
+        "first_loss": round(steps[0]["loss"], 4),
+        "last_loss": round(steps[-1]["loss"], 4),
+        "samples_per_second": round(settings.effective_batch / seconds, 2),
+        "peak_bytes": max(peaks) if peaks else None,
+        "rss_bytes": max(step["rss_bytes"] for step in steps),
+    }
+
+
+if __name__ == "__main__":
+    main()
