@@ -154,7 +154,7 @@ def measure_hugging_face(settings: Settings, device: str) -> dict[str, Any]:
     keys = SampleOrder(data, settings.seed, (Cut(0, settings.seq_len),)).take(0, settings.target_samples)
     rows = [{"input_ids": data[key][0], "labels": data[key][1]} for key in keys]
 
-    class Watching(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+    class Watching(transformers.TrainerCallback):  # type: ignore[misc]
         meter: Meter
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
