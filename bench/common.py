@@ -46,3 +46,42 @@ def spread(values: Sequence[float]) -> dict[str, float]:
         "maximum": round(max(values), 4),
         "runs": len(values),
     }
+
+
+class Peak:
+    """How far memory rose above what was held when this was made, in bytes, from the last `start` on.
+
+    On the CPU it is the resident set, whose highest mark Linux keeps (VmHWM); on a GPU what torch has allocated there.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._on_gpu = device == "cuda"
+        self.exact = True
+        """False where the kernel would not let the highest mark be lowered: then the peak since the process began counts."""
+        self.base = self._gpu().memory_allocated() if self._on_gpu else _status_bytes("VmRSS")
+
+    def start(self) -> None:
+        """Forget the peak so far."""
+        if self._on_gpu:
+            self._gpu().reset_peak_memory_stats()
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            self.exact = False
+
+    def growth(self) -> int:
+        """The peak since `start`, beyond `base`."""
+        highest = self._gpu().max_memory_allocated() if self._on_gpu else _status_bytes("VmHWM")
+        return int(highest) - self.base
+
+    @staticmethod
+    def _gpu() -> Any:
+        import torch
+
+        return torch.cuda
+
+
+def _status_bytes(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
+    return int(line.split()[1]) * 1024

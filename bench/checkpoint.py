@@ -1,0 +1,207 @@
+"""Saving and taking up a state of 31 M parameters: memtop's `train_latest_state` beside accelerate's save_state / load_state.
+
+    python -m bench.checkpoint [--rounds N] [--recipe pretrain-causal] [--folder FOLDER]
+
+The same model and AdamW after one update; each measurement is a process of its own, in turns A B C C B A. Memory is the peak
+over what was held before; what loading must take in any case (the moments, 8 bytes per parameter) is `moments_mib`. memtop
+writes beside and swaps, has the disk hold every file (fsync) and keeps checksums, which it compares when it loads; accelerate
+does none of that. So `accelerate_synced` is accelerate with an fsync of each file after it, and `memtop_parts` tells how long
+fsync and checksums take. After loading every moment is written to once, as the next update does: tensors that are mapped from a
+file cost then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.common import Peak, report, spread
+from memtop.presets import edit_settings, load_presets, load_recipes, resolve
+from memtop.train import checkpoint, manifest, shards
+from memtop.train.corpus import ByteTokens
+from memtop.train.engine import PlainEngine
+from memtop.train.manifest import Cut, newest_complete
+from memtop.train.model import model_config
+from memtop.train.run import count_parameters, open_accelerator, open_engine
+from memtop.train.shards import ShardReader, sync
+
+ARMS = ("memtop", "accelerate", "accelerate_synced")
+SAVES = 3
+
+
+def prepared(recipe: str) -> tuple[PlainEngine, Any]:
+    settings = edit_settings(
+        resolve(load_recipes()[recipe], preset=load_presets()["standard"], whole=False),
+        assignments={"device": "cpu", "precision": "fp32"},
+    )
+    config = model_config(settings, ByteTokens())
+    engine, _ = open_engine(settings, open_accelerator(settings, config), config, None)
+    assert isinstance(engine, PlainEngine)
+    return engine, settings
+
+
+def one_update(engine: PlainEngine) -> None:
+    """So that there are moments."""
+    ids = torch.arange(8).reshape(1, 8)
+    engine.backward(engine.objective(ids, ids), last=True)
+    engine.step(1e-3)
+
+
+def measure_save(arm: str, recipe: str, folder: Path) -> dict[str, Any]:
+    engine, settings = prepared(recipe)
+    one_update(engine)
+    progress = checkpoint.Progress(
+        updates=1, samples_seen=1, epoch=0.0, cuts=(Cut(0, settings.seq_len),), target_samples=settings.target_samples
+    )
+
+    def save() -> None:
+        if arm == "memtop":
+            checkpoint.save_state(folder / "state", engine, progress, settings)
+            return
+        engine.accelerator.save_state(str(folder / "state"))
+        if arm == "accelerate_synced":
+            for path in (folder / "state").iterdir():
+                sync(path)
+
+    with timed("fsync", shards, "sync") as fsync, timed("checksum", shards, "describe_file") as checksum:
+        peak = Peak("cpu")
+        peak.start()
+        seconds = [seconds_of(save) for _ in range(SAVES)]
+    size = sum(path.stat().st_size for path in (folder / "state").iterdir())
+    parts = {"fsync_seconds": fsync[0] / SAVES, "checksum_seconds": checksum[0] / SAVES} if arm == "memtop" else {}
+    return {
+        "seconds": sorted(seconds)[SAVES // 2],
+        "peak_growth_mib": peak.growth() / 2**20,
+        "state_mib": size / 2**20,
+        "parameters": count_parameters(engine.model.parameters()),
+        **parts,
+    }
+
+
+def measure_load(arm: str, recipe: str, folder: Path) -> dict[str, Any]:
+    engine, _ = prepared(recipe)
+
+    def load() -> None:
+        if arm == "memtop":
+            # As train/run.py does it.
+            found = newest_complete(folder / "state")
+            assert found is not None
+            place, written, _ = found
+            read = ShardReader(place, written.files)
+            checkpoint.load_weights(read, engine.model, place)
+            engine.load_moments(read)
+        else:
+            engine.accelerator.load_state(str(folder / "state"))
+        for state in engine.bare_optimizer.state.values():
+            state["exp_avg"].mul_(1)
+            state["exp_avg_sq"].mul_(1)
+
+    with timed("checksum", manifest, "describe_file") as checksum:
+        peak = Peak("cpu")
+        peak.start()
+        seconds = seconds_of(load)
+    parts = {"checksum_seconds": checksum[0]} if arm == "memtop" else {}
+    assert all("exp_avg_sq" in engine.bare_optimizer.state[parameter] for parameter in engine.model.parameters())
+    return {"seconds": seconds, "peak_growth_mib": peak.growth() / 2**20, **parts}
+
+
+def seconds_of(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+@contextmanager
+def timed(name: str, module: Any, function: str) -> Iterator[list[float]]:
+    """While this lasts, the seconds spent in a module's function add up in the list's one element."""
+    whole, own = [0.0], getattr(module, function)
+
+    def measured(*arguments: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return own(*arguments)
+        finally:
+            whole[0] += time.perf_counter() - started
+
+    setattr(module, function, measured)
+    try:
+        yield whole
+    finally:
+        setattr(module, function, own)
+
+
+def in_child(arm: str, what: str, recipe: str, folder: Path) -> dict[str, Any]:
+    arguments = ["--arm", arm, "--what", what, "--recipe", recipe, "--folder", str(folder)]
+    command = [sys.executable, "-m", "bench.checkpoint", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    if done.returncode != 0:
+        raise RuntimeError(f"{arm}, {what}: {done.stderr[-4000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(f"{what} {arm}: {found['seconds']:.2f} s, {found['peak_growth_mib']:.0f} MiB", file=sys.stderr)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=2, help="each is A B C C B A")
+    parser.add_argument("--recipe", default="pretrain-causal")
+    parser.add_argument("--folder", type=Path, help="where the states are written; default: the folder for temporary files")
+    parser.add_argument("--arm", choices=ARMS, help="measure one arm in this process")
+    parser.add_argument("--what", choices=("save", "load"))
+    given = parser.parse_args()
+    if given.arm:
+        torch.set_num_threads(1)
+        measure = measure_save if given.what == "save" else measure_load
+        print("\n" + json.dumps(measure(given.arm, given.recipe, given.folder)))
+        return
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {what: {arm: [] for arm in ARMS} for what in ("save", "load")}
+    for _ in range(given.rounds):
+        for arm in (*ARMS, *reversed(ARMS)):
+            with tempfile.TemporaryDirectory(prefix="memtop-bench-", dir=given.folder) as name:
+                found["save"][arm].append(in_child(arm, "save", given.recipe, Path(name)))
+                if arm != "accelerate_synced":
+                    found["load"][arm].append(in_child(arm, "load", given.recipe, Path(name)))
+    parameters = found["save"]["memtop"][0]["parameters"]
+    report(
+        "checkpoint",
+        {
+            "parameters": parameters,
+            "moments_mib": round(parameters * 8 / 2**20, 1),
+            "state_mib": {arm: round(runs[0]["state_mib"], 1) for arm, runs in found["save"].items()},
+            "versions": {name: __import__(name).__version__ for name in ("torch", "accelerate", "safetensors")},
+            **{what: summary(runs) for what, runs in found.items()},
+        },
+    )
+
+
+def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    names = ("seconds", "peak_growth_mib")
+    measured = {arm: {name: spread([run[name] for run in own]) for name in names} for arm, own in runs.items() if own}
+    ratios = {
+        f"memtop_over_{arm}": {
+            name: spread([mine[name] / other[name] for mine, other in zip(runs["memtop"], own, strict=True)]) for name in names
+        }
+        for arm, own in runs.items()
+        if own and arm != "memtop"
+    }
+    parts = {
+        name: spread([run[name] for run in runs["memtop"]])
+        for name in ("fsync_seconds", "checksum_seconds")
+        if name in runs["memtop"][0]
+    }
+    return {**measured, **ratios, "memtop_parts": parts}
+
+
+if __name__ == "__main__":
+    main()

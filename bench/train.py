@@ -1,0 +1,256 @@
+"""memtop's trainer beside Hugging Face's `Trainer`: samples per second and peak memory on the same work.
+
+    python -m bench.train [--device cpu|cuda] [--precision fp32|bf16] [--accumulation A] [--rounds N] [--case NAME]
+
+Same model with the same weights, same samples in the same order, AdamW with the same constant rate, clipping at 1; no
+checkpoint, no evaluation, a log line every 4 updates. Each arm is a process of its own, in turns A B B A; a pair is one arm
+and the one next to it. The losses of both are compared: they must be those of one and the same training. Memory is the peak
+after the warm-up, over what was held when model and data were there. On a busy machine samples per second of CPU time tell
+more than samples per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.common import Peak, report, spread
+from memtop.presets import Settings, edit_settings, load_presets, load_recipes, resolve
+from memtop.train.channel import Unsupervised
+from memtop.train.control import Control
+from memtop.train.corpus import ByteTokens, TokenStore
+from memtop.train.loop import Trainer
+from memtop.train.manifest import Cut
+from memtop.train.model import build_model, model_config
+from memtop.train.order import SampleOrder
+from memtop.train.packed import PackedText
+from memtop.train.run import open_accelerator, open_engine
+
+ARMS = ("memtop", "hugging_face")
+MEASURED = ("samples_per_second", "samples_per_cpu_second", "peak_growth_mib", "peak_mib")
+WARM_UP = 3
+LOG_EVERY = 4
+CASES: dict[str, tuple[int, dict[str, str]]] = {
+    # Updates that are measured, and what differs from the recipe first-run (8 x 4, T 128, 260 tokens, 1.3 M parameters).
+    "small_vocabulary": (13, {}),
+    "large_vocabulary": (
+        5,
+        {
+            "batch": "8",
+            "accumulation": "1",
+            "seq_len": "256",
+            "model.config.vocab_size": "50304",
+            "model.config.hidden_size": "128",
+            "model.config.intermediate_size": "384",
+            "model.config.num_hidden_layers": "2",
+            "model.config.num_attention_heads": "4",
+            "model.config.num_key_value_heads": "4",
+        },
+    ),
+}
+
+
+def settings_of(case: str, device: str, precision: str, accumulation: int) -> Settings:
+    updates, assignments = CASES[case]
+    base = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
+    assignments = {
+        **assignments,
+        "device": device,
+        "precision": precision,
+        "warmup_fraction": "0",
+        "final_learning_rate_fraction": "1",
+        "learning_rate": "1e-3",
+        "weight_decay": "0",
+        "save_every": "1000000",
+        "log_every": str(LOG_EVERY),
+    }
+    if accumulation:
+        assignments["accumulation"] = str(accumulation)
+    return edit_settings(base, assignments=assignments, max_updates=WARM_UP + updates)
+
+
+def samples_of(settings: Settings) -> PackedText:
+    """As many full samples as the run takes, of tokens that are not all alike; the same for every process."""
+    generator = np.random.default_rng(1)
+    vocabulary = settings.model["config"]["vocab_size"]
+    documents = [np.sort(generator.integers(0, vocabulary, settings.seq_len)) for _ in range(settings.target_samples)]
+    return PackedText(TokenStore.from_arrays(documents, vocabulary))
+
+
+class Meter:
+    """Is told of every update; measures from the end of the warm-up to the last one."""
+
+    def __init__(self, settings: Settings, device: str) -> None:
+        self._settings = settings
+        self._on_gpu = device == "cuda"
+        self._last = settings.target_samples // settings.effective_batch
+        self._peak = Peak(device)
+        self._started = self._started_cpu = 0.0
+        self.found: dict[str, Any] = {}
+
+    def update_done(self, number: int) -> None:
+        if number not in (WARM_UP, self._last):
+            return
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        now, cpu = time.perf_counter(), time.process_time()
+        if number == WARM_UP:
+            self._peak.start()
+            self._started, self._started_cpu = time.perf_counter(), time.process_time()
+            return
+        samples = (self._last - WARM_UP) * self._settings.effective_batch
+        self.found = {
+            "samples_per_second": samples / (now - self._started),
+            "samples_per_cpu_second": samples / (cpu - self._started_cpu),
+            "peak_growth_mib": self._peak.growth() / 2**20,
+            "peak_mib": (self._peak.base + self._peak.growth()) / 2**20,
+            "peak_is_exact": self._peak.exact,
+        }
+
+
+class Listening(Unsupervised):
+    """Takes the trainer's reports: one `step` for each update."""
+
+    def __init__(self) -> None:
+        self.meter: Meter | None = None
+        self.losses: list[float] = []
+
+    def report(self, kind: str, **values: Any) -> None:
+        if kind == "step":
+            self.losses.append(values["loss"])
+            assert self.meter is not None
+            self.meter.update_done(values["update"])
+
+
+def measure_memtop(settings: Settings, device: str) -> dict[str, Any]:
+    config = model_config(settings, ByteTokens())
+    accelerator = open_accelerator(settings, config)
+    channel = Listening()
+    with tempfile.TemporaryDirectory(prefix="memtop-bench-") as folder:
+        engine, position = open_engine(settings, accelerator, config, None)
+        trainer = Trainer(settings, engine, samples_of(settings), position, Path(folder) / "state", channel, pad=0)
+        channel.meter = Meter(settings, device)
+        # The save at the end comes after the last update, when all is measured.
+        trainer.run(Control(channel, accelerator))
+    return {**channel.meter.found, "losses": channel.losses}
+
+
+def measure_hugging_face(settings: Settings, device: str) -> dict[str, Any]:
+    import transformers
+
+    model = build_model(settings, model_config(settings, ByteTokens()))
+    data = samples_of(settings)
+    keys = SampleOrder(data, settings.seed, (Cut(0, settings.seq_len),)).take(0, settings.target_samples)
+    rows = [{"input_ids": data[key][0], "labels": data[key][1]} for key in keys]
+
+    class Watching(transformers.TrainerCallback):  # type: ignore[misc]
+        meter: Meter
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.meter.update_done(state.global_step)
+
+    with tempfile.TemporaryDirectory(prefix="memtop-bench-") as folder:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder,
+            max_steps=settings.target_samples // settings.effective_batch,
+            per_device_train_batch_size=settings.batch,
+            gradient_accumulation_steps=settings.accumulation,
+            learning_rate=settings.learning_rate,
+            lr_scheduler_type="constant",
+            weight_decay=settings.weight_decay,
+            max_grad_norm=settings.clip_norm,
+            # The same choice as memtop's: torch's own on the CPU, its fused kernel on a GPU.
+            optim="adamw_torch_fused" if device == "cuda" else "adamw_torch",
+            bf16=settings.precision == "bf16",
+            use_cpu=device == "cpu",
+            train_sampling_strategy="sequential",
+            dataloader_num_workers=settings.workers,
+            logging_steps=LOG_EVERY,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            seed=settings.seed,
+        )
+        watching = Watching()
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[watching])
+        watching.meter = Meter(settings, device)
+        trainer.train()
+    history = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {**watching.meter.found, "logged_losses": history}
+
+
+def in_child(arm: str, case: str, options: list[str]) -> dict[str, Any]:
+    """One arm in a process of its own."""
+    command = [sys.executable, "-m", "bench.train", "--arm", arm, "--case", case, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    if done.returncode != 0:
+        raise RuntimeError(f"{arm}, {case}: {done.stderr[-4000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(f"{case} {arm}: {found['samples_per_second']:.1f} samples/s, {found['peak_growth_mib']:.0f} MiB", file=sys.stderr)
+    return found
+
+
+def compare(case: str, settings: Settings, rounds: int, options: list[str]) -> dict[str, Any]:
+    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
+    for _ in range(rounds):
+        for arm in (*ARMS, *reversed(ARMS)):
+            found[arm].append(in_child(arm, case, options))
+    pairs = list(zip(found["memtop"], found["hugging_face"], strict=True))
+    return {
+        "batch": settings.batch,
+        "accumulation": settings.accumulation,
+        "seq_len": settings.seq_len,
+        "vocabulary": settings.model["config"]["vocab_size"],
+        "updates_measured": CASES[case][0],
+        **{arm: {name: spread([run[name] for run in runs]) for name in MEASURED} for arm, runs in found.items()},
+        "memtop_over_hugging_face": {name: spread([mine[name] / other[name] for mine, other in pairs]) for name in MEASURED},
+        "largest_loss_difference": max(loss_difference(mine["losses"], other["logged_losses"]) for mine, other in pairs),
+        "peak_is_exact": all(run["peak_is_exact"] for runs in found.values() for run in runs),
+    }
+
+
+def loss_difference(losses: list[float], logged: list[float]) -> float:
+    """Relative; Hugging Face logs means over LOG_EVERY updates (a rest at the end is not compared)."""
+    means = [statistics.fmean(losses[at : at + LOG_EVERY]) for at in range(0, len(losses), LOG_EVERY)]
+    whole = len(losses) // LOG_EVERY
+    found = [abs(mine - other) / other for mine, other in zip(means[:whole], logged[:whole], strict=True)]
+    return float(f"{max(found):.2g}") if found else float("nan")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--accumulation", type=int, default=0, help="0: as the case has it")
+    parser.add_argument("--rounds", type=int, default=2, help="each is A B B A")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--case", choices=list(CASES), action="append")
+    parser.add_argument("--arm", choices=ARMS, help="measure one arm in this process")
+    given = parser.parse_args()
+    cases = given.case or list(CASES)
+    settings = {case: settings_of(case, given.device, given.precision, given.accumulation) for case in cases}
+    if given.arm:
+        torch.set_num_threads(given.threads)
+        measure = {"memtop": measure_memtop, "hugging_face": measure_hugging_face}[given.arm]
+        print("\n" + json.dumps(measure(settings[cases[0]], given.device)))
+        return
+    names = ("device", "precision", "accumulation", "threads")
+    options = [word for name in names for word in (f"--{name}", str(getattr(given, name)))]
+    versions = {name: __import__(name).__version__ for name in ("torch", "transformers", "accelerate")}
+    results = {case: compare(case, settings[case], given.rounds, options) for case in cases}
+    report("train", {**{name: getattr(given, name) for name in names}, "versions": versions, **results})
+
+
+if __name__ == "__main__":
+    main()
