@@ -61,3 +61,129 @@ print(a.dropped())
 """
     assert run(code, tmp_path) == "2\n"
     assert [report.get("update") for report in reports(tmp_path)] == [None, 3]
+
+
+TORCH = """
+import sys, types
+module = types.ModuleType("torch.optim.optimizer")
+hooks = []
+module.register_optimizer_step_post_hook = lambda hook: hooks.append(hook) or types.SimpleNamespace(remove=hooks.clear)
+sys.modules["torch.optim.optimizer"] = module
+class Optimizer:
+    param_groups = [{"lr": 0.5}]
+    def step(self):
+        for hook in hooks:
+            hook(self, (), {})
+optimizer = Optimizer()
+import memtop_agent
+memtop_agent.wait_for_torch()
+"""
+"""As much of torch as the agent touches."""
+
+
+def test_a_program_may_clear_its_environment(tmp_path: Path) -> None:
+    run(TORCH + "import os\nos.environ.clear()\noptimizer.step()\nos.chdir('/')\noptimizer.step()", tmp_path)
+    assert [report.get("update") for report in reports(tmp_path)] == [None, 1, 2]
+
+
+def test_a_step_that_cannot_be_followed_is_said_once_and_disturbs_nobody(tmp_path: Path) -> None:
+    code = """
+optimizer.step()
+optimizer.param_groups = [{"lr": "as the schedule says"}]
+optimizer.step()
+optimizer.param_groups = [{"lr": 0.5}]
+optimizer.step()
+print(len(hooks))
+"""
+    # The hook stays, idle: torch would not forgive that it vanishes while it is called.
+    assert run(TORCH + code, tmp_path) == "1\n"
+    _, step, warning = reports(tmp_path)
+    assert step["update"] == 1
+    assert warning["type"] == "warning"
+    assert "as the schedule says" in warning["message"]
+
+
+def test_torch_itself_goes_on_when_a_step_cannot_be_followed(tmp_path: Path) -> None:
+    code = """
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([weight], lr=0.5)
+seen = []
+register_optimizer_step_post_hook(lambda *_: seen.append(1))
+for update in range(3):
+    weight.sum().backward()
+    if update == 1:
+        optimizer.param_groups[0]["lr"] = torch.ones(2)
+        optimizer.param_groups[0]["params"] = []
+    optimizer.step()
+print(len(seen))
+"""
+    assert run(code, tmp_path) == "3\n"
+    assert [report["type"] for report in reports(tmp_path)] == ["hello", "step", "warning"]
+
+
+def test_threads_that_cannot_start_disturb_nobody(tmp_path: Path) -> None:
+    code = """
+import threading
+real = threading.Thread.start
+def refuse(self):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = refuse
+optimizer.step()
+optimizer.step()
+import os
+print(os.path.exists(os.environ["MEMTOP_ATTEMPT_DIR"] + "/rank-0.jsonl"))
+threading.Thread.start = real
+optimizer.step()
+print(sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("memtop")))
+"""
+    assert run(TORCH + code, tmp_path) == "False\n['memtop-journal', 'memtop-link']\n"
+    assert [report.get("update") for report in reports(tmp_path)] == [None, 1, 2, 3]
+
+
+def test_without_any_thread_the_reports_are_written_at_the_end(tmp_path: Path) -> None:
+    refuse = "import threading\ndef no(self): raise RuntimeError('no')\nthreading.Thread.start = no\noptimizer.step()\n"
+    run(TORCH + refuse, tmp_path)
+    assert [report.get("update") for report in reports(tmp_path)] == [None, 1]
+
+
+def test_no_command_is_lost_between_the_threads(tmp_path: Path) -> None:
+    code = """
+import sys, threading, memtop_agent as a
+sys.setswitchinterval(1e-6)
+a.offer("checkpoint")
+COUNT = 50000
+def hear():
+    for number in range(COUNT):
+        a._agent._receive({"type": "command", "id": number, "name": "checkpoint"})
+thread = threading.Thread(target=hear)
+thread.start()
+taken = []
+while thread.is_alive():
+    taken += a.take_commands()
+taken += a.take_commands()
+print(taken == [(number, "checkpoint") for number in range(COUNT)])
+"""
+    assert run(code, tmp_path) == "True\n"
+
+
+def test_a_child_that_ends_by_itself_writes_nothing_of_its_parent(tmp_path: Path) -> None:
+    code = """
+import os, sys
+import memtop_agent as a
+a.report("step", update=0)
+a.flush()
+for update in range(1, 20):
+    a.report("step", update=update)
+    # Held as it would be if the journal's thread were writing at this moment.
+    a._agent._journal._lock.acquire()
+    if os.fork() == 0:
+        a.report("step", update=1000)
+        a.answer(1, True, "by the child")
+        sys.exit()
+    a._agent._journal._lock.release()
+    os.wait()
+"""
+    run(code, tmp_path, timeout=30)
+    assert [report.get("update") for report in reports(tmp_path)] == [None, *range(20)]

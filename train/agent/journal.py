@@ -27,9 +27,18 @@ class Journal:
         self._sequence = 0
         self._descriptor: int | None = None
         self._lock = threading.Lock()
-        thread = threading.Thread(target=self._run, name="memtop-journal", daemon=True)
-        thread.start()
+        self._pid = os.getpid()
+        self._running = False
         atexit.register(self.flush)
+
+    def start(self) -> None:
+        """Begin to write. Where no thread can be had now, the queue waits for the next call, or for the end."""
+        if not self._running:
+            try:
+                threading.Thread(target=self._run, name="memtop-journal", daemon=True).start()
+            except RuntimeError:
+                return
+            self._running = True
 
     def put(self, report: dict[str, Any]) -> None:
         """Queue one report; stamped with time (seconds since the epoch) and a sequence number."""
@@ -43,6 +52,9 @@ class Journal:
 
     def flush(self) -> None:
         """Write all that is queued now. What cannot be written stays queued."""
+        if os.getpid() != self._pid:
+            # A forked child: the queue is its parent's, and the lock may have been held at that moment, for ever.
+            return
         with self._lock:
             while self._queue:
                 report = self._queue.popleft()
