@@ -187,3 +187,31 @@ for update in range(1, 20):
 """
     run(code, tmp_path, timeout=30)
     assert [report.get("update") for report in reports(tmp_path)] == [None, *range(20)]
+
+
+CUDA = """
+import sys, types
+class Cuda:
+    resets = 0
+    def is_initialized(self): return True
+    def memory_allocated(self): return 10
+    def memory_reserved(self): return 20
+    def max_memory_allocated(self): return 0 if self.resets else 15
+    def reset_peak_memory_stats(self): self.resets += 1
+cuda = Cuda()
+sys.modules["torch"] = types.SimpleNamespace(cuda=cuda)
+"""
+
+
+def test_the_peak_of_a_program_of_ones_own_is_read_and_not_reset(tmp_path: Path) -> None:
+    code = "optimizer.step()\noptimizer.step()\nprint(cuda.max_memory_allocated(), cuda.resets)"
+    assert run(CUDA + TORCH + code, tmp_path) == "15 0\n"
+    assert [report["peak_bytes"] for report in reports(tmp_path)[1:]] == [15, 15]
+
+
+def test_a_trainer_that_offers_commands_has_its_peak_counted_anew_each_time(tmp_path: Path) -> None:
+    code = (
+        "import memtop_agent as a\na.offer('stop')\n"
+        "print([a.readings()['peak_bytes'] for _ in range(2)], a.readings()['reserved_bytes'], cuda.resets)"
+    )
+    assert run(CUDA + code, tmp_path) == "[15, 0] 20 3\n"

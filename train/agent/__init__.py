@@ -44,6 +44,7 @@ class Agent:
         self._journal: Journal | None = None
         self._link: Link | None = None
         self._offers = list(OFFERS_OF_ITS_OWN)
+        self._own_program = False
         # Filled by the link's thread, emptied by the program's: every access is one step that cannot be torn apart.
         self._commands: collections.deque[tuple[int, str]] = collections.deque()
         self._watch = StepWatch(self)
@@ -80,8 +81,13 @@ class Agent:
         """The program itself can carry out these commands (checkpoint, stop); it must call `take_commands`. From now on
         it reports its steps itself."""
         self._offers.extend(names)
+        self._own_program = True
         self._watch.remove()
         self.start()
+
+    def readings(self) -> dict[str, int | None]:
+        """The memory of this process; the peak is since the last call where the program offers commands."""
+        return memory.readings(reset_peak=self._own_program)
 
     def report(self, kind: str, **values: Any) -> None:
         """Append one report to the journal; never blocks, never raises."""
@@ -135,7 +141,7 @@ report = _agent.report
 flush = _agent.flush
 take_commands = _agent.take_commands
 answer = _agent.answer
-readings = memory.readings
+readings = _agent.readings
 
 
 def dropped() -> int:

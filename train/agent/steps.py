@@ -10,8 +10,6 @@ import time
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Callable, Sequence
 
-from . import memory
-
 if TYPE_CHECKING:
     from . import Agent
 
@@ -80,7 +78,7 @@ class StepWatch:
             learning_rate=None if rate is None else float(rate),
             step_seconds=None if self._last is None else now - self._last,
             dropped=self._agent.dropped,
-            **memory.readings(),
+            **self._agent.readings(),
         )
         self._last = now
         # It offered nothing of its own, so whatever is handed over cannot be carried out.
