@@ -290,12 +290,12 @@ class RunFeed:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """What changes whenever a file does; None where there is none."""
+    """What changes whenever a file does; None where there is nothing in it: reading a ledger may create an empty log."""
     try:
         found = path.stat()
     except FileNotFoundError:
         return None
-    return found.st_mtime_ns, found.st_size
+    return (found.st_mtime_ns, found.st_size) if found.st_size else None
 
 
 def _unsupervised(run: wire.RunState) -> Disconnected:
