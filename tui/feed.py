@@ -162,6 +162,7 @@ class RunFeed:
         self._ended = False
         self._sampler: Sampling | None = None
         self._retry_seconds = retry_seconds
+        self._read: tuple[object, ...] | None = None
         self._client: Client | None = None
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Queue[wire.Answer]] = {}
@@ -175,6 +176,7 @@ class RunFeed:
                 continue
             self._client = client
             self._ended = False
+            self._read = None
             yield Connected()
             try:
                 async for message in self._stream(client):
@@ -246,18 +248,17 @@ class RunFeed:
     async def _without_supervisor(self) -> AsyncIterator[FeedMessage]:
         """One look at a run that nobody supervises: revive its supervisor if it still trains, else show how it ended."""
         from memtop.supervisor.run.client import revive
-        from memtop.supervisor.run.view import read_run
 
         try:
             if not self.read_only and await asyncio.to_thread(revive, self._folder):
                 return
-            run, metrics, events = await asyncio.to_thread(read_run, self._folder)
+            run, history = await asyncio.to_thread(self._look)
         except (MemtopError, OSError) as error:
             yield Disconnected(str(error))
             await asyncio.sleep(self._retry_seconds)
             return
-        yield wire.MetricRows(rows=tuple(metrics), reset_from=0)
-        yield wire.EventRows(rows=tuple(events))
+        for message in history:
+            yield message
         yield wire.StateUpdate(run=run)
         self._ended = not run.alive
         yield _unsupervised(run)
@@ -267,10 +268,34 @@ class RunFeed:
         yield await asyncio.to_thread(self._sampler.sample)
         await asyncio.sleep(max(self._retry_seconds, self._interval))
 
+    def _look(self) -> tuple[wire.RunState, list[wire.MetricRows | wire.EventRows]]:
+        """The run's state now, and its history if that is another than at the last look: a long one takes long to read."""
+        from memtop.supervisor.run.folder import RunFolder
+        from memtop.supervisor.run.view import read_run, read_state
+
+        folder = RunFolder(self._folder)
+        wal = folder.ledger_path.with_name(folder.ledger_path.name + "-wal")
+        stamp = tuple(_stamp(path) for path in (folder.state_path, folder.ledger_path, wal))
+        if stamp == self._read:
+            # Whether its processes live is not written in the file.
+            return read_state(folder), []
+        run, metrics, events = read_run(self._folder)
+        self._read = stamp if stamp[0] is not None else None
+        return run, [wire.MetricRows(rows=tuple(metrics), reset_from=0), wire.EventRows(rows=tuple(events))]
+
     def _fail_waiting(self) -> None:
         for number, answers in self._waiting.items():
             lost = "the supervisor went away before it answered"
             answers.put_nowait(wire.Answer(id=number, outcome=wire.Outcome.FAILED, message=lost))
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """What changes whenever a file does; None where there is nothing in it: reading a ledger may create an empty log."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return (found.st_mtime_ns, found.st_size) if found.st_size else None
 
 
 def _unsupervised(run: wire.RunState) -> Disconnected:

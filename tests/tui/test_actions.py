@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from textual.widgets import Button, DataTable, Input, Select
 
-from memtop.presets import load_presets, load_recipes, resolve
+from memtop.presets import edit_settings, load_presets, load_recipes, resolve
 from memtop.supervisor import wire
 from memtop.supervisor.wire import Change, CheckpointNow, FreeCache, Restart, Stop
 from memtop.tui.keymap import ACTIONS, BAR
@@ -15,7 +15,7 @@ from memtop.tui.screens.kill import KillDialog, TickList
 from memtop.tui.screens.presets import PresetDialog
 from memtop.tui.screens.restart import RestartDialog
 from memtop.tui.widgets.action_bar import ActionButton
-from tests.tui.support import RecordingFeed, RecordingHands, dashboard, gpu, process, running, screen_text, settle
+from tests.tui.support import SETTINGS, RecordingFeed, RecordingHands, dashboard, gpu, process, running, screen_text, settle
 
 SIZE = (120, 40)
 
@@ -257,6 +257,29 @@ async def test_the_preset_button_points_at_the_present_one_which_is_not_applied_
         assert "standard is the preset that the run has now" in screen_text(app)
 
 
+async def test_the_runs_own_preset_can_be_applied_again_after_another_split() -> None:
+    settings = edit_settings(SETTINGS, batch=1, accumulation=2)
+    feed = RecordingFeed(running(gpu(0), settings=settings))
+    app = dashboard(feed)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await pilot.click("#action-preset")
+        await settle(pilot)
+        table = app.screen.query_one(DataTable)
+        row = [str(cell) for cell in table.get_row_at(table.cursor_row)]
+        assert (row[0], row[2]) == ("▸", settings.preset)
+        assert row[3] != "1 x 2 x 1"
+        assert row[5] == "resumes"
+        assert "is on now" not in screen_text(app)
+        assert "Switch: resumes, split 1 x 2 x 1 -> " in screen_text(app)
+        await pilot.press("enter")
+        await settle(pilot)
+        assert feed.requests == [Restart(id=1, change=Change(preset=settings.preset))]
+        # The supervisor makes of it what the table said.
+        after = edit_settings(settings, preset=settings.preset, updates_done=1)
+        assert f"{after.batch} x {after.accumulation} x 1" == row[3]
+
+
 async def test_a_digit_without_a_preset_says_which_there_are() -> None:
     app = dashboard(training_feed())
     async with app.run_test(size=SIZE) as pilot:
@@ -380,6 +403,42 @@ async def test_help_lists_every_action(by_button: bool) -> None:
         text = screen_text(app)
         for action in ACTIONS:
             assert action.label.rstrip("…") in text
+
+
+@pytest.mark.parametrize("size", [(80, 24), (60, 15), (120, 60)])
+async def test_help_opens_at_its_beginning_with_at_most_one_scroll_bar(size: tuple[int, int]) -> None:
+    app = dashboard(training_feed())
+    async with app.run_test(size=size) as pilot:
+        await settle(pilot)
+        await pilot.press("question_mark")
+        await settle(pilot)
+        text = screen_text(app)
+        assert "The run" in text
+        assert "Close" in text
+        bars = [widget for widget in app.screen.query("*") if widget.show_vertical_scrollbar]
+        assert len(bars) == (size[1] < 60)
+        await pilot.press("end")
+        await settle(pilot)
+        text = screen_text(app)
+        assert "Curves" in text
+        assert "Close" in text
+        await pilot.press("enter")
+        await settle(pilot)
+        assert app.screen is app.dashboard
+
+
+async def test_a_toast_says_only_what_the_message_line_cannot() -> None:
+    feed = training_feed()
+    app = dashboard(feed)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        for length, toasts in ((76, 0), (77, 1)):
+            words = "x" * (length - 4) + " end"
+            feed.answers = ((wire.Outcome.DONE, words),)
+            await pilot.press("f")
+            await settle(pilot)
+            assert len(app._notifications) == toasts
+            assert ("✓ " + words in screen_text(app)) == (not toasts)
 
 
 async def test_an_action_that_makes_no_sense_now_says_why() -> None:

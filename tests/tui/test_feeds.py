@@ -156,6 +156,29 @@ async def test_a_run_that_is_over_shows_its_last_state(monkeypatch: pytest.Monke
     assert answer.outcome is wire.Outcome.REFUSED
 
 
+async def test_the_history_of_a_run_that_is_over_is_read_again_only_if_it_changed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    supervisors = Supervisors(monkeypatch, None)
+    monkeypatch.setattr(view_module, "read_state", lambda folder: supervisors.run)
+    state = tmp_path / "state.json"
+    state.write_text("{}")
+    feed = RunFeed(tmp_path, sampler_factory=FakeSampler, retry_seconds=0.0, interval=0.0)
+    stream = feed.messages()
+    whole = [wire.MetricRows, wire.EventRows, wire.StateUpdate, Disconnected, MachineSnapshot]
+    assert [type(m) for m in await take(stream, 5)] == whole
+    supervisors.run = run_state(state=wire.Phase.FAILED, alive=False)
+    again = await take(stream, 6)
+    assert [type(m) for m in again] == [wire.StateUpdate, Disconnected, MachineSnapshot] * 2
+    assert isinstance(again[0], wire.StateUpdate)
+    assert again[0].run is supervisors.run, "what is alive now is looked at each time"
+    state.write_text('{"changed": 1}')
+    assert [type(m) for m in await take(stream, 5)] == whole
+    (tmp_path / "ledger.sqlite").write_text("a last event")
+    assert [type(m) for m in await take(stream, 5)] == whole
+    assert [type(m) for m in await take(stream, 3)] == whole[2:]
+
+
 async def test_read_only_never_starts_a_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
     supervisors = Supervisors(monkeypatch, None, revives=True)
     supervisors.run = run_state()

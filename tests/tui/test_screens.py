@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from memtop.supervisor import wire
@@ -210,3 +212,28 @@ async def test_the_demo_carries_out_what_is_asked() -> None:
         await pilot.click("#confirm")
         await settle(pilot)
         assert "✓ 1 process ended, 922 MiB returned" in screen_text(app)
+
+
+async def test_a_progress_bar_is_one_line_of_the_log_that_moves(tmp_path: Path) -> None:
+    log = tmp_path / "output.log"
+    log.write_bytes(b"begin\n\r 10%|#")
+    app = dashboard(RecordingFeed(running(gpu(), log_path=str(log))))
+    async with app.run_test(size=(120, 40)) as pilot:
+        rows = app.dashboard.query_one(LogPanel)
+
+        async def until(*expected: str) -> None:
+            for _ in range(100):
+                if tuple(rows.rows) == expected:
+                    return
+                await pilot.pause(0.05)
+            assert tuple(rows.rows) == expected
+
+        await until("begin", " 10%|#")
+        await settle(pilot)
+        assert "10%|#" in screen_text(app)
+        with log.open("ab") as file:
+            file.write(b"\r 20%|##")
+        await until("begin", " 20%|##")
+        with log.open("ab") as file:
+            file.write(b"\r 99%|####\nend\n")
+        await until("begin", " 99%|####", "end")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memtop.tui.tail import FIRST_BYTES, LogTail, clean
+from memtop.tui.tail import FIRST_BYTES, LONGEST_LINE, LogTail, clean
 
 
 def test_a_file_that_is_not_there_yet(tmp_path: Path) -> None:
@@ -56,3 +56,43 @@ def test_terminal_control_is_taken_out() -> None:
     assert clean("\x1b[31mred\x1b[0m\ttab") == "red    tab"
     assert clean(" 10%|#\r 20%|##\r\n") == " 20%|##"
     assert clean("\x1b]0;title\x07text\x00") == "text"
+
+
+def test_a_line_being_written_is_shown_as_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "output.log"
+    tail = LogTail(path)
+    steps = [
+        (b"ste", [], "ste"),
+        (b"p 1\n\r 10%|#  ", ["step 1"], " 10%|#  "),
+        (b"\r 20%|## ", [], " 20%|## "),
+        (b"\r 30%|##", [], " 30%|##"),
+        (b" \r", [], " 30%|## "),
+        # Only now it is known whether that return belonged to the line's end.
+        (b"\nepoch 2\r\n", [" 30%|## ", "epoch 2"], ""),
+        (b"\rover\rand over", [], "and over"),
+        (b"\r", [], "and over"),
+        (b"again\nend\n", ["again", "end"], ""),
+    ]
+    for data, rows, partial in steps:
+        with path.open("ab") as file:
+            file.write(data)
+        assert (tail.read(), tail.partial) == (rows, partial)
+
+
+def test_a_line_without_an_end_is_kept_within_bounds(tmp_path: Path) -> None:
+    path = tmp_path / "output.log"
+    tail = LogTail(path)
+    for _ in range(20):
+        with path.open("ab") as file:
+            file.write(b"x" * 10_000)
+        assert tail.read() == []
+        assert len(tail._partial) <= LONGEST_LINE + 1
+    assert tail.partial == "x" * LONGEST_LINE + "…"
+    for number in range(2_000):
+        with path.open("ab") as file:
+            file.write(b"\r %4d of 2000" % number)
+        tail.read()
+        assert len(tail._partial) < 20
+    with path.open("ab") as file:
+        file.write(b"\n" + b"y" * LONGEST_LINE + b"\n" + b"z" * 100_000 + b"\n")
+    assert tail.read() == [" 1999 of 2000", "y" * LONGEST_LINE, "z" * LONGEST_LINE + "…"]

@@ -9,6 +9,7 @@ The agent never imports torch, never blocks a step, and is silent on failure.
 
 from __future__ import annotations
 
+import collections
 import os
 import sys
 from typing import Any
@@ -32,13 +33,20 @@ class Agent:
     """One per process. `start` is called at the first report or offer, so that launchers and loader workers stay silent."""
 
     def __init__(self) -> None:
+        # All that the environment says is read here: later it is the program's own, to change as it likes.
+        self._folder = os.environ.get("MEMTOP_ATTEMPT_DIR")
+        self._socket = os.environ.get("MEMTOP_SOCKET")
+        self._local_rank = _number("LOCAL_RANK")
+        self._world_size = _number("WORLD_SIZE", 1)
         self.rank = _number("RANK")
         self.attempt = _number("MEMTOP_ATTEMPT")
         self._pid = os.getpid()
         self._journal: Journal | None = None
         self._link: Link | None = None
         self._offers = list(OFFERS_OF_ITS_OWN)
-        self._commands: list[tuple[int, str]] = []
+        self._own_program = False
+        # Filled by the link's thread, emptied by the program's: every access is one step that cannot be torn apart.
+        self._commands: collections.deque[tuple[int, str]] = collections.deque()
         self._watch = StepWatch(self)
 
     def wait_for_torch(self) -> None:
@@ -47,32 +55,39 @@ class Agent:
 
     def start(self) -> bool:
         """Open the journal and the link; False in a forked child, which must not speak for its parent."""
-        if os.getpid() != self._pid:
+        if self._folder is None or os.getpid() != self._pid:
             return False
         if self._journal is None:
-            folder = os.environ["MEMTOP_ATTEMPT_DIR"]
-            self._journal = Journal(os.path.join(folder, "rank-%d.jsonl" % self.rank))
+            self._journal = Journal(os.path.join(self._folder, "rank-%d.jsonl" % self.rank))
             self._journal.put(
                 {
                     "type": "hello",
                     "rank": self.rank,
-                    "local_rank": _number("LOCAL_RANK"),
-                    "world_size": _number("WORLD_SIZE", 1),
+                    "local_rank": self._local_rank,
+                    "world_size": self._world_size,
                     "pid": self._pid,
                     "python": sys.version.split()[0],
                     "offers": self._offers,
                 }
             )
             greeting = {"type": "agent", "attempt": self.attempt, "rank": self.rank, "pid": self._pid}
-            self._link = Link(os.environ.get("MEMTOP_SOCKET"), greeting, self._receive)
+            self._link = Link(self._socket, greeting, self._receive)
+        self._journal.start()
+        if self._link is not None:
+            self._link.start()
         return True
 
     def offer(self, *names: str) -> None:
         """The program itself can carry out these commands (checkpoint, stop); it must call `take_commands`. From now on
         it reports its steps itself."""
         self._offers.extend(names)
+        self._own_program = True
         self._watch.remove()
         self.start()
+
+    def readings(self) -> dict[str, int | None]:
+        """The memory of this process; the peak is since the last call where the program offers commands."""
+        return memory.readings(reset_peak=self._own_program)
 
     def report(self, kind: str, **values: Any) -> None:
         """Append one report to the journal; never blocks, never raises."""
@@ -91,11 +106,11 @@ class Agent:
 
     def take_commands(self) -> list[tuple[int, str]]:
         """At a step boundary: carry out what the agent can do itself; hand over the rest as [(id, name)]."""
-        if not self._commands:
-            return []
-        mine, self._commands = self._commands, []
         others: list[tuple[int, str]] = []
-        for number, name in mine:
+        if not self._commands or os.getpid() != self._pid:
+            return others
+        while self._commands:
+            number, name = self._commands.popleft()
             if name == "free_cache":
                 result = memory.free_cache()
                 self.answer(number, True, "cache freed", result)
@@ -105,14 +120,14 @@ class Agent:
 
     def answer(self, number: int, ok: bool, message: str, result: dict[str, Any] | None = None) -> None:
         """Answer a command that `take_commands` handed over."""
-        if self._link is not None:
+        if self._link is not None and os.getpid() == self._pid:
             self._link.send({"type": "answer", "id": number, "ok": ok, "message": message, "result": result or {}})
 
     def _receive(self, message: dict[str, Any]) -> None:
         # Runs in the link's thread: only noted here, carried out at the next step boundary.
-        number, name = int(message.get("id", 0)), str(message.get("name"))
         if message.get("type") != "command":
             return
+        number, name = int(message.get("id", 0)), str(message.get("name"))
         if name in self._offers:
             self._commands.append((number, name))
         else:
@@ -126,7 +141,7 @@ report = _agent.report
 flush = _agent.flush
 take_commands = _agent.take_commands
 answer = _agent.answer
-readings = memory.readings
+readings = _agent.readings
 
 
 def dropped() -> int:

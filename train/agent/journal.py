@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import collections
 import json
+import math
 import os
 import threading
 import time
-from typing import Any
+from typing import Any, Iterator
 
 CAPACITY = 4096
 """Reports kept while the file cannot be written; beyond that the oldest are dropped and counted."""
@@ -26,9 +27,18 @@ class Journal:
         self._sequence = 0
         self._descriptor: int | None = None
         self._lock = threading.Lock()
-        thread = threading.Thread(target=self._run, name="memtop-journal", daemon=True)
-        thread.start()
+        self._pid = os.getpid()
+        self._running = False
         atexit.register(self.flush)
+
+    def start(self) -> None:
+        """Begin to write. Where no thread can be had now, the queue waits for the next call, or for the end."""
+        if not self._running:
+            try:
+                threading.Thread(target=self._run, name="memtop-journal", daemon=True).start()
+            except RuntimeError:
+                return
+            self._running = True
 
     def put(self, report: dict[str, Any]) -> None:
         """Queue one report; stamped with time (seconds since the epoch) and a sequence number."""
@@ -42,11 +52,17 @@ class Journal:
 
     def flush(self) -> None:
         """Write all that is queued now. What cannot be written stays queued."""
+        if os.getpid() != self._pid:
+            # A forked child: the queue is its parent's, and the lock may have been held at that moment, for ever.
+            return
         with self._lock:
             while self._queue:
                 report = self._queue.popleft()
-                line = (json.dumps(report, allow_nan=True, default=str) + "\n").encode()
-                if not self._write(line):
+                line = _encode(report)
+                if line is None:
+                    # Nothing that JSON could hold; the reports after it must not wait for ever.
+                    self.dropped += 1
+                elif not self._write(line):
                     self._queue.appendleft(report)
                     return
 
@@ -68,3 +84,39 @@ class Journal:
             time.sleep(PERIOD_SECONDS)
             if self._queue:
                 self.flush()
+
+
+def _encode(report: dict[str, Any]) -> bytes | None:
+    """One line of JSON, or None where that cannot be. JSON knows no NaN: such numbers are null and named in `not_finite`."""
+    try:
+        try:
+            text = json.dumps(report, allow_nan=False, default=str)
+        except ValueError:
+            names = [name for key, value in report.items() for name in _not_finite(value, str(key))]
+            text = json.dumps(dict(_finite(report), not_finite=names), allow_nan=False, default=str)
+        return (text + "\n").encode()
+    except Exception:  # noqa: BLE001 - values of a program of any kind: what their str() raises is not for us to know
+        return None
+
+
+def _not_finite(value: Any, name: str) -> Iterator[str]:
+    """The names of all numbers in `value` that JSON does not know, e.g. "loss", "parts.head", "scales.2"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield name
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _not_finite(inner, "%s.%s" % (name, key))
+    elif isinstance(value, (list, tuple)):
+        for number, inner in enumerate(value):
+            yield from _not_finite(inner, "%s.%d" % (name, number))
+
+
+def _finite(value: Any) -> Any:
+    """The same value with None for each of them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return value

@@ -20,9 +20,17 @@ class Link:
         self._receive = receive
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
-        if path:
-            thread = threading.Thread(target=self._run, args=(path,), name="memtop-link", daemon=True)
-            thread.start()
+        self._path = path
+        self._running = False
+
+    def start(self) -> None:
+        """Begin to connect. Where no thread can be had now, the next call tries again."""
+        if self._path and not self._running:
+            try:
+                threading.Thread(target=self._run, args=(self._path,), name="memtop-link", daemon=True).start()
+            except RuntimeError:
+                return
+            self._running = True
 
     def send(self, message: dict[str, Any]) -> None:
         """Send if there is a connection. A lost answer is the supervisor's to notice: it sees the connection close."""
@@ -60,6 +68,6 @@ class Link:
                     message = json.loads(line.decode())
                     if isinstance(message, dict):
                         self._receive(message)
-        except (OSError, ValueError):
+        except (OSError, ValueError, TypeError):
             # Lost or not understood: the next connection starts afresh.
             return

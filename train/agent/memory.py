@@ -30,8 +30,12 @@ def _cuda() -> Any:
     return cuda
 
 
-def readings() -> dict[str, int | None]:
-    """Allocated, reserved and peak bytes on the current device since the last call (None without CUDA), and RSS."""
+def readings(*, reset_peak: bool = False) -> dict[str, int | None]:
+    """Allocated, reserved and peak bytes on the current device (None without CUDA), and RSS.
+
+    The peak counts from when it was last reset. That changes what the program itself would be told, so it is done only for a
+    program that leaves it to the agent.
+    """
     found: dict[str, int | None] = dict.fromkeys(NAMES)
     found["rss_bytes"] = rss_bytes()
     cuda = _cuda()
@@ -39,7 +43,8 @@ def readings() -> dict[str, int | None]:
         found["allocated_bytes"] = cuda.memory_allocated()
         found["reserved_bytes"] = cuda.memory_reserved()
         found["peak_bytes"] = cuda.max_memory_allocated()
-        cuda.reset_peak_memory_stats()
+        if reset_peak:
+            cuda.reset_peak_memory_stats()
     return found
 
 

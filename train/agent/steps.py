@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import sys
 import time
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Callable, Sequence
-
-from . import memory
 
 if TYPE_CHECKING:
     from . import Agent
@@ -44,9 +43,26 @@ class StepWatch:
     def _hook(self, module: ModuleType) -> None:
         register = getattr(module, "register_optimizer_step_post_hook", None)
         if register is not None and not self._removed:
-            self._handle = register(self._stepped)
+            try:
+                self._handle = register(self._after_step)
+            except Exception as error:  # noqa: BLE001 - a guest must not break its host's import, whatever goes wrong
+                self._give_up(error)
 
-    def _stepped(self, optimizer: Any, *_: Any) -> None:
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        if self._removed:
+            return
+        try:
+            self._stepped(optimizer)
+        except Exception as error:  # noqa: BLE001 - a guest must not break its host's step, whatever goes wrong
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        # The hook is only made idle: torch is going through its hooks now, and must not find one of them missing.
+        self._removed = True
+        with contextlib.suppress(Exception):
+            self._agent.report("warning", message="no reports of this program's steps from here on: %r" % (error,))
+
+    def _stepped(self, optimizer: Any) -> None:
         if self._first is None:
             # Several optimizers (a GAN's two, one per layer) step together: the first counts the updates.
             self._first = id(optimizer)
@@ -62,7 +78,7 @@ class StepWatch:
             learning_rate=None if rate is None else float(rate),
             step_seconds=None if self._last is None else now - self._last,
             dropped=self._agent.dropped,
-            **memory.readings(),
+            **self._agent.readings(),
         )
         self._last = now
         # It offered nothing of its own, so whatever is handed over cannot be carried out.
@@ -80,7 +96,9 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != TARGET:
             return None
-        sys.meta_path.remove(self)
+        with contextlib.suppress(ValueError):
+            # The program may have put its own list of finders there meanwhile.
+            sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self._then)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from rich.cells import cell_len
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -203,11 +204,13 @@ class DashboardScreen(Screen[None]):
     # --- the line above the buttons ---------------------------------------------------------------------------------
 
     def say(self, text: str, kind: str = "note") -> None:
-        """Tell the user something on the line above the buttons; what went wrong also as a toast."""
+        """Tell the user something on the line above the buttons; what does not fit or is hidden there also as a toast."""
         mark, role = _FLASH_ROLES[kind]
         self._flash = line((f"{mark} ", role), (text, "bad" if kind == "bad" else "text"))
         self.query_one("#flash", LinePanel).show(self.store)
-        if kind in ("good", "bad"):
+        # A toast lies over the end of that line, so there is none where the line says it all.
+        said = self.is_current and cell_len(text) <= self.query_one("#flash").size.width - len(mark) - 1
+        if kind in ("good", "bad") and not said:
             self.notify(text, severity="information" if kind == "good" else "error", markup=False)
 
     def _draw_flash(self, store: Store, width: int, height: int) -> list[Line]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from memtop.presets import presets_for
+from memtop.presets import apply_preset, presets_for
 from memtop.supervisor import units, wire
 from memtop.supervisor.wire import Change
 from memtop.tui.screens.dialog import ConfirmDialog
@@ -77,7 +77,7 @@ async def preset(screen: DashboardScreen, key: str) -> None:
     name = await screen.app.push_screen_wait(PresetDialog(run, run.settings, presets, key))
     if name is None:
         return
-    if name == run.settings.preset:
+    if apply_preset(run.settings, presets[name]) == run.settings:
         screen.say(f"{name} is the preset that the run has now")
         return
     await _send_restart(screen, Change(preset=name))

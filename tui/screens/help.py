@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import Button, Static
 
 from memtop.tui.keymap import ACTIONS, offered
@@ -46,17 +46,17 @@ def help_page(store: Store) -> Group:
 class HelpDialog(Dialog[None]):
     """Read and close."""
 
-    AUTO_FOCUS = "#cancel"
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark,q", "cancel", "Close", show=False)]
+    # The page itself is what scrolls, and it has the focus: it opens at its beginning, and the arrow keys move it.
+    AUTO_FOCUS = "VerticalScroll"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark,q,enter", "cancel", "Close", show=False)]
 
     def __init__(self, store: Store) -> None:
         super().__init__()
         self._store = store
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog help") as box:
+        with VerticalScroll(classes="dialog help") as box:
             box.border_title = "Keys and marks"
-            with VerticalScroll():
-                yield Static(help_page(self._store))
+            yield Static(help_page(self._store))
             with Horizontal(classes="buttons"):
                 yield Button("Close", id="cancel", compact=True)

@@ -79,9 +79,11 @@ class PresetDialog(Dialog[str]):
 
     def _row(self, look: Outlook) -> list[Text]:
         after, preset = look.kept, look.preset
-        now = preset.name == self._settings.preset
+        chosen = preset.name == self._settings.preset
+        # The run may have left its preset's split, by an edit of its own: then the preset can be applied again.
+        now = after == self._settings
         cells = (
-            "▸" if now else " ",
+            "▸" if chosen else " ",
             "–" if preset.key is None else str(preset.key),
             preset.name,
             f"{after.batch} x {after.accumulation} x {after.world_size}",
@@ -92,7 +94,7 @@ class PresetDialog(Dialog[str]):
             # The split and ZeRO have columns of their own.
             "; ".join(change for change in look.changes if not change.startswith(("split", "plain", "ZeRO"))) or "nothing",
         )
-        return [Text(cell, style="bold" if now else "") for cell in cells]
+        return [Text(cell, style="bold" if chosen else "") for cell in cells]
 
 
 def _description(look: Outlook) -> str:

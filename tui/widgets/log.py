@@ -27,6 +27,7 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)
         self._rows: list[str] = []
+        self._unfinished = False
         self._widest = 0
         self._path: Path | None = None
         self.following = True
@@ -48,11 +49,12 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
         """Show this file from now on; a restart of the run brings another one."""
         if path != self._path:
             self._path = path
+            self._unfinished = False
             self._tail(LogTail(path))
 
     @work(exclusive=True, group="tail")
     async def _tail(self, tail: LogTail) -> None:
-        failed = ""
+        failed = shown = ""
         while True:
             try:
                 # On a network file system a read may take long.
@@ -60,17 +62,21 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
             except OSError as error:
                 rows = [] if str(error) == failed else [f"[memtop] the log cannot be read: {error}"]
                 failed = str(error)
-            if rows:
-                self.append(rows)
+            if rows or tail.partial != shown:
+                shown = tail.partial
+                self.append(rows, shown)
             await asyncio.sleep(_POLL_SECONDS)
 
-    def append(self, rows: Sequence[str]) -> None:
-        """Add lines at the end; the oldest leave beyond the limit."""
-        self._rows.extend(rows)
+    def append(self, rows: Sequence[str], unfinished: str = "") -> None:
+        """Add lines at the end; the oldest leave beyond the limit. The next call takes the place of an unfinished line."""
+        if self._unfinished:
+            self._rows.pop()
+        self._unfinished = bool(unfinished)
+        self._rows += [*rows, unfinished] if unfinished else rows
         surplus = len(self._rows) - LINES_KEPT
         if surplus > 0:
             del self._rows[:surplus]
-        self._widest = max(self._widest, *(len(row) for row in rows))
+        self._widest = max(self._widest, len(unfinished), *(len(row) for row in rows))
         self.virtual_size = Size(self._widest, len(self._rows))
         if self.following:
             self._to_end()

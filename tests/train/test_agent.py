@@ -1,0 +1,217 @@
+"""The agent as a guest: whatever the program or the machine does to it, the program goes on and its reports are readable."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+AGENT = Path(__file__).resolve().parents[2] / "train" / "agent"
+
+
+def run(code: str, folder: Path, *, timeout: float = 60) -> str:
+    """Run a program with the agent in it; its output. It must end well and say nothing on stderr."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(AGENT / "site"),
+        "MEMTOP_ATTEMPT_DIR": str(folder),
+        "MEMTOP_ATTEMPT": "1",
+        "MEMTOP_SOCKET": str(folder / "nobody.sock"),
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def reports(folder: Path) -> list[dict[str, Any]]:
+    """What the supervisor's own decoder makes of the journal."""
+    return [msgspec.json.decode(line) for line in (folder / "rank-0.jsonl").read_bytes().splitlines()]
+
+
+def test_numbers_that_json_does_not_know_are_null_and_named(tmp_path: Path) -> None:
+    run(
+        "import memtop_agent as a; inf = float('inf')\n"
+        "a.report('step', update=1, loss=float('nan'), gradient_norm=inf, parts={'head': -inf, 'body': [1.0, inf]})\n"
+        "a.report('step', update=2, loss=1.5)",
+        tmp_path,
+    )
+    _, first, second = reports(tmp_path)
+    assert (first["update"], first["loss"], first["gradient_norm"]) == (1, None, None)
+    assert first["parts"] == {"head": None, "body": [1.0, None]}
+    assert first["not_finite"] == ["loss", "gradient_norm", "parts.head", "parts.body.1"]
+    assert second["loss"] == 1.5
+    assert "not_finite" not in second
+
+
+def test_a_report_that_cannot_be_written_is_counted_and_holds_up_no_other(tmp_path: Path) -> None:
+    code = """
+import memtop_agent as a
+class Odd:
+    def __str__(self): raise RuntimeError("no words for it")
+ring = []; ring.append(ring)
+a.report('step', update=1, value=Odd())
+a.report('step', update=2, value=ring)
+a.report('step', update=3)
+a.flush()
+print(a.dropped())
+"""
+    assert run(code, tmp_path) == "2\n"
+    assert [report.get("update") for report in reports(tmp_path)] == [None, 3]
+
+
+TORCH = """
+import sys, types
+module = types.ModuleType("torch.optim.optimizer")
+hooks = []
+module.register_optimizer_step_post_hook = lambda hook: hooks.append(hook) or types.SimpleNamespace(remove=hooks.clear)
+sys.modules["torch.optim.optimizer"] = module
+class Optimizer:
+    param_groups = [{"lr": 0.5}]
+    def step(self):
+        for hook in hooks:
+            hook(self, (), {})
+optimizer = Optimizer()
+import memtop_agent
+memtop_agent.wait_for_torch()
+"""
+"""As much of torch as the agent touches."""
+
+
+def test_a_program_may_clear_its_environment(tmp_path: Path) -> None:
+    run(TORCH + "import os\nos.environ.clear()\noptimizer.step()\nos.chdir('/')\noptimizer.step()", tmp_path)
+    assert [report.get("update") for report in reports(tmp_path)] == [None, 1, 2]
+
+
+def test_a_step_that_cannot_be_followed_is_said_once_and_disturbs_nobody(tmp_path: Path) -> None:
+    code = """
+optimizer.step()
+optimizer.param_groups = [{"lr": "as the schedule says"}]
+optimizer.step()
+optimizer.param_groups = [{"lr": 0.5}]
+optimizer.step()
+print(len(hooks))
+"""
+    # The hook stays, idle: torch would not forgive that it vanishes while it is called.
+    assert run(TORCH + code, tmp_path) == "1\n"
+    _, step, warning = reports(tmp_path)
+    assert step["update"] == 1
+    assert warning["type"] == "warning"
+    assert "as the schedule says" in warning["message"]
+
+
+def test_torch_itself_goes_on_when_a_step_cannot_be_followed(tmp_path: Path) -> None:
+    code = """
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([weight], lr=0.5)
+seen = []
+register_optimizer_step_post_hook(lambda *_: seen.append(1))
+for update in range(3):
+    weight.sum().backward()
+    if update == 1:
+        optimizer.param_groups[0]["lr"] = torch.ones(2)
+        optimizer.param_groups[0]["params"] = []
+    optimizer.step()
+print(len(seen))
+"""
+    assert run(code, tmp_path) == "3\n"
+    assert [report["type"] for report in reports(tmp_path)] == ["hello", "step", "warning"]
+
+
+def test_threads_that_cannot_start_disturb_nobody(tmp_path: Path) -> None:
+    code = """
+import threading
+real = threading.Thread.start
+def refuse(self):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = refuse
+optimizer.step()
+optimizer.step()
+import os
+print(os.path.exists(os.environ["MEMTOP_ATTEMPT_DIR"] + "/rank-0.jsonl"))
+threading.Thread.start = real
+optimizer.step()
+print(sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("memtop")))
+"""
+    assert run(TORCH + code, tmp_path) == "False\n['memtop-journal', 'memtop-link']\n"
+    assert [report.get("update") for report in reports(tmp_path)] == [None, 1, 2, 3]
+
+
+def test_without_any_thread_the_reports_are_written_at_the_end(tmp_path: Path) -> None:
+    refuse = "import threading\ndef no(self): raise RuntimeError('no')\nthreading.Thread.start = no\noptimizer.step()\n"
+    run(TORCH + refuse, tmp_path)
+    assert [report.get("update") for report in reports(tmp_path)] == [None, 1]
+
+
+def test_no_command_is_lost_between_the_threads(tmp_path: Path) -> None:
+    code = """
+import sys, threading, memtop_agent as a
+sys.setswitchinterval(1e-6)
+a.offer("checkpoint")
+COUNT = 50000
+def hear():
+    for number in range(COUNT):
+        a._agent._receive({"type": "command", "id": number, "name": "checkpoint"})
+thread = threading.Thread(target=hear)
+thread.start()
+taken = []
+while thread.is_alive():
+    taken += a.take_commands()
+taken += a.take_commands()
+print(taken == [(number, "checkpoint") for number in range(COUNT)])
+"""
+    assert run(code, tmp_path) == "True\n"
+
+
+def test_a_child_that_ends_by_itself_writes_nothing_of_its_parent(tmp_path: Path) -> None:
+    code = """
+import os, sys
+import memtop_agent as a
+a.report("step", update=0)
+a.flush()
+for update in range(1, 20):
+    a.report("step", update=update)
+    # Held as it would be if the journal's thread were writing at this moment.
+    a._agent._journal._lock.acquire()
+    if os.fork() == 0:
+        a.report("step", update=1000)
+        a.answer(1, True, "by the child")
+        sys.exit()
+    a._agent._journal._lock.release()
+    os.wait()
+"""
+    run(code, tmp_path, timeout=30)
+    assert [report.get("update") for report in reports(tmp_path)] == [None, *range(20)]
+
+
+CUDA = """
+import sys, types
+class Cuda:
+    resets = 0
+    def is_initialized(self): return True
+    def memory_allocated(self): return 10
+    def memory_reserved(self): return 20
+    def max_memory_allocated(self): return 0 if self.resets else 15
+    def reset_peak_memory_stats(self): self.resets += 1
+cuda = Cuda()
+sys.modules["torch"] = types.SimpleNamespace(cuda=cuda)
+"""
+
+
+def test_the_peak_of_a_program_of_ones_own_is_read_and_not_reset(tmp_path: Path) -> None:
+    code = "optimizer.step()\noptimizer.step()\nprint(cuda.max_memory_allocated(), cuda.resets)"
+    assert run(CUDA + TORCH + code, tmp_path) == "15 0\n"
+    assert [report["peak_bytes"] for report in reports(tmp_path)[1:]] == [15, 15]
+
+
+def test_a_trainer_that_offers_commands_has_its_peak_counted_anew_each_time(tmp_path: Path) -> None:
+    code = (
+        "import memtop_agent as a\na.offer('stop')\n"
+        "print([a.readings()['peak_bytes'] for _ in range(2)], a.readings()['reserved_bytes'], cuda.resets)"
+    )
+    assert run(CUDA + code, tmp_path) == "[15, 0] 20 3\n"
