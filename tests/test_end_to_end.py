@@ -147,11 +147,11 @@ def test_a_preset_switch_keeps_the_run(runs: Runs) -> None:
 
 def test_a_damaged_newest_state_is_named_and_the_one_before_it_used(runs: Runs) -> None:
     runs.memtop(*tiny(runs, "--headless", "--name", "a", "--max-updates", "20"))
-    weights = runs.path / "a" / "train_latest_state" / "weights.safetensors"
+    weights = runs.path / "a" / "train_latest_state" / "state-00001.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     runs.memtop("restart", "a", "--max-updates", "21", "--headless")
     log = (runs.path / "a/attempts/0002/output.log").read_text()
-    assert "weights.safetensors: not what was saved" in log
+    assert "state-00001.safetensors: not what was saved" in log
     assert runs.show("a")["attempts"][1]["start_updates"] == 10
 
 

@@ -23,13 +23,15 @@ CHUNK_BYTES = 64 << 20
 class Objective(torch.nn.Module):
     """A Hugging Face model with its loss. forward gives the sum over all predicted tokens, a scalar in fp32 (nats).
 
-    `chunk` is the number of tokens whose logits exist at one time: 0 for all, -1 for as many as CHUNK_BYTES hold.
+    `chunk` is the number of tokens whose logits exist at one time: 0 for all, -1 for as many as CHUNK_BYTES hold. `sparse` says
+    that many labels do not count (masked prompts): their tokens then get no logits, for the price of a wait for the device.
     """
 
-    def __init__(self, model: torch.nn.Module, *, seq2seq: bool = False, chunk: int = -1) -> None:
+    def __init__(self, model: torch.nn.Module, *, seq2seq: bool = False, chunk: int = -1, sparse: bool = False) -> None:
         super().__init__()
         self.model = model
         self.seq2seq = seq2seq
+        self._sparse = sparse
         vocabulary = self.head.out_features if isinstance(self.head, torch.nn.Linear) else 1
         self.chunk = max(1, CHUNK_BYTES // (4 * vocabulary)) if chunk < 0 else chunk
         if self.chunk and not _head_gives_the_logits(self):
@@ -66,9 +68,9 @@ class Objective(torch.nn.Module):
 
     def _chunked(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """hidden [n, h], labels [n]."""
-        # Prompts and padding need no logits at all.
-        counted = labels != IGNORED
-        hidden, labels = hidden[counted], labels[counted]
+        if self._sparse:
+            counted = labels != IGNORED
+            hidden, labels = hidden[counted], labels[counted]
         if len(labels) <= self.chunk:
             return _piece(self.head, hidden, labels)
         weight = getattr(self.head, "weight", None)
@@ -88,7 +90,7 @@ def predicted_tokens(labels: torch.Tensor, *, seq2seq: bool) -> int:
 
 
 def _piece(head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return cross_entropy(head(hidden).float(), labels, reduction="sum")
+    return cross_entropy(head(hidden).float(), labels, ignore_index=IGNORED, reduction="sum")
 
 
 @contextmanager
@@ -164,12 +166,13 @@ class _ChunkedLoss(torch.autograd.Function):
                 part = slice(start, start + chunk)
                 piece = hidden[part].to(kind)
                 logits = linear(piece, matrix, None if bias is None else bias.to(kind)).float()
-                wanted = labels[part].unsqueeze(1)
+                counted = (labels[part] != IGNORED).unsqueeze(1)
+                wanted = labels[part].unsqueeze(1).clamp_min(0)
                 norm = torch.logsumexp(logits, dim=1, keepdim=True)
-                total += (norm - logits.gather(1, wanted)).sum()
+                total += ((norm - logits.gather(1, wanted)) * counted).sum()
                 # softmax minus the one that was right: the gradient of the logits, in their own memory.
                 gradient = logits.sub_(norm).exp_()
-                gradient.scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=gradient.dtype))
+                gradient.scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=gradient.dtype)).mul_(counted)
                 if bias_gradient is not None:
                     bias_gradient += gradient.sum(0)
                 small = gradient.to(kind)

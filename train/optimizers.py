@@ -89,7 +89,9 @@ def write_moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Paramete
     else:
         state = {"step": int(step) if kind == "DeepSpeedCPUAdam" else step.clone(), **full_moments(saved, parameter.shape)}
     optimizer.state[parameter] = {
-        name: value.to(parameter.device) if torch.is_tensor(value) and value.dim() else value for name, value in state.items()
+        # Copies: what was read is a mapping of the saved file, and would keep its disk space when it is deleted.
+        name: value.to(parameter.device, copy=True) if torch.is_tensor(value) and value.dim() else value
+        for name, value in state.items()
     }
 
 

@@ -153,7 +153,7 @@ def open_engine(
         read = ShardReader(folder, manifest.files)
         load_weights(read, model, folder)
         position = _position(manifest, settings)
-    objective = Objective(model, seq2seq=settings.task == "seq2seq", chunk=settings.loss_chunk)
+    objective = Objective(model, seq2seq=settings.task == "seq2seq", chunk=settings.loss_chunk, sparse=settings.task == "sft")
     if settings.compile:
         model.compile()
     kind: Any = PlainEngine

@@ -5,12 +5,12 @@ Keys are `KIND/NAME`: `weight/model.layers.0....`, `exp_avg/...`. All tensors of
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from memtop.train.manifest import StateFile, describe_file
 
@@ -33,8 +33,8 @@ class ShardWriter:
         if self._waiting and self._bytes + size > self._limit:
             self._write()
         for kind, tensor in tensors.items():
-            # A tensor of its own: the parameter goes on changing, and views would share memory.
-            self._waiting[f"{kind}/{name}"] = tensor.detach().contiguous().clone()
+            # Not copied: nothing trains while a state is written, and a model on the CPU would be held twice.
+            self._waiting[f"{kind}/{name}"] = tensor.detach().contiguous()
         self._bytes += size
 
     def close(self) -> list[StateFile]:
@@ -45,10 +45,32 @@ class ShardWriter:
 
     def _write(self) -> None:
         path = self._folder / f"state-{len(self.files) + 1:05d}.safetensors"
-        save_file(self._waiting, path)
-        sync(path)
+        write_safetensors(path, self._waiting)
         self.files.append(describe_file(path))
         self._waiting, self._bytes = {}, 0
+
+
+_DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
+
+
+def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """One safetensors file, on the disk when this returns: the length of the header, the header in JSON, then each tensor's
+    bytes. The library builds the whole file in memory first; here tensors go to the file from where they lie.
+    """
+    header, end = {}, 0
+    for key, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[key] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    # Tensors begin at multiples of 8 bytes: readers map the file.
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for tensor in tensors.values():
+            file.write(tensor.reshape(-1).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class ShardReader:

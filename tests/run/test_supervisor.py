@@ -81,7 +81,7 @@ def test_looking_read_only_starts_nothing(runs: Runs) -> None:
 
 
 def test_the_end_is_known_although_no_supervisor_saw_it(runs: Runs) -> None:
-    start(runs, "a", 20, 0.1)
+    start(runs, "a", 80, 0.1)
     before = runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
     runs.kill(before["supervisor_pid"])
     runs.wait("a", lambda d: not d["alive"])

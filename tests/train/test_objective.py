@@ -36,9 +36,11 @@ def batch(*, seq2seq: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, labels
 
 
-def loss_and_gradients(model: torch.nn.Module, chunk: int, *, seq2seq: bool) -> tuple[float, dict[str, torch.Tensor], int]:
+def loss_and_gradients(
+    model: torch.nn.Module, chunk: int, *, seq2seq: bool, sparse: bool = False
+) -> tuple[float, dict[str, torch.Tensor], int]:
     model.zero_grad()
-    objective = Objective(model, seq2seq=seq2seq, chunk=chunk).eval()
+    objective = Objective(model, seq2seq=seq2seq, chunk=chunk, sparse=sparse).eval()
     loss = objective(*batch(seq2seq=seq2seq))
     (loss / 7).backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -56,10 +58,11 @@ def loss_and_gradients(model: torch.nn.Module, chunk: int, *, seq2seq: bool) -> 
         ("t5", {**T5, "tie_word_embeddings": False}),
     ],
 )
-def test_loss_and_gradients_in_pieces_are_those_of_the_whole(kind: str, values: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sparse", [False, True])
+def test_loss_and_gradients_in_pieces_are_those_of_the_whole(kind: str, values: dict[str, Any], sparse: bool) -> None:
     model = model_of(kind, values)
     whole, expected, _ = loss_and_gradients(model, 0, seq2seq=kind == "t5")
-    pieces, found, chunk = loss_and_gradients(model, 7, seq2seq=kind == "t5")
+    pieces, found, chunk = loss_and_gradients(model, 7, seq2seq=kind == "t5", sparse=sparse)
     assert chunk == 7, "this architecture's head must be taken in pieces"
     assert pieces == pytest.approx(whole, rel=1e-6)
     assert found.keys() == expected.keys()
@@ -71,7 +74,7 @@ def test_it_is_the_loss_that_the_model_itself_computes() -> None:
     model = model_of("llama", SMALL).eval()
     ids, labels = batch(seq2seq=False)
     expected = model(input_ids=ids, labels=labels).loss * (labels[:, 1:] != IGNORED).sum()
-    assert float(Objective(model, chunk=5)(ids, labels)) == pytest.approx(float(expected), rel=1e-6)
+    assert float(Objective(model, chunk=5)(ids, labels).detach()) == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_capped_logits_are_noticed_and_computed_whole() -> None:

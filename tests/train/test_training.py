@@ -155,7 +155,7 @@ def save_cut_at(training: Training, step: int, monkeypatch: pytest.MonkeyPatch) 
         for owner, name in (
             *((os, n) for n in ("fsync", "open")),
             *((Path, n) for n in ("mkdir", "rename", "write_bytes")),
-            *((shards, n) for n in ("save_file", "describe_file")),
+            *((shards, n) for n in ("write_safetensors", "describe_file")),
         ):
             patch.setattr(owner, name, dying(getattr(owner, name)))
         patch.setattr(shutil, "rmtree", dying(shutil.rmtree))
@@ -186,7 +186,7 @@ def test_a_save_cut_short_anywhere_leaves_a_whole_state(tmp_path: Path, monkeypa
     assert list(tmp_path.glob("*.tmp-*")) == []
 
 
-@pytest.mark.parametrize("where", ["save_file", "free"])
+@pytest.mark.parametrize("where", ["write", "free"])
 def test_a_full_disk_keeps_the_old_state_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -204,7 +204,7 @@ def test_a_full_disk_keeps_the_old_state_and_training_goes_on(
             def full(*_: Any) -> None:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-            patch.setattr(shards, "save_file", full)
+            patch.setattr(shards, "write_safetensors", full)
         assert training.run() == "finished"
     assert len(training.losses) == 7
     assert read_manifest(state) == before

@@ -19,7 +19,8 @@ from memtop.train.corpus import (
     collate,
     open_rows,
 )
-from memtop.train.data import BEGIN, END, IGNORED, PAD
+from memtop.train.corpus.tokens import BEGIN, END, PAD
+from memtop.train.objective import IGNORED
 from tests.train.corpus.support import build_tokenizer
 
 BYTES: Tokens = ByteTokens()
