@@ -67,7 +67,9 @@ def _lost_moments(before: Optimizer, after: Optimizer) -> str | None:
 
 def _notes(before: Settings, after: Settings) -> Iterator[str]:
     if before.seq_len != after.seq_len:
-        yield f"T {before.seq_len} -> {after.seq_len}: the data is cut anew, samples may repeat or be left out in this epoch"
+        packed = before.task == "causal"
+        rest = "the rest of the epoch is cut anew, nothing repeats" if packed else "rows are cut at another length"
+        yield f"T {before.seq_len} -> {after.seq_len}: other data: {rest}"
     if before.effective_batch != after.effective_batch:
         yield describe_split(before, after)
     if before.lora is not None and after.lora is not None and before.lora.alpha != after.lora.alpha:

@@ -121,7 +121,7 @@ def test_cpu_adam_goes_back_to_adamw_where_nothing_is_offloaded_any_more() -> No
     [
         ({}, "resumes", "same state"),
         ({"zero": Zero(stage=3), "batch": 1, "accumulation": 16}, "resumes", "same state"),
-        ({"seq_len": 512}, "resumes", "T 1024 -> 512: the data is cut anew"),
+        ({"seq_len": 512}, "resumes", "T 1024 -> 512: other data"),
         ({"accumulation": 8}, "resumes", "effective batch 16 -> 32"),
         ({"lora": Lora(r=64, alpha=32)}, "resumes", "alpha / r 0.25 -> 0.5"),
         ({"optimizer": "adamw_8bit"}, "converts", "rounded to 8 bits"),
