@@ -121,7 +121,7 @@ class StopLadder:
         announce: Callable[[str], None],
         waits: Waits | None = None,
     ) -> None:
-        """`asked`: the program was asked to stop and has said that it will; else the ladder starts with a signal."""
+        """`asked`: the program is being asked to stop, which takes it as long as its update; else a signal is first."""
         self._attempt = attempt
         self._monotonic = monotonic
         self._announce = announce
@@ -131,13 +131,23 @@ class StopLadder:
             (signal.SIGTERM, waits.terminate),
             (signal.SIGKILL, waits.kill),
         ]
+        self._waits = waits
+        self._asking = asked
         self._deadline = monotonic() + (waits.graceful if asked else 0.0)
         if asked:
             announce(f"asked to finish the update, save and exit; SIGTERM follows in {waits.graceful:.0f} s")
 
+    def declined(self) -> None:
+        """Whoever was asked has said that it will not stop, or is gone: the signals begin at the next tick."""
+        if self._asking:
+            self._asking = False
+            self._rungs.insert(0, (signal.SIGINT, self._waits.interrupt))
+            self._deadline = self._monotonic()
+
     def tick(self) -> None:
         if self._monotonic() < self._deadline or not self._rungs:
             return
+        self._asking = False
         number, wait = self._rungs.pop(0)
         self._deadline = self._monotonic() + wait
         if number is signal.SIGKILL:

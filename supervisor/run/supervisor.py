@@ -58,6 +58,7 @@ class Supervisor:
         self.progress = Progress()
         self.attempt: RunningAttempt | None = None
         self.ladder: StopLadder | None = None
+        self._asking: asyncio.Task[None] | None = None
         self.pending: Change | None = None
         self.warnings: dict[str, str] = {}
         self._unnumbered = itertools.count(-1, -1)
@@ -273,35 +274,41 @@ class Supervisor:
         if self.lifecycle.phase is not Phase.RESTARTING:
             self._move(Phase.RESTARTING)
         if self.ladder is None:
-            asyncio.get_running_loop().create_task(self.ask_to_stop())
+            self.ask_to_stop()
 
-    async def ask_to_stop(self) -> None:
-        """Ask rank 0 to finish its update, save and exit; where it cannot be asked, signals do it."""
-        attempt = self.attempt
+    def ask_to_stop(self) -> None:
+        """Ask rank 0 to finish its update, save and exit; where it cannot be asked or never answers, signals do it."""
+        offers = self.progress.offers
+        can_be_asked = 0 in self.agents.ranks and (offers is None or "stop" in offers)
+        ladder = self.begin_stop(asked=can_be_asked)
+        if can_be_asked:
+            self._asking = asyncio.get_running_loop().create_task(self._ask(ladder))
+
+    async def _ask(self, ladder: StopLadder) -> None:
         answers = await self.agents.call("stop", {0})
-        # While we waited the attempt may have ended, and the next one begun: that one nobody asked to stop.
-        stopping = self.lifecycle.phase in (Phase.STOPPING, Phase.RESTARTING)
-        if self.attempt is attempt and self.ladder is None and stopping:
-            self.begin_stop(asked=bool(answers) and answers[0].ok)
+        # Of an attempt that has ended meanwhile the ladder is never looked at again.
+        if not answers or not answers[0].ok:
+            ladder.declined()
 
-    def begin_stop(self, *, asked: bool) -> None:
+    def begin_stop(self, *, asked: bool) -> StopLadder:
         assert self.attempt is not None
         # Whoever was asked to finish an update is given the time that its updates take.
-        update = self.progress.step.get("step_seconds") or 0.0
+        update, graceful = self.progress.step.get("step_seconds") or 0.0, self._waits.graceful
         self.ladder = StopLadder(
             self.attempt,
             asked=asked,
             monotonic=self._monotonic,
             announce=lambda text: self.event("stop", text),
-            waits=msgspec.structs.replace(self._waits, graceful=max(self._waits.graceful, 2 * update + 30)),
+            waits=msgspec.structs.replace(self._waits, graceful=max(graceful, graceful / 2 + 2 * update)),
         )
+        return self.ladder
 
     def begin_stopping(self) -> None:
         """Stop the run for good (a restart that was waiting is off)."""
         self.pending = None
         self._move(Phase.STOPPING)
         if self.ladder is None:
-            asyncio.get_running_loop().create_task(self.ask_to_stop())
+            self.ask_to_stop()
 
     @property
     def phase(self) -> Phase:

@@ -277,6 +277,17 @@ def test_the_ladder_climbs_only_as_time_passes(tmp_path: Path) -> None:
     assert [line.split()[0] for line in said] == ["asked", "SIGTERM", "SIGKILL"]
 
 
+def test_who_declines_to_stop_gets_signals_at_once_but_only_once(tmp_path: Path) -> None:
+    clock, said = Clock(), list[str]()
+    attempt = RunningAttempt(create_run(tmp_path, spec("a"), fresh=False), 1, shim_pid=None)
+    ladder = StopLadder(attempt, asked=True, monotonic=clock, announce=said.append)
+    ladder.declined()
+    ladder.tick()
+    ladder.declined()
+    ladder.tick()
+    assert [line.split()[0] for line in said] == ["asked", "SIGINT"]
+
+
 @pytest.mark.parametrize(
     ("end", "status", "before", "own", "phase"),
     [

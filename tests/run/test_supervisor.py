@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from memtop.supervisor.monitor.processes import identify, is_alive, run_processes
 from memtop.supervisor.run.client import AsyncRunClient
+from memtop.supervisor.run.folder import RunSpec, create_run
 from memtop.supervisor.wire import (
     Answer,
     Change,
@@ -28,6 +31,28 @@ from memtop.supervisor.wire import (
 from tests.conftest import Runs
 
 PROGRAM = str(Path(__file__).with_name("program.py"))
+
+
+# A supervisor whose stop ladder is climbed in seconds.
+HASTY = """
+import asyncio, pathlib, signal, sys
+from memtop.supervisor.run.attempt import Waits
+from memtop.supervisor.run.folder import RunFolder
+from memtop.supervisor.run.supervisor import Supervisor
+waits = Waits(graceful=1, interrupt=float(sys.argv[2]), terminate=float(sys.argv[3]), kill=5)
+asyncio.run(Supervisor(RunFolder(pathlib.Path(sys.argv[1])), waits=waits).run(None))
+"""
+
+
+@contextlib.contextmanager
+def hasty(runs: Runs, name: str, *command: str, interrupt: float = 1, terminate: float = 1) -> Iterator[None]:
+    """A run of that program under a supervisor with short waits, until it is over."""
+    spec = RunSpec(name=name, created=1.0, settings=None, command=command, cwd=str(runs.root), memtop_version="0")
+    folder = create_run(runs.path, spec, fresh=False)
+    arguments = [str(folder.path), str(interrupt), str(terminate)]
+    supervisor = subprocess.Popen([sys.executable, "-c", HASTY, *arguments], env=runs.environment, stdin=subprocess.DEVNULL)
+    yield
+    assert supervisor.wait(timeout=60) == 0
 
 
 def start(runs: Runs, name: str, updates: int, seconds: float, *extra: str) -> None:
@@ -117,6 +142,21 @@ def test_stop_climbs_to_the_signal_that_helps(runs: Runs) -> None:
     assert done.stdout == "stopped: killed by signal 2 (SIGINT)\n"
     refused = runs.memtop("stop", "a", status=1)
     assert refused.stderr == "memtop: run 'a' is not running: it is stopped\n"
+
+
+@pytest.mark.parametrize("command", ["stop", "restart"])
+def test_a_program_that_hangs_when_asked_is_ended_all_the_same(runs: Runs, command: str) -> None:
+    with hasty(runs, "a", sys.executable, PROGRAM, "600", "0.05", "silent-agent"):
+        runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
+        trainer = runs.show("a")["trainer_pid"]
+        os.kill(trainer, signal.SIGSTOP)
+        if command == "restart":
+            runs.memtop("restart", "a", "--detach")
+            runs.wait("a", lambda d: d["state"] == "training" and len(d["attempts"]) == 2)
+            assert runs.show("a")["attempts"][0]["exit_status"] == -signal.SIGKILL
+            runs.kill(runs.show("a")["trainer_pid"])
+        else:
+            assert runs.memtop("stop", "a").stdout == "stopped: killed by signal 9 (SIGKILL)\n"
 
 
 def test_workers_left_behind_are_ended(runs: Runs) -> None:
