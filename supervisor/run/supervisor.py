@@ -173,6 +173,13 @@ class Supervisor:
                 self.ladder.tick()
             elif self.pending is not None and self.lifecycle.phase in (Phase.STARTING, Phase.TRAINING):
                 self.begin_restart(self.pending)
+        self._publish()
+
+    def _keep_up(self) -> None:
+        self._read_reports()
+        self._publish()
+
+    def _publish(self) -> None:
         self._publisher.tick(self.state, self.watch.machine)
         if self._publisher.state_file_due():
             self._save_state()
@@ -229,7 +236,9 @@ class Supervisor:
         """The program has ended: read its last words, clear what it left behind, decide what the run is now."""
         assert self.attempt is not None
         self._read_reports(to_the_end=True)
-        await clear_leftovers(self.attempt, lambda text: self.event("leftovers", text))
+        # Among them may be the trainer itself, whose launcher or wrapper has ended: what it still says counts.
+        await clear_leftovers(self.attempt, lambda text: self.event("leftovers", text), self.ladder, self._keep_up)
+        self._read_reports(to_the_end=True)
         status = None if ended.status == UNKNOWN_STATUS else ended.status
         self.ended, self.exit_status = ended.ended, status
         self.checkpoint = newest_checkpoint(self.folder.latest_state)

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -157,6 +158,64 @@ def test_a_program_that_hangs_when_asked_is_ended_all_the_same(runs: Runs, comma
             runs.kill(runs.show("a")["trainer_pid"])
         else:
             assert runs.memtop("stop", "a").stdout == "stopped: killed by signal 9 (SIGKILL)\n"
+
+
+SAVES_SLOWLY = """
+import os, pathlib, signal, sys, time
+def save(*_):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pathlib.Path("asked").touch()
+    while not pathlib.Path("go").exists():
+        time.sleep(0.02)
+    pathlib.Path("saved").touch()
+    sys.exit(0)
+signal.signal(signal.SIGINT, save)
+signal.signal(signal.SIGTERM, save if "term" in sys.argv else signal.SIG_DFL)
+pathlib.Path("ready").touch()
+time.sleep(600)
+"""
+
+
+def until(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} never came"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        # A shell that waits for its program.
+        f'"{sys.executable}" saves.py; true',
+        # One that dies of the signal at once, while its program saves.
+        f'"{sys.executable}" saves.py & trap "exit 3" INT; wait',
+    ],
+)
+def test_a_wrapped_program_is_interrupted_too_and_may_save(runs: Runs, script: str) -> None:
+    (runs.root / "saves.py").write_text(SAVES_SLOWLY)
+    with hasty(runs, "a", "bash", "-c", script, interrupt=60):
+        until(runs.root / "ready")
+        asked = subprocess.Popen([sys.executable, "-m", "memtop", "stop", "a"], cwd=runs.root, env=runs.environment)
+        until(runs.root / "asked")
+        (runs.root / "go").touch()
+        assert asked.wait(timeout=60) == 0
+    assert (runs.root / "saved").exists()
+    assert runs.show("a")["state"] == "stopped"
+
+
+def test_a_program_whose_wrapper_was_terminated_is_given_its_time(runs: Runs) -> None:
+    (runs.root / "saves.py").write_text(SAVES_SLOWLY)
+    # It must not be reached by SIGINT: a session of its own, as torchrun gives its ranks.
+    inner = f"setsid --wait '{sys.executable}' saves.py term"
+    with hasty(runs, "a", "bash", "-c", f"trap '' INT; {inner}; true", interrupt=0.5, terminate=60):
+        until(runs.root / "ready")
+        asked = subprocess.Popen([sys.executable, "-m", "memtop", "stop", "a"], cwd=runs.root, env=runs.environment)
+        until(runs.root / "asked")
+        runs.wait("a", lambda d: d["trainer_pid"] is None)
+        (runs.root / "go").touch()
+        assert asked.wait(timeout=60) == 0
+    assert (runs.root / "saved").exists()
 
 
 def test_workers_left_behind_are_ended(runs: Runs) -> None:
