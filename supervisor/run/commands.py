@@ -110,7 +110,7 @@ class Commands:
         supervisor = self._supervisor
         before = supervisor.state().attempt
         try:
-            supervisor.edited(request.change)
+            supervisor.foreseen(request.change)
             if supervisor.phase is Phase.STOPPING:
                 raise MemtopError("the run is being stopped; restart it when it has stopped")
             if supervisor.phase is Phase.RESTARTING:

@@ -36,7 +36,7 @@ from memtop.supervisor.run.process import ProcessId, become_subreaper, identify,
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.publish import Publisher
 from memtop.supervisor.run.state import run_state
-from memtop.supervisor.wire import Change, Event, Phase, RunState
+from memtop.supervisor.wire import Change, Checkpoint, Event, Phase, RunState
 
 T = TypeVar("T")
 
@@ -189,7 +189,7 @@ class Supervisor:
     def _launch(self, number: int, reason: str, change: Change) -> None:
         """Start the next attempt from the newest complete checkpoint, with the changed settings."""
         self.checkpoint = newest_checkpoint(self.folder.latest_state)
-        self.settings = self.edited(change)
+        self.settings = self._edited(change, self.checkpoint)
         self._warn("checkpoint", self.checkpoint.problem if self.checkpoint else None)
         self.started, self.ended, self.exit_status = time.time(), None, None
         self.pending, self.ladder, self.adopted = None, None, False
@@ -210,13 +210,26 @@ class Supervisor:
         self._move(Phase.STARTING)
         self.event("attempt", f"attempt {number}: {reason}")
 
-    def edited(self, change: Change) -> Settings | None:
-        """The settings that a change gives, counted from the newest complete checkpoint; UsageError if it cannot be."""
+    def foreseen(self, change: Change) -> Settings | None:
+        """The settings that a change asked for now will give; UsageError if it cannot be.
+
+        A run in progress is counted from where it will have stopped: after one more update.
+        """
+        step = self.progress.step
+        if self.lifecycle.phase.final or self.settings is None or not isinstance(step.get("update"), int):
+            return self._edited(change, self.checkpoint)
+        update, seen = step["update"] + 1, (step.get("samples_seen") or 0) + self.settings.effective_batch
+        if change.max_updates is not None and 0 < change.max_updates < update:
+            raise UsageError(f"max_updates {change.max_updates}: the run will have done {update} when it stops; give more")
+        return self._edited(change, Checkpoint(path="", updates=update, samples_seen=seen, complete=True))
+
+    def _edited(self, change: Change, checkpoint: Checkpoint | None) -> Settings | None:
+        """The settings that a change gives, counted from that checkpoint if it is complete; UsageError if it cannot be."""
         if self.settings is None:
             if change != Change():
                 raise UsageError("this run's program is your own: its settings are not memtop's to change")
             return None
-        done = self.checkpoint if self.checkpoint is not None and self.checkpoint.complete else None
+        done = checkpoint if checkpoint is not None and checkpoint.complete else None
         try:
             return edit_settings(
                 self.settings,
@@ -266,9 +279,12 @@ class Supervisor:
         try:
             self._launch(number, explain.restart_reason(change), change)
         except MemtopError as error:
+            # A change that cannot be made after all leaves a run that has stopped as it was asked to.
+            phase = Phase.STOPPED if isinstance(error, UsageError) else Phase.FAILED
             self.pending = None
-            self._move(Phase.FAILED, str(error))
-            self.event("failed", str(error))
+            self._update_attempt(outcome=phase.value)
+            self._move(phase, str(error))
+            self.event(phase.value, str(error))
 
     # --- commands -------------------------------------------------------------------------------------------------------
 

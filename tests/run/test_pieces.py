@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.run import explain, shim
-from memtop.supervisor.run.attempt import RunningAttempt, StopLadder, Waits
-from memtop.supervisor.run.control import socket_path
+from memtop.supervisor.run.attempt import ExitFile, RunningAttempt, StopLadder, Waits
+from memtop.supervisor.run.control import ControlServer, socket_path
 from memtop.supervisor.run.folder import RunFolder, RunLock, RunSpec, create_run, find_run, list_runs, write_json
 from memtop.supervisor.run.journal import Journal
 from memtop.supervisor.run.ledger import Ledger
 from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.manifest import newest_checkpoint, read_checkpoint
 from memtop.supervisor.run.progress import Progress
+from memtop.supervisor.run.publish import Publisher
+from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.wire import Change, Event, Phase
 
 SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
@@ -319,6 +323,49 @@ def test_a_restart_says_what_it_changes() -> None:
     change = Change(batch=4, accumulation=8, assignments={"seed": "1"})
     assert explain.restart_reason(change) == "restart with batch 4, accumulation 8, seed 1"
     assert explain.restart_reason(Change()) == "restart"
+
+
+# --- restarting ---------------------------------------------------------------------------------------------------------
+
+
+def supervisor_at_update(tmp_path: Path, update: int) -> Supervisor:
+    """A supervisor whose built-in trainer stands there, with a checkpoint of update 5; without processes."""
+    folder = create_run(tmp_path, spec("a"), fresh=False)
+    saved(folder.latest_state, 5)
+    supervisor = Supervisor(folder)
+    supervisor.ledger = Ledger(folder.ledger_path)
+    server = ControlServer(tmp_path / "socket", on_request=AsyncMock(), on_agent=Mock(), on_gone=Mock())
+    supervisor._publisher = Publisher(supervisor.ledger, server)
+    supervisor.ledger.add_attempt(1, "start", SETTINGS, 1.0)
+    supervisor.attempt = RunningAttempt(folder, 1, shim_pid=None)
+    supervisor.lifecycle = Lifecycle(Phase.TRAINING, Clock())
+    supervisor.progress.apply(0, {**step(update), "samples_seen": update * SETTINGS.effective_batch})
+    return supervisor
+
+
+def test_what_a_live_run_is_to_become_counts_from_where_it_will_stop(tmp_path: Path) -> None:
+    supervisor = supervisor_at_update(tmp_path, 7)
+    for updates in (1, 6, 7):
+        with pytest.raises(UsageError, match=f"max_updates {updates}: the run will have done 8 when it stops"):
+            supervisor.foreseen(Change(max_updates=updates))
+    settings = supervisor.foreseen(Change(max_updates=10))
+    assert settings is not None
+    assert settings.target_samples == 10 * SETTINGS.effective_batch
+    supervisor.lifecycle.move(Phase.STOPPED)
+    assert supervisor.foreseen(Change(max_updates=6)) is not None
+
+
+async def test_a_change_that_turns_out_impossible_leaves_a_stopped_run(tmp_path: Path) -> None:
+    supervisor = supervisor_at_update(tmp_path, 5)
+    supervisor.pending = Change(max_updates=6)
+    supervisor.lifecycle.move(Phase.RESTARTING)
+    saved(tmp_path / "later", 9).rename(supervisor.folder.latest_state.with_name("new"))
+    shutil.rmtree(supervisor.folder.latest_state)
+    supervisor.folder.latest_state.with_name("new").rename(supervisor.folder.latest_state)
+    await supervisor._finish(ExitFile(0, 2.0))
+    assert supervisor.phase is Phase.STOPPED
+    assert supervisor.lifecycle.reason == "max_updates 6: 9 updates are done already; give more"
+    assert [attempt.outcome for attempt in supervisor.ledger.attempts()] == ["stopped"]
 
 
 # --- checkpoint, socket ---------------------------------------------------------------------------------------------------
