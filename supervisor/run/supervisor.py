@@ -105,7 +105,9 @@ class Supervisor:
             self._launch(1, "start", change or Change())
             return
         last, state = attempts[-1], self.folder.state()
-        self._remember(last)
+        # An attempt that could not be started never was what this run is.
+        begun = [attempt for attempt in attempts if (attempt.diagnosis or {}).get("started", True)]
+        self._remember(begun[-1] if begun else last)
         if last.ended is None:
             self._adopt(state)
             self.pending = change or self.pending
@@ -187,28 +189,44 @@ class Supervisor:
     # --- attempts -------------------------------------------------------------------------------------------------------
 
     def _launch(self, number: int, reason: str, change: Change) -> None:
-        """Start the next attempt from the newest complete checkpoint, with the changed settings."""
-        self.checkpoint = newest_checkpoint(self.folder.latest_state)
-        self.settings = self._edited(change, self.checkpoint)
-        self._warn("checkpoint", self.checkpoint.problem if self.checkpoint else None)
-        self.started, self.ended, self.exit_status = time.time(), None, None
+        """Start the next attempt from the newest complete checkpoint, with the changed settings.
+
+        Whatever refuses it (the change, the ledger, the disk) leaves what is known of the attempt before as it is.
+        """
+        checkpoint = newest_checkpoint(self.folder.latest_state)
+        settings = self._edited(change, checkpoint)
+        started = time.time()
+        # A program of the user's own counts its updates from its start; ours says where it resumes.
+        start = 0 if settings is None else None
+        try:
+            self.ledger.add_attempt(number, reason, settings, started, start)
+        except sqlite3.OperationalError as error:
+            raise RunFolderError(f"{self.folder.ledger_path}: cannot be written: {error}; free some space") from None
+        try:
+            shim = launch(self.folder, number, self.spec, settings, self._socket)
+        except (MemtopError, OSError) as error:
+            self._ledgered(lambda: self._close_unstarted(number, str(error)))
+            if isinstance(error, OSError):
+                raise RunFolderError(f"attempt {number} cannot be started: {error}") from None
+            raise
+        self.checkpoint, self.settings = checkpoint, settings
+        self._warn("checkpoint", checkpoint.problem if checkpoint else None)
+        self.started, self.ended, self.exit_status = started, None, None
         self.pending, self.ladder, self.adopted = None, None, False
         self.agents.reset()
         best = self.progress.best_loss
         self.progress = Progress()
         self.progress.best_loss = best
-        # A program of the user's own counts its updates from its start; ours says where it resumes.
-        start = 0 if self.settings is None else None
-        try:
-            self.ledger.add_attempt(number, reason, self.settings, self.started, start)
-        except sqlite3.OperationalError as error:
-            raise RunFolderError(f"{self.folder.ledger_path}: cannot be written: {error}; free some space") from None
         if start is not None:
             self._publisher.take_back_from(start + 1)
-        shim = launch(self.folder, number, self.spec, self.settings, self._socket)
         self.attempt = RunningAttempt(self.folder, number, shim)
         self._move(Phase.STARTING)
         self.event("attempt", f"attempt {number}: {reason}")
+
+    def _close_unstarted(self, number: int, why: str) -> None:
+        # Updates of the attempts before still count: this one took none of them back.
+        diagnosis = {"summary": why, "evidence": [], "started": False}
+        self.ledger.update_attempt(number, ended=time.time(), outcome="failed", start_updates=None, diagnosis=diagnosis)
 
     def foreseen(self, change: Change) -> Settings | None:
         """The settings that a change asked for now will give; UsageError if it cannot be.

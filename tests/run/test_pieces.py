@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
+import msgspec
 import pytest
 
 from memtop.presets import load_presets, load_recipes, resolve
@@ -366,6 +367,33 @@ async def test_a_change_that_turns_out_impossible_leaves_a_stopped_run(tmp_path:
     assert supervisor.phase is Phase.STOPPED
     assert supervisor.lifecycle.reason == "max_updates 6: 9 updates are done already; give more"
     assert [attempt.outcome for attempt in supervisor.ledger.attempts()] == ["stopped"]
+
+
+@pytest.mark.parametrize("obstacle", ["ledger", "folder"])
+def test_an_attempt_that_cannot_be_started_changes_nothing(tmp_path: Path, obstacle: str) -> None:
+    supervisor = supervisor_at_update(tmp_path, 7)
+    supervisor.lifecycle.move(Phase.FAILED)
+    supervisor.started, supervisor.ended, supervisor.exit_status = 1.0, 2.0, 3
+    before = supervisor.state()
+    if obstacle == "ledger":
+        supervisor.ledger._db.execute("PRAGMA query_only=ON")
+    else:
+        shutil.rmtree(supervisor.folder.path / "attempts")
+        (supervisor.folder.path / "attempts").write_text("")
+    with pytest.raises(RunFolderError):
+        supervisor.begin_restart(Change(batch=2))
+    after = supervisor.state()
+    assert msgspec.structs.replace(after, warnings=()) == before
+    attempts = supervisor.ledger.attempts()
+    assert [attempt.outcome for attempt in attempts] == ([None] if obstacle == "ledger" else [None, "failed"])
+    assert all(attempt.ended for attempt in attempts[1:])
+    supervisor.ledger.close()
+    # Nor does the next supervisor take the change for made.
+    follower = Supervisor(supervisor.folder)
+    follower.ledger = Ledger(supervisor.folder.ledger_path)
+    follower.ledger.update_attempt(1, ended=2.0, outcome="failed")
+    follower._take_over(None)
+    assert follower.settings == SETTINGS
 
 
 # --- checkpoint, socket ---------------------------------------------------------------------------------------------------
