@@ -64,7 +64,10 @@ def ask(
     on_accepted: Callable[[Answer], None] = lambda answer: None,
     until: Outcome = Outcome.DONE,
 ) -> Answer:
-    """Send one request and wait for its final answer (or its acceptance); RefusedError if refused or failed."""
+    """Send one request and wait for its final answer (or its acceptance); RefusedError if refused or failed.
+
+    UsageError where what was asked for cannot be.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             connection.connect(str(socket_path(folder.path)))
@@ -81,7 +84,7 @@ def ask(
                 if message.outcome is until or message.outcome is Outcome.DONE:
                     return message
                 if message.outcome in (Outcome.REFUSED, Outcome.FAILED):
-                    raise RefusedError(message.message)
+                    raise UsageError(message.message) if message.usage else RefusedError(message.message)
     raise NotRunningError(f"the supervisor of run {folder.name!r} went away: memtop watch {folder.name}")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from memtop.supervisor import units
-from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.run.control import Peer
 from memtop.supervisor.wire import (
     Answer,
@@ -117,7 +117,7 @@ class Commands:
                 raise MemtopError("a restart is under way already")
             supervisor.begin_restart(request.change)
         except MemtopError as error:
-            peer.refuse(request.id, str(error))
+            peer.refuse(request.id, str(error), usage=isinstance(error, UsageError))
             return
         _accept(peer, request.id, "restarting from train_latest_state")
         while supervisor.state().attempt == before and not supervisor.phase.final:

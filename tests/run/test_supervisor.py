@@ -256,7 +256,7 @@ def test_settings_of_an_own_program_are_not_memtops_to_change(runs: Runs) -> Non
     assert "--batch 4: your own program's settings are its own" in refused.stderr
     start(runs, "a", 600, 0.05)
     runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
-    refused = runs.memtop("restart", "a", "--batch", "4", "--detach", status=1)
+    refused = runs.memtop("restart", "a", "--batch", "4", "--detach", status=2)
     assert "not memtop's to change" in refused.stderr
     assert runs.show("a")["alive"]
 
