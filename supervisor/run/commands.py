@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
+from memtop.supervisor.run import explain
 from memtop.supervisor.run.control import Peer
 from memtop.supervisor.wire import (
     Answer,
@@ -110,16 +111,17 @@ class Commands:
         supervisor = self._supervisor
         before = supervisor.state().attempt
         try:
-            supervisor.foreseen(request.change)
+            settings = supervisor.foreseen(request.change)
             if supervisor.phase is Phase.STOPPING:
                 raise MemtopError("the run is being stopped; restart it when it has stopped")
             if supervisor.phase is Phase.RESTARTING:
                 raise MemtopError("a restart is under way already")
+            split = explain.split_change(supervisor.settings, settings)
             supervisor.begin_restart(request.change)
         except MemtopError as error:
             peer.refuse(request.id, str(error), usage=isinstance(error, UsageError))
             return
-        _accept(peer, request.id, "restarting from train_latest_state")
+        _accept(peer, request.id, "restarting from train_latest_state" + split)
         while supervisor.state().attempt == before and not supervisor.phase.final:
             await asyncio.sleep(0.1)
         state = supervisor.state()

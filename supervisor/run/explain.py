@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from memtop.presets.comparing import describe_split
+from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.wire import Change, Phase
@@ -116,6 +118,17 @@ def restart_reason(change: Change) -> str:
     ]
     edits += [f"{key} {value}" for key, value in change.assignments.items()]
     return f"restart with {', '.join(edits)}" if edits else "restart"
+
+
+def split_change(before: Settings | None, after: Settings | None) -> str:
+    """What a restart makes of the effective batch, to be put behind another text; empty where nothing of it changes."""
+    if before is None or after is None or _split(before) == _split(after):
+        return ""
+    return f"; {describe_split(before, after)}"
+
+
+def _split(settings: Settings) -> tuple[int, int, int]:
+    return settings.batch, settings.accumulation, settings.world_size
 
 
 def bands(machine: MachineSnapshot) -> Iterator[tuple[str, Band, str]]:

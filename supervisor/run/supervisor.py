@@ -205,10 +205,12 @@ class Supervisor:
         try:
             shim = launch(self.folder, number, self.spec, settings, self._socket)
         except (MemtopError, OSError) as error:
-            self._ledgered(lambda: self._close_unstarted(number, str(error)))
+            why = str(error)
+            self._ledgered(lambda: self._close_unstarted(number, why))
             if isinstance(error, OSError):
                 raise RunFolderError(f"attempt {number} cannot be started: {error}") from None
             raise
+        split = explain.split_change(self.settings, settings)
         self.checkpoint, self.settings = checkpoint, settings
         self._warn("checkpoint", checkpoint.problem if checkpoint else None)
         self.started, self.ended, self.exit_status = started, None, None
@@ -221,7 +223,7 @@ class Supervisor:
             self._publisher.take_back_from(start + 1)
         self.attempt = RunningAttempt(self.folder, number, shim)
         self._move(Phase.STARTING)
-        self.event("attempt", f"attempt {number}: {reason}")
+        self.event("attempt", f"attempt {number}: {reason}{split}")
 
     def _close_unstarted(self, number: int, why: str) -> None:
         # Updates of the attempts before still count: this one took none of them back.

@@ -20,6 +20,7 @@ from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.run import explain, shim
 from memtop.supervisor.run.attempt import ExitFile, RunningAttempt, StopLadder, Waits
+from memtop.supervisor.run.commands import Commands
 from memtop.supervisor.run.control import ControlServer, socket_path
 from memtop.supervisor.run.folder import RunFolder, RunLock, RunSpec, create_run, find_run, list_runs, write_json
 from memtop.supervisor.run.journal import Journal
@@ -29,7 +30,7 @@ from memtop.supervisor.run.manifest import newest_checkpoint, read_checkpoint
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.publish import Publisher
 from memtop.supervisor.run.supervisor import Supervisor
-from memtop.supervisor.wire import Change, Event, Phase
+from memtop.supervisor.wire import Change, Event, Outcome, Phase, Restart
 
 SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
 
@@ -394,6 +395,32 @@ def test_an_attempt_that_cannot_be_started_changes_nothing(tmp_path: Path, obsta
     follower.ledger.update_attempt(1, ended=2.0, outcome="failed")
     follower._take_over(None)
     assert follower.settings == SETTINGS
+
+
+async def test_a_restart_tells_what_becomes_of_the_effective_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = supervisor_at_update(tmp_path, 7)
+    supervisor.lifecycle.move(Phase.STOPPED)
+    monkeypatch.setattr("memtop.supervisor.run.supervisor.launch", lambda *_: os.getpid())
+    peer = Mock()
+    split = f"effective batch {SETTINGS.effective_batch} -> {SETTINGS.accumulation}"
+    await Commands(supervisor)._restart(peer, Restart(id=1, change=Change(batch=1)))
+    accepted = peer.send.call_args_list[0].args[0]
+    assert accepted.outcome is Outcome.ACCEPTED
+    assert split in accepted.message
+    assert split in supervisor.ledger.events()[-1].message
+    assert explain.split_change(SETTINGS, SETTINGS) == ""
+
+
+async def test_a_change_that_cannot_be_is_refused_as_wrong_usage(tmp_path: Path) -> None:
+    supervisor = supervisor_at_update(tmp_path, 7)
+    peer = Mock()
+    for change in (Change(batch=0), Change(preset="no-such"), Change(assignments={"nothing": "1"}), Change(max_updates=3)):
+        await Commands(supervisor)._restart(peer, Restart(id=1, change=change))
+        assert peer.refuse.call_args.kwargs == {"usage": True}
+    supervisor.lifecycle.move(Phase.STOPPING)
+    await Commands(supervisor)._restart(peer, Restart(id=1))
+    assert peer.refuse.call_args.kwargs == {"usage": False}
+    peer.send.assert_not_called()
 
 
 # --- checkpoint, socket ---------------------------------------------------------------------------------------------------
