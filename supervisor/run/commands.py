@@ -99,7 +99,9 @@ class Commands:
             supervisor.begin_stopping()
         _accept(peer, number, "stopping: the program finishes its update, saves and exits")
         state = await self._ended()
-        message = state.state.value if state.reason in (None, state.state.value) else f"{state.state.value}: {state.reason}"
+        word, reason = state.state.value, state.reason or ""
+        # "stopped, NOT saved: ..." says already what the run is.
+        message = f"{word}: {reason}" if reason and not reason.startswith(word) else reason or word
         peer.send(Answer(id=number, outcome=Outcome.DONE, message=message))
 
     async def _ended(self) -> RunState:

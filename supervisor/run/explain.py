@@ -27,6 +27,11 @@ def outcome(
     built-in trainer is only believed to have finished if it said so: exit status 0 alone proves nothing.
     """
     said = end.get("outcome") if end else None
+    unsaved = not_saved(end)
+    if unsaved and said == "finished":
+        return Phase.FAILED, unsaved, {"summary": unsaved, "evidence": last_lines(log)}
+    if unsaved:
+        return Phase.STOPPED, unsaved, None
     if said == "finished" and status in (0, None):
         return Phase.FINISHED, None, None
     if phase in (Phase.STOPPING, Phase.RESTARTING):
@@ -50,6 +55,13 @@ def outcome(
     elif status is not None and status >= 0 and lines:
         summary = f"{summary}: {lines[-1]}"
     return Phase.FAILED, summary, {"summary": summary, "evidence": lines}
+
+
+def not_saved(end: dict[str, Any] | None) -> str | None:
+    """That a program which came to its end could not save its state, and why; None where it could, or says nothing."""
+    if end is None or end.get("outcome") not in ("finished", "stopped") or end.get("saved", True):
+        return None
+    return f"{end['outcome']}, NOT saved: {end.get('message') or 'no reason given'}"
 
 
 _ROOT_CAUSE = "Root Cause (first observed failure):"

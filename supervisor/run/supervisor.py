@@ -295,6 +295,8 @@ class Supervisor:
             return
         if self.lifecycle.phase is not Phase.RESTARTING:
             self._move(Phase.RESTARTING)
+        if unsaved := explain.not_saved(self.progress.end):
+            self.event("warning", f"attempt {self.attempt.number} {unsaved}; it is resumed from the checkpoint before")
         change, number = self.pending, self.attempt.number + 1
         try:
             self._launch(number, explain.restart_reason(change), change)

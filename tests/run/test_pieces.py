@@ -298,6 +298,9 @@ def test_who_declines_to_stop_gets_signals_at_once_but_only_once(tmp_path: Path)
     ("end", "status", "before", "own", "phase"),
     [
         ({"outcome": "finished"}, 0, Phase.TRAINING, False, Phase.FINISHED),
+        ({"outcome": "finished", "saved": True, "message": ""}, 0, Phase.TRAINING, False, Phase.FINISHED),
+        ({"outcome": "finished", "saved": False, "message": "loss is NaN"}, 0, Phase.STOPPING, False, Phase.FAILED),
+        ({"outcome": "stopped", "saved": False, "message": "loss is NaN"}, 1, Phase.STOPPING, False, Phase.STOPPED),
         ({"outcome": "stopped"}, 0, Phase.STOPPING, False, Phase.STOPPED),
         ({"outcome": "stopped"}, 0, Phase.TRAINING, False, Phase.STOPPED),
         ({"outcome": "failed", "message": "loss is NaN"}, 1, Phase.TRAINING, False, Phase.FAILED),
@@ -319,6 +322,15 @@ def test_how_an_attempt_ended(
     if end and end.get("message"):
         assert reason is not None
         assert "loss is NaN" in reason
+
+
+def test_a_state_that_could_not_be_saved_is_not_hidden(tmp_path: Path) -> None:
+    end = {"outcome": "stopped", "saved": False, "message": "disk full"}
+    for phase in (Phase.STOPPING, Phase.TRAINING):
+        found = explain.outcome(tmp_path / "log", end, 0, phase, own_program=False)
+        assert found == (Phase.STOPPED, "stopped, NOT saved: disk full", None)
+    finished = explain.outcome(tmp_path / "log", {**end, "outcome": "finished"}, 0, Phase.TRAINING, own_program=False)
+    assert finished[:2] == (Phase.FAILED, "finished, NOT saved: disk full")
 
 
 def test_a_restart_says_what_it_changes() -> None:
