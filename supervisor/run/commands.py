@@ -93,7 +93,7 @@ class Commands:
     async def _stop(self, peer: Peer, number: int) -> None:
         supervisor = self._supervisor
         if supervisor.phase.final:
-            peer.refuse(number, f"run {supervisor.spec.name!r} is not running: it is {supervisor.phase.value}")
+            peer.refuse(number, f"run {supervisor.folder.name!r} is not running: it is {supervisor.phase.value}")
             return
         if supervisor.phase is not Phase.STOPPING:
             supervisor.begin_stopping()
@@ -136,7 +136,7 @@ class Commands:
     def _agents_ready(self, peer: Peer, number: int) -> bool:
         supervisor = self._supervisor
         if supervisor.phase.final:
-            peer.refuse(number, f"run {supervisor.spec.name!r} is not running: it is {supervisor.phase.value}")
+            peer.refuse(number, f"run {supervisor.folder.name!r} is not running: it is {supervisor.phase.value}")
         elif not supervisor.agents.ranks:
             peer.refuse(number, "no training process is connected yet: it is still loading, or it never steps an optimizer")
         else:

@@ -24,12 +24,16 @@ def read_state(folder: RunFolder) -> RunState:
     if file is None:
         spec = folder.spec()
         return RunState(
-            name=spec.name, folder=str(folder.path), state=Phase.CREATED, created=spec.created, settings=spec.settings
+            name=folder.name, folder=str(folder.path), state=Phase.CREATED, created=spec.created, settings=spec.settings
         )
     state = file.run
     supervised = _supervisor_alive(folder)
     training = trainer_alive(folder, state.attempt)
-    changes: dict[str, Any] = {"alive": training, "checkpoint": newest_checkpoint(folder.latest_state)}
+    # A run that was moved aside is where it is now, whatever it was called when this was written.
+    changes: dict[str, Any] = {"name": folder.name, "folder": str(folder.path)}
+    if state.log_path is not None:
+        changes["log_path"] = str(folder.attempt(state.attempt) / "output.log")
+    changes |= {"alive": training, "checkpoint": newest_checkpoint(folder.latest_state)}
     if not supervised:
         changes["supervisor_pid"] = None
     if not training:
@@ -37,10 +41,10 @@ def read_state(folder: RunFolder) -> RunState:
     if not supervised and not training and not state.state.final:
         changes |= {
             "state": Phase.FAILED,
-            "reason": f"supervisor and trainer are both gone: memtop restart {state.name}",
+            "reason": f"supervisor and trainer are both gone: memtop restart {folder.name}",
         }
     elif not supervised and training:
-        changes["reason"] = f"its supervisor is gone, training goes on: memtop watch {state.name}"
+        changes["reason"] = f"its supervisor is gone, training goes on: memtop watch {folder.name}"
     return msgspec.structs.replace(state, **changes)
 
 

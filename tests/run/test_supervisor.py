@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from memtop.supervisor.errors import NotRunningError
 from memtop.supervisor.monitor.processes import identify, is_alive, run_processes
-from memtop.supervisor.run.client import AsyncRunClient
-from memtop.supervisor.run.folder import RunSpec, create_run
+from memtop.supervisor.run.client import AsyncRunClient, ask
+from memtop.supervisor.run.folder import RunFolder, RunSpec, create_run, find_run, move_aside
+from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import (
     Answer,
     Change,
@@ -27,6 +29,7 @@ from memtop.supervisor.wire import (
     Outcome,
     Restart,
     StateUpdate,
+    Stop,
     Subscribe,
 )
 from tests.conftest import Runs
@@ -249,6 +252,34 @@ def test_a_socket_whose_owner_died_is_one_clear_line(runs: Runs) -> None:
         "memtop: run 'a': no supervisor listens (Connection refused); "
         "`memtop show a` tells how it ended, `memtop restart a` takes it up again\n"
     )
+
+
+def test_another_shell_with_another_socket_folder_finds_the_supervisor(
+    runs: Runs, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(runs, "a", 600, 0.05)
+    runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
+    elsewhere = tmp_path_factory.mktemp("s")
+    elsewhere.chmod(0o700)
+    monkeypatch.setenv("MEMTOP_SOCKET_DIR", str(elsewhere))
+    assert ask(find_run("a", runs.path), lambda number: Stop(id=number)).outcome is Outcome.DONE
+
+
+def test_a_run_moved_aside_does_not_reach_its_successor(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
+    start(runs, "a", 3, 0.02)
+    runs.wait("a", lambda d: d["state"] == "finished" and d["supervisor_pid"] is None)
+    aside = RunFolder(move_aside(find_run("a", runs.path)))
+    start(runs, "a", 600, 0.05)
+    with pytest.raises(NotRunningError):
+        ask(aside, lambda number: Stop(id=number))
+    state = read_state(aside)
+    assert (state.name, state.folder, state.log_path) == (
+        aside.name,
+        str(aside.path),
+        str(aside.path / "attempts/0001/output.log"),
+    )
+    assert runs.show("a")["alive"]
 
 
 def test_settings_of_an_own_program_are_not_memtops_to_change(runs: Runs) -> None:
