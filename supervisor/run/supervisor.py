@@ -41,6 +41,8 @@ from memtop.supervisor.wire import Change, Checkpoint, Event, Phase, RunState
 T = TypeVar("T")
 
 _TICK_SECONDS = 0.2
+# Between the failure of the machine's sampling and the next try.
+_RESAMPLE_SECONDS = 5.0
 # After the run has ended: how long to stay for viewers that are just connecting.
 _LINGER_SECONDS = 3.0
 
@@ -59,6 +61,8 @@ class Supervisor:
         self.attempt: RunningAttempt | None = None
         self.ladder: StopLadder | None = None
         self._asking: asyncio.Task[None] | None = None
+        self._sampling: asyncio.Task[None] | None = None
+        self._resampling: asyncio.TimerHandle | None = None
         self.pending: Change | None = None
         self.warnings: dict[str, str] = {}
         self._unnumbered = itertools.count(-1, -1)
@@ -81,23 +85,44 @@ class Supervisor:
         if not self._lock.acquire():
             raise RunFolderError(f"run {self.folder.name!r} is in use by another supervisor: memtop watch {self.folder.name}")
         become_subreaper()
-        self.ledger = Ledger(self.folder.ledger_path)
+        try:
+            self.ledger = Ledger(self.folder.ledger_path)
+        except sqlite3.Error as error:
+            raise RunFolderError(f"{self.folder.ledger_path}: cannot be used: {error}") from None
         commands = Commands(self)
         self._server = ControlServer(
             self._socket, on_request=commands.handle, on_agent=self._on_agent, on_gone=self.agents.gone
         )
         self._publisher = Publisher(self.ledger, self._server)
         await self._server.start()
-        sampling = asyncio.create_task(self.watch.run(self._on_sample))
+        self._start_sampling()
         try:
             self._take_over(change)
             await self._loop()
         finally:
-            sampling.cancel()
+            if self._sampling is not None:
+                self._sampling.remove_done_callback(self._sampling_ended)
+                self._sampling.cancel()
+            if self._resampling is not None:
+                self._resampling.cancel()
             self._save_state()
             await self._server.close()
             self.ledger.close()
             self._lock.release()
+
+    def _start_sampling(self) -> None:
+        self._sampling = asyncio.get_running_loop().create_task(self.watch.run(self._on_sample))
+        self._sampling.add_done_callback(self._sampling_ended)
+
+    def _sampling_ended(self, task: asyncio.Task[None]) -> None:
+        """It never should: tell why it did, once for each reason, and begin again."""
+        if task.cancelled():
+            return
+        why = f"the machine could not be sampled: {task.exception()!r}"
+        if why != self.warnings.get("sampling"):
+            self._warn("sampling", why)
+            self.event("warning", why)
+        self._resampling = asyncio.get_running_loop().call_later(_RESAMPLE_SECONDS, self._start_sampling)
 
     def _take_over(self, change: Change | None) -> None:
         attempts = self.ledger.attempts()
@@ -429,6 +454,7 @@ class Supervisor:
         if keep:
             number = self.attempt.number if self.attempt else 0
             self._ledgered(lambda: self.ledger.add_sample(machine.time, number, msgspec.json.encode(machine)))
+        self._warn("sampling", None)
         self._publisher.changed()
 
     # --- state ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import json
 import os
 import shutil
@@ -9,6 +11,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -22,7 +25,7 @@ from memtop.supervisor.run import explain, shim
 from memtop.supervisor.run.attempt import ExitFile, RunningAttempt, StopLadder, Waits
 from memtop.supervisor.run.commands import Commands
 from memtop.supervisor.run.control import ControlServer, socket_path
-from memtop.supervisor.run.folder import RunFolder, RunLock, RunSpec, create_run, find_run, list_runs, write_json
+from memtop.supervisor.run.folder import RunFolder, RunLock, RunSpec, StateFile, create_run, find_run, list_runs, write_json
 from memtop.supervisor.run.journal import Journal
 from memtop.supervisor.run.ledger import Ledger
 from memtop.supervisor.run.lifecycle import Lifecycle
@@ -30,6 +33,7 @@ from memtop.supervisor.run.manifest import newest_checkpoint, read_checkpoint
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.publish import Publisher
 from memtop.supervisor.run.supervisor import Supervisor
+from memtop.supervisor.run.view import known_runs, read_run, read_state, show
 from memtop.supervisor.wire import Change, Event, Outcome, Phase, Restart
 
 SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
@@ -110,6 +114,50 @@ def test_a_run_in_use_is_not_moved(tmp_path: Path) -> None:
         create_run(tmp_path, spec("a"), fresh=True)
     lock.release()
     assert not RunLock(folder).is_held()
+
+
+def test_a_look_at_a_run_keeps_nobody_from_taking_it(tmp_path: Path) -> None:
+    folder = create_run(tmp_path, spec("a"), fresh=False)
+    folder.lock_path.touch()
+    descriptor = os.open(folder.lock_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    assert not RunLock(folder).is_held()
+    timer = threading.Timer(0.1, os.close, [descriptor])
+    timer.start()
+    assert RunLock(folder).acquire()
+    timer.join()
+
+
+def test_a_run_of_another_user_is_not_known(tmp_path: Path) -> None:
+    mine, other = (create_run(tmp_path, spec(name), fresh=False) for name in ("mine", "other"))
+    for folder in (mine, other):
+        write_json(folder.state_path, StateFile(run=read_state(folder), socket=""))
+        folder.lock_path.touch(mode=0o600)
+    if os.getuid() == 0:
+        # Root may read everything: look as somebody who owns only the one.
+        tmp_path.chmod(0o755)
+        for parent in tmp_path.parents[:2]:
+            parent.chmod(0o755)
+        for path in (mine.path, *mine.path.iterdir()):
+            os.chown(path, 65534, 65534)
+        for path in (other.path, other.spec_path, other.state_path):
+            path.chmod(0o755)
+        os.seteuid(65534)
+    else:
+        other.lock_path.chmod(0)
+    try:
+        assert [run.name for run in known_runs(tmp_path)] == ["mine"]
+    finally:
+        if os.getuid() == 0:
+            os.seteuid(0)
+
+
+def test_a_damaged_ledger_is_one_clear_line(tmp_path: Path) -> None:
+    folder = create_run(tmp_path, spec("a"), fresh=False)
+    folder.ledger_path.write_bytes(b"not a database at all" * 100)
+    for read in (lambda: read_run(folder.path), lambda: show(folder, metrics=True)):
+        with pytest.raises(RunFolderError, match=r"ledger.sqlite: cannot be read: file is not a database"):
+            read()
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a b", ".hidden", "x" * 101])
@@ -433,6 +481,28 @@ async def test_a_change_that_cannot_be_is_refused_as_wrong_usage(tmp_path: Path)
     await Commands(supervisor)._restart(peer, Restart(id=1))
     assert peer.refuse.call_args.kwargs == {"usage": False}
     peer.send.assert_not_called()
+
+
+async def test_sampling_that_fails_is_told_once_and_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = supervisor_at_update(tmp_path, 7)
+    monkeypatch.setattr("memtop.supervisor.run.supervisor._RESAMPLE_SECONDS", 0.0)
+    tries, often = 0, asyncio.Event()
+
+    async def fail(on_sample: object) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 3:
+            often.set()
+            await asyncio.Event().wait()
+        raise OSError("no driver")
+
+    monkeypatch.setattr(supervisor.watch, "run", fail)
+    supervisor._start_sampling()
+    await asyncio.wait_for(often.wait(), 60)
+    told = [event.message for event in supervisor.ledger.events()]
+    assert told == ["the machine could not be sampled: OSError('no driver')"]
+    assert supervisor._sampling is not None
+    supervisor._sampling.cancel()
 
 
 # --- checkpoint, socket ---------------------------------------------------------------------------------------------------
