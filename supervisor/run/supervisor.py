@@ -97,7 +97,12 @@ class Supervisor:
         await self._server.start()
         self._start_sampling()
         try:
-            self._take_over(change)
+            try:
+                self._take_over(change)
+            except MemtopError:
+                # Whoever waits for this supervisor takes its socket and state.json together for its start.
+                await self._server.close()
+                raise
             await self._loop()
         finally:
             if self._sampling is not None:
