@@ -208,6 +208,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
     outcome: Outcome
     message: str
     """One line for a person."""
+    usage: bool = False
+    """True where a refusal is the fault of what was asked: exit status 2 on the command line."""
     data: dict[str, Any] = {}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from memtop.supervisor.run.folder import RunFolder, read_json
 from memtop.supervisor.run.journal import Journal, find_journals
 from memtop.supervisor.run.process import ProcessId, alive, identify, members, reap_children, send
 
-# What an ended program leaves behind gets SIGTERM, so much time, SIGKILL, and as much again.
+# What a program that ended by itself leaves behind gets SIGTERM, so much time, SIGKILL, and as much again.
 _LEFTOVER_SECONDS = 3.0
 
 
@@ -104,6 +105,21 @@ class RunningAttempt:
         """All living processes of this attempt: launcher, ranks, loader workers."""
         return members(self._run_folder, self.number)
 
+    def group(self) -> list[ProcessId]:
+        """The program and what it started in its own process group: what Ctrl-C in a terminal would reach."""
+        if self.trainer is None:
+            return []
+        # The shim made the program the leader of its session and group. torchrun's ranks lead groups of their own.
+        others = [p for p in self.processes() if p != self.trainer and _group_of(p.pid) == self.trainer.pid]
+        return [self.trainer, *others]
+
+
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except OSError:
+        return None
+
 
 # An exit status that no process can have.
 UNKNOWN_STATUS = -(1 << 16)
@@ -121,7 +137,7 @@ class StopLadder:
         announce: Callable[[str], None],
         waits: Waits | None = None,
     ) -> None:
-        """`asked`: the program was asked to stop and has said that it will; else the ladder starts with a signal."""
+        """`asked`: the program is being asked to stop, which takes it as long as its update; else a signal is first."""
         self._attempt = attempt
         self._monotonic = monotonic
         self._announce = announce
@@ -131,17 +147,32 @@ class StopLadder:
             (signal.SIGTERM, waits.terminate),
             (signal.SIGKILL, waits.kill),
         ]
+        self._waits = waits
+        self._asking = asked
+        self._interrupted_until = 0.0
         self._deadline = monotonic() + (waits.graceful if asked else 0.0)
         if asked:
             announce(f"asked to finish the update, save and exit; SIGTERM follows in {waits.graceful:.0f} s")
 
+    def declined(self) -> None:
+        """Whoever was asked has said that it will not stop, or is gone: the signals begin at the next tick."""
+        if self._asking:
+            self._asking = False
+            self._rungs.insert(0, (signal.SIGINT, self._waits.interrupt))
+            self._deadline = self._monotonic()
+
     def tick(self) -> None:
         if self._monotonic() < self._deadline or not self._rungs:
             return
+        self._asking = False
         number, wait = self._rungs.pop(0)
         self._deadline = self._monotonic() + wait
         if number is signal.SIGKILL:
             targets = self._attempt.processes()
+        elif number is signal.SIGINT:
+            # As Ctrl-C does: a shell waits for its script's program, which alone knows how to save.
+            targets = self._attempt.group()
+            self._interrupted_until = self._deadline
         else:
             # Launchers pass it on to their ranks; signalling those as well would reach them twice.
             targets = [self._attempt.trainer] if self._attempt.trainer else []
@@ -149,17 +180,36 @@ class StopLadder:
         following = f"; {self._rungs[0][0].name} follows in {wait:.0f} s" if self._rungs else ""
         self._announce(f"{number.name} sent to {', '.join(map(str, reached)) or 'nobody'}{following}")
 
+    def patience(self) -> tuple[float, float]:
+        """Seconds for what the program left behind: those of its group without a signal, all of them after SIGTERM."""
+        return max(0.0, self._interrupted_until - self._monotonic()), self._waits.terminate
 
-async def clear_leftovers(attempt: RunningAttempt, announce: Callable[[str], None]) -> None:
-    """End what a program left behind (ranks of a dead launcher, loader workers): they would hold its memory."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+
+async def clear_leftovers(
+    attempt: RunningAttempt, announce: Callable[[str], None], ladder: StopLadder | None, meanwhile: Callable[[], None]
+) -> None:
+    """End what a program left behind (ranks of a dead launcher, loader workers): they would hold its memory.
+
+    While it was being stopped (`ladder`) they may still be saving, and are given the time that the program would have had.
+    `meanwhile` is called while we wait.
+    """
+    untouched, terminate = ladder.patience() if ladder is not None else (0.0, _LEFTOVER_SECONDS)
+
+    async def wait(processes: list[ProcessId], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(alive(process) for process in processes):
+            await asyncio.sleep(0.05)
+            attempt.note_reaped(reap_children())
+            meanwhile()
+
+    if untouched:
+        # They were interrupted together with the program, whose end is not theirs.
+        await wait([process for process in attempt.group() if alive(process)], untouched)
+    for number, seconds in ((signal.SIGTERM, terminate), (signal.SIGKILL, _LEFTOVER_SECONDS)):
         leftovers = attempt.processes()
         if not leftovers:
             return
         announce(f"{number.name} to {len(leftovers)} processes that the program left behind")
         for process in leftovers:
             send(process, number)
-        deadline = time.monotonic() + _LEFTOVER_SECONDS
-        while time.monotonic() < deadline and any(alive(process) for process in leftovers):
-            await asyncio.sleep(0.05)
-            attempt.note_reaped(reap_children())
+        await wait(leftovers, seconds)

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -34,12 +34,15 @@ class AsyncRunClient:
     @classmethod
     async def connect(cls, folder: Path) -> AsyncRunClient:
         """Connect; NotRunningError if no supervisor listens."""
-        path = socket_path(RunFolder(folder).path)
-        try:
-            reader, writer = await asyncio.open_unix_connection(str(path), limit=_LINE_LIMIT)
-        except OSError as error:
-            raise _nobody(RunFolder(folder), error) from None
-        return cls(reader, writer)
+        run, failure = RunFolder(folder), None
+        for path in _sockets(run):
+            try:
+                reader, writer = await asyncio.open_unix_connection(path, limit=_LINE_LIMIT)
+            except OSError as error:
+                failure = failure or error
+            else:
+                return cls(reader, writer)
+        raise _nobody(run, failure)
 
     async def send(self, request: Request) -> None:
         self._writer.write(msgspec.json.encode(request) + b"\n")
@@ -64,12 +67,11 @@ def ask(
     on_accepted: Callable[[Answer], None] = lambda answer: None,
     until: Outcome = Outcome.DONE,
 ) -> Answer:
-    """Send one request and wait for its final answer (or its acceptance); RefusedError if refused or failed."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        try:
-            connection.connect(str(socket_path(folder.path)))
-        except OSError as error:
-            raise _nobody(folder, error) from None
+    """Send one request and wait for its final answer (or its acceptance); RefusedError if refused or failed.
+
+    UsageError where what was asked for cannot be.
+    """
+    with _connected(folder) as connection:
         connection.sendall(msgspec.json.encode(make(1)) + b"\n")
         with connection.makefile("rb") as stream:
             for line in stream:
@@ -81,7 +83,7 @@ def ask(
                 if message.outcome is until or message.outcome is Outcome.DONE:
                     return message
                 if message.outcome in (Outcome.REFUSED, Outcome.FAILED):
-                    raise RefusedError(message.message)
+                    raise UsageError(message.message) if message.usage else RefusedError(message.message)
     raise NotRunningError(f"the supervisor of run {folder.name!r} went away: memtop watch {folder.name}")
 
 
@@ -127,9 +129,38 @@ def revive(path: Path) -> bool:
     return True
 
 
-def _nobody(folder: RunFolder, error: OSError) -> NotRunningError:
+def _sockets(folder: RunFolder) -> Iterator[str]:
+    """Where the run's supervisor may listen: where it said so, then where one started from this shell would."""
+    try:
+        state = folder.state()
+    except RunFolderError:
+        state = None
+    # A run that was moved aside names the socket of the run that has its name now.
+    told = state.socket if state is not None and state.run.folder == str(folder.path) else None
+    if told:
+        yield told
+    computed = str(socket_path(folder.path))
+    if computed != told:
+        yield computed
+
+
+def _connected(folder: RunFolder) -> socket.socket:
+    failure = None
+    for path in _sockets(folder):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(path)
+        except OSError as error:
+            connection.close()
+            failure = failure or error
+        else:
+            return connection
+    raise _nobody(folder, failure)
+
+
+def _nobody(folder: RunFolder, error: OSError | None) -> NotRunningError:
     return NotRunningError(
-        f"run {folder.name!r}: no supervisor listens ({error.strerror or error}); "
+        f"run {folder.name!r}: no supervisor listens ({(error and error.strerror) or error}); "
         f"`memtop show {folder.name}` tells how it ended, `memtop restart {folder.name}` takes it up again"
     )
 

@@ -7,7 +7,8 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from memtop.supervisor import units
-from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.errors import MemtopError, UsageError
+from memtop.supervisor.run import explain
 from memtop.supervisor.run.control import Peer
 from memtop.supervisor.wire import (
     Answer,
@@ -92,13 +93,15 @@ class Commands:
     async def _stop(self, peer: Peer, number: int) -> None:
         supervisor = self._supervisor
         if supervisor.phase.final:
-            peer.refuse(number, f"run {supervisor.spec.name!r} is not running: it is {supervisor.phase.value}")
+            peer.refuse(number, f"run {supervisor.folder.name!r} is not running: it is {supervisor.phase.value}")
             return
         if supervisor.phase is not Phase.STOPPING:
             supervisor.begin_stopping()
         _accept(peer, number, "stopping: the program finishes its update, saves and exits")
         state = await self._ended()
-        message = state.state.value if state.reason in (None, state.state.value) else f"{state.state.value}: {state.reason}"
+        word, reason = state.state.value, state.reason or ""
+        # "stopped, NOT saved: ..." says already what the run is.
+        message = f"{word}: {reason}" if reason and not reason.startswith(word) else reason or word
         peer.send(Answer(id=number, outcome=Outcome.DONE, message=message))
 
     async def _ended(self) -> RunState:
@@ -110,16 +113,17 @@ class Commands:
         supervisor = self._supervisor
         before = supervisor.state().attempt
         try:
-            supervisor.edited(request.change)
+            settings = supervisor.foreseen(request.change)
             if supervisor.phase is Phase.STOPPING:
                 raise MemtopError("the run is being stopped; restart it when it has stopped")
             if supervisor.phase is Phase.RESTARTING:
                 raise MemtopError("a restart is under way already")
+            split = explain.split_change(supervisor.settings, settings)
             supervisor.begin_restart(request.change)
         except MemtopError as error:
-            peer.refuse(request.id, str(error))
+            peer.refuse(request.id, str(error), usage=isinstance(error, UsageError))
             return
-        _accept(peer, request.id, "restarting from train_latest_state")
+        _accept(peer, request.id, "restarting from train_latest_state" + split)
         while supervisor.state().attempt == before and not supervisor.phase.final:
             await asyncio.sleep(0.1)
         state = supervisor.state()
@@ -132,7 +136,7 @@ class Commands:
     def _agents_ready(self, peer: Peer, number: int) -> bool:
         supervisor = self._supervisor
         if supervisor.phase.final:
-            peer.refuse(number, f"run {supervisor.spec.name!r} is not running: it is {supervisor.phase.value}")
+            peer.refuse(number, f"run {supervisor.folder.name!r} is not running: it is {supervisor.phase.value}")
         elif not supervisor.agents.ranks:
             peer.refuse(number, "no training process is connected yet: it is still loading, or it never steps an optimizer")
         else:

@@ -69,8 +69,8 @@ class Peer:
             return
         self._writer.write(line)
 
-    def refuse(self, request_id: int, message: str) -> None:
-        self.send(Answer(id=request_id, outcome=Outcome.REFUSED, message=message))
+    def refuse(self, request_id: int, message: str, *, usage: bool = False) -> None:
+        self.send(Answer(id=request_id, outcome=Outcome.REFUSED, message=message, usage=usage))
 
 
 class ControlServer:

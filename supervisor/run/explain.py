@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from memtop.presets.comparing import describe_split
+from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.wire import Change, Phase
@@ -25,6 +27,11 @@ def outcome(
     built-in trainer is only believed to have finished if it said so: exit status 0 alone proves nothing.
     """
     said = end.get("outcome") if end else None
+    unsaved = not_saved(end)
+    if unsaved and said == "finished":
+        return Phase.FAILED, unsaved, {"summary": unsaved, "evidence": last_lines(log)}
+    if unsaved:
+        return Phase.STOPPED, unsaved, None
     if said == "finished" and status in (0, None):
         return Phase.FINISHED, None, None
     if phase in (Phase.STOPPING, Phase.RESTARTING):
@@ -48,6 +55,13 @@ def outcome(
     elif status is not None and status >= 0 and lines:
         summary = f"{summary}: {lines[-1]}"
     return Phase.FAILED, summary, {"summary": summary, "evidence": lines}
+
+
+def not_saved(end: dict[str, Any] | None) -> str | None:
+    """That a program which came to its end could not save its state, and why; None where it could, or says nothing."""
+    if end is None or end.get("outcome") not in ("finished", "stopped") or end.get("saved", True):
+        return None
+    return f"{end['outcome']}, NOT saved: {end.get('message') or 'no reason given'}"
 
 
 _ROOT_CAUSE = "Root Cause (first observed failure):"
@@ -116,6 +130,17 @@ def restart_reason(change: Change) -> str:
     ]
     edits += [f"{key} {value}" for key, value in change.assignments.items()]
     return f"restart with {', '.join(edits)}" if edits else "restart"
+
+
+def split_change(before: Settings | None, after: Settings | None) -> str:
+    """What a restart makes of the effective batch, to be put behind another text; empty where nothing of it changes."""
+    if before is None or after is None or _split(before) == _split(after):
+        return ""
+    return f"; {describe_split(before, after)}"
+
+
+def _split(settings: Settings) -> tuple[int, int, int]:
+    return settings.batch, settings.accumulation, settings.world_size
 
 
 def bands(machine: MachineSnapshot) -> Iterator[tuple[str, Band, str]]:

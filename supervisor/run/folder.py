@@ -18,6 +18,8 @@ from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.wire import Change, RunState
 
 T = TypeVar("T")
+# Whoever looks whether a run is in use has its lock for a moment.
+_LOCK_SECONDS = 0.5
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -146,16 +148,17 @@ class RunLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> bool:
-        """True if the lock is ours now; False if another process holds it."""
+        """True if the lock is ours now; False if another process holds it for longer than a look takes."""
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise RunFolderError(f"{self._path}: cannot be written: {error.strerror}") from None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return False
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while not _try_lock(descriptor, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                return False
+            time.sleep(0.02)
         self._descriptor = descriptor
         return True
 
@@ -165,13 +168,26 @@ class RunLock:
             self._descriptor = None
 
     def is_held(self) -> bool:
-        """True while some process holds the lock."""
-        if not self._path.exists():
+        """True while some process holds the lock; RunFolderError where this user may not know."""
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
             return False
-        if not self.acquire():
-            return True
-        self.release()
+        except OSError as error:
+            raise RunFolderError(f"{self._path}: cannot be read: {error.strerror}") from None
+        try:
+            # Shared, so that two who look do not take each other for the holder.
+            return not _try_lock(descriptor, fcntl.LOCK_SH)
+        finally:
+            os.close(descriptor)
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
+    return True
 
 
 def read_json(path: Path, shape: type[T]) -> T:

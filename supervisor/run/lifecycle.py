@@ -12,7 +12,8 @@ _NEXT: dict[Phase, frozenset[Phase]] = {
     Phase.TRAINING: frozenset({Phase.STOPPING, Phase.RESTARTING, Phase.FINISHED, Phase.STOPPED, Phase.FAILED}),
     # A stop may come while a restart waits for the program to end, and the other way round.
     Phase.STOPPING: frozenset({Phase.RESTARTING, Phase.FINISHED, Phase.STOPPED, Phase.FAILED}),
-    Phase.RESTARTING: frozenset({Phase.STARTING, Phase.STOPPING, Phase.FAILED}),
+    # What a restart changes may turn out to be impossible when the program has stopped.
+    Phase.RESTARTING: frozenset({Phase.STARTING, Phase.STOPPING, Phase.STOPPED, Phase.FAILED}),
     # Final until someone takes the run up again.
     Phase.FINISHED: frozenset({Phase.STARTING}),
     Phase.STOPPED: frozenset({Phase.STARTING}),

@@ -24,6 +24,8 @@ class Progress:
         self.best_loss: float | None = None
         self.peak_bytes: int | None = None
         self.phase: str | None = None
+        self.offers: frozenset[str] | None = None
+        """The commands that rank 0 carries out; None until it has said so."""
         self._ranks: dict[int, dict[str, Any]] = {}
         self._recent: deque[tuple[float, int, float]] = deque(maxlen=_WINDOW)
 
@@ -35,6 +37,8 @@ class Progress:
         kind = report.get("type")
         if kind == "hello":
             self._ranks[rank] = {"pid": report.get("pid"), "device_uuid": None}
+            if rank == 0:
+                self.offers = frozenset(map(str, report.get("offers") or ()))
         elif kind == "plan":
             self._ranks.setdefault(rank, {})["device_uuid"] = report.get("device_uuid")
             if rank == 0:

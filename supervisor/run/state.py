@@ -24,7 +24,7 @@ def run_state(supervisor: Supervisor) -> RunState:
     running = attempt is not None and attempt.alive()
     left = None if seen is None or target is None else max(0, target - seen)
     return RunState(
-        name=supervisor.spec.name,
+        name=supervisor.folder.name,
         folder=str(supervisor.folder.path),
         state=supervisor.lifecycle.phase,
         reason=supervisor.lifecycle.reason,

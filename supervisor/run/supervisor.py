@@ -36,11 +36,13 @@ from memtop.supervisor.run.process import ProcessId, become_subreaper, identify,
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.publish import Publisher
 from memtop.supervisor.run.state import run_state
-from memtop.supervisor.wire import Change, Event, Phase, RunState
+from memtop.supervisor.wire import Change, Checkpoint, Event, Phase, RunState
 
 T = TypeVar("T")
 
 _TICK_SECONDS = 0.2
+# Between the failure of the machine's sampling and the next try.
+_RESAMPLE_SECONDS = 5.0
 # After the run has ended: how long to stay for viewers that are just connecting.
 _LINGER_SECONDS = 3.0
 
@@ -58,6 +60,9 @@ class Supervisor:
         self.progress = Progress()
         self.attempt: RunningAttempt | None = None
         self.ladder: StopLadder | None = None
+        self._asking: asyncio.Task[None] | None = None
+        self._sampling: asyncio.Task[None] | None = None
+        self._resampling: asyncio.TimerHandle | None = None
         self.pending: Change | None = None
         self.warnings: dict[str, str] = {}
         self._unnumbered = itertools.count(-1, -1)
@@ -80,23 +85,49 @@ class Supervisor:
         if not self._lock.acquire():
             raise RunFolderError(f"run {self.folder.name!r} is in use by another supervisor: memtop watch {self.folder.name}")
         become_subreaper()
-        self.ledger = Ledger(self.folder.ledger_path)
+        try:
+            self.ledger = Ledger(self.folder.ledger_path)
+        except sqlite3.Error as error:
+            raise RunFolderError(f"{self.folder.ledger_path}: cannot be used: {error}") from None
         commands = Commands(self)
         self._server = ControlServer(
             self._socket, on_request=commands.handle, on_agent=self._on_agent, on_gone=self.agents.gone
         )
         self._publisher = Publisher(self.ledger, self._server)
         await self._server.start()
-        sampling = asyncio.create_task(self.watch.run(self._on_sample))
+        self._start_sampling()
         try:
-            self._take_over(change)
+            try:
+                self._take_over(change)
+            except MemtopError:
+                # Whoever waits for this supervisor takes its socket and state.json together for its start.
+                await self._server.close()
+                raise
             await self._loop()
         finally:
-            sampling.cancel()
+            if self._sampling is not None:
+                self._sampling.remove_done_callback(self._sampling_ended)
+                self._sampling.cancel()
+            if self._resampling is not None:
+                self._resampling.cancel()
             self._save_state()
             await self._server.close()
             self.ledger.close()
             self._lock.release()
+
+    def _start_sampling(self) -> None:
+        self._sampling = asyncio.get_running_loop().create_task(self.watch.run(self._on_sample))
+        self._sampling.add_done_callback(self._sampling_ended)
+
+    def _sampling_ended(self, task: asyncio.Task[None]) -> None:
+        """It never should: tell why it did, once for each reason, and begin again."""
+        if task.cancelled():
+            return
+        why = f"the machine could not be sampled: {task.exception()!r}"
+        if why != self.warnings.get("sampling"):
+            self._warn("sampling", why)
+            self.event("warning", why)
+        self._resampling = asyncio.get_running_loop().call_later(_RESAMPLE_SECONDS, self._start_sampling)
 
     def _take_over(self, change: Change | None) -> None:
         attempts = self.ledger.attempts()
@@ -104,7 +135,9 @@ class Supervisor:
             self._launch(1, "start", change or Change())
             return
         last, state = attempts[-1], self.folder.state()
-        self._remember(last)
+        # An attempt that could not be started never was what this run is.
+        begun = [attempt for attempt in attempts if (attempt.diagnosis or {}).get("started", True)]
+        self._remember(begun[-1] if begun else last)
         if last.ended is None:
             self._adopt(state)
             self.pending = change or self.pending
@@ -172,6 +205,13 @@ class Supervisor:
                 self.ladder.tick()
             elif self.pending is not None and self.lifecycle.phase in (Phase.STARTING, Phase.TRAINING):
                 self.begin_restart(self.pending)
+        self._publish()
+
+    def _keep_up(self) -> None:
+        self._read_reports()
+        self._publish()
+
+    def _publish(self) -> None:
         self._publisher.tick(self.state, self.watch.machine)
         if self._publisher.state_file_due():
             self._save_state()
@@ -179,36 +219,67 @@ class Supervisor:
     # --- attempts -------------------------------------------------------------------------------------------------------
 
     def _launch(self, number: int, reason: str, change: Change) -> None:
-        """Start the next attempt from the newest complete checkpoint, with the changed settings."""
-        self.checkpoint = newest_checkpoint(self.folder.latest_state)
-        self.settings = self.edited(change)
-        self._warn("checkpoint", self.checkpoint.problem if self.checkpoint else None)
-        self.started, self.ended, self.exit_status = time.time(), None, None
+        """Start the next attempt from the newest complete checkpoint, with the changed settings.
+
+        Whatever refuses it (the change, the ledger, the disk) leaves what is known of the attempt before as it is.
+        """
+        checkpoint = newest_checkpoint(self.folder.latest_state)
+        settings = self._edited(change, checkpoint)
+        started = time.time()
+        # A program of the user's own counts its updates from its start; ours says where it resumes.
+        start = 0 if settings is None else None
+        try:
+            self.ledger.add_attempt(number, reason, settings, started, start)
+        except sqlite3.OperationalError as error:
+            raise RunFolderError(f"{self.folder.ledger_path}: cannot be written: {error}; free some space") from None
+        try:
+            shim = launch(self.folder, number, self.spec, settings, self._socket)
+        except (MemtopError, OSError) as error:
+            why = str(error)
+            self._ledgered(lambda: self._close_unstarted(number, why))
+            if isinstance(error, OSError):
+                raise RunFolderError(f"attempt {number} cannot be started: {error}") from None
+            raise
+        split = explain.split_change(self.settings, settings)
+        self.checkpoint, self.settings = checkpoint, settings
+        self._warn("checkpoint", checkpoint.problem if checkpoint else None)
+        self.started, self.ended, self.exit_status = started, None, None
         self.pending, self.ladder, self.adopted = None, None, False
         self.agents.reset()
         best = self.progress.best_loss
         self.progress = Progress()
         self.progress.best_loss = best
-        # A program of the user's own counts its updates from its start; ours says where it resumes.
-        start = 0 if self.settings is None else None
-        try:
-            self.ledger.add_attempt(number, reason, self.settings, self.started, start)
-        except sqlite3.OperationalError as error:
-            raise RunFolderError(f"{self.folder.ledger_path}: cannot be written: {error}; free some space") from None
         if start is not None:
             self._publisher.take_back_from(start + 1)
-        shim = launch(self.folder, number, self.spec, self.settings, self._socket)
         self.attempt = RunningAttempt(self.folder, number, shim)
         self._move(Phase.STARTING)
-        self.event("attempt", f"attempt {number}: {reason}")
+        self.event("attempt", f"attempt {number}: {reason}{split}")
 
-    def edited(self, change: Change) -> Settings | None:
-        """The settings that a change gives, counted from the newest complete checkpoint; UsageError if it cannot be."""
+    def _close_unstarted(self, number: int, why: str) -> None:
+        # Updates of the attempts before still count: this one took none of them back.
+        diagnosis = {"summary": why, "evidence": [], "started": False}
+        self.ledger.update_attempt(number, ended=time.time(), outcome="failed", start_updates=None, diagnosis=diagnosis)
+
+    def foreseen(self, change: Change) -> Settings | None:
+        """The settings that a change asked for now will give; UsageError if it cannot be.
+
+        A run in progress is counted from where it will have stopped: after one more update.
+        """
+        step = self.progress.step
+        if self.lifecycle.phase.final or self.settings is None or not isinstance(step.get("update"), int):
+            return self._edited(change, self.checkpoint)
+        update, seen = step["update"] + 1, (step.get("samples_seen") or 0) + self.settings.effective_batch
+        if change.max_updates is not None and 0 < change.max_updates < update:
+            raise UsageError(f"max_updates {change.max_updates}: the run will have done {update} when it stops; give more")
+        return self._edited(change, Checkpoint(path="", updates=update, samples_seen=seen, complete=True))
+
+    def _edited(self, change: Change, checkpoint: Checkpoint | None) -> Settings | None:
+        """The settings that a change gives, counted from that checkpoint if it is complete; UsageError if it cannot be."""
         if self.settings is None:
             if change != Change():
                 raise UsageError("this run's program is your own: its settings are not memtop's to change")
             return None
-        done = self.checkpoint if self.checkpoint is not None and self.checkpoint.complete else None
+        done = checkpoint if checkpoint is not None and checkpoint.complete else None
         try:
             return edit_settings(
                 self.settings,
@@ -228,7 +299,9 @@ class Supervisor:
         """The program has ended: read its last words, clear what it left behind, decide what the run is now."""
         assert self.attempt is not None
         self._read_reports(to_the_end=True)
-        await clear_leftovers(self.attempt, lambda text: self.event("leftovers", text))
+        # Among them may be the trainer itself, whose launcher or wrapper has ended: what it still says counts.
+        await clear_leftovers(self.attempt, lambda text: self.event("leftovers", text), self.ladder, self._keep_up)
+        self._read_reports(to_the_end=True)
         status = None if ended.status == UNKNOWN_STATUS else ended.status
         self.ended, self.exit_status = ended.ended, status
         self.checkpoint = newest_checkpoint(self.folder.latest_state)
@@ -252,13 +325,18 @@ class Supervisor:
             return
         if self.lifecycle.phase is not Phase.RESTARTING:
             self._move(Phase.RESTARTING)
+        if unsaved := explain.not_saved(self.progress.end):
+            self.event("warning", f"attempt {self.attempt.number} {unsaved}; it is resumed from the checkpoint before")
         change, number = self.pending, self.attempt.number + 1
         try:
             self._launch(number, explain.restart_reason(change), change)
         except MemtopError as error:
+            # A change that cannot be made after all leaves a run that has stopped as it was asked to.
+            phase = Phase.STOPPED if isinstance(error, UsageError) else Phase.FAILED
             self.pending = None
-            self._move(Phase.FAILED, str(error))
-            self.event("failed", str(error))
+            self._update_attempt(outcome=phase.value)
+            self._move(phase, str(error))
+            self.event(phase.value, str(error))
 
     # --- commands -------------------------------------------------------------------------------------------------------
 
@@ -273,35 +351,41 @@ class Supervisor:
         if self.lifecycle.phase is not Phase.RESTARTING:
             self._move(Phase.RESTARTING)
         if self.ladder is None:
-            asyncio.get_running_loop().create_task(self.ask_to_stop())
+            self.ask_to_stop()
 
-    async def ask_to_stop(self) -> None:
-        """Ask rank 0 to finish its update, save and exit; where it cannot be asked, signals do it."""
-        attempt = self.attempt
+    def ask_to_stop(self) -> None:
+        """Ask rank 0 to finish its update, save and exit; where it cannot be asked or never answers, signals do it."""
+        offers = self.progress.offers
+        can_be_asked = 0 in self.agents.ranks and (offers is None or "stop" in offers)
+        ladder = self.begin_stop(asked=can_be_asked)
+        if can_be_asked:
+            self._asking = asyncio.get_running_loop().create_task(self._ask(ladder))
+
+    async def _ask(self, ladder: StopLadder) -> None:
         answers = await self.agents.call("stop", {0})
-        # While we waited the attempt may have ended, and the next one begun: that one nobody asked to stop.
-        stopping = self.lifecycle.phase in (Phase.STOPPING, Phase.RESTARTING)
-        if self.attempt is attempt and self.ladder is None and stopping:
-            self.begin_stop(asked=bool(answers) and answers[0].ok)
+        # Of an attempt that has ended meanwhile the ladder is never looked at again.
+        if not answers or not answers[0].ok:
+            ladder.declined()
 
-    def begin_stop(self, *, asked: bool) -> None:
+    def begin_stop(self, *, asked: bool) -> StopLadder:
         assert self.attempt is not None
         # Whoever was asked to finish an update is given the time that its updates take.
-        update = self.progress.step.get("step_seconds") or 0.0
+        update, graceful = self.progress.step.get("step_seconds") or 0.0, self._waits.graceful
         self.ladder = StopLadder(
             self.attempt,
             asked=asked,
             monotonic=self._monotonic,
             announce=lambda text: self.event("stop", text),
-            waits=msgspec.structs.replace(self._waits, graceful=max(self._waits.graceful, 2 * update + 30)),
+            waits=msgspec.structs.replace(self._waits, graceful=max(graceful, graceful / 2 + 2 * update)),
         )
+        return self.ladder
 
     def begin_stopping(self) -> None:
         """Stop the run for good (a restart that was waiting is off)."""
         self.pending = None
         self._move(Phase.STOPPING)
         if self.ladder is None:
-            asyncio.get_running_loop().create_task(self.ask_to_stop())
+            self.ask_to_stop()
 
     @property
     def phase(self) -> Phase:
@@ -375,6 +459,7 @@ class Supervisor:
         if keep:
             number = self.attempt.number if self.attempt else 0
             self._ledgered(lambda: self.ledger.add_sample(machine.time, number, msgspec.json.encode(machine)))
+        self._warn("sampling", None)
         self._publisher.changed()
 
     # --- state ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,16 @@ def read_state(folder: RunFolder) -> RunState:
     if file is None:
         spec = folder.spec()
         return RunState(
-            name=spec.name, folder=str(folder.path), state=Phase.CREATED, created=spec.created, settings=spec.settings
+            name=folder.name, folder=str(folder.path), state=Phase.CREATED, created=spec.created, settings=spec.settings
         )
     state = file.run
     supervised = _supervisor_alive(folder)
     training = trainer_alive(folder, state.attempt)
-    changes: dict[str, Any] = {"alive": training, "checkpoint": newest_checkpoint(folder.latest_state)}
+    # A run that was moved aside is where it is now, whatever it was called when this was written.
+    changes: dict[str, Any] = {"name": folder.name, "folder": str(folder.path)}
+    if state.log_path is not None:
+        changes["log_path"] = str(folder.attempt(state.attempt) / "output.log")
+    changes |= {"alive": training, "checkpoint": newest_checkpoint(folder.latest_state)}
     if not supervised:
         changes["supervisor_pid"] = None
     if not training:
@@ -37,30 +43,28 @@ def read_state(folder: RunFolder) -> RunState:
     if not supervised and not training and not state.state.final:
         changes |= {
             "state": Phase.FAILED,
-            "reason": f"supervisor and trainer are both gone: memtop restart {state.name}",
+            "reason": f"supervisor and trainer are both gone: memtop restart {folder.name}",
         }
     elif not supervised and training:
-        changes["reason"] = f"its supervisor is gone, training goes on: memtop watch {state.name}"
+        changes["reason"] = f"its supervisor is gone, training goes on: memtop watch {folder.name}"
     return msgspec.structs.replace(state, **changes)
 
 
 def read_run(path: Path) -> tuple[RunState, list[Metric], list[Event]]:
     """State, final metric history and events of a run, without its supervisor."""
     folder = RunFolder(path)
-    ledger = open_ledger(folder)
-    if ledger is None:
-        return read_state(folder), [], []
-    try:
+    with reading_ledger(folder) as ledger:
+        if ledger is None:
+            return read_state(folder), [], []
         return read_state(folder), ledger.metrics(), ledger.events()
-    finally:
-        ledger.close()
 
 
 def show(folder: RunFolder, *, metrics: bool) -> dict[str, Any]:
     """The document of `memtop show --json`."""
     state = read_state(folder)
-    ledger = open_ledger(folder)
-    attempts = ledger.attempts() if ledger else []
+    with reading_ledger(folder) as ledger:
+        attempts = ledger.attempts() if ledger else []
+        rows = ledger.metrics() if ledger and metrics else []
     document: dict[str, Any] = {
         "name": state.name,
         "folder": state.folder,
@@ -86,9 +90,7 @@ def show(folder: RunFolder, *, metrics: bool) -> dict[str, Any]:
         "exit_status": state.exit_status,
     }
     if metrics:
-        document["metrics"] = msgspec.to_builtins(ledger.metrics()) if ledger else []
-    if ledger:
-        ledger.close()
+        document["metrics"] = msgspec.to_builtins(rows)
     return document
 
 
@@ -115,23 +117,27 @@ def known_runs(runs_dir: Path) -> list[KnownRun]:
     for folder in list_runs(runs_dir):
         try:
             file = folder.state()
-        except RunFolderError:
-            # Nothing can be proven about it, so nothing of it will be called stray.
-            continue
-        if file is not None:
+            if file is None:
+                continue
             number = file.run.attempt
             living = trainer_alive(folder, number) or RunLock(folder).is_held()
-            known.append(KnownRun(name=folder.name, folder=str(folder.path), alive=living, attempt=number))
+        except (RunFolderError, PermissionError):
+            # Nothing can be proven about it (another user's, or damaged), so nothing of it will be called stray.
+            continue
+        known.append(KnownRun(name=folder.name, folder=str(folder.path), alive=living, attempt=number))
     return known
 
 
-def open_ledger(folder: RunFolder) -> Ledger | None:
-    """The run's ledger for reading; None if the run never started."""
+@contextlib.contextmanager
+def reading_ledger(folder: RunFolder) -> Iterator[Ledger | None]:
+    """The run's ledger for reading; None if the run never started. What is wrong with it shows only when it is read."""
     if not folder.ledger_path.exists():
-        return None
+        yield None
+        return
     try:
-        return Ledger(folder.ledger_path, read_only=True)
-    except sqlite3.Error as error:
+        with contextlib.closing(Ledger(folder.ledger_path, read_only=True)) as ledger:
+            yield ledger
+    except (sqlite3.Error, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RunFolderError(f"{folder.ledger_path}: cannot be read: {error}") from None
 
 

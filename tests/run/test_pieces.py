@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
+import msgspec
 import pytest
 
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.run import explain, shim
-from memtop.supervisor.run.attempt import RunningAttempt, StopLadder, Waits
-from memtop.supervisor.run.control import socket_path
-from memtop.supervisor.run.folder import RunFolder, RunLock, RunSpec, create_run, find_run, list_runs, write_json
+from memtop.supervisor.run.attempt import ExitFile, RunningAttempt, StopLadder, Waits
+from memtop.supervisor.run.commands import Commands
+from memtop.supervisor.run.control import ControlServer, socket_path
+from memtop.supervisor.run.folder import RunFolder, RunLock, RunSpec, StateFile, create_run, find_run, list_runs, write_json
 from memtop.supervisor.run.journal import Journal
 from memtop.supervisor.run.ledger import Ledger
 from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.manifest import newest_checkpoint, read_checkpoint
 from memtop.supervisor.run.progress import Progress
-from memtop.supervisor.wire import Change, Event, Phase
+from memtop.supervisor.run.publish import Publisher
+from memtop.supervisor.run.supervisor import Supervisor
+from memtop.supervisor.run.view import known_runs, read_run, read_state, show
+from memtop.supervisor.wire import Change, Event, Outcome, Phase, Restart
 
 SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
 
@@ -104,6 +114,50 @@ def test_a_run_in_use_is_not_moved(tmp_path: Path) -> None:
         create_run(tmp_path, spec("a"), fresh=True)
     lock.release()
     assert not RunLock(folder).is_held()
+
+
+def test_a_look_at_a_run_keeps_nobody_from_taking_it(tmp_path: Path) -> None:
+    folder = create_run(tmp_path, spec("a"), fresh=False)
+    folder.lock_path.touch()
+    descriptor = os.open(folder.lock_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    assert not RunLock(folder).is_held()
+    timer = threading.Timer(0.1, os.close, [descriptor])
+    timer.start()
+    assert RunLock(folder).acquire()
+    timer.join()
+
+
+def test_a_run_of_another_user_is_not_known(tmp_path: Path) -> None:
+    mine, other = (create_run(tmp_path, spec(name), fresh=False) for name in ("mine", "other"))
+    for folder in (mine, other):
+        write_json(folder.state_path, StateFile(run=read_state(folder), socket=""))
+        folder.lock_path.touch(mode=0o600)
+    if os.getuid() == 0:
+        # Root may read everything: look as somebody who owns only the one.
+        tmp_path.chmod(0o755)
+        for parent in tmp_path.parents[:2]:
+            parent.chmod(0o755)
+        for path in (mine.path, *mine.path.iterdir()):
+            os.chown(path, 65534, 65534)
+        for path in (other.path, other.spec_path, other.state_path):
+            path.chmod(0o755)
+        os.seteuid(65534)
+    else:
+        other.lock_path.chmod(0)
+    try:
+        assert [run.name for run in known_runs(tmp_path)] == ["mine"]
+    finally:
+        if os.getuid() == 0:
+            os.seteuid(0)
+
+
+def test_a_damaged_ledger_is_one_clear_line(tmp_path: Path) -> None:
+    folder = create_run(tmp_path, spec("a"), fresh=False)
+    folder.ledger_path.write_bytes(b"not a database at all" * 100)
+    for read in (lambda: read_run(folder.path), lambda: show(folder, metrics=True)):
+        with pytest.raises(RunFolderError, match=r"ledger.sqlite: cannot be read: file is not a database"):
+            read()
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a b", ".hidden", "x" * 101])
@@ -277,10 +331,24 @@ def test_the_ladder_climbs_only_as_time_passes(tmp_path: Path) -> None:
     assert [line.split()[0] for line in said] == ["asked", "SIGTERM", "SIGKILL"]
 
 
+def test_who_declines_to_stop_gets_signals_at_once_but_only_once(tmp_path: Path) -> None:
+    clock, said = Clock(), list[str]()
+    attempt = RunningAttempt(create_run(tmp_path, spec("a"), fresh=False), 1, shim_pid=None)
+    ladder = StopLadder(attempt, asked=True, monotonic=clock, announce=said.append)
+    ladder.declined()
+    ladder.tick()
+    ladder.declined()
+    ladder.tick()
+    assert [line.split()[0] for line in said] == ["asked", "SIGINT"]
+
+
 @pytest.mark.parametrize(
     ("end", "status", "before", "own", "phase"),
     [
         ({"outcome": "finished"}, 0, Phase.TRAINING, False, Phase.FINISHED),
+        ({"outcome": "finished", "saved": True, "message": ""}, 0, Phase.TRAINING, False, Phase.FINISHED),
+        ({"outcome": "finished", "saved": False, "message": "loss is NaN"}, 0, Phase.STOPPING, False, Phase.FAILED),
+        ({"outcome": "stopped", "saved": False, "message": "loss is NaN"}, 1, Phase.STOPPING, False, Phase.STOPPED),
         ({"outcome": "stopped"}, 0, Phase.STOPPING, False, Phase.STOPPED),
         ({"outcome": "stopped"}, 0, Phase.TRAINING, False, Phase.STOPPED),
         ({"outcome": "failed", "message": "loss is NaN"}, 1, Phase.TRAINING, False, Phase.FAILED),
@@ -304,10 +372,137 @@ def test_how_an_attempt_ended(
         assert "loss is NaN" in reason
 
 
+def test_a_state_that_could_not_be_saved_is_not_hidden(tmp_path: Path) -> None:
+    end = {"outcome": "stopped", "saved": False, "message": "disk full"}
+    for phase in (Phase.STOPPING, Phase.TRAINING):
+        found = explain.outcome(tmp_path / "log", end, 0, phase, own_program=False)
+        assert found == (Phase.STOPPED, "stopped, NOT saved: disk full", None)
+    finished = explain.outcome(tmp_path / "log", {**end, "outcome": "finished"}, 0, Phase.TRAINING, own_program=False)
+    assert finished[:2] == (Phase.FAILED, "finished, NOT saved: disk full")
+
+
 def test_a_restart_says_what_it_changes() -> None:
     change = Change(batch=4, accumulation=8, assignments={"seed": "1"})
     assert explain.restart_reason(change) == "restart with batch 4, accumulation 8, seed 1"
     assert explain.restart_reason(Change()) == "restart"
+
+
+# --- restarting ---------------------------------------------------------------------------------------------------------
+
+
+def supervisor_at_update(tmp_path: Path, update: int) -> Supervisor:
+    """A supervisor whose built-in trainer stands there, with a checkpoint of update 5; without processes."""
+    folder = create_run(tmp_path, spec("a"), fresh=False)
+    saved(folder.latest_state, 5)
+    supervisor = Supervisor(folder)
+    supervisor.ledger = Ledger(folder.ledger_path)
+    server = ControlServer(tmp_path / "socket", on_request=AsyncMock(), on_agent=Mock(), on_gone=Mock())
+    supervisor._publisher = Publisher(supervisor.ledger, server)
+    supervisor.ledger.add_attempt(1, "start", SETTINGS, 1.0)
+    supervisor.attempt = RunningAttempt(folder, 1, shim_pid=None)
+    supervisor.lifecycle = Lifecycle(Phase.TRAINING, Clock())
+    supervisor.progress.apply(0, {**step(update), "samples_seen": update * SETTINGS.effective_batch})
+    return supervisor
+
+
+def test_what_a_live_run_is_to_become_counts_from_where_it_will_stop(tmp_path: Path) -> None:
+    supervisor = supervisor_at_update(tmp_path, 7)
+    for updates in (1, 6, 7):
+        with pytest.raises(UsageError, match=f"max_updates {updates}: the run will have done 8 when it stops"):
+            supervisor.foreseen(Change(max_updates=updates))
+    settings = supervisor.foreseen(Change(max_updates=10))
+    assert settings is not None
+    assert settings.target_samples == 10 * SETTINGS.effective_batch
+    supervisor.lifecycle.move(Phase.STOPPED)
+    assert supervisor.foreseen(Change(max_updates=6)) is not None
+
+
+async def test_a_change_that_turns_out_impossible_leaves_a_stopped_run(tmp_path: Path) -> None:
+    supervisor = supervisor_at_update(tmp_path, 5)
+    supervisor.pending = Change(max_updates=6)
+    supervisor.lifecycle.move(Phase.RESTARTING)
+    saved(tmp_path / "later", 9).rename(supervisor.folder.latest_state.with_name("new"))
+    shutil.rmtree(supervisor.folder.latest_state)
+    supervisor.folder.latest_state.with_name("new").rename(supervisor.folder.latest_state)
+    await supervisor._finish(ExitFile(0, 2.0))
+    assert supervisor.phase is Phase.STOPPED
+    assert supervisor.lifecycle.reason == "max_updates 6: 9 updates are done already; give more"
+    assert [attempt.outcome for attempt in supervisor.ledger.attempts()] == ["stopped"]
+
+
+@pytest.mark.parametrize("obstacle", ["ledger", "folder"])
+def test_an_attempt_that_cannot_be_started_changes_nothing(tmp_path: Path, obstacle: str) -> None:
+    supervisor = supervisor_at_update(tmp_path, 7)
+    supervisor.lifecycle.move(Phase.FAILED)
+    supervisor.started, supervisor.ended, supervisor.exit_status = 1.0, 2.0, 3
+    before = supervisor.state()
+    if obstacle == "ledger":
+        supervisor.ledger._db.execute("PRAGMA query_only=ON")
+    else:
+        shutil.rmtree(supervisor.folder.path / "attempts")
+        (supervisor.folder.path / "attempts").write_text("")
+    with pytest.raises(RunFolderError):
+        supervisor.begin_restart(Change(batch=2))
+    after = supervisor.state()
+    assert msgspec.structs.replace(after, warnings=()) == before
+    attempts = supervisor.ledger.attempts()
+    assert [attempt.outcome for attempt in attempts] == ([None] if obstacle == "ledger" else [None, "failed"])
+    assert all(attempt.ended for attempt in attempts[1:])
+    supervisor.ledger.close()
+    # Nor does the next supervisor take the change for made.
+    follower = Supervisor(supervisor.folder)
+    follower.ledger = Ledger(supervisor.folder.ledger_path)
+    follower.ledger.update_attempt(1, ended=2.0, outcome="failed")
+    follower._take_over(None)
+    assert follower.settings == SETTINGS
+
+
+async def test_a_restart_tells_what_becomes_of_the_effective_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = supervisor_at_update(tmp_path, 7)
+    supervisor.lifecycle.move(Phase.STOPPED)
+    monkeypatch.setattr("memtop.supervisor.run.supervisor.launch", lambda *_: os.getpid())
+    peer = Mock()
+    split = f"effective batch {SETTINGS.effective_batch} -> {SETTINGS.accumulation}"
+    await Commands(supervisor)._restart(peer, Restart(id=1, change=Change(batch=1)))
+    accepted = peer.send.call_args_list[0].args[0]
+    assert accepted.outcome is Outcome.ACCEPTED
+    assert split in accepted.message
+    assert split in supervisor.ledger.events()[-1].message
+    assert explain.split_change(SETTINGS, SETTINGS) == ""
+
+
+async def test_a_change_that_cannot_be_is_refused_as_wrong_usage(tmp_path: Path) -> None:
+    supervisor = supervisor_at_update(tmp_path, 7)
+    peer = Mock()
+    for change in (Change(batch=0), Change(preset="no-such"), Change(assignments={"nothing": "1"}), Change(max_updates=3)):
+        await Commands(supervisor)._restart(peer, Restart(id=1, change=change))
+        assert peer.refuse.call_args.kwargs == {"usage": True}
+    supervisor.lifecycle.move(Phase.STOPPING)
+    await Commands(supervisor)._restart(peer, Restart(id=1))
+    assert peer.refuse.call_args.kwargs == {"usage": False}
+    peer.send.assert_not_called()
+
+
+async def test_sampling_that_fails_is_told_once_and_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = supervisor_at_update(tmp_path, 7)
+    monkeypatch.setattr("memtop.supervisor.run.supervisor._RESAMPLE_SECONDS", 0.0)
+    tries, often = 0, asyncio.Event()
+
+    async def fail(on_sample: object) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 3:
+            often.set()
+            await asyncio.Event().wait()
+        raise OSError("no driver")
+
+    monkeypatch.setattr(supervisor.watch, "run", fail)
+    supervisor._start_sampling()
+    await asyncio.wait_for(often.wait(), 60)
+    told = [event.message for event in supervisor.ledger.events()]
+    assert told == ["the machine could not be sampled: OSError('no driver')"]
+    assert supervisor._sampling is not None
+    supervisor._sampling.cancel()
 
 
 # --- checkpoint, socket ---------------------------------------------------------------------------------------------------

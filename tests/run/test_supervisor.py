@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from memtop.supervisor.errors import NotRunningError
 from memtop.supervisor.monitor.processes import identify, is_alive, run_processes
-from memtop.supervisor.run.client import AsyncRunClient
+from memtop.supervisor.run.client import AsyncRunClient, ask
+from memtop.supervisor.run.folder import RunFolder, RunSpec, create_run, find_run, move_aside
+from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import (
     Answer,
     Change,
@@ -23,11 +29,34 @@ from memtop.supervisor.wire import (
     Outcome,
     Restart,
     StateUpdate,
+    Stop,
     Subscribe,
 )
 from tests.conftest import Runs
 
 PROGRAM = str(Path(__file__).with_name("program.py"))
+
+
+# A supervisor whose stop ladder is climbed in seconds.
+HASTY = """
+import asyncio, pathlib, signal, sys
+from memtop.supervisor.run.attempt import Waits
+from memtop.supervisor.run.folder import RunFolder
+from memtop.supervisor.run.supervisor import Supervisor
+waits = Waits(graceful=1, interrupt=float(sys.argv[2]), terminate=float(sys.argv[3]), kill=5)
+asyncio.run(Supervisor(RunFolder(pathlib.Path(sys.argv[1])), waits=waits).run(None))
+"""
+
+
+@contextlib.contextmanager
+def hasty(runs: Runs, name: str, *command: str, interrupt: float = 1, terminate: float = 1) -> Iterator[None]:
+    """A run of that program under a supervisor with short waits, until it is over."""
+    spec = RunSpec(name=name, created=1.0, settings=None, command=command, cwd=str(runs.root), memtop_version="0")
+    folder = create_run(runs.path, spec, fresh=False)
+    arguments = [str(folder.path), str(interrupt), str(terminate)]
+    supervisor = subprocess.Popen([sys.executable, "-c", HASTY, *arguments], env=runs.environment, stdin=subprocess.DEVNULL)
+    yield
+    assert supervisor.wait(timeout=60) == 0
 
 
 def start(runs: Runs, name: str, updates: int, seconds: float, *extra: str) -> None:
@@ -119,6 +148,79 @@ def test_stop_climbs_to_the_signal_that_helps(runs: Runs) -> None:
     assert refused.stderr == "memtop: run 'a' is not running: it is stopped\n"
 
 
+@pytest.mark.parametrize("command", ["stop", "restart"])
+def test_a_program_that_hangs_when_asked_is_ended_all_the_same(runs: Runs, command: str) -> None:
+    with hasty(runs, "a", sys.executable, PROGRAM, "600", "0.05", "silent-agent"):
+        runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
+        trainer = runs.show("a")["trainer_pid"]
+        os.kill(trainer, signal.SIGSTOP)
+        if command == "restart":
+            runs.memtop("restart", "a", "--detach")
+            runs.wait("a", lambda d: d["state"] == "training" and len(d["attempts"]) == 2)
+            assert runs.show("a")["attempts"][0]["exit_status"] == -signal.SIGKILL
+            runs.kill(runs.show("a")["trainer_pid"])
+        else:
+            assert runs.memtop("stop", "a").stdout == "stopped: killed by signal 9 (SIGKILL)\n"
+
+
+SAVES_SLOWLY = """
+import os, pathlib, signal, sys, time
+def save(*_):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pathlib.Path("asked").touch()
+    while not pathlib.Path("go").exists():
+        time.sleep(0.02)
+    pathlib.Path("saved").touch()
+    sys.exit(0)
+signal.signal(signal.SIGINT, save)
+signal.signal(signal.SIGTERM, save if "term" in sys.argv else signal.SIG_DFL)
+pathlib.Path("ready").touch()
+time.sleep(600)
+"""
+
+
+def until(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} never came"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        # A shell that waits for its program.
+        f'"{sys.executable}" saves.py; true',
+        # One that dies of the signal at once, while its program saves.
+        f'"{sys.executable}" saves.py & trap "exit 3" INT; wait',
+    ],
+)
+def test_a_wrapped_program_is_interrupted_too_and_may_save(runs: Runs, script: str) -> None:
+    (runs.root / "saves.py").write_text(SAVES_SLOWLY)
+    with hasty(runs, "a", "bash", "-c", script, interrupt=60):
+        until(runs.root / "ready")
+        asked = subprocess.Popen([sys.executable, "-m", "memtop", "stop", "a"], cwd=runs.root, env=runs.environment)
+        until(runs.root / "asked")
+        (runs.root / "go").touch()
+        assert asked.wait(timeout=60) == 0
+    assert (runs.root / "saved").exists()
+    assert runs.show("a")["state"] == "stopped"
+
+
+def test_a_program_whose_wrapper_was_terminated_is_given_its_time(runs: Runs) -> None:
+    (runs.root / "saves.py").write_text(SAVES_SLOWLY)
+    # It must not be reached by SIGINT: a session of its own, as torchrun gives its ranks.
+    inner = f"setsid --wait '{sys.executable}' saves.py term"
+    with hasty(runs, "a", "bash", "-c", f"trap '' INT; {inner}; true", interrupt=0.5, terminate=60):
+        until(runs.root / "ready")
+        asked = subprocess.Popen([sys.executable, "-m", "memtop", "stop", "a"], cwd=runs.root, env=runs.environment)
+        until(runs.root / "asked")
+        runs.wait("a", lambda d: d["trainer_pid"] is None)
+        (runs.root / "go").touch()
+        assert asked.wait(timeout=60) == 0
+    assert (runs.root / "saved").exists()
+
+
 def test_workers_left_behind_are_ended(runs: Runs) -> None:
     start(runs, "a", 3, 0.05, "leave-worker")
     runs.wait("a", lambda d: d["state"] == "finished")
@@ -152,12 +254,40 @@ def test_a_socket_whose_owner_died_is_one_clear_line(runs: Runs) -> None:
     )
 
 
+def test_another_shell_with_another_socket_folder_finds_the_supervisor(
+    runs: Runs, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(runs, "a", 600, 0.05)
+    runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
+    elsewhere = tmp_path_factory.mktemp("s")
+    elsewhere.chmod(0o700)
+    monkeypatch.setenv("MEMTOP_SOCKET_DIR", str(elsewhere))
+    assert ask(find_run("a", runs.path), lambda number: Stop(id=number)).outcome is Outcome.DONE
+
+
+def test_a_run_moved_aside_does_not_reach_its_successor(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
+    start(runs, "a", 3, 0.02)
+    runs.wait("a", lambda d: d["state"] == "finished" and d["supervisor_pid"] is None)
+    aside = RunFolder(move_aside(find_run("a", runs.path)))
+    start(runs, "a", 600, 0.05)
+    with pytest.raises(NotRunningError):
+        ask(aside, lambda number: Stop(id=number))
+    state = read_state(aside)
+    assert (state.name, state.folder, state.log_path) == (
+        aside.name,
+        str(aside.path),
+        str(aside.path / "attempts/0001/output.log"),
+    )
+    assert runs.show("a")["alive"]
+
+
 def test_settings_of_an_own_program_are_not_memtops_to_change(runs: Runs) -> None:
     refused = runs.memtop("train", "--batch", "4", "--", "true", status=2)
     assert "--batch 4: your own program's settings are its own" in refused.stderr
     start(runs, "a", 600, 0.05)
     runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
-    refused = runs.memtop("restart", "a", "--batch", "4", "--detach", status=1)
+    refused = runs.memtop("restart", "a", "--batch", "4", "--detach", status=2)
     assert "not memtop's to change" in refused.stderr
     assert runs.show("a")["alive"]
 
