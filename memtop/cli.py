@@ -135,6 +135,7 @@ def train(
     from memtop import asking
     from memtop.supervisor.run.client import start_supervisor
 
+    begun = time.time()
     _exclude(headless, detach)
     if on_oom != "stop":
         raise UsageError(f"--on-oom {on_oom}: only `stop` is known: a run that dies of memory stops and says so")
@@ -147,7 +148,7 @@ def train(
     where = runs_dir or default_runs_dir()
     spec = RunSpec(
         name=name or asking.free_name(where, Path(own[0]).stem if own else recipe or "first-run"),
-        created=time.time(),
+        created=begun,
         settings=settings,
         command=own,
         cwd=str(Path.cwd()),
@@ -157,7 +158,7 @@ def train(
     )
     folder = create_run(where, spec, fresh=fresh)
     start_supervisor(folder)
-    return _follow(folder, headless=headless, detach=detach)
+    return _follow(folder, begun, headless=headless, detach=detach)
 
 
 @app.command()
@@ -225,6 +226,7 @@ def restart(
     from memtop.supervisor.run import client
     from memtop.supervisor.run.view import needs_supervisor
 
+    begun = time.time()
     _exclude(headless, detach)
     folder = _find(run_name, runs_dir)
     change = Change(
@@ -242,7 +244,7 @@ def restart(
         print(answer.message, file=sys.stderr)
     except NotRunningError:
         client.start_supervisor(folder, change)
-    return _follow(folder, headless=headless, detach=detach)
+    return _follow(folder, begun, headless=headless, detach=detach)
 
 
 @app.command()
@@ -334,14 +336,14 @@ def _say(answer: object) -> None:
     print(getattr(answer, "message", answer), file=sys.stderr)
 
 
-def _follow(folder: RunFolder, *, headless: bool, detach: bool) -> int:
+def _follow(folder: RunFolder, begun: float, *, headless: bool, detach: bool) -> int:
     if detach:
         print(folder.name)
         return 0
     if headless or not (sys.stdin.isatty() and sys.stdout.isatty()):
         from memtop.headless import follow
 
-        return follow(folder)
+        return follow(folder, since=begun)
     from memtop import looking
 
     return looking.open_run(folder)
