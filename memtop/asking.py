@@ -201,10 +201,29 @@ def parse_gpus(text: str | None) -> list[str] | None:
     """`0,1` as a list of device indices; None if not given."""
     if text is None:
         return None
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() for word in words) or len(set(words)) != len(words):
+    # "00" is GPU 0 too, and must not be a second one.
+    words = [str(int(word)) if _is_index(word.strip()) else "" for word in text.split(",")]
+    if not all(words) or len(set(words)) != len(words):
         raise UsageError(f"--gpus {text!r}: give different device indices like 0 or 0,1")
     return words
+
+
+def _is_index(word: str) -> bool:
+    return word.isascii() and word.isdigit() and len(word) < 5
+
+
+def check_gpus(gpus: list[str] | None) -> None:
+    """Refuse GPUs that this machine has not: training would go on without them, on the CPU."""
+    if gpus is None:
+        return
+    machine = _sample()
+    given = f"--gpus {','.join(gpus)}"
+    if not machine.gpus:
+        raise UsageError(f"{given}: {machine.gpu_note or 'no NVIDIA GPU'}; leave --gpus out to train on the CPU")
+    known = [str(gpu.index) for gpu in machine.gpus]
+    missing = [index for index in gpus if index not in known]
+    if missing:
+        raise UsageError(f"{given}: this machine has no GPU {', '.join(missing)}; there are {', '.join(known)}")
 
 
 def free_name(runs_dir: Path, stem: str) -> str:

@@ -33,9 +33,12 @@ _UsageProblem: Any = typer.BadParameter.__base__
 
 def _whole(text: str) -> int:
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a whole number") from None
+    if abs(number) >= 1 << 53:
+        raise typer.BadParameter(f"{text!r} is too large a number")
+    return number
 
 
 def _seconds(text: str) -> float:
@@ -140,6 +143,7 @@ def train(
     if on_oom != "stop":
         raise UsageError(f"--on-oom {on_oom}: only `stop` is known: a run that dies of memory stops and says so")
     gpu_list = asking.parse_gpus(gpus)
+    asking.check_gpus(gpu_list)
     own = _program
     edits = Change(batch=batch, accumulation=accum, seq_len=seq_len, max_updates=max_updates, assignments=_pairs(assignments))
     if own:
