@@ -22,7 +22,7 @@ from memtop.presets import (
     load_recipes,
 )
 from memtop.presets.editing import draft, find_preset
-from memtop.supervisor.errors import UsageError
+from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.wire import Change
@@ -228,9 +228,12 @@ def check_gpus(gpus: list[str] | None) -> None:
 
 def free_name(runs_dir: Path, stem: str) -> str:
     """`first-run`, or `first-run-2` where that is taken, ..."""
-    stem = "".join(c if c.isalnum() or c in "._-" else "-" for c in stem).strip("-._") or "run"
+    stem = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem)[:80].strip("-._") or "run"
     number, name = 1, stem
-    while (runs_dir / name).exists():
-        number += 1
-        name = f"{stem}-{number}"
+    try:
+        while (runs_dir / name).exists():
+            number += 1
+            name = f"{stem}-{number}"
+    except OSError as error:
+        raise RunFolderError(f"{runs_dir}: cannot be read: {error.strerror}; give another --runs-dir") from None
     return name

@@ -15,7 +15,7 @@ import typer
 
 from memtop import __version__
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
-from memtop.supervisor.run.folder import RunFolder, RunSpec, create_run, default_runs_dir, find_run
+from memtop.supervisor.run.folder import RunFolder, RunSpec, create_run, default_runs_dir
 from memtop.supervisor.wire import Change, CheckpointNow, FreeCache, Outcome, Restart, Stop
 
 app = typer.Typer(
@@ -76,8 +76,21 @@ def run(arguments: list[str]) -> int:
         return 130
     except BrokenPipeError:
         # The reader of our output (`| head`) has gone; nobody is left to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
+    except OSError as error:
+        # Whatever was not foreseen: a file that this user may not read, a full disk, a folder that went away.
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
+        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        return _complain(f"{where}{error.strerror or error or type(error).__name__}", 1)
+
+
+def _drop_output() -> None:
+    """What is still held for stdout goes nowhere, so that Python does not complain about it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str, status: int) -> int:
@@ -323,6 +336,8 @@ def doctor(as_json: Json = False, runs_dir: RunsDir = None) -> int:
 
 
 def _find(reference: str, runs_dir: Path | None) -> RunFolder:
+    from memtop.finding import find_run
+
     return find_run(reference, runs_dir or default_runs_dir())
 
 

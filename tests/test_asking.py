@@ -107,9 +107,7 @@ def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UsageError, match=r"^--gpus 0,7: this machine has no GPU 7; there are 0, 1$"):
         asking.check_gpus(["0", "7"])
     monkeypatch.setattr(asking, "_sample", lambda: MachineSnapshot(time=0.0, gpu_note="no NVIDIA GPU: libnvidia-ml not found"))
-    with pytest.raises(
-        UsageError, match="^--gpus 0: no NVIDIA GPU: libnvidia-ml not found; leave --gpus out to train on the CPU"
-    ):
+    with pytest.raises(UsageError, match=r"^--gpus 0: no NVIDIA GPU: libnvidia-ml not found; leave --gpus out to train"):
         asking.check_gpus(["0"])
 
 
