@@ -365,7 +365,7 @@ def _follow(folder: RunFolder, begun: float, *, headless: bool, detach: bool) ->
         return follow(folder, since=begun)
     from memtop import looking
 
-    return looking.open_run(folder)
+    return looking.open_run(folder, started_here=True)
 
 
 def _exclude(headless: bool, detach: bool) -> None:

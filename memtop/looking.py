@@ -144,13 +144,15 @@ def _living(runs_dir: Path) -> list[RunFolder]:
     return [folder for folder, state in looks if isinstance(state, RunState) and state.alive]
 
 
-def open_run(folder: RunFolder, *, interval: float = 1.0, read_only: bool = False) -> int:
+def open_run(folder: RunFolder, *, interval: float = 1.0, read_only: bool = False, started_here: bool = False) -> int:
+    """The dashboard on a run. Who started it gets its failure as exit status; who only looked at it does not."""
     from memtop.tui.feed import RunFeed
 
     def sampler() -> Sampler:
         return Sampler(lambda: view.known_runs(folder.path.parent))
 
-    return _dashboard(RunFeed(folder.path, read_only=read_only, interval=interval, sampler_factory=sampler), interval)
+    feed = RunFeed(folder.path, read_only=read_only, interval=interval, sampler_factory=sampler)
+    return _dashboard(feed, interval, started_here=started_here)
 
 
 def open_demo(interval: float) -> int:
@@ -159,7 +161,7 @@ def open_demo(interval: float) -> int:
     return _dashboard(DemoFeed(interval=interval), interval)
 
 
-def _dashboard(feed: Feed, interval: float) -> int:
+def _dashboard(feed: Feed, interval: float, *, started_here: bool = False) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("watch: the dashboard needs a terminal; `memtop watch --once` prints one snapshot without")
     if os.environ.get("TERM") == "dumb":
@@ -168,8 +170,8 @@ def _dashboard(feed: Feed, interval: float) -> int:
 
     result = run_dashboard(feed, interval=interval)
     if result.message:
-        print(result.message, file=sys.stderr)
-    return result.exit_status
+        print(f"memtop: {result.message}", file=sys.stderr)
+    return 0 if result.action == "ended" and not started_here else result.exit_status
 
 
 def _machine_lines(machine: MachineSnapshot) -> Iterator[str]:

@@ -14,8 +14,12 @@ from typing import Any
 import pytest
 import typer.main
 
+from memtop import straying
 from memtop.cli import app
+from memtop.supervisor.monitor.processes import identify
+from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 from tests.conftest import Runs
+from tests.terminal import Terminal
 
 CONTRACT = {
     "train": {
@@ -195,6 +199,35 @@ def test_output_that_cannot_be_written_is_one_line(runs: Runs) -> None:
 def test_killing_needs_a_process_that_is_on_a_gpu(runs: Runs) -> None:
     done = runs.memtop("strays", "--kill", "1", status=1)
     assert done.stderr == "memtop: --kill 1: no GPU lists this process; see `memtop strays`\n"
+
+
+def test_a_pid_that_was_used_again_is_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with subprocess.Popen(["sleep", "60"]) as bystander:
+        found = identify(bystander.pid)
+        assert found is not None
+        before = GpuProcess(pid=found.pid, choosable=True, started_ticks=found.started_ticks - 1)
+        machine = MachineSnapshot(time=0.0, gpus=(GpuSample(index=0, processes=(before,)),))
+        monkeypatch.setattr(straying.Sampler, "sample", lambda sampler: machine)
+        assert straying.command(tmp_path, as_json=False, kill=[found.pid]) == 1
+        assert bystander.poll() is None
+        bystander.kill()
+    assert "is not the one that was chosen: the number has been used again" in capsys.readouterr().out
+
+
+def test_leaving_the_dashboard_of_a_run_that_failed(runs: Runs) -> None:
+    train = ["train", "--name", "a", "--", "sh", "-c", "exit 3"]
+    for arguments, status in ((train, 1), (["watch", "a"], 0)):
+        command = [sys.executable, "-m", "memtop", *arguments]
+        screen = Terminal(command, columns=100, rows=30, cwd=str(runs.root), environment=runs.environment)
+        try:
+            screen.wait_for("failed")
+            screen.keys("q")
+            assert screen.wait() == status
+            assert "memtop: a: failed (" in " ".join(screen.text().split())
+        finally:
+            screen.close()
 
 
 def test_json_is_one_document_on_stdout(runs: Runs) -> None:
