@@ -27,6 +27,8 @@ from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.wire import Change
 
+# What a tracker needs, any one of them, and what to install for it; the trainer refuses names that it does not know.
+_TRACKERS = {"tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"), "wandb": (("wandb",), "wandb")}
 _NEEDED = ("torch", "transformers", "accelerate", "safetensors")
 
 
@@ -56,6 +58,7 @@ def settings_for(
     except (SettingsError, PresetFileError) as error:
         raise UsageError(str(error)) from None
     _refuse_missing(_libraries(settings), f"RECIPE {recipe_name}, preset {settings.preset}: this")
+    _refuse_missing_trackers(settings.trackers)
     settings = replace(settings, data=_placed_data(settings.data), model=_placed_model(settings.model))
     if reason is not None:
         print(f"memtop: {reason}; --preset NAME takes another", file=sys.stderr)
@@ -146,6 +149,13 @@ def _refuse_missing(names: tuple[str, ...], who: str) -> None:
             f"{who} needs {', '.join(missing)}: pip install 'memtop[train]'; "
             "your own program goes after `--` and needs none of it"
         )
+
+
+def _refuse_missing_trackers(names: tuple[str, ...]) -> None:
+    for name in names:
+        modules, package = _TRACKERS.get(name, ((), ""))
+        if modules and not any(importlib.util.find_spec(module) for module in modules):
+            raise UsageError(f"trackers {name}: not installed: pip install {package}")
 
 
 def _placed_data(data: dict[str, Any]) -> dict[str, Any]:

@@ -100,6 +100,20 @@ def test_a_missing_library_is_named_before_anything_starts(data: Change, monkeyp
         asking.settings_for("sft-lora", "stage3", data, None, None)
 
 
+def test_a_missing_tracker_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"tensorboardX"}
+    monkeypatch.setattr(
+        asking.importlib.util,
+        "find_spec",
+        lambda name: None if name in {"tensorboard", "tensorboardX", "wandb"} - there else object(),
+    )
+    asked = Change(assignments={"trackers": "tensorboard,wandb"})
+    with pytest.raises(UsageError, match=r"^trackers wandb: not installed: pip install wandb$"):
+        asking.settings_for("first-run", "standard", asked, None, None)
+    there.add("wandb")
+    assert asking.settings_for("first-run", "standard", asked, None, None).trackers == ("tensorboard", "wandb")
+
+
 def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "_sample", lambda: machine(13.0, None))
     asking.check_gpus(None)
