@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ import typer
 from memtop import __version__
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
 from memtop.supervisor.run.folder import RunFolder, RunSpec, create_run, default_runs_dir
-from memtop.supervisor.wire import Change, CheckpointNow, FreeCache, Outcome, Restart, Stop
+from memtop.supervisor.wire import Answer, Change, CheckpointNow, FreeCache, Outcome, Request, Restart, Stop
 
 app = typer.Typer(
     name="memtop",
@@ -257,7 +258,7 @@ def restart(
     if needs_supervisor(folder):
         client.revive(folder.path)
     try:
-        answer = client.ask(folder, lambda number: Restart(id=number, change=change), on_accepted=_say)
+        answer = _asked(folder, lambda number: Restart(id=number, change=change))
         print(answer.message, file=sys.stderr)
     except NotRunningError:
         client.start_supervisor(folder, change)
@@ -347,8 +348,19 @@ def _ask(folder: RunFolder, request: type[FreeCache] | type[CheckpointNow] | typ
 
     if needs_supervisor(folder):
         client.revive(folder.path)
-    print(client.ask(folder, lambda number: request(id=number), on_accepted=_say, until=Outcome.DONE).message)
+    print(_asked(folder, lambda number: request(id=number)).message)
     return 0
+
+
+def _asked(folder: RunFolder, make: Callable[[int], Request]) -> Answer:
+    """The final answer of the run's supervisor."""
+    from memtop.supervisor.run import client
+
+    try:
+        return client.ask(folder, make, on_accepted=_say, until=Outcome.DONE)
+    except ConnectionError:
+        # It was leaving as we wrote; that is its end, not that of our own output.
+        raise NotRunningError(f"the supervisor of run {folder.name!r} went away: memtop watch {folder.name}") from None
 
 
 def _say(answer: object) -> None:

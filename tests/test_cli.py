@@ -15,7 +15,7 @@ import pytest
 import typer.main
 
 from memtop import straying
-from memtop.cli import app
+from memtop.cli import app, run
 from memtop.supervisor.monitor.processes import identify
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 from tests.conftest import Runs
@@ -194,6 +194,19 @@ def test_output_that_cannot_be_written_is_one_line(runs: Runs) -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "memtop: No space left on device"
     assert "Traceback" not in done.stderr
+
+
+def test_a_supervisor_that_leaves_while_it_is_asked_is_named(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.memtop("train", "--headless", "--name", "a", "--", "true")
+
+    def ask(*arguments: object, **options: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("memtop.supervisor.run.client.ask", ask)
+    assert run(["stop", "a", "--runs-dir", str(runs.path)]) == 1
+    assert capsys.readouterr().err == "memtop: the supervisor of run 'a' went away: memtop watch a\n"
 
 
 def test_killing_needs_a_process_that_is_on_a_gpu(runs: Runs) -> None:
