@@ -85,7 +85,7 @@ def _check_counts(settings: Settings) -> None:
         )
     if settings.seq_len < 2:
         raise SettingsError("seq_len", settings.seq_len, "must be at least 2: a token is predicted from those before it")
-    if (size := settings.data.get("max_bytes")) is not None:
+    if isinstance(size := settings.data.get("max_bytes"), int):
         check_bounds("data.max_bytes", size, 1, _TOTAL)
     if not 0 <= settings.epochs <= _MOST_EPOCHS:
         raise SettingsError("epochs", settings.epochs, f"must lie between 0 and {_MOST_EPOCHS}")
