@@ -22,11 +22,13 @@ from memtop.presets import (
     load_recipes,
 )
 from memtop.presets.editing import draft, find_preset
-from memtop.supervisor.errors import UsageError
+from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.wire import Change
 
+# What a tracker needs, any one of them, and what to install for it; the trainer refuses names that it does not know.
+_TRACKERS = {"tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"), "wandb": (("wandb",), "wandb")}
 _NEEDED = ("torch", "transformers", "accelerate", "safetensors")
 
 
@@ -56,6 +58,7 @@ def settings_for(
     except (SettingsError, PresetFileError) as error:
         raise UsageError(str(error)) from None
     _refuse_missing(_libraries(settings), f"RECIPE {recipe_name}, preset {settings.preset}: this")
+    _refuse_missing_trackers(settings.trackers)
     settings = replace(settings, data=_placed_data(settings.data), model=_placed_model(settings.model))
     if reason is not None:
         print(f"memtop: {reason}; --preset NAME takes another", file=sys.stderr)
@@ -148,6 +151,13 @@ def _refuse_missing(names: tuple[str, ...], who: str) -> None:
         )
 
 
+def _refuse_missing_trackers(names: tuple[str, ...]) -> None:
+    for name in names:
+        modules, package = _TRACKERS.get(name, ((), ""))
+        if modules and not any(importlib.util.find_spec(module) for module in modules):
+            raise UsageError(f"trackers {name}: not installed: pip install {package}")
+
+
 def _placed_data(data: dict[str, Any]) -> dict[str, Any]:
     """The data with whole paths; refused where files must be given and are not, or are not there."""
     if not data.get("source") and not data.get("train"):
@@ -201,17 +211,39 @@ def parse_gpus(text: str | None) -> list[str] | None:
     """`0,1` as a list of device indices; None if not given."""
     if text is None:
         return None
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() for word in words) or len(set(words)) != len(words):
+    # "00" is GPU 0 too, and must not be a second one.
+    words = [str(int(word)) if _is_index(word.strip()) else "" for word in text.split(",")]
+    if not all(words) or len(set(words)) != len(words):
         raise UsageError(f"--gpus {text!r}: give different device indices like 0 or 0,1")
     return words
 
 
+def _is_index(word: str) -> bool:
+    return word.isascii() and word.isdigit() and len(word) < 5
+
+
+def check_gpus(gpus: list[str] | None) -> None:
+    """Refuse GPUs that this machine has not: training would go on without them, on the CPU."""
+    if gpus is None:
+        return
+    machine = _sample()
+    given = f"--gpus {','.join(gpus)}"
+    if not machine.gpus:
+        raise UsageError(f"{given}: {machine.gpu_note or 'no NVIDIA GPU'}; leave --gpus out to train on the CPU")
+    known = [str(gpu.index) for gpu in machine.gpus]
+    missing = [index for index in gpus if index not in known]
+    if missing:
+        raise UsageError(f"{given}: this machine has no GPU {', '.join(missing)}; there are {', '.join(known)}")
+
+
 def free_name(runs_dir: Path, stem: str) -> str:
     """`first-run`, or `first-run-2` where that is taken, ..."""
-    stem = "".join(c if c.isalnum() or c in "._-" else "-" for c in stem).strip("-._") or "run"
+    stem = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem)[:80].strip("-._") or "run"
     number, name = 1, stem
-    while (runs_dir / name).exists():
-        number += 1
-        name = f"{stem}-{number}"
+    try:
+        while (runs_dir / name).exists():
+            number += 1
+            name = f"{stem}-{number}"
+    except OSError as error:
+        raise RunFolderError(f"{runs_dir}: cannot be read: {error.strerror}; give another --runs-dir") from None
     return name

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,8 +16,8 @@ import typer
 
 from memtop import __version__
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
-from memtop.supervisor.run.folder import RunFolder, RunSpec, create_run, default_runs_dir, find_run
-from memtop.supervisor.wire import Change, CheckpointNow, FreeCache, Outcome, Restart, Stop
+from memtop.supervisor.run.folder import RunFolder, RunSpec, create_run, default_runs_dir
+from memtop.supervisor.wire import Answer, Change, CheckpointNow, FreeCache, Outcome, Request, Restart, Stop
 
 app = typer.Typer(
     name="memtop",
@@ -33,9 +34,12 @@ _UsageProblem: Any = typer.BadParameter.__base__
 
 def _whole(text: str) -> int:
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a whole number") from None
+    if abs(number) >= 1 << 53:
+        raise typer.BadParameter(f"{text!r} is too large a number")
+    return number
 
 
 def _seconds(text: str) -> float:
@@ -73,8 +77,21 @@ def run(arguments: list[str]) -> int:
         return 130
     except BrokenPipeError:
         # The reader of our output (`| head`) has gone; nobody is left to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
+    except OSError as error:
+        # Whatever was not foreseen: a file that this user may not read, a full disk, a folder that went away.
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
+        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        return _complain(f"{where}{error.strerror or error or type(error).__name__}", 1)
+
+
+def _drop_output() -> None:
+    """What is still held for stdout goes nowhere, so that Python does not complain about it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str, status: int) -> int:
@@ -135,10 +152,12 @@ def train(
     from memtop import asking
     from memtop.supervisor.run.client import start_supervisor
 
+    begun = time.time()
     _exclude(headless, detach)
     if on_oom != "stop":
         raise UsageError(f"--on-oom {on_oom}: only `stop` is known: a run that dies of memory stops and says so")
     gpu_list = asking.parse_gpus(gpus)
+    asking.check_gpus(gpu_list)
     own = _program
     edits = Change(batch=batch, accumulation=accum, seq_len=seq_len, max_updates=max_updates, assignments=_pairs(assignments))
     if own:
@@ -147,7 +166,7 @@ def train(
     where = runs_dir or default_runs_dir()
     spec = RunSpec(
         name=name or asking.free_name(where, Path(own[0]).stem if own else recipe or "first-run"),
-        created=time.time(),
+        created=begun,
         settings=settings,
         command=own,
         cwd=str(Path.cwd()),
@@ -157,7 +176,7 @@ def train(
     )
     folder = create_run(where, spec, fresh=fresh)
     start_supervisor(folder)
-    return _follow(folder, headless=headless, detach=detach)
+    return _follow(folder, begun, headless=headless, detach=detach)
 
 
 @app.command()
@@ -225,6 +244,7 @@ def restart(
     from memtop.supervisor.run import client
     from memtop.supervisor.run.view import needs_supervisor
 
+    begun = time.time()
     _exclude(headless, detach)
     folder = _find(run_name, runs_dir)
     change = Change(
@@ -238,11 +258,11 @@ def restart(
     if needs_supervisor(folder):
         client.revive(folder.path)
     try:
-        answer = client.ask(folder, lambda number: Restart(id=number, change=change), on_accepted=_say)
+        answer = _asked(folder, lambda number: Restart(id=number, change=change))
         print(answer.message, file=sys.stderr)
     except NotRunningError:
         client.start_supervisor(folder, change)
-    return _follow(folder, headless=headless, detach=detach)
+    return _follow(folder, begun, headless=headless, detach=detach)
 
 
 @app.command()
@@ -317,6 +337,8 @@ def doctor(as_json: Json = False, runs_dir: RunsDir = None) -> int:
 
 
 def _find(reference: str, runs_dir: Path | None) -> RunFolder:
+    from memtop.finding import find_run
+
     return find_run(reference, runs_dir or default_runs_dir())
 
 
@@ -326,25 +348,36 @@ def _ask(folder: RunFolder, request: type[FreeCache] | type[CheckpointNow] | typ
 
     if needs_supervisor(folder):
         client.revive(folder.path)
-    print(client.ask(folder, lambda number: request(id=number), on_accepted=_say, until=Outcome.DONE).message)
+    print(_asked(folder, lambda number: request(id=number)).message)
     return 0
+
+
+def _asked(folder: RunFolder, make: Callable[[int], Request]) -> Answer:
+    """The final answer of the run's supervisor."""
+    from memtop.supervisor.run import client
+
+    try:
+        return client.ask(folder, make, on_accepted=_say, until=Outcome.DONE)
+    except ConnectionError:
+        # It was leaving as we wrote; that is its end, not that of our own output.
+        raise NotRunningError(f"the supervisor of run {folder.name!r} went away: memtop watch {folder.name}") from None
 
 
 def _say(answer: object) -> None:
     print(getattr(answer, "message", answer), file=sys.stderr)
 
 
-def _follow(folder: RunFolder, *, headless: bool, detach: bool) -> int:
+def _follow(folder: RunFolder, begun: float, *, headless: bool, detach: bool) -> int:
     if detach:
         print(folder.name)
         return 0
     if headless or not (sys.stdin.isatty() and sys.stdout.isatty()):
         from memtop.headless import follow
 
-        return follow(folder)
+        return follow(folder, since=begun)
     from memtop import looking
 
-    return looking.open_run(folder)
+    return looking.open_run(folder, started_here=True)
 
 
 def _exclude(headless: bool, detach: bool) -> None:

@@ -84,10 +84,15 @@ def _machine() -> Iterator[Finding]:
 
 def _writable(runs_dir: Path) -> Finding:
     place = runs_dir.absolute()
-    while not place.exists():
+    while not os.path.lexists(place):
         place = place.parent
-    if not os.access(place, os.W_OK):
-        return Finding(check="runs folder", ok=False, found=f"{place}: not writable", advice="give another --runs-dir")
+    problem = None
+    if not place.is_dir():
+        problem = "not a folder"
+    elif not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+        problem = "not readable" if os.access(place, os.W_OK) else "not writable"
+    if problem is not None:
+        return Finding(check="runs folder", ok=False, found=f"{place}: {problem}", advice="give another --runs-dir")
     free = shutil.disk_usage(place).free
     return Finding(check="runs folder", ok=True, found=f"{runs_dir.absolute()}, {units.size(free)} free")
 

@@ -8,31 +8,38 @@ import sys
 import time
 
 from memtop.supervisor import units
-from memtop.supervisor.errors import NotRunningError
+from memtop.supervisor.errors import NotRunningError, RunFolderError
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.run import client
-from memtop.supervisor.run.folder import RunFolder
+from memtop.supervisor.run.folder import RunFolder, RunLock
 from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import EventRows, Phase, RunState, StateUpdate, Stop, Subscribe
 
 _PROGRESS_SECONDS = 5.0
+_RETRY_SECONDS = 0.3
+# A new supervisor can lose the lock to another look at the run; so many failures in a row are a real one.
+_REVIVALS = 5
 # Events that a person wants to read as they happen; the rest is in the ledger.
 _SPOKEN = {"attempt", "plan", "adopted", "warning", "band", "stop", "leftovers"}
 
 
-def follow(folder: RunFolder) -> int:
-    """Stay until the run is over: 0 finished or stopped from elsewhere, 1 failed, 130 interrupted here."""
-    return asyncio.run(_Follower(folder).run())
+def follow(folder: RunFolder, *, since: float) -> int:
+    """Stay until the run is over: 0 finished or stopped from elsewhere, 1 failed, 130 interrupted here.
+
+    Events from before `since` (seconds since the epoch) are history and not told.
+    """
+    return asyncio.run(_Follower(folder, since).run())
 
 
 class _Follower:
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, since: float) -> None:
         self._folder = folder
         self._interrupts = 0
-        self._stop_asked = False
+        self._stop_said = False
         self._last_line = 0.0
         self._last_update: int | None = None
-        self._last_event = 0.0
+        self._last_event = since
+        self._revival_failures = 0
         self._state: RunState | None = None
 
     async def run(self) -> int:
@@ -44,26 +51,59 @@ class _Follower:
             try:
                 connection = await client.AsyncRunClient.connect(self._folder.path)
             except NotRunningError:
-                # No supervisor: either the run is over, or it died and the trainer goes on under a new one.
-                if await asyncio.to_thread(client.revive, self._folder.path):
-                    self._say("the supervisor was gone; a new one has taken over")
-                    continue
-                self._state = read_state(self._folder)
-                break
+                if await self._over():
+                    break
+                continue
             if await self._listen(connection):
                 break
         return self._exit_status()
 
+    async def _over(self) -> bool:
+        """Nobody listens: True if the run is over. Else its supervisor died and the trainer goes on under a new one, which
+        this viewer starts, or another one that was quicker."""
+        if await asyncio.to_thread(self._revived):
+            self._say("the supervisor was gone; a new one has taken over")
+            return False
+        self._state = read_state(self._folder)
+        # A supervisor that is just starting, or just leaving, holds the lock: what the folder says is not its last word.
+        if (self._state.state.final or self._state.state is Phase.CREATED) and not RunLock(self._folder).is_held():
+            return True
+        await asyncio.sleep(_RETRY_SECONDS)
+        return False
+
+    def _revived(self) -> bool:
+        try:
+            revived = client.revive(self._folder.path)
+        except RunFolderError:
+            self._revival_failures += 1
+            if self._revival_failures >= _REVIVALS:
+                raise
+            return False
+        self._revival_failures = 0
+        return revived
+
     async def _listen(self, connection: client.AsyncRunClient) -> bool:
-        """Report what comes; True once the run is over (or the user has had enough)."""
-        await connection.send(Subscribe(id=1, history=0))
+        """Report what comes; True once the run is over (or the user has had enough), False if the supervisor is gone."""
+        try:
+            await connection.send(Subscribe(id=1, history=0))
+            return await self._report(connection)
+        except ConnectionError:
+            return False
+        finally:
+            await connection.close()
+
+    async def _report(self, connection: client.AsyncRunClient) -> bool:
+        stop_asked = False
         pending = asyncio.ensure_future(connection.receive())
         try:
             while self._interrupts < 2:
                 done, _ = await asyncio.wait({pending}, timeout=0.2)
-                if self._interrupts and not self._stop_asked:
-                    self._stop_asked = True
-                    self._say("stopping: the run finishes its update and saves; once more to leave at once")
+                if self._interrupts and not stop_asked:
+                    # Each supervisor has to be told: the one before may have died with the request.
+                    stop_asked = True
+                    if not self._stop_said:
+                        self._say("stopping: the run finishes its update and saves; once more to leave at once")
+                    self._stop_said = True
                     await connection.send(Stop(id=2))
                 if not done:
                     continue
@@ -82,7 +122,6 @@ class _Follower:
             return True
         finally:
             pending.cancel()
-            await connection.close()
 
     def _interrupt(self) -> None:
         self._interrupts += 1
@@ -118,7 +157,7 @@ class _Follower:
         assert state is not None
         where = f"; memtop show {state.name}"
         self._say(f"run {state.name}: {state.state.value}{f' ({state.reason})' if state.reason else ''}{where}")
-        return 1 if state.state is Phase.FAILED else 0
+        return 0 if state.state in (Phase.FINISHED, Phase.STOPPED) else 1
 
     @staticmethod
     def _say(text: str) -> None:

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from memtop.finding import Unreadable, find_run, readable_ledger, run_folders, state_of
 from memtop.supervisor import units
-from memtop.supervisor.errors import UsageError
+from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.monitor.bands import mark
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot
 from memtop.supervisor.run import view
 from memtop.supervisor.run.client import revive
-from memtop.supervisor.run.folder import RunFolder, find_run, list_runs
-from memtop.supervisor.run.process import process_tree
+from memtop.supervisor.run.folder import RunFolder
+from memtop.supervisor.run.process import TreeProcess, process_tree
 from memtop.supervisor.wire import RunState
 
 if TYPE_CHECKING:
@@ -28,19 +29,20 @@ if TYPE_CHECKING:
 
 def print_once(runs_dir: Path, run_name: str | None, *, pid: int | None, as_json: bool, read_only: bool) -> int:
     """One snapshot of the machine and its runs on stdout."""
-    folders = [find_run(run_name, runs_dir)] if run_name else list_runs(runs_dir)
-    if not read_only:
-        for folder in folders:
+    tree = None if pid is None else _tree(pid)
+    states: list[RunState | Unreadable]
+    if run_name:
+        folder = find_run(run_name, runs_dir)
+        if not read_only:
             # A run whose supervisor died is found and looked after again.
             revive(folder.path)
-    states = [view.read_state(folder) for folder in folders]
+        states = [view.read_state(folder)]
+    else:
+        states = [state_of(folder) if read_only else _revived(folder) for folder in run_folders(runs_dir)]
     sampler = Sampler(lambda: view.known_runs(runs_dir))
     machine = sampler.sample()
-    tree = None if pid is None else process_tree(pid)
-    if pid is not None and tree is None:
-        raise UsageError(f"--pid {pid}: no such process")
     if as_json:
-        document = {**snapshot_json(machine), "runs": [view.summary(state) for state in states]}
+        document = {**snapshot_json(machine), "runs": [_summary(state) for state in states]}
         if tree is not None:
             document["tree"] = msgspec.to_builtins(tree)
         print_json(document)
@@ -49,15 +51,40 @@ def print_once(runs_dir: Path, run_name: str | None, *, pid: int | None, as_json
     if tree is not None:
         rss = units.size(sum(process.rss_bytes or 0 for process in tree))
         lines.append(f"pid {pid}: {len(tree)} processes, {rss} resident: {tree[0].command}")
-    lines += [_run_line(state) for state in states if run_name or state.alive]
+    lines += [_run_line(state) for state in states if run_name or isinstance(state, Unreadable) or state.alive]
     print("\n".join(lines))
     return 0
 
 
+def _revived(folder: RunFolder) -> RunState | Unreadable:
+    state = state_of(folder)
+    if isinstance(state, Unreadable):
+        return state
+    try:
+        revive(folder.path)
+    except MemtopError as error:
+        # That nobody could be found to look after this run must not hide the others, nor what is known of it.
+        print(f"memtop: run {folder.name}: {error}", file=sys.stderr)
+        return state
+    return state_of(folder)
+
+
+def _tree(pid: int) -> list[TreeProcess]:
+    # Beyond the kernel's PID_MAX_LIMIT there are none; psutil is not to be asked for those.
+    tree = process_tree(pid) if 0 < pid <= 1 << 22 else None
+    if tree is None:
+        raise UsageError(f"--pid {pid}: no such process")
+    return tree
+
+
+def _summary(state: RunState | Unreadable) -> dict[str, Any]:
+    return msgspec.structs.asdict(state) if isinstance(state, Unreadable) else view.summary(state)
+
+
 def print_runs(runs_dir: Path, *, as_json: bool) -> int:
-    states = [view.read_state(folder) for folder in list_runs(runs_dir)]
+    states = [state_of(folder) for folder in run_folders(runs_dir)]
     if as_json:
-        print_json([view.summary(state) for state in states])
+        print_json([_summary(state) for state in states])
     elif not states:
         print(f"no runs in {runs_dir}", file=sys.stderr)
     else:
@@ -66,7 +93,8 @@ def print_runs(runs_dir: Path, *, as_json: bool) -> int:
 
 
 def print_run(folder: RunFolder, *, as_json: bool, metrics: bool) -> int:
-    document = view.show(folder, metrics=metrics)
+    with readable_ledger(folder):
+        document = view.show(folder, metrics=metrics)
     if as_json:
         print_json(document)
         return 0
@@ -103,22 +131,28 @@ def open_dashboard(runs_dir: Path, run_name: str | None, *, pid: int | None, int
 
     if run_name is not None:
         return open_run(find_run(run_name, runs_dir), interval=interval, read_only=read_only)
-    living = [folder for folder in list_runs(runs_dir) if view.read_state(folder).alive]
-    if living and pid is None:
+    if pid is not None:
+        _tree(pid)
+    elif living := _living(runs_dir):
         return open_run(living[-1], interval=interval, read_only=read_only)
-    if pid is not None and process_tree(pid) is None:
-        raise UsageError(f"--pid {pid}: no such process")
     feed = LocalFeed(lambda: Sampler(lambda: view.known_runs(runs_dir)), interval, read_only=read_only, pid=pid)
     return _dashboard(feed, interval)
 
 
-def open_run(folder: RunFolder, *, interval: float = 1.0, read_only: bool = False) -> int:
+def _living(runs_dir: Path) -> list[RunFolder]:
+    looks = [(folder, state_of(folder)) for folder in run_folders(runs_dir)]
+    return [folder for folder, state in looks if isinstance(state, RunState) and state.alive]
+
+
+def open_run(folder: RunFolder, *, interval: float = 1.0, read_only: bool = False, started_here: bool = False) -> int:
+    """The dashboard on a run. Who started it gets its failure as exit status; who only looked at it does not."""
     from memtop.tui.feed import RunFeed
 
     def sampler() -> Sampler:
         return Sampler(lambda: view.known_runs(folder.path.parent))
 
-    return _dashboard(RunFeed(folder.path, read_only=read_only, interval=interval, sampler_factory=sampler), interval)
+    feed = RunFeed(folder.path, read_only=read_only, interval=interval, sampler_factory=sampler)
+    return _dashboard(feed, interval, started_here=started_here)
 
 
 def open_demo(interval: float) -> int:
@@ -127,7 +161,7 @@ def open_demo(interval: float) -> int:
     return _dashboard(DemoFeed(interval=interval), interval)
 
 
-def _dashboard(feed: Feed, interval: float) -> int:
+def _dashboard(feed: Feed, interval: float, *, started_here: bool = False) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("watch: the dashboard needs a terminal; `memtop watch --once` prints one snapshot without")
     if os.environ.get("TERM") == "dumb":
@@ -136,8 +170,8 @@ def _dashboard(feed: Feed, interval: float) -> int:
 
     result = run_dashboard(feed, interval=interval)
     if result.message:
-        print(result.message, file=sys.stderr)
-    return result.exit_status
+        print(f"memtop: {result.message}", file=sys.stderr)
+    return 0 if result.action == "ended" and not started_here else result.exit_status
 
 
 def _machine_lines(machine: MachineSnapshot) -> Iterator[str]:
@@ -175,7 +209,9 @@ def _banded(fraction: float | None, band: Band) -> str:
     return f"{units.percent(fraction)}  {mark(band)} {band.value}"
 
 
-def _run_line(state: RunState) -> str:
+def _run_line(state: RunState | Unreadable) -> str:
+    if isinstance(state, Unreadable):
+        return f"{state.name:<20} unreadable: {state.error}"
     total = "" if state.total_updates is None else f"/{state.total_updates}"
     loss = "" if state.loss is None else f"  loss {state.loss:.4f}"
     where = "no updates yet" if state.updates is None else f"update {state.updates}{total}{loss}"

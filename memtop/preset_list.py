@@ -9,14 +9,13 @@ from typing import Any
 
 import msgspec
 
+from memtop.finding import run_folders, state_of
 from memtop.looking import print_json
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets, load_recipes, resolve
 from memtop.presets.comparing import Outlook, outlook
 from memtop.presets.editing import find_preset
 from memtop.presets.loading import usable
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.run import view
-from memtop.supervisor.run.folder import list_runs
 from memtop.supervisor.wire import RunState
 
 _DEFAULT_RECIPE = "first-run"
@@ -45,8 +44,9 @@ def print_presets(runs_dir: Path, name: str | None, *, as_json: bool) -> int:
 
 
 def _living(runs_dir: Path) -> RunState | None:
-    states = (view.read_state(folder) for folder in reversed(list_runs(runs_dir)))
-    return next((state for state in states if state.alive and state.settings is not None), None)
+    states = (state_of(folder) for folder in reversed(run_folders(runs_dir)))
+    living = (state for state in states if isinstance(state, RunState) and state.alive)
+    return next((state for state in living if state.settings is not None), None)
 
 
 def _groups(run: RunState | None, name: str | None) -> list[tuple[str, list[Outlook]]]:

@@ -10,9 +10,9 @@ import msgspec
 
 from memtop.supervisor import units
 from memtop.supervisor.errors import RefusedError
-from memtop.supervisor.monitor.ending import end_and_measure
-from memtop.supervisor.monitor.processes import ProcessId, identify
+from memtop.supervisor.monitor.processes import ProcessId
 from memtop.supervisor.monitor.sampler import Sampler
+from memtop.supervisor.monitor.strays import choose, end_and_measure
 from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
 from memtop.supervisor.run.view import known_runs
 
@@ -52,7 +52,5 @@ def _chosen(pid: int, machine: MachineSnapshot) -> ProcessId:
         raise RefusedError(f"--kill {pid}: no GPU lists this process; see `memtop strays`")
     if not all(process.choosable for process in found):
         raise RefusedError(f"--kill {pid}: not yours to end: {found[0].reason}")
-    identity = identify(pid)
-    if identity is None:
-        raise RefusedError(f"--kill {pid}: the process has ended by itself")
-    return identity
+    # As sampled: a pid that goes to another process after this is refused when it comes to the signal.
+    return choose(machine, [pid])[0]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 
 def exact_splits(effective_batch: int, world_size: int = 1) -> list[tuple[int, int]]:
     """All (B, A) with B x A x W equal to the effective batch, largest B first; empty if W does not divide it."""
     if effective_batch < 1 or world_size < 1 or effective_batch % world_size:
         return []
     share = effective_batch // world_size
-    return [(b, share // b) for b in range(share, 0, -1) if share % b == 0]
+    small = [b for b in range(1, math.isqrt(share) + 1) if share % b == 0]
+    return [(b, share // b) for b in sorted({*small, *(share // b for b in small)}, reverse=True)]
 
 
 def split_below(effective_batch: int, world_size: int, max_batch: int) -> tuple[int, int] | None:

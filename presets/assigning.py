@@ -101,7 +101,7 @@ def _model(model: dict[str, Any], rest: str, text: str) -> dict[str, Any]:
         return {"path": text}
     if name == "config" and key:
         # A configuration takes the place of a path: the weights are drawn then.
-        return {"config": {**model.get("config", {}), key: scalar(text)}}
+        return {"config": {**model.get("config", {}), key: _finite(f"model.{rest}", scalar(text))}}
     raise _unknown_part("model", rest)
 
 
@@ -126,6 +126,16 @@ def scalar(text: str) -> Any:
     """A number, true, false, null or a list as JSON writes them; anything else is text."""
     try:
         value = json.loads(text, parse_constant=str)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return text if isinstance(value, dict) else value
+
+
+def _finite(key: str, value: Any) -> Any:
+    """The value, if every number in it can be kept: JSON has no infinity, and msgspec integers of 64 bits."""
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, list):
+            _finite(key, item)
+        elif isinstance(item, int | float) and not abs(item) < 1 << 63:
+            raise SettingsError(key, item, "is too large a number")
+    return value

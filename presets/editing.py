@@ -8,7 +8,7 @@ import msgspec
 
 from memtop.presets.arithmetic import split_below
 from memtop.presets.assigning import assign
-from memtop.presets.checking import SettingsError, check, did_you_mean, max_seq_len
+from memtop.presets.checking import MOST_UPDATES, SettingsError, check, check_bounds, did_you_mean, max_seq_len
 from memtop.presets.comparing import describe_split
 from memtop.presets.loading import load_presets, presets_for
 from memtop.presets.schema import Preset, Recipe, Settings
@@ -101,8 +101,7 @@ def edit_settings(
     if max_updates is None:
         return check(settings)
     done = updates_done or 0
-    if max_updates < 1:
-        raise SettingsError("max_updates", max_updates, "must be at least 1")
+    check_bounds("max_updates", max_updates, 1, MOST_UPDATES)
     if max_updates < done:
         raise SettingsError("max_updates", max_updates, f"{done} updates are done already; give more")
     target = samples_seen + (max_updates - done) * settings.effective_batch

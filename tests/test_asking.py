@@ -98,3 +98,34 @@ def test_a_missing_library_is_named_before_anything_starts(data: Change, monkeyp
         UsageError, match=r"RECIPE sft-lora, preset stage3: this needs deepspeed: pip install 'memtop\[train\]'"
     ):
         asking.settings_for("sft-lora", "stage3", data, None, None)
+
+
+def test_a_missing_tracker_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"tensorboardX"}
+    monkeypatch.setattr(
+        asking.importlib.util,
+        "find_spec",
+        lambda name: None if name in {"tensorboard", "tensorboardX", "wandb"} - there else object(),
+    )
+    asked = Change(assignments={"trackers": "tensorboard,wandb"})
+    with pytest.raises(UsageError, match=r"^trackers wandb: not installed: pip install wandb$"):
+        asking.settings_for("first-run", "standard", asked, None, None)
+    there.add("wandb")
+    assert asking.settings_for("first-run", "standard", asked, None, None).trackers == ("tensorboard", "wandb")
+
+
+def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "_sample", lambda: machine(13.0, None))
+    asking.check_gpus(None)
+    asking.check_gpus(asking.parse_gpus("1, 00"))
+    with pytest.raises(UsageError, match=r"^--gpus 0,7: this machine has no GPU 7; there are 0, 1$"):
+        asking.check_gpus(["0", "7"])
+    monkeypatch.setattr(asking, "_sample", lambda: MachineSnapshot(time=0.0, gpu_note="no NVIDIA GPU: libnvidia-ml not found"))
+    with pytest.raises(UsageError, match=r"^--gpus 0: no NVIDIA GPU: libnvidia-ml not found; leave --gpus out to train"):
+        asking.check_gpus(["0"])
+
+
+@pytest.mark.parametrize("text", ["", "a", "-1", "0,0", "0,00", "0,,1", "\u0661", "99999"])
+def test_gpus_are_different_indices(text: str) -> None:
+    with pytest.raises(UsageError, match="give different device indices like 0 or 0,1"):
+        asking.parse_gpus(text)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,8 +14,12 @@ from typing import Any
 import pytest
 import typer.main
 
-from memtop.cli import app
+from memtop import straying
+from memtop.cli import app, run
+from memtop.supervisor.monitor.processes import identify
+from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 from tests.conftest import Runs
+from tests.terminal import Terminal
 
 CONTRACT = {
     "train": {
@@ -70,11 +76,14 @@ def test_the_command_line_is_the_published_one() -> None:
         (["train", "pretrain-causal", "--set", "model.path=./no"], "model.path ./no: no such folder; looked for /"),
         (["train", "sft-qlora", "--preset", "stage3"], "zero.stage 3: a 4-bit base cannot be sharded"),
         (["train", "--batch", "0"], "batch 0: must be at least 1"),
+        (["train", "--batch", "9" * 30], "is too large a number"),
         (["train", "--batch", "two"], "'--batch': 'two' is not a whole number"),
         (["train", "--seq-len", "4096"], "seq_len 4096: beyond the model's 1024 positions"),
         (["train", "--set", "speed=1"], "--set speed: unknown key"),
         (["train", "--set", "speed"], "--set 'speed': give KEY=VALUE"),
         (["train", "--gpus", "a"], "--gpus 'a': give different device indices"),
+        (["train", "--gpus", "9999"], "--gpus 9999: "),
+        (["train", "--gpus", "9999", "--", "true"], "--gpus 9999: "),
         (["train", "--on-oom", "auto"], "--on-oom auto: only `stop` is known"),
         (["train", "--headless", "--detach"], "give one of them"),
         (["train", "--name", "a/b"], "--name 'a/b'"),
@@ -84,6 +93,9 @@ def test_the_command_line_is_the_published_one() -> None:
         (["watch"], "the dashboard needs a terminal"),
         (["watch", "nobody", "--once"], "run 'nobody': not found"),
         (["watch", "--once", "--pid", "4194304"], "--pid 4194304: no such process"),
+        (["watch", "--once", "--pid", "-1"], "--pid -1: no such process"),
+        (["watch", "--once", "--pid", "99999999999"], "--pid 99999999999: no such process"),
+        (["show", "n" * 300], f"run '{'n' * 300}': not found"),
         (["show", "nobody"], "run 'nobody': not found"),
         (["show"], "Missing argument 'RUN'"),
         (["show", "nobody", "--metrics"], "--metrics: goes with --json"),
@@ -106,9 +118,129 @@ def test_places_that_cannot_be_used_are_one_line(runs: Runs) -> None:
     assert "no runs in" in runs.memtop("show", "latest", status=1).stderr
 
 
+def test_a_damaged_run_hides_no_other(runs: Runs) -> None:
+    for name in ("a", "b", "c"):
+        runs.memtop("train", "--headless", "--name", name, "--", "true")
+        runs.wait(name, lambda d: d["supervisor_pid"] is None)
+    whole = (runs.path / "a/state.json").read_text()
+    (runs.path / "a/state.json").write_text("{")
+    (runs.path / "b/run.json").write_text("{")
+    (runs.path / "c/ledger.sqlite").write_bytes(b"no database" * 1000)
+    listed = {row["name"]: row for row in json.loads(runs.memtop("runs", "--json").stdout)}
+    assert listed["a"] == {
+        "name": "a",
+        "folder": str(runs.path / "a"),
+        "error": f"{runs.path}/a/state.json: cannot be understood: Input data was truncated",
+    }
+    assert listed["b"]["error"].startswith(f"{runs.path}/b/run.json: cannot be understood: ")
+    assert listed["c"]["state"] == "finished"
+    table = runs.memtop("runs").stdout
+    assert f"a                    unreadable: {runs.path}/a/state.json: cannot be understood" in table
+    assert "c                    finished" in table
+    once = runs.memtop("watch", "--once")
+    assert "a                    unreadable: " in once.stdout
+    assert once.stderr == ""
+    assert len(json.loads(runs.memtop("watch", "--once", "--json").stdout)["runs"]) == 3
+    for command, name, file in (("show", "a", "state.json"), ("stop", "a", "state.json"), ("show", "c", "ledger.sqlite")):
+        done = runs.memtop(command, name, status=1)
+        assert done.stderr.startswith(f"memtop: {runs.path}/{name}/{file}: cannot be "), done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    (runs.path / "a/state.json").write_text(whole)
+
+
+def test_a_place_that_may_not_be_read_is_named(runs: Runs) -> None:
+    runs.path.mkdir()
+    runs.path.chmod(0)
+    prefix: list[str] = []
+    if os.getuid() == 0:
+        # Nothing keeps root out but the lack of these.
+        prefix = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+        if (
+            shutil.which("setpriv") is None
+            or subprocess.run([*prefix, "ls", str(runs.path)], capture_output=True).returncode == 0
+        ):
+            pytest.skip("root cannot be kept out of a folder here")
+    for arguments in (["train"], ["show", "a"], ["show", "latest"], ["runs"], ["watch", "--once"], ["doctor"]):
+        done = subprocess.run(
+            [*prefix, sys.executable, "-m", "memtop", *arguments],
+            cwd=runs.root,
+            env=runs.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 1
+        if arguments == ["doctor"]:
+            assert "MISSING  runs folder" in done.stdout
+            assert done.stderr == ""
+        else:
+            assert len(done.stderr.splitlines()) == 1
+            assert done.stderr.startswith(f"memtop: {runs.path}")
+            assert "Permission denied" in done.stderr
+    runs.path.chmod(0o700)
+
+
+def test_output_that_cannot_be_written_is_one_line(runs: Runs) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "memtop", "presets"],
+            env=runs.environment,
+            cwd=runs.root,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "memtop: No space left on device"
+    assert "Traceback" not in done.stderr
+
+
+def test_a_supervisor_that_leaves_while_it_is_asked_is_named(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.memtop("train", "--headless", "--name", "a", "--", "true")
+
+    def ask(*arguments: object, **options: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("memtop.supervisor.run.client.ask", ask)
+    assert run(["stop", "a", "--runs-dir", str(runs.path)]) == 1
+    assert capsys.readouterr().err == "memtop: the supervisor of run 'a' went away: memtop watch a\n"
+
+
 def test_killing_needs_a_process_that_is_on_a_gpu(runs: Runs) -> None:
     done = runs.memtop("strays", "--kill", "1", status=1)
     assert done.stderr == "memtop: --kill 1: no GPU lists this process; see `memtop strays`\n"
+
+
+def test_a_pid_that_was_used_again_is_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with subprocess.Popen(["sleep", "60"]) as bystander:
+        found = identify(bystander.pid)
+        assert found is not None
+        before = GpuProcess(pid=found.pid, choosable=True, started_ticks=found.started_ticks - 1)
+        machine = MachineSnapshot(time=0.0, gpus=(GpuSample(index=0, processes=(before,)),))
+        monkeypatch.setattr(straying.Sampler, "sample", lambda sampler: machine)
+        assert straying.command(tmp_path, as_json=False, kill=[found.pid]) == 1
+        assert bystander.poll() is None
+        bystander.kill()
+    assert "is not the one that was chosen: the number has been used again" in capsys.readouterr().out
+
+
+def test_leaving_the_dashboard_of_a_run_that_failed(runs: Runs) -> None:
+    train = ["train", "--name", "a", "--", "sh", "-c", "exit 3"]
+    for arguments, status in ((train, 1), (["watch", "a"], 0)):
+        command = [sys.executable, "-m", "memtop", *arguments]
+        screen = Terminal(command, columns=100, rows=30, cwd=str(runs.root), environment=runs.environment)
+        try:
+            screen.wait_for("failed")
+            screen.keys("q")
+            assert screen.wait() == status
+            assert "memtop: a: failed (" in " ".join(screen.text().split())
+        finally:
+            screen.close()
 
 
 def test_json_is_one_document_on_stdout(runs: Runs) -> None:

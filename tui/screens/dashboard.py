@@ -227,7 +227,9 @@ class DashboardScreen(Screen[None]):
         if run is None:
             return DashboardResult("detach")
         if run.state.final:
-            return DashboardResult("ended", f"{run.name}: {run.state.value}, memtop show {run.name}")
+            why = f" ({run.reason})" if run.reason else ""
+            message = f"{run.name}: {run.state.value}{why}, memtop show {run.name}"
+            return DashboardResult("ended", message, exit_status=1 if run.state is wire.Phase.FAILED else 0)
         return DashboardResult("detach", f"{run.name} goes on; memtop watch {run.name} shows it again")
 
     # --- actions ----------------------------------------------------------------------------------------------------

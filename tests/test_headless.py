@@ -1,0 +1,124 @@
+"""The follower without a dashboard: it stays as long as the run does, and tells only what happens meanwhile."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from memtop import headless
+from memtop.supervisor.errors import NotRunningError, RunFolderError
+from memtop.supervisor.run.folder import RunFolder
+from memtop.supervisor.wire import Event, EventRows, Message, Phase, Request, RunState, StateUpdate
+from tests.conftest import Runs
+
+STATE = RunState(name="a", folder="/a", state=Phase.TRAINING, created=1.0, alive=True)
+FINISHED = StateUpdate(run=msgspec.structs.replace(STATE, state=Phase.FINISHED, alive=False))
+
+
+class Connection:
+    """A supervisor's end as the test scripts it; None for one that leaves, an error for one that refuses to be written to."""
+
+    def __init__(self, *messages: Message | None, broken: Exception | None = None) -> None:
+        self._messages = list(messages)
+        self._broken = broken
+        self.closed = False
+
+    async def send(self, request: Request) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    async def receive(self) -> Message | None:
+        return self._messages.pop(0) if self._messages else None
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Follow a run whose supervisor is there (a Connection) or not (what its folder says then)."""
+    monkeypatch.setattr(headless, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(headless.client, "revive", lambda path: False)
+
+    def run(*looks: Connection | RunState, since: float = 0.0) -> int:
+        left = list(looks)
+
+        async def connect(path: Path) -> Connection:
+            if isinstance(left[0], RunState):
+                raise NotRunningError("nobody")
+            return left.pop(0)  # type: ignore[return-value]
+
+        monkeypatch.setattr(headless.client.AsyncRunClient, "connect", connect)
+        monkeypatch.setattr(headless, "read_state", lambda folder: left.pop(0))
+        status = headless.follow(RunFolder(tmp_path), since=since)
+        assert not left, "it left before the end"
+        return status
+
+    return run
+
+
+def test_a_run_that_someone_else_revives_is_followed_on(follow: Callable[..., int]) -> None:
+    assert follow(Connection(StateUpdate(run=STATE), None), STATE, STATE, Connection(FINISHED)) == 0
+
+
+def test_only_a_final_phase_ends_it(follow: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    failed = msgspec.structs.replace(STATE, state=Phase.FAILED, reason="both are gone", alive=False)
+    assert follow(STATE, failed) == 1
+    assert "run a: failed (both are gone)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("Connection lost"), BrokenPipeError()])
+def test_a_supervisor_that_is_just_leaving_is_not_our_end(follow: Callable[..., int], error: Exception) -> None:
+    leaving = Connection(broken=error)
+    assert follow(leaving, FINISHED.run) == 0
+    assert leaving.closed
+
+
+def test_a_supervisor_that_cannot_be_started_is_an_error_in_the_end(
+    follow: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def revive(path: Path) -> bool:
+        raise RunFolderError("in use")
+
+    monkeypatch.setattr(headless.client, "revive", revive)
+    with pytest.raises(RunFolderError, match="in use"):
+        follow(*[STATE] * 9)
+
+
+def test_what_happened_before_is_not_told(follow: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    events = (
+        Event(time=5.0, attempt=1, kind="warning", message="of the first attempt"),
+        Event(time=20.0, attempt=2, kind="attempt", message="attempt 2 started"),
+    )
+    assert follow(Connection(EventRows(rows=events), FINISHED), since=10.0) == 0
+    told = capsys.readouterr().err
+    assert "attempt 2 started" in told
+    assert "first attempt" not in told
+
+
+def test_the_supervisors_death_does_not_end_it(runs: Runs) -> None:
+    arguments = ("train", "--headless", "--name", "a", "--", sys.executable, "-c", "import time; time.sleep(5)")
+    with subprocess.Popen(
+        [sys.executable, "-m", "memtop", *arguments],
+        cwd=runs.root,
+        env=runs.environment,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as follower:
+        deadline = time.monotonic() + 30
+        while not (runs.path / "a/attempts/0001/process.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        runs.kill(runs.show("a")["supervisor_pid"])
+        runs.memtop("watch", "--once")
+        _, told = follower.communicate(timeout=60)
+    assert follower.returncode == 0, told
+    assert "run a: finished" in told
+    assert runs.show("a")["state"] == "finished"
