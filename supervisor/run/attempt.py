@@ -46,6 +46,11 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
     """SIGTERM; longer than torchrun's own 30 s."""
     kill: float = 5.0
 
+    def stretched(self, update_seconds: float) -> Waits:
+        """The same for a program whose updates take so long."""
+        graceful = max(self.graceful, self.graceful / 2 + 2 * update_seconds)
+        return msgspec.structs.replace(self, graceful=graceful)
+
 
 class RunningAttempt:
     """The processes and files of one attempt, whether this supervisor started it or adopted it."""

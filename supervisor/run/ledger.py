@@ -86,6 +86,11 @@ class Ledger:
         with self._db:
             self._db.execute(f"UPDATE attempts SET {columns} WHERE number = ?", (*values.values(), number))
 
+    def close_unstarted(self, number: int, why: str, now: float) -> None:
+        """An attempt whose program could not be started: it took back none of the updates before it."""
+        diagnosis = {"summary": why, "evidence": [], "started": False}
+        self.update_attempt(number, ended=now, outcome="failed", start_updates=None, diagnosis=diagnosis)
+
     def attempts(self) -> list[Attempt]:
         columns = Attempt.__struct_fields__
         rows = self._db.execute(f"SELECT {', '.join(columns)} FROM attempts ORDER BY number")
