@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -105,6 +106,18 @@ class RunningAttempt:
                 journal.offset = offset_of(journal.rank)
                 self._journals[path] = journal
         return list(self._journals.values())
+
+    def replay(self, known: Callable[[int], int], apply: Callable[[int, dict[str, Any]], None]) -> None:
+        """Read again what an earlier supervisor had read, up to `known(rank)`: the ledger has it already."""
+        for journal in self.journals(lambda rank: 0):
+            until = known(journal.rank)
+            while journal.offset < until:
+                reports, end = journal.read_new(until=until)
+                if end == journal.offset:
+                    break
+                for report in reports:
+                    apply(journal.rank, report)
+                journal.offset = end
 
     def processes(self) -> list[ProcessId]:
         """All living processes of this attempt: launcher, ranks, loader workers."""

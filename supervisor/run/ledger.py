@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from memtop.presets.schema import Settings
+from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.wire import Event, Metric
 
 _SCHEMA = """
@@ -47,6 +48,14 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     updates: int | None = None
     samples_seen: int | None = None
     peak_bytes: int | None = None
+
+
+def open_for_writing(path: Path) -> Ledger:
+    """The supervisor's ledger, made if there is none; RunFolderError if it is damaged or cannot be written."""
+    try:
+        return Ledger(path)
+    except sqlite3.Error as error:
+        raise RunFolderError(f"{path}: cannot be used: {error}") from None
 
 
 class Ledger:

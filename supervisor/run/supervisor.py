@@ -26,9 +26,8 @@ from memtop.supervisor.run.change import edited, edited_live
 from memtop.supervisor.run.commands import Commands
 from memtop.supervisor.run.control import ControlServer, socket_path
 from memtop.supervisor.run.folder import RunFolder, RunLock, StateFile, write_json
-from memtop.supervisor.run.journal import Journal
 from memtop.supervisor.run.launch import launch
-from memtop.supervisor.run.ledger import Attempt, Ledger
+from memtop.supervisor.run.ledger import Attempt, open_for_writing
 from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.manifest import newest_checkpoint
@@ -81,10 +80,7 @@ class Supervisor:
         if not self._lock.acquire():
             raise RunFolderError(f"run {self.folder.name!r} is in use by another supervisor: memtop watch {self.folder.name}")
         become_subreaper()
-        try:
-            self.ledger = Ledger(self.folder.ledger_path)
-        except sqlite3.Error as error:
-            raise RunFolderError(f"{self.folder.ledger_path}: cannot be used: {error}") from None
+        self.ledger = open_for_writing(self.folder.ledger_path)
         commands = Commands(self)
         self._server = ControlServer(
             self._socket, on_request=commands.handle, on_agent=self._on_agent, on_gone=self.agents.gone
@@ -132,8 +128,7 @@ class Supervisor:
         self.progress.resume_from(self.ledger.metrics())
         self.attempt = RunningAttempt(self.folder, last.number, shim_pid=None)
         self.started, self.ended, self.exit_status = last.started, last.ended, last.exit_status
-        for journal in self.attempt.journals(lambda rank: 0):
-            self._replay(journal)
+        self.attempt.replay(lambda rank: self.ledger.journal_offset(last.number, rank), self.progress.apply)
 
     def _adopt(self, state: StateFile | None) -> None:
         assert self.attempt is not None
@@ -145,18 +140,6 @@ class Supervisor:
         if phase in (Phase.STOPPING, Phase.RESTARTING):
             self.begin_stop(asked=False)
 
-    def _replay(self, journal: Journal) -> None:
-        """Read again what an earlier supervisor had read, to know where the training stands; the ledger has it already."""
-        assert self.attempt is not None
-        known = self.ledger.journal_offset(self.attempt.number, journal.rank)
-        while journal.offset < known:
-            reports, end = journal.read_new(until=known)
-            if end == journal.offset:
-                return
-            for report in reports:
-                self.progress.apply(journal.rank, report)
-            journal.offset = end
-
     async def _loop(self) -> None:
         linger_until: float | None = None
         while True:
@@ -164,13 +147,10 @@ class Supervisor:
             await self._tick()
             if not self.lifecycle.phase.final:
                 linger_until = None
-            elif linger_until is None or self._server_watched():
+            elif linger_until is None or any(peer.subscribed for peer in self._server.peers):
                 linger_until = self._monotonic() + _LINGER_SECONDS
             elif self._monotonic() > linger_until:
                 return
-
-    def _server_watched(self) -> bool:
-        return any(peer.subscribed for peer in self._server.peers)
 
     async def _tick(self) -> None:
         if self.attempt is not None and not self.lifecycle.phase.final:
@@ -212,11 +192,9 @@ class Supervisor:
             raise RunFolderError(f"{self.folder.ledger_path}: cannot be written: {error}; free some space") from None
         try:
             shim = launch(self.folder, number, self.spec, settings, self._socket)
-        except (MemtopError, OSError) as error:
+        except MemtopError as error:
             why = str(error)
             self._ledgered(lambda: self.ledger.close_unstarted(number, why, time.time()))
-            if isinstance(error, OSError):
-                raise RunFolderError(f"attempt {number} cannot be started: {error}") from None
             raise
         split = explain.split_change(self.settings, settings)
         self.checkpoint, self.settings = checkpoint, settings
@@ -224,9 +202,7 @@ class Supervisor:
         self.started, self.ended, self.exit_status = started, None, None
         self.pending, self.ladder, self.adopted = None, None, False
         self.agents.reset()
-        best = self.progress.best_loss
-        self.progress = Progress()
-        self.progress.best_loss = best
+        self.progress = Progress(self.progress.best_loss)
         if start is not None:
             self._publisher.take_back_from(start + 1)
         self.attempt = RunningAttempt(self.folder, number, shim)
