@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -45,6 +46,11 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
     terminate: float = 40.0
     """SIGTERM; longer than torchrun's own 30 s."""
     kill: float = 5.0
+
+    def stretched(self, update_seconds: float) -> Waits:
+        """The same for a program whose updates take so long."""
+        graceful = max(self.graceful, self.graceful / 2 + 2 * update_seconds)
+        return msgspec.structs.replace(self, graceful=graceful)
 
 
 class RunningAttempt:
@@ -100,6 +106,18 @@ class RunningAttempt:
                 journal.offset = offset_of(journal.rank)
                 self._journals[path] = journal
         return list(self._journals.values())
+
+    def replay(self, known: Callable[[int], int], apply: Callable[[int, dict[str, Any]], None]) -> None:
+        """Read again what an earlier supervisor had read, up to `known(rank)`: the ledger has it already."""
+        for journal in self.journals(lambda rank: 0):
+            until = known(journal.rank)
+            while journal.offset < until:
+                reports, end = journal.read_new(until=until)
+                if end == journal.offset:
+                    break
+                for report in reports:
+                    apply(journal.rank, report)
+                journal.offset = end
 
     def processes(self) -> list[ProcessId]:
         """All living processes of this attempt: launcher, ranks, loader workers."""

@@ -46,14 +46,17 @@ def launch(folder: RunFolder, number: int, spec: RunSpec, settings: Settings | N
             environment=_environment(folder, number, spec, socket),
         ),
     )
-    with folder.supervisor_log.open("ab") as log:
-        shim = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_SHIM), str(attempt)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+    try:
+        with folder.supervisor_log.open("ab") as log:
+            shim = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_SHIM), str(attempt)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise RunFolderError(f"attempt {number} cannot be started: {error}") from None
     # The supervisor waits for it through a pidfd and os.waitpid; Popen must not reap it in its finaliser.
     shim.returncode = 0
     return shim.pid

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from memtop.presets.schema import Settings
+from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.wire import Event, Metric
 
 _SCHEMA = """
@@ -49,6 +50,14 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int | None = None
 
 
+def open_for_writing(path: Path) -> Ledger:
+    """The supervisor's ledger, made if there is none; RunFolderError if it is damaged or cannot be written."""
+    try:
+        return Ledger(path)
+    except sqlite3.Error as error:
+        raise RunFolderError(f"{path}: cannot be used: {error}") from None
+
+
 class Ledger:
     """Opened for writing by the supervisor, read-only by everyone else."""
 
@@ -85,6 +94,11 @@ class Ledger:
         columns = ", ".join(f"{name} = ?" for name in values)
         with self._db:
             self._db.execute(f"UPDATE attempts SET {columns} WHERE number = ?", (*values.values(), number))
+
+    def close_unstarted(self, number: int, why: str, now: float) -> None:
+        """An attempt whose program could not be started: it took back none of the updates before it."""
+        diagnosis = {"summary": why, "evidence": [], "started": False}
+        self.update_attempt(number, ended=now, outcome="failed", start_updates=None, diagnosis=diagnosis)
 
     def attempts(self) -> list[Attempt]:
         columns = Attempt.__struct_fields__

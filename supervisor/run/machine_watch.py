@@ -15,6 +15,8 @@ from memtop.supervisor.run.process import alive, resident_bytes
 from memtop.supervisor.run.view import known_runs
 
 _SAMPLE_SECONDS = 1.0
+# Between a failure and the next try.
+_AGAIN_SECONDS = 5.0
 # Walking /proc for the run's members and writing to the ledger are done at every fifth sample.
 _RARELY = 5
 
@@ -30,6 +32,26 @@ class MachineWatch:
         self._find_members = members
         self._members: list[ProcessId] = []
         self._bands: dict[str, Band] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._again: asyncio.TimerHandle | None = None
+
+    def start(self, on_sample: Callable[[bool], None], on_failure: Callable[[BaseException | None], None]) -> None:
+        """Sample beside everything else until `stop`; what ends it is told to `on_failure`, and it begins again."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled():
+                on_failure(task.exception())
+                self._again = loop.call_later(_AGAIN_SECONDS, self.start, on_sample, on_failure)
+
+        loop = asyncio.get_running_loop()
+        self._task = loop.create_task(self.run(on_sample))
+        self._task.add_done_callback(ended)
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        if self._again is not None:
+            self._again.cancel()
 
     async def run(self, on_sample: Callable[[bool], None]) -> None:
         """Sample for ever. `on_sample(keep)` is called after each; keep says that this one belongs into the ledger."""

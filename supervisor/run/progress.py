@@ -15,13 +15,13 @@ _SPLIT = ("data_wait_seconds", "forward_seconds", "backward_seconds", "optimizer
 class Progress:
     """The training of one attempt, as its reports tell it. Values are None until a report has told them."""
 
-    def __init__(self) -> None:
+    def __init__(self, best_loss: float | None = None) -> None:
         self.step: dict[str, Any] = {}
         """Rank 0's newest step report."""
         self.plan: dict[str, Any] = {}
         self.end: dict[str, Any] | None = None
         """{"outcome": finished | stopped | failed, "message": ...} once the program has said so."""
-        self.best_loss: float | None = None
+        self.best_loss = best_loss
         self.peak_bytes: int | None = None
         self.phase: str | None = None
         self.offers: frozenset[str] | None = None

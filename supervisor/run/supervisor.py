@@ -16,19 +16,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from memtop.presets import SettingsError, edit_settings
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.agents import Agents
 from memtop.supervisor.run.attempt import UNKNOWN_STATUS, ExitFile, RunningAttempt, StopLadder, Waits, clear_leftovers
+from memtop.supervisor.run.change import edited, edited_live
 from memtop.supervisor.run.commands import Commands
 from memtop.supervisor.run.control import ControlServer, socket_path
 from memtop.supervisor.run.folder import RunFolder, RunLock, StateFile, write_json
-from memtop.supervisor.run.journal import Journal
 from memtop.supervisor.run.launch import launch
-from memtop.supervisor.run.ledger import Attempt, Ledger
+from memtop.supervisor.run.ledger import Attempt, open_for_writing
 from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.manifest import newest_checkpoint
@@ -36,13 +35,11 @@ from memtop.supervisor.run.process import ProcessId, become_subreaper, identify,
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.publish import Publisher
 from memtop.supervisor.run.state import run_state
-from memtop.supervisor.wire import Change, Checkpoint, Event, Phase, RunState
+from memtop.supervisor.wire import Change, Event, Phase, RunState
 
 T = TypeVar("T")
 
 _TICK_SECONDS = 0.2
-# Between the failure of the machine's sampling and the next try.
-_RESAMPLE_SECONDS = 5.0
 # After the run has ended: how long to stay for viewers that are just connecting.
 _LINGER_SECONDS = 3.0
 
@@ -61,8 +58,6 @@ class Supervisor:
         self.attempt: RunningAttempt | None = None
         self.ladder: StopLadder | None = None
         self._asking: asyncio.Task[None] | None = None
-        self._sampling: asyncio.Task[None] | None = None
-        self._resampling: asyncio.TimerHandle | None = None
         self.pending: Change | None = None
         self.warnings: dict[str, str] = {}
         self._unnumbered = itertools.count(-1, -1)
@@ -85,17 +80,14 @@ class Supervisor:
         if not self._lock.acquire():
             raise RunFolderError(f"run {self.folder.name!r} is in use by another supervisor: memtop watch {self.folder.name}")
         become_subreaper()
-        try:
-            self.ledger = Ledger(self.folder.ledger_path)
-        except sqlite3.Error as error:
-            raise RunFolderError(f"{self.folder.ledger_path}: cannot be used: {error}") from None
+        self.ledger = open_for_writing(self.folder.ledger_path)
         commands = Commands(self)
         self._server = ControlServer(
             self._socket, on_request=commands.handle, on_agent=self._on_agent, on_gone=self.agents.gone
         )
         self._publisher = Publisher(self.ledger, self._server)
         await self._server.start()
-        self._start_sampling()
+        self.watch.start(self._on_sample, self._on_sampling_failed)
         try:
             try:
                 self._take_over(change)
@@ -105,29 +97,11 @@ class Supervisor:
                 raise
             await self._loop()
         finally:
-            if self._sampling is not None:
-                self._sampling.remove_done_callback(self._sampling_ended)
-                self._sampling.cancel()
-            if self._resampling is not None:
-                self._resampling.cancel()
+            self.watch.stop()
             self._save_state()
             await self._server.close()
             self.ledger.close()
             self._lock.release()
-
-    def _start_sampling(self) -> None:
-        self._sampling = asyncio.get_running_loop().create_task(self.watch.run(self._on_sample))
-        self._sampling.add_done_callback(self._sampling_ended)
-
-    def _sampling_ended(self, task: asyncio.Task[None]) -> None:
-        """It never should: tell why it did, once for each reason, and begin again."""
-        if task.cancelled():
-            return
-        why = f"the machine could not be sampled: {task.exception()!r}"
-        if why != self.warnings.get("sampling"):
-            self._warn("sampling", why)
-            self.event("warning", why)
-        self._resampling = asyncio.get_running_loop().call_later(_RESAMPLE_SECONDS, self._start_sampling)
 
     def _take_over(self, change: Change | None) -> None:
         attempts = self.ledger.attempts()
@@ -154,8 +128,7 @@ class Supervisor:
         self.progress.resume_from(self.ledger.metrics())
         self.attempt = RunningAttempt(self.folder, last.number, shim_pid=None)
         self.started, self.ended, self.exit_status = last.started, last.ended, last.exit_status
-        for journal in self.attempt.journals(lambda rank: 0):
-            self._replay(journal)
+        self.attempt.replay(lambda rank: self.ledger.journal_offset(last.number, rank), self.progress.apply)
 
     def _adopt(self, state: StateFile | None) -> None:
         assert self.attempt is not None
@@ -167,18 +140,6 @@ class Supervisor:
         if phase in (Phase.STOPPING, Phase.RESTARTING):
             self.begin_stop(asked=False)
 
-    def _replay(self, journal: Journal) -> None:
-        """Read again what an earlier supervisor had read, to know where the training stands; the ledger has it already."""
-        assert self.attempt is not None
-        known = self.ledger.journal_offset(self.attempt.number, journal.rank)
-        while journal.offset < known:
-            reports, end = journal.read_new(until=known)
-            if end == journal.offset:
-                return
-            for report in reports:
-                self.progress.apply(journal.rank, report)
-            journal.offset = end
-
     async def _loop(self) -> None:
         linger_until: float | None = None
         while True:
@@ -186,13 +147,10 @@ class Supervisor:
             await self._tick()
             if not self.lifecycle.phase.final:
                 linger_until = None
-            elif linger_until is None or self._server_watched():
+            elif linger_until is None or any(peer.subscribed for peer in self._server.peers):
                 linger_until = self._monotonic() + _LINGER_SECONDS
             elif self._monotonic() > linger_until:
                 return
-
-    def _server_watched(self) -> bool:
-        return any(peer.subscribed for peer in self._server.peers)
 
     async def _tick(self) -> None:
         if self.attempt is not None and not self.lifecycle.phase.final:
@@ -224,7 +182,7 @@ class Supervisor:
         Whatever refuses it (the change, the ledger, the disk) leaves what is known of the attempt before as it is.
         """
         checkpoint = newest_checkpoint(self.folder.latest_state)
-        settings = self._edited(change, checkpoint)
+        settings = edited(self.settings, change, checkpoint)
         started = time.time()
         # A program of the user's own counts its updates from its start; ours says where it resumes.
         start = 0 if settings is None else None
@@ -234,11 +192,9 @@ class Supervisor:
             raise RunFolderError(f"{self.folder.ledger_path}: cannot be written: {error}; free some space") from None
         try:
             shim = launch(self.folder, number, self.spec, settings, self._socket)
-        except (MemtopError, OSError) as error:
+        except MemtopError as error:
             why = str(error)
-            self._ledgered(lambda: self._close_unstarted(number, why))
-            if isinstance(error, OSError):
-                raise RunFolderError(f"attempt {number} cannot be started: {error}") from None
+            self._ledgered(lambda: self.ledger.close_unstarted(number, why, time.time()))
             raise
         split = explain.split_change(self.settings, settings)
         self.checkpoint, self.settings = checkpoint, settings
@@ -246,54 +202,18 @@ class Supervisor:
         self.started, self.ended, self.exit_status = started, None, None
         self.pending, self.ladder, self.adopted = None, None, False
         self.agents.reset()
-        best = self.progress.best_loss
-        self.progress = Progress()
-        self.progress.best_loss = best
+        self.progress = Progress(self.progress.best_loss)
         if start is not None:
             self._publisher.take_back_from(start + 1)
         self.attempt = RunningAttempt(self.folder, number, shim)
         self._move(Phase.STARTING)
         self.event("attempt", f"attempt {number}: {reason}{split}")
 
-    def _close_unstarted(self, number: int, why: str) -> None:
-        # Updates of the attempts before still count: this one took none of them back.
-        diagnosis = {"summary": why, "evidence": [], "started": False}
-        self.ledger.update_attempt(number, ended=time.time(), outcome="failed", start_updates=None, diagnosis=diagnosis)
-
     def foreseen(self, change: Change) -> Settings | None:
-        """The settings that a change asked for now will give; UsageError if it cannot be.
-
-        A run in progress is counted from where it will have stopped: after one more update.
-        """
-        step = self.progress.step
-        if self.lifecycle.phase.final or self.settings is None or not isinstance(step.get("update"), int):
-            return self._edited(change, self.checkpoint)
-        update, seen = step["update"] + 1, (step.get("samples_seen") or 0) + self.settings.effective_batch
-        if change.max_updates is not None and 0 < change.max_updates < update:
-            raise UsageError(f"max_updates {change.max_updates}: the run will have done {update} when it stops; give more")
-        return self._edited(change, Checkpoint(path="", updates=update, samples_seen=seen, complete=True))
-
-    def _edited(self, change: Change, checkpoint: Checkpoint | None) -> Settings | None:
-        """The settings that a change gives, counted from that checkpoint if it is complete; UsageError if it cannot be."""
-        if self.settings is None:
-            if change != Change():
-                raise UsageError("this run's program is your own: its settings are not memtop's to change")
-            return None
-        done = checkpoint if checkpoint is not None and checkpoint.complete else None
-        try:
-            return edit_settings(
-                self.settings,
-                batch=change.batch,
-                accumulation=change.accumulation,
-                seq_len=change.seq_len,
-                preset=change.preset,
-                max_updates=change.max_updates,
-                assignments=change.assignments,
-                updates_done=(done.updates or 0) if done else 0,
-                samples_seen=(done.samples_seen or 0) if done else 0,
-            )
-        except SettingsError as error:
-            raise UsageError(str(error)) from None
+        """The settings that a change asked for now will give; UsageError if it cannot be."""
+        if self.lifecycle.phase.final:
+            return edited(self.settings, change, self.checkpoint)
+        return edited_live(self.settings, change, self.checkpoint, self.progress)
 
     async def _finish(self, ended: ExitFile) -> None:
         """The program has ended: read its last words, clear what it left behind, decide what the run is now."""
@@ -370,13 +290,13 @@ class Supervisor:
     def begin_stop(self, *, asked: bool) -> StopLadder:
         assert self.attempt is not None
         # Whoever was asked to finish an update is given the time that its updates take.
-        update, graceful = self.progress.step.get("step_seconds") or 0.0, self._waits.graceful
+        update = self.progress.step.get("step_seconds") or 0.0
         self.ladder = StopLadder(
             self.attempt,
             asked=asked,
             monotonic=self._monotonic,
             announce=lambda text: self.event("stop", text),
-            waits=msgspec.structs.replace(self._waits, graceful=max(graceful, graceful / 2 + 2 * update)),
+            waits=self._waits.stretched(update),
         )
         return self.ladder
 
@@ -461,6 +381,13 @@ class Supervisor:
             self._ledgered(lambda: self.ledger.add_sample(machine.time, number, msgspec.json.encode(machine)))
         self._warn("sampling", None)
         self._publisher.changed()
+
+    def _on_sampling_failed(self, error: BaseException | None) -> None:
+        why = f"the machine could not be sampled: {error!r}"
+        # Told once, however often it happens.
+        if why != self.warnings.get("sampling"):
+            self._warn("sampling", why)
+            self.event("warning", why)
 
     # --- state ----------------------------------------------------------------------------------------------------------
 

@@ -485,7 +485,7 @@ async def test_a_change_that_cannot_be_is_refused_as_wrong_usage(tmp_path: Path)
 
 async def test_sampling_that_fails_is_told_once_and_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     supervisor = supervisor_at_update(tmp_path, 7)
-    monkeypatch.setattr("memtop.supervisor.run.supervisor._RESAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr("memtop.supervisor.run.machine_watch._AGAIN_SECONDS", 0.0)
     tries, often = 0, asyncio.Event()
 
     async def fail(on_sample: object) -> None:
@@ -497,12 +497,11 @@ async def test_sampling_that_fails_is_told_once_and_begun_again(tmp_path: Path, 
         raise OSError("no driver")
 
     monkeypatch.setattr(supervisor.watch, "run", fail)
-    supervisor._start_sampling()
+    supervisor.watch.start(supervisor._on_sample, supervisor._on_sampling_failed)
     await asyncio.wait_for(often.wait(), 60)
     told = [event.message for event in supervisor.ledger.events()]
     assert told == ["the machine could not be sampled: OSError('no driver')"]
-    assert supervisor._sampling is not None
-    supervisor._sampling.cancel()
+    supervisor.watch.stop()
 
 
 # --- checkpoint, socket ---------------------------------------------------------------------------------------------------
