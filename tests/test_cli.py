@@ -288,7 +288,7 @@ def test_presets_are_judged_against_the_run_that_is_going_on(runs: Runs) -> None
     assert rows[0]["switch_whole"] == "refused"
     assert "beyond the model's 1024 positions" in rows[0]["reason_whole"]
     assert json.loads(runs.memtop("presets", "t5-balanced", "--json").stdout)["recipe"] == "pretrain-t5"
-    refused = runs.memtop("restart", "a", "--set", "seed=1", status=1).stderr
+    refused = runs.memtop("restart", "a", "--set", "seed=1", status=2).stderr
     assert "seed 1: makes a new run: memtop train first-run --name NEW --set seed=1, or --fresh" in refused
     runs.memtop("stop", "a")
 
