@@ -104,6 +104,8 @@ def _strategy_changes(before: Settings, after: Settings) -> Iterator[str]:
         yield f"workers {before.workers} -> {after.workers}"
     if before.host_level != after.host_level:
         yield f"host memory {before.host_level} -> {after.host_level}"
+    if before.allocator != after.allocator:
+        yield f"allocator {before.allocator or 'as torch has it'} -> {after.allocator or 'as torch has it'}"
     if before.pin_memory != after.pin_memory:
         words = {True: "on", False: "off", None: "where memory allows"}
         yield f"pinned buffers {words[after.pin_memory]}"

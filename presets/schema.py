@@ -118,6 +118,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Page-locked host buffers for copies to the GPU and for offloading; None: where host memory allows."""
     trackers: tuple[str, ...] = ()
     """Names of accelerate's trackers that also get the metrics: "tensorboard", "wandb"."""
+    allocator: str = ""
+    """Options of torch's CUDA allocator, such as "expandable_segments:True"; put into the program's environment."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     model: dict[str, Any] = {}
     """{"config": {"model_type": ..., ...}}: a Hugging Face configuration, weights drawn from `seed`; or {"path": ...}: a folder
@@ -209,6 +211,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     workers: int | None = None
     host_level: HostLevel | None = None
     pin_memory: bool | None = None
+    allocator: str | None = None
     guide: Guide = Guide()
 
     def meant_for(self, recipe: str) -> bool:

@@ -52,7 +52,7 @@ def take_whole(settings: Settings, preset: Preset) -> Settings:
 
 
 def _with_strategy(settings: Settings, preset: Preset) -> Settings:
-    fields = ("zero", "gradient_checkpointing", "workers", "host_level", "pin_memory")
+    fields = ("zero", "gradient_checkpointing", "workers", "host_level", "pin_memory", "allocator")
     given = {name: value for name in fields if (value := getattr(preset, name)) is not None}
     after = msgspec.structs.replace(settings, preset=preset.name, **given)
     if after.optimizer == "cpu_adam" and not after.zero.offload_optimizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -43,7 +44,7 @@ def launch(folder: RunFolder, number: int, spec: RunSpec, settings: Settings | N
         LaunchCommand(
             argv=_argv(folder, attempt, spec, settings),
             cwd=spec.cwd,
-            environment=_environment(folder, number, spec, socket),
+            environment=_environment(folder, number, spec, settings, socket),
         ),
     )
     try:
@@ -90,7 +91,7 @@ def launcher(settings: Settings) -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.world_size))
 
 
-def _environment(folder: RunFolder, number: int, spec: RunSpec, socket: Path) -> dict[str, str]:
+def _environment(folder: RunFolder, number: int, spec: RunSpec, settings: Settings | None, socket: Path) -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH")
     additions = {
         "MEMTOP_RUN": str(folder.path),
@@ -103,7 +104,22 @@ def _environment(folder: RunFolder, number: int, spec: RunSpec, socket: Path) ->
     if not spec.command:
         # A folder called `tokenizers` where memtop was called must not shadow the library (Python 3.11 and newer).
         additions["PYTHONSAFEPATH"] = "1"
+    if settings is not None:
+        additions |= allocator_environment(settings.allocator, os.environ)
     if spec.gpus is not None:
         # UUIDs and PCI order agree with what the driver library shows; the default order of CUDA is by speed.
         additions |= {"CUDA_VISIBLE_DEVICES": spec.gpus, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return additions
+
+
+# torch read the first name alone up to 2.9; newer ones prefer the second.
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def allocator_environment(wanted: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """What to add to the environment for these allocator options. What the user has set already wins, option by option."""
+    theirs = next((inherited[name] for name in reversed(_ALLOCATOR) if inherited.get(name)), "")
+    options = [option for option in theirs.split(",") if option]
+    names = {option.partition(":")[0] for option in options}
+    added = [option for option in wanted.split(",") if option and option.partition(":")[0] not in names]
+    return dict.fromkeys(_ALLOCATOR, ",".join([*options, *added])) if added else {}

@@ -27,6 +27,7 @@ from memtop.supervisor.run.commands import Commands
 from memtop.supervisor.run.control import ControlServer, socket_path
 from memtop.supervisor.run.folder import RunFolder, RunLock, RunSpec, StateFile, create_run, find_run, list_runs, write_json
 from memtop.supervisor.run.journal import Journal
+from memtop.supervisor.run.launch import allocator_environment
 from memtop.supervisor.run.ledger import Ledger
 from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.manifest import newest_checkpoint, read_checkpoint
@@ -379,6 +380,24 @@ def test_a_state_that_could_not_be_saved_is_not_hidden(tmp_path: Path) -> None:
         assert found == (Phase.STOPPED, "stopped, NOT saved: disk full", None)
     finished = explain.outcome(tmp_path / "log", {**end, "outcome": "finished"}, 0, Phase.TRAINING, own_program=False)
     assert finished[:2] == (Phase.FAILED, "finished, NOT saved: disk full")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "inherited", "expected"),
+    [
+        ("", {}, None),
+        ("expandable_segments:True", {}, "expandable_segments:True"),
+        (
+            "expandable_segments:True",
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+            "max_split_size_mb:64,expandable_segments:True",
+        ),
+        ("expandable_segments:True", {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, None),
+    ],
+)
+def test_allocator_options_are_added_to_the_users_own(wanted: str, inherited: dict[str, str], expected: str | None) -> None:
+    found = allocator_environment(wanted, inherited)
+    assert found == ({} if expected is None else dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), expected))
 
 
 def test_a_restart_says_what_it_changes() -> None:
