@@ -28,8 +28,9 @@ def build_optimizer(
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     rate, decay = settings.learning_rate, settings.weight_decay
     if settings.optimizer == "adamw":
-        # Sharded optimizers step over flat pieces of their own, where the fused kernel is as good.
-        return torch.optim.AdamW(trained, lr=rate, weight_decay=decay, fused=device.type == "cuda" or None)
+        # Under ZeRO the steps go over flat pieces, on the CPU where they are offloaded: torch chooses the kernel.
+        fused = device.type == "cuda" and not settings.zero.stage
+        return torch.optim.AdamW(trained, lr=rate, weight_decay=decay, fused=fused or None)
     if settings.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 
