@@ -11,7 +11,9 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -129,16 +131,21 @@ def test_a_look_at_a_run_keeps_nobody_from_taking_it(tmp_path: Path) -> None:
     timer.join()
 
 
-def test_a_run_of_another_user_is_not_known(tmp_path: Path) -> None:
-    mine, other = (create_run(tmp_path, spec(name), fresh=False) for name in ("mine", "other"))
+@pytest.fixture
+def common_place() -> Iterator[Path]:
+    """A folder that every user can reach; pytest's own lie below one that is closed to others."""
+    with tempfile.TemporaryDirectory(prefix="memtop-") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def test_a_run_of_another_user_is_not_known(common_place: Path) -> None:
+    mine, other = (create_run(common_place, spec(name), fresh=False) for name in ("mine", "other"))
     for folder in (mine, other):
         write_json(folder.state_path, StateFile(run=read_state(folder), socket=""))
         folder.lock_path.touch(mode=0o600)
     if os.getuid() == 0:
         # Root may read everything: look as somebody who owns only the one.
-        tmp_path.chmod(0o755)
-        for parent in tmp_path.parents[:2]:
-            parent.chmod(0o755)
         for path in (mine.path, *mine.path.iterdir()):
             os.chown(path, 65534, 65534)
         for path in (other.path, other.spec_path, other.state_path):
@@ -147,7 +154,7 @@ def test_a_run_of_another_user_is_not_known(tmp_path: Path) -> None:
     else:
         other.lock_path.chmod(0)
     try:
-        assert [run.name for run in known_runs(tmp_path)] == ["mine"]
+        assert [run.name for run in known_runs(common_place)] == ["mine"]
     finally:
         if os.getuid() == 0:
             os.seteuid(0)
