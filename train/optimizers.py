@@ -89,6 +89,9 @@ def write_moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Paramete
         return
     else:
         state = {"step": int(step) if kind == "DeepSpeedCPUAdam" else step.clone(), **full_moments(saved, parameter.shape)}
+    if any(group.get("fused") for group in optimizer.param_groups):
+        # The fused kernel counts its steps where the parameter lies.
+        state["step"] = step.to(parameter.device, copy=True)
     optimizer.state[parameter] = {
         # Copies: what was read is a mapping of the saved file, and would keep its disk space when it is deleted.
         name: value.to(parameter.device, copy=True) if torch.is_tensor(value) and value.dim() else value
