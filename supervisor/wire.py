@@ -68,6 +68,21 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     rss_bytes: int | None = None
 
 
+class RoleMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Host memory of a run's processes of one role. Bytes."""
+
+    role: str
+    """launcher | rank | loader worker | other"""
+    processes: int
+    pss_bytes: int | None = None
+    """Shared pages divided among those who map them: the roles add up to what the run takes."""
+    uss_bytes: int | None = None
+    """Private pages: what their death would give back."""
+    shm_bytes: int | None = None
+    """Shared memory (data-loader batches) as part of pss_bytes."""
+    swap_bytes: int | None = None
+
+
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """All that a dashboard shows of a run, at one moment."""
 
@@ -108,6 +123,11 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankMemory, ...] = ()
     run_rss_bytes: int | None = None
     """Resident bytes of all processes of the run together (shared pages counted in each)."""
+    run_memory: tuple[RoleMemory, ...] = ()
+    """The same by role, shared pages counted once; read every 10 s, since the kernel walks all pages for it."""
+    gpu_base_bytes: dict[str, int] = {}
+    """By GPU uuid: the least GPU memory of this run's processes outside torch's allocator seen in this attempt, which is
+    the CUDA contexts and little else."""
     checkpoint: Checkpoint | None = None
     exit_status: int | None = None
     """The training program's own exit status; negative is the signal that ended it; None if unknown or still running."""
