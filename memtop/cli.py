@@ -133,7 +133,9 @@ def train(
     accum: Accum = None,
     seq_len: SeqLen = None,
     assignments: Assignments = None,
-    gpus: Annotated[str | None, typer.Option("--gpus", metavar="0,1", help="which GPUs; one process each")] = None,
+    gpus: Annotated[
+        str | None, typer.Option("--gpus", metavar="0,1|free:N", help="which GPUs, or N free ones; one process each")
+    ] = None,
     name: Annotated[str | None, typer.Option("--name", metavar="NAME", help="the run's name")] = None,
     runs_dir: RunsDir = None,
     max_updates: MaxUpdates = None,
@@ -150,14 +152,14 @@ def train(
     Without a terminal it runs headless. Quitting the dashboard never stops the run.
     """
     from memtop import asking
+    from memtop import gpus as gpu_choice
     from memtop.supervisor.run.client import start_supervisor
 
     begun = time.time()
     _exclude(headless, detach)
     if on_oom != "stop":
         raise UsageError(f"--on-oom {on_oom}: only `stop` is known: a run that dies of memory stops and says so")
-    gpu_list = asking.parse_gpus(gpus)
-    asking.check_gpus(gpu_list)
+    gpu_list = gpu_choice.wanted(gpus)
     own = _program
     edits = Change(batch=batch, accumulation=accum, seq_len=seq_len, max_updates=max_updates, assignments=_pairs(assignments))
     if own:
