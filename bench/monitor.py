@@ -57,7 +57,7 @@ while True:
 class Screen:
     """A program on a terminal whose output is read and thrown away; what it drew last can be waited for."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+    def __init__(self, command: Sequence[str], environment: dict[str, str], *, leave: str = "q") -> None:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", SIZE[1], SIZE[0], 0, 0))
         kept = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
@@ -70,6 +70,7 @@ class Screen:
             start_new_session=True,
         )
         os.close(slave)
+        self._leave = leave
         self.bytes = 0
         self._seen = b""
         self._arrived = threading.Condition()
@@ -81,14 +82,17 @@ class Screen:
         with self._arrived:
             self._seen = b""
             started = time.perf_counter()
-            os.write(self._master, key.encode())
+            self.press(key)
             if not self._arrived.wait_for(lambda: wanted in self._seen, 60):
                 raise RuntimeError(f"{wanted!r} was not drawn within 60 s of {key!r}")
             return time.perf_counter() - started
 
-    def close(self, key: str) -> None:
-        """Leave by the program's own key, so that it can say what it has to say at its end."""
+    def press(self, key: str) -> None:
         os.write(self._master, key.encode())
+
+    def close(self) -> None:
+        """Leave by the program's own key, so that it ends in good order and the driver's double can write its counts."""
+        self.press(self._leave)
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -166,7 +170,7 @@ def memtop_watch(made: Machine, interval: float) -> Screen:
 
 
 def sampler_alone(made: Machine, interval: float) -> Screen:
-    return Screen([sys.executable, "-c", _SAMPLER, str(interval)], made.environment)
+    return Screen([sys.executable, "-c", _SAMPLER, str(interval)], made.environment, leave="\x03")
 
 
 def nvitop(command: str) -> Program:
@@ -203,7 +207,7 @@ def side_by_side(
         for name, start in programs.items():
             screen = start(made, interval)
             rows[name].append(used(screen, seconds))
-            screen.close("q")
+            screen.close()
     found: dict[str, Any] = {
         name: {field: spread([row[field] for row in measured]) for field in measured[0]} for name, measured in rows.items()
     }
@@ -240,9 +244,7 @@ def calls(programs: dict[str, Program], options: argparse.Namespace) -> dict[str
             for length in lengths:
                 screen = start(made, 1.0)
                 time.sleep(length)
-                if name == "sampler":
-                    screen.process.terminate()
-                screen.close("q")
+                screen.close()
                 counted.append(json.loads(made.counts.read_text()))
             functions = {
                 function: (counted[1][function] - counted[0].get(function, 0)) / (lengths[1] - lengths[0]) / gpus
@@ -280,9 +282,9 @@ def slow(options: argparse.Namespace) -> dict[str, Any]:
             shown = []
             for _ in range(20):
                 shown.append(screen.key_to_screen_seconds("?", b"Keys"))
-                os.write(screen._master, b"\x1b")
+                screen.press("\x1b")
                 time.sleep(0.6)
-            screen.close("q")
+            screen.close()
         found[f"{delay:g}_ms_per_call"] = spread(shown)
     return {"unit": "seconds from key press to the help screen", **found}
 
