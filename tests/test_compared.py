@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import typer.main
 
 from memtop.cli import app
 from memtop.supervisor.monitor.values import MachineSnapshot
@@ -39,7 +38,7 @@ def test_fields_exist(path: str) -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_exist(option: str) -> None:
-    commands = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
+    commands = app.commands.values()
     known = {name for command in commands for parameter in command.params for name in parameter.opts}
     # nvitop's own are quoted as what they stand beside.
     assert option in known | {"--only", "--only-visible"}
