@@ -66,6 +66,15 @@ int nvmlDeviceGetNvLinkState(struct gpu *g, unsigned link, unsigned *up) {
     return OK;
 }
 
+int nvmlDeviceGetRemappedRows(struct gpu *g, unsigned *cor, unsigned *unc, unsigned *pending, unsigned *failed) {
+    ENTER(g);
+    *cor = (unsigned)value(g, "remapped_cor");
+    *unc = (unsigned)value(g, "remapped_unc");
+    *pending = (unsigned)value(g, "remap_pending");
+    *failed = (unsigned)value(g, "remap_failed");
+    return OK;
+}
+
 int nvmlDeviceGetMigMode(struct gpu *g, unsigned *current, unsigned *pending) {
     ENTER(g);
     if (!known(g, "mig")) return NOT_SUPPORTED;
