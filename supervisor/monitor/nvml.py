@@ -132,8 +132,11 @@ class NvmlReader:
         self._number()
         done = []
         for gpu, sample in zip(self._gpus, samples, strict=True):
-            if sample.troubles is not gpu.troubles or sample.visible_index != gpu.visible_index:
-                sample = msgspec.structs.replace(sample, troubles=gpu.troubles, visible_index=gpu.visible_index)
+            told = gpu.visible_reason is None or "visible_index" in sample.unknown
+            if sample.troubles is not gpu.troubles or sample.visible_index != gpu.visible_index or not told:
+                unknown = sample.unknown if told else sample.unknown | {"visible_index": str(gpu.visible_reason)}
+                news = {"troubles": gpu.troubles, "visible_index": gpu.visible_index, "unknown": unknown}
+                sample = msgspec.structs.replace(sample, **news)
                 self._last[gpu.index] = (self._last[gpu.index][0], sample)
             done.append(sample)
         return done
@@ -199,8 +202,7 @@ class NvmlReader:
         self._gpus = [Gpu(index, self._surroundings) for index in range(count)]
         self._last.clear()
         if known:
-            listed = {uuid for uuid in map(_uuid_of, range(count)) if uuid is not None}
-            self._troubles.listed(listed)
+            self._troubles.listed(_uuid_of(gpu.index) or gpu.key for gpu in self._gpus)
 
     def _order_changed(self) -> bool:
         """True where an index now leads to another GPU than the one whose row it is."""

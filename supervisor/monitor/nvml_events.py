@@ -29,6 +29,8 @@ _WANTED = (
 WAIT_MILLISECONDS = 200
 """How long one wait lasts, and so how long stopping can take: the driver cannot be woken from it."""
 _LOST_SECONDS = 1.0
+_AGAIN_SECONDS = 10.0
+"""How long after the last start a thread that the driver threw out is started again."""
 _STOP_SECONDS = 2.0
 _KEPT = 256
 
@@ -50,15 +52,17 @@ class EventWatcher:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._watched: list[tuple[int, int]] = []
+        self._again = 0.0
 
     def watch(self, handles: list[tuple[int, Any]]) -> None:
         """Watch these GPUs (index, handle) from now on; where they are watched already, do nothing."""
         watched = [(index, address(handle)) for index, handle in handles]
-        if watched == self._watched and (self._thread is None or self._thread.is_alive()):
+        if watched == self._watched and (self._thread is None or self._thread.is_alive() or time.monotonic() < self._again):
             return
         if not self.stop():
             return
         self._watched = watched
+        self._again = time.monotonic() + _AGAIN_SECONDS
         if not handles:
             return
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -26,10 +27,11 @@ _HIDDEN = "the driver tells neither memory nor samples of this process"
 _SHARES = ("sm_fraction", "memory_bandwidth_fraction", "encoder_fraction", "decoder_fraction")
 
 
-class _LongRow(ctypes.Structure):
-    """The layout that the first 535 drivers wrote for a while: protected memory at the end."""
-
-    _fields_ = (*pynvml.c_nvmlProcessInfo_v2_t._fields_, ("protected", ctypes.c_ulonglong))
+# Unpacked by hand: the bindings' structures take longer over each field than the driver over the whole list.
+_ROW = struct.Struct("@IQII")  # pid, bytes, GPU instance, compute instance
+_LONG_ROW = struct.Struct("@IQIIQ")
+"""The layout that the first 535 drivers wrote for a while: protected memory at the end."""
+_SAMPLE = struct.Struct("@IQIIII")  # pid, microseconds since the epoch, multiprocessors, memory, encoder, decoder
 
 
 class ListRow(NamedTuple):
@@ -47,16 +49,16 @@ class _Buffered:
     The bindings' own functions ask for the length first: twice the dearest call there is (milliseconds on some cards).
     """
 
-    def __init__(self, row: Any, *names: str) -> None:
-        """`names`: the functions that give the list, the best first."""
+    def __init__(self, row: struct.Struct, *names: str) -> None:
+        """`row`: the layout of an entry; `names`: the functions that give the list, the best first."""
         self._row = row
         self._names = list(names)
         self._room = 0
         self._rows: Any = None
         self._grow(_ROOM)
 
-    def read(self, handle: Any, call: Callable[[Any, Any, Any, Any], int]) -> Any:
-        """The entries, good until the next read. `call` gets function, handle, rows and count. Raises NVMLError."""
+    def read(self, handle: Any, call: Callable[[Any, Any, Any, Any], int]) -> list[tuple[int, ...]]:
+        """The entries. `call` gets function, handle, rows and count. Raises NVMLError."""
         for _ in range(_TRIES):
             count = ctypes.c_uint(self._room)
             code = self._ask(handle, count, call)
@@ -65,7 +67,7 @@ class _Buffered:
             self._grow(2 * count.value + 5)
         if code:
             raise pynvml.NVMLError(code)
-        return self._rows[: count.value]
+        return list(self._row.iter_unpack(memoryview(self._rows)[: self._row.size * count.value]))
 
     def _ask(self, handle: Any, count: Any, call: Callable[[Any, Any, Any, Any], int]) -> int:
         while True:
@@ -76,7 +78,7 @@ class _Buffered:
 
     def _grow(self, room: int) -> None:
         self._room = room
-        self._rows = (self._row * room)()
+        self._rows = ctypes.create_string_buffer(self._row.size * room)
 
 
 def _missing(*_: Any) -> int:
@@ -93,12 +95,12 @@ def _function(name: str) -> Any:
         return _missing
 
 
-def _row_type() -> Any:
+def _row_layout() -> struct.Struct:
     """The layout of a process row. Drivers that can tell protected memory but not yet the detailed list write the long
     one; read with the short one it yields pids such as 0 and 4294967295, and writes past a buffer made for the short."""
     detailed = _function("nvmlDeviceGetRunningProcessDetailList") is not _missing
     long = not detailed and _function("nvmlDeviceGetConfComputeMemSizeInfo") is not _missing
-    return _LongRow if long else pynvml.c_nvmlProcessInfo_v2_t
+    return _LONG_ROW if long else _ROW
 
 
 class ProcessReader:
@@ -128,7 +130,7 @@ class ProcessReader:
 
 
 def _make_lists() -> dict[str, _Buffered]:
-    row = _row_type()
+    row = _row_layout()
     return {
         kind: _Buffered(row, *(f"nvmlDeviceGet{name}RunningProcesses_v{version}" for version in (3, 2)))
         for kind, name in _KINDS.items()
@@ -139,9 +141,8 @@ def _call_list(function: Any, handle: Any, rows: Any, count: Any) -> int:
     return int(function(handle, ctypes.byref(count), rows))
 
 
-def _list_row(row: Any) -> ListRow:
-    used = row.usedGpuMemory
-    return ListRow(row.pid, None if used == _NOT_AVAILABLE else used, row.gpuInstanceId, row.computeInstanceId)
+def _list_row(row: tuple[int, ...]) -> ListRow:
+    return ListRow(row[0], None if row[1] == _NOT_AVAILABLE else row[1], row[2], row[3])
 
 
 class UtilizationReader:
@@ -149,7 +150,7 @@ class UtilizationReader:
 
     def __init__(self, asker: Asker) -> None:
         self._asker = asker
-        self._samples = _Buffered(pynvml.c_nvmlProcessUtilizationSample_t, "nvmlDeviceGetProcessUtilization")
+        self._samples = _Buffered(_SAMPLE, "nvmlDeviceGetProcessUtilization")
         self._seen = 0
 
     def read(self, now: float) -> dict[int, tuple[float, ...]] | str:
@@ -167,14 +168,11 @@ class UtilizationReader:
             self._asker.failed((_SHARES[0],), error.value)
             return codes.words(error.value)
         self._asker.clear((_SHARES[0],))
-        newest: dict[int, Any] = {}
-        for sample in samples:
-            if sample.pid not in newest or sample.timeStamp >= newest[sample.pid].timeStamp:
-                newest[sample.pid] = sample
-        self._seen = max((sample.timeStamp for sample in samples), default=self._seen)
-        shares = {pid: (row.smUtil, row.memUtil, row.encUtil, row.decUtil) for pid, row in newest.items()}
         # Some drivers write garbage into unused places of the buffer: shares above 100 %.
-        return {pid: tuple(part / 100 for part in row) for pid, row in shares.items() if max(row) <= 100}
+        sound = sorted((sample for sample in samples if max(sample[2:]) <= 100), key=lambda sample: sample[1])
+        if sound:
+            self._seen = sound[-1][1]
+        return {sample[0]: tuple(part / 100 for part in sample[2:]) for sample in sound}  # the newest of a pid stays
 
 
 def _call_samples(since: int) -> Callable[[Any, Any, Any, Any], int]:
