@@ -14,7 +14,7 @@ import pynvml
 
 from memtop.supervisor.monitor import nvml_errors as codes
 from memtop.supervisor.monitor.nvml_ask import call_first
-from memtop.supervisor.monitor.nvml_events import MIG_CHANGED, EventWatcher
+from memtop.supervisor.monitor.nvml_events import MIG_CHANGED, Event, EventWatcher
 from memtop.supervisor.monitor.nvml_gpu import Gpu, Surroundings
 from memtop.supervisor.monitor.nvml_memory import Pool
 from memtop.supervisor.monitor.nvml_pcie import PcieReader
@@ -85,11 +85,13 @@ class NvmlReader:
         """One reading of every GPU. Never raises for what the driver says; takes as long as the driver does."""
         with self._lock:
             now = self._monotonic()
-            self._take_events()
+            events = self._take_events()
             if now >= self._enumerate_due:
                 self._enumerate_due = now + ENUMERATE_SECONDS
                 self._enumerate(now)
             samples = [self._sample(gpu, now) for gpu in self._gpus]
+            for gpu, event in events:
+                self._troubles.announced(gpu.key, event, gpu.recovery)
             samples = self._with_news(samples)
             sick = sum(gpu.error is not None for gpu in self._gpus)
             if sick > self._sick:
@@ -152,17 +154,15 @@ class NvmlReader:
             gpu.visible_index = None if isinstance(numbers, str) else numbers.get(gpu.index)
             gpu.visible_reason = numbers if isinstance(numbers, str) else None
 
-    def _take_events(self) -> None:
-        """Put what the driver announced into the troubles, and look again at once where that says more."""
+    def _take_events(self) -> list[tuple[Gpu, Event]]:
+        """What the driver announced since the last read; the GPUs concerned are looked at again at once."""
         by_index = {gpu.index: gpu for gpu in self._gpus}
-        for event in self._events.take():
-            gpu = by_index.get(event.gpu)
-            if gpu is None:
-                continue
+        taken = [(gpu, event) for event in self._events.take() if (gpu := by_index.get(event.gpu)) is not None]
+        for gpu, event in taken:
             gpu.look_again()
             if event.kind == MIG_CHANGED:
                 self._enumerate_due = float("-inf")
-            self._troubles.announced(gpu.key, event, gpu.recovery_action)
+        return taken
 
     def _watch(self) -> None:
         """Let both threads know which GPUs can be read."""

@@ -122,8 +122,7 @@ class FieldReader:
         if count is None:
             if (_LINK_COUNT, 0) not in self._wanted:
                 self._links = 0
-                reason = self._asker.reasons().get("nvlink_links", "not supported by this GPU")
-                self._asker.note(_LINK_FIELDS, reason)
+            self._asker.note(_LINK_FIELDS, self._asker.reasons()["nvlink_links"])
             return
         self._links = min(int(count), pynvml.NVML_NVLINK_MAX_LINKS)
         self._wanted.remove((_LINK_COUNT, 0))

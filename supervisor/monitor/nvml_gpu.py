@@ -25,6 +25,8 @@ MIG_SECONDS = 10.0
 
 _NEVER_READ = float("-inf")
 _CANNOT_BE_READ = "the GPU cannot be read"
+_NO_RECOVERY = "the driver says that the GPU needs no recovery any more"
+_UNTOLD_RECOVERY = "the driver asks for a recovery of the GPU, but not for which: see nvidia-smi -q and dmesg"
 _SENSORS = ("temperature_celsius", "power_watts", "power_limit_watts")
 _UTILIZATION = ("utilization_fraction", "memory_utilization_fraction")
 _READ_FIELDS = (*MEMORY_FIELDS, *_UTILIZATION, *_SENSORS, "processes")
@@ -100,9 +102,11 @@ class Gpu:
         return () if self._readers is None else self._readers.mig.uuids()
 
     @property
-    def recovery_action(self) -> str | None:
-        """What the card needs, as of the last look at the details."""
-        return None if self._readers is None else self._readers.details.value.recovery_action
+    def recovery(self) -> str:
+        """What the card needs as of the last look at the details, as a sentence."""
+        if self._readers is None or "recovery_action" in self._readers.details.value.unknown:
+            return _UNTOLD_RECOVERY
+        return self._readers.details.value.recovery_action or _NO_RECOVERY
 
     def sample(self, now: float) -> GpuSample:
         """One sample; `now` is monotonic seconds. Never raises for what the driver says."""

@@ -23,7 +23,6 @@ _ECC_WORDS = {
     kinds.FATAL_POISON: "an uncorrectable memory error has spread: end all work on this GPU and reset it",
 }
 _UNAVAILABLE = "the driver says that the GPU cannot be used until it is recovered: see its recovery action and dmesg"
-_NO_ACTION = "the driver says that the GPU needs no recovery any more"
 
 
 class Troubles:
@@ -57,8 +56,8 @@ class Troubles:
         for key in self._well.difference(keys):
             self.state(key, _VANISHED)
 
-    def announced(self, key: str, event: Event, recovery: str | None) -> None:
-        """Take in an event of the driver. `recovery` is what the card needs by now, in words."""
+    def announced(self, key: str, event: Event, recovery: str) -> None:
+        """Take in an event of the driver. `recovery` is what the card needs by now, as a sentence."""
         trouble = _of_event(event, recovery)
         if trouble is not None:
             self._add(key, trouble)
@@ -67,7 +66,7 @@ class Troubles:
         self._book[key] = (*self._book.get(key, ()), trouble)[-KEPT:]
 
 
-def _of_event(event: Event, recovery: str | None) -> GpuTrouble | None:
+def _of_event(event: Event, recovery: str) -> GpuTrouble | None:
     if event.kind == kinds.XID:
         return GpuTrouble(
             time=event.time,
@@ -81,5 +80,5 @@ def _of_event(event: Event, recovery: str | None) -> GpuTrouble | None:
     if event.kind == kinds.UNAVAILABLE:
         return GpuTrouble(time=event.time, kind="recovery", message=_UNAVAILABLE)
     if event.kind == kinds.RECOVERY_ACTION:
-        return GpuTrouble(time=event.time, kind="recovery", message=recovery or _NO_ACTION)
+        return GpuTrouble(time=event.time, kind="recovery", message=recovery)
     return None  # a change of the MIG instances is somebody's will, no trouble

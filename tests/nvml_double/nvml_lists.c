@@ -2,7 +2,18 @@
 #include "nvml_double.h"
 #include <time.h>
 
-struct process_info { unsigned pid; u64 used; unsigned gpu_instance, compute_instance; };
+struct process_info {
+    unsigned pid;
+    u64 used;
+    unsigned gpu_instance, compute_instance;
+#ifdef LONG_PROCESS_ROWS
+    u64 protected;
+#endif
+};
+#ifdef LONG_PROCESS_ROWS
+/* Such a driver is known by having this function, and not yet nvmlDeviceGetRunningProcessDetailList. */
+int nvmlDeviceGetConfComputeMemSizeInfo(struct gpu *g, void *info) { (void)info; ENTER(g); return NOT_SUPPORTED; }
+#endif
 
 static int list(struct gpu *g, char kind, unsigned *count, struct process_info *into) {
     unsigned have = 0, room = *count;
@@ -11,7 +22,7 @@ static int list(struct gpu *g, char kind, unsigned *count, struct process_info *
         for (int i = 0; i < from->process_count; i++) {
             struct process *p = &from->processes[i];
             if (p->kind != kind) continue;
-            if (into && have < room) into[have] = (struct process_info){p->pid, p->used, p->gi, p->ci};
+            if (into && have < room) into[have] = (struct process_info){.pid = p->pid, .used = p->used, .gpu_instance = p->gi, .compute_instance = p->ci};
             have++;
         }
     }
