@@ -148,14 +148,18 @@ def is_alive(pid: int, started: int, proc_root: Path = PROC) -> bool:
     return fields is not None and int(fields[19]) == started and fields[0] not in _DEAD_STATES
 
 
+def _read_bytes(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - a hot path
+        return file.read() or b""
+
+
 def environment(pid: int, proc_root: Path | str = PROC) -> dict[str, str] | None:
     """The environment the process was started with, or None where it may not be read or the process is gone."""
     try:
-        with open(f"{proc_root}/{pid}/environ", "rb", buffering=0) as file:
-            raw = file.read()
+        raw = _read_bytes(f"{proc_root}/{pid}/environ")
     except OSError:
         return None
-    return _pairs(raw or b"")
+    return _pairs(raw)
 
 
 def _pairs(raw: bytes) -> dict[str, str]:
@@ -188,11 +192,9 @@ def environment_of(identity: ProcessId, proc_root: Path = PROC) -> dict[str, str
 def command_words(pid: int, proc_root: Path | str = PROC) -> tuple[str, ...] | None:
     """The command line, or None where it may not be read or the process is gone. Empty for kernel threads."""
     try:
-        with open(f"{proc_root}/{pid}/cmdline", "rb", buffering=0) as file:
-            raw = file.read() or b""
+        text = os.fsdecode(_read_bytes(f"{proc_root}/{pid}/cmdline"))
     except OSError:
         return None
-    text = os.fsdecode(raw)
     # Programs that write their own title leave padding behind it.
     words = text.rstrip("\0").split("\0") if "\0" in text.rstrip("\0") or not text else [text.rstrip("\0")]
     return tuple(words) if words != [""] else ()

@@ -139,10 +139,9 @@ def _needed(process: ProcessFacts, run: KnownRun) -> _Bond | None:
         of_session = attempt.leader is not None and process.session == attempt.leader.pid
         if not attempt.over and (process.identity in attempt.processes or of_session):
             return _Bond(run.name, live=True, story=f"part of run {run.name}, which is running")
-    if process.run_folder == run.folder and not process.run_elsewhere and not _is_older(process, run):
-        if process.attempt is None or run.attempt is None or process.attempt >= run.attempt:
-            return _Bond(run.name, live=True, story=f"part of run {run.name}, which is running")
-    return None
+    marked = process.run_folder == run.folder and not process.run_elsewhere and not _is_older(process, run)
+    newest = process.attempt is None or run.attempt is None or process.attempt >= run.attempt
+    return _Bond(run.name, live=True, story=f"part of run {run.name}, which is running") if marked and newest else None
 
 
 def _marked(process: ProcessFacts, runs: Sequence[KnownRun]) -> _Bond:
