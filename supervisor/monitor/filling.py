@@ -100,15 +100,14 @@ def job_names(drafts: Sequence[Draft], made: Mapping[int, GpuProcess], facts: Ma
 def make_job(
     draft: Draft,
     named: JobName,
-    gpus: Sequence[GpuSample],
+    on_gpus: Mapping[int, Sequence[tuple[int, GpuProcess]]],
     rows: Mapping[int, Row],
     facts: Mapping[int, ProcessFacts],
     cpu: Mapping[ProcessId, float],
     proc_root: Path,
 ) -> Job:
-    """A job with what its processes take of the machine together."""
-    members = set(draft.pids)
-    mine = [(gpu.index, row) for gpu in gpus for row in gpu.processes if row.pid in members]
+    """A job with what its processes take of the machine together. `on_gpus`: each process's rows with their GPU's index."""
+    mine = [pair for pid in draft.pids for pair in on_gpus.get(pid, ())]
     unknown: dict[str, str] = {}
     sizes = [row.used_bytes for _, row in mine if row.used_bytes is not None]
     if len(sizes) < len(mine):

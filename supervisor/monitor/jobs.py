@@ -15,13 +15,36 @@ _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 class About(NamedTuple):
-    """What a process was started with: does not change until it executes another program."""
+    """What a process was started with, and what its command line says: until it executes another program. See `about`."""
 
     words: tuple[str, ...] = ()
     marks: Mapping[str, str] = {}
     """The variables of its environment that matter; empty where it may not be read."""
     run: tuple[str, int | None] | None = None
     """The run's folder and attempt from its marker."""
+    is_launcher: bool = False
+    is_room: bool = False
+    is_passage: bool = False
+    helper: str | None = None
+    """See roles.helper_of_multiprocessing."""
+    title: str | None = None
+    """See roles.title_role."""
+
+
+def about(
+    words: tuple[str, ...], comm: str, marks: Mapping[str, str] | None = None, run: tuple[str, int | None] | None = None
+) -> About:
+    """Reads a command line once, since a grouping asks often. `comm` is the kernel's name of the process."""
+    return About(
+        words,
+        marks or {},
+        run,
+        roles.is_launcher(words),
+        roles.is_room(words, comm),
+        roles.is_passage(words, comm),
+        roles.helper_of_multiprocessing(words),
+        roles.title_role(words, comm),
+    )
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,14 +118,14 @@ class Grouping:
         """The launcher above, the program that forked it, or itself."""
         top = child = pid
         for above in self._above(pid):
-            about, row = self._about(above), self._rows[above]
-            if row.file_uid != self._rows[pid].file_uid or about.run is not None:
+            about = self._about(above)
+            if self._rows[above].file_uid != self._rows[pid].file_uid or about.run is not None:
                 break
-            if roles.is_room(about.words, row.comm):
+            if about.is_room:
                 break
-            if roles.is_launcher(about.words) or above in self._gpu or self._is_fork(child, above):
+            if about.is_launcher or above in self._gpu or self._is_fork(child, above):
                 top = above
-            elif not roles.is_passage(about.words, row.comm):
+            elif not about.is_passage:
                 break
             child = above
         return top
@@ -118,10 +141,10 @@ class Grouping:
 
     def _is_fork(self, child: int, parent: int) -> bool:
         """Whether the child is the same program: forked by it, or started by its multiprocessing."""
-        mine = self._about(child).words
-        if self._rows[child].comm == "pt_data_worker" or roles.helper_of_multiprocessing(mine) == "spawn":
+        mine = self._about(child)
+        if self._rows[child].comm == "pt_data_worker" or mine.helper == "spawn":
             return True
-        return bool(mine) and mine == self._about(parent).words
+        return bool(mine.words) and mine.words == self._about(parent).words
 
     # --- who belongs to it ---
 
@@ -169,10 +192,9 @@ class Grouping:
     def _part(self, pid: int, members: set[int], parts: Mapping[int, str]) -> str:
         about, row = self._about(pid), self._rows[pid]
         parent = row.parent_pid if row.parent_pid in members else None
-        title = roles.title_role(about.words, row.comm)
-        if title is not None:
-            return title
-        if roles.is_launcher(about.words):
+        if about.title is not None:
+            return about.title
+        if about.is_launcher:
             return "launcher"
         rank = next((about.marks[name] for name in _RANK_VARIABLES if name in about.marks), None)
         if rank is None and "SLURM_STEP_ID" in about.marks and "SLURM_PTY_PORT" not in about.marks:
@@ -197,12 +219,11 @@ class Grouping:
     def _is_loader(self, pid: int, parent: int | None) -> bool:
         if self._rows[pid].comm == "pt_data_worker":
             return True
-        if parent is None or roles.helper_of_multiprocessing(self._about(pid).words) == "resource_tracker":
+        if parent is None or self._about(pid).helper == "resource_tracker":
             return False
-        if roles.helper_of_multiprocessing(self._about(parent).words) == "forkserver":
+        if self._about(parent).helper == "forkserver":
             return True
-        is_server = roles.helper_of_multiprocessing(self._about(pid).words) == "forkserver"
-        return not is_server and self._is_fork(pid, parent)
+        return self._about(pid).helper != "forkserver" and self._is_fork(pid, parent)
 
     def _number_ranks(self, parts: dict[int, str]) -> None:
         """Launchers start their ranks in order: where none tells its number, the order does."""

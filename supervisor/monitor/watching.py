@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from memtop.supervisor.monitor.filling import Judged, gpu_process, job_names, make_job
-from memtop.supervisor.monitor.jobs import About, Draft, Grouping
+from memtop.supervisor.monitor.jobs import About, Draft, Grouping, about
 from memtop.supervisor.monitor.members import number
 from memtop.supervisor.monitor.proc import ATTEMPT_VARIABLE, PROC, RUN_VARIABLE, ProcessId, Row, command_words, environment
 from memtop.supervisor.monitor.processes import JOB_VARIABLES, ProcessDescriber, ProcessFacts
@@ -85,7 +85,13 @@ class ProcessWatch:
             for gpu in gpus
         )
         names = job_names(drafts, {row.pid: row for rows in made for row in rows}, facts)
-        jobs = [make_job(draft, names[draft.leader], gpus, self._rows, facts, self._cpu, self._proc_root) for draft in drafts]
+        on_gpus: dict[int, list[tuple[int, GpuProcess]]] = {}
+        for gpu in gpus:
+            for row in gpu.processes:
+                on_gpus.setdefault(row.pid, []).append((gpu.index, row))
+        jobs = [
+            make_job(draft, names[draft.leader], on_gpus, self._rows, facts, self._cpu, self._proc_root) for draft in drafts
+        ]
         self._jobs = tuple(sorted(jobs, key=lambda job: (-(job.used_bytes or 0), job.key)))
         place = {pid: (names[draft.leader].key, part) for draft in drafts for pid, part in draft.parts.items()}
         return tuple(tuple(_placed(row, place.get(row.pid)) for row in rows) for rows in made)
@@ -98,33 +104,33 @@ class ProcessWatch:
         computing = frozenset(row.pid for gpu in gpus for row in gpu.processes if row.kind in _COMPUTE and row.pid in seen)
         rows = self._rows
 
-        def about(pid: int) -> About:
+        def ask(pid: int) -> About:
             fact = facts.get(pid)
-            if fact is not None and fact.identity is not None:
-                run = None if fact.run_folder is None or fact.run_elsewhere else (fact.run_folder, fact.attempt)
-                return About(fact.words, fact.marks, run)
-            return self._about(rows[pid])
+            return self._about(rows[pid], None if fact is None or fact.identity is None else fact)
 
-        grouping = Grouping(rows, computing, about)
+        grouping = Grouping(rows, computing, ask)
         drafts = grouping.drafts()
         self._relatives = grouping.relatives
         return drafts
 
-    def _about(self, row: Row) -> About:
-        """Command line and marks of a process that is on no GPU; read once for every program that it executes."""
+    def _about(self, row: Row, facts: ProcessFacts | None) -> About:
+        """Command line and marks, `facts` where the process is on a GPU; read once for every program that it executes."""
         pid = row.identity.pid
+        stamp = row.guise if facts is None else facts
         known = self._abouts.get(pid)
-        if known is not None and known[0] == row.guise:
+        if known is not None and (known[0] is stamp or known[0] == stamp):
             return known[1]
-        marks = environment(pid, self._proc_root) or {}
-        folder = marks.get(RUN_VARIABLE)
-        about = About(
-            command_words(pid, self._proc_root) or (),
-            {name: marks[name] for name in JOB_VARIABLES if marks.get(name)},
-            (folder, number(marks.get(ATTEMPT_VARIABLE))) if folder else None,
-        )
-        self._abouts[pid] = row.guise, about
-        return about
+        if facts is not None:
+            run = None if facts.run_folder is None or facts.run_elsewhere else (facts.run_folder, facts.attempt)
+            found = about(facts.words, row.comm, facts.marks, run)
+        else:
+            marks = environment(pid, self._proc_root) or {}
+            folder = marks.get(RUN_VARIABLE)
+            run = (folder, number(marks.get(ATTEMPT_VARIABLE))) if folder else None
+            kept = {name: marks[name] for name in JOB_VARIABLES if marks.get(name)}
+            found = about(command_words(pid, self._proc_root) or (), row.comm, kept, run)
+        self._abouts[pid] = stamp, found
+        return found
 
 
 def _placed(row: GpuProcess, place: tuple[str, str] | None) -> GpuProcess:

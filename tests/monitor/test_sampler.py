@@ -50,7 +50,10 @@ def test_the_document_has_the_public_fields(driver: Script, reader: NvmlReader) 
 
 
 def test_every_value_of_a_process_that_is_none_has_its_reason(driver: Script, reader: NvmlReader, start: Start) -> None:
-    driver.gpu(0, total=GIB).process(0, pid=2**21, used=None).process(0, pid=start().pid, used=5).write()
+    ended = start()
+    ended.kill()
+    ended.wait()
+    driver.gpu(0, total=GIB).process(0, pid=ended.pid, used=None).process(0, pid=start().pid, used=5).write()
     snapshot = sampler(reader).sample()
     # One that is no run's has no run, one that runs plainly has no container and no MIG instance; the driver's own
     # values are tested where they are read.
