@@ -89,16 +89,20 @@ class EndReport(msgspec.Struct, frozen=True, kw_only=True):
     unknown: dict[str, str] = {}
 
     @property
-    def text(self) -> str:
-        """One line for a person: `2 processes ended, 7.8 GiB returned`, then who was not ended and why."""
+    def memory_text(self) -> str:
+        """`2 processes ended, 7.8 GiB returned`, and who holds what did not come back."""
         ended = sum(process.outcome == "ended" for process in self.processes)
         line = f"{ended or 'no'} {'process' if ended in (0, 1) else 'processes'} ended"
         if self.returned_bytes is not None:
             line += f", {units.size(self.returned_bytes)} returned"
         elif ended:
             line += f", memory returned not known: {self.unknown.get('returned_bytes', 'not measured')}"
-        others = [process.reason for process in self.processes if process.outcome != "ended"]
-        return "; ".join([line, *others, *(holder.text for holder in self.holders)])
+        return "; ".join([line, *(holder.text for holder in self.holders)])
+
+    @property
+    def text(self) -> str:
+        """One line for a person: the memory, then who was not ended and why."""
+        return "; ".join([self.memory_text, *(process.reason for process in self.processes if process.outcome != "ended")])
 
 
 def nobody_knows(identity: ProcessId) -> bool | None:

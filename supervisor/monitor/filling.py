@@ -116,7 +116,8 @@ def make_job(
     shares = [cpu[rows[pid].identity] for pid in draft.pids if rows[pid].identity in cpu]
     if not shares:
         unknown["host_cpu_fraction"] = CpuMeter.FIRST_LOOK
-    rss = resident_bytes(draft.pids, proc_root)
+    # One alone shares with nobody: its row says it all.
+    rss = rows[draft.leader].rss_bytes if len(draft.pids) == 1 else resident_bytes(draft.pids, proc_root)
     if rss is None:
         unknown["host_rss_bytes"] = "none of its processes lets itself be measured"
     told = next((fact for pid in draft.pids if (fact := facts.get(pid)) is not None and fact.identity is not None), None)

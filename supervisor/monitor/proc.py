@@ -111,8 +111,8 @@ def started_ticks(pid: int, proc_root: Path = PROC) -> int | None:
 
 def parent_of(pid: int, proc_root: Path = PROC) -> int | None:
     """The parent's pid (0 at the top), or None where there is no such process."""
-    fields = stat_fields(pid, proc_root)
-    return None if fields is None else int(fields[1])
+    row = read_row(pid, proc_root)
+    return None if row is None else row.parent_pid
 
 
 def own_family(pid: int | None = None, proc_root: Path = PROC) -> frozenset[int]:
