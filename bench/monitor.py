@@ -22,6 +22,7 @@ import os
 import pty
 import select
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -57,7 +58,7 @@ while True:
 class Screen:
     """A program on a terminal whose output is read and thrown away; what it drew last can be waited for."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], *, leave: str = "q") -> None:
+    def __init__(self, command: Sequence[str], environment: dict[str, str], *, leave: str | None = "q") -> None:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", SIZE[1], SIZE[0], 0, 0))
         kept = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
@@ -91,8 +92,11 @@ class Screen:
         os.write(self._master, key.encode())
 
     def close(self) -> None:
-        """Leave by the program's own key, so that it ends in good order and the driver's double can write its counts."""
-        self.press(self._leave)
+        """Leave by the program's own key or by SIGINT, so that it ends in good order and its driver calls are written down."""
+        if self._leave is None:
+            self.process.send_signal(signal.SIGINT)
+        else:
+            self.press(self._leave)
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -170,7 +174,7 @@ def memtop_watch(made: Machine, interval: float) -> Screen:
 
 
 def sampler_alone(made: Machine, interval: float) -> Screen:
-    return Screen([sys.executable, "-c", _SAMPLER, str(interval)], made.environment, leave="\x03")
+    return Screen([sys.executable, "-c", _SAMPLER, str(interval)], made.environment, leave=None)
 
 
 def nvitop(command: str) -> Program:
@@ -242,6 +246,7 @@ def calls(programs: dict[str, Program], options: argparse.Namespace) -> dict[str
         for name, start in programs.items():
             counted = []
             for length in lengths:
+                made.counts.unlink(missing_ok=True)
                 screen = start(made, 1.0)
                 time.sleep(length)
                 screen.close()

@@ -6,6 +6,7 @@ import os
 
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.monitor.driver import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 
@@ -15,7 +16,7 @@ FREE_FRACTION = 0.9
 
 def sample() -> MachineSnapshot:
     """The machine now."""
-    sampler = Sampler()
+    sampler = Sampler(patience=ONCE_SECONDS)
     try:
         return sampler.sample()
     finally:

@@ -12,6 +12,7 @@ import msgspec
 
 from memtop.supervisor import units
 from memtop.supervisor.errors import RefusedError
+from memtop.supervisor.monitor.driver import ONCE_SECONDS
 from memtop.supervisor.monitor.processes import ProcessId
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.strays import choose, end_and_measure
@@ -23,7 +24,7 @@ _LOOK_AGAIN_SECONDS = 0.6
 
 def command(runs_dir: Path, *, as_json: bool, kill: list[int]) -> int:
     """List the GPU processes, strays first; or end the processes in `kill`. Exit status 1 if one was refused or survived."""
-    sampler = Sampler(lambda: known_runs(runs_dir))
+    sampler = Sampler(lambda: known_runs(runs_dir), patience=ONCE_SECONDS)
     machine = _sample(sampler, kill)
     if kill:
         return _end([_chosen(pid, machine) for pid in kill], sampler, as_json)

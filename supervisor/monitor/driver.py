@@ -9,16 +9,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
-
-import msgspec
+from typing import NamedTuple, Protocol
 
 from memtop.supervisor.monitor.nvml import NvmlReading
 
 FRESH_SECONDS = 3.0
 """A reading is called old only beyond this: many GPUs behind a slow driver take more than a tick."""
 PATIENCE_SECONDS = 0.25
-"""How long one tick waits for the reading that belongs to it."""
+"""How long one tick of many waits for the reading that belongs to it."""
+ONCE_SECONDS = 10.0
+"""How long a single look waits: a card that sleeps takes seconds to wake."""
 _CLOSE_SECONDS = 1.0
 
 
@@ -30,7 +30,7 @@ class Reader(Protocol):
     def close(self) -> None: ...
 
 
-class AgedReading(msgspec.Struct, frozen=True):
+class AgedReading(NamedTuple):
     """The newest reading, and how old it is where it is not fresh (seconds, else None)."""
 
     reading: NvmlReading

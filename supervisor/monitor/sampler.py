@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from memtop.supervisor.monitor.bands import Hysteresis
+from memtop.supervisor.monitor.driver import PATIENCE_SECONDS, DriverThread
 from memtop.supervisor.monitor.host import HostReader
 from memtop.supervisor.monitor.nvml import NvmlReader
 from memtop.supervisor.monitor.processes import ProcessDescriber
@@ -27,7 +28,8 @@ class Sampler:
     """Samples the machine. One per supervisor or dashboard, called about once a second.
 
     `runs` is asked only while a process on a GPU may be of a run: this user's own, or one with a run's marker; at most as
-    often as the process lists are read.
+    often as the process lists are read. `patience`: seconds that a sample waits for the driver; a single one should wait
+    longer than one of many.
     """
 
     def __init__(
@@ -40,8 +42,10 @@ class Sampler:
         clock: Callable[[], float] = time.time,
         own_uid: int | None = None,
         monotonic: Callable[[], float] = time.monotonic,
+        patience: float = PATIENCE_SECONDS,
     ) -> None:
         self._nvml = nvml or NvmlReader()
+        self._driver = DriverThread(self._nvml, patience=patience)
         self._host = host or HostReader()
         self._clock = clock
         self._watch = ProcessWatch(
@@ -53,23 +57,25 @@ class Sampler:
         self._gauges: dict[str, Hysteresis] = {}
 
     def sample(self) -> MachineSnapshot:
-        """One snapshot; never raises for what the machine says."""
+        """One snapshot; never raises for what the machine says, and waits for the driver no longer than the patience."""
         moment = self._clock()
-        reading = self._nvml.read()
+        reading, age = self._driver.read()
         host = self._host.read()
         gpus, jobs = self._watch.fill(reading.gpus)
         return MachineSnapshot(
             time=moment,
             gpus=tuple(self._with_band(gpu) for gpu in gpus),
             gpu_note=reading.note,
+            gpu_age_seconds=age,
             driver_version=reading.driver_version,
+            cuda_version=reading.cuda_version,
             jobs=jobs,
             host=self._host_bands(host),
         )
 
     def close(self) -> None:
         """Let go of the driver."""
-        self._nvml.close()
+        self._driver.close()
 
     @property
     def nvml(self) -> NvmlReader:

@@ -135,7 +135,7 @@ class Script:
         """The newest CUDA that the driver supports, as NVML writes it; 12040 unless said otherwise."""
         return self._line(f"cuda {version}", {})
 
-    def delay(self, milliseconds: int, function: str | None = None) -> Script:
+    def delay(self, milliseconds: float, function: str | None = None) -> Script:
         """How long every call takes, or every call of one function."""
         return self._line(f"delay_ms={milliseconds}" if function is None else f"delay {function} {milliseconds}", {})
 

@@ -17,7 +17,7 @@
 #include "nvml_double.h"
 #include <sys/stat.h>
 
-struct rule { char name[64]; int gpu, mig, code, delay; };
+struct rule { char name[64]; int gpu, mig, code; double delay; };
 struct gpu gpus[GPUS], children[GPUS][MIGS];
 struct event events[EVENTS];
 int gpu_count, event_count, init_error, initialised, cuda;
@@ -25,7 +25,8 @@ char driver[80];
 pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct rule rules[RULES];
 static struct { char name[64]; unsigned long count; } calls[CALLS];
-static int rule_count, call_count, delay_ms;
+static int rule_count, call_count;
+static double delay_ms;
 static struct timespec read_at;
 static ino_t read_inode;
 
@@ -130,7 +131,7 @@ static void add_field(const char *line, struct gpu *g) {
 static int read_rule(const char *line) {
     struct rule rule = {.gpu = -1, .mig = -1, .code = FUNCTION_NOT_FOUND};
     char where[16] = "";
-    if (sscanf(line, "delay %63s %d", rule.name, &rule.delay) == 2) rule.code = OK;
+    if (sscanf(line, "delay %63s %lf", rule.name, &rule.delay) == 2) rule.code = OK;
     else if (sscanf(line, "fail %63s %15s %d", rule.name, where, &rule.code) == 3) sscanf(where, "%d.%d", &rule.gpu, &rule.mig);
     else if (sscanf(line, "missing %63s", rule.name) != 1) return 0;
     if (rule_count == RULES) { fprintf(stderr, "nvml_double: more than %d rules\n", RULES); abort(); }
@@ -148,7 +149,7 @@ static void read_line(const char *line) {
     else if (sscanf(line, "field %u", &i) == 1 && i < GPUS) add_field(line, &gpus[i]);
     else if (sscanf(line, "event %u", &i) == 1 && i < GPUS && event_count < EVENTS)
         events[event_count++] = (struct event){number(line, "id", 0), number(line, "type", 0), number(line, "data", 0), (int)i};
-    else if (sscanf(line, "init error=%d", &init_error) == 1 || sscanf(line, "delay_ms=%d", &delay_ms) == 1) return;
+    else if (sscanf(line, "init error=%d", &init_error) == 1 || sscanf(line, "delay_ms=%lf", &delay_ms) == 1) return;
     else if (sscanf(line, "driver %79s", driver) == 1 || sscanf(line, "cuda %d", &cuda) == 1) return;
     else read_rule(line);
 }
@@ -164,7 +165,8 @@ void read_script(void) {
     read_at = now.st_mtim;
     for (int i = 0; i < gpu_count; i++) memset(children[i], 0, sizeof children[i]);
     memset(gpus, 0, sizeof *gpus * (size_t)gpu_count);
-    gpu_count = rule_count = event_count = init_error = delay_ms = 0;
+    gpu_count = rule_count = event_count = init_error = 0;
+    delay_ms = 0;
     cuda = 12040;
     snprintf(driver, sizeof driver, "550.54.14");
     char line[1024];
@@ -206,11 +208,11 @@ int enter(int *slot, const char *name, struct gpu *g) {
     read_script();
     count_call(slot, name);
     int code = !initialised ? UNINITIALIZED : g ? state_of(g) : OK;
-    int wait = delay_ms;
+    double wait = delay_ms;
     code = rule_for(name, g, code);
     for (int i = 0; i < rule_count; i++) if (rules[i].delay && !strcmp(rules[i].name, name)) wait = rules[i].delay;
     pthread_mutex_unlock(&lock);
-    if (wait) usleep((unsigned)wait * 1000);
+    if (wait) usleep((unsigned)(wait * 1000));
     return code;
 }
 
@@ -220,4 +222,15 @@ unsigned long nvmlDoubleCalls(const char *name) {
     for (int i = 0; i < call_count; i++) if (!strcmp(calls[i].name, name)) count = calls[i].count;
     pthread_mutex_unlock(&lock);
     return count;
+}
+
+/* How often each function was called, as JSON, when the program ends in good order. */
+__attribute__((destructor)) static void write_counts(void) {
+    const char *path = getenv("NVML_DOUBLE_COUNTS");
+    FILE *file = path ? fopen(path, "w") : NULL;
+    if (!file) return;
+    fprintf(file, "{");
+    for (int i = 0; i < call_count; i++) fprintf(file, "%s\"%s\": %lu", i ? ", " : "", calls[i].name, calls[i].count);
+    fprintf(file, "}\n");
+    fclose(file);
 }
