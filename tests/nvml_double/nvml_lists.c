@@ -146,10 +146,10 @@ static int next(struct event_set *set, struct event_data *data) {
 }
 int nvmlEventSetWait_v2(struct event_set *set, struct event_data *data, unsigned milliseconds) {
     ENTER(NULL);
-    for (unsigned waited = 0;; waited += 5) {
+    for (unsigned waited = 0;; waited += 50) {
         int code = next(set, data);
         if (code != TIMEOUT || waited >= milliseconds) return code;
-        usleep(5000);
+        usleep(50000); /* a script that changes is noticed soon enough, and a bench does not pay for looking */
     }
 }
 
