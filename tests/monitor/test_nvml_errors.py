@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -164,6 +167,28 @@ def test_a_driver_that_takes_twenty_milliseconds_for_everything(driver: Script, 
     first, second = reader.read().gpus
     well(first, 2 * GIB)
     well(second, GIB)
+
+
+HANGING = """
+import threading, time
+from memtop.supervisor.monitor import nvml
+nvml.CLOSE_SECONDS = 0.01
+reader = nvml.NvmlReader()
+reading = threading.Thread(target=reader.read, daemon=True)
+reading.start()
+while not reader._lock.locked():
+    time.sleep(0.001)
+reader.refresh(), reader.want_pcie(), reader.close()
+print(reading.is_alive())
+"""
+
+
+def test_a_driver_that_does_not_answer_holds_up_nobody_but_the_read(nvml_library: Path, tmp_path: Path) -> None:
+    """In a program of its own: its threads stay in the driver until it ends, which they must not hinder either."""
+    script = machine(Script(tmp_path / "script")).delay(3_600_000, "nvmlDeviceGetMemoryInfo_v2").write()
+    environment = {**os.environ, **script.env(nvml_library)}
+    done = subprocess.run([sys.executable, "-c", HANGING], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("True\n", ""), "all three came back while the driver slept"
 
 
 def test_sixteen_gpus_with_many_processes(driver: Script, reader: NvmlReader) -> None:

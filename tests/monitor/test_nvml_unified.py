@@ -96,6 +96,19 @@ def test_a_big_card_in_a_small_machine_is_no_unified_one(driver: Script, reading
     assert (gpu.total_bytes, gpu.used_bytes, gpu.other_pool_bytes) == (141 * GIB, GIB, None)
 
 
+@pytest.mark.parametrize(("name", "unified"), [("NVIDIA GB10", True), ("Orin (nvgpu)", True), ("NVIDIA GB102", False)])
+@pytest.mark.parametrize("told", [True, False])
+def test_some_are_known_by_name(driver: Script, reading: Make, name: str, unified: bool, told: bool) -> None:
+    """Even where the driver tells a memory bus."""
+    driver.gpu(0, total=125 * GIB, used=GIB, name=name, bus_width=256)
+    if not told:
+        driver.fail("nvmlDeviceGetMemoryInfo_v2", 0, 3)
+    driver.write()
+    gpu = one(reading(MEMINFO))
+    assert gpu.unified == unified
+    assert gpu.total_bytes == (TOTAL if unified else 125 * GIB if told else None)
+
+
 def test_a_discrete_card_that_does_not_tell_its_memory(driver: Script, reading: Make, clock: Clock) -> None:
     driver.gpu(0, total=24 * GIB).fail("nvmlDeviceGetMemoryInfo_v2", 0, 3).write()
     reader = reading(MEMINFO)
