@@ -27,6 +27,7 @@ ENUMERATE_SECONDS = 10.0
 """How often the number and order of GPUs is looked at again, and NVML itself started again where it failed."""
 REOPEN_SECONDS = 2.0
 """How often a GPU that cannot be read is tried again: opening a sick GPU can take long in the driver."""
+CLOSE_SECONDS = 2.0
 RESTART_SECONDS = 30.0
 """How often the library is started afresh while some GPUs, but not all, cannot be read."""
 
@@ -80,11 +81,16 @@ class NvmlReader:
         self._sick = 0
         self._biggest_pid: int | None = None
         self._seen: list[Seen] = []
+        self._anew = threading.Event()
 
     def read(self) -> NvmlReading:
         """One reading of every GPU. Never raises for what the driver says; takes as long as the driver does."""
         with self._lock:
             now = self._monotonic()
+            if self._anew.is_set():
+                self._anew.clear()
+                for gpu in self._gpus:
+                    gpu.close()
             events = self._take_events()
             if now >= self._enumerate_due:
                 self._enumerate_due = now + ENUMERATE_SECONDS
@@ -108,14 +114,17 @@ class NvmlReader:
 
     def refresh(self) -> None:
         """Make the next read fetch everything anew, process lists included: used after ending processes."""
-        with self._lock:
-            for gpu in self._gpus:
-                gpu.close()
+        self._anew.set()  # not under the lock: a read that the driver holds up would hold up the caller too
 
     def close(self) -> None:
-        """End the threads and let go of NVML."""
-        with self._lock:
+        """End the threads and let go of NVML, unless the driver holds a read up for longer than 2 s: then there is
+        nothing that could be let go of."""
+        if not self._lock.acquire(timeout=CLOSE_SECONDS):
+            return
+        try:
             self._stop()
+        finally:
+            self._lock.release()
 
     def _sample(self, gpu: Gpu, now: float) -> GpuSample:
         tried, last = self._last.get(gpu.index, (float("-inf"), None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ _ALL_OF_RAM = 0.9
 _NO_RESERVE = "the GPU shares the machine's RAM: the driver tells no reserve of its own there"
 _RESERVE_WITHIN = "this driver only tells used memory with its own reserve included"
 
-# What only a card with memory of its own has: a memory bus, a memory clock, a window into that memory. GB10 and Jetson
-# report none of them. A discrete card that told neither its memory nor one of these three would be taken for an
-# integrated one: nothing that is left would tell them apart.
+# Words in the names of GPUs that are known to share the machine's RAM.
+_INTEGRATED = frozenset({"GB10", "Thor", "Orin", "Xavier", "Tegra"})
+# For the others: what only a card with memory of its own has, a memory bus, a memory clock, a window into that memory.
+# A discrete card that told neither its memory nor one of these three would be taken for an integrated one: nothing that
+# is left would tell them apart. (The addressing mode would not: Grace Hopper has ATS as GB10 has, and its own HBM.)
 _OWN_MEMORY = (
     (("nvmlDeviceGetMemoryBusWidth",), ()),
     (("nvmlDeviceGetMaxClockInfo",), (pynvml.NVML_CLOCK_MEM,)),
@@ -158,6 +161,11 @@ class MemoryReader:
 def _has_own_memory(handle: Any) -> bool | None:
     """None where the driver could not say just now."""
     undecided = False
+    try:
+        if _INTEGRATED.intersection(re.split(r"[^A-Za-z0-9]+", call_first(("nvmlDeviceGetName",), handle))):
+            return False
+    except pynvml.NVMLError as error:
+        undecided = error.value not in codes.NEVER_AGAIN
     for names, arguments in _OWN_MEMORY:
         try:
             answer = call_first(names, handle, *arguments)

@@ -1,0 +1,217 @@
+"""Every error code at every place: no crash, no 0 for unknown, a reason in words. Old drivers, slow drivers."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memtop.supervisor.monitor import nvml_errors
+from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.values import Band, GpuSample
+from tests.monitor.conftest import Clock
+from tests.nvml_double.double import SOURCES, Script
+
+GIB = 1024**3
+CODES = (1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 25, 27, 28, 999)
+NUMBERS = ("total_bytes", "used_bytes", "free_bytes", "used_fraction")
+PLACES = {
+    "open": ("nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByUUID"),
+    "memory": ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo"),
+    "utilisation": ("nvmlDeviceGetUtilizationRates",),
+    "sensor": ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV"),
+    "details": ("nvmlDeviceGetFanSpeed",),
+    "fields": ("nvmlDeviceGetFieldValues",),
+    "processes": ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2"),
+    "samples": ("nvmlDeviceGetProcessUtilization",),
+    "MIG": ("nvmlDeviceGetMigMode",),
+    "events": ("nvmlDeviceRegisterEvents",),
+    "GPM": ("nvmlGpmSampleGet",),
+}
+LOST = dict.fromkeys((*NUMBERS, "utilization_fraction", "temperature_celsius", "power_watts"))
+FUNCTIONS = sorted(
+    # Every name in the double's sources: some are made by its macros.
+    {
+        name
+        for source in SOURCES
+        for name in re.findall(r"\b(nvml(?:Init|Shutdown|System|Device|Event|Gpm)\w+)", source.read_text())
+    }
+    | {f"nvmlDeviceGet{kind}RunningProcesses_v{number}" for kind in ("Compute", "Graphics", "MPSCompute") for number in (2, 3)}
+)
+NEEDED = {"nvmlInitWithFlags", "nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2"}
+
+
+def machine(driver: Script) -> Script:
+    driver.clear().gpu(0, total=8 * GIB, used=2 * GIB, util=50, gpm=1, mig=0).gpu(1, total=8 * GIB, used=GIB, util=60, gpm=1)
+    return driver.process(0, pid=11, used=GIB, sm=50).process(1, pid=12, used=GIB, sm=50).field(0, 82, 70)
+
+
+def honest(gpu: GpuSample) -> None:
+    """Nothing that is unknown is without a reason, and nothing that is unknown is a number."""
+    for holder, empty in ((gpu, {"error", "visible_index", "other_pool_bytes"}), (gpu.details, {"recovery_action"})):
+        missing = {field for field in holder.__struct_fields__ if getattr(holder, field) is None} - empty
+        assert missing <= set(holder.unknown), missing - set(holder.unknown)
+        for field, reason in holder.unknown.items():
+            assert reason
+            assert getattr(holder, field, None) in (None, ()) or field in ("processes", "mig")
+    for row in gpu.processes:
+        assert row.sm_fraction is not None or row.unknown["sm_fraction"]
+
+
+def well(gpu: GpuSample, used: int) -> None:
+    assert (gpu.error, gpu.total_bytes, gpu.used_bytes, gpu.band) == (None, 8 * GIB, used, Band.SAFE)
+    honest(gpu)
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("place", PLACES)
+def test_every_code_at_every_place(driver: Script, reader: NvmlReader, clock: Clock, place: str, code: int) -> None:
+    machine(driver)
+    for call in PLACES[place]:
+        driver.fail(call, 0, code)
+    driver.write()
+    for _ in range(7):
+        first, second = reader.read().gpus
+        well(second, GIB)
+        honest(first)
+        if first.error is None:
+            assert first.total_bytes in (None, 8 * GIB)
+        else:
+            assert first.error == nvml_errors.words(code)
+            assert {field: getattr(first, field) for field in LOST} == LOST
+            assert (first.processes, first.band) == ((), Band.UNKNOWN)
+        clock.pass_(1.0)
+    machine(driver).write()
+    clock.pass_(60.0)
+    first, second = reader.read().gpus
+    well(second, GIB)
+    assert first.error is None
+    if code not in (3, 13):
+        well(first, 2 * GIB)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_every_code_at_the_start(driver: Script, reader: NvmlReader, clock: Clock, code: int) -> None:
+    machine(driver).init_error(code).write()
+    reading = reader.read()
+    assert reading.gpus == ()
+    assert reading.note is not None
+    assert reading.note.startswith("no NVIDIA GPU: ")
+    machine(driver).write()
+    clock.pass_(10.0)
+    assert [gpu.error for gpu in reader.read().gpus] == [None, None]
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_every_code_later_on(driver: Script, reader: NvmlReader, clock: Clock, code: int) -> None:
+    """All calls of a healthy GPU begin to fail, then it is well again."""
+    machine(driver).write()
+    reader.read()
+    driver.clear().gpu(0, total=8 * GIB, error=code).gpu(1, total=8 * GIB, used=GIB, util=60, gpm=1).write()
+    for _ in range(6):
+        clock.pass_(1.0)
+        first, second = reader.read().gpus
+        well(second, GIB)
+        honest(first)
+        assert first.total_bytes in (None, 8 * GIB)
+    machine(driver).write()
+    clock.pass_(60.0)
+    first, _ = reader.read().gpus
+    assert first.error is None
+
+
+@pytest.mark.parametrize("function", sorted(set(FUNCTIONS) - NEEDED))
+def test_a_driver_without_one_function(driver: Script, reader: NvmlReader, clock: Clock, function: str) -> None:
+    machine(driver).missing(function).write()
+    for _ in range(7):
+        reading = reader.read()
+        assert reading.note is None
+        for gpu in reading.gpus:
+            assert gpu.error is None
+            assert gpu.total_bytes == 8 * GIB
+            honest(gpu)
+        clock.pass_(1.0)
+
+
+def test_a_very_old_driver(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    """Handles and memory, nothing else."""
+    machine(driver)
+    for function in sorted(set(FUNCTIONS) - NEEDED - {"nvmlDeviceGetMemoryInfo"}):
+        driver.missing(function)
+    driver.write()
+    for _ in range(7):
+        first, second = reader.read().gpus
+        assert (first.total_bytes, first.used_bytes, second.used_bytes) == (8 * GIB, 2 * GIB, GIB)
+        for gpu in (first, second):
+            assert gpu.error is None
+            honest(gpu)
+        clock.pass_(1.0)
+    assert reader.read().driver_version is None
+    assert first.unknown["processes"] == nvml_errors.words(13)
+
+
+def test_a_driver_without_memory_calls(driver: Script, reader: NvmlReader) -> None:
+    machine(driver).missing("nvmlDeviceGetMemoryInfo").missing("nvmlDeviceGetMemoryInfo_v2").write()
+    first, _ = reader.read().gpus
+    assert (first.error, first.total_bytes, first.unified) == (None, None, False)
+    assert first.unknown["total_bytes"] == nvml_errors.words(13)
+
+
+def test_a_driver_that_takes_twenty_milliseconds_for_everything(driver: Script, reader: NvmlReader) -> None:
+    machine(driver).delay(20).write()
+    first, second = reader.read().gpus
+    well(first, 2 * GIB)
+    well(second, GIB)
+
+
+HANGING = """
+import threading, time
+from memtop.supervisor.monitor import nvml
+nvml.CLOSE_SECONDS = 0.01
+reader = nvml.NvmlReader()
+reading = threading.Thread(target=reader.read, daemon=True)
+reading.start()
+while not reader._lock.locked():
+    time.sleep(0.001)
+reader.refresh(), reader.want_pcie(), reader.close()
+print(reading.is_alive())
+"""
+
+
+def test_a_driver_that_does_not_answer_holds_up_nobody_but_the_read(nvml_library: Path, tmp_path: Path) -> None:
+    """In a program of its own: its threads stay in the driver until it ends, which they must not hinder either."""
+    script = machine(Script(tmp_path / "script")).delay(3_600_000, "nvmlDeviceGetMemoryInfo_v2").write()
+    environment = {**os.environ, **script.env(nvml_library)}
+    done = subprocess.run([sys.executable, "-c", HANGING], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("True\n", ""), "all three came back while the driver slept"
+
+
+def test_sixteen_gpus_with_many_processes(driver: Script, reader: NvmlReader) -> None:
+    for index in range(16):
+        driver.gpu(index, total=8 * GIB, used=index * GIB // 4)
+        for pid in range(1, 65):
+            driver.process(index, pid=1000 * (index + 1) + pid, used=pid)
+    driver.write()
+    gpus = reader.read().gpus
+    assert [len(gpu.processes) for gpu in gpus] == [64] * 16
+    assert len({gpu.pci_bus_id for gpu in gpus}) == 16
+
+
+@pytest.mark.parametrize("pid", [0, 4294967295, 2**22 + 1])
+def test_impossible_pids_keep_their_neighbours(driver: Script, reader: NvmlReader, pid: int) -> None:
+    driver.gpu(0, total=GIB).process(0, pid=pid, used=1, sm=10).process(0, pid=11, used=2, sm=20).write()
+    (gpu,) = reader.read().gpus
+    assert [(row.pid, row.sm_fraction) for row in gpu.processes] == [(11, 0.2)]
+    assert str(pid) in gpu.unknown["processes"]
+
+
+def test_all_functions_of_the_double_are_found(nvml_library: Path) -> None:
+    library = ctypes.CDLL(str(nvml_library))
+    there = [name for name in FUNCTIONS if hasattr(library, name)]
+    assert len(there) > 70
+    assert {"nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlGpmMetricsGet", "nvmlDeviceGetFanSpeed"} <= set(there)
