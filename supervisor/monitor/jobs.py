@@ -142,7 +142,7 @@ class Grouping:
     def _is_fork(self, child: int, parent: int) -> bool:
         """Whether the child is the same program: forked by it, or started by its multiprocessing."""
         mine = self._about(child)
-        if self._rows[child].comm == "pt_data_worker" or mine.helper == "spawn":
+        if self._rows[child].comm == "pt_data_worker" or mine.helper == "spawn" or roles.is_part_of_parent(mine.title):
             return True
         return bool(mine.words) and mine.words == self._about(parent).words
 
@@ -199,7 +199,7 @@ class Grouping:
         rank = next((about.marks[name] for name in _RANK_VARIABLES if name in about.marks), None)
         if rank is None and "SLURM_STEP_ID" in about.marks and "SLURM_PTY_PORT" not in about.marks:
             rank = about.marks.get("SLURM_PROCID")
-        below_rank = parent is not None and self._is_rank_or_below(parent, parts)
+        below_rank = self._is_below_rank(pid, members, parts)
         if rank is not None and not below_rank and (pid in self._gpu or parent is None or parts.get(parent) == "launcher"):
             return f"rank {rank}"
         if pid in self._gpu:
@@ -208,9 +208,11 @@ class Grouping:
             return "launcher"
         return "loader worker" if self._is_loader(pid, parent) else "process"
 
-    def _is_rank_or_below(self, pid: int, parts: Mapping[int, str]) -> bool:
-        """Its children inherit a rank's environment."""
-        return pid in self._gpu or parts.get(pid, "").startswith("rank")
+    def _is_below_rank(self, pid: int, members: set[int], parts: Mapping[int, str]) -> bool:
+        """Whatever a rank starts inherits its environment, and its number with it."""
+        return any(
+            above in self._gpu or parts.get(above, "").startswith("rank") for above in self._above(pid) if above in members
+        )
 
     def _starts_ranks(self, pid: int) -> bool:
         """A program without a GPU of its own whose forks compute: it does what a launcher does."""

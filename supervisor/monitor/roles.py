@@ -35,6 +35,8 @@ _ROOMS = frozenset(
     }
 )
 _ROOM_MODULES = ("ipykernel", "ipykernel_launcher", "jupyter", "jupyterlab", "notebook", "debugpy")
+_SERVERS = ("VLLM::", "sglang::")
+RAY_WORKER = "ray worker"
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*$")
 _MULTIPROCESSING = re.compile(r"^from multiprocessing\.(\w+) import")
 _PYTHON_FLAGS_WITH_VALUE = frozenset({"-W", "-X"})
@@ -101,14 +103,22 @@ def helper_of_multiprocessing(words: tuple[str, ...]) -> str | None:
 
 
 def title_role(words: tuple[str, ...], name: str) -> str | None:
-    """The part that a program gives itself in its title: vLLM's engine and workers, Ray's workers."""
+    """The part that a program gives itself in its title: engines and workers of vLLM and SGLang, Ray's workers."""
     title = words[0] if words else name
-    if title.startswith("VLLM::"):
-        part = title.removeprefix("VLLM::").split(" ", 1)[0]
-        if part.startswith("EngineCore"):
-            return "engine"
-        return f"worker {part.removeprefix('Worker').strip('_')}".strip()
-    return "ray worker" if title.startswith("ray::") else None
+    if title.startswith("ray::"):
+        return RAY_WORKER
+    server = next((server for server in _SERVERS if title.startswith(server)), None)
+    if server is None:
+        return None
+    part = title.removeprefix(server).split(" ", 1)[0]
+    if part.startswith("EngineCore"):
+        return "engine"
+    return f"worker {part.removeprefix('Worker').strip('_')}".strip()
+
+
+def is_part_of_parent(title: str | None) -> bool:
+    """Engines and workers belong to the server that started them; Ray's workers to whoever uses the cluster."""
+    return title is not None and title != RAY_WORKER
 
 
 def job_name(words: tuple[str, ...], name: str) -> str:

@@ -139,9 +139,14 @@ def _needed(process: ProcessFacts, run: KnownRun) -> _Bond | None:
         of_session = attempt.leader is not None and process.session == attempt.leader.pid
         if not attempt.over and (process.identity in attempt.processes or of_session):
             return _Bond(run.name, live=True, story=f"part of run {run.name}, which is running")
-    marked = process.run_folder == run.folder and not process.run_elsewhere and not _is_older(process, run)
-    newest = process.attempt is None or run.attempt is None or process.attempt >= run.attempt
-    return _Bond(run.name, live=True, story=f"part of run {run.name}, which is running") if marked and newest else None
+    if process.run_folder != run.folder or process.run_elsewhere or _is_older(process, run):
+        return None
+    if process.attempt is None:
+        # The marker does not say which attempt: the records may know that it is one that is over.
+        newest = _left_over(process, run) is None
+    else:
+        newest = run.attempt is None or process.attempt >= run.attempt
+    return _Bond(run.name, live=True, story=f"part of run {run.name}, which is running") if newest else None
 
 
 def _marked(process: ProcessFacts, runs: Sequence[KnownRun]) -> _Bond:
@@ -157,6 +162,8 @@ def _marked(process: ProcessFacts, runs: Sequence[KnownRun]) -> _Bond:
         return _Bond(name, story=f"started for the run in {folder}, of which nothing is known here")
     if _is_older(process, run):
         return _Bond(name, story=f"started for an earlier run in {folder}, of which nothing is known here")
+    if run.alive and process.attempt is None:
+        return _Bond(run.name)  # the records say what it is
     if not run.alive:
         if process.attempt is not None and run.attempt is not None and process.attempt > run.attempt:
             return _Bond(name, story=f"started for attempt {process.attempt} of run {name}, which is not recorded yet")

@@ -170,10 +170,10 @@ def _recorded_attempts(folder: RunFolder, newest: int, living: bool) -> Iterator
         process_path, exit_path = folder.attempt(number) / "process.json", folder.attempt(number) / "exit.json"
         try:
             stamp = _stamp(process_path)
-        except FileNotFoundError:
-            continue  # its program was never started
+            found = _process_file(process_path, stamp)
+        except (FileNotFoundError, RunFolderError):
+            continue  # its program was never started, or its record is damaged and proves nothing
         written = stamp[2] / 1e9
-        found = _process_file(process_path, stamp)
         if abs(boot_time() + found.started_ticks / TICKS_PER_SECOND - written) > _SAME_BOOT_SECONDS:
             # Written on another machine of a shared disk, before a restart, or copied: its numbers mean nothing here.
             continue

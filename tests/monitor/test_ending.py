@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import pwd
 import signal
+import subprocess
+from collections.abc import Callable, Collection
+from pathlib import Path
 
 import pytest
 
 from memtop.supervisor.monitor.ending import Ended, EndReport, end_and_measure
 from memtop.supervisor.monitor.nvml import NvmlReader
-from memtop.supervisor.monitor.processes import ProcessId, identify
+from memtop.supervisor.monitor.proc import Owners, ProcessId, identify
+from memtop.supervisor.monitor.signals import Kernel
 from memtop.supervisor.monitor.strays import end_processes
 from tests.monitor.conftest import Start
 from tests.nvml_double.double import Script
@@ -18,6 +23,8 @@ GIB = 1024**3
 PATIENT = (20.0, 20.0, 20.0)
 """Long enough for a slow machine: a test that passes never waits for it to run out."""
 SHORT = (0.2, 0.2, 20.0)
+NAME = Path("/proc/self/comm").read_text().strip()
+"""What the kernel calls an interpreter like ours."""
 IGNORE = "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
@@ -170,3 +177,132 @@ def test_text_names_those_that_were_not_ended() -> None:
     )
     report = EndReport(processes=rows, returned_bytes=int(3.9 * GIB))
     assert report.text == "1 process ended, 3.9 GiB returned; process 8: the kernel refused SIGINT: no"
+
+
+LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
+
+
+def take_number(pid: int, start: Start) -> subprocess.Popen[str]:
+    """A new process under this number, which is free. The kernel counts on from what it is told."""
+    for _ in range(200):
+        LAST_PID.write_text(str(pid - 1))
+        process = start()
+        if process.pid == pid:
+            return process
+        process.kill()
+        process.wait()
+    pytest.skip("other programs start processes too quickly to get a number of choice")
+
+
+@pytest.mark.skipif(not os.access(LAST_PID, os.W_OK) or os.getuid() != 0, reason="only root can choose a process number")
+def test_a_number_that_really_was_used_again_is_refused(start: Start) -> None:
+    first = start()
+    chosen = known(first.pid)
+    first.kill()
+    first.wait()
+    bystander = take_number(chosen.pid, start)
+    (ended,) = end_processes([chosen], waits=PATIENT)
+    assert ended.outcome == "refused"
+    assert "used again" in ended.reason
+    assert bystander.poll() is None
+
+
+class Between(Kernel):
+    """The real kernel, and something that happens just before the signal."""
+
+    def __init__(self, happens: Callable[[], object]) -> None:
+        self._happens = happens
+
+    def owners(self, pid: int) -> Owners | None:
+        found = super().owners(pid)
+        self._happens()
+        return found
+
+
+def test_one_that_ends_between_look_and_signal(start: Start) -> None:
+    process = start()
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+
+    (ended,) = end_processes([known(process.pid)], waits=PATIENT, kernel=Between(end))
+    assert (ended.outcome, ended.signal) == ("gone", None)
+
+
+@pytest.mark.skipif(not os.access(LAST_PID, os.W_OK) or os.getuid() != 0, reason="only root can choose a process number")
+def test_one_that_ends_and_is_replaced_between_look_and_signal(start: Start) -> None:
+    process = start()
+    bystanders: list[subprocess.Popen[str]] = []
+
+    def replace() -> None:
+        if not bystanders:
+            process.kill()
+            process.wait()
+            bystanders.append(take_number(process.pid, start))
+
+    (ended,) = end_processes([known(process.pid)], waits=PATIENT, kernel=Between(replace))
+    assert (ended.outcome, ended.signal) == ("gone", None)
+    assert bystanders[0].poll() is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can change a process's user")
+def test_one_that_becomes_another_users_gets_no_second_signal(start: Start) -> None:
+    become = "def other(*_):\n os.setuid(65534)\n os.write(1, b'changed\\n')\nsignal.signal(signal.SIGINT, other)"
+    process = start(become)
+
+    class AfterChange(Kernel):
+        def wait(self, descriptors: Collection[int], seconds: float) -> set[int]:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "changed\n"
+            return set()
+
+    (ended,) = end_processes([known(process.pid)], waits=(0.0, 0.0, 0.0), kernel=AfterChange())
+    assert (ended.outcome, ended.signal) == ("refused", "SIGINT")
+    assert "only your own" in ended.reason
+    assert process.poll() is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act with another user's rights")
+def test_one_that_acts_with_other_rights_is_refused(start: Start) -> None:
+    process = start("os.seteuid(65534)")
+    (ended,) = end_processes([known(process.pid)], waits=PATIENT)
+    assert ended.outcome == "refused"
+    assert "acts with the rights of" in ended.reason
+    assert process.poll() is None
+
+
+def test_who_still_holds_what_did_not_come_back(start: Start, driver: Script, reader: NvmlReader) -> None:
+    ended, rank = start(), start()
+    driver.gpu(0, total=24 * GIB, used=8 * GIB).process(0, pid=ended.pid, used=4 * GIB)
+    driver.process(0, pid=rank.pid, used=3 * GIB).write()
+
+    def later(seconds: float) -> None:
+        driver.clear().gpu(0, total=24 * GIB, used=8 * GIB).process(0, pid=rank.pid, used=3 * GIB).write()
+
+    report = end_and_measure([known(ended.pid)], reader, waits=PATIENT, sleep=later)
+    user = pwd.getpwuid(os.getuid()).pw_name
+    assert [(holder.pid, holder.user, holder.used_bytes) for holder in report.holders] == [(rank.pid, user, 3 * GIB)]
+    assert report.text == f"1 process ended, 0 B returned; GPU 0: 3.0 GiB still held by pid {rank.pid} ({user}, {NAME})"
+
+
+def test_memory_that_stays_under_an_ended_process(start: Start, driver: Script, reader: NvmlReader) -> None:
+    process = start()
+    driver.gpu(0, total=24 * GIB, used=8 * GIB).process(0, pid=process.pid, used=4 * GIB).write()
+    report = end_and_measure([known(process.pid)], reader, waits=PATIENT, settle_seconds=0.1, sleep=lambda seconds: None)
+    assert report.returned_bytes == 0
+    (holder,) = report.holders
+    assert holder.ended
+    assert f"GPU 0: 4.0 GiB still held by pid {process.pid}, which has ended: end what shares" in report.text
+
+
+def test_memory_that_came_back_needs_no_word_on_the_others(start: Start, driver: Script, reader: NvmlReader) -> None:
+    ended, other = start(), start()
+    driver.gpu(0, total=24 * GIB, used=8 * GIB).process(0, pid=ended.pid, used=4 * GIB)
+    driver.process(0, pid=other.pid, used=3 * GIB).write()
+
+    def later(seconds: float) -> None:
+        driver.clear().gpu(0, total=24 * GIB, used=4 * GIB).process(0, pid=other.pid, used=3 * GIB).write()
+
+    report = end_and_measure([known(ended.pid)], reader, waits=PATIENT, sleep=later)
+    assert report.text == "1 process ended, 4.0 GiB returned"

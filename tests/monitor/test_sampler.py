@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import pytest
 
 from memtop.supervisor.monitor import processes
 from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.proc import read_row
 from memtop.supervisor.monitor.processes import ProcessDescriber
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.strays import KnownRun
@@ -172,3 +174,173 @@ def test_neither_torch_nor_textual_is_loaded() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_memory_under_an_ended_process_is_called_gone_at_the_second_look(
+    driver: Script, reader: NvmlReader, clock: Clock, start: Start
+) -> None:
+    process = start()
+    process.kill()
+    process.wait()
+    driver.gpu(0, total=GIB, used=GIB // 2).process(0, pid=process.pid, used=GIB // 2).write()
+    describer = ProcessDescriber(same_namespace=lambda: True, sees_all=lambda: True)
+    watcher = Sampler(nvml=reader, describer=describer, monotonic=clock)
+    (first,) = watcher.sample().gpus[0].processes
+    assert (first.gone, first.reason) == (False, f"process {process.pid} has just ended")
+    clock.pass_(2.0)
+    (second,) = watcher.sample().gpus[0].processes
+    assert (second.gone, second.choosable, second.stray) == (True, False, False)
+    assert second.reason is not None
+    assert f"still lists 512 MiB under pid {process.pid}, which has ended: end what shares its GPU context" in second.reason
+
+
+@pytest.mark.parametrize(("same_namespace", "sees_all"), [(True, False), (False, False), (False, True)])
+def test_where_not_all_is_seen_nobody_is_called_gone(
+    driver: Script,
+    reader: NvmlReader,
+    clock: Clock,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    same_namespace: bool,
+    sees_all: bool,
+) -> None:
+    monkeypatch.delenv(processes.TRUST_VARIABLE, raising=False)
+    process = start()
+    process.kill()
+    process.wait()
+    driver.gpu(0, total=GIB).process(0, pid=process.pid, used=9).write()
+    describer = ProcessDescriber(same_namespace=lambda: same_namespace, sees_all=lambda: sees_all)
+    watcher = Sampler(nvml=reader, describer=describer, monotonic=clock)
+    for _ in range(3):
+        (row,) = watcher.sample().gpus[0].processes
+        assert (row.gone, row.name, row.job) == (False, None, None)
+        clock.pass_(2.0)
+
+
+def test_a_zombie_is_named_with_the_parent_that_must_collect_it(driver: Script, reader: NvmlReader) -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    driver.gpu(0, total=GIB).process(0, pid=child.pid, used=9).write()
+    (row,) = sampler(reader).sample().gpus[0].processes
+    child.wait()
+    assert (row.gone, row.choosable, row.parent_pid, row.job) == (False, False, os.getpid(), None)
+    assert row.name
+    assert f"process {child.pid} has ended (zombie), but its parent {os.getpid()} (" in (row.reason or "")
+
+
+def test_host_memory_and_cpu(driver: Script, reader: NvmlReader, clock: Clock, start: Start) -> None:
+    busy, idle = (
+        start("import threading; threading.Thread(target=lambda: [0 for _ in iter(int, 1)], daemon=True).start()"),
+        start(),
+    )
+    driver.gpu(0, total=GIB).process(0, pid=busy.pid, used=9).process(0, pid=idle.pid, used=8).write()
+    watcher = Sampler(nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), monotonic=clock)
+    for row in watcher.sample().gpus[0].processes:
+        assert row.host_cpu_fraction is None
+        assert "two looks" in row.unknown["host_cpu_fraction"]
+        assert row.host_rss_bytes is not None
+        assert row.host_rss_bytes > 1024**2
+        assert row.parent_pid == os.getpid()
+    # The clock is turned by hand, the work is real: wait until it is done, then say that two seconds have passed.
+    before = cpu_ticks(busy.pid)
+    while cpu_ticks(busy.pid) < before + 20:
+        pass
+    clock.pass_(2.0)
+    first, second = watcher.sample().gpus[0].processes
+    assert first.host_cpu_fraction is not None
+    assert first.host_cpu_fraction >= 0.1
+    assert second.host_cpu_fraction == 0.0
+    assert "host_cpu_fraction" not in second.unknown
+
+
+def cpu_ticks(pid: int) -> int:
+    row = read_row(pid)
+    assert row is not None
+    return row.cpu_ticks
+
+
+def test_the_same_rows_until_the_lists_are_read_again(driver: Script, reader: NvmlReader, clock: Clock, start: Start) -> None:
+    driver.gpu(0, total=GIB).process(0, pid=start().pid, used=9).write()
+    watcher = Sampler(nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), monotonic=clock)
+    first = watcher.sample()
+    clock.pass_(1.0)
+    second = watcher.sample()
+    assert second.gpus[0].processes is first.gpus[0].processes
+    assert second.jobs is first.jobs
+    clock.pass_(1.0)
+    assert watcher.sample().gpus[0].processes is not first.gpus[0].processes
+
+
+FORKS = """
+import ctypes
+if os.fork() == 0:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with its parent
+    while True: time.sleep(60)
+"""
+
+
+def test_jobs_of_real_processes(driver: Script, reader: NvmlReader, start: Start) -> None:
+    """Two programs, one of a run and with a worker that it forked; the other on two GPUs."""
+    run, plain = start(FORKS, env={"MEMTOP_RUN": "/runs/r", "MEMTOP_ATTEMPT": "1", "RANK": "3"}), start()
+    driver.gpu(0, total=24 * GIB).gpu(1, total=24 * GIB).process(0, pid=run.pid, used=GIB)
+    driver.process(0, pid=plain.pid, used=2 * GIB).process(1, pid=plain.pid, used=3 * GIB).write()
+    snapshot = sampler(reader, [KnownRun(name="r", folder="/runs/r", alive=True, attempt=1)]).sample()
+    worker = int(Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text())
+    first, second = snapshot.jobs
+    assert (first.key, first.used_bytes, first.gpu_indices) == (f"pid {plain.pid}@{ticks(plain.pid)}", 5 * GIB, (0, 1))
+    assert (second.key, second.name, second.run, second.leader_pid) == ("run r", "r", "r", run.pid)
+    assert (second.pids, second.roles) == ((run.pid, worker), {"rank": 1, "loader worker": 1})
+    rows = [row for gpu in snapshot.gpus for row in gpu.processes]
+    assert {(row.pid, row.job, row.role) for row in rows} == {
+        (run.pid, "run r", "rank 3"),
+        (plain.pid, first.key, "process"),
+    }
+    alone, both = read_row(run.pid), second.host_rss_bytes
+    assert alone is not None
+    assert both is not None
+    assert both < 2 * alone.rss_bytes, "what the fork shares is counted once"
+
+
+def ticks(pid: int) -> int:
+    found = processes.started_ticks(pid)
+    assert found is not None
+    return found
+
+
+def test_a_program_that_becomes_another_is_described_anew(
+    driver: Script, reader: NvmlReader, clock: Clock, start: Start
+) -> None:
+    """The same pid and start time, another program and environment: exec."""
+    code = "print('ready', flush=True); import time; time.sleep(60)"
+    become = f"os.execve(sys.executable, [sys.executable, '-S', '-E', '-c', {code!r}], {{'MEMTOP_RUN': '/runs/r'}})"
+    process = start(f"signal.signal(signal.SIGUSR1, lambda *_: {become})")
+    driver.gpu(0, total=GIB).process(0, pid=process.pid, used=9).write()
+    watcher = Sampler(nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), monotonic=clock)
+    assert watcher.sample().gpus[0].processes[0].run is None
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    clock.pass_(2.0)
+    row = watcher.sample().gpus[0].processes[0]
+    assert row.run == "r"
+    assert (row.command or "").endswith(code)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a mount namespace")
+def test_the_marker_of_a_containers_run_is_no_proof(driver: Script, reader: NvmlReader, start: Start, tmp_path: Path) -> None:
+    """A path of that name exists here and there, and means two folders."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    inside = (
+        "import ctypes, subprocess\n"
+        "assert ctypes.CDLL(None).unshare(0x20000) == 0\n"
+        "subprocess.run(['/bin/mount', '--make-rprivate', '/'], check=True)\n"
+        f"subprocess.run(['/bin/mount', '-t', 'tmpfs', 'x', {str(folder)!r}], check=True)"
+    )
+    process = start(inside, env={"MEMTOP_RUN": str(folder), "MEMTOP_ATTEMPT": "1"})
+    driver.gpu(0, total=GIB).process(0, pid=process.pid, used=9).write()
+    runs = [KnownRun(name="run", folder=str(folder), alive=False, attempt=1)]
+    (row,) = sampler(reader, runs).sample().gpus[0].processes
+    assert (row.run, row.stray) == ("run", False)
+    assert "of its container" in (row.reason or "")

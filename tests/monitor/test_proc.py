@@ -1,0 +1,160 @@
+"""Reading /proc: rows, environments, what is hidden; the tree around GPU processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memtop.supervisor.monitor import proc
+from memtop.supervisor.monitor.proc import ProcessId, Row, environment_of, hidepid, identify, read_row
+from memtop.supervisor.monitor.processes import full_name
+from memtop.supervisor.monitor.table import CpuMeter, ProcessTable, resident_bytes
+from memtop.supervisor.monitor.tree import TreeReader, tree_order
+from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
+from tests.monitor.conftest import Start, Tree
+
+MOUNTS = "22 1 0:20 / /proc rw,relatime shared:5 - proc proc rw"
+
+
+def known(pid: int) -> ProcessId:
+    found = identify(pid)
+    assert found is not None
+    return found
+
+
+def row(pid: int, parent: int, *, session: int = 0, ticks: int = 0, cpu: int = 0) -> Row:
+    return Row(ProcessId(pid, ticks or pid), "x", False, parent, session, 1, cpu, 0, 0, 0)
+
+
+def test_a_row_says_what_the_kernel_says(start: Start) -> None:
+    process = start()
+    found = read_row(process.pid)
+    assert found is not None
+    assert (found.identity, found.parent_pid) == (known(process.pid), os.getpid())
+    assert (found.session, found.threads, found.is_dead) == (os.getsid(process.pid), 1, False)
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    assert f"\nName:\t{found.comm}\n" in "\n" + status
+    (resident,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+    assert abs(found.rss_bytes - resident * 1024) < 2 * 1024**2, "two ways of counting, one process"
+
+
+def test_the_environment_of_a_process(start: Start) -> None:
+    process = start(env={"A": "1", "B": "x=y"})
+    assert environment_of(known(process.pid)) == {"A": "1", "B": "x=y"}
+    assert environment_of(ProcessId(process.pid, 1)) == f"process {process.pid} has ended"
+    identity = known(process.pid)
+    process.kill()
+    process.wait()
+    assert environment_of(identity) == f"process {process.pid} has ended"
+
+
+def test_an_environment_that_changes_hands_while_it_is_read_is_not_shown(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = start(env={"SECRET": "1"})
+    identity = known(process.pid)
+    answers = iter([identity, ProcessId(process.pid, identity.started_ticks + 7)])
+    monkeypatch.setattr(proc, "identify", lambda pid, root: next(answers))
+    assert environment_of(identity) == f"process {process.pid} has ended"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can look as another user")
+def test_the_environment_of_another_users_process_is_not_shown() -> None:
+    """Seen by nobody, from a process of its own: becoming nobody cannot be undone."""
+    program = (
+        "import os, sys; from memtop.supervisor.monitor.proc import environment_of, identify; os.setuid(65534);"
+        f"print(environment_of(identify({os.getpid()})))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == f"the environment of process {os.getpid()} is another user's: only that user and root may read it\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        ("rw", None),
+        ("rw,hidepid=0", None),
+        ("rw,hidepid=off", None),
+        ("rw,hidepid=2", "2"),
+        ("rw,gid=4,hidepid=invisible", "invisible"),
+    ],
+)
+def test_hidepid(tree: Tree, tmp_path: Path, options: str, mode: str | None) -> None:
+    text = MOUNTS.replace("/proc rw,", f"{tmp_path} rw,").removesuffix("rw") + options
+    assert hidepid(tree({"self/mountinfo": text + "\n23 1 0:20 / /other rw - proc proc rw,hidepid=1\n"})) == mode
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount /proc")
+def test_a_real_proc_that_hides(start: Start, tmp_path: Path) -> None:
+    """In a mount namespace of its own: what nobody sees of it is not all."""
+    program = (
+        "import ctypes, os, subprocess, sys\n"
+        "from memtop.supervisor.monitor.proc import hidepid, in_host_pid_namespace, read_row, sees_all_pids\n"
+        "assert ctypes.CDLL(None).unshare(0x20000) == 0\n"
+        "subprocess.run(['mount', '--make-rprivate', '/'], check=True)\n"
+        "subprocess.run(['mount', '-t', 'proc', '-o', 'hidepid=2', 'proc', '/proc'], check=True)\n"
+        "seen = sees_all_pids(); os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "print(hidepid(), read_row(1), seen == in_host_pid_namespace(), sees_all_pids())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    if "mount:" in done.stderr:
+        pytest.skip(f"/proc cannot be mounted here: {done.stderr.strip()}")
+    assert done.stdout.split() in (["2", "None", "True", "False"], ["invisible", "None", "True", "False"]), done.stderr
+
+
+def test_names_longer_than_the_kernel_keeps() -> None:
+    assert full_name("nvidia-cuda-mps", ("/usr/bin/nvidia-cuda-mps-server",)) == "nvidia-cuda-mps-server"
+    assert full_name("python", ("/usr/bin/python-other",)) == "python"
+    assert full_name("exactly-15-long", ()) == "exactly-15-long"
+
+
+def test_the_table_finds_new_processes_and_drops_ended_ones(start: Start) -> None:
+    table = ProcessTable()
+    first = start()
+    assert first.pid in table.look(())
+    second = start()
+    first.kill()
+    first.wait()
+    rows = table.look(())
+    assert second.pid in rows
+    assert first.pid not in rows
+    assert os.getpid() in table.again([second.pid])
+
+
+def test_the_meter_needs_two_looks_and_the_same_process() -> None:
+    meter, hertz = CpuMeter(), proc.TICKS_PER_SECOND
+    assert meter.update([row(7, 1)], 10.0) == {}
+    assert meter.update([row(7, 1, cpu=3 * hertz)], 12.0) == {ProcessId(7, 7): 1.5}
+    assert meter.update([row(7, 1, ticks=9, cpu=9 * hertz)], 14.0) == {}, "another process under the number"
+
+
+def test_resident_bytes_count_what_is_shared_once(tree: Tree) -> None:
+    root = tree({"7/statm": "900 500 200 0 0 0 0", "8/statm": "900 300 250 0 0 0 0"})
+    assert resident_bytes([7, 8, 9], root) == (300 + 50 + 250) * proc.PAGE_BYTES
+    assert resident_bytes([9], root) is None
+
+
+def test_the_order_of_the_tree() -> None:
+    table = {one.identity.pid: one for one in (row(5, 1), row(10, 5, session=10), row(11, 10, session=10))}
+    table |= {one.identity.pid: one for one in (row(12, 11, session=10), row(13, 11, session=10), row(20, 5, session=20))}
+    assert tree_order(table, frozenset({12})) == [(10, 0), (11, 1), (12, 2)], "up to the session's leader, no siblings"
+    assert tree_order(table, frozenset({11, 20})) == [(10, 0), (11, 1), (12, 2), (13, 2), (20, 0)]
+    circle = {7: row(7, 8, session=1), 8: row(8, 7, session=1)}
+    assert tree_order(circle, frozenset({7})) == []
+
+
+def test_the_tree_of_a_real_process(start: Start) -> None:
+    process = start()
+    identity = known(process.pid)
+    rows = tuple(GpuProcess(pid=process.pid, started_ticks=ticks, used_bytes=5) for ticks in (identity.started_ticks, 1))
+    machine = MachineSnapshot(time=0.0, gpus=(GpuSample(index=0, processes=rows), GpuSample(index=1, processes=rows[:1])))
+    reader = TreeReader()
+    first = reader.read(machine)
+    mine = next(one for one in first if one.pid == process.pid)
+    parent = next(one for one in first if one.pid == os.getpid())
+    assert (mine.gpu_bytes, mine.on_gpu, mine.parent_pid, mine.depth) == (10, True, os.getpid(), parent.depth + 1)
+    assert (parent.gpu_bytes, parent.on_gpu, mine.cpu_fraction) == (None, False, None)
+    assert (mine.command or "").startswith(sys.executable)
+    assert all(one.cpu_fraction is not None for one in reader.read(machine) if one.pid == process.pid)

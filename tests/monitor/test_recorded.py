@@ -1,0 +1,156 @@
+"""What runs have written down of their processes, as proof: real shims, real sessions, real run folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.proc import identify
+from memtop.supervisor.monitor.processes import ProcessDescriber
+from memtop.supervisor.monitor.sampler import Sampler
+from memtop.supervisor.monitor.signals import SignalRefused, signal_process
+from memtop.supervisor.monitor.values import GpuProcess
+from memtop.supervisor.run import shim
+from memtop.supervisor.run.folder import RunFolder, RunSpec, StateFile, write_json
+from memtop.supervisor.run.view import known_runs
+from memtop.supervisor.wire import Phase, RunState
+from tests.nvml_double.double import Script
+
+GIB = 1024**3
+PYTHON = [sys.executable, "-S", "-E", "-c"]
+# Its child throws its environment away, as programs do that write their own title over it; then it says both pids.
+LEAVES_A_CHILD = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, '-S', '-E', '-c', 'import time; time.sleep(120)'], env={}, stdout=2)
+open(sys.argv[1] + '.new', 'w').write(str(child.pid))
+os.rename(sys.argv[1] + '.new', sys.argv[1])
+if sys.argv[2] == 'stay': time.sleep(120)
+time.sleep(0.8)
+"""
+
+
+class Attempt:
+    """One attempt of a run under its real shim, without a supervisor."""
+
+    def __init__(self, runs: Path, name: str, *, stay: bool) -> None:
+        self.folder = RunFolder(runs / name)
+        attempt = self.folder.attempt(1)
+        attempt.mkdir(parents=True)
+        write_json(
+            self.folder.spec_path,
+            RunSpec(name=name, created=0.0, settings=None, command=("x",), cwd="/", memtop_version="0"),
+        )
+        state = RunState(name=name, folder=str(self.folder.path), state=Phase.TRAINING, created=0.0, attempt=1)
+        write_json(self.folder.state_path, StateFile(run=state, socket=""))
+        argv = [*PYTHON, LEAVES_A_CHILD, str(attempt / "child"), "stay" if stay else "go"]
+        (attempt / "command.json").write_text(json.dumps({"argv": argv, "cwd": "/", "environment": {}}))
+        (attempt / "child").parent.mkdir(exist_ok=True)
+        self.shim = subprocess.Popen([sys.executable, "-I", "-S", str(shim.__file__), str(attempt)], start_new_session=True)
+        if stay:
+            while not (attempt / "child").exists() or not (attempt / "process.json").exists():
+                assert self.shim.poll() is None
+        else:
+            assert self.shim.wait() == 0
+        self.process_path = attempt / "process.json"
+        self.program = int(json.loads(self.process_path.read_text())["pid"])
+        self.child = int((attempt / "child").read_text())
+
+    def end(self) -> None:
+        for pid in (self.child, self.program):
+            found = identify(pid)
+            try:
+                if found is not None:
+                    signal_process(found, signal.SIGKILL)
+            except SignalRefused as gone:
+                print(f"already gone: {gone}")
+        self.shim.wait()
+
+
+@pytest.fixture
+def over(tmp_path: Path) -> Iterator[Attempt]:
+    attempt = Attempt(tmp_path / "runs", "over", stay=False)
+    yield attempt
+    attempt.end()
+
+
+@pytest.fixture
+def living(tmp_path: Path) -> Iterator[Attempt]:
+    attempt = Attempt(tmp_path / "runs", "living", stay=True)
+    yield attempt
+    attempt.end()
+
+
+def row_of(pid: int, runs: Path, driver: Script, reader: NvmlReader) -> GpuProcess:
+    driver.clear().gpu(0, total=24 * GIB, used=8 * GIB).process(0, pid=pid, used=4 * GIB).write()
+    describer = ProcessDescriber(same_namespace=lambda: True)
+    return Sampler(lambda: known_runs(runs), nvml=reader, describer=describer).sample().gpus[0].processes[0]
+
+
+def test_an_orphan_without_a_marker_is_proven_by_its_session(
+    over: Attempt, tmp_path: Path, driver: Script, reader: NvmlReader
+) -> None:
+    row = row_of(over.child, tmp_path / "runs", driver, reader)
+    assert (row.run, row.stray, row.choosable) == ("over", True, True)
+    assert row.reason == "left over from attempt 1 of run over, which is over: of the session that the run made"
+
+
+def test_one_of_a_living_session_is_needed(living: Attempt, tmp_path: Path, driver: Script, reader: NvmlReader) -> None:
+    for pid in (living.child, living.program):
+        row = row_of(pid, tmp_path / "runs", driver, reader)
+        assert (row.run, row.stray, row.choosable) == ("living", False, False)
+
+
+def test_a_recorded_program_of_a_moved_run_is_needed(
+    living: Attempt, tmp_path: Path, driver: Script, reader: NvmlReader
+) -> None:
+    """Its folder was moved aside while it runs on without a supervisor: the record went with the folder."""
+    living.folder.path.rename(tmp_path / "runs" / "living.20260101-000000")
+    assert row_of(living.program, tmp_path / "runs", driver, reader).run == "living.20260101-000000"
+    assert not row_of(living.child, tmp_path / "runs", driver, reader).choosable
+
+
+def test_records_of_another_boot_or_machine_prove_nothing(
+    over: Attempt, tmp_path: Path, driver: Script, reader: NvmlReader
+) -> None:
+    before = over.process_path.stat().st_mtime - 3600
+    os.utime(over.process_path, (before, before))
+    row = row_of(over.child, tmp_path / "runs", driver, reader)
+    assert (row.run, row.stray, row.choosable) == (None, False, True)
+
+
+def test_without_an_exit_file_the_session_proves_nothing(
+    over: Attempt, tmp_path: Path, driver: Script, reader: NvmlReader
+) -> None:
+    (over.folder.attempt(1) / "exit.json").unlink()
+    assert not row_of(over.child, tmp_path / "runs", driver, reader).stray
+
+
+def test_a_damaged_run_hides_no_other(over: Attempt, tmp_path: Path) -> None:
+    damaged = tmp_path / "runs" / "damaged"
+    damaged.mkdir()
+    (damaged / "run.json").write_text("{")
+    assert [run.name for run in known_runs(tmp_path / "runs")] == ["over"]
+    over.process_path.write_text("{")
+    assert known_runs(tmp_path / "runs") == []
+
+
+def test_what_changes_is_read_again(over: Attempt, tmp_path: Path) -> None:
+    (run,) = known_runs(tmp_path / "runs")
+    assert (run.alive, run.attempt, [attempt.over for attempt in run.recorded]) == (False, 1, [True])
+    state = over.folder.state()
+    assert state is not None
+    write_json(over.folder.state_path, StateFile(run=RunState(**{**_fields(state.run), "attempt": 2}), socket=""))
+    (run,) = known_runs(tmp_path / "runs")
+    assert run.attempt == 2
+
+
+def _fields(run: RunState) -> dict[str, object]:
+    return {name: getattr(run, name) for name in run.__struct_fields__}
