@@ -55,6 +55,8 @@ def run_state(supervisor: Supervisor) -> RunState:
         eta_seconds=left / samples_rate if running and samples_rate and left is not None else None,
         ranks=progress.ranks(supervisor.agents.ranks),
         run_rss_bytes=supervisor.watch.run_rss_bytes if running else None,
+        run_memory=supervisor.watch.run_memory if running else (),
+        gpu_base_bytes=supervisor.watch.gpu_base_bytes if running else {},
         checkpoint=supervisor.checkpoint,
         exit_status=supervisor.exit_status,
         log_path=str(attempt.log_path) if attempt else None,

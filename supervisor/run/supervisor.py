@@ -26,6 +26,7 @@ from memtop.supervisor.run.change import edited, edited_live
 from memtop.supervisor.run.commands import Commands
 from memtop.supervisor.run.control import ControlServer, socket_path
 from memtop.supervisor.run.folder import RunFolder, RunLock, StateFile, write_json
+from memtop.supervisor.run.gpu_base import RankReport
 from memtop.supervisor.run.launch import launch
 from memtop.supervisor.run.ledger import Attempt, open_for_writing
 from memtop.supervisor.run.lifecycle import Lifecycle
@@ -71,7 +72,7 @@ class Supervisor:
         self.exit_status: int | None = None
         self.checkpoint = newest_checkpoint(folder.latest_state)
         self._socket = socket_path(folder.path)
-        self.watch = MachineWatch(folder.path.parent, self._members)
+        self.watch = MachineWatch(folder.path.parent, self._members, self._rank_reports)
 
     # --- life -----------------------------------------------------------------------------------------------------------
 
@@ -370,6 +371,9 @@ class Supervisor:
 
     def _members(self) -> list[ProcessId]:
         return self.attempt.processes() if self.attempt is not None and not self.lifecycle.phase.final else []
+
+    def _rank_reports(self) -> tuple[int, tuple[RankReport, ...]]:
+        return self.attempt.number if self.attempt is not None else 0, self.progress.rank_reports()
 
     def _on_sample(self, keep: bool) -> None:
         machine = self.watch.machine
