@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from memtop.supervisor.run.gpu_base import RankReport
 from memtop.supervisor.wire import RunState
 
 if TYPE_CHECKING:
@@ -62,3 +63,8 @@ def run_state(supervisor: Supervisor) -> RunState:
         log_path=str(attempt.log_path) if attempt else None,
         warnings=tuple(supervisor.warnings.values()),
     )
+
+
+def rank_reports(supervisor: Supervisor) -> tuple[int, tuple[RankReport, ...]]:
+    """The number of the attempt (0 before the first), and what its ranks last said of their allocators."""
+    return supervisor.attempt.number if supervisor.attempt is not None else 0, supervisor.progress.rank_reports()

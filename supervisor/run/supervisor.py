@@ -26,7 +26,6 @@ from memtop.supervisor.run.change import edited, edited_live
 from memtop.supervisor.run.commands import Commands
 from memtop.supervisor.run.control import ControlServer, socket_path
 from memtop.supervisor.run.folder import RunFolder, RunLock, StateFile, write_json
-from memtop.supervisor.run.gpu_base import RankReport
 from memtop.supervisor.run.launch import launch
 from memtop.supervisor.run.ledger import Attempt, open_for_writing
 from memtop.supervisor.run.lifecycle import Lifecycle
@@ -35,7 +34,7 @@ from memtop.supervisor.run.manifest import newest_checkpoint
 from memtop.supervisor.run.process import ProcessId, become_subreaper, identify, reap_children
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.publish import Publisher
-from memtop.supervisor.run.state import run_state
+from memtop.supervisor.run.state import rank_reports, run_state
 from memtop.supervisor.wire import Change, Event, Phase, RunState
 
 T = TypeVar("T")
@@ -72,7 +71,7 @@ class Supervisor:
         self.exit_status: int | None = None
         self.checkpoint = newest_checkpoint(folder.latest_state)
         self._socket = socket_path(folder.path)
-        self.watch = MachineWatch(folder.path.parent, self._members, self._rank_reports)
+        self.watch = MachineWatch(folder.path.parent, self._members, lambda: rank_reports(self))
 
     # --- life -----------------------------------------------------------------------------------------------------------
 
@@ -371,9 +370,6 @@ class Supervisor:
 
     def _members(self) -> list[ProcessId]:
         return self.attempt.processes() if self.attempt is not None and not self.lifecycle.phase.final else []
-
-    def _rank_reports(self) -> tuple[int, tuple[RankReport, ...]]:
-        return self.attempt.number if self.attempt is not None else 0, self.progress.rank_reports()
 
     def _on_sample(self, keep: bool) -> None:
         machine = self.watch.machine
