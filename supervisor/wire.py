@@ -1,8 +1,8 @@
 """The messages between supervisor, dashboards and command line: newline-delimited JSON over the run's Unix socket.
 
 A client sends a `Request`, the supervisor answers every one with `Answer`s (accepted, then done or failed; or refused). After
-`Subscribe` it also streams `StateUpdate`, `MetricRows` and `EventRows` until the client leaves. Agents speak the plain JSON
-of `train/agent` on the same socket and append their reports to `attempts/NNNN/rank-R.jsonl`.
+`Subscribe` it also streams `HistoryRows`, `StateUpdate`, `MetricRows` and `EventRows` until the client leaves. Agents speak
+the plain JSON of `train/agent` on the same socket and append their reports to `attempts/NNNN/rank-R.jsonl`.
 """
 
 from __future__ import annotations
@@ -252,4 +252,17 @@ class EventRows(msgspec.Struct, frozen=True, kw_only=True, tag="events"):
     rows: tuple[Event, ...]
 
 
-Message = Answer | StateUpdate | MetricRows | EventRows
+class HistoryRows(msgspec.Struct, frozen=True, kw_only=True, tag="history"):
+    """The newest hour of one GPU, or of the host, as `monitor.history.History` keeps it. Sent once after `Subscribe`."""
+
+    key: str
+    """The GPU's uuid, or "host"."""
+    label: str
+    """e.g. `GPU 0`"""
+    times: bytes
+    """Seconds since the epoch, as native doubles."""
+    columns: dict[str, bytes]
+    """By the name of the series: one native float for each time, NaN where it was not known."""
+
+
+Message = Answer | StateUpdate | MetricRows | EventRows | HistoryRows

@@ -50,7 +50,15 @@ class Followed:
 
 
 FeedMessage = (
-    wire.StateUpdate | wire.MetricRows | wire.EventRows | MachineSnapshot | Connected | Disconnected | LogLines | Followed
+    wire.StateUpdate
+    | wire.MetricRows
+    | wire.EventRows
+    | wire.HistoryRows
+    | MachineSnapshot
+    | Connected
+    | Disconnected
+    | LogLines
+    | Followed
 )
 
 

@@ -100,6 +100,9 @@ def fold(store: Store, message: FeedMessage) -> Store:
         return replace(store, log=log, log_count=store.log_count + len(message.rows))
     if isinstance(message, Followed):
         return replace(store, followed=message)
+    if isinstance(message, wire.HistoryRows):
+        # For the dashboard's `History`, which is no picture but a recording.
+        return store
     if isinstance(message, Connected):
         return replace(store, link=Link.CONNECTED, link_reason="", quiet_seconds=0.0)
     if isinstance(message, Disconnected):

@@ -1,8 +1,9 @@
-"""The ledger: attempts, events, step metrics and machine samples of a run in SQLite. Only the supervisor writes it."""
+"""The ledger: attempts, events, step metrics and the machine's history of a run in SQLite. Only the supervisor writes it."""
 
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.monitor.history import Bucket
+from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.run import tiers
 from memtop.supervisor.wire import Event, Metric
 
 _SCHEMA = """
@@ -70,10 +74,16 @@ class Ledger:
             # WAL lets readers read while we write; file systems without shared memory keep the default.
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
+            tiers.prepare(self._db)
             self._db.executescript(_SCHEMA)
+        self._recorder: tiers.Recorder | None = None
 
     def close(self) -> None:
-        self._db.close()
+        try:
+            if self._recorder is not None:
+                self._recorder.flush()
+        finally:
+            self._db.close()
 
     # --- attempts ---
 
@@ -164,7 +174,7 @@ class Ledger:
         ).fetchone()
         return None if row is None else msgspec.json.decode(row[0])
 
-    # --- events and samples ---
+    # --- events ---
 
     def add_event(self, event: Event) -> Event:
         """Store an event; the same with the number that the ledger gives it."""
@@ -184,6 +194,29 @@ class Ledger:
             for i, t, a, k, m, d in reversed(rows)
         ]
 
-    def add_sample(self, time: float, attempt: int, machine: bytes) -> None:
-        with self._db:
-            self._db.execute("INSERT OR REPLACE INTO samples VALUES (?, ?, ?)", (time, attempt, machine.decode()))
+    # --- the machine ---
+
+    @property
+    def recorder(self) -> tiers.Recorder:
+        """Takes the machine's samples in; for the supervisor. The newest hour of it is read back at the first call."""
+        if self._recorder is None:
+            self._recorder = tiers.Recorder(self._db, time.time())
+        return self._recorder
+
+    def sources(self) -> dict[str, str]:
+        """Key and words ("GPU 0", "host") of everything that there is a history of."""
+        return tiers.sources(self._db)
+
+    def extent(self) -> tuple[float, float] | None:
+        """The first and the last moment of the machine's history; None if there is none."""
+        return tiers.extent(self._db)
+
+    def history(self, key: str, since: float, until: float) -> dict[str, list[Bucket]]:
+        """By name every series of a source, thinned out as far as such a stretch of time needs it."""
+        return tiers.read(self._db, key, since, until)
+
+    def snapshot(self, at: float, not_before: float) -> MachineSnapshot | None:
+        """The newest full snapshot between the two; only the last hour of a run has them."""
+        sql = "SELECT machine FROM samples WHERE time <= ? AND time >= ? ORDER BY time DESC LIMIT 1"
+        row = self._db.execute(sql, (at, not_before)).fetchone()
+        return None if row is None else msgspec.json.decode(row[0], type=MachineSnapshot)

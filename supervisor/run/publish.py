@@ -11,7 +11,7 @@ import msgspec
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run.control import ControlServer, Peer
 from memtop.supervisor.run.ledger import Ledger
-from memtop.supervisor.wire import Event, EventRows, Message, Metric, MetricRows, RunState, StateUpdate
+from memtop.supervisor.wire import Event, EventRows, HistoryRows, Message, Metric, MetricRows, RunState, StateUpdate
 
 _STATE_FILE_SECONDS = 1.0
 _METRIC_FIELDS = Metric.__struct_fields__
@@ -49,11 +49,17 @@ class Publisher:
         self._events.append(event)
 
     def greet(self, peer: Peer, history: int, state: RunState, machine: MachineSnapshot | None) -> None:
-        """Start a subscription: the state, the newest metric rows, the newest events; from then on what is new."""
+        """Start a subscription: the state, the newest metric rows and events, the machine's last hour; then what is new.
+
+        Who wants no rows (`history` 0) wants no hour either.
+        """
         self._flush_rows()
         peer.send(StateUpdate(run=state, machine=machine))
         peer.send(MetricRows(rows=tuple(self._ledger.metrics(history)), reset_from=0))
         peer.send(EventRows(rows=tuple(self._ledger.events())))
+        if history:
+            for key, label, times, columns in self._ledger.recorder.history.dump():
+                peer.send(HistoryRows(key=key, label=label, times=times, columns=columns))
         peer.subscribed = True
 
     def tick(self, state: Callable[[], RunState], machine: MachineSnapshot | None) -> None:

@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import msgspec
-
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
@@ -100,7 +98,7 @@ class Supervisor:
             self.watch.stop()
             self._save_state()
             await self._server.close()
-            self.ledger.close()
+            self._ledgered(self.ledger.close)
             self._lock.release()
 
     def _take_over(self, change: Change | None) -> None:
@@ -376,9 +374,10 @@ class Supervisor:
         assert machine is not None
         for crossing in self.watch.crossings():
             self.event("band", crossing)
+        self.ledger.recorder.add(machine, self.watch.run_rss_bytes)
         if keep:
             number = self.attempt.number if self.attempt else 0
-            self._ledgered(lambda: self.ledger.add_sample(machine.time, number, msgspec.json.encode(machine)))
+            self._ledgered(lambda: self.ledger.recorder.write(machine, number))
         self._warn("sampling", None)
         self._publisher.changed()
 

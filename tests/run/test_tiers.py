@@ -1,0 +1,193 @@
+"""The machine's history in the ledger: thinned out with age, nothing counted twice, old ledgers taken along."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import time
+from itertools import pairwise
+from pathlib import Path
+from unittest.mock import AsyncMock, Mock
+
+import msgspec
+import pytest
+
+from memtop.supervisor.monitor.history import HOST, History
+from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
+from memtop.supervisor.run import tiers
+from memtop.supervisor.run.control import ControlServer
+from memtop.supervisor.run.ledger import Ledger
+from memtop.supervisor.run.publish import Publisher
+from memtop.supervisor.wire import Event, HistoryRows, Phase, RunState
+
+DAY = 86_400
+# A multiple of ten minutes.
+START = 1_760_000_400
+
+
+def snapshot(moment: float, used: int | None = 100, *, host: float | None = 0.5) -> MachineSnapshot:
+    gpu = GpuSample(index=0, uuid="GPU-a", name="RTX A4500", used_bytes=used, power_watts=200.0)
+    return MachineSnapshot(time=moment, gpus=(gpu,), host=HostSample(used_fraction=host))
+
+
+def record(ledger: Ledger, *snapshots: MachineSnapshot, write_every: int = 1) -> None:
+    for number, one in enumerate(snapshots):
+        ledger.recorder.add(one, 7)
+        if number % write_every == 0:
+            ledger.recorder.write(one, 1)
+
+
+def count(ledger: Ledger, table: str, where: str = "") -> int:
+    return int(ledger._db.execute(f"SELECT count(*) FROM {table} {where}").fetchone()[0])
+
+
+def test_least_mean_and_most_of_every_stretch(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    record(ledger, *(snapshot(START + s, 1000 if s == 13 else s, host=None if s < 10 else 0.25) for s in range(30)))
+    ledger.recorder.flush()
+    buckets = ledger.history("GPU-a", START, START + 30)["used_bytes"]
+    assert [(b.time - START, b.seconds, b.low, b.high) for b in buckets] == [
+        (0, 10, 0, 9),
+        (10, 10, 10, 1000),
+        (20, 10, 20, 29),
+    ]
+    assert [b.mean for b in buckets] == pytest.approx([4.5, (145 - 13 + 1000) / 10, 24.5])
+    host = ledger.history(HOST, START, START + 30)
+    assert [b.time - START for b in host["used_fraction"]] == [10, 20]
+    assert {b.mean for b in host["run_rss_bytes"]} == {7}
+    assert host["cpu_fraction"] == []
+    assert ledger.sources() == {HOST: "host", "GPU-a": "GPU 0"}
+
+
+def test_the_next_supervisor_adds_to_the_stretch_that_was_not_over(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    for seconds, used in ((range(4), 10), (range(4, 10), 60)):
+        ledger = Ledger(path)
+        record(ledger, *(snapshot(START + s, used) for s in seconds))
+        ledger.close()
+    rows = Ledger(path, read_only=True)._db.execute(
+        "SELECT seconds FROM history JOIN sources ON source = id WHERE key = 'GPU-a'"
+    )
+    assert sorted(rows) == [(10,), (60,), (600,)]
+    (bucket,) = Ledger(path, read_only=True).history("GPU-a", START, START + 10)["used_bytes"]
+    assert (bucket.low, bucket.mean, bucket.high) == (10, 40, 60)
+
+
+def test_the_older_the_coarser_and_no_full_snapshots_beyond_an_hour(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    # One sample every 10 min for 9 days, then one every 5 s for two hours; a peak in the first night.
+    early = range(0, 9 * DAY, 600)
+    late = range(9 * DAY, 9 * DAY + 7200, 5)
+    record(ledger, *(snapshot(START + s, 999 if s == 6000 else 100) for s in (*early, *late)))
+    ledger.recorder.flush()
+    end = START + late[-1]
+    assert count(ledger, "samples") == tiers.SNAPSHOTS_KEPT
+    assert ledger.snapshot(end + 3, end - 5) == snapshot(end)
+    assert ledger.snapshot(START + 10, START) is None
+    for seconds, kept in tiers.TIERS[:2]:
+        (first,) = ledger._db.execute("SELECT min(time) FROM history WHERE seconds = ?", (seconds,)).fetchone()
+        assert end - kept - 1200 < first <= end - kept
+    whole = ledger.history("GPU-a", START, end)["used_bytes"]
+    assert [b.time for b in whole if b.high == 999] == [START + 6000]
+    assert len(whole) < 2200
+    times = [(b.time, b.time + b.seconds) for b in whole]
+    assert all(over <= begun for (_, over), (begun, _) in pairwise(times))
+    assert {b.seconds for b in ledger.history("GPU-a", end - 1800, end)["used_bytes"]} == {10}
+    # A day ago the finest tier is gone; the next one stands in.
+    assert {b.seconds for b in ledger.history("GPU-a", end - DAY - 3600, end - DAY)["used_bytes"]} == {60}
+    assert ledger.extent() == (START, START + 9 * DAY + 7200)
+
+
+def test_the_beginning_of_a_run_is_not_drawn_before_it(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    record(ledger, *(snapshot(START + 570 + s) for s in range(120)))
+    ledger.recorder.flush()
+    assert {b.seconds for b in ledger.history("GPU-a", START, START + 1000)["used_bytes"]} == {10}
+    assert ledger.history("GPU-a", START, START + 1000)["used_bytes"][0].time == START + 570
+
+
+def test_the_hour_comes_back_into_memory_with_its_peaks(tmp_path: Path) -> None:
+    path, now = tmp_path / "ledger.sqlite", int(time.time()) // 10 * 10
+    ledger = Ledger(path)
+    record(ledger, *(snapshot(now - 600 + s, 5000 if s == 123 else 100, host=None) for s in range(600)), write_every=5)
+    ledger.close()
+    history = Ledger(path).recorder.history
+    rows = history.series("GPU-a", "used_bytes")
+    assert rows[0] == (now - 600, 100)
+    assert [t for t, value in rows if value == 5000] == [now - 600 + 125]
+    assert len(rows) == 120
+    assert {value for _, value in history.series(HOST, "used_fraction")} == {None}
+    assert history.label("GPU-a") == "GPU 0"
+
+
+def test_a_full_disk_delays_and_loses_nothing(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    record(ledger, snapshot(START))
+    ledger._db.execute("PRAGMA query_only=ON")
+    for second in range(1, 60):
+        ledger.recorder.add(snapshot(START + second, second), None)
+        with pytest.raises(sqlite3.OperationalError):
+            ledger.recorder.write(snapshot(START + second), 1)
+    ledger._db.execute("PRAGMA query_only=OFF")
+    record(ledger, snapshot(START + 60))
+    buckets = ledger.history("GPU-a", START, START + 60)["used_bytes"]
+    assert [b.high for b in buckets] == [100, 19, 29, 39, 49, 59]
+    assert count(ledger, "history", "WHERE seconds = 60") == 2
+
+
+def old_ledger(path: Path, samples: int, now: int) -> None:
+    """As memtop 0.1.0 wrote it."""
+    db = sqlite3.connect(path)
+    db.executescript(
+        """CREATE TABLE attempts (number INTEGER PRIMARY KEY, reason TEXT NOT NULL, settings TEXT, started REAL NOT NULL,
+        ended REAL, exit_status INTEGER, outcome TEXT, diagnosis TEXT, start_updates INTEGER, updates INTEGER,
+        samples_seen INTEGER, peak_bytes INTEGER);
+        CREATE TABLE events (id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, attempt INTEGER NOT NULL,
+        kind TEXT NOT NULL, message TEXT NOT NULL, data TEXT NOT NULL);
+        CREATE TABLE samples (time REAL PRIMARY KEY, attempt INTEGER NOT NULL, machine TEXT NOT NULL);"""
+    )
+    db.execute("INSERT INTO attempts (number, reason, started) VALUES (1, 'start', 5.0)")
+    db.execute("INSERT INTO events VALUES (1, 6.0, 1, 'attempt', 'attempt 1: start', '{}')")
+    rows = [(now - 5 * n, 1, msgspec.json.encode(snapshot(now - 5 * n, n)).decode()) for n in range(1, samples)]
+    db.executemany("INSERT INTO samples VALUES (?, ?, ?)", [*rows, (now - 5 * samples, 1, '{"gpus": 3}')])
+    db.commit()
+    db.close()
+
+
+def test_an_old_ledger_is_read_as_it_is_and_thinned_out_when_written(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    old_ledger(path, 1000, START)
+    reader = Ledger(path, read_only=True)
+    assert (reader.sources(), reader.extent(), reader.history("GPU-a", 0, START)) == ({}, None, {})
+    assert reader.snapshot(START, START - 10) == snapshot(START - 5, 1)
+    reader.close()
+    ledger = Ledger(path)
+    assert [attempt.started for attempt in ledger.attempts()] == [5.0]
+    assert [event.message for event in ledger.events()] == ["attempt 1: start"]
+    for second in range(60):
+        record(ledger, snapshot(START + second, 1))
+    assert "old_samples" not in tiers._tables(ledger._db)
+    high = max(b.high for b in ledger.history("GPU-a", START - 6000, START)["used_bytes"])
+    assert high == 999
+    assert count(ledger, "samples") == 60
+    ledger.add_event(Event(time=1.0, attempt=1, kind="k", message="m"))
+
+
+async def test_a_new_subscriber_gets_the_hour_unless_it_wants_no_rows(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    for second in range(5):
+        ledger.recorder.add(snapshot(START + second, second), None)
+    server = ControlServer(tmp_path / "s", on_request=AsyncMock(), on_agent=Mock(), on_gone=Mock())
+    state = RunState(name="a", folder="a", state=Phase.TRAINING, created=1.0)
+    told = {}
+    for rows in (10, 0):
+        peer = Mock()
+        Publisher(ledger, server).greet(peer, rows, state, None)
+        told[rows] = [call.args[0] for call in peer.send.call_args_list if isinstance(call.args[0], HistoryRows)]
+    assert told[0] == []
+    history = History()
+    for message in told[10]:
+        back = msgspec.json.decode(msgspec.json.encode(message), type=HistoryRows)
+        history.load(back.key, back.label, back.times, back.columns)
+    assert history.series("GPU-a", "used_bytes") == [(START + s, s) for s in range(5)]
+    assert math.isclose(history.series(HOST, "used_fraction")[0][1] or 0, 0.5)
