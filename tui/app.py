@@ -44,6 +44,7 @@ _MEMORY_COLOURS = {
     "mem-alloc": "#4c8fd6",
     "mem-cache": "#7db4e8",
     "mem-context": "#9a8fd0",
+    "mem-library": "#6f7fbf",
     "mem-other": "#8b949e",
     "mem-track": "#232c36",
     "mem-line": "#4a5663",

@@ -9,9 +9,12 @@ from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import Band
 from memtop.tui.draw.bars import Share, memory_bar, progress_bar
 from memtop.tui.draw.charts import Point, curve, history, nice_bounds
+from memtop.tui.draw.gpu import draw_gpu, draw_gpu_note, draw_gpu_table
+from memtop.tui.draw.host import draw_host
 from memtop.tui.draw.line import fit, join_fitting, line, plain, spread, width_of, wrap
-from memtop.tui.draw.machine import draw_compact_machine, draw_gpu, draw_gpu_note, draw_gpu_table, draw_host, draw_processes
-from memtop.tui.draw.training import PHASE_MARKS, age, draw_events, draw_header, draw_loss, draw_training, notice
+from memtop.tui.draw.machine import draw_compact_machine, draw_processes
+from memtop.tui.draw.training import PHASE_MARKS, draw_events, draw_header, draw_loss, draw_training, notice
+from memtop.tui.draw.words import age
 from memtop.tui.feed import Connected, Disconnected, Followed
 from memtop.tui.store import Store, fold
 from tests.tui.support import GIB, HOST, NOW, gpu, machine, process, run_state, running
@@ -127,7 +130,7 @@ def test_a_gpu_is_split_into_what_is_known() -> None:
     )
     store = store_of(running(card, ranks=(rank,)))
     text = text_of(draw_gpu(store, card, 76, 4))
-    assert "█ alloc 10.0  ▓ cache 3.0  ▒ context 1.0  ░ others 2.0  driver 1.0" in text
+    assert "█ alloc 10.0  ▓ cache 3.0  ▒ context 1.0  ░ pid 8 2.0  ░ driver 1.0" in text
     bar = text.splitlines()[0]
     assert [bar.count(glyph) for glyph in "█▓▒░"] == [35, 11, 3, 11]
 

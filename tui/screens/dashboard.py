@@ -23,8 +23,10 @@ from textual.widgets import Input
 from memtop.presets import Preset, PresetFileError, load_presets
 from memtop.presets.loading import usable
 from memtop.supervisor import wire
+from memtop.tui.draw import gpu as gpu_drawing
 from memtop.tui.draw import machine as machine_drawing
 from memtop.tui.draw import training as training_drawing
+from memtop.tui.draw.host import draw_host
 from memtop.tui.draw.line import Line, line
 from memtop.tui.feed import Feed, FeedMessage
 from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
@@ -53,10 +55,10 @@ def _bindings() -> list[BindingType]:
 def _gpu_panel(position: int) -> LinePanel:
     def draw(store: Store, width: int, height: int) -> list[Line]:
         gpus = store.gpus
-        return machine_drawing.draw_gpu(store, gpus[position], width, height) if position < len(gpus) else []
+        return gpu_drawing.draw_gpu(store, gpus[position], width, height) if position < len(gpus) else []
 
     def title(store: Store) -> str:
-        return machine_drawing.gpu_title(store.gpus[position]) if position < len(store.gpus) else ""
+        return gpu_drawing.gpu_title(store.gpus[position]) if position < len(store.gpus) else ""
 
     return LinePanel(draw, title=title, id=f"gpu-{position}", classes="panel gpu")
 
@@ -93,19 +95,19 @@ class DashboardScreen(Screen[None]):
     # --- what is on it ----------------------------------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
-        m, t = machine_drawing, training_drawing
+        g, m, t = gpu_drawing, machine_drawing, training_drawing
         yield LinePanel(t.draw_header, id="header")
         yield LinePanel(t.draw_notice, id="notice")
         with Horizontal(id="wide"):
             with Vertical(id="left"):
-                yield LinePanel(m.draw_gpu_note, title="GPU", id="gpu-note", classes="panel")
-                yield LinePanel(m.draw_host, title="Host memory", id="host-big", classes="panel host")
+                yield LinePanel(g.draw_gpu_note, title="GPU", id="gpu-note", classes="panel")
+                yield LinePanel(draw_host, title="Host memory", id="host-big", classes="panel host")
                 for position in range(GPU_PANELS):
                     yield _gpu_panel(position)
-                yield LinePanel(m.draw_gpu_table, title="GPUs", id="gpu-table", classes="panel")
+                yield LinePanel(g.draw_gpu_table, title="GPUs", id="gpu-table", classes="panel")
                 yield LinePanel(t.draw_loss, title="Loss", id="loss", classes="panel")
             with Vertical(id="right"):
-                yield LinePanel(m.draw_host, title="Host memory", id="host", classes="panel host")
+                yield LinePanel(draw_host, title="Host memory", id="host", classes="panel host")
                 yield LinePanel(t.draw_training, title="Training", id="training", classes="panel")
                 yield LinePanel(t.draw_events, title="Events", id="events", classes="panel")
         with Vertical(id="compact"):
