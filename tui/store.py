@@ -10,7 +10,6 @@ from typing import NamedTuple
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines
-from memtop.tui.vram import total_of
 
 HISTORY_LENGTH = 600
 METRICS_KEPT = 20_000
@@ -175,7 +174,7 @@ def holders(machine: MachineSnapshot | None) -> tuple[Holder, ...]:
         for process in gpu.processes:
             found.setdefault((process.pid, process.started), []).append((gpu.index, process))
     rows = [
-        Holder(seen[0][1], tuple(index for index, _ in seen), total_of(p.used_bytes for _, p in seen))
+        Holder(seen[0][1], tuple(index for index, _ in seen), total_of(process.used_bytes for _, process in seen))
         for seen in found.values()
     ]
     return tuple(sorted(rows, key=lambda h: (not h.process.stray, -(h.used_bytes or 0), h.process.pid)))
