@@ -10,6 +10,7 @@ from typing import NamedTuple
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines
+from memtop.tui.vram import total_of
 
 HISTORY_LENGTH = 600
 METRICS_KEPT = 20_000
