@@ -319,7 +319,7 @@ def _host(now: Moment) -> HostSample:
         cached_bytes=min(int(4.2 * GIB), HOST - used),
         dirty_bytes=12 * MIB,
         shared_bytes=shm,
-        locked_bytes=64 * MIB,
+        locked_bytes=16 * MIB,
         huge_pages_total_bytes=0,
         huge_pages_free_bytes=0,
         shm_total_bytes=HOST // 2,

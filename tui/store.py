@@ -77,6 +77,13 @@ class Store:
         return HostSample() if self.machine is None else self.machine.host
 
 
+def machine_in(message: FeedMessage) -> MachineSnapshot | None:
+    """The snapshot that a message brings, if any."""
+    if isinstance(message, MachineSnapshot):
+        return message
+    return message.machine if isinstance(message, wire.StateUpdate) else None
+
+
 def gpu_key(gpu: GpuSample) -> str:
     """What identifies a GPU over time; indices may change, UUIDs are not always readable."""
     return gpu.uuid or f"index {gpu.index}"

@@ -7,7 +7,7 @@ from memtop.supervisor.monitor.values import GpuSample, GpuTrouble
 from memtop.tui.draw.bands import ROLES, banded, padded_tag
 from memtop.tui.draw.charts import history
 from memtop.tui.draw.line import MUTED, STRONG, Line, dimmed, fact, fit, join, join_fitting, line, spread, width_of, wrap
-from memtop.tui.draw.vram import vram_bar, vram_legend
+from memtop.tui.draw.vram import mig_row, vram_bar, vram_legend
 from memtop.tui.draw.words import age
 from memtop.tui.store import Store, gpu_key, seconds_until_full
 from memtop.tui.vram import step_peak
@@ -55,7 +55,11 @@ def draw_gpu(store: Store, gpu: GpuSample, width: int, height: int) -> list[Line
         # On the lowest panel the warning takes the legend's line.
         lines[2 if height <= 4 else 4 : 3 if height <= 4 else 4] = [fit(warning, width)]
     room = height - len(lines)
-    if room >= 2:
+    if gpu.mig and room > 0:
+        # Each instance is a card of its own: that is worth more than the past of all together.
+        rows = [mig_row(instance, width) for instance in gpu.mig]
+        lines += rows if len(rows) <= room else [*rows[: room - 1], line((f"{len(rows) - room + 1} more MIG instances", MUTED))]
+    elif room >= 2:
         past = store.gpu_history.get(gpu_key(gpu), ())
         chart = history(width, room, [m.fraction for m in past])
         lines += dimmed(chart) if old else chart

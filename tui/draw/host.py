@@ -93,15 +93,16 @@ def run_bytes(run: wire.RunState) -> int | None:
 def roles_line(roles: Sequence[wire.RoleMemory], width: int) -> Line:
     """`run 21.4: main 9.8  6 workers 11.2  shm 0.4`; shared memory apart, so that the parts add up."""
     names = {"rank": ("main", "ranks"), "loader worker": ("worker", "workers"), "launcher": ("launcher", "launchers")}
+    order = ("rank", "loader worker", "launcher")
     parts = []
-    for role in roles:
+    for role in sorted(roles, key=lambda r: order.index(r.role) if r.role in order else len(order)):
         one, many = names.get(role.role, (role.role, role.role))
         word = one if role.processes == 1 else f"{role.processes} {many}"
         private = None if role.pss_bytes is None else max(0, role.pss_bytes - (role.shm_bytes or 0))
         parts.append(fact(word, units.gib(private)))
     shared = [role.shm_bytes for role in roles if role.shm_bytes is not None]
     if shared:
-        parts.append(fact("shm", units.gib(sum(shared))))
+        parts.insert(2, fact("shm", units.gib(sum(shared))))
     known = [role.pss_bytes for role in roles if role.pss_bytes is not None]
     swapped = sum(role.swap_bytes or 0 for role in roles)
     if swapped:
@@ -176,17 +177,13 @@ def rate(value: float | None) -> str:
 
 
 def _traffic(host: HostSample, width: int) -> Line:
-    pressure = fact("memory pressure", units.percent(host.pressure_fraction))
-    if host.pressure_full_fraction is not None:
-        # `some` and `full`, as the kernel calls them: one task waits, or all do.
-        pressure = (*pressure, (" all stalled ", MUTED), (units.percent(host.pressure_full_fraction), STRONG))
-    parts = (
-        fact("swap in", rate(host.swap_in_bytes_per_second)),
-        fact("out", rate(host.swap_out_bytes_per_second)),
-        pressure,
-    )
-    wide = join(parts, "   ")
-    return wide if width_of(wide) <= width else fit(join(parts), width)
+    traffic = (fact("swap in", rate(host.swap_in_bytes_per_second)), fact("out", rate(host.swap_out_bytes_per_second)))
+    some = units.percent(host.pressure_fraction)
+    # `some` and `full` are the kernel's words: one task waits for memory, or all do.
+    full = "" if host.pressure_full_fraction is None else units.percent(host.pressure_full_fraction)
+    both = fact("memory pressure", f"some {some}, full {full}" if full else some)
+    wide = join((*traffic, both), "   ")
+    return wide if width_of(wide) <= width else join_fitting((*traffic, fact("memory pressure", some)), width)
 
 
 def _alarms(host: HostSample) -> list[Line]:
@@ -206,7 +203,7 @@ def _extras(host: HostSample) -> list[Line]:
     if host.huge_pages_total_bytes:
         free = units.gib(host.huge_pages_free_bytes)
         found.append(fact("huge pages", f"{units.gib(host.huge_pages_total_bytes)} ({free} free)"))
-    if host.locked_bytes:
+    if host.locked_bytes and host.locked_bytes > units.GIB // 20:
         found.append(fact("locked", units.gib(host.locked_bytes)))
     if host.dirty_bytes and host.dirty_bytes > units.GIB // 2:
         found.append(fact("not yet written", units.gib(host.dirty_bytes)))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memtop.supervisor import units
-from memtop.supervisor.monitor.values import GpuSample
+from memtop.supervisor.monitor.values import GpuSample, MigInstance
+from memtop.tui.draw.bands import ROLES, padded_tag
 from memtop.tui.draw.bars import Share, memory_bar
-from memtop.tui.draw.line import Line, fact, fit, join, join_fitting, line, width_of
+from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, width_of
 from memtop.tui.store import Store, gpu_key
 from memtop.tui.vram import VramParts, vram_parts
 
@@ -48,7 +49,10 @@ def vram_legend(store: Store, gpu: GpuSample, width: int) -> Line:
     named = join(_words_of([*_own(store, parts), *_jobs(store, parts, _NAMED_JOBS), *_rest(parts)]))
     if width_of(named) <= width:
         return named
-    return join_fitting(_words_of([*_own(store, parts), *_jobs(store, parts, 0), *_rest(parts)]), width)
+    # Alarming parts before those that only complete the sum.
+    rest = sorted(_rest(parts), key=lambda part: part.role != "gone")
+    short = [part._replace(word="gone") if part.role == "gone" else part for part in rest]
+    return join_fitting(_words_of([*_own(store, _merged(parts)), *_jobs(store, parts, 0), *short]), width)
 
 
 def bar_parts(store: Store, gpu: GpuSample) -> list[Part]:
@@ -70,6 +74,13 @@ def all_parts(store: Store, gpu: GpuSample) -> list[Part]:
         return _unified(gpu)
     parts = vram_parts(gpu, store.run, store.machine)
     return [*_own(store, parts), *_jobs(store, parts, len(parts.jobs)), *_rest(parts)]
+
+
+def _merged(parts: VramParts) -> VramParts:
+    """All of the run's processes outside their allocators as one part."""
+    if parts.other_in_process is None:
+        return parts
+    return parts._replace(context=(parts.context or 0) + parts.other_in_process, other_in_process=None)
 
 
 def _own(store: Store, parts: VramParts) -> list[Part]:
@@ -124,3 +135,17 @@ def _words(part: Part) -> Line:
     alarming = part.role == "gone"
     value = fact(("! " if alarming else "") + part.word, units.gib(part.size), "edge" if alarming else "strong")
     return value if part.glyph == " " else line((part.glyph, part.role), " ", *value)
+
+
+def mig_row(instance: MigInstance, width: int) -> Line:
+    """One MIG instance on one line: position, profile, bar, numbers, band."""
+    head = line((f"{instance.position:>2} ", MUTED), (f"{instance.name or '?':<9} ", STRONG))
+    percent = units.percent(instance.used_fraction)
+    numbers = f" {units.gib(instance.used_bytes)}/{units.gib(instance.total_bytes)} GiB "
+    tail = line((numbers, STRONG), (f"{percent:>7} ", ROLES[instance.band]), *padded_tag(instance.band))
+    room = max(4, width - width_of(head) - width_of(tail))
+    if instance.total_bytes:
+        bar = memory_bar(room, [Share(instance.used_fraction or 0.0, "█", "alloc")])
+    else:
+        bar = fit(line((instance.unknown.get("total_bytes", "memory not known"), "unknown")), room)
+    return fit((*head, *bar, *tail), width)

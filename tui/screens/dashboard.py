@@ -17,7 +17,7 @@ from textual.events import Resize
 from textual.getters import query_one
 from textual.message import Message
 from textual.reactive import var
-from textual.screen import Screen
+from textual.screen import ModalScreen, Screen
 from textual.widgets import Input
 
 from memtop.presets import Preset, PresetFileError, load_presets
@@ -31,7 +31,8 @@ from memtop.tui.draw.line import Line, line
 from memtop.tui.feed import Feed, FeedMessage
 from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
 from memtop.tui.layout import GPU_PANELS, Plan, plan
-from memtop.tui.store import Store, fold
+from memtop.tui.store import Store, fold, machine_in
+from memtop.tui.trails import Trails
 from memtop.tui.widgets.action_bar import ActionBar, ActionButton
 from memtop.tui.widgets.line_panel import LinePanel
 from memtop.tui.widgets.log import LogPanel
@@ -60,7 +61,16 @@ def _gpu_panel(position: int) -> LinePanel:
     def title(store: Store) -> str:
         return gpu_drawing.gpu_title(store.gpus[position]) if position < len(store.gpus) else ""
 
-    return LinePanel(draw, title=title, id=f"gpu-{position}", classes="panel gpu")
+    return LinePanel(draw, title=title, opens="gpu", id=f"gpu-{position}", classes="panel gpu")
+
+
+class ProcessPanel(LinePanel, can_focus=True):
+    """The short list of processes; Enter or a click opens the full one."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "open", "Processes", show=False)]
+
+    def action_open(self) -> None:
+        self.post_message(self.Opened(self, 0))
 
 
 class DashboardScreen(Screen[None]):
@@ -83,6 +93,8 @@ class DashboardScreen(Screen[None]):
     def __init__(self, feed: Feed, *, label: str | None, interval: float) -> None:
         super().__init__()
         self.feed = feed
+        self.trails = Trails()
+        """What each GPU process did so far; beside the store, since it grows in place."""
         self.set_reactive(DashboardScreen.store, Store(read_only=feed.read_only, label=label))
         self._interval = interval
         self._heard = time.monotonic()
@@ -101,19 +113,19 @@ class DashboardScreen(Screen[None]):
         with Horizontal(id="wide"):
             with Vertical(id="left"):
                 yield LinePanel(g.draw_gpu_note, title="GPU", id="gpu-note", classes="panel")
-                yield LinePanel(draw_host, title="Host memory", id="host-big", classes="panel host")
+                yield LinePanel(draw_host, title="Host memory", opens="host", id="host-big", classes="panel host")
                 for position in range(GPU_PANELS):
                     yield _gpu_panel(position)
-                yield LinePanel(g.draw_gpu_table, title="GPUs", id="gpu-table", classes="panel")
+                yield LinePanel(g.draw_gpu_table, title="GPUs", opens="gpu", id="gpu-table", classes="panel")
                 yield LinePanel(t.draw_loss, title="Loss", id="loss", classes="panel")
             with Vertical(id="right"):
-                yield LinePanel(draw_host, title="Host memory", id="host", classes="panel host")
+                yield LinePanel(draw_host, title="Host memory", opens="host", id="host", classes="panel host")
                 yield LinePanel(t.draw_training, title="Training", id="training", classes="panel")
                 yield LinePanel(t.draw_events, title="Events", id="events", classes="panel")
         with Vertical(id="compact"):
             yield LinePanel(m.draw_compact_machine, id="compact-machine")
             yield LinePanel(t.draw_compact_training, id="compact-training")
-        yield LinePanel(m.draw_processes, title="GPU processes", id="processes", classes="panel")
+        yield ProcessPanel(m.draw_processes, title="GPU processes", opens="processes", id="processes", classes="panel")
         yield LinePanel(t.draw_events, title="Events  (e: log)", id="compact-events", classes="panel")
         yield LogPanel(id="log", classes="panel")
         yield Input(placeholder="find in the log, Enter searches, Esc leaves", id="search", compact=True)
@@ -134,6 +146,9 @@ class DashboardScreen(Screen[None]):
     @on(FeedReceived)
     def _take(self, message: FeedReceived) -> None:
         self._heard = time.monotonic()
+        machine = machine_in(message.content)
+        if machine is not None:
+            self.trails.take(machine)
         self.store = fold(self.store, message.content)
 
     def watch_store(self) -> None:
@@ -163,6 +178,8 @@ class DashboardScreen(Screen[None]):
     # --- store -> panels --------------------------------------------------------------------------------------------
 
     def _hand_down(self) -> None:
+        if self._is_covered():
+            return
         store = self.store
         with self.app.batch_update():
             self._arrange(store)
@@ -171,6 +188,14 @@ class DashboardScreen(Screen[None]):
             self._colour_borders(store)
             self.action_bar.show(store, narrow=self.size.width < 110, preset_keys=self._preset_keys(store))
             self._feed_log(store)
+
+    def _is_covered(self) -> bool:
+        """Behind a full screen nothing is drawn; dialogs leave the dashboard to be seen."""
+        above = self.app.screen_stack[1:]
+        return any(not isinstance(screen, ModalScreen) for screen in above)
+
+    def on_screen_resume(self) -> None:
+        self._hand_down()
 
     def _arrange(self, store: Store) -> None:
         """Lay the panels out for what there is to show; only if that has changed."""
@@ -246,6 +271,15 @@ class DashboardScreen(Screen[None]):
         action = BY_ID[message.action_id]
         # The one button of all presets opens the table at the present one, not at a digit's.
         self.action_do(action.id, "" if action.id == "preset" else action.keys[0])
+
+    @on(LinePanel.Opened)
+    def _open(self, message: LinePanel.Opened) -> None:
+        panel = message.panel
+        if panel.id == "gpu-table" and 0 <= message.row < len(self.store.gpus):
+            self.store = replace(self.store, selected_gpu=message.row)
+        elif panel.opens == "gpu" and panel.id != "gpu-table":
+            self.store = replace(self.store, selected_gpu=int(str(panel.id).removeprefix("gpu-")))
+        self.action_do(panel.opens, "")
 
     def action_do(self, action_id: str, key: str) -> None:
         """Do what a key or a button stands for, or say why that is not possible now."""

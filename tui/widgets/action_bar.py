@@ -64,6 +64,8 @@ class ActionBar(Container):
     def show(self, store: Store, *, narrow: bool, preset_keys: tuple[int, ...]) -> None:
         """Hide what does not exist here, quieten what cannot be done now, and keep the words up to date."""
         for button in self.query(ActionButton):
-            button.display = offered(button.action, store)
+            # Ways to look deeper give way to what can be done: their keys work all the same.
+            crowded = narrow and store.run is not None and button.action.group == "screen"
+            button.display = offered(button.action, store) and not crowded
             button.set_class(obstacle(button.action, store) is not None, "-unavailable")
             button.say(key_of(button.action, preset_keys), label_of(button.action, store, narrow=narrow))
