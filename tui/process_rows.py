@@ -241,7 +241,9 @@ def _tree(rows: Sequence[Row], order: Order) -> list[Row]:
         children.setdefault(None, []).append(leader)
     arrangement: list[Row] = []
     _descend(None, 0, children, order, arrangement, set())
-    return arrangement
+    # A pid that was used again while the list was read can make parents go in circles: nobody may be missing for it.
+    shown = {row.key for row in arrangement}
+    return arrangement + _sorted((row for row in rows if row.key not in shown), order)
 
 
 def _parent(row: Row, pids: Set[int], leaders: Mapping[int, Row]) -> int | None:

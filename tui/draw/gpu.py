@@ -26,6 +26,13 @@ def short_name(gpu: GpuSample) -> str:
     return name
 
 
+def used_bytes(gpu: GpuSample) -> int | None:
+    """What the percentage is of: on a card its own memory, in one pool with the machine all that is not free."""
+    if gpu.unified:
+        return None if gpu.total_bytes is None or gpu.free_bytes is None else gpu.total_bytes - gpu.free_bytes
+    return gpu.used_bytes
+
+
 def cuda_name(gpu: GpuSample) -> str:
     """`cuda:1` where CUDA counts this GPU otherwise than the driver, else nothing."""
     return "" if gpu.visible_index in (None, gpu.index) else f"cuda:{gpu.visible_index}"
@@ -97,12 +104,9 @@ def trouble_words(trouble: GpuTrouble, now: float | None) -> Line:
 
 
 def _numbers(store: Store, gpu: GpuSample, width: int) -> Line:
-    used = gpu.used_bytes
-    if gpu.unified and gpu.total_bytes is not None and gpu.free_bytes is not None:
-        used = gpu.total_bytes - gpu.free_bytes
     left = join(
         (
-            line((f"{units.gib(used)} / {units.gib(gpu.total_bytes)} GiB", STRONG)),
+            line((f"{units.gib(used_bytes(gpu))} / {units.gib(gpu.total_bytes)} GiB", STRONG)),
             banded(gpu.used_fraction, gpu.band),
             line(("unified", "accent")) if gpu.unified else (),
         ),
@@ -167,7 +171,7 @@ def draw_gpu_row(store: Store, gpu: GpuSample, width: int, *, selected: bool = F
         util = "–" if gpu.utilization_fraction is None else f"{gpu.utilization_fraction * 100:.0f}%"
         tail = (*tail, (f" {util:>4} {celsius(gpu.temperature_celsius):>5}", STRONG))
     if width >= 76 and name_width > 8:
-        tail = (*line((f" {units.gib(gpu.used_bytes):>5}/{units.gib(gpu.total_bytes, 0)} GiB", STRONG)), *tail)
+        tail = (*line((f" {units.gib(used_bytes(gpu)):>5}/{units.gib(gpu.total_bytes, 0)} GiB", STRONG)), *tail)
     room = width - width_of(head) - width_of(tail)
     row = fit((*head, *vram_bar(store, gpu, room), *tail), width)
     return dimmed([row])[0] if driver_silence(store) else row

@@ -295,7 +295,7 @@ def notice(store: Store) -> str:
     if store.quiet_seconds > 0:
         return f"! stale: nothing heard for {store.quiet_seconds:.0f} s, these are the last known values"
     if store.machine is not None and store.machine.gpu_age_seconds is not None:
-        return f"! {driver_silence(store)}: the GPUs' numbers are as old, the rest is live"
+        return f"! {driver_silence(store)}: GPU numbers are old, the rest is live"
     if store.run is not None and store.run.warnings:
         more = len(store.run.warnings) - 1
         return f"! {store.run.warnings[-1]}" + (f"  (and {more} more)" if more else "")

@@ -186,7 +186,7 @@ class DashboardScreen(Screen[None]):
             for panel in self.query(LinePanel):
                 panel.show(store)
             self._colour_borders(store)
-            self.action_bar.show(store, narrow=self.size.width < 110, preset_keys=self._preset_keys(store))
+            self.action_bar.show(store, width=self.size.width, preset_keys=self._preset_keys(store))
             self._feed_log(store)
 
     def _is_covered(self) -> bool:

@@ -23,12 +23,6 @@ _GROUPS = (
     ("session", "This dashboard"),
     ("view", "Looking around"),
 )
-    ("run", "The run"),
-    ("machine", "The machine"),
-    ("screen", "Screens"),
-    ("session", "This dashboard"),
-    ("view", "Looking around"),
-)
 _MARKS = """\
 Bars     █ allocated   ▓ cached by the allocator   ▒ CUDA context and libraries
          ░ others and driver   · page cache, given back when needed

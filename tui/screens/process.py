@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from memtop.tui.screens.dashboard import DashboardScreen
 
 _LABEL = 12
+_TWO_COLUMNS_FROM = 70
 
 
 class ProcessScreen(Screen[None]):
@@ -79,7 +80,7 @@ class ProcessScreen(Screen[None]):
         started = units.UNKNOWN
         if process.started is not None:
             clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.started))
-            started = f"{clock}, {age(row.now - process.started)} ago"
+            started = f"{age(row.now - process.started)} ago, {clock}"
         job = units.UNKNOWN if row.job is None else f"{row.job_name}: {roles_in_words(row.job)}"
         pairs = [
             ("user", process.user),
@@ -93,13 +94,18 @@ class ProcessScreen(Screen[None]):
             ("container", process.container or "none"),
             ("stray", "yes" if process.stray else "no"),
         ]
-        lines = [self._fact(name, value, process, width) for name, value in pairs]
+        lines: list[Line] = []
         command = wrap(process.command or process.name or units.UNKNOWN, max(1, width - _LABEL), STRONG)
         for number, part in enumerate(command[:3]):
             lines.append((("command".ljust(_LABEL) if number == 0 else " " * _LABEL, MUTED), *part))
         if process.reason:
             lines.append(fit(line(("why".ljust(_LABEL), MUTED), (process.reason, "text")), width))
-        return lines[:height]
+        if width < _TWO_COLUMNS_FROM:
+            return [*lines, *(self._fact(name, value, process, width) for name, value in pairs)][:height]
+        each = (width - 2) // 2
+        facts = [self._fact(name, value, process, each) for name, value in pairs]
+        half = (len(facts) + 1) // 2
+        return [*lines, *(join(pair) for pair in zip(facts[:half], [*facts[half:], ()], strict=False))][:height]
 
     def _fact(self, name: str, value: str | None, process: GpuProcess, width: int) -> Line:
         reason = process.unknown.get(name, "")
