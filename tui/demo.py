@@ -24,6 +24,7 @@ START = 1_760_000_000.0
 TOTAL_UPDATES = 1_200
 _UPDATES_PER_TICK = 2
 _RESTART_TICKS = 4
+_BREATH_TICKS = 30
 
 DEMO_SETTINGS = Settings(
     recipe="first-run",
@@ -85,6 +86,9 @@ class DemoFeed:
                 yield message
             if self._tick > self._warm_up and self._interval > 0:
                 await asyncio.sleep(self._interval)
+            elif self._tick % _BREATH_TICKS == 0:
+                # The dashboard takes up what was played so far: else all of the past would wait in memory.
+                await asyncio.sleep(0)
         # A script that has ended is not a run that has: stay silent rather than close the stream.
         await asyncio.Event().wait()
 

@@ -23,6 +23,7 @@ from textual.widgets import Input
 from memtop.presets import Preset, PresetFileError, load_presets
 from memtop.presets.loading import usable
 from memtop.supervisor import wire
+from memtop.supervisor.monitor.values import Band
 from memtop.tui.draw import gpu as gpu_drawing
 from memtop.tui.draw import machine as machine_drawing
 from memtop.tui.draw import training as training_drawing
@@ -99,6 +100,8 @@ class DashboardScreen(Screen[None]):
         self._interval = interval
         self._heard = time.monotonic()
         self._log_shown = 0
+        self._hand_down_due = False
+        self._bands: dict[str, Band] = {}
         self._plan: Plan | None = None
         self._dialog_open = False
         self._flash: Line = ()
@@ -152,8 +155,10 @@ class DashboardScreen(Screen[None]):
         self.store = fold(self.store, message.content)
 
     def watch_store(self) -> None:
-        if self.is_mounted:
-            self._hand_down()
+        # Once for all messages of a tick: drawing costs far more than folding.
+        if self.is_mounted and not self._hand_down_due:
+            self._hand_down_due = True
+            self.call_later(self._hand_down)
 
     def on_resize(self, event: Resize) -> None:
         self._plan = None
@@ -178,6 +183,7 @@ class DashboardScreen(Screen[None]):
     # --- store -> panels --------------------------------------------------------------------------------------------
 
     def _hand_down(self) -> None:
+        self._hand_down_due = False
         if self._is_covered():
             return
         store = self.store
@@ -215,6 +221,9 @@ class DashboardScreen(Screen[None]):
     def _colour_borders(self, store: Store) -> None:
         bands = {f"#gpu-{i}": gpu.band for i, gpu in enumerate(store.gpus[:GPU_PANELS])}
         bands |= {"#host": store.host.band, "#host-big": store.host.band}
+        if bands == self._bands:
+            return
+        self._bands = bands
         for selector, band in bands.items():
             panel = self.query_one(selector)
             panel.set_class(band.value == "edge", "-edge")
