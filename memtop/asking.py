@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
+from memtop import gpus as gpu_choice
 from memtop.presets import (
     Preset,
     PresetFileError,
@@ -23,8 +23,6 @@ from memtop.presets import (
 )
 from memtop.presets.editing import draft, find_preset
 from memtop.supervisor.errors import RunFolderError, UsageError
-from memtop.supervisor.monitor.sampler import Sampler
-from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.wire import Change
 
 # What a tracker needs, any one of them, and what to install for it; the trainer refuses names that it does not know.
@@ -102,38 +100,9 @@ def _own_preset(recipe: Recipe, edits: Change, gpus: list[str] | None) -> tuple[
         return find_preset(recipe.preset, recipe.name), None
     free, where = None, ""
     if edits.assignments.get("device") != "cpu":
-        free, where = least_free(_sample(), visible_gpus(gpus))
+        free, where = gpu_choice.least_free(gpu_choice.sample(), gpu_choice.visible(gpus))
     preset, reason = choose_by_memory(free, recipe.name)
     return preset, reason + where
-
-
-def _sample() -> MachineSnapshot:
-    sampler = Sampler()
-    try:
-        return sampler.sample()
-    finally:
-        sampler.close()
-
-
-def visible_gpus(gpus: list[str] | None) -> list[str] | None:
-    """The indices of the GPUs that a run may use: as given, else as CUDA_VISIBLE_DEVICES says; None: all of them."""
-    if gpus is not None:
-        return gpus
-    words = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
-    return words if all(word.isdigit() for word in words) else None
-
-
-def least_free(machine: MachineSnapshot, gpus: list[str] | None) -> tuple[int | None, str]:
-    """Free bytes of the GPU that has the least of them, and which one that is where there are several."""
-    known = [
-        (gpu.free_bytes, gpu.index)
-        for gpu in machine.gpus
-        if gpu.free_bytes is not None and (gpus is None or str(gpu.index) in gpus)
-    ]
-    if not known:
-        return None, ""
-    free, index = min(known)
-    return free, f" on GPU {index}, the fullest of {len(known)}" if len(known) > 1 else ""
 
 
 def _libraries(settings: Settings) -> tuple[str, ...]:
@@ -205,35 +174,6 @@ def refuse_for_own_program(recipe: str | None, preset: str | None, edits: Change
     for option, value in given.items():
         if value is not None:
             raise UsageError(f"{option}: your own program's settings are its own; pass them after `--`")
-
-
-def parse_gpus(text: str | None) -> list[str] | None:
-    """`0,1` as a list of device indices; None if not given."""
-    if text is None:
-        return None
-    # "00" is GPU 0 too, and must not be a second one.
-    words = [str(int(word)) if _is_index(word.strip()) else "" for word in text.split(",")]
-    if not all(words) or len(set(words)) != len(words):
-        raise UsageError(f"--gpus {text!r}: give different device indices like 0 or 0,1")
-    return words
-
-
-def _is_index(word: str) -> bool:
-    return word.isascii() and word.isdigit() and len(word) < 5
-
-
-def check_gpus(gpus: list[str] | None) -> None:
-    """Refuse GPUs that this machine has not: training would go on without them, on the CPU."""
-    if gpus is None:
-        return
-    machine = _sample()
-    given = f"--gpus {','.join(gpus)}"
-    if not machine.gpus:
-        raise UsageError(f"{given}: {machine.gpu_note or 'no NVIDIA GPU'}; leave --gpus out to train on the CPU")
-    known = [str(gpu.index) for gpu in machine.gpus]
-    missing = [index for index in gpus if index not in known]
-    if missing:
-        raise UsageError(f"{given}: this machine has no GPU {', '.join(missing)}; there are {', '.join(known)}")
 
 
 def free_name(runs_dir: Path, stem: str) -> str:

@@ -8,72 +8,55 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
 
-import typer
+import click
 
 from memtop import __version__
+from memtop.options import (
+    PATH,
+    RUN_HELP,
+    SECONDS,
+    WHOLE,
+    detach_option,
+    edit_options,
+    headless_option,
+    json_option,
+    run_argument,
+    runs_dir_option,
+)
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
 from memtop.supervisor.run.folder import RunFolder, RunSpec, create_run, default_runs_dir
 from memtop.supervisor.wire import Answer, Change, CheckpointNow, FreeCache, Outcome, Request, Restart, Stop
 
-app = typer.Typer(
-    name="memtop",
-    help="Train on GPUs and machines that are too small: see the memory, survive the shortage, resume without losing a sample.",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
+
+@click.group(
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train on GPUs and machines that are too small: see the memory, survive the shortage, resume without losing a sample.",
 )
-
-# What typer raises for a wrong command line; some versions of it carry their own copy of click, so it is reached this way.
-_UsageProblem: Any = typer.BadParameter.__base__
-
-
-def _whole(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a whole number") from None
-    if abs(number) >= 1 << 53:
-        raise typer.BadParameter(f"{text!r} is too large a number")
-    return number
-
-
-def _seconds(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number of seconds") from None
-
-
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="a run's name, its folder, or `latest`")]
-RunsDir = Annotated[Path | None, typer.Option("--runs-dir", metavar="DIR", help="where runs live [./runs or MEMTOP_RUNS_DIR]")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON document and nothing else")]
-Batch = Annotated[int | None, typer.Option("--batch", parser=_whole, metavar="B", help="samples per micro-batch and process")]
-Accum = Annotated[int | None, typer.Option("--accum", parser=_whole, metavar="A", help="micro-batches per update")]
-SeqLen = Annotated[int | None, typer.Option("--seq-len", parser=_whole, metavar="T", help="tokens per sample")]
-PresetName = Annotated[str | None, typer.Option("--preset", metavar="NAME", help="see `memtop presets`")]
-Assignments = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="any other setting; repeatable")]
-MaxUpdates = Annotated[int | None, typer.Option("--max-updates", parser=_whole, metavar="N", help="end after N updates in all")]
-Headless = Annotated[bool, typer.Option("--headless", help="stay in the foreground without a dashboard")]
-Detach = Annotated[bool, typer.Option("--detach", help="start, print the run's name, return")]
+@click.option("--version", is_flag=True, help="print the version")
+@click.pass_context
+def app(context: click.Context, version: bool) -> None:
+    if version:
+        print(f"memtop {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def run(arguments: list[str]) -> int:
     """Run one command; the exit status. Every error that a person can cause is one line on stderr."""
     try:
-        result = app(_with_program(arguments), standalone_mode=False)
+        result = app.main(_with_program(arguments), prog_name="memtop", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
-    except _UsageProblem as error:
+    except click.UsageError as error:
         where = f"memtop {error.ctx.info_name}" if error.ctx and error.ctx.parent else "memtop"
         return _complain(f"{' '.join(error.format_message().split())} (see `{where} --help`)", 2)
     except MemtopError as error:
         return _complain(str(error), error.exit_status)
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, click.Abort):
         return 130
     except BrokenPipeError:
         # The reader of our output (`| head`) has gone; nobody is left to tell.
@@ -115,49 +98,47 @@ def _with_program(arguments: list[str]) -> list[str]:
     return arguments
 
 
-@app.callback(invoke_without_command=True)
-def _main(
-    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="print the version")] = False
-) -> None:
-    if version:
-        print(f"memtop {__version__}")
-    elif context.invoked_subcommand is None:
-        print(context.get_help())
-
-
 @app.command()
+@click.argument("recipe", required=False, metavar="[RECIPE]")
+@edit_options
+@click.option("--gpus", metavar="0,1|free:N", help="which GPUs, or N free ones; one process each")
+@click.option("--name", metavar="NAME", help="the run's name")
+@click.option("--save-every", type=WHOLE, metavar="N", help="updates between saves")
+@headless_option
+@detach_option
+@click.option("--on-oom", default="stop", metavar="stop", help="what to do when memory runs out")
+@click.option("--fresh", is_flag=True, help="move a run of that name aside and start anew")
+@runs_dir_option
 def train(
-    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="what to train [first-run]")] = None,
-    preset: PresetName = None,
-    batch: Batch = None,
-    accum: Accum = None,
-    seq_len: SeqLen = None,
-    assignments: Assignments = None,
-    gpus: Annotated[str | None, typer.Option("--gpus", metavar="0,1", help="which GPUs; one process each")] = None,
-    name: Annotated[str | None, typer.Option("--name", metavar="NAME", help="the run's name")] = None,
-    runs_dir: RunsDir = None,
-    max_updates: MaxUpdates = None,
-    save_every: Annotated[
-        int | None, typer.Option("--save-every", parser=_whole, metavar="N", help="updates between saves")
-    ] = None,
-    headless: Headless = False,
-    detach: Detach = False,
-    on_oom: Annotated[str, typer.Option("--on-oom", metavar="stop", help="what to do when memory runs out")] = "stop",
-    fresh: Annotated[bool, typer.Option("--fresh", help="move a run of that name aside and start anew")] = False,
+    recipe: str | None,
+    preset: str | None,
+    batch: int | None,
+    accum: int | None,
+    seq_len: int | None,
+    assignments: tuple[str, ...],
+    max_updates: int | None,
+    gpus: str | None,
+    name: str | None,
+    save_every: int | None,
+    headless: bool,
+    detach: bool,
+    on_oom: str,
+    fresh: bool,
+    runs_dir: Path | None,
 ) -> int:
     """Train a recipe (or your own program: `memtop train -- COMMAND ARG ...`) and open the dashboard.
 
     Without a terminal it runs headless. Quitting the dashboard never stops the run.
     """
     from memtop import asking
+    from memtop import gpus as gpu_choice
     from memtop.supervisor.run.client import start_supervisor
 
     begun = time.time()
     _exclude(headless, detach)
     if on_oom != "stop":
         raise UsageError(f"--on-oom {on_oom}: only `stop` is known: a run that dies of memory stops and says so")
-    gpu_list = asking.parse_gpus(gpus)
-    asking.check_gpus(gpu_list)
+    gpu_list = gpu_choice.wanted(gpus)
     own = _program
     edits = Change(batch=batch, accumulation=accum, seq_len=seq_len, max_updates=max_updates, assignments=_pairs(assignments))
     if own:
@@ -179,20 +160,24 @@ def train(
     return _follow(folder, begun, headless=headless, detach=detach)
 
 
-@app.command()
+@app.command(epilog=RUN_HELP)
+@click.argument("run_name", required=False, metavar="[RUN]")
+@click.option("--pid", type=WHOLE, metavar="PID", help="follow this process and its children")
+@click.option("--once", is_flag=True, help="print one snapshot and leave")
+@json_option
+@click.option("--interval", type=SECONDS, default=1.0, metavar="SECONDS", help="between two samples, 0.2 to 10 [1]")
+@click.option("--read-only", is_flag=True, help="no actions, only looking")
+@click.option("--demo", is_flag=True, help="invented numbers, to see the dashboard")
+@runs_dir_option
 def watch(
-    run_name: Annotated[str | None, typer.Argument(metavar="[RUN]", help="a run's name, its folder, or `latest`")] = None,
-    pid: Annotated[
-        int | None, typer.Option("--pid", parser=_whole, metavar="PID", help="follow this process and its children")
-    ] = None,
-    once: Annotated[bool, typer.Option("--once", help="print one snapshot and leave")] = False,
-    as_json: Json = False,
-    interval: Annotated[
-        float, typer.Option("--interval", parser=_seconds, metavar="SECONDS", help="between two samples, 0.2 to 10")
-    ] = 1.0,
-    read_only: Annotated[bool, typer.Option("--read-only", help="no actions, only looking")] = False,
-    demo: Annotated[bool, typer.Option("--demo", help="invented numbers, to see the dashboard")] = False,
-    runs_dir: RunsDir = None,
+    run_name: str | None,
+    pid: int | None,
+    once: bool,
+    as_json: bool,
+    interval: float,
+    read_only: bool,
+    demo: bool,
+    runs_dir: Path | None,
 ) -> int:
     """Attach the dashboard to a run (the newest living one by default), or watch the machine."""
     from memtop import looking
@@ -209,36 +194,47 @@ def watch(
     return looking.open_dashboard(where, run_name, pid=pid, interval=interval, read_only=read_only)
 
 
-@app.command()
-def free(run_name: RunArgument, runs_dir: RunsDir = None) -> int:
+@app.command(epilog=RUN_HELP)
+@run_argument
+@runs_dir_option
+def free(run_name: str, runs_dir: Path | None) -> int:
     """Free the training process's cache (gc, torch's empty_cache, malloc_trim inside it) and say what came back."""
     return _ask(_find(run_name, runs_dir), FreeCache)
 
 
-@app.command()
-def checkpoint(run_name: RunArgument, runs_dir: RunsDir = None) -> int:
+@app.command(epilog=RUN_HELP)
+@run_argument
+@runs_dir_option
+def checkpoint(run_name: str, runs_dir: Path | None) -> int:
     """Write train_latest_state after the present update."""
     return _ask(_find(run_name, runs_dir), CheckpointNow)
 
 
-@app.command()
-def stop(run_name: RunArgument, runs_dir: RunsDir = None) -> int:
+@app.command(epilog=RUN_HELP)
+@run_argument
+@runs_dir_option
+def stop(run_name: str, runs_dir: Path | None) -> int:
     """Stop a run gracefully: finish the update, save, exit; signals follow only if that does not help."""
     return _ask(_find(run_name, runs_dir), Stop)
 
 
-@app.command()
+@app.command(epilog=RUN_HELP)
+@run_argument
+@edit_options
+@headless_option
+@detach_option
+@runs_dir_option
 def restart(
-    run_name: RunArgument,
-    batch: Batch = None,
-    accum: Accum = None,
-    seq_len: SeqLen = None,
-    preset: PresetName = None,
-    assignments: Assignments = None,
-    max_updates: MaxUpdates = None,
-    headless: Headless = False,
-    detach: Detach = False,
-    runs_dir: RunsDir = None,
+    run_name: str,
+    preset: str | None,
+    batch: int | None,
+    accum: int | None,
+    seq_len: int | None,
+    assignments: tuple[str, ...],
+    max_updates: int | None,
+    headless: bool,
+    detach: bool,
+    runs_dir: Path | None,
 ) -> int:
     """Restart from train_latest_state, with edits; a live run is stopped gracefully first."""
     from memtop.supervisor.run import client
@@ -266,20 +262,21 @@ def restart(
 
 
 @app.command()
-def runs(as_json: Json = False, runs_dir: RunsDir = None) -> int:
+@json_option
+@runs_dir_option
+def runs(as_json: bool, runs_dir: Path | None) -> int:
     """List the runs, newest last."""
     from memtop import looking
 
     return looking.print_runs(runs_dir or default_runs_dir(), as_json=as_json)
 
 
-@app.command()
-def show(
-    run_name: RunArgument,
-    as_json: Json = False,
-    metrics: Annotated[bool, typer.Option("--metrics", help="with --json: one row per update of the final history")] = False,
-    runs_dir: RunsDir = None,
-) -> int:
+@app.command(epilog=RUN_HELP)
+@run_argument
+@json_option
+@click.option("--metrics", is_flag=True, help="with --json: one row per update of the final history")
+@runs_dir_option
+def show(run_name: str, as_json: bool, metrics: bool, runs_dir: Path | None) -> int:
     """Tell all about one run: attempts, settings, position, checkpoint."""
     from memtop import looking
 
@@ -288,14 +285,13 @@ def show(
     return looking.print_run(_find(run_name, runs_dir), as_json=as_json, metrics=metrics)
 
 
-@app.command()
-def export(
-    run_name: RunArgument,
-    out: Annotated[Path, typer.Argument(metavar="DIR", help="a new or empty folder")],
-    adapter: Annotated[bool, typer.Option("--adapter", help="LoRA: the adapter alone, not merged into its base")] = False,
-    merge: Annotated[bool, typer.Option("--merge", help="QLoRA: merged into its base, out of its 4 bits")] = False,
-    runs_dir: RunsDir = None,
-) -> int:
+@app.command(epilog=RUN_HELP)
+@run_argument
+@click.argument("out", type=PATH, metavar="DIR")
+@click.option("--adapter", is_flag=True, help="LoRA: the adapter alone, not merged into its base")
+@click.option("--merge", is_flag=True, help="QLoRA: merged into its base, out of its 4 bits")
+@runs_dir_option
+def export(run_name: str, out: Path, adapter: bool, merge: bool, runs_dir: Path | None) -> int:
     """Write the trained model in Hugging Face's format, from the run's newest whole state, and print the folder."""
     from memtop.exporting import command
 
@@ -305,23 +301,20 @@ def export(
 
 
 @app.command()
-def strays(
-    as_json: Json = False,
-    kill: Annotated[
-        list[int] | None, typer.Option("--kill", parser=_whole, metavar="PID", help="end this process; repeatable")
-    ] = None,
-    runs_dir: RunsDir = None,
-) -> int:
+@json_option
+@click.option("--kill", type=WHOLE, multiple=True, metavar="PID", help="end this process; repeatable")
+@runs_dir_option
+def strays(as_json: bool, kill: tuple[int, ...], runs_dir: Path | None) -> int:
     """List the processes that hold GPU memory, and end those you choose (your own only)."""
     from memtop import straying
 
-    return straying.command(runs_dir or default_runs_dir(), as_json=as_json, kill=kill or [])
+    return straying.command(runs_dir or default_runs_dir(), as_json=as_json, kill=list(kill))
 
 
 @app.command()
-def presets(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="one preset in full")] = None, as_json: Json = False
-) -> int:
+@click.argument("name", required=False, metavar="[NAME]")
+@json_option
+def presets(name: str | None, as_json: bool) -> int:
     """List the presets: what each makes of the newest living run, or of the recipe it is meant for."""
     from memtop.preset_list import print_presets
 
@@ -329,7 +322,9 @@ def presets(
 
 
 @app.command()
-def doctor(as_json: Json = False, runs_dir: RunsDir = None) -> int:
+@json_option
+@runs_dir_option
+def doctor(as_json: bool, runs_dir: Path | None) -> int:
     """Check what memtop finds on this machine, and say what to do about what is missing."""
     from memtop.doctor import command
 
@@ -385,9 +380,9 @@ def _exclude(headless: bool, detach: bool) -> None:
         raise UsageError("--headless and --detach: give one of them")
 
 
-def _pairs(texts: list[str] | None) -> dict[str, str]:
+def _pairs(texts: Sequence[str]) -> dict[str, str]:
     pairs = {}
-    for text in texts or []:
+    for text in texts:
         key, sign, value = text.partition("=")
         if not sign or not key:
             raise UsageError(f"--set {text!r}: give KEY=VALUE")

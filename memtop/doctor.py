@@ -15,6 +15,7 @@ import msgspec
 from memtop.presets import PresetFileError, load_presets, load_recipes
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.monitor.driver import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.run.control import socket_path
 
@@ -68,7 +69,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    machine = Sampler().sample()
+    machine = Sampler(patience=ONCE_SECONDS).sample()
     if machine.gpu_note:
         yield Finding(check="gpu", ok=None, found=machine.gpu_note, advice="training runs on the CPU")
     for gpu in machine.gpus:

@@ -15,6 +15,7 @@ from memtop.finding import Unreadable, find_run, readable_ledger, run_folders, s
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.monitor.bands import mark
+from memtop.supervisor.monitor.driver import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot
 from memtop.supervisor.run import view
@@ -39,7 +40,7 @@ def print_once(runs_dir: Path, run_name: str | None, *, pid: int | None, as_json
         states = [view.read_state(folder)]
     else:
         states = [state_of(folder) if read_only else _revived(folder) for folder in run_folders(runs_dir)]
-    sampler = Sampler(lambda: view.known_runs(runs_dir))
+    sampler = Sampler(lambda: view.known_runs(runs_dir), patience=ONCE_SECONDS)
     machine = sampler.sample()
     if as_json:
         document = {**snapshot_json(machine), "runs": [_summary(state) for state in states]}

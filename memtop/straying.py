@@ -4,41 +4,88 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from memtop.supervisor import units
 from memtop.supervisor.errors import RefusedError
+from memtop.supervisor.monitor.driver import ONCE_SECONDS
 from memtop.supervisor.monitor.processes import ProcessId
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.strays import choose, end_and_measure
 from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
 from memtop.supervisor.run.view import known_runs
 
+_LOOK_AGAIN_SECONDS = 0.6
+
 
 def command(runs_dir: Path, *, as_json: bool, kill: list[int]) -> int:
     """List the GPU processes, strays first; or end the processes in `kill`. Exit status 1 if one was refused or survived."""
-    sampler = Sampler(lambda: known_runs(runs_dir))
-    machine = sampler.sample()
+    sampler = Sampler(lambda: known_runs(runs_dir), patience=ONCE_SECONDS)
+    machine = _sample(sampler, kill)
     if kill:
-        report = end_and_measure([_chosen(pid, machine) for pid in kill], sampler.nvml)
-        if as_json:
-            print(json.dumps(msgspec.to_builtins(report), indent=2))
-        else:
-            print(report.text)
-        return 0 if all(ended.is_over for ended in report.processes) else 1
+        return _end([_chosen(pid, machine) for pid in kill], sampler, as_json)
     rows = sorted(_rows(machine), key=lambda row: (not row[1].stray, row[0], row[1].pid))
     if as_json:
-        print(json.dumps([{"gpu": gpu, **msgspec.to_builtins(process)} for gpu, process in rows], indent=2))
+        print(json.dumps([_document(gpu, process, machine) for gpu, process in rows], indent=2))
         return 0
     if machine.gpu_note:
         print(machine.gpu_note, file=sys.stderr)
     for gpu, process in rows:
-        word = "stray" if process.stray else "yours" if process.choosable else "-"
-        who = f"{process.pid:>8} {process.user or '?':<12} {units.size(process.used_bytes):>9}"
-        print(f"{word:<6} GPU {gpu} {who}  {process.command or process.name or '?'}  ({process.reason})")
+        print(_line(gpu, process, machine))
+    _print_summary([process for _, process in rows])
     return 0
+
+
+def _sample(sampler: Sampler, kill: list[int]) -> MachineSnapshot:
+    """One sample; two where a process was not to be seen: only the second look tells one that has just ended from memory
+    that is still listed under an ended process."""
+    machine = sampler.sample()
+    if kill or all(process.started is not None for _, process in _rows(machine)):
+        return machine
+    time.sleep(_LOOK_AGAIN_SECONDS)
+    sampler.nvml.refresh()
+    return sampler.sample()
+
+
+def _end(chosen: list[ProcessId], sampler: Sampler, as_json: bool) -> int:
+    report = end_and_measure(chosen, sampler.nvml)
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(report) | {"text": report.text}, indent=2))
+    else:
+        # What became of each on a line of its own, then the memory.
+        for ended in report.processes:
+            print(f"{ended.identity.pid:>8} {ended.outcome:<9} {ended.reason}")
+        print(report.memory_text)
+    return 0 if all(ended.is_over for ended in report.processes) else 1
+
+
+def _document(gpu: int, process: GpuProcess, machine: MachineSnapshot) -> dict[str, Any]:
+    age = None if process.started is None else round(machine.time - process.started, 1)
+    return {"gpu": gpu, **msgspec.to_builtins(process), "age_seconds": age}
+
+
+def _line(gpu: int, process: GpuProcess, machine: MachineSnapshot) -> str:
+    word = "stray" if process.stray else "gone" if process.gone else "yours" if process.choosable else "-"
+    age = units.duration(None if process.started is None else machine.time - process.started)
+    who = f"{process.pid:>8} {process.user or '?':<12} {units.size(process.used_bytes):>9} {age:>12}"
+    job = next((job for job in machine.jobs if job.key == process.job), None)
+    # A job of one program says nothing that its command does not say.
+    part = f"[{job.name}: {process.role}]  " if job is not None and len(job.pids) > 1 else ""
+    place = f"[{process.container}]  " if process.container else ""
+    return f"{word:<6} GPU {gpu} {who}  {part}{place}{process.command or process.name or '?'}  ({process.reason})"
+
+
+def _print_summary(processes: list[GpuProcess]) -> None:
+    """How to end the strays that are this user's, ready to be copied."""
+    strays = sorted({process.pid for process in processes if process.stray and process.choosable})
+    if strays:
+        held = sum(process.used_bytes or 0 for process in processes if process.pid in strays)
+        options = " ".join(f"--kill {pid}" for pid in strays)
+        print(f"{units.size(held)} held by strays: memtop strays {options}")
 
 
 def _rows(machine: MachineSnapshot) -> list[tuple[int, GpuProcess]]:

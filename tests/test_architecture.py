@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "textual", "numpy")
+HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "textual", "numpy", "pydantic")
 
 
 def loaded_after(code: str, runs_dir: Path) -> set[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from memtop import asking
+from memtop import gpus as gpus_of
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.wire import Change
@@ -48,7 +49,7 @@ def test_the_fullest_gpu_decides(
     preset: str,
     said: str,
 ) -> None:
-    monkeypatch.setattr(asking, "_sample", lambda: machine(*free))
+    monkeypatch.setattr(gpus_of, "sample", lambda: machine(*free))
     settings = asking.settings_for("sft-lora", None, data, None, gpus)
     assert settings.preset == preset
     # Chosen, not named: the recipe's own values stay.
@@ -60,13 +61,13 @@ def test_the_fullest_gpu_decides(
 
 
 def test_what_cuda_may_not_see_does_not_decide(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "_sample", lambda: machine(3.0, 13.0))
+    monkeypatch.setattr(gpus_of, "sample", lambda: machine(3.0, 13.0))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert asking.settings_for("sft-lora", None, data, None, None).preset == "deepspeed"
 
 
 def test_on_the_cpu_no_gpu_is_asked(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "_sample", lambda: pytest.fail("asked the machine"))
+    monkeypatch.setattr(gpus_of, "sample", lambda: pytest.fail("asked the machine"))
     cpu = Change(assignments={**data.assignments, "device": "cpu"})
     assert asking.settings_for("sft-lora", None, cpu, None, None).preset == "standard"
 
@@ -112,20 +113,3 @@ def test_a_missing_tracker_is_named_before_anything_starts(monkeypatch: pytest.M
         asking.settings_for("first-run", "standard", asked, None, None)
     there.add("wandb")
     assert asking.settings_for("first-run", "standard", asked, None, None).trackers == ("tensorboard", "wandb")
-
-
-def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "_sample", lambda: machine(13.0, None))
-    asking.check_gpus(None)
-    asking.check_gpus(asking.parse_gpus("1, 00"))
-    with pytest.raises(UsageError, match=r"^--gpus 0,7: this machine has no GPU 7; there are 0, 1$"):
-        asking.check_gpus(["0", "7"])
-    monkeypatch.setattr(asking, "_sample", lambda: MachineSnapshot(time=0.0, gpu_note="no NVIDIA GPU: libnvidia-ml not found"))
-    with pytest.raises(UsageError, match=r"^--gpus 0: no NVIDIA GPU: libnvidia-ml not found; leave --gpus out to train"):
-        asking.check_gpus(["0"])
-
-
-@pytest.mark.parametrize("text", ["", "a", "-1", "0,0", "0,00", "0,,1", "\u0661", "99999"])
-def test_gpus_are_different_indices(text: str) -> None:
-    with pytest.raises(UsageError, match="give different device indices like 0 or 0,1"):
-        asking.parse_gpus(text)

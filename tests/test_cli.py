@@ -9,10 +9,8 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer.main
 
 from memtop import straying
 from memtop.cli import app, run
@@ -44,7 +42,7 @@ CONTRACT = {
 
 
 def test_the_command_line_is_the_published_one() -> None:
-    group: Any = typer.main.get_command(app)
+    group = app
     found = {
         name: {
             option.name if option.param_type_name == "argument" else option.opts[0]

@@ -5,8 +5,6 @@ Every process is held by a pidfd from the check of its identity to its end, so n
 
 from __future__ import annotations
 
-import os
-import select
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,15 +14,16 @@ import msgspec
 
 from memtop.supervisor import units
 from memtop.supervisor.monitor.nvml import NvmlReader
-from memtop.supervisor.monitor.processes import (
+from memtop.supervisor.monitor.proc import ProcessId
+from memtop.supervisor.monitor.processes import ProcessDescriber
+from memtop.supervisor.monitor.signals import (
+    KERNEL,
+    Kernel,
     ProcessGone,
-    ProcessId,
     SignalRefused,
+    check_owner,
     open_process,
-    own_family,
-    owner_of,
     send_signal,
-    user_name,
 )
 from memtop.supervisor.monitor.values import GpuSample
 
@@ -33,7 +32,10 @@ WAITS = (5.0, 5.0, 2.0)
 """Seconds given to each signal in turn."""
 SETTLE_SECONDS = 3.0
 """How long the driver may take to take an ended process off its list."""
+UNFREED_ADVICE = "end what shares its GPU context (its parent, its workers); if nobody has the GPU open, only a reset frees it"
 _SETTLE_STEP = 0.1
+# Drivers count in pages of 2 MiB and keep some for themselves: less than this share missing is not worth a word.
+_NEARLY = 0.9
 _LOOK_SECONDS = 0.5
 
 StillHolds = Callable[[ProcessId], "bool | None"]
@@ -54,24 +56,53 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
         return self.outcome in ("ended", "gone")
 
 
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """Who still has memory on a GPU where less came back than the ended processes had held."""
+
+    gpu_index: int
+    used_bytes: int | None
+    pid: int | None = None
+    """None: no process is listed, yet the memory is in use."""
+    user: str | None = None
+    name: str | None = None
+    ended: bool = False
+    """The process has ended, but the driver still lists it."""
+
+    @property
+    def text(self) -> str:
+        """`GPU 0: 3.0 GiB still held by pid 77 (bob, python)`."""
+        line = f"GPU {self.gpu_index}: {units.size(self.used_bytes)} still held by "
+        if self.pid is None:
+            return line + "no process that is listed"
+        if self.ended:
+            return line + f"pid {self.pid}, which has ended: {UNFREED_ADVICE}"
+        return line + f"pid {self.pid} ({', '.join(word for word in (self.user, self.name) if word) or 'not visible here'})"
+
+
 class EndReport(msgspec.Struct, frozen=True, kw_only=True):
     """What became of all of them, and the GPU memory that came back (bytes; None where it cannot be told)."""
 
     processes: tuple[Ended, ...]
     returned_bytes: int | None = None
+    holders: tuple[Holder, ...] = ()
+    """Told only for GPUs where less came back than the ended processes had held."""
     unknown: dict[str, str] = {}
 
     @property
-    def text(self) -> str:
-        """One line for a person: `2 processes ended, 7.8 GiB returned`, then who was not ended and why."""
+    def memory_text(self) -> str:
+        """`2 processes ended, 7.8 GiB returned`, and who holds what did not come back."""
         ended = sum(process.outcome == "ended" for process in self.processes)
         line = f"{ended or 'no'} {'process' if ended in (0, 1) else 'processes'} ended"
         if self.returned_bytes is not None:
             line += f", {units.size(self.returned_bytes)} returned"
         elif ended:
             line += f", memory returned not known: {self.unknown.get('returned_bytes', 'not measured')}"
-        others = [process.reason for process in self.processes if process.outcome != "ended"]
-        return "; ".join([line, *others])
+        return "; ".join([line, *(holder.text for holder in self.holders)])
+
+    @property
+    def text(self) -> str:
+        """One line for a person: the memory, then who was not ended and why."""
+        return "; ".join([self.memory_text, *(process.reason for process in self.processes if process.outcome != "ended")])
 
 
 def nobody_knows(identity: ProcessId) -> bool | None:
@@ -80,7 +111,11 @@ def nobody_knows(identity: ProcessId) -> bool | None:
 
 
 def end_processes(
-    chosen: Iterable[ProcessId], *, waits: Sequence[float] = WAITS, still_holds: StillHolds = nobody_knows
+    chosen: Iterable[ProcessId],
+    *,
+    waits: Sequence[float] = WAITS,
+    still_holds: StillHolds = nobody_knows,
+    kernel: Kernel = KERNEL,
 ) -> list[Ended]:
     """End the chosen processes with SIGINT, SIGTERM, SIGKILL in turn, all side by side, waiting `waits` seconds each.
 
@@ -93,15 +128,15 @@ def end_processes(
         open_: dict[ProcessId, int] = {}
         for identity in order:
             try:
-                open_[identity] = _open(identity, descriptors)
+                open_[identity] = _open(identity, descriptors, kernel)
             except ProcessGone as gone:
                 results[identity] = Ended(identity=identity, outcome="gone", reason=str(gone))
             except SignalRefused as refusal:
                 results[identity] = Ended(identity=identity, outcome="refused", reason=str(refusal))
         last: signal.Signals | None = None
         for number, wait in zip(SIGNALS, waits, strict=True):
-            results |= _signal_all(open_, number, last, still_holds)
-            results |= _wait(open_, number, wait)
+            results |= _signal_all(open_, number, last, still_holds, kernel)
+            results |= _wait(open_, number, wait, kernel)
             last = number
         for identity in open_:
             reason = f"process {identity.pid} does not react even to {last.name if last else 'signals'}: "
@@ -110,22 +145,22 @@ def end_processes(
     return [results[identity] for identity in order]
 
 
-def _open(identity: ProcessId, descriptors: ExitStack) -> int:
+def _open(identity: ProcessId, descriptors: ExitStack, kernel: Kernel) -> int:
     """A pidfd of a process that may be ended from here."""
-    if identity.pid in own_family():
+    if identity.pid in kernel.own_family():
         raise SignalRefused(f"process {identity.pid} is memtop itself, a program that it runs in, or the system")
-    descriptor = open_process(identity)
-    descriptors.callback(os.close, descriptor)
-    owner = owner_of(identity.pid)
-    if owner is None:
-        raise ProcessGone(f"process {identity.pid} has already ended")
-    if owner != os.getuid():
-        raise SignalRefused(f"process {identity.pid} belongs to {user_name(owner)}: memtop ends only your own")
+    descriptor = open_process(identity, kernel)
+    descriptors.callback(kernel.close, descriptor)
+    check_owner(identity.pid, kernel)
     return descriptor
 
 
 def _signal_all(
-    open_: dict[ProcessId, int], number: signal.Signals, last: signal.Signals | None, still_holds: StillHolds
+    open_: dict[ProcessId, int],
+    number: signal.Signals,
+    last: signal.Signals | None,
+    still_holds: StillHolds,
+    kernel: Kernel,
 ) -> dict[ProcessId, Ended]:
     """Send to all that are left; take off the list (and return) those that need or allow no further signal."""
     done: dict[ProcessId, Ended] = {}
@@ -135,7 +170,9 @@ def _signal_all(
             done[identity] = Ended(identity=identity, outcome="released", signal=_name(last), reason=reason)
             continue
         try:
-            send_signal(descriptor, identity.pid, number)
+            # Anew before every signal: between two of them it may have become another user's (setuid).
+            check_owner(identity.pid, kernel)
+            send_signal(descriptor, identity.pid, number, kernel)
         except ProcessGone as gone:
             outcome = "ended" if last else "gone"
             done[identity] = Ended(identity=identity, outcome=outcome, signal=_name(last), reason=str(gone))
@@ -146,19 +183,14 @@ def _signal_all(
     return done
 
 
-def _wait(open_: dict[ProcessId, int], number: signal.Signals, seconds: float) -> dict[ProcessId, Ended]:
+def _wait(open_: dict[ProcessId, int], number: signal.Signals, seconds: float, kernel: Kernel) -> dict[ProcessId, Ended]:
     """Wait until all have ended or the time is over; take the ended off the list and return them."""
-    poller = select.poll()
     waiting = {descriptor: identity for identity, descriptor in open_.items()}
-    for descriptor in waiting:
-        poller.register(descriptor, select.POLLIN)
     done: dict[ProcessId, Ended] = {}
     deadline = time.monotonic() + seconds
     while waiting:
         left = deadline - time.monotonic()
-        # A pidfd becomes readable when the process has ended, even while its parent has not collected it.
-        for descriptor, _ in poller.poll(max(0.0, left) * 1000):
-            poller.unregister(descriptor)
+        for descriptor in kernel.wait(waiting, left):
             identity = waiting.pop(descriptor)
             del open_[identity]
             reason = f"process {identity.pid} ended on {number.name}"
@@ -187,10 +219,47 @@ def end_and_measure(
     processes = tuple(end_processes(chosen, waits=waits, still_holds=_holder(reader)))
     over = {process.identity.pid for process in processes if process.is_over}
     after = _settled(reader, over, settle_seconds, sleep)
-    returned = _returned(before, {gpu.uuid: gpu for gpu in after})
+    now = {gpu.uuid: gpu for gpu in after}
+    holders = tuple(
+        holder
+        for uuid, gpu in before.items()
+        if uuid in now and _is_short(gpu, now[uuid], over)
+        for holder in _holders(now[uuid], over)
+    )
+    returned = _returned(before, now)
     if isinstance(returned, str):
-        return EndReport(processes=processes, unknown={"returned_bytes": returned})
-    return EndReport(processes=processes, returned_bytes=returned)
+        return EndReport(processes=processes, holders=holders, unknown={"returned_bytes": returned})
+    return EndReport(processes=processes, returned_bytes=returned, holders=holders)
+
+
+def _is_short(before: GpuSample, after: GpuSample, over: set[int]) -> bool:
+    """Whether clearly less is free now than the ended processes should have given back."""
+    expected = sum(row.used_bytes or 0 for row in before.processes if row.pid in over)
+    if not expected or before.free_bytes is None or after.free_bytes is None:
+        return False
+    return after.free_bytes - before.free_bytes < _NEARLY * expected
+
+
+def _holders(gpu: GpuSample, over: set[int]) -> list[Holder]:
+    """Everyone on the GPU, the largest first; or the nameless rest where nobody is listed."""
+    describer = ProcessDescriber()
+    found = []
+    for row in gpu.processes:
+        facts = describer.describe(row.pid)
+        ended = row.pid in over
+        found.append(
+            Holder(
+                gpu_index=gpu.index,
+                used_bytes=row.used_bytes,
+                pid=row.pid,
+                user=None if ended else facts.user,
+                name=None if ended else facts.name,
+                ended=ended,
+            )
+        )
+    if not found and gpu.used_bytes:
+        return [Holder(gpu_index=gpu.index, used_bytes=gpu.used_bytes)]
+    return sorted(found, key=lambda holder: (-(holder.used_bytes or 0), holder.pid or 0))
 
 
 def _holder(reader: NvmlReader) -> StillHolds:

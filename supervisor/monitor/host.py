@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from memtop.supervisor.monitor.bands import band_of
-from memtop.supervisor.monitor.cgroup import CgroupMemory, read_cgroup_memory
+from memtop.supervisor.monitor.cgroup import CgroupLimits, CgroupMemory, CgroupReader, CgroupSwap
 from memtop.supervisor.monitor.values import HostSample
+
+SLOW_SECONDS = 5.0
+"""How long limits, load, uptime, cores and kills are taken for unchanged."""
 
 _FIRST_READ = "a rate needs two samples"
 _NO_SWAP = "no swap is set up"
+# Of meminfo's sixty lines, those that are used.
+_ROWS = re.compile(
+    rb"^(MemTotal|MemAvailable|Buffers|Cached|Mlocked|SwapTotal|SwapFree|Dirty|Writeback|Shmem|HugePages_Total"
+    rb"|HugePages_Free|Hugepagesize|Hugetlb):\s+(\d+)",
+    re.MULTILINE,
+)
+_SWAPPED = re.compile(rb"^pswp(?:in|out) (\d+)$", re.MULTILINE)
+_MEMINFO_FIELDS = (
+    *("total_bytes", "available_bytes", "used_bytes", "used_fraction", "swap_total_bytes", "swap_used_bytes"),
+    *("swap_fraction", "cached_bytes", "dirty_bytes", "shared_bytes", "locked_bytes", "huge_pages_total_bytes"),
+    "huge_pages_free_bytes",
+)
+
+
+def _affinity() -> int:
+    """Cores that the kernel may run this process on."""
+    return len(os.sched_getaffinity(0))
 
 
 class HostReader:
@@ -24,83 +46,125 @@ class HostReader:
         *,
         proc_root: Path | str = "/proc",
         cgroup_root: Path | str = "/sys/fs/cgroup",
+        shm_root: Path | str = "/dev/shm",
+        affinity: Callable[[], int] = _affinity,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._proc = Path(proc_root)
-        self._cgroup_root = Path(cgroup_root)
+        self._shm = str(shm_root)
+        self._affinity = affinity
         self._monotonic = monotonic
+        self._cgroup = CgroupReader(self._proc, Path(cgroup_root))
+        self._limits = CgroupLimits()
         self._swap_traffic = _Counter()
         self._cpu = _Counter()
+        self._slow: dict[str, Any] = {}
+        self._slow_unknown: dict[str, str] = {}
+        self._slow_at: float | None = None
 
     def read(self) -> HostSample:
         """One sample. What cannot be read is None, with the reason under `unknown`."""
+        now = self._monotonic()
         unknown: dict[str, str] = {}
         fields: dict[str, Any] = {}
         memory = self._meminfo(unknown)
         fields |= _ram(memory, unknown)
+        fields |= _kinds(memory, unknown)
         fields |= _swap(memory, unknown)
-        fields |= self._swap_rates(unknown)
-        fields["pressure_fraction"] = self._pressure(unknown)
-        fields["cpu_fraction"] = self._cpu_fraction(unknown)
+        if self._slow_at is None or now - self._slow_at >= SLOW_SECONDS:
+            self._read_slow(fields.get("total_bytes"), fields.get("swap_total_bytes"))
+            self._slow_at = now
+        unknown |= self._slow_unknown
+        fields |= self._slow
+        if "uptime_seconds" in fields:
+            fields["uptime_seconds"] += now - self._slow_at
+        fields |= self._swap_rates(now, unknown)
+        fields |= self._pressure(unknown)
+        fields |= self._shared_memory(unknown)
+        fields["cpu_fraction"] = self._cpu_fraction(now, unknown)
         fields |= self._limited(fields, unknown)
         fields["band"] = band_of(fields.get("used_fraction"))
         fields["swap_band"] = band_of(fields.get("swap_fraction"))
         return HostSample(unknown=unknown, **fields)
 
-    def _meminfo(self, unknown: dict[str, str]) -> dict[str, int]:
-        """/proc/meminfo in bytes."""
-        try:
-            text = (self._proc / "meminfo").read_text()
-        except OSError as error:
-            reason = f"cannot read {self._proc}/meminfo: {error.strerror}"
-            fields = ("total_bytes", "available_bytes", "used_bytes", "used_fraction", "swap_total_bytes")
-            unknown.update(dict.fromkeys((*fields, "swap_used_bytes", "swap_fraction"), reason))
-            return {}
-        rows = (line.split() for line in text.splitlines())
-        return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) >= 2 and row[1].isdigit()}
+    # --- each second ----------------------------------------------------------------------------------------------------
 
-    def _swap_rates(self, unknown: dict[str, str]) -> dict[str, float | None]:
+    def _meminfo(self, unknown: dict[str, str]) -> dict[str, int]:
+        """The rows of /proc/meminfo that are used, as the numbers that stand there: KiB, and counts of huge pages."""
+        try:
+            text = _read(self._proc / "meminfo")
+        except OSError as error:
+            unknown.update(dict.fromkeys(_MEMINFO_FIELDS, f"cannot read {self._proc}/meminfo: {error.strerror}"))
+            return {}
+        return {name.decode(): int(value) for name, value in _ROWS.findall(text)}
+
+    def _swap_rates(self, now: float, unknown: dict[str, str]) -> dict[str, float | None]:
         """Bytes per second swapped in and out since the last read, from the kernel's page counters."""
         names = ("swap_in_bytes_per_second", "swap_out_bytes_per_second")
         try:
-            rows = dict(line.split(maxsplit=1) for line in (self._proc / "vmstat").read_text().splitlines())
-            pages = (int(rows["pswpin"]), int(rows["pswpout"]))
+            pages = tuple(map(int, _SWAPPED.findall(_read(self._proc / "vmstat"))))
         except OSError as error:
             unknown.update(dict.fromkeys(names, f"cannot read {self._proc}/vmstat: {error.strerror}"))
             return dict.fromkeys(names)
-        except (KeyError, ValueError):
+        if len(pages) != 2:
             unknown.update(dict.fromkeys(names, "this kernel does not count swapped pages"))
             return dict.fromkeys(names)
-        passed, deltas, reason = self._swap_traffic.update(self._monotonic(), pages)
+        passed, deltas, reason = self._swap_traffic.update(now, pages)
         if reason is not None:
             unknown.update(dict.fromkeys(names, reason))
             return dict.fromkeys(names)
         page = os.sysconf("SC_PAGE_SIZE")
         return {name: delta * page / passed for name, delta in zip(names, deltas, strict=True)}
 
-    def _pressure(self, unknown: dict[str, str]) -> float | None:
-        """PSI `some avg10` of memory as a fraction."""
+    def _pressure(self, unknown: dict[str, str]) -> dict[str, float]:
+        """PSI `some avg10` and `full avg10` of memory as fractions."""
+        names = {"some": "pressure_fraction", "full": "pressure_full_fraction"}
         try:
-            text = (self._proc / "pressure/memory").read_text()
-            some = next(line for line in text.splitlines() if line.startswith("some"))
-            fields = dict(part.split("=") for part in some.split()[1:])
-            return float(fields["avg10"]) / 100
+            rows = {
+                words[0]: words[1] for line in _read(self._proc / "pressure/memory").splitlines() if (words := line.split())
+            }
         except OSError:
-            unknown["pressure_fraction"] = "this kernel does not measure memory pressure (PSI is off or not built in)"
-        except (StopIteration, KeyError, ValueError):
-            unknown["pressure_fraction"] = f"{self._proc}/pressure/memory is not in a known form"
-        return None
+            reason = "this kernel does not measure memory pressure (PSI is off or not built in)"
+            unknown.update(dict.fromkeys(names.values(), reason))
+            return {}
+        except IndexError:
+            rows = {}
+        found = {}
+        for kind, field in names.items():
+            try:
+                key, _, value = rows[kind.encode()].partition(b"=")
+                if key != b"avg10":
+                    raise KeyError(key)
+                found[field] = float(value) / 100
+            except (KeyError, ValueError):
+                unknown[field] = f"{self._proc}/pressure/memory is not in a known form"
+        return found
 
-    def _cpu_fraction(self, unknown: dict[str, str]) -> float | None:
+    def _shared_memory(self, unknown: dict[str, str]) -> dict[str, Any]:
+        """How large the file system of shared memory may become, and what is in it."""
+        try:
+            told = os.statvfs(self._shm)
+        except OSError as error:
+            reason = f"cannot look at {self._shm}: {error.strerror}"
+            unknown.update(dict.fromkeys(("shm_total_bytes", "shm_used_bytes", "shm_fraction"), reason))
+            return {}
+        if told.f_blocks == 0:
+            reason = f"{self._shm} has no limit of its own"
+            unknown.update(dict.fromkeys(("shm_total_bytes", "shm_used_bytes", "shm_fraction"), reason))
+            return {}
+        total, used = told.f_blocks * told.f_frsize, (told.f_blocks - told.f_bfree) * told.f_frsize
+        return {"shm_total_bytes": total, "shm_used_bytes": used, "shm_fraction": used / total}
+
+    def _cpu_fraction(self, now: float, unknown: dict[str, str]) -> float | None:
         """Share of all cores' time since the last read that was neither idle nor waiting for a disk."""
         try:
-            line = (self._proc / "stat").read_text().split("\n", 1)[0].split()
+            line = _read(self._proc / "stat").split(b"\n", 1)[0].split()
             ticks = [int(number) for number in line[1:9]]
             idle = ticks[3] + ticks[4]
         except (OSError, ValueError, IndexError) as error:
             unknown["cpu_fraction"] = f"cannot read {self._proc}/stat: {error}"
             return None
-        _, (total, resting), reason = self._cpu.update(self._monotonic(), (sum(ticks), idle))
+        _, (total, resting), reason = self._cpu.update(now, (sum(ticks), idle))
         if reason is None and total <= 0:
             reason = "no CPU time was counted since the last sample"
         if reason is not None:
@@ -110,19 +174,72 @@ class HostReader:
 
     def _limited(self, fields: dict[str, Any], unknown: dict[str, str]) -> dict[str, Any]:
         """What changes where a cgroup allows less than the machine has."""
-        cgroup = read_cgroup_memory(self._proc, self._cgroup_root, fields.get("total_bytes"))
-        if isinstance(cgroup, str):
-            unknown["limit_bytes"] = cgroup
-            return {}
-        if cgroup is None:
-            unknown["limit_bytes"] = "no cgroup limit below the machine's memory"
-            return {}
-        return _within_limit(cgroup, fields.get("available_bytes"), unknown)
+        cgroup = self._cgroup.memory()
+        if isinstance(cgroup, CgroupMemory):
+            return _within_limit(cgroup, fields.get("available_bytes"), unknown) | self._limited_swap(fields, unknown)
+        reason = "no cgroup limit below the machine's memory" if cgroup is None else cgroup
+        unknown.update(dict.fromkeys(("limit_bytes", "limit_path"), reason))
+        return self._limited_swap(fields, unknown)
+
+    def _limited_swap(self, fields: dict[str, Any], unknown: dict[str, str]) -> dict[str, Any]:
+        swap = self._limits.swap
+        return {} if swap is None else _within_swap_limit(swap, fields, unknown)
+
+    # --- now and then ---------------------------------------------------------------------------------------------------
+
+    def _read_slow(self, total: int | None, swap_total: int | None) -> None:
+        self._slow, self._slow_unknown = {}, {}
+        self._cgroup.refresh(total)
+        self._limits = limits = self._cgroup.limits(swap_total)
+        self._note("limit_throttle_bytes", limits.throttle_bytes, limits, "throttle_bytes", "no cgroup sets memory.high")
+        swap = None if limits.swap is None else limits.swap.limit_bytes
+        self._note("limit_swap_bytes", swap, limits, "swap", "the cgroup does not limit swap")
+        self._note("oom_kills", limits.oom_kills, limits, "oom_kills", "not counted")
+        self._load()
+        self._cores(limits.cpus)
+
+    def _note(self, field: str, value: Any, limits: CgroupLimits, name: str, otherwise: str) -> None:
+        if value is None:
+            self._slow_unknown[field] = limits.unknown.get(name, otherwise)
+        else:
+            self._slow[field] = value
+
+    def _load(self) -> None:
+        try:
+            one, five, fifteen = (float(word) for word in _read(self._proc / "loadavg").split()[:3])
+            self._slow["load_average"] = (one, five, fifteen)
+        except (OSError, ValueError) as error:
+            self._slow_unknown["load_average"] = f"cannot read {self._proc}/loadavg: {error}"
+        try:
+            self._slow["uptime_seconds"] = float(_read(self._proc / "uptime").split()[0])
+        except (OSError, ValueError, IndexError) as error:
+            self._slow_unknown["uptime_seconds"] = f"cannot read {self._proc}/uptime: {error}"
+
+    def _cores(self, allowed: float | None) -> None:
+        """Cores of the affinity mask, or fewer where the cgroup gives less time; a part of a core counts as one."""
+        try:
+            cores = self._affinity()
+        except OSError as error:
+            self._slow_unknown["cpu_count"] = f"the kernel does not tell the cores of this process: {error}"
+            return
+        self._slow["cpu_count"] = cores if allowed is None else max(1, min(cores, math.ceil(allowed)))
 
 
-def read_host(*, proc_root: Path | str = "/proc", cgroup_root: Path | str = "/sys/fs/cgroup") -> HostSample:
+def read_host(
+    *,
+    proc_root: Path | str = "/proc",
+    cgroup_root: Path | str = "/sys/fs/cgroup",
+    shm_root: Path | str = "/dev/shm",
+    affinity: Callable[[], int] = _affinity,
+) -> HostSample:
     """A single sample without rates; use a HostReader to get those."""
-    return HostReader(proc_root=proc_root, cgroup_root=cgroup_root).read()
+    return HostReader(proc_root=proc_root, cgroup_root=cgroup_root, shm_root=shm_root, affinity=affinity).read()
+
+
+def _read(path: Path) -> bytes:
+    # The kernel makes these files up as they are read: no buffer, no decoding of what is not used.
+    with path.open("rb", buffering=0) as file:
+        return file.read()
 
 
 class _Counter:
@@ -142,29 +259,64 @@ class _Counter:
         deltas = tuple(new - was for new, was in zip(counts, old, strict=True))
         if now <= before:
             return 0.0, nothing, "no time passed since the last sample"
-        if deltas[0] < 0 or deltas[-1] < 0:
+        if any(delta < 0 for delta in deltas):
             return 0.0, nothing, "the kernel's counter went backwards"
         return now - before, deltas, None
 
 
 def _ram(memory: dict[str, int], unknown: dict[str, str]) -> dict[str, Any]:
-    if not memory:
+    if "total_bytes" in unknown:
         return {}
     total, available = memory.get("MemTotal"), memory.get("MemAvailable")
     if not total:
         reason = "the kernel does not tell the machine's memory"
         unknown.update(dict.fromkeys(("total_bytes", "used_bytes", "available_bytes", "used_fraction"), reason))
         return {}
+    total *= 1024
     if available is None:
         reason = "this kernel does not tell the available memory (older than Linux 3.14)"
         unknown.update(dict.fromkeys(("used_bytes", "available_bytes", "used_fraction"), reason))
         return {"total_bytes": total}
-    used = total - available
-    return {"total_bytes": total, "available_bytes": available, "used_bytes": used, "used_fraction": used / total}
+    used = total - available * 1024
+    return {"total_bytes": total, "available_bytes": total - used, "used_bytes": used, "used_fraction": used / total}
+
+
+def _kinds(memory: dict[str, int], unknown: dict[str, str]) -> dict[str, Any]:
+    """What the memory is used for, as far as it is not simply a process's own."""
+    if "cached_bytes" in unknown:
+        return {}
+    found: dict[str, int | None] = {}
+    cached, buffers, shared = (memory.get(name) for name in ("Cached", "Buffers", "Shmem"))
+    # The kernel counts shared memory as cached, but cannot give it back.
+    if cached is not None and buffers is not None and shared is not None:
+        found["cached_bytes"] = max(0, cached + buffers - shared) * 1024
+    dirty, writeback = memory.get("Dirty"), memory.get("Writeback")
+    if dirty is not None and writeback is not None:
+        found["dirty_bytes"] = (dirty + writeback) * 1024
+    for field, name in (("shared_bytes", "Shmem"), ("locked_bytes", "Mlocked")):
+        if name in memory:
+            found[field] = memory[name] * 1024
+    found |= _huge_pages(memory, unknown)
+    for field in ("cached_bytes", "dirty_bytes", "shared_bytes", "locked_bytes", "huge_pages_total_bytes"):
+        if found.get(field) is None:
+            unknown[field] = "the kernel does not tell it in /proc/meminfo"
+    return found
+
+
+def _huge_pages(memory: dict[str, int], unknown: dict[str, str]) -> dict[str, int | None]:
+    count, free, size = (memory.get(name) for name in ("HugePages_Total", "HugePages_Free", "Hugepagesize"))
+    if count is None or free is None or size is None:
+        unknown["huge_pages_free_bytes"] = "the kernel does not tell it in /proc/meminfo"
+        return {"huge_pages_total_bytes": 0} if size is None and "Hugetlb" in memory else {}
+    total = memory.get("Hugetlb", count * size)
+    if total > count * size:
+        unknown["huge_pages_free_bytes"] = "huge pages of several sizes are set aside; only those of one size are told"
+        return {"huge_pages_total_bytes": total * 1024}
+    return {"huge_pages_total_bytes": total * 1024, "huge_pages_free_bytes": free * size * 1024}
 
 
 def _swap(memory: dict[str, int], unknown: dict[str, str]) -> dict[str, Any]:
-    if not memory:
+    if "swap_total_bytes" in unknown:
         return {}
     total, free = memory.get("SwapTotal"), memory.get("SwapFree")
     if total is None or free is None:
@@ -174,17 +326,40 @@ def _swap(memory: dict[str, int], unknown: dict[str, str]) -> dict[str, Any]:
     if total == 0:
         unknown["swap_fraction"] = _NO_SWAP
         return {"swap_total_bytes": 0, "swap_used_bytes": 0}
-    return {"swap_total_bytes": total, "swap_used_bytes": total - free, "swap_fraction": (total - free) / total}
+    used = (total - free) * 1024
+    return {"swap_total_bytes": total * 1024, "swap_used_bytes": used, "swap_fraction": (total - free) / total}
 
 
 def _within_limit(cgroup: CgroupMemory, available: int | None, unknown: dict[str, str]) -> dict[str, Any]:
+    """Used, left, and the kinds of memory of the group instead of the machine's."""
     left = max(0, cgroup.limit_bytes - cgroup.used_bytes)
     for field in ("used_bytes", "used_fraction", "available_bytes"):
         unknown.pop(field, None)
-    return {
+    found: dict[str, Any] = {
         "limit_bytes": cgroup.limit_bytes,
+        "limit_path": cgroup.path,
         "used_bytes": cgroup.used_bytes,
-        "used_fraction": cgroup.used_bytes / cgroup.limit_bytes,
+        "used_fraction": cgroup.used_bytes / cgroup.limit_bytes if cgroup.limit_bytes else 1.0,
         # The machine may have less to give than the cgroup would allow.
         "available_bytes": left if available is None else min(left, available),
     }
+    for field in ("cached_bytes", "dirty_bytes", "shared_bytes"):
+        found[field] = getattr(cgroup, field)
+        unknown.pop(field, None)
+        if found[field] is None:
+            unknown[field] = "the cgroup's statistics do not tell it"
+    return found
+
+
+def _within_swap_limit(swap: CgroupSwap, fields: dict[str, Any], unknown: dict[str, str]) -> dict[str, Any]:
+    """Swap of the group instead of the machine's: it may be full while the machine's is empty."""
+    for field in ("swap_total_bytes", "swap_used_bytes", "swap_fraction"):
+        unknown.pop(field, None)
+    if swap.used_bytes is None:
+        unknown.update(dict.fromkeys(("swap_used_bytes", "swap_fraction"), "the cgroup does not count its swap"))
+        return {"swap_total_bytes": swap.limit_bytes, "swap_used_bytes": None, "swap_fraction": None}
+    if swap.limit_bytes == 0:
+        unknown["swap_fraction"] = "the cgroup allows no swap"
+        return {"swap_total_bytes": 0, "swap_used_bytes": swap.used_bytes, "swap_fraction": None}
+    used = min(swap.used_bytes, swap.limit_bytes)
+    return {"swap_total_bytes": swap.limit_bytes, "swap_used_bytes": used, "swap_fraction": used / swap.limit_bytes}

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pynvml
 
 from memtop.supervisor.monitor import nvml_errors as codes
-from memtop.supervisor.monitor.nvml_gpu import Gpu
+from memtop.supervisor.monitor.nvml_ask import call_first
+from memtop.supervisor.monitor.nvml_events import MIG_CHANGED, Event, EventWatcher
+from memtop.supervisor.monitor.nvml_gpu import Gpu, Surroundings
+from memtop.supervisor.monitor.nvml_memory import Pool
+from memtop.supervisor.monitor.nvml_pcie import PcieReader
+from memtop.supervisor.monitor.nvml_troubles import Troubles
+from memtop.supervisor.monitor.nvml_visible import Seen, visible_indices
 from memtop.supervisor.monitor.processes import in_host_pid_namespace
 from memtop.supervisor.monitor.values import GpuSample
 
@@ -27,47 +35,76 @@ _BIGGEST_PID = 2**22  # the kernel's PID_MAX_LIMIT on 64 bit
 
 
 class NvmlReading(msgspec.Struct, frozen=True, kw_only=True):
-    """What one look at the driver gave. Processes carry pid, memory and kind only; who they are is told elsewhere."""
+    """What one look at the driver gave. Processes carry what the driver tells; who they are is told elsewhere."""
 
     gpus: tuple[GpuSample, ...] = ()
     note: str | None = None
     driver_version: str | None = None
+    cuda_version: str | None = None
+    """The newest CUDA version that the driver supports, e.g. `12.4`."""
 
 
 class NvmlReader:
     """Samples every GPU within the call budget; starts NVML on the first read and again after failures.
 
-    Per tick: memory and utilisation. Every 2 s: process lists. Every 5 s: sensors. Every 10 s: the set of GPUs. Once
-    per handle: name and UUID. `monotonic` gives seconds and exists for tests.
+    Per tick: memory and utilisation. Every 2 s: process lists. Every 5 s: sensors and details. Every 10 s: the set of GPUs
+    and MIG instances. Once per handle: what never changes. PCIe throughput only while somebody calls `want_pcie`. Events of
+    the driver come through a thread of their own. `monotonic` (seconds) and `clock` (seconds since the epoch) exist for
+    tests, as does `environment`, in which CUDA_VISIBLE_DEVICES is looked up.
     """
 
-    def __init__(self, *, monotonic: Callable[[], float] = time.monotonic, proc_root: Path = Path("/proc")) -> None:
+    def __init__(
+        self,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
+        proc_root: Path = Path("/proc"),
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
         self._monotonic = monotonic
         self._proc_root = proc_root
+        self._environment = environment
+        self._surroundings = Surroundings(self._pid_max, Pool(proc_root), clock)
         self._lock = threading.Lock()
         self._gpus: list[Gpu] = []
         self._last: dict[int, tuple[float, GpuSample]] = {}
+        self._events = EventWatcher()
+        self._troubles = Troubles(clock)
+        self._readable: list[tuple[int, Any]] = []
+        self._pcie = PcieReader(lambda: self._readable, monotonic)
         self._started = False
         self._note: str | None = None
         self._driver: str | None = None
+        self._cuda: str | None = None
         self._enumerate_due = self._restart_due = float("-inf")
         self._sick = 0
         self._biggest_pid: int | None = None
+        self._seen: list[Seen] = []
 
     def read(self) -> NvmlReading:
-        """One reading of every GPU. Never raises for what the driver says."""
+        """One reading of every GPU. Never raises for what the driver says; takes as long as the driver does."""
         with self._lock:
             now = self._monotonic()
+            events = self._take_events()
             if now >= self._enumerate_due:
                 self._enumerate_due = now + ENUMERATE_SECONDS
                 self._enumerate(now)
-            samples = tuple(self._sample(gpu, now) for gpu in self._gpus)
+            samples = [self._sample(gpu, now) for gpu in self._gpus]
+            for gpu, event in events:
+                self._troubles.announced(gpu.key, event, gpu.recovery)
+            samples = self._with_news(samples)
             sick = sum(gpu.error is not None for gpu in self._gpus)
             if sick > self._sick:
                 # Trouble is when GPUs come and go: look at the set of them sooner, once.
                 self._enumerate_due = min(self._enumerate_due, now + REOPEN_SECONDS)
             self._sick = sick
-            return NvmlReading(gpus=samples, note=self._note, driver_version=self._driver)
+            self._watch()
+            return NvmlReading(gpus=tuple(samples), note=self._note, driver_version=self._driver, cuda_version=self._cuda)
+
+    def want_pcie(self) -> None:
+        """Read PCIe throughput for the next 10 s, in a thread of its own (20 ms of the driver per number). Call it again
+        for as long as somebody looks."""
+        self._pcie.want()
 
     def refresh(self) -> None:
         """Make the next read fetch everything anew, process lists included: used after ending processes."""
@@ -76,7 +113,7 @@ class NvmlReader:
                 gpu.close()
 
     def close(self) -> None:
-        """Let go of NVML."""
+        """End the threads and let go of NVML."""
         with self._lock:
             self._stop()
 
@@ -84,9 +121,54 @@ class NvmlReader:
         tried, last = self._last.get(gpu.index, (float("-inf"), None))
         if last is not None and last.error is not None and now < tried + REOPEN_SECONDS:
             return last
+        gpu.pcie(self._pcie.of(gpu.index))
         sample = gpu.sample(now)
         self._last[gpu.index] = (now, sample)
         return sample
+
+    def _with_news(self, samples: list[GpuSample]) -> list[GpuSample]:
+        """The samples with troubles that became known only by them, and with CUDA's numbers where the GPUs have changed."""
+        for gpu in self._gpus:
+            self._troubles.state(gpu.key, gpu.error)
+            gpu.troubles = self._troubles.of(gpu.key)
+        self._number()
+        done = []
+        for gpu, sample in zip(self._gpus, samples, strict=True):
+            told = gpu.visible_reason is None or "visible_index" in sample.unknown
+            if sample.troubles is not gpu.troubles or sample.visible_index != gpu.visible_index or not told:
+                unknown = sample.unknown if told else sample.unknown | {"visible_index": str(gpu.visible_reason)}
+                news = {"troubles": gpu.troubles, "visible_index": gpu.visible_index, "unknown": unknown}
+                sample = msgspec.structs.replace(sample, **news)
+                self._last[gpu.index] = (self._last[gpu.index][0], sample)
+            done.append(sample)
+        return done
+
+    def _number(self) -> None:
+        """Tell every GPU what CUDA calls it, whenever the GPUs have changed."""
+        seen = [Seen(gpu.index, gpu.uuid, gpu.name, gpu.cut, gpu.mig_uuids) for gpu in self._gpus]
+        if seen == self._seen:
+            return
+        self._seen = seen
+        numbers = visible_indices(self._environment, seen)
+        for gpu in self._gpus:
+            gpu.visible_index = None if isinstance(numbers, str) else numbers.get(gpu.index)
+            gpu.visible_reason = numbers if isinstance(numbers, str) else None
+
+    def _take_events(self) -> list[tuple[Gpu, Event]]:
+        """What the driver announced since the last read; the GPUs concerned are looked at again at once."""
+        by_index = {gpu.index: gpu for gpu in self._gpus}
+        taken = [(gpu, event) for event in self._events.take() if (gpu := by_index.get(event.gpu)) is not None]
+        for gpu, event in taken:
+            gpu.look_again()
+            if event.kind == MIG_CHANGED:
+                self._enumerate_due = float("-inf")
+        return taken
+
+    def _watch(self) -> None:
+        """Let both threads know which GPUs can be read."""
+        readable = [(gpu.index, gpu.handle) for gpu in self._gpus if gpu.handle is not None]
+        self._readable = readable
+        self._events.watch(readable)
 
     def _enumerate(self, now: float) -> None:
         """Start NVML where needed and bring the list of GPUs up to date."""
@@ -102,43 +184,56 @@ class NvmlReader:
             count = pynvml.nvmlDeviceGetCount()
         except pynvml.NVMLError as error:
             self._note = codes.no_gpu_note(error.value)
-            self._driver = None
-            self._gpus.clear()
-            self._last.clear()
+            self._driver = self._cuda = None
             self._stop()
+            self._gpus = []
+            self._last.clear()
+            self._troubles.listed(())
             return
         self._note = None if count else "no NVIDIA GPU: the driver is loaded but finds no GPU"
         if count != len(self._gpus) or self._order_changed():
-            self._gpus = [Gpu(index, self._pid_max) for index in range(count)]
-            self._last.clear()
+            self._replace(count)
+
+    def _replace(self, count: int) -> None:
+        """Begin anew with this many GPUs."""
+        for gpu in self._gpus:
+            gpu.close()
+        known = {gpu.key for gpu in self._gpus}
+        self._gpus = [Gpu(index, self._surroundings) for index in range(count)]
+        self._last.clear()
+        if known:
+            self._troubles.listed(_uuid_of(gpu.index) or gpu.key for gpu in self._gpus)
 
     def _order_changed(self) -> bool:
         """True where an index now leads to another GPU than the one whose row it is."""
         for gpu in self._gpus:
             if gpu.uuid is None:
                 continue
-            try:
-                handle = pynvml.nvmlDeviceGetHandleByIndex(gpu.index)
-                uuid = pynvml.nvmlDeviceGetUUID(handle)
-            except pynvml.NVMLError:
-                # This GPU cannot be read just now; its own next sample says why. That is no change of order.
-                continue
-            if uuid != gpu.uuid:
+            # None: this GPU cannot be read just now; its own next sample says why. That is no change of order.
+            uuid = _uuid_of(gpu.index)
+            if uuid is not None and uuid != gpu.uuid:
                 return True
         return False
 
     def _start(self) -> None:
         pynvml.nvmlInitWithFlags(_NO_GPUS_FLAG)
         self._started = True
+        self._driver = self._cuda = None  # unknown where the driver does not say; the GPUs may still be readable
         try:
             self._driver = pynvml.nvmlSystemGetDriverVersion()
-        except pynvml.NVMLError:
-            self._driver = None  # shown as unknown; the GPUs may still be readable
+            version = call_first(("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion"))
+            self._cuda = f"{version // 1000}.{version % 1000 // 10}"
+        except pynvml.NVMLError as error:
+            if error.value in codes.GPU_GONE:
+                raise
 
     def _stop(self) -> None:
+        self._readable = []
+        # A thread that is inside the driver would be left with freed memory if NVML were shut down under it.
+        free = all([self._pcie.stop(), self._events.stop()])
         for gpu in self._gpus:
             gpu.close()
-        if not self._started:
+        if not self._started or not free:
             return
         self._started = False
         try:
@@ -154,6 +249,13 @@ class NvmlReader:
         if self._biggest_pid is None:
             self._biggest_pid = _read_pid_max(self._proc_root)
         return self._biggest_pid
+
+
+def _uuid_of(index: int) -> str | None:
+    try:
+        return str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)))
+    except pynvml.NVMLError:
+        return None
 
 
 def _read_pid_max(proc_root: Path) -> int:

@@ -7,7 +7,9 @@ INVALID_ARGUMENT = 2
 NOT_SUPPORTED = 3
 NO_PERMISSION = 4
 NOT_FOUND = 6
+TOO_SMALL = 7
 DRIVER_NOT_LOADED = 9
+TIMEOUT = 10
 IRQ_ISSUE = 11
 LIBRARY_NOT_FOUND = 12
 FUNCTION_NOT_FOUND = 13
@@ -24,10 +26,10 @@ WORDS: dict[int, str] = {
     NOT_SUPPORTED: "not supported by this GPU",
     NO_PERMISSION: "no permission: this user may not read it (check the access rights of /dev/nvidia*)",
     NOT_FOUND: "not found by the driver",
-    7: "the list grew while it was being read; it is read again at the next sample",
+    TOO_SMALL: "the list grew while it was being read; it is read again at the next sample",
     8: "the GPU's external power cables are not properly attached: check them",
     DRIVER_NOT_LOADED: "the NVIDIA driver is not loaded: load it (modprobe nvidia) or reboot after installing it",
-    10: "the driver did not answer in time",
+    TIMEOUT: "the driver did not answer in time",
     IRQ_ISSUE: "the kernel has an interrupt problem with the GPU: see dmesg, then reboot",
     LIBRARY_NOT_FOUND: "libnvidia-ml not found",
     FUNCTION_NOT_FOUND: "this driver is too old to tell",
@@ -53,6 +55,9 @@ GPU_GONE = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, GPU_IS_LOST, RESET_REQUI
 
 GPU_GONE_ON_MEMORY = GPU_GONE | {INVALID_ARGUMENT, IRQ_ISSUE, OPERATING_SYSTEM, UNKNOWN}
 """Codes that mean the same when the memory call, which every GPU with memory answers, gives them."""
+
+NEVER_AGAIN = frozenset({NOT_SUPPORTED, FUNCTION_NOT_FOUND})
+"""Codes that will be the same however often one asks."""
 
 
 def words(code: int) -> str:

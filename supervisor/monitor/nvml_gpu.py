@@ -5,98 +5,189 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pynvml
 
 from memtop.supervisor.monitor import nvml_errors as codes
-from memtop.supervisor.monitor.bands import band_of
-from memtop.supervisor.monitor.values import GpuProcess, GpuSample
+from memtop.supervisor.monitor.nvml_ask import Asker, GpuGone
+from memtop.supervisor.monitor.nvml_details import NO_MIG_UTILIZATION, DetailReader
+from memtop.supervisor.monitor.nvml_memory import MEMORY_FIELDS, MemoryReader, Pool
+from memtop.supervisor.monitor.nvml_mig import Mig
+from memtop.supervisor.monitor.nvml_processes import ProcessReader, UtilizationReader, merge_processes, with_shares
+from memtop.supervisor.monitor.values import GpuDetails, GpuProcess, GpuSample, GpuTrouble
 
 PROCESS_SECONDS = 2.0
 """Process lists are the dearest calls (milliseconds each, behind a lock that the applications share)."""
 SENSOR_SECONDS = 5.0
-"""Temperature, power and power limit change slowly."""
+"""Temperatures, power, clocks and counters change slowly."""
+MIG_SECONDS = 10.0
+"""How often MIG instances are looked for again; at once when the driver announces a change."""
 
-_NOT_AVAILABLE = 2**64 - 1
-_UNIFIED = "the driver does not tell this GPU's memory: it shares the machine's RAM (unified memory), see the host panel"
+_NEVER_READ = float("-inf")
 _CANNOT_BE_READ = "the GPU cannot be read"
-_READ_FIELDS = (
-    "total_bytes",
-    "used_bytes",
-    "free_bytes",
-    "reserved_bytes",
-    "used_fraction",
-    "utilization_fraction",
-    "temperature_celsius",
-    "power_watts",
-    "power_limit_watts",
-    "processes",
+_NO_RECOVERY = "the driver says that the GPU needs no recovery any more"
+_UNTOLD_RECOVERY = "the driver asks for a recovery of the GPU, but not for which: see nvidia-smi -q and dmesg"
+_SENSORS = ("temperature_celsius", "power_watts", "power_limit_watts")
+_UTILIZATION = ("utilization_fraction", "memory_utilization_fraction")
+_READ_FIELDS = (*MEMORY_FIELDS, *_UTILIZATION, *_SENSORS, "processes")
+_FIXED = ("uuid", "name", "pci_bus_id")
+_NO_DETAILS = GpuDetails(
+    unknown=dict.fromkeys((field for field in GpuDetails.__struct_fields__ if field != "unknown"), _CANNOT_BE_READ)
 )
 
 
-class GpuGone(Exception):
-    """Nothing of the GPU can be read with the present handle; `code` is NVML's reason."""
+class Surroundings(msgspec.Struct):
+    """What every GPU's reader needs of the machine."""
 
-    def __init__(self, code: int) -> None:
-        super().__init__(codes.words(code))
-        self.code = code
+    pid_max: Callable[[], int]
+    pool: Pool
+    clock: Callable[[], float]
+    """Seconds since the epoch."""
+
+
+class Readers:
+    """All that reads one handle; made anew with every handle."""
+
+    def __init__(self, handle: Any, surroundings: Surroundings) -> None:
+        self.handle = handle
+        self.asker = Asker(handle)
+        self.memory = MemoryReader(self.asker, surroundings.pool)
+        self.details = DetailReader(handle)
+        self.processes = ProcessReader(handle)
+        self.utilization = UtilizationReader(Asker(handle))
+        self.mig = Mig(handle)
 
 
 class Gpu:
     """Reads one GPU within the call budget. The handle is opened on the first read and again after an error."""
 
-    def __init__(self, index: int, pid_max: Callable[[], int]) -> None:
+    def __init__(self, index: int, surroundings: Surroundings) -> None:
         self.index = index
         self.uuid: str | None = None
         self.error: str | None = None
-        self._pid_max = pid_max
-        self._handle: Any = None
+        self.visible_index: int | None = None
+        self.visible_reason: str | None = None
+        self.troubles: tuple[GpuTrouble, ...] = ()
+        self._surroundings = surroundings
+        self._readers: Readers | None = None
         self._fixed: dict[str, Any] = {}
-        self._slow: dict[str, Any] = {}
-        self._unknown: dict[str, str] = {}
-        self._processes_due = self._sensors_due = float("-inf")
-        self._memory_v2 = True
+        self._sensors: dict[str, Any] = {}
+        self._processes: tuple[GpuProcess, ...] = ()
+        self._processes_known = False
+        self._processes_due = self._sensors_due = self._mig_due = _NEVER_READ
+
+    @property
+    def key(self) -> str:
+        """What the GPU is remembered by."""
+        return self.uuid or f"gpu {self.index}"
+
+    @property
+    def name(self) -> str | None:
+        """The model, where it is known."""
+        return self._fixed.get("name")
+
+    @property
+    def handle(self) -> Any:
+        """The driver's handle, None while the GPU cannot be read."""
+        return None if self._readers is None else self._readers.handle
+
+    @property
+    def cut(self) -> bool:
+        """Whether it is cut into MIG instances."""
+        return self._readers is not None and bool(self._readers.mig.mode)
+
+    @property
+    def mig_uuids(self) -> tuple[str, ...]:
+        """UUIDs of its MIG instances."""
+        return () if self._readers is None else self._readers.mig.uuids()
+
+    @property
+    def recovery(self) -> str:
+        """What the card needs as of the last look at the details, as a sentence."""
+        if self._readers is None or "recovery_action" in self._readers.details.value.unknown:
+            return _UNTOLD_RECOVERY
+        return self._readers.details.value.recovery_action or _NO_RECOVERY
 
     def sample(self, now: float) -> GpuSample:
         """One sample; `now` is monotonic seconds. Never raises for what the driver says."""
         try:
-            if self._handle is None:
-                self._open()
-            fresh = self._memory() | self._utilization()
+            readers = self._readers or self._open()
+            memory = readers.memory.read()
+            readers = self._with_mig(now, readers)
             if now >= self._sensors_due:
-                self._sensors()
+                self._read_sensors(now, readers)
                 self._sensors_due = now + SENSOR_SECONDS
             if now >= self._processes_due:
-                self._processes()
+                self._read_processes(readers)
                 self._processes_due = now + PROCESS_SECONDS
+            fresh = self._utilization(readers)
         except GpuGone as gone:
             return self._lost(gone)
+        if readers.memory.unified:
+            memory = readers.memory.shared(self._processes, self._processes_known)
         self.error = None
-        return GpuSample(index=self.index, uuid=self.uuid, unknown=dict(self._unknown), **self._fixed, **self._slow, **fresh)
+        mig = readers.mig.sample() if readers.mig.mode else ()
+        unknown = readers.asker.reasons() | readers.mig.reasons()
+        if self.visible_reason is not None:
+            unknown = unknown | {"visible_index": self.visible_reason}
+        return GpuSample(
+            index=self.index,
+            visible_index=self.visible_index,
+            processes=self._processes,
+            mig=mig,
+            troubles=self.troubles,
+            details=readers.details.value,
+            unknown=unknown,
+            **self._fixed,
+            **self._sensors,
+            **memory,
+            **fresh,
+        )
+
+    def pcie(self, reading: tuple[float | None, float | None] | str) -> None:
+        """What the PCIe thread has read for this GPU."""
+        if self._readers is not None:
+            self._readers.details.pcie(reading)
+
+    def look_again(self) -> None:
+        """The driver announced something: read details and MIG instances at the next sample."""
+        self._sensors_due = self._mig_due = _NEVER_READ
 
     def close(self) -> None:
         """Forget the handle; the next sample opens it again and reads everything anew."""
-        self._handle = None
-        self._processes_due = self._sensors_due = float("-inf")
+        if self._readers is not None:
+            self._readers.details.close()
+        self._readers = None
+        self._processes_due = self._sensors_due = self._mig_due = _NEVER_READ
 
     def _lost(self, gone: GpuGone) -> GpuSample:
         self.close()
         self.error = str(gone)
         reasons = dict.fromkeys(_READ_FIELDS, _CANNOT_BE_READ)
-        for field, value in (("uuid", self.uuid), ("name", self._fixed.get("name"))):
-            if value is None:
-                reasons[field] = _CANNOT_BE_READ
-        return GpuSample(index=self.index, uuid=self.uuid, name=self._fixed.get("name"), error=self.error, unknown=reasons)
+        reasons |= {field: _CANNOT_BE_READ for field in _FIXED if self._fixed.get(field) is None}
+        return GpuSample(
+            index=self.index,
+            error=self.error,
+            visible_index=self.visible_index,
+            troubles=self.troubles,
+            details=_NO_DETAILS,
+            unknown=reasons,
+            **self._fixed,
+        )
 
-    def _open(self) -> None:
+    def _open(self) -> Readers:
         """Open by UUID where it is known (the index order may have changed), else by index; read what never changes."""
-        self._unknown = {}
         try:
-            self._handle = self._find_handle()
+            handle = self._find_handle()
         except pynvml.NVMLError as error:
             raise GpuGone(error.value) from error
-        self._memory_v2 = True
-        self.uuid = self._ask("uuid", pynvml.nvmlDeviceGetUUID) or self.uuid
-        self._fixed = {"name": self._ask("name", pynvml.nvmlDeviceGetName) or self._fixed.get("name")}
+        self._readers = readers = Readers(handle, self._surroundings)
+        ask = readers.asker.ask
+        self.uuid = ask("uuid", "nvmlDeviceGetUUID") or self.uuid
+        name = ask("name", "nvmlDeviceGetName") or self._fixed.get("name")
+        bus = ask("pci_bus_id", "nvmlDeviceGetPciInfo", convert=_bus_id) or self._fixed.get("pci_bus_id")
+        self._fixed = {"uuid": self.uuid, "name": name, "pci_bus_id": bus}
+        return readers
 
     def _find_handle(self) -> Any:
         if self.uuid is not None:
@@ -110,131 +201,86 @@ class Gpu:
                 self._fixed = {}
         return pynvml.nvmlDeviceGetHandleByIndex(self.index)
 
-    def _ask(self, field: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """One value, or None with the reason noted under `field`."""
-        try:
-            value = call(self._handle, *arguments)
-        except pynvml.NVMLError as error:
-            if error.value in codes.GPU_GONE:
-                raise GpuGone(error.value) from error
-            self._unknown[field] = codes.words(error.value)
-            return None
-        self._unknown.pop(field, None)
-        return value
+    def _with_mig(self, now: float, readers: Readers) -> Readers:
+        """Look for MIG instances where that is due. Where MIG was switched, what the driver tells has changed: begin anew."""
+        if now < self._mig_due and not readers.mig.stale:
+            return readers
+        first, before = not readers.mig.looked, readers.mig.mode
+        readers.mig.enumerate()
+        if readers.mig.mode != before and not first:
+            self.close()
+            readers = self._open()
+            readers.mig.enumerate()
+        elif readers.mig.mode:
+            self._processes_due = _NEVER_READ  # instances have new handles
+        self._mig_due = now + MIG_SECONDS
+        return readers
 
-    def _memory(self) -> dict[str, Any]:
-        """Total, used, free, reserved (bytes) and the fraction that cannot be allocated any more."""
-        try:
-            info, reserved = self._memory_info()
-        except pynvml.NVMLError as error:
-            if error.value in codes.GPU_GONE_ON_MEMORY:
-                raise GpuGone(error.value) from error
-            return self._no_memory(_UNIFIED if error.value == codes.NOT_SUPPORTED else codes.words(error.value))
-        if info.total in (0, _NOT_AVAILABLE):
-            return self._no_memory(_UNIFIED)
-        for field in ("total_bytes", "used_bytes", "free_bytes", "used_fraction", "band"):
-            self._unknown.pop(field, None)
-        if reserved is None:
-            self._unknown["reserved_bytes"] = "this driver only tells used memory with its own reserve included"
-        else:
-            self._unknown.pop("reserved_bytes", None)
-        fraction = (info.total - info.free) / info.total
-        return {
-            "total_bytes": info.total,
-            "used_bytes": info.used,
-            "free_bytes": info.free,
-            "reserved_bytes": reserved,
-            "used_fraction": fraction,
-            "band": band_of(fraction),
+    def _utilization(self, readers: Readers) -> dict[str, Any]:
+        """Shares of the driver's last sample period in which any kernel ran, and in which memory was used; 0-1."""
+        if readers.mig.mode:
+            readers.asker.note(_UTILIZATION, NO_MIG_UTILIZATION)
+            return {}
+        rates = readers.asker.ask(_UTILIZATION, "nvmlDeviceGetUtilizationRates")
+        if rates is None:
+            return {}
+        values: dict[str, Any] = {}
+        for field, number in zip(_UTILIZATION, (rates.gpu, rates.memory), strict=True):
+            if number > 100:
+                readers.asker.note((field,), f"the driver reported {number} %")
+            else:
+                values[field] = number / 100
+        return values
+
+    def _read_sensors(self, now: float, readers: Readers) -> None:
+        """Temperature (degrees Celsius), power and its limit (NVML tells milliwatts), and the details."""
+        ask = readers.asker.ask
+        names = ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV")
+        self._sensors = {
+            "temperature_celsius": ask("temperature_celsius", names, pynvml.NVML_TEMPERATURE_GPU, convert=float),
+            "power_watts": ask("power_watts", "nvmlDeviceGetPowerUsage", convert=_watts),
+            "power_limit_watts": ask("power_limit_watts", "nvmlDeviceGetEnforcedPowerLimit", convert=_watts),
         }
+        readers.details.read(now, mig=readers.mig.mode, mig_reason=readers.mig.mode_reason)
 
-    def _memory_info(self) -> tuple[Any, int | None]:
-        """NVML's memory structure, and the reserved bytes where the driver tells them apart (version 2)."""
-        if self._memory_v2:
-            try:
-                info = pynvml.nvmlDeviceGetMemoryInfo(self._handle, version=pynvml.nvmlMemory_v2)
-                return info, info.reserved
-            except pynvml.NVMLError as error:
-                if error.value not in (codes.FUNCTION_NOT_FOUND, codes.INVALID_ARGUMENT, 25):
-                    raise
-                self._memory_v2 = False
-        return pynvml.nvmlDeviceGetMemoryInfo(self._handle), None
+    def _read_processes(self, readers: Readers) -> None:
+        """All lists merged by pid; rows that cannot be processes are dropped and said so."""
+        if readers.mig.mode:
+            lists, errors = readers.mig.processes()
+        else:
+            rows, errors = readers.processes.read()
+            lists = [(None, rows)]
+        for code in errors.values():
+            if code in codes.GPU_GONE and not readers.mig.mode:
+                raise GpuGone(code)
+        merged, dropped = merge_processes(lists, self._surroundings.pid_max())
+        shares: dict[int, tuple[float, ...]] | str = {}
+        if merged and not readers.mig.mode:
+            shares = readers.utilization.read(self._surroundings.clock())
+        self._processes = with_shares(merged, shares)
+        self._processes_known = "compute" not in errors
+        self._note_processes(readers.asker, errors, dropped)
 
-    def _no_memory(self, reason: str) -> dict[str, Any]:
-        for field in ("total_bytes", "used_bytes", "free_bytes", "reserved_bytes", "used_fraction"):
-            self._unknown[field] = reason
-        return {}
-
-    def _utilization(self) -> dict[str, Any]:
-        """Share of the driver's last sample period in which any kernel ran, 0-1."""
-        rates = self._ask("utilization_fraction", pynvml.nvmlDeviceGetUtilizationRates)
-        if rates is not None and rates.gpu > 100:
-            self._unknown["utilization_fraction"] = f"the driver reported {rates.gpu} %"
-            rates = None
-        return {"utilization_fraction": None if rates is None else rates.gpu / 100}
-
-    def _sensors(self) -> None:
-        """Temperature (degrees Celsius), power and its limit (NVML tells milliwatts)."""
-        celsius = self._ask("temperature_celsius", pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
-        power = self._ask("power_watts", pynvml.nvmlDeviceGetPowerUsage)
-        limit = self._ask("power_limit_watts", pynvml.nvmlDeviceGetEnforcedPowerLimit)
-        self._slow["temperature_celsius"] = None if celsius is None else float(celsius)
-        self._slow["power_watts"] = None if power is None else power / 1000
-        self._slow["power_limit_watts"] = None if limit is None else limit / 1000
-
-    def _processes(self) -> None:
-        """Compute and graphics lists merged by pid; rows that cannot be processes are dropped and said so."""
-        compute = self._ask("processes", _process_list("Compute"))
-        if compute is None:
-            self._slow["processes"] = ()
-            return
-        graphics = self._ask("graphics_processes", _process_list("Graphics"))
-        rows, dropped = merge_processes(compute, graphics or (), self._pid_max())
-        self._slow["processes"] = rows
+    def _note_processes(self, asker: Asker, errors: dict[str, int], dropped: list[int]) -> None:
+        notes = []
+        for kind, code in errors.items():
+            # A card without graphics or MPS has no such list: nothing is missing then.
+            if kind == "compute":
+                notes.append(codes.words(code))
+            elif code not in codes.NEVER_AGAIN:
+                notes.append(f"{kind} processes are missing: {codes.words(code)}")
         if dropped:
             numbers = ", ".join(str(pid) for pid in dropped)
-            self._unknown["processes"] = f"dropped process ids that cannot exist, as the driver reported them: {numbers}"
+            notes.append(f"dropped process ids that cannot exist, as the driver reported them: {numbers}")
+        if notes:
+            asker.note(("processes",), "; ".join(notes))
+        else:
+            asker.clear(("processes",))
 
 
-def _process_list(kind: str) -> Callable[[Any], Any]:
-    """The newest process-list call of this kind that the driver has."""
-
-    def call(handle: Any) -> Any:
-        try:
-            return getattr(pynvml, f"nvmlDeviceGet{kind}RunningProcesses_v3")(handle)
-        except pynvml.NVMLError as error:
-            if error.value != codes.FUNCTION_NOT_FOUND:
-                raise
-            return getattr(pynvml, f"nvmlDeviceGet{kind}RunningProcesses_v2")(handle)
-
-    return call
+def _watts(milliwatts: int) -> float:
+    return milliwatts / 1000
 
 
-def merge_processes(compute: Any, graphics: Any, pid_max: int) -> tuple[tuple[GpuProcess, ...], list[int]]:
-    """One row per possible pid, largest first, and the pids that cannot exist.
-
-    Reading a list with another driver's structure size yields pids such as 0 and 4294967295; those are not processes.
-    """
-    lists = {"compute": _bytes_by_pid(compute), "graphics": _bytes_by_pid(graphics)}
-    pids = {pid for by_pid in lists.values() for pid in by_pid}
-    dropped = sorted(pid for pid in pids if not 0 < pid <= pid_max)
-    rows = []
-    for pid in pids.difference(dropped):
-        kinds = [kind for kind, by_pid in lists.items() if pid in by_pid]
-        # A process in both lists is reported with the same total in each: the larger, not the sum.
-        known = [used for kind in kinds if (used := lists[kind][pid]) is not None]
-        unknown = {} if known else {"used_bytes": "the driver does not tell memory per process here (WSL, MIG, vGPU)"}
-        rows.append(GpuProcess(pid=pid, used_bytes=max(known, default=None), kind="+".join(kinds), unknown=unknown))
-    rows.sort(key=lambda row: (-(row.used_bytes or 0), row.pid))
-    return tuple(rows), dropped
-
-
-def _bytes_by_pid(rows: Any) -> dict[int, int | None]:
-    """Bytes by pid; a process on several MIG instances has several rows, which add up."""
-    sums: dict[int, int | None] = {}
-    for row in rows:
-        used = row.usedGpuMemory
-        used = None if used is None or used == _NOT_AVAILABLE else int(used)
-        before = sums.get(row.pid)
-        sums[row.pid] = used if before is None else before + (used or 0)
-    return sums
+def _bus_id(pci: Any) -> str:
+    return str(pci.busId.decode() if isinstance(pci.busId, bytes) else pci.busId)

@@ -1,181 +1,113 @@
-"""Processes: who they are (identity, owner, command), whether they live, which run they belong to, and signals to them.
-
-A pid alone is not an identity: it is used again. A process is its pid together with its start time in clock ticks.
-"""
+"""Who the processes on the GPUs are: owner, command, run, container; what may not be known, with the reason."""
 
 from __future__ import annotations
 
 import os
-import pwd
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
-import psutil
 
-from memtop.supervisor.errors import RefusedError
+from memtop.supervisor.monitor.containers import VARIABLES as CONTAINER_VARIABLES
+from memtop.supervisor.monitor.containers import container_of
+from memtop.supervisor.monitor.members import RunProcess, number, run_marker, run_processes, tree_rss_bytes
+from memtop.supervisor.monitor.proc import (
+    ATTEMPT_VARIABLE,
+    PROC,
+    RUN_VARIABLE,
+    TICKS_PER_SECOND,
+    TRUST_VARIABLE,
+    ProcessId,
+    Row,
+    boot_time,
+    command_words,
+    environment,
+    environment_of,
+    holds_gpu,
+    identify,
+    in_host_pid_namespace,
+    is_alive,
+    own_family,
+    owners_of,
+    parent_of,
+    read_row,
+    sees_all_pids,
+    started_ticks,
+)
+from memtop.supervisor.monitor.signals import (
+    ProcessGone,
+    SignalRefused,
+    open_process,
+    send_signal,
+    signal_process,
+    user_name,
+)
 
-PROC = Path("/proc")
-RUN_VARIABLE = "MEMTOP_RUN"
-"""In the environment of everything that a run starts: the absolute path of the run's folder."""
-ATTEMPT_VARIABLE = "MEMTOP_ATTEMPT"
-"""Beside it: the number of the attempt."""
-TRUST_VARIABLE = "MEMTOP_NVML_TRUST_PIDS"
-"""Set to 1 where the driver's process ids are known to be ours although no GPU device is open: a scripted driver."""
+__all__ = [
+    "ATTEMPT_VARIABLE",
+    "PROC",
+    "RUN_VARIABLE",
+    "TRUST_VARIABLE",
+    "ProcessDescriber",
+    "ProcessFacts",
+    "ProcessGone",
+    "ProcessId",
+    "RunProcess",
+    "SignalRefused",
+    "describe_process",
+    "environment_of",
+    "holds_gpu",
+    "identify",
+    "in_host_pid_namespace",
+    "is_alive",
+    "open_process",
+    "own_family",
+    "parent_of",
+    "run_marker",
+    "run_processes",
+    "send_signal",
+    "signal_process",
+    "started_ticks",
+    "tree_rss_bytes",
+    "user_name",
+]
 
-_FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO, fixed in the kernel's sources
-
-
-class ProcessId(msgspec.Struct, frozen=True, order=True):
-    """A process for ever: `started_ticks` is the start time in clock ticks since boot (field 22 of /proc/PID/stat)."""
-
-    pid: int
-    started_ticks: int
+JOB_VARIABLES = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_PTY_PORT")
+_WANTED = frozenset((RUN_VARIABLE, ATTEMPT_VARIABLE, *JOB_VARIABLES, *CONTAINER_VARIABLES))
+_WHO = ("user", "name", "command")
+_COMM_LETTERS = 15
 
 
 class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one process. `identity` is None where the pid cannot be taken for a process that we see."""
+    """What is known of one process. `identity` is None where the pid cannot be taken for a living process that we see."""
 
     pid: int
     identity: ProcessId | None = None
     uid: int | None = None
+    """The real user: who started it."""
+    effective_uid: int | None = None
+    """Whose rights it acts with; None: the same."""
     user: str | None = None
     name: str | None = None
     command: str | None = None
+    words: tuple[str, ...] = ()
+    """The command line, word by word."""
     started: float | None = None
     """Seconds since the epoch."""
+    parent_pid: int | None = None
+    session: int | None = None
     kernel: bool = False
     run_folder: str | None = None
     attempt: int | None = None
+    run_elsewhere: bool = False
+    """The run's folder lies in another file system than ours of that name: the run is a container's, not one of ours."""
+    marks: dict[str, str] = {}
+    """What tells jobs, ranks and containers of its environment."""
+    container: str | None = None
+    zombie: bool = False
+    gone: bool = False
+    """Proven: no such process lives on this machine, at two looks in a row."""
     unknown: dict[str, str] = {}
-
-
-class RunProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """One living process of a run. Bytes; `rss_bytes` counts shared pages in each process that maps them."""
-
-    identity: ProcessId
-    parent_pid: int
-    name: str
-    command: str
-    rss_bytes: int | None
-    anonymous_bytes: int | None
-    """Private to the process: what its death gives back."""
-    shared_bytes: int | None
-    """Shared memory (data-loader batches in /dev/shm), counted in each process that maps it."""
-    attempt: int | None = None
-
-
-class SignalRefused(RefusedError):
-    """A signal was not sent; the text says why."""
-
-
-class ProcessGone(SignalRefused):
-    """There is no such process any more."""
-
-
-def _stat_fields(pid: int, proc_root: Path) -> list[str] | None:
-    """The fields of /proc/PID/stat from the third on (state first), or None where there is no such process."""
-    try:
-        text = (proc_root / str(pid) / "stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None  # ended, or hidden from this user (hidepid)
-    # The name in brackets may itself hold spaces and brackets: cut after the last one.
-    return text[text.rindex(")") + 2 :].split()
-
-
-def identify(pid: int, proc_root: Path = PROC) -> ProcessId | None:
-    """The identity of the process that has this pid now, or None where there is none."""
-    fields = _stat_fields(pid, proc_root)
-    return None if fields is None else ProcessId(pid, int(fields[19]))
-
-
-def started_ticks(pid: int, proc_root: Path = PROC) -> int | None:
-    """Start time in clock ticks since boot, or None where there is no such process."""
-    found = identify(pid, proc_root)
-    return None if found is None else found.started_ticks
-
-
-def parent_of(pid: int, proc_root: Path = PROC) -> int | None:
-    """The parent's pid (0 at the top), or None where there is no such process."""
-    fields = _stat_fields(pid, proc_root)
-    return None if fields is None else int(fields[1])
-
-
-def own_family(pid: int | None = None, proc_root: Path = PROC) -> frozenset[int]:
-    """This process and all its ancestors up to pid 1: what must never be ended from here."""
-    family = {0, 1}
-    current = os.getpid() if pid is None else pid
-    while current not in family:
-        family.add(current)
-        current = parent_of(current, proc_root) or 1
-    return frozenset(family)
-
-
-def owner_of(pid: int, proc_root: Path = PROC) -> int | None:
-    """The real user id, or None where there is no such process (or it is hidden from this user)."""
-    try:
-        status = (proc_root / str(pid) / "status").read_text(errors="replace")
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in status.splitlines() if line.startswith("Uid:")), None)
-
-
-def is_alive(pid: int, started: int, proc_root: Path = PROC) -> bool:
-    """True where this very process (pid and start ticks) still runs. A zombie has ended: it holds nothing any more."""
-    fields = _stat_fields(pid, proc_root)
-    return fields is not None and int(fields[19]) == started and fields[0] not in "ZXx"
-
-
-def _environment(pid: int, proc_root: Path) -> dict[str, str] | None:
-    """The environment the process was started with, or None where it may not be read or the process is gone."""
-    try:
-        raw = (proc_root / str(pid) / "environ").read_bytes()
-    except OSError:
-        return None
-    pairs = (item.partition("=") for item in os.fsdecode(raw).split("\0"))
-    return {key: value for key, sign, value in pairs if sign}
-
-
-def run_marker(pid: int, proc_root: Path = PROC) -> str | None:
-    """The run folder that the process was started for, or None where it carries no marker or may not be read."""
-    environment = _environment(pid, proc_root)
-    return None if environment is None else environment.get(RUN_VARIABLE) or None
-
-
-def in_host_pid_namespace(proc_root: Path = PROC) -> bool:
-    """True where our pids are the machine's pids, so that the driver and we mean the same process by a number."""
-    try:
-        return str((proc_root / "self/ns/pid").readlink()) == _FIRST_PID_NAMESPACE
-    except OSError:
-        return False
-
-
-def holds_gpu(pid: int, proc_root: Path = PROC) -> bool | None:
-    """Whether the process has an NVIDIA device or the CUDA driver open; None where we may not look."""
-    folder = proc_root / str(pid)
-    looked = False
-    try:
-        for entry in os.scandir(folder / "fd"):
-            looked = True
-            if _is_gpu_device(entry.path):
-                return True
-    except OSError:
-        looked = False
-    try:
-        with (folder / "maps").open(errors="replace") as maps:
-            if any("/libcuda.so" in line or "/dev/nvidia" in line for line in maps):
-                return True
-    except OSError:
-        return None
-    return False if looked else None
-
-
-def _is_gpu_device(link: str) -> bool:
-    try:
-        return os.readlink(link).startswith(("/dev/nvidia", "/dev/dxg"))  # noqa: PTH115 - a hot loop over descriptors
-    except OSError:
-        return False  # the descriptor was closed while we looked
 
 
 class ProcessDescriber:
@@ -190,180 +122,151 @@ class ProcessDescriber:
         *,
         holds: Callable[[int], bool | None] = holds_gpu,
         same_namespace: Callable[[], bool] = in_host_pid_namespace,
+        sees_all: Callable[[], bool] = sees_all_pids,
         proc_root: Path = PROC,
     ) -> None:
         self._holds = holds
         self._proc_root = proc_root
         self._trusted = os.environ.get(TRUST_VARIABLE) == "1" or same_namespace()
-        self._known: dict[ProcessId, ProcessFacts] = {}
+        self._sees_all = sees_all()
+        self._known: dict[int, tuple[object, ProcessFacts]] = {}
+        self._missing: set[int] = set()
 
-    def describe(self, pid: int) -> ProcessFacts:
-        """Everything known of a pid that the driver reported; from memory where it is the same process as before."""
-        found = identify(pid, self._proc_root)
-        if found is None:
-            return _nobody(pid, self._trusted)
-        known = self._known.get(found)
-        if known is None:
-            known = self._facts(found)
-            if known.identity is not None:
-                self._known[found] = known
-        return known
+    def describe(self, pid: int, row: Row | None = None) -> ProcessFacts:
+        """Everything known of a pid that the driver reported; from memory where it is the same process as before, with
+        the same program and owner. `row` saves reading it again."""
+        row = row or read_row(pid, self._proc_root)
+        if row is None:
+            return self._nobody(pid)
+        self._missing.discard(pid)
+        known = self._known.get(pid)
+        if known is not None and known[0] == (row.guise, row.is_dead, row.parent_pid):
+            return known[1]
+        facts = self._facts(row)
+        if facts.identity is not None:
+            self._known[pid] = ((row.guise, row.is_dead, row.parent_pid), facts)
+        return facts
 
     def keep(self, pids: set[int]) -> None:
         """Forget everything but these."""
-        self._known = {identity: facts for identity, facts in self._known.items() if identity.pid in pids}
+        self._known = {pid: known for pid, known in self._known.items() if pid in pids}
+        self._missing &= pids
 
-    def _facts(self, identity: ProcessId) -> ProcessFacts:
-        if not self._trusted and not self._holds(identity.pid):
+    def _facts(self, row: Row) -> ProcessFacts:
+        pid = row.identity.pid
+        if not self._trusted and not self._holds(pid):
             reason = (
-                f"the driver's process {identity.pid} is not visible from this container: "
+                f"the driver's process {pid} is not visible from this container: "
                 "the local process of that number does not hold the GPU"
             )
-            return ProcessFacts(pid=identity.pid, unknown=dict.fromkeys(("user", "name", "command"), reason))
-        return describe_process(identity, self._proc_root)
+            return ProcessFacts(pid=pid, unknown=dict.fromkeys(_WHO, reason))
+        return _zombie(row, self._proc_root) if row.is_dead else describe_process(row.identity, self._proc_root)
+
+    def _nobody(self, pid: int) -> ProcessFacts:
+        """No such process is to be seen. That it is gone is said at the second look: the driver takes a moment to notice."""
+        proven = self._trusted and self._sees_all
+        gone = proven and pid in self._missing
+        self._missing.add(pid)
+        self._known.pop(pid, None)
+        return _nobody(pid, self._trusted, proven, gone)
 
 
-def _nobody(pid: int, trusted: bool) -> ProcessFacts:
-    reason = (
-        f"process {pid} is not to be seen: it has just ended, or this machine hides other users' processes"
-        if trusted
-        else f"process {pid} is not visible from this container"
+def _nobody(pid: int, trusted: bool, proven: bool, gone: bool) -> ProcessFacts:
+    if not trusted:
+        reason = f"process {pid} is not visible from this container"
+    elif gone:
+        reason = f"process {pid} has ended"
+    elif proven:
+        reason = f"process {pid} has just ended"
+    else:
+        reason = f"process {pid} is not to be seen: it has just ended, or this machine hides other users' processes"
+    return ProcessFacts(pid=pid, gone=gone, unknown=dict.fromkeys(_WHO, reason))
+
+
+def _zombie(row: Row, proc_root: Path) -> ProcessFacts:
+    """An ended process that is still in the table: without command line, environment or a use for signals."""
+    pid = row.identity.pid
+    if row.threads > 1:
+        reason = f"the main thread of process {pid} has ended, {row.threads - 1} of its threads are still ending"
+    else:
+        parent = read_row(row.parent_pid, proc_root)
+        who = f"{row.parent_pid} ({parent.comm})" if parent is not None else str(row.parent_pid)
+        reason = f"process {pid} has ended (zombie), but its parent {who} has not collected it: end or restart the parent"
+    uid = (owners_of(pid, proc_root) or (row.file_uid,))[0]
+    return ProcessFacts(
+        pid=pid,
+        uid=uid,
+        user=user_name(uid),
+        name=row.comm,
+        parent_pid=row.parent_pid,
+        session=row.session,
+        started=boot_time() + row.identity.started_ticks / TICKS_PER_SECOND,
+        zombie=True,
+        unknown={"command": reason, "started_ticks": reason},
     )
-    return ProcessFacts(pid=pid, unknown=dict.fromkeys(("user", "name", "command"), reason))
 
 
 def describe_process(identity: ProcessId, proc_root: Path = PROC) -> ProcessFacts:
     """Owner, name, command, start and run of a living process; what may not be read is None with the reason."""
-    unknown: dict[str, str] = {}
-    try:
-        process = psutil.Process(identity.pid)
-        with process.oneshot():
-            uid = process.uids().real
-            name = process.name()
-            started = process.create_time()
-            kernel = identity.pid == 2 or process.ppid() == 2
-        words = process.cmdline()
-    except psutil.AccessDenied:
-        unknown = dict.fromkeys(("user", "name", "command"), "this user may not look at the process")
-        return ProcessFacts(pid=identity.pid, identity=identity, unknown=unknown)
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return _nobody(identity.pid, trusted=True)
+    pid = identity.pid
+    owners, words, marks = owners_of(pid, proc_root), command_words(pid, proc_root), environment(pid, proc_root)
+    row = read_row(pid, proc_root)
+    if row is None or row.identity != identity or row.is_dead:
+        return _nobody(pid, trusted=True, proven=False, gone=False)
+    if owners is None:
+        unknown = dict.fromkeys(_WHO, "this user may not look at the process")
+        return ProcessFacts(pid=pid, identity=identity, parent_pid=row.parent_pid, session=row.session, unknown=unknown)
+    unknown = {}
+    kernel = pid == 2 or row.parent_pid == 2
     if not words:
         unknown["command"] = "a kernel thread" if kernel else "the process shows no command line"
-    environment = _environment(identity.pid, proc_root)
-    if environment is None:
+    if marks is None:
         unknown["run"] = "the environment of the process may not be read"
-    marks = environment or {}
+    kept = {name: value for name, value in (marks or {}).items() if name in _WANTED and value}
+    folder = kept.get(RUN_VARIABLE)
     return ProcessFacts(
-        pid=identity.pid,
+        pid=pid,
         identity=identity,
-        uid=uid,
-        user=user_name(uid),
-        name=name,
-        command=" ".join(words) or None,
-        started=started,
+        uid=owners.real,
+        effective_uid=owners.effective,
+        user=user_name(owners.real),
+        name=full_name(row.comm, words or ()),
+        command=" ".join(words or ()) or None,
+        words=words or (),
+        started=boot_time() + identity.started_ticks / TICKS_PER_SECOND,
+        parent_pid=row.parent_pid,
+        session=row.session,
         kernel=kernel,
-        run_folder=marks.get(RUN_VARIABLE) or None,
-        attempt=_number(marks.get(ATTEMPT_VARIABLE)),
+        run_folder=folder,
+        attempt=number(kept.get(ATTEMPT_VARIABLE)),
+        run_elsewhere=folder is not None and _is_elsewhere(pid, folder, proc_root),
+        marks=kept,
+        container=_container(pid, kept, proc_root, unknown),
         unknown=unknown,
     )
 
 
-def user_name(uid: int) -> str:
-    """The user's name, or the number in words where the machine has no name for it (common in containers)."""
+def full_name(comm: str, words: tuple[str, ...]) -> str:
+    """The program's name; the kernel keeps 15 letters of it, the command line has the rest."""
+    first = words[0].rpartition("/")[2] if words else ""
+    return first if len(comm) == _COMM_LETTERS and first.startswith(comm) else comm
+
+
+def _is_elsewhere(pid: int, folder: str, proc_root: Path) -> bool:
+    """Whether the process means another folder by this path than we do. True also where that cannot be told."""
     try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"uid {uid}"
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdecimal() else None
-
-
-def open_process(identity: ProcessId) -> int:
-    """A pidfd of this very process; the caller closes it. Raises SignalRefused where that is not possible."""
-    try:
-        descriptor = os.pidfd_open(identity.pid)
-    except ProcessLookupError:
-        raise ProcessGone(f"process {identity.pid} has already ended") from None
-    except OSError as error:
-        raise SignalRefused(f"process {identity.pid}: the kernel gives no safe handle ({error.strerror})") from error
-    # From here on the pid cannot be given away unnoticed: the descriptor stays with the process we opened.
-    now = started_ticks(identity.pid)
-    if now == identity.started_ticks:
-        return descriptor
-    os.close(descriptor)
-    if now is None:
-        raise ProcessGone(f"process {identity.pid} has already ended")
-    raise SignalRefused(f"process {identity.pid} is not the one that was chosen: the number has been used again")
-
-
-def send_signal(descriptor: int, pid: int, number: signal.Signals) -> None:
-    """Send through a pidfd; the kernel's refusal becomes words."""
-    try:
-        signal.pidfd_send_signal(descriptor, number)
-    except ProcessLookupError:
-        raise ProcessGone(f"process {pid} has already ended") from None
-    except OSError as error:
-        raise SignalRefused(f"process {pid}: the kernel refused {number.name}: {error.strerror}") from error
-
-
-def signal_process(identity: ProcessId, number: signal.Signals) -> None:
-    """Send a signal to this very process and no other. Raises ProcessGone or SignalRefused with the reason."""
-    descriptor = open_process(identity)
-    try:
-        send_signal(descriptor, identity.pid, number)
-    finally:
-        os.close(descriptor)
-
-
-def run_processes(run_folder: str, proc_root: Path = PROC) -> list[RunProcess]:
-    """All living processes, in order of pid, that were started for this run (and that we may look at)."""
-    found = []
-    for entry in os.scandir(proc_root):
-        if not entry.name.isdecimal():
-            continue
-        pid = int(entry.name)
-        environment = _environment(pid, proc_root)
-        if environment is not None and environment.get(RUN_VARIABLE) == run_folder:
-            process = _run_process(pid, environment, proc_root)
-            if process is not None:
-                found.append(process)
-    return sorted(found, key=lambda process: process.identity)
-
-
-def _run_process(pid: int, environment: dict[str, str], proc_root: Path) -> RunProcess | None:
-    fields = _stat_fields(pid, proc_root)
-    if fields is None or fields[0] in "ZXx":
-        return None
-    try:
-        status = (proc_root / str(pid) / "status").read_text(errors="replace")
-        words = (proc_root / str(pid) / "cmdline").read_bytes()
+        if (proc_root / f"{pid}/ns/mnt").readlink() == (proc_root / "self/ns/mnt").readlink():
+            return False
+        theirs, ours = os.stat(f"{proc_root}/{pid}/root{folder}"), os.stat(folder)  # noqa: PTH116
     except OSError:
-        return None  # it ended while we looked
-    rows = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-    return RunProcess(
-        identity=ProcessId(pid, int(fields[19])),
-        parent_pid=int(fields[1]),
-        name=rows.get("Name", ""),
-        command=os.fsdecode(words).replace("\0", " ").strip(),
-        rss_bytes=_kilobytes(rows.get("VmRSS")),
-        anonymous_bytes=_kilobytes(rows.get("RssAnon")),
-        shared_bytes=_kilobytes(rows.get("RssShmem")),
-        attempt=_number(environment.get(ATTEMPT_VARIABLE)),
-    )
+        return True
+    return (theirs.st_dev, theirs.st_ino) != (ours.st_dev, ours.st_ino)
 
 
-def _kilobytes(text: str | None) -> int | None:
-    return None if text is None else int(text.split()[0]) * 1024
-
-
-def tree_rss_bytes(run_folder: str, proc_root: Path = PROC) -> int | None:
-    """Resident bytes of a run: private pages of every process plus the largest shared part once, so that data-loader
-    batches in shared memory are not counted once per worker. None where no process of it is to be seen."""
-    processes = run_processes(run_folder, proc_root)
-    if not processes:
+def _container(pid: int, marks: Mapping[str, str], proc_root: Path, unknown: dict[str, str]) -> str | None:
+    try:
+        text = (proc_root / str(pid) / "cgroup").read_text(errors="replace")
+    except OSError as error:
+        unknown["container"] = f"its control group cannot be read: {error.strerror}"
         return None
-    private = sum((process.rss_bytes or 0) - (process.shared_bytes or 0) for process in processes)
-    return private + max(process.shared_bytes or 0 for process in processes)
+    return container_of(text, marks, os.uname().nodename)

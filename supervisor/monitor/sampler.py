@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 
 from memtop.supervisor.monitor.bands import Hysteresis
+from memtop.supervisor.monitor.driver import PATIENCE_SECONDS, DriverThread
 from memtop.supervisor.monitor.host import HostReader
 from memtop.supervisor.monitor.nvml import NvmlReader
-from memtop.supervisor.monitor.processes import ProcessDescriber, ProcessFacts
-from memtop.supervisor.monitor.strays import KnownRun, judge, own_family
-from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
+from memtop.supervisor.monitor.processes import ProcessDescriber
+from memtop.supervisor.monitor.strays import KnownRun
+from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
+from memtop.supervisor.monitor.watching import ProcessWatch
 
 
 def no_runs() -> Sequence[KnownRun]:
@@ -25,7 +27,9 @@ def no_runs() -> Sequence[KnownRun]:
 class Sampler:
     """Samples the machine. One per supervisor or dashboard, called about once a second.
 
-    `runs` is asked only when a process on a GPU carries a run's marker, at most as often as the process lists are read.
+    `runs` is asked only while a process on a GPU may be of a run: this user's own, or one with a run's marker; at most as
+    often as the process lists are read. `patience`: seconds that a sample waits for the driver; a single one should wait
+    longer than one of many.
     """
 
     def __init__(
@@ -37,76 +41,46 @@ class Sampler:
         describer: ProcessDescriber | None = None,
         clock: Callable[[], float] = time.time,
         own_uid: int | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+        patience: float = PATIENCE_SECONDS,
     ) -> None:
-        self._runs = runs
         self._nvml = nvml or NvmlReader()
+        self._driver = DriverThread(self._nvml, patience=patience)
         self._host = host or HostReader()
-        self._describer = describer or ProcessDescriber()
         self._clock = clock
-        self._own_uid = os.getuid() if own_uid is None else own_uid
+        self._watch = ProcessWatch(
+            runs,
+            describer or ProcessDescriber(),
+            own_uid=os.getuid() if own_uid is None else own_uid,
+            monotonic=monotonic,
+        )
         self._gauges: dict[str, Hysteresis] = {}
-        self._described: dict[int, tuple[tuple[GpuProcess, ...], tuple[GpuProcess, ...]]] = {}
 
     def sample(self) -> MachineSnapshot:
-        """One snapshot; never raises for what the machine says."""
+        """One snapshot; never raises for what the machine says, and waits for the driver no longer than the patience."""
         moment = self._clock()
-        reading = self._nvml.read()
+        reading, age = self._driver.read()
         host = self._host.read()
-        gpus = self._with_processes(reading.gpus)
-        self._forget(gpus)
+        gpus, jobs = self._watch.fill(reading.gpus)
         return MachineSnapshot(
             time=moment,
             gpus=tuple(self._with_band(gpu) for gpu in gpus),
             gpu_note=reading.note,
+            gpu_age_seconds=age,
             driver_version=reading.driver_version,
+            cuda_version=reading.cuda_version,
+            jobs=jobs,
             host=self._host_bands(host),
         )
 
     def close(self) -> None:
         """Let go of the driver."""
-        self._nvml.close()
+        self._driver.close()
 
     @property
     def nvml(self) -> NvmlReader:
         """The reader behind the GPUs, for measuring what came back after ending processes."""
         return self._nvml
-
-    def _with_processes(self, gpus: tuple[GpuSample, ...]) -> tuple[GpuSample, ...]:
-        """Fill in who the processes are. The reader hands out the same tuple until it has read the lists again."""
-        runs: Sequence[KnownRun] | None = None
-        protected: frozenset[int] | None = None
-        done = []
-        for gpu in gpus:
-            source, described = self._described.get(gpu.index, ((), ()))
-            if source is not gpu.processes:
-                facts = [self._describer.describe(row.pid) for row in gpu.processes]
-                if runs is None and any(fact.run_folder is not None for fact in facts):
-                    runs = self._runs()
-                protected = protected or own_family()
-                described = tuple(
-                    self._process(row, fact, runs or (), protected) for row, fact in zip(gpu.processes, facts, strict=True)
-                )
-                self._described[gpu.index] = (gpu.processes, described)
-            done.append(msgspec.structs.replace(gpu, processes=described))
-        return tuple(done)
-
-    def _process(self, row: GpuProcess, facts: ProcessFacts, runs: Sequence[KnownRun], protected: frozenset[int]) -> GpuProcess:
-        verdict = judge(facts, row.kind, runs, own_uid=self._own_uid, protected=protected)
-        return GpuProcess(
-            pid=row.pid,
-            user=facts.user,
-            name=facts.name,
-            command=facts.command,
-            used_bytes=row.used_bytes,
-            kind=row.kind,
-            run=verdict.run,
-            stray=verdict.stray,
-            reason=verdict.reason,
-            choosable=verdict.choosable,
-            started=facts.started,
-            started_ticks=None if facts.identity is None else facts.identity.started_ticks,
-            unknown=row.unknown | facts.unknown,
-        )
 
     def _with_band(self, gpu: GpuSample) -> GpuSample:
         gauge = self._gauges.setdefault(gpu.uuid or f"gpu {gpu.index}", Hysteresis())
@@ -116,12 +90,6 @@ class Sampler:
         memory = self._gauges.setdefault("host", Hysteresis())
         swap = self._gauges.setdefault("swap", Hysteresis())
         return msgspec.structs.replace(host, band=memory.update(host.used_fraction), swap_band=swap.update(host.swap_fraction))
-
-    def _forget(self, gpus: tuple[GpuSample, ...]) -> None:
-        """Drop what is remembered of processes and GPUs that are gone."""
-        self._describer.keep({process.pid for gpu in gpus for process in gpu.processes})
-        indices = {gpu.index for gpu in gpus}
-        self._described = {index: known for index, known in self._described.items() if index in indices}
 
 
 def snapshot_json(snapshot: MachineSnapshot) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,19 @@ from typing import Any
 import msgspec
 
 from memtop.supervisor.errors import RunFolderError
-from memtop.supervisor.monitor.strays import KnownRun
-from memtop.supervisor.run.attempt import RunningAttempt
-from memtop.supervisor.run.folder import RunFolder, RunLock, list_runs
+from memtop.supervisor.monitor.proc import TICKS_PER_SECOND, boot_time
+from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt
+from memtop.supervisor.run.attempt import ExitFile, ProcessFile, RunningAttempt
+from memtop.supervisor.run.folder import RunFolder, RunLock, RunSpec, StateFile, read_json
 from memtop.supervisor.run.ledger import Attempt, Ledger
 from memtop.supervisor.run.manifest import newest_checkpoint
 from memtop.supervisor.run.process import ProcessId, alive
 from memtop.supervisor.wire import Event, Metric, Phase, RunState
+
+# The shim writes its process file as soon as the program stands.
+_SAME_BOOT_SECONDS = 5.0
+# Who started in the last moments is not counted: clocks are compared.
+_CLOCK_TICKS = TICKS_PER_SECOND // 2
 
 
 def read_state(folder: RunFolder) -> RunState:
@@ -112,20 +119,91 @@ def summary(state: RunState) -> dict[str, Any]:
 
 
 def known_runs(runs_dir: Path) -> list[KnownRun]:
-    """What the monitor must know of the runs here to tell a stray from a member."""
+    """What the monitor must know of the runs here to tell a stray from a member. Asked every two seconds: files are
+    read again only when they have changed."""
     known = []
-    for folder in list_runs(runs_dir):
+    for spec_path in runs_dir.glob("*/run.json"):
+        folder = RunFolder(spec_path.parent)
         try:
-            file = folder.state()
-            if file is None:
+            created, number = _created(folder.spec_path, _stamp(folder.spec_path)), _attempt_number(folder)
+            if number is None:
                 continue
-            number = file.run.attempt
             living = trainer_alive(folder, number) or RunLock(folder).is_held()
-        except (RunFolderError, PermissionError):
+            recorded = tuple(_recorded_attempts(folder, number, living))
+        except (RunFolderError, OSError):
             # Nothing can be proven about it (another user's, or damaged), so nothing of it will be called stray.
             continue
-        known.append(KnownRun(name=folder.name, folder=str(folder.path), alive=living, attempt=number))
-    return known
+        path = str(folder.path)
+        known.append(KnownRun(name=folder.name, folder=path, alive=living, attempt=number, created=created, recorded=recorded))
+    return sorted(known, key=lambda run: run.created or 0.0)
+
+
+# A file that is replaced in one step has another number, size or time.
+_Stamp = tuple[int, int, int]
+
+
+def _stamp(path: Path) -> _Stamp:
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@functools.lru_cache(maxsize=4096)
+def _created(path: Path, stamp: _Stamp) -> float:
+    return read_json(path, RunSpec).created
+
+
+@functools.lru_cache(maxsize=4096)
+def _number_in(path: Path, stamp: _Stamp) -> int:
+    return read_json(path, StateFile).run.attempt
+
+
+def _attempt_number(folder: RunFolder) -> int | None:
+    try:
+        return _number_in(folder.state_path, _stamp(folder.state_path))
+    except FileNotFoundError:
+        return None  # it was created and has never been started
+
+
+def _recorded_attempts(folder: RunFolder, newest: int, living: bool) -> Iterator[RecordedAttempt]:
+    """The processes that the run has written down, as far as they are of this machine and this boot."""
+    for number in range(1, newest + 1):
+        process_path, exit_path = folder.attempt(number) / "process.json", folder.attempt(number) / "exit.json"
+        try:
+            stamp = _stamp(process_path)
+        except FileNotFoundError:
+            continue  # its program was never started
+        written = stamp[2] / 1e9
+        found = _process_file(process_path, stamp)
+        if abs(boot_time() + found.started_ticks / TICKS_PER_SECOND - written) > _SAME_BOOT_SECONDS:
+            # Written on another machine of a shared disk, before a restart, or copied: its numbers mean nothing here.
+            continue
+        leader = ProcessId(found.pid, found.started_ticks)
+        yield RecordedAttempt(
+            number=number,
+            over=not living or number < newest,
+            processes=frozenset({leader, ProcessId(found.shim_pid, found.shim_started_ticks)}),
+            leader=leader,
+            ended_ticks=_ended_ticks(exit_path),
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _process_file(path: Path, stamp: _Stamp) -> ProcessFile:
+    return read_json(path, ProcessFile)
+
+
+@functools.lru_cache(maxsize=4096)
+def _exit_file(path: Path, stamp: _Stamp) -> ExitFile:
+    return read_json(path, ExitFile)
+
+
+def _ended_ticks(path: Path) -> int | None:
+    """When the program ended by the exit file, in clock ticks since boot; None where there is none (yet)."""
+    try:
+        ended = _exit_file(path, _stamp(path)).ended
+    except FileNotFoundError:
+        return None
+    return int((ended - boot_time()) * TICKS_PER_SECOND) - _CLOCK_TICKS
 
 
 @contextlib.contextmanager

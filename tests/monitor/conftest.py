@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from memtop.supervisor.monitor import nvml_events
 from memtop.supervisor.monitor.nvml import NvmlReader
 from tests.nvml_double.double import driver, nvml_library
 
@@ -36,9 +37,10 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def reader(driver: object, clock: Clock) -> Iterator[NvmlReader]:
+def reader(driver: object, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[NvmlReader]:
     """A reader on the scripted driver with a clock turned by hand."""
-    reader = NvmlReader(monotonic=clock)
+    monkeypatch.setattr(nvml_events, "WAIT_MILLISECONDS", 5)
+    reader = NvmlReader(monotonic=clock, environment={})
     yield reader
     reader.close()
 

@@ -147,7 +147,10 @@ def test_memory_that_another_took_meanwhile_is_not_reported_as_returned(
 
     report = end_and_measure([known(process.pid)], reader, waits=PATIENT, sleep=later)
     assert report.returned_bytes is None
-    assert report.text == ("1 process ended, memory returned not known: other processes took more memory in the meantime")
+    assert report.text == (
+        "1 process ended, memory returned not known: other processes took more memory in the meantime; "
+        "GPU 0: 16.0 GiB still held by no process that is listed"
+    )
 
 
 def test_a_chosen_process_without_gpu_memory_is_left_alone(start: Start, driver: Script, reader: NvmlReader) -> None:

@@ -26,8 +26,13 @@ HOST = {
 }
 
 
+def no_affinity() -> int:
+    raise OSError(38, "Function not implemented")
+
+
 def read(root: Path) -> HostSample:
-    return read_host(proc_root=root / "proc", cgroup_root=root / "cgroup")
+    roots = {"proc_root": root / "proc", "cgroup_root": root / "cgroup", "shm_root": root / "shm"}
+    return read_host(**roots, affinity=(lambda: 8) if (root / "proc").exists() else no_affinity)
 
 
 def test_ram_swap_and_pressure(tree: Tree) -> None:

@@ -39,13 +39,23 @@ def test_number_of_gpus(driver: Script, reader: NvmlReader, count: int) -> None:
 
 def test_every_field(driver: Script, reader: NvmlReader) -> None:
     driver.gpu(
-        0, total=24 * GIB, used=20 * GIB, reserved=GIB, util=73, temp=61, power=215500, limit=350000, name="RTX 4090"
+        0,
+        total=24 * GIB,
+        used=20 * GIB,
+        reserved=GIB,
+        util=73,
+        memory_util=31,
+        temp=61,
+        power=215500,
+        limit=350000,
+        name="RTX 4090",
     ).write()
     gpu = one(reader)
     assert gpu == GpuSample(
         index=0,
         uuid="GPU-00000000",
         name="RTX 4090",
+        pci_bus_id="00000000:01:00.0",
         total_bytes=24 * GIB,
         used_bytes=20 * GIB,
         free_bytes=3 * GIB,
@@ -53,9 +63,11 @@ def test_every_field(driver: Script, reader: NvmlReader) -> None:
         used_fraction=21 / 24,
         band=Band.EDGE,
         utilization_fraction=0.73,
+        memory_utilization_fraction=0.31,
         temperature_celsius=61.0,
         power_watts=215.5,
         power_limit_watts=350.0,
+        details=gpu.details,
     )
 
 
@@ -169,26 +181,11 @@ def test_old_memory_call(driver: Script, reader: NvmlReader, how: str) -> None:
     assert "reserve" in gpu.unknown["reserved_bytes"]
 
 
-@pytest.mark.parametrize("how", ["not supported", "total is 0"])
-def test_unified_memory(driver: Script, reader: NvmlReader, how: str) -> None:
-    driver.gpu(0, total=0 if how == "total is 0" else GIB, util=40)
-    if how == "not supported":
-        driver.fail("nvmlDeviceGetMemoryInfo_v2", 0, 3)
-    driver.process(0, pid=os.getpid(), used=MIB).write()
-    gpu = one(reader)
-    assert gpu.error is None
-    assert gpu.total_bytes is gpu.used_bytes is gpu.free_bytes is gpu.used_fraction is None
-    assert "unified" in gpu.unknown["total_bytes"]
-    assert gpu.band is Band.UNKNOWN
-    assert gpu.utilization_fraction == 0.4
-    assert gpu.processes[0].used_bytes == MIB
-
-
 @pytest.mark.parametrize(
     ("function", "field"),
     [
         ("nvmlDeviceGetUtilizationRates", "utilization_fraction"),
-        ("nvmlDeviceGetTemperature", "temperature_celsius"),
+        ("nvmlDeviceGetPciInfo_v3", "pci_bus_id"),
         ("nvmlDeviceGetPowerUsage", "power_watts"),
         ("nvmlDeviceGetEnforcedPowerLimit", "power_limit_watts"),
         ("nvmlDeviceGetName", "name"),
@@ -202,6 +199,9 @@ def test_a_missing_field_is_unknown_with_a_reason(
     driver.gpu(0, total=GIB, used=MIB).fail(function, 0, code).write()
     gpu = one(reader)
     assert getattr(gpu, field) is None
+    assert gpu.unknown.pop("memory_utilization_fraction", None) == (
+        nvml_errors.words(code) if field == "utilization_fraction" else None
+    ), "both come from one call"
     assert gpu.unknown == {field: nvml_errors.words(code)}
     assert gpu.used_bytes == MIB
 

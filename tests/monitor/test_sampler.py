@@ -49,14 +49,20 @@ def test_the_document_has_the_public_fields(driver: Script, reader: NvmlReader) 
     assert document["gpus"][0]["band"] == "safe"
 
 
-def test_every_value_that_is_none_has_its_reason(driver: Script, reader: NvmlReader) -> None:
-    driver.gpu(0, total=GIB, error=15).gpu(1, total=0).process(1, pid=2**21, used=None).write()
+def test_every_value_of_a_process_that_is_none_has_its_reason(driver: Script, reader: NvmlReader, start: Start) -> None:
+    ended = start()
+    ended.kill()
+    ended.wait()
+    driver.gpu(0, total=GIB).process(0, pid=ended.pid, used=None).process(0, pid=start().pid, used=5).write()
     snapshot = sampler(reader).sample()
-    # A GPU without error has none; a process that is no run's has no run; one that is not seen has no start.
-    plain = {"error", "run", "started", "started_ticks"}
-    values: list[Any] = [*snapshot.gpus, *(row for gpu in snapshot.gpus for row in gpu.processes), snapshot.host]
+    # One that is no run's has no run, one that runs plainly has no container and no MIG instance; the driver's own
+    # values are tested where they are read.
+    plain = {"run", "container", "mig_instance", "job", "role"}
+    driver_says = {"sm_fraction", "memory_bandwidth_fraction", "encoder_fraction", "decoder_fraction"}
+    values: list[Any] = [*snapshot.gpus[0].processes, *snapshot.jobs]
+    assert len(values) == 3
     for value in values:
-        missing = {field for field in value.__struct_fields__ if getattr(value, field) is None} - plain
+        missing = {field for field in value.__struct_fields__ if getattr(value, field) is None} - plain - driver_says
         assert missing <= set(value.unknown), missing - set(value.unknown)
 
 
@@ -82,12 +88,13 @@ def test_another_users_process_is_shown_and_not_choosable(driver: Script, reader
     assert not row.choosable
 
 
-def test_runs_are_asked_for_only_when_a_process_belongs_to_one(driver: Script, reader: NvmlReader) -> None:
+def test_runs_are_asked_for_only_when_a_process_may_be_of_one(driver: Script, reader: NvmlReader) -> None:
     def ask() -> Sequence[KnownRun]:
-        raise AssertionError("no process carries a run's marker")
+        raise AssertionError("no process is this user's")
 
     driver.gpu(0, total=GIB).process(0, pid=os.getpid(), used=9).write()
-    Sampler(ask, nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True)).sample()
+    describer = ProcessDescriber(same_namespace=lambda: True)
+    Sampler(ask, nvml=reader, describer=describer, own_uid=os.getuid() + 1).sample()
 
 
 def test_runs_are_asked_for_no_more_often_than_the_lists_are_read(

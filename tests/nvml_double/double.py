@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-SOURCE = Path(__file__).with_name("nvml_double.c")
+SOURCES = [Path(__file__).with_name(name) for name in ("nvml_script.c", "nvml_double.c", "nvml_lists.c")]
 LIBRARY = "libnvidia-ml.so.1"
 
 
@@ -31,15 +31,16 @@ def available() -> bool:
     return shutil.which("gcc") is not None
 
 
-def build(folder: Path) -> Path:
-    """Compile the library into the folder (once) and return its path.
+def build(folder: Path, *options: str) -> Path:
+    """Compile the library into the folder (once) and return its path. The option -DLONG_PROCESS_ROWS makes it one of the
+    first 535 drivers, with their process rows.
 
     It carries no soname: loaded by its path, it is never mistaken for the machine's own library later on.
     """
     library = folder / LIBRARY
     if not library.exists():
-        command = ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread"]
-        subprocess.run([*command, "-o", str(library), str(SOURCE)], check=True)
+        command = ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread", *options]
+        subprocess.run([*command, "-o", str(library), *map(str, SOURCES)], check=True)
     return library
 
 
@@ -59,12 +60,14 @@ def in_process(library: Path) -> Iterator[ctypes.CDLL]:
 class Script:
     """What the driver says. Chain calls, then `write()`; write again to change it while a program is running.
 
-    Sizes in bytes, `util` in percent, `temp` in degrees Celsius, `power` and `limit` in milliwatts.
+    Sizes in bytes, `util` in percent, `temp` in degrees Celsius, `power` and `limit` in milliwatts. The other fields of a
+    GPU and what they are unless said otherwise: `usual` in nvml_script.c.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lines: list[str] = []
+        self._events = 0
         self.library: ctypes.CDLL | None = None
 
     def calls(self, function: str) -> int:
@@ -82,9 +85,33 @@ class Script:
         """A GPU; `error=15` makes every call about it fail with that code."""
         return self._line(f"gpu {index}", fields)
 
-    def process(self, gpu: int, *, pid: int, used: int | None, kind: str = "compute") -> Script:
-        """A process on a GPU; used None is what a driver says that does not tell memory per process."""
-        return self._line(f"process {gpu}", {"pid": pid, "used": "na" if used is None else used, "kind": kind})
+    def mig(self, gpu: int, position: int, **fields: int | str) -> Script:
+        """A MIG instance at this index below the GPU, which needs `mig=1`; gaps between indices are normal."""
+        return self._line(f"mig {gpu} {position}", fields)
+
+    def process(
+        self, gpu: int, *, pid: int, used: int | None, kind: str = "compute", mig: int | None = None, sm: int | None = None
+    ) -> Script:
+        """A process on a GPU or one of its MIG instances; used None is what a driver says that does not tell memory per
+        process. `kind`: compute | graphics | mps. `sm`: how busy it keeps the multiprocessors, in percent."""
+        where = f"{gpu}" if mig is None else f"{gpu}.{mig}"
+        self._line(f"process {where}", {"pid": pid, "used": "na" if used is None else used, "kind": kind})
+        return self if sm is None else self.busy(gpu, pid=pid, sm=sm, mem=sm // 2)
+
+    def busy(self, gpu: int, *, pid: int, **percent: int) -> Script:
+        """What the driver's samples say of a process: sm, mem, enc, dec in percent; stamp in microseconds since the
+        epoch, at the moment of asking unless given."""
+        return self._line(f"busy {gpu}", {"pid": pid, **percent})
+
+    def field(self, gpu: int, number: int, value: int = 0, *, scope: int = 0, status: int = 0) -> Script:
+        """A field value; fields that are not scripted are not supported."""
+        return self._line(f"field {gpu}", {"id": number, "scope": scope, "value": value, "status": status})
+
+    def event(self, gpu: int, kind: int, data: int = 0) -> Script:
+        """The driver announces something: an event type of NVML and its data (the Xid's number). Every event reaches
+        the event sets that were created before it was written."""
+        self._events += 1
+        return self._line(f"event {gpu}", {"id": self._events, "type": kind, "data": data})
 
     def init_error(self, code: int) -> Script:
         """NVML cannot be started."""
@@ -94,17 +121,23 @@ class Script:
         """The driver is too old for this function."""
         return self._line(f"missing {function}", {})
 
-    def fail(self, function: str, gpu: int, code: int) -> Script:
-        """This function fails for this GPU."""
-        return self._line(f"fail {function} {gpu} {code}", {})
+    def fail(self, function: str, gpu: int, code: int, *, mig: int | None = None) -> Script:
+        """This function fails for this GPU, or for this MIG instance of it; GPU -1: for all of them, and for a function
+        that is about none."""
+        where = f"{gpu}" if mig is None else f"{gpu}.{mig}"
+        return self._line(f"fail {function} {where} {code}", {})
 
     def driver(self, version: str) -> Script:
         """The driver's version; 550.54.14 unless said otherwise."""
         return self._line(f"driver {version}", {})
 
-    def delay(self, milliseconds: int) -> Script:
-        """How long every call takes."""
-        return self._line(f"delay_ms={milliseconds}", {})
+    def cuda(self, version: int) -> Script:
+        """The newest CUDA that the driver supports, as NVML writes it; 12040 unless said otherwise."""
+        return self._line(f"cuda {version}", {})
+
+    def delay(self, milliseconds: float, function: str | None = None) -> Script:
+        """How long every call takes, or every call of one function."""
+        return self._line(f"delay_ms={milliseconds}" if function is None else f"delay {function} {milliseconds}", {})
 
     def write(self) -> Script:
         """Put the script in place in one step, so that a running program never reads half of it."""

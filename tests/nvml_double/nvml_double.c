@@ -1,232 +1,200 @@
-/* A driver library to be scripted: enough of NVML for the official bindings, with devices, processes and failures read
- * from the text file named by NVML_DOUBLE_SCRIPT, and read again whenever that file changes. See double.py.
- *
- *   init error=9                   nvmlInit fails with this code
- *   driver 550.54.14
- *   delay_ms=20                    every call takes this long
- *   missing NAME                   the function does not exist in this driver (code 13)
- *   fail NAME GPU CODE             the function fails for this GPU
- *   gpu 0 total=1 used=1 reserved=1 util=1 temp=1 power=1 limit=1 name=A_B uuid=GPU-1 error=15
- *   process 0 pid=1 used=1|na kind=compute|graphics
+/* A driver library to be scripted: enough of NVML for the official bindings and the tools built on them. The script's
+ * language is in nvml_script.c. Here: starting, handles, and functions that give one value of one GPU.
  */
-#include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#define GPUS 32
-#define PROCESSES 64
-#define RULES 64
-enum { OK = 0, UNINITIALIZED = 1, INVALID = 2, NOT_FOUND = 6, TOO_SMALL = 7, FUNCTION_NOT_FOUND = 13, GPU_GONE = 28 };
-typedef unsigned long long u64;
-
-struct process { unsigned pid; u64 used; int graphics; };
-struct gpu {
-    int error, process_count;
-    u64 total, used, reserved;
-    unsigned util, temp, power, limit;
-    char name[96], uuid[96];
-    struct process processes[PROCESSES];
-};
-struct rule { char name[64]; int gpu, code; };
-struct process_info { unsigned pid; u64 used; unsigned gpu_instance, compute_instance; };
-
-static struct gpu gpus[GPUS];
-static struct rule rules[RULES];
-static struct { char name[64]; unsigned long count; } calls[RULES];
-static int gpu_count, rule_count, init_error, delay_ms, initialised;
-static char driver[80];
-static struct timespec read_at;
-static ino_t read_inode;
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-
-static u64 field(const char *line, const char *key, u64 otherwise) {
-    char pattern[32];
-    snprintf(pattern, sizeof pattern, " %s=", key);
-    const char *at = strstr(line, pattern);
-    if (!at) return otherwise;
-    at += strlen(pattern);
-    return strncmp(at, "na", 2) ? strtoull(at, NULL, 10) : ~0ULL;
-}
-
-static void word(const char *line, const char *key, char *into, size_t size) {
-    char pattern[32];
-    snprintf(pattern, sizeof pattern, " %s=", key);
-    const char *at = strstr(line, pattern);
-    if (!at) return;
-    at += strlen(pattern);
-    size_t length = strcspn(at, " \n");
-    snprintf(into, size, "%.*s", (int)length, at);
-    for (char *c = into; *c; c++) if (*c == '_') *c = ' ';
-}
-
-static void add_gpu(const char *line, unsigned i) {
-    struct gpu *gpu = &gpus[i];
-    gpu->error = (int)field(line, "error", 0);
-    gpu->total = field(line, "total", 0);
-    gpu->used = field(line, "used", 0);
-    gpu->reserved = field(line, "reserved", 0);
-    gpu->util = (unsigned)field(line, "util", 0);
-    gpu->temp = (unsigned)field(line, "temp", 40);
-    gpu->power = (unsigned)field(line, "power", 100000);
-    gpu->limit = (unsigned)field(line, "limit", 300000);
-    snprintf(gpu->name, sizeof gpu->name, "Scripted GPU");
-    snprintf(gpu->uuid, sizeof gpu->uuid, "GPU-%08u", i);
-    word(line, "name", gpu->name, sizeof gpu->name);
-    word(line, "uuid", gpu->uuid, sizeof gpu->uuid);
-    if ((int)i >= gpu_count) gpu_count = (int)i + 1;
-}
-
-static void add_process(const char *line, unsigned i) {
-    struct gpu *gpu = &gpus[i];
-    if (gpu->process_count == PROCESSES) return;
-    struct process *process = &gpu->processes[gpu->process_count++];
-    process->pid = (unsigned)field(line, "pid", 0);
-    process->used = field(line, "used", 0);
-    process->graphics = strstr(line, "kind=graphics") != NULL;
-}
-
-static void read_line(char *line) {
-    unsigned i;
-    struct rule rule = {.gpu = -1, .code = FUNCTION_NOT_FOUND};
-    if (sscanf(line, "gpu %u", &i) == 1 && i < GPUS) add_gpu(line, i);
-    else if (sscanf(line, "process %u", &i) == 1 && i < GPUS) add_process(line, i);
-    else if (sscanf(line, "init error=%d", &init_error) == 1) return;
-    else if (sscanf(line, "delay_ms=%d", &delay_ms) == 1) return;
-    else if (sscanf(line, "driver %79s", driver) == 1) return;
-    else if ((sscanf(line, "missing %63s", rule.name) == 1 ||
-              sscanf(line, "fail %63s %d %d", rule.name, &rule.gpu, &rule.code) == 3) && rule_count < RULES)
-        rules[rule_count++] = rule;
-}
-
-static void read_script(void) {
-    const char *path = getenv("NVML_DOUBLE_SCRIPT");
-    struct stat now;
-    if (!path || stat(path, &now)) { gpu_count = 0; return; }
-    if (now.st_ino == read_inode && now.st_mtim.tv_sec == read_at.tv_sec && now.st_mtim.tv_nsec == read_at.tv_nsec) return;
-    FILE *file = fopen(path, "r");
-    if (!file) return;
-    read_inode = now.st_ino;
-    read_at = now.st_mtim;
-    memset(gpus, 0, sizeof gpus);
-    gpu_count = rule_count = init_error = delay_ms = 0;
-    snprintf(driver, sizeof driver, "550.54.14");
-    char line[512];
-    while (fgets(line, sizeof line, file)) read_line(line);
-    fclose(file);
-}
-
-static void count_call(const char *name) {
-    for (int i = 0; i < RULES; i++) {
-        if (!calls[i].name[0]) snprintf(calls[i].name, sizeof calls[i].name, "%s", name);
-        if (!strcmp(calls[i].name, name)) { calls[i].count++; return; }
-    }
-}
-
-/* What every function does first. `device` is NULL for those without one. */
-static int enter(const char *name, struct gpu *device) {
-    pthread_mutex_lock(&lock);
-    read_script();
-    count_call(name);
-    int index = device ? (int)(device - gpus) : -1, code = initialised ? OK : UNINITIALIZED;
-    if (device && (index < 0 || index >= GPUS)) code = INVALID;
-    else if (device && index >= gpu_count) code = GPU_GONE;
-    else if (device && device->error) code = device->error;
-    for (int i = 0; i < rule_count; i++)
-        if (!strcmp(rules[i].name, name) && (rules[i].gpu < 0 || rules[i].gpu == index)) code = rules[i].code;
-    int wait = delay_ms;
-    pthread_mutex_unlock(&lock);
-    if (wait) usleep((unsigned)wait * 1000);
-    return code;
-}
-#define ENTER(device) do { int code = enter(__func__, device); if (code) return code; } while (0)
-
-unsigned long nvmlDoubleCalls(const char *name) {
-    for (int i = 0; i < RULES; i++) if (!strcmp(calls[i].name, name)) return calls[i].count;
-    return 0;
-}
+#include "nvml_double.h"
 
 int nvmlInitWithFlags(unsigned flags) {
+    static int slot = -1;
     (void)flags;
-    int code = enter(__func__, NULL);
+    int code = enter(&slot, __func__, NULL);
     if (code == UNINITIALIZED) code = OK;
     if (!code) code = init_error;
-    if (!code) initialised++;
+    if (!code) __atomic_add_fetch(&initialised, 1, __ATOMIC_SEQ_CST);
     return code;
 }
 int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
-int nvmlShutdown(void) { ENTER(NULL); initialised--; return OK; }
+int nvmlShutdown(void) { ENTER(NULL); __atomic_sub_fetch(&initialised, 1, __ATOMIC_SEQ_CST); return OK; }
 const char *nvmlErrorString(int code) { (void)code; return "scripted error"; }
 int nvmlSystemGetDriverVersion(char *text, unsigned size) { ENTER(NULL); snprintf(text, size, "%s", driver); return OK; }
+int nvmlSystemGetCudaDriverVersion(int *version) { ENTER(NULL); *version = cuda; return OK; }
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { ENTER(NULL); *version = cuda; return OK; }
 int nvmlDeviceGetCount_v2(unsigned *count) { ENTER(NULL); *count = (unsigned)gpu_count; return OK; }
+
+static int found(const char *function, struct gpu *g, struct gpu **device) {
+    *device = g;
+    return rule_for(function, g, g->error);
+}
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, struct gpu **device) {
     ENTER(NULL);
-    if ((int)index >= gpu_count) return INVALID;
-    *device = &gpus[index];
-    return gpus[index].error;
+    return (int)index >= gpu_count ? INVALID : found(__func__, &gpus[index], device);
 }
 int nvmlDeviceGetHandleByUUID(const char *uuid, struct gpu **device) {
     ENTER(NULL);
-    for (int i = 0; i < gpu_count; i++)
-        if (!strcmp(gpus[i].uuid, uuid)) { *device = &gpus[i]; return gpus[i].error; }
+    for (int i = 0; i < gpu_count; i++) {
+        if (!strcmp(gpus[i].uuid, uuid)) return found(__func__, &gpus[i], device);
+        for (int m = 0; m < MIGS; m++)
+            if (children[i][m].present && !strcmp(children[i][m].uuid, uuid)) return found(__func__, &children[i][m], device);
+    }
     return NOT_FOUND;
 }
-int nvmlDeviceGetName(struct gpu *g, char *text, unsigned size) { ENTER(g); snprintf(text, size, "%s", g->name); return OK; }
-int nvmlDeviceGetUUID(struct gpu *g, char *text, unsigned size) { ENTER(g); snprintf(text, size, "%s", g->uuid); return OK; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, struct gpu **device) {
+    ENTER(NULL);
+    for (int i = 0; i < gpu_count; i++) if (!strcasecmp(gpus[i].bus, bus)) return found(__func__, &gpus[i], device);
+    return NOT_FOUND;
+}
+
+#define TEXT(function, what) \
+    int function(struct gpu *g, char *text, unsigned size) { ENTER(g); snprintf(text, size, "%s", what); return OK; }
+TEXT(nvmlDeviceGetName, g->name)
+TEXT(nvmlDeviceGetUUID, g->uuid)
+TEXT(nvmlDeviceGetSerial, "1650522003820")
+int nvmlDeviceGetIndex(struct gpu *g, unsigned *index) {
+    ENTER(g);
+    *index = (unsigned)(g->parent < 0 ? g - gpus : g->position);
+    return OK;
+}
+
+struct pci { char legacy[16]; unsigned domain, bus, device, id, subsystem; char text[32]; };
+int nvmlDeviceGetPciInfo_v3(struct gpu *g, struct pci *pci) {
+    ENTER(g);
+    memset(pci, 0, sizeof *pci);
+    sscanf(g->bus, "%x:%x:%x", &pci->domain, &pci->bus, &pci->device);
+    snprintf(pci->legacy, sizeof pci->legacy, "%.15s", g->bus + 4);
+    snprintf(pci->text, sizeof pci->text, "%.31s", g->bus);
+    pci->id = 0x233010de;
+    return OK;
+}
+
 int nvmlDeviceGetMemoryInfo(struct gpu *g, u64 *info) {
     ENTER(g);
-    info[0] = g->total;
-    info[1] = g->total - g->used - g->reserved;
-    info[2] = g->used + g->reserved; /* version 1 counts the reserve as used */
+    if (value(g, "integrated")) return NOT_SUPPORTED;
+    info[0] = value(g, "total");
+    info[1] = info[0] - value(g, "used") - value(g, "reserved");
+    info[2] = value(g, "used") + value(g, "reserved"); /* version 1 counts the reserve as used */
     return OK;
 }
 struct memory_v2 { unsigned version; u64 total, reserved, free, used; };
 int nvmlDeviceGetMemoryInfo_v2(struct gpu *g, struct memory_v2 *info) {
     ENTER(g);
+    if (value(g, "integrated") && !known(g, "total")) return NOT_SUPPORTED;
     if (info->version != 0x02000028) return 25;
-    info->total = g->total;
-    info->reserved = g->reserved;
-    info->free = g->total - g->used - g->reserved;
-    info->used = g->used;
+    info->total = value(g, "total");
+    info->reserved = value(g, "reserved");
+    info->used = value(g, "used");
+    info->free = info->total - info->used - info->reserved;
     return OK;
 }
-int nvmlDeviceGetUtilizationRates(struct gpu *g, unsigned *rates) { ENTER(g); rates[0] = g->util; rates[1] = 0; return OK; }
+int nvmlDeviceGetBAR1MemoryInfo(struct gpu *g, u64 *info) {
+    ENTER(g);
+    if (value(g, "integrated")) return NOT_SUPPORTED;
+    info[0] = value(g, "bar1_total");
+    info[2] = value(g, "bar1_used");
+    info[1] = info[0] - info[2];
+    return OK;
+}
+
+/* The driver tells no utilisation and no sensors for MIG instances, and no utilisation for a GPU that is cut into them. */
+#define WHOLE(g) do { if ((g)->parent >= 0) return NOT_SUPPORTED; } while (0)
+#define UNCUT(g) do { if ((g)->parent >= 0 || value(g, "mig")) return NOT_SUPPORTED; } while (0)
+int nvmlDeviceGetUtilizationRates(struct gpu *g, unsigned *rates) {
+    ENTER(g);
+    UNCUT(g);
+    rates[0] = (unsigned)value(g, "util");
+    rates[1] = (unsigned)value(g, "memory_util");
+    return OK;
+}
+#define UTILIZATION(function, key) int function(struct gpu *g, unsigned *percent, unsigned *period) { \
+    ENTER(g); UNCUT(g); *percent = (unsigned)value(g, key); *period = 166666; return OK; }
+UTILIZATION(nvmlDeviceGetEncoderUtilization, "encoder")
+UTILIZATION(nvmlDeviceGetDecoderUtilization, "decoder")
+
+#define NUMBER(function, key) int function(struct gpu *g, unsigned *number) { \
+    ENTER(g); WHOLE(g); *number = (unsigned)value(g, key); return OK; }
+NUMBER(nvmlDeviceGetPowerUsage, "power")
+NUMBER(nvmlDeviceGetEnforcedPowerLimit, "limit")
+NUMBER(nvmlDeviceGetPowerManagementLimit, "limit")
+NUMBER(nvmlDeviceGetFanSpeed, "fan")
+NUMBER(nvmlDeviceGetPerformanceState, "pstate")
+NUMBER(nvmlDeviceGetCurrPcieLinkGeneration, "pcie_gen")
+NUMBER(nvmlDeviceGetMaxPcieLinkGeneration, "pcie_gen_limit")
+NUMBER(nvmlDeviceGetCurrPcieLinkWidth, "pcie_width")
+NUMBER(nvmlDeviceGetMaxPcieLinkWidth, "pcie_width_limit")
+NUMBER(nvmlDeviceGetPersistenceMode, "persistence")
+NUMBER(nvmlDeviceGetComputeMode, "compute_mode")
+NUMBER(nvmlDeviceGetDisplayMode, "display_connected")
+NUMBER(nvmlDeviceGetDisplayActive, "display_active")
+int nvmlDeviceGetMemoryBusWidth(struct gpu *g, unsigned *bits) {
+    ENTER(g);
+    if (value(g, "integrated")) return NOT_SUPPORTED;
+    *bits = (unsigned)value(g, "bus_width");
+    return OK;
+}
 int nvmlDeviceGetTemperature(struct gpu *g, int sensor, unsigned *celsius) {
     (void)sensor;
     ENTER(g);
-    *celsius = g->temp;
+    WHOLE(g);
+    *celsius = (unsigned)value(g, "temp");
     return OK;
 }
-int nvmlDeviceGetPowerUsage(struct gpu *g, unsigned *milliwatts) { ENTER(g); *milliwatts = g->power; return OK; }
-int nvmlDeviceGetEnforcedPowerLimit(struct gpu *g, unsigned *milliwatts) { ENTER(g); *milliwatts = g->limit; return OK; }
-
-static int list(struct gpu *g, int graphics, unsigned *count, struct process_info *into) {
-    unsigned have = 0;
-    for (int i = 0; i < g->process_count; i++) have += g->processes[i].graphics == graphics;
-    unsigned room = *count;
-    *count = have;
-    if (have == 0) return OK;
-    if (room < have || !into) return TOO_SMALL;
-    for (int i = 0, n = 0; i < g->process_count; i++)
-        if (g->processes[i].graphics == graphics)
-            into[n++] = (struct process_info){g->processes[i].pid, g->processes[i].used, ~0u, ~0u};
+struct temperature { unsigned version, sensor; int celsius; };
+int nvmlDeviceGetTemperatureV(struct gpu *g, struct temperature *temperature) {
+    ENTER(g);
+    WHOLE(g);
+    temperature->celsius = (int)value(g, "temp");
     return OK;
 }
-int nvmlDeviceGetComputeRunningProcesses_v3(struct gpu *g, unsigned *count, struct process_info *into) {
+int nvmlDeviceGetTemperatureThreshold(struct gpu *g, unsigned which, unsigned *celsius) {
     ENTER(g);
-    return list(g, 0, count, into);
+    if (which != 1) return NOT_SUPPORTED;
+    *celsius = (unsigned)value(g, "slowdown");
+    return OK;
 }
-int nvmlDeviceGetComputeRunningProcesses_v2(struct gpu *g, unsigned *count, struct process_info *into) {
-    ENTER(g);
-    return list(g, 0, count, into);
+static int clock_of(struct gpu *g, unsigned type, const char *sm, const char *memory, unsigned *megahertz) {
+    if (g->parent >= 0 || (type == 2 && value(g, "integrated"))) return NOT_SUPPORTED;
+    *megahertz = (unsigned)value(g, type == 2 ? memory : sm);
+    return OK;
 }
-int nvmlDeviceGetGraphicsRunningProcesses_v3(struct gpu *g, unsigned *count, struct process_info *into) {
+int nvmlDeviceGetClockInfo(struct gpu *g, unsigned type, unsigned *megahertz) {
     ENTER(g);
-    return list(g, 1, count, into);
+    return clock_of(g, type, "sm_clock", "memory_clock", megahertz);
 }
-int nvmlDeviceGetGraphicsRunningProcesses_v2(struct gpu *g, unsigned *count, struct process_info *into) {
+int nvmlDeviceGetMaxClockInfo(struct gpu *g, unsigned type, unsigned *megahertz) {
     ENTER(g);
-    return list(g, 1, count, into);
+    return clock_of(g, type, "sm_limit", "memory_limit", megahertz);
+}
+int nvmlDeviceGetCurrentClocksEventReasons(struct gpu *g, u64 *mask) { ENTER(g); WHOLE(g); *mask = value(g, "throttle"); return OK; }
+int nvmlDeviceGetCurrentClocksThrottleReasons(struct gpu *g, u64 *mask) { ENTER(g); WHOLE(g); *mask = value(g, "throttle"); return OK; }
+int nvmlDeviceGetTotalEnergyConsumption(struct gpu *g, u64 *millijoules) { ENTER(g); WHOLE(g); *millijoules = value(g, "energy"); return OK; }
+int nvmlDeviceGetCudaComputeCapability(struct gpu *g, int *major, int *minor) {
+    ENTER(g);
+    *major = (int)value(g, "major");
+    *minor = (int)value(g, "minor");
+    return OK;
+}
+int nvmlDeviceGetEccMode(struct gpu *g, unsigned *current, unsigned *pending) {
+    ENTER(g);
+    WHOLE(g);
+    *current = *pending = (unsigned)value(g, "ecc");
+    return OK;
+}
+int nvmlDeviceGetTotalEccErrors(struct gpu *g, unsigned type, unsigned counter, u64 *count) {
+    ENTER(g);
+    WHOLE(g);
+    if (!value(g, "ecc") || counter != 0) return NOT_SUPPORTED;
+    *count = value(g, type ? "ecc_uncorrected" : "ecc_corrected");
+    return OK;
+}
+int nvmlDeviceGetDriverModel_v2(struct gpu *g, unsigned *current, unsigned *pending) {
+    (void)current, (void)pending;
+    ENTER(g);
+    return NOT_SUPPORTED; /* Windows only */
+}
+int nvmlDeviceGetDriverModel(struct gpu *g, unsigned *current, unsigned *pending) {
+    return nvmlDeviceGetDriverModel_v2(g, current, pending);
+}
+int nvmlDeviceGetPcieThroughput(struct gpu *g, unsigned counter, unsigned *kilobytes) {
+    ENTER(g);
+    WHOLE(g);
+    *kilobytes = (unsigned)value(g, counter == 0 ? "pcie_tx" : "pcie_rx");
+    return OK;
 }

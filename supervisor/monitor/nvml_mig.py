@@ -1,0 +1,118 @@
+"""The MIG instances that a GPU is cut into: their memory and their processes. Nothing else is told of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pynvml
+
+from memtop.supervisor.monitor import nvml_errors as codes
+from memtop.supervisor.monitor.nvml_ask import Asker, GpuGone
+from memtop.supervisor.monitor.nvml_memory import MEMORY_FIELDS, MemoryReader
+from memtop.supervisor.monitor.nvml_processes import ListRow, ProcessReader
+from memtop.supervisor.monitor.values import MigInstance
+
+_NO_INSTANCE = frozenset({codes.NOT_FOUND, codes.INVALID_ARGUMENT})
+_ONE_HANDLE_ENDS = frozenset({codes.INVALID_ARGUMENT, codes.NOT_FOUND, codes.UNINITIALIZED})
+
+
+class Instance:
+    """One instance behind its handle, which the driver may give to another instance once this one is destroyed."""
+
+    def __init__(self, position: int, handle: Any) -> None:
+        self._asker = Asker(handle)
+        self._memory = MemoryReader(self._asker, None)
+        self.position = position
+        self.processes = ProcessReader(handle)
+        ask = self._asker.ask
+        self.uuid = ask("uuid", "nvmlDeviceGetUUID")
+        name = ask("name", "nvmlDeviceGetName")
+        self.gpu_instance = ask("gpu_instance", "nvmlDeviceGetGpuInstanceId")
+        self.compute_instance = ask("compute_instance", "nvmlDeviceGetComputeInstanceId")
+        self._fixed = {
+            "position": position,
+            "uuid": self.uuid,
+            "name": None if name is None else name.rpartition("MIG ")[2],
+            "gpu_instance": self.gpu_instance,
+            "compute_instance": self.compute_instance,
+        }
+
+    def sample(self) -> MigInstance:
+        """Its memory now. Raises GpuGone where the handle is of no use any more."""
+        memory = self._memory.read()
+        return MigInstance(**self._fixed, **memory, unknown=self._asker.reasons())
+
+    def failed(self, error: str) -> MigInstance:
+        """What stands for it where it cannot be read."""
+        return MigInstance(**self._fixed, error=error, unknown=dict.fromkeys(MEMORY_FIELDS, "the instance cannot be read"))
+
+
+class Mig:
+    """The instances of one GPU. `mode` is whether the GPU is cut into instances, None where the driver does not tell."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self._asker = Asker(handle)
+        self._instances: list[Instance] = []
+        self.mode: bool | None = None
+        self.stale = False
+        """True once an instance went away: enumerate before the next sample."""
+        self.looked = False
+
+    @property
+    def mode_reason(self) -> str | None:
+        """Why `mode` is None."""
+        return self._asker.reasons().get("mig_mode")
+
+    def enumerate(self) -> None:
+        """Ask for the mode and look for instances at every place: there may be gaps. Raises GpuGone."""
+        self.stale = False
+        self.looked = True
+        mode = self._asker.ask("mig_mode", "nvmlDeviceGetMigMode")
+        self.mode = None if mode is None else bool(mode[0])
+        self._instances = []
+        if not self.mode:
+            return
+        places = self._asker.ask("mig", "nvmlDeviceGetMaxMigDeviceCount") or 0
+        for position in range(places):
+            try:
+                handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(self._handle, position)
+                self._instances.append(Instance(position, handle))
+            except pynvml.NVMLError as error:
+                if error.value in _NO_INSTANCE:
+                    continue
+                self._asker.failed(("mig",), error.value)
+            except GpuGone:
+                # Destroyed between the two calls; or the whole GPU is gone, which its own calls will say.
+                self.stale = True
+
+    def sample(self) -> tuple[MigInstance, ...]:
+        """Memory of every instance."""
+        samples = []
+        for instance in self._instances:
+            try:
+                samples.append(instance.sample())
+            except GpuGone as gone:
+                self.stale = True
+                if gone.code not in _ONE_HANDLE_ENDS:
+                    samples.append(instance.failed(str(gone)))
+        return tuple(samples)
+
+    def processes(self) -> tuple[list[tuple[int | None, dict[str, list[ListRow]]]], dict[str, int]]:
+        """Lists by instance, and the errors by kind."""
+        lists: list[tuple[int | None, dict[str, list[ListRow]]]] = []
+        errors: dict[str, int] = {}
+        for instance in self._instances:
+            rows, failed = instance.processes.read()
+            lists.append((instance.position, rows))
+            errors |= failed
+        return lists, errors
+
+    def uuids(self) -> tuple[str, ...]:
+        """UUIDs of the instances, by position."""
+        return tuple(instance.uuid for instance in self._instances if instance.uuid)
+
+    def reasons(self) -> dict[str, str]:
+        """Why instances are missing, under `mig`."""
+        reason = self._asker.reasons().get("mig")
+        return {} if reason is None else {"mig": reason}

@@ -1,0 +1,120 @@
+"""What a command line says of a program: launcher, shell, loader worker, script. Pure text."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import PurePosixPath
+
+_LAUNCHERS = frozenset(
+    {
+        *("torchrun", "deepspeed", "horovodrun", "colossalai", "composer", "mpirun", "mpiexec", "mpiexec.hydra"),
+        *("orterun", "prterun", "prted", "orted", "hydra_pmi_proxy", "hydra_bstrap_proxy", "srun", "raylet", "pdsh"),
+    }
+)
+_LAUNCHER_MODULES = (
+    *("torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher", "accelerate.commands.launch"),
+    *("deepspeed.launcher", "horovod.runner", "memtop.supervisor"),
+)
+_NEEDS_LAUNCH = frozenset({"accelerate", "fabric", "lightning"})
+"""Programs of many commands, of which only `launch` or `run` starts others."""
+
+_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "fish", "ksh", "tcsh", "csh", "busybox"})
+_WRAPPERS = frozenset(
+    {
+        *("env", "nice", "ionice", "numactl", "taskset", "time", "timeout", "stdbuf", "nohup", "setsid", "script"),
+        *("nsys", "ncu", "strace", "uv", "poetry", "pixi", "conda", "mamba", "micromamba", "make", "xargs", "parallel"),
+    }
+)
+_ROOMS = frozenset(
+    {
+        *("tmux", "screen", "zellij", "sshd", "sshd-session", "systemd", "init", "login", "su", "sudo", "cron", "crond", "atd"),
+        *("slurmstepd", "slurmd", "containerd-shim", "containerd", "dockerd", "docker-init", "tini", "dumb-init", "conmon"),
+        *("runc", "crun", "supervisord", "s6-svscan", "code", "code-server", "cursor", "pycharm", "gnome-shell", "Xorg"),
+        *("gnome-terminal-", "konsole", "xterm", "kitty", "alacritty", "node", "java", "jupyter", "jupyter-lab", "mosh-server"),
+    }
+)
+_ROOM_MODULES = ("ipykernel", "ipykernel_launcher", "jupyter", "jupyterlab", "notebook", "debugpy")
+_PYTHON = re.compile(r"(?:python|pypy)[\d.]*$")
+_MULTIPROCESSING = re.compile(r"^from multiprocessing\.(\w+) import")
+_PYTHON_FLAGS_WITH_VALUE = frozenset({"-W", "-X"})
+
+
+def program(words: tuple[str, ...]) -> str:
+    """The name of the file that was started; what wrote its own title gives that title's first word."""
+    first = words[0].split(" ", 1)[0].rstrip(":") if words else ""
+    # A login shell's name has a dash in front.
+    return first.rpartition("/")[2].lstrip("-")
+
+
+def script(words: tuple[str, ...]) -> tuple[str | None, bool]:
+    """What a Python interpreter runs: (path or module, is a module); (None, False) where words are no such command."""
+    if not words or not _PYTHON.match(program(words)):
+        return None, False
+    rest = iter(words[1:])
+    for word in rest:
+        if word in _PYTHON_FLAGS_WITH_VALUE:
+            next(rest, None)
+        elif word == "-c":
+            return None, False
+        elif word == "-m":
+            return next(rest, None), True
+        elif not word.startswith("-"):
+            return word, False
+    return None, False
+
+
+def is_launcher(words: tuple[str, ...]) -> bool:
+    """A program whose children are the ranks of one job."""
+    found, is_module = script(words)
+    if is_module and found is not None:
+        return found.startswith(_LAUNCHER_MODULES)
+    name = found.rpartition("/")[2] if found is not None else program(words)
+    if name in _NEEDS_LAUNCH:
+        return "launch" in words or "run" in words
+    inside = "/" + (found or "")
+    return name in _LAUNCHERS or inside.endswith(("/torch/distributed/run.py", "/accelerate/commands/launch.py"))
+
+
+def is_room(words: tuple[str, ...], name: str) -> bool:
+    """What programs are started from but never belong to: terminals, services, notebooks, editors."""
+    found, is_module = script(words)
+    if found is not None:
+        file = PurePosixPath(found).stem if not is_module else found
+        return file.startswith(_ROOM_MODULES)
+    # A container's shim carries its version behind: containerd-shim-runc-v2.
+    return name in _ROOMS or program(words) in _ROOMS or name.startswith("containerd-shim")
+
+
+def is_passage(words: tuple[str, ...], name: str) -> bool:
+    """A shell or wrapper: never a leader, but a launcher may stand above it."""
+    return name in _SHELLS or program(words) in _SHELLS or name in _WRAPPERS
+
+
+def helper_of_multiprocessing(words: tuple[str, ...]) -> str | None:
+    """spawn | forkserver | resource_tracker for what Python's multiprocessing starts as a program of its own."""
+    for flag, code in pairwise(words):
+        if flag == "-c":
+            found = _MULTIPROCESSING.match(code)
+            return found[1] if found else None
+    return None
+
+
+def title_role(words: tuple[str, ...], name: str) -> str | None:
+    """The part that a program gives itself in its title: vLLM's engine and workers, Ray's workers."""
+    title = words[0] if words else name
+    if title.startswith("VLLM::"):
+        part = title.removeprefix("VLLM::").split(" ", 1)[0]
+        if part.startswith("EngineCore"):
+            return "engine"
+        return f"worker {part.removeprefix('Worker').strip('_')}".strip()
+    return "ray worker" if title.startswith("ray::") else None
+
+
+def job_name(words: tuple[str, ...], name: str) -> str:
+    """What a person would call the program: its script or module, else its own name."""
+    found, is_module = script(words)
+    if found is not None:
+        return found if is_module else PurePosixPath(found).name
+    title = title_role(words, name)
+    return words[0] if title is not None and words else program(words) or name

@@ -1,0 +1,110 @@
+"""What the monitor says of a real GPU, beside nvidia-smi and beside what torch knows."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from memtop.supervisor.monitor.processes import identify
+from memtop.supervisor.monitor.sampler import Sampler
+from memtop.supervisor.monitor.strays import end_and_measure
+from memtop.supervisor.monitor.values import GpuProcess, GpuSample
+from memtop.supervisor.units import GIB
+
+MIB = 1 << 20
+
+_HOLDER = """
+import sys, torch
+torch.cuda.set_per_process_memory_fraction(0.5)
+held = torch.empty(int(sys.argv[1]), dtype=torch.uint8, device="cuda").fill_(1)
+torch.cuda.synchronize()
+print(torch.cuda.memory_reserved(), torch.cuda.get_device_properties(0).uuid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def sampler() -> Iterator[Sampler]:
+    sampler = Sampler(patience=30)
+    yield sampler
+    sampler.close()
+
+
+@pytest.fixture
+def holder() -> Iterator[tuple[subprocess.Popen[str], int, str]]:
+    """A program that holds 2 GiB; its reserved bytes as torch tells them, and the GPU's UUID."""
+    command = [sys.executable, "-c", _HOLDER, str(2 * GIB)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    reserved, uuid = process.stdout.readline().split()
+    yield process, int(reserved), uuid
+    process.kill()
+    process.wait()
+
+
+def gpu_of(sampler: Sampler, uuid: str) -> GpuSample:
+    sampler.nvml.refresh()
+    return next(gpu for gpu in sampler.sample().gpus if gpu.uuid is not None and gpu.uuid.removeprefix("GPU-") == uuid)
+
+
+def row_of(gpu: GpuSample, pid: int) -> GpuProcess:
+    return next(row for row in gpu.processes if row.pid == pid)
+
+
+def test_the_numbers_are_nvidia_smis(sampler: Sampler) -> None:
+    if shutil.which("nvidia-smi") is None:
+        pytest.skip("nvidia-smi is not here to compare with")
+    fields = "index,uuid,memory.total,memory.reserved,power.limit,clocks.max.sm,pcie.link.gen.max,driver_version"
+    asked = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    said = subprocess.run(asked, check=True, capture_output=True, text=True).stdout
+    snapshot = sampler.sample()
+    rows = [[word.strip() for word in line.split(",")] for line in said.splitlines()]
+    assert len(rows) == len(snapshot.gpus)
+    for (index, uuid, total, reserved, limit, clock, generation, driver), gpu in zip(rows, snapshot.gpus, strict=True):
+        assert (gpu.index, gpu.uuid) == (int(index), uuid)
+        assert gpu.total_bytes is not None
+        assert abs(gpu.total_bytes - int(total) * MIB) <= MIB
+        assert gpu.reserved_bytes is not None
+        assert abs(gpu.reserved_bytes - int(reserved) * MIB) <= MIB
+        assert gpu.power_limit_watts == pytest.approx(float(limit), abs=0.1)
+        assert gpu.details.sm_clock_limit_megahertz == int(clock)
+        assert gpu.details.pcie_generation_limit == int(generation)
+        assert snapshot.driver_version == driver
+
+
+def test_what_is_not_known_has_a_reason_and_is_no_zero(sampler: Sampler) -> None:
+    for gpu in sampler.sample().gpus:
+        for values, skipped in ((gpu, {"error", "visible_index", "other_pool_bytes"}), (gpu.details, {"recovery_action"})):
+            names = {name for name in values.__struct_fields__ if getattr(values, name) is None} - skipped
+            assert names <= values.unknown.keys(), names - values.unknown.keys()
+
+
+def test_a_programs_memory_is_found_under_its_name(sampler: Sampler, holder: tuple[subprocess.Popen[str], int, str]) -> None:
+    process, reserved, uuid = holder
+    gpu = gpu_of(sampler, uuid)
+    if not any(row.pid == process.pid for row in gpu.processes):
+        pytest.skip("the driver's process ids are not those of this container")
+    row = row_of(gpu, process.pid)
+    if row.used_bytes is None:
+        pytest.skip(row.unknown["used_bytes"])
+    # The CUDA context comes on top: some hundred MiB, on no card more than 2 GiB.
+    assert reserved < row.used_bytes < reserved + 2 * GIB
+    assert row.command is not None
+    assert row.choosable
+
+
+def test_ending_it_gives_its_memory_back(sampler: Sampler, holder: tuple[subprocess.Popen[str], int, str]) -> None:
+    process, reserved, uuid = holder
+    gpu_of(sampler, uuid)
+    identity = identify(process.pid)
+    assert identity is not None
+    report = end_and_measure([identity], sampler.nvml)
+    assert report.processes[0].outcome == "ended"
+    assert process.wait(10) != 0
+    if report.returned_bytes is None:
+        pytest.skip(report.unknown["returned_bytes"])
+    assert report.returned_bytes >= reserved * 0.9

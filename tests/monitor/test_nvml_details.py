@@ -1,0 +1,268 @@
+"""The slow values of a GPU: every field, its reasons, and what is never asked twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memtop.supervisor.monitor import nvml_errors
+from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.nvml_details import PCIE_FIELDS, throttle_words
+from memtop.supervisor.monitor.nvml_fields import recovery_words
+from memtop.supervisor.monitor.values import GpuDetails, GpuSample
+from tests.monitor.conftest import Clock
+from tests.nvml_double.double import Script
+
+GIB = 1024**3
+ALL_LINKS = 2**32 - 1
+
+EVERY_VALUE: dict[str, Any] = {
+    "memory_temperature_celsius": 71.0,
+    "slowdown_temperature_celsius": 89.0,
+    "fan_fraction": 0.42,
+    "sm_clock_megahertz": 1755,
+    "sm_clock_limit_megahertz": 1980,
+    "memory_clock_megahertz": 2500,
+    "memory_clock_limit_megahertz": 2619,
+    "performance_state": "P0",
+    "throttle_reasons": ("power cap: the card draws as much as its limit allows",),
+    "ecc_mode": "on",
+    "ecc_corrected_errors": 7,
+    "ecc_uncorrected_errors": 2,
+    "remapped_rows_correctable": 3,
+    "remapped_rows_uncorrectable": 1,
+    "remapping_pending": True,
+    "remapping_failed": False,
+    "retired_pages": 5,
+    "recovery_action": recovery_words(1),
+    "pcie_generation": 4,
+    "pcie_generation_limit": 5,
+    "pcie_width": 8,
+    "pcie_width_limit": 16,
+    "nvlink_links": 3,
+    "nvlink_sent_bytes_per_second": 1024.0 * 1000 / 5,
+    "nvlink_received_bytes_per_second": 1024.0 * 500 / 5,
+    "bar1_total_bytes": 128 * GIB,
+    "bar1_used_bytes": GIB,
+    "encoder_fraction": 0.11,
+    "decoder_fraction": 0.12,
+    "energy_joules": 5000.25,
+    "persistence_mode": True,
+    "compute_mode": "exclusive process",
+    "display_active": True,
+    "display_connected": True,
+    "mig_mode": False,
+    "compute_capability": "9.0",
+    "sm_active_fraction": 0.61,
+    "tensor_active_fraction": 0.27,
+}
+
+
+def rich(driver: Script, sent: int, received: int) -> Script:
+    driver.clear().gpu(
+        0, total=GIB, slowdown=89, fan=42, sm_clock=1755, sm_limit=1980, memory_clock=2500, memory_limit=2619, pstate=0,
+        throttle=0x4 | 0x1, ecc=1, ecc_corrected=7, ecc_uncorrected=2, remapped_cor=3, remapped_unc=1, remap_pending=1,
+        pcie_gen=4, pcie_gen_limit=5, pcie_width=8, pcie_width_limit=16, bar1_total=128 * GIB, bar1_used=GIB, encoder=11,
+        decoder=12, energy=5000250, persistence=1, compute_mode=3, display_active=1, display_connected=1, mig=0, major=9,
+        minor=0, gpm=1, sm_active=61, tensor_active=27,
+    )  # fmt: skip
+    driver.field(0, 82, 71).field(0, 230, 1).field(0, 29, 2).field(0, 30, 3).field(0, 91, 4)
+    for link in range(4):
+        driver.field(0, 165, int(link != 2), scope=link)
+    driver.field(0, 138, sent, scope=ALL_LINKS).field(0, 139, received, scope=ALL_LINKS)
+    return driver.write()
+
+
+def one(reader: NvmlReader) -> GpuSample:
+    (gpu,) = reader.read().gpus
+    return gpu
+
+
+def test_every_value(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    for sent, received in ((10, 20), (2**33, 20), (2**33 + 1000, 520)):
+        rich(driver, sent, received)
+        details = one(reader).details
+        clock.pass_(5.0)
+    told = {field: getattr(details, field) for field in details.__struct_fields__ if field != "unknown"}
+    assert told == EVERY_VALUE | dict.fromkeys(PCIE_FIELDS)
+    assert details.unknown == dict.fromkeys(PCIE_FIELDS, "read only while it is looked at")
+
+
+def missing(details: GpuDetails) -> set[str]:
+    return {field for field in details.__struct_fields__ if getattr(details, field) is None}
+
+
+@pytest.mark.parametrize("code", [3, 4, 13, 27, 999])
+def test_every_value_that_the_driver_refuses_has_a_reason(driver: Script, reader: NvmlReader, code: int) -> None:
+    from memtop.supervisor.monitor.nvml_details import _CODECS, _FIXED, _SENSORS
+
+    driver.gpu(0, total=GIB)
+    for row in (*_FIXED, *_SENSORS, *_CODECS):
+        for call in row.call:
+            driver.fail(call, 0, code)
+    for call in ("nvmlDeviceGetFieldValues", "nvmlGpmQueryDeviceSupport", "nvmlDeviceGetMigMode"):
+        driver.fail(call, 0, code)
+    driver.write()
+    gpu = one(reader)
+    assert gpu.error is None
+    assert gpu.total_bytes == GIB
+    assert missing(gpu.details) == set(GpuDetails.__struct_fields__) - {"unknown"}
+    words = {field: reason for field, reason in gpu.details.unknown.items() if field not in PCIE_FIELDS}
+    assert set(words) == missing(gpu.details) - set(PCIE_FIELDS)
+    assert set(words.values()) == {nvml_errors.words(code)}
+
+
+def test_what_is_not_supported_is_not_asked_again_but_other_failures_are(
+    driver: Script, reader: NvmlReader, clock: Clock
+) -> None:
+    driver.gpu(0, total=GIB).fail("nvmlDeviceGetFanSpeed", 0, 3).missing("nvmlDeviceGetEccMode")
+    driver.fail("nvmlDeviceGetPerformanceState", 0, 999).fail("nvmlDeviceGetUtilizationRates", 0, 3).write()
+    names = ("nvmlDeviceGetFanSpeed", "nvmlDeviceGetEccMode", "nvmlDeviceGetPerformanceState", "nvmlDeviceGetUtilizationRates")
+    before = [driver.calls(name) for name in names]
+    for _ in range(20):
+        gpu = one(reader)
+        clock.pass_(1.0)
+    assert [driver.calls(name) - then for name, then in zip(names, before, strict=True)] == [1, 1, 4, 1]
+    assert gpu.details.unknown["fan_fraction"] == nvml_errors.words(3), "the reason stays"
+    assert gpu.unknown["utilization_fraction"] == nvml_errors.words(3)
+
+
+def test_fields_fail_each_for_themselves(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    driver.gpu(0, total=GIB).field(0, 82, 60).field(0, 230, status=2).field(0, 29, 1).field(0, 30, status=999).write()
+    details = one(reader).details
+    assert details.memory_temperature_celsius == 60.0
+    assert details.recovery_action is None
+    assert details.unknown["recovery_action"] == nvml_errors.words(13), "a number that the driver has not heard of"
+    assert details.retired_pages is None
+    assert details.unknown["retired_pages"] == nvml_errors.words(999)
+    driver.clear().gpu(0, total=GIB).field(0, 82, 61).field(0, 230, 2).field(0, 29, 1).field(0, 30, 0).write()
+    clock.pass_(5.0)
+    details = one(reader).details
+    assert (details.memory_temperature_celsius, details.retired_pages) == (61.0, 1)
+    assert details.recovery_action is None, "said to be unknown to this driver: not asked again"
+
+
+def test_a_healthy_card_needs_nothing(driver: Script, reader: NvmlReader) -> None:
+    driver.gpu(0, total=GIB).field(0, 230, 0).write()
+    details = one(reader).details
+    assert details.recovery_action is None
+    assert "recovery_action" not in details.unknown
+
+
+@pytest.mark.parametrize("action", range(9))
+def test_recovery_words_say_what_to_do(action: int) -> None:
+    assert (recovery_words(action) is None) == (action == 0)
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (0, []),
+        (0x1, []),
+        (0x100, []),
+        (0x8 | 0x40, ["too hot: the hardware"]),
+        (0x8 | 0x80, ["power brake"]),
+        (0x8, ["hardware slowdown"]),
+        (0x4 | 0x20 | 0x10 | 0x2, ["power cap", "too hot: the driver", "sync boost", "clocks set by hand"]),
+    ],
+)
+def test_throttle_words(mask: int, expected: list[str]) -> None:
+    words = throttle_words(mask)
+    assert len(words) == len(expected)
+    assert all(word.startswith(start) for word, start in zip(words, expected, strict=True))
+
+
+def test_an_older_driver_has_the_older_name(driver: Script, reader: NvmlReader) -> None:
+    driver.gpu(0, total=GIB, throttle=0x20, temp=66, links=4, links_up=4).field(0, 91, 4)
+    driver.missing("nvmlDeviceGetCurrentClocksEventReasons").missing("nvmlDeviceGetTemperature").write()
+    gpu = one(reader)
+    assert gpu.details.throttle_reasons == ("too hot: the driver holds the clocks down",)
+    assert gpu.temperature_celsius == 66.0
+
+
+def test_links_of_a_driver_without_their_state_as_field(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    driver.gpu(0, total=GIB, links=4, links_up=2).field(0, 91, 4).write()
+    assert "next look" in one(reader).details.unknown["nvlink_links"]
+    clock.pass_(5.0)
+    details = one(reader).details
+    assert details.nvlink_links == 2
+    assert details.nvlink_sent_bytes_per_second is None
+    assert details.unknown["nvlink_sent_bytes_per_second"] == nvml_errors.words(3)
+
+
+def test_counters_that_begin_anew_give_no_rate(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    for sent in (10, 5000, 3):
+        rich(driver, sent, sent)
+        details = one(reader).details
+        clock.pass_(5.0)
+    assert details.nvlink_sent_bytes_per_second is None
+    assert "began anew" in details.unknown["nvlink_sent_bytes_per_second"]
+
+
+def test_without_nvlink(driver: Script, reader: NvmlReader) -> None:
+    driver.gpu(0, total=GIB).field(0, 91, 0).write()
+    details = one(reader).details
+    assert details.nvlink_links is None
+    assert details.unknown["nvlink_links"] == "this GPU has no NVLink"
+
+
+@pytest.mark.parametrize(
+    ("field", "script"),
+    [("encoder_fraction", {"encoder": 101}), ("performance_state", {"pstate": 32}), ("compute_mode", {"compute_mode": 9})],
+)
+def test_what_is_no_value_is_unknown(driver: Script, reader: NvmlReader, field: str, script: dict[str, int | str]) -> None:
+    driver.gpu(0, total=GIB, **script).write()
+    details = one(reader).details
+    assert getattr(details, field) is None
+    assert details.unknown[field]
+
+
+def test_gpm_is_freed_and_begins_anew(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    names = ("nvmlGpmSampleAlloc", "nvmlGpmSampleFree")
+    before = [driver.calls(name) for name in names]
+    driver.gpu(0, total=GIB, gpm=1, sm_active=50).write()
+    assert "second look" in one(reader).details.unknown["sm_active_fraction"]
+    clock.pass_(5.0)
+    assert one(reader).details.sm_active_fraction == 0.5
+    reader.refresh()
+    assert one(reader).details.sm_active_fraction is None
+    reader.close()
+    assert [driver.calls(name) - then for name, then in zip(names, before, strict=True)] == [4, 4]
+
+
+def test_gpm_before_hopper(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    driver.gpu(0, total=GIB).write()
+    before = driver.calls("nvmlGpmQueryDeviceSupport")
+    for _ in range(3):
+        details = one(reader).details
+        clock.pass_(5.0)
+    assert details.sm_active_fraction is None
+    assert "Hopper" in details.unknown["sm_active_fraction"]
+    assert driver.calls("nvmlGpmQueryDeviceSupport") - before == 1
+
+
+def test_cuda_version(driver: Script, reader: NvmlReader) -> None:
+    driver.gpu(0, total=GIB).cuda(13010).write()
+    assert reader.read().cuda_version == "13.1"
+
+
+def test_call_budget_of_eight_gpus(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    """Ten seconds: memory and utilisation each tick, lists every 2 s, sensors every 5 s, fixed values once, PCIe never."""
+    for index in range(8):
+        driver.gpu(index, total=GIB, gpm=1).field(index, 82, 60)
+        for pid in range(101, 109):
+            driver.process(index, pid=pid, used=1, sm=5)
+    driver.write()
+    every_tick = ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetUtilizationRates")
+    lists = tuple(f"nvmlDeviceGet{kind}RunningProcesses_v3" for kind in ("Compute", "Graphics", "MPSCompute"))
+    sensors = ("nvmlDeviceGetTemperature", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetFanSpeed", "nvmlDeviceGetFieldValues")
+    once = ("nvmlDeviceGetName", "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetMaxClockInfo", "nvmlDeviceGetMaxPcieLinkWidth")
+    expected = dict.fromkeys(every_tick, 80) | dict.fromkeys((*lists, "nvmlDeviceGetProcessUtilization"), 40)
+    expected |= dict.fromkeys(sensors, 16) | dict.fromkeys(once, 8) | {"nvmlDeviceGetPcieThroughput": 0}
+    expected |= {"nvmlDeviceGetMaxClockInfo": 16, "nvmlDeviceGetMigMode": 8, "nvmlInitWithFlags": 1}
+    before = {name: driver.calls(name) for name in expected}
+    for _ in range(10):
+        reader.read()
+        clock.pass_(1.0)
+    assert {name: driver.calls(name) - before[name] for name in expected} == expected

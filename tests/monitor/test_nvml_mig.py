@@ -1,0 +1,124 @@
+"""GPUs cut into MIG instances."""
+
+from __future__ import annotations
+
+import pytest
+
+from memtop.supervisor.monitor import nvml_errors
+from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.values import Band, GpuSample
+from tests.monitor.conftest import Clock
+from tests.nvml_double.double import Script
+
+GIB = 1024**3
+MIB = 1024**2
+
+
+def one(reader: NvmlReader) -> GpuSample:
+    (gpu,) = reader.read().gpus
+    return gpu
+
+
+def cut(driver: Script) -> Script:
+    """Instances at 1, 2 and 5: gaps before and between."""
+    driver.clear().gpu(0, total=80 * GIB, used=20 * GIB, mig=1)
+    driver.mig(0, 1, total=10 * GIB, used=9 * GIB, gi=7, ci=0, name="NVIDIA H100 MIG 1g.10gb")
+    driver.mig(0, 2, total=20 * GIB, used=GIB, reserved=MIB, gi=3, ci=1, uuid="MIG-x")
+    driver.mig(0, 5, total=10 * GIB, used=0, gi=9, ci=0)
+    return driver
+
+
+def test_instances_behind_gaps(driver: Script, reader: NvmlReader) -> None:
+    cut(driver).process(0, pid=11, used=5 * GIB, mig=1).process(0, pid=12, used=MIB, mig=2).write()
+    gpu = one(reader)
+    assert [row.position for row in gpu.mig] == [1, 2, 5]
+    first, second, _ = gpu.mig
+    assert (first.name, first.gpu_instance, first.compute_instance) == ("1g.10gb", 7, 0)
+    assert (first.total_bytes, first.used_bytes, first.band, first.error) == (10 * GIB, 9 * GIB, Band.EDGE, None)
+    assert (second.uuid, second.reserved_bytes, second.unknown) == ("MIG-x", MIB, {})
+    assert [(row.pid, row.mig_instance, row.used_bytes) for row in gpu.processes] == [(11, 1, 5 * GIB), (12, 2, MIB)]
+    assert gpu.total_bytes == 80 * GIB, "the whole GPU's memory, where it may be read"
+    assert gpu.details.mig_mode is True
+
+
+def test_no_utilisation_is_told_and_none_is_asked_for(driver: Script, reader: NvmlReader) -> None:
+    names = ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetProcessUtilization", "nvmlDeviceGetEncoderUtilization")
+    before = [driver.calls(name) for name in names]
+    cut(driver).process(0, pid=11, used=MIB, mig=1).write()
+    gpu = one(reader)
+    reason = "the driver tells no utilisation for MIG instances"
+    assert gpu.utilization_fraction is gpu.memory_utilization_fraction is None
+    assert gpu.unknown["utilization_fraction"] == gpu.unknown["memory_utilization_fraction"] == reason
+    assert gpu.details.unknown["encoder_fraction"] == reason
+    (row,) = gpu.processes
+    assert row.sm_fraction is None
+    assert row.unknown["sm_fraction"] == reason
+    assert [driver.calls(name) for name in names] == before
+
+
+def test_the_whole_gpu_needs_a_right_that_the_instances_do_not(driver: Script, reader: NvmlReader) -> None:
+    cut(driver).fail("nvmlDeviceGetMemoryInfo_v2", 0, 4)
+    driver.fail("nvmlDeviceGetComputeRunningProcesses_v3", 0, 4).process(0, pid=11, used=MIB, mig=2).write()
+    gpu = one(reader)
+    assert gpu.error is None
+    assert gpu.total_bytes is None
+    assert gpu.unknown["total_bytes"] == nvml_errors.words(4)
+    assert [row.used_bytes for row in gpu.mig] == [9 * GIB, GIB, 0]
+    assert [row.pid for row in gpu.processes] == [11]
+
+
+def test_an_instance_that_is_destroyed_goes_and_the_others_stay(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    cut(driver).write()
+    one(reader)
+    driver.clear().gpu(0, total=80 * GIB, mig=1).mig(0, 5, total=10 * GIB, used=MIB, gi=9, ci=0).write()
+    clock.pass_(1.0)
+    assert [row.position for row in one(reader).mig] == [5]
+    driver.mig(0, 0, total=20 * GIB, gi=1, ci=0, uuid="MIG-new").write()
+    clock.pass_(10.0)
+    assert [row.uuid for row in one(reader).mig] == ["MIG-new", "MIG-00000000-5"]
+
+
+def test_instances_are_looked_for_every_ten_seconds(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    cut(driver).write()
+    before = driver.calls("nvmlDeviceGetMigDeviceHandleByIndex")
+    for _ in range(20):
+        one(reader)
+        clock.pass_(1.0)
+    assert driver.calls("nvmlDeviceGetMigDeviceHandleByIndex") - before == 2 * 7
+
+
+def test_mig_that_is_switched_off_and_on(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    cut(driver).write()
+    assert one(reader).utilization_fraction is None
+    driver.clear().gpu(0, total=80 * GIB, mig=0, util=30).write()
+    clock.pass_(10.0)
+    gpu = one(reader)
+    assert (gpu.mig, gpu.utilization_fraction, gpu.unknown) == ((), 0.3, {})
+    cut(driver).write()
+    clock.pass_(10.0)
+    gpu = one(reader)
+    assert len(gpu.mig) == 3
+    assert gpu.utilization_fraction is None
+
+
+@pytest.mark.parametrize("code", [3, 4, 999])
+def test_an_instance_whose_memory_cannot_be_read(driver: Script, reader: NvmlReader, code: int) -> None:
+    cut(driver).fail("nvmlDeviceGetMemoryInfo_v2", 0, code, mig=2).write()
+    gpu = one(reader)
+    assert gpu.error is None
+    assert [row.position for row in gpu.mig] == [1, 2, 5]
+    bad = gpu.mig[1]
+    assert bad.total_bytes is bad.used_fraction is None
+    assert bad.unknown["total_bytes"]
+    assert (bad.error == nvml_errors.words(code)) == (code == 999)
+
+
+def test_the_change_is_announced(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    """With the driver's event nothing waits for the ten seconds."""
+    from tests.monitor.test_nvml_events import eventually
+
+    driver.gpu(0, total=80 * GIB, mig=0).write()
+    assert one(reader).mig == ()
+    cut(driver).event(0, 0x100).write()
+    gpu = eventually(lambda: one(reader), lambda gpu: len(gpu.mig) == 3)
+    assert gpu.troubles == (), "somebody's will, no trouble"

@@ -1,0 +1,76 @@
+"""`memtop train --gpus`: by index, or the free ones, on what the scripted driver says."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from memtop import gpus
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.units import GIB
+from tests.nvml_double.double import Script, driver, nvml_library
+
+__all__ = ["driver", "nvml_library"]
+
+
+@pytest.fixture
+def four(driver: Script, monkeypatch: pytest.MonkeyPatch) -> Script:
+    """GPU 0 is computed on, 1 and 3 are free, 2 is lost."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for index in range(4):
+        driver.gpu(index, total=20 * GIB, used=0 if index else 2 * GIB, reserved=GIB // 4, error=15 if index == 2 else 0)
+    driver.process(0, pid=os.getpid(), used=GIB)
+    return driver.write()
+
+
+def test_free_gpus_are_those_on_which_nobody_computes(four: Script) -> None:
+    assert gpus.wanted(None) is None
+    assert gpus.wanted("free:2") == ["1", "3"]
+    four.gpu(3, total=20 * GIB, used=0).process(1, pid=os.getpid(), used=GIB // 8, kind="graphics").write()
+    assert gpus.wanted("free") == ["3"]
+    assert gpus.wanted("free:2") == ["1", "3"]
+
+
+def test_too_few_free_ones_are_refused_with_what_is_on_the_others(four: Script) -> None:
+    with pytest.raises(UsageError) as refused:
+        gpus.wanted("free:3")
+    text = str(refused.value)
+    assert text.startswith("--gpus free:3: 2 of 4 GPUs are free; GPU 0: process ")
+    assert "computes on it" in text
+    assert "GPU 2: the GPU is lost" in text
+    four.gpu(1, total=20 * GIB, used=9 * GIB).gpu(3, total=0).write()
+    with pytest.raises(UsageError, match=r"none of 4 GPUs is free; .*GPU 1: only 11\.0+ GiB of 20\.0+ GiB free"):
+        gpus.wanted("free")
+
+
+def test_only_gpus_that_cuda_may_see_are_chosen(four: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    assert gpus.wanted("free") == ["3"]
+    with pytest.raises(UsageError, match="1 of 2 GPUs is free"):
+        gpus.wanted("free:2")
+
+
+def test_named_gpus_must_be_there(four: Script) -> None:
+    assert gpus.wanted("1, 00") == ["1", "0"]
+    with pytest.raises(UsageError, match=r"^--gpus 0,7: this machine has no GPU 7; there are 0, 1, 2, 3$"):
+        gpus.wanted("0,7")
+
+
+def test_without_a_driver_the_note_says_why(driver: Script) -> None:
+    driver.init_error(9).write()
+    for text in ("0", "free"):
+        with pytest.raises(UsageError, match=rf"^--gpus {text}: no NVIDIA GPU: .*; leave --gpus out to train on the CPU$"):
+            gpus.wanted(text)
+
+
+@pytest.mark.parametrize("text", ["", "a", "-1", "0,0", "0,00", "0,,1", "\u0661", "99999", "all"])
+def test_gpus_are_different_indices(text: str) -> None:
+    with pytest.raises(UsageError, match="give different device indices like 0 or 0,1"):
+        gpus.wanted(text)
+
+
+@pytest.mark.parametrize("text", ["free:", "free:0", "free:x", "free:-1"])
+def test_free_ones_are_counted(text: str) -> None:
+    with pytest.raises(UsageError, match="give how many free GPUs, like free:2"):
+        gpus.wanted(text)
