@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.events import Resize
+from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.theme import BUILTIN_THEMES, Theme
 
+from memtop.tui.ascii import AsciiFilter
+from memtop.tui.ascii import wanted as ascii_wanted
 from memtop.tui.feed import Feed
 from memtop.tui.hands import Hands, RealHands
 from memtop.tui.screens.dashboard import DashboardScreen
@@ -44,6 +48,7 @@ _MEMORY_COLOURS = {
     "mem-alloc": "#4c8fd6",
     "mem-cache": "#7db4e8",
     "mem-context": "#9a8fd0",
+    "mem-library": "#6f7fbf",
     "mem-other": "#8b949e",
     "mem-track": "#232c36",
     "mem-line": "#4a5663",
@@ -80,12 +85,16 @@ class DashboardApp(App[DashboardResult]):
         self.feed = feed
         self.interval = interval
         self.hands: Hands = hands or (feed if isinstance(feed, Hands) else RealHands())
+        self._ascii = (AsciiFilter(),) if ascii_wanted() else ()
         self._dashboard = DashboardScreen(feed, label=title or feed.label, interval=interval)
         # A monitor must not spend processor time on movement.
         self.animation_level = "none"
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         return dict(_MEMORY_COLOURS)
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        return (*super().get_line_filters(), *self._ascii)
 
     def on_mount(self) -> None:
         self.title = "memtop"

@@ -13,18 +13,18 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from memtop.presets import SettingsError, edit_settings
 from memtop.presets.schema import Settings
 from memtop.supervisor import units, wire
-from memtop.supervisor.monitor.bands import band_of
-from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
+from memtop.supervisor.errors import RefusedError
+from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
 from memtop.supervisor.wire import Phase
+from memtop.tui.demo_machine import CONTEXT_BYTES, RUN_SHM_BYTES, Holding, Moment, demo_uuid, host_own_bytes, invent, wave
 from memtop.tui.feed import Connected, FeedMessage, LogLines
 
 GIB = units.GIB
 START = 1_760_000_000.0
 TOTAL_UPDATES = 1_200
 _UPDATES_PER_TICK = 2
-_CARD = int(19.6 * GIB)
-_HOST = int(31.2 * GIB)
 _RESTART_TICKS = 4
+_BREATH_TICKS = 30
 
 DEMO_SETTINGS = Settings(
     recipe="first-run",
@@ -86,6 +86,9 @@ class DemoFeed:
                 yield message
             if self._tick > self._warm_up and self._interval > 0:
                 await asyncio.sleep(self._interval)
+            elif self._tick % _BREATH_TICKS == 0:
+                # The dashboard takes up what was played so far: else all of the past would wait in memory.
+                await asyncio.sleep(0)
         # A script that has ended is not a run that has: stay silent rather than close the stream.
         await asyncio.Event().wait()
 
@@ -106,6 +109,18 @@ class DemoFeed:
         returned = sum(process.used_bytes or 0 for process in chosen)
         word = "process" if len(chosen) == 1 else "processes"
         return f"{len(chosen)} {word} ended, {units.size(returned)} returned"
+
+    async def environment_of(self, process: GpuProcess) -> dict[str, str]:
+        if process.user != "ada":
+            raise RefusedError(f"the environment of process {process.pid} cannot be read: it belongs to {process.user}")
+        return {
+            "CUDA_VISIBLE_DEVICES": "0,1",
+            "HF_TOKEN": "hf_invented",
+            "HOME": "/home/ada",
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            "RANK": str(process.pid % 10),
+            "WORLD_SIZE": str(max(1, self._gpus)),
+        }
 
     # --- the script -------------------------------------------------------------------------------------------------
 
@@ -179,7 +194,7 @@ class DemoFeed:
             loss=_loss(update),
             learning_rate=2e-4 * (1 - update / TOTAL_UPDATES),
             samples_seen=update * 64,
-            step_seconds=1.15 + 0.05 * _wave(update, 7),
+            step_seconds=1.15 + 0.05 * wave(update, 7),
         )
 
     def _log_line(self, row: wire.Metric) -> str:
@@ -191,7 +206,7 @@ class DemoFeed:
     def _run(self) -> wire.RunState:
         update = self._update
         training = self._phase is Phase.TRAINING
-        step = 1.15 + 0.05 * _wave(update, 7)
+        step = 1.15 + 0.05 * wave(update, 7)
         effective = self._settings.effective_batch
         return wire.RunState(
             name="qwen-sft",
@@ -212,7 +227,7 @@ class DemoFeed:
             loss=_loss(update),
             best_loss=min(_loss(u) for u in range(max(1, update - 60), update + 1)),
             learning_rate=2e-4 * (1 - update / TOTAL_UPDATES),
-            gradient_norm=0.61 + 0.08 * _wave(update, 5),
+            gradient_norm=0.61 + 0.08 * wave(update, 5),
             samples_per_second=effective / step if training else None,
             tokens_per_second=effective * self._settings.seq_len / step if training else None,
             step_seconds=step,
@@ -224,7 +239,9 @@ class DemoFeed:
             ),
             eta_seconds=(TOTAL_UPDATES - update) * step if training else None,
             ranks=tuple(self._rank(i) for i in range(self._gpus)),
-            run_rss_bytes=int((8.4 + 0.3 * _wave(self._tick, 30)) * GIB),
+            run_rss_bytes=int(host_own_bytes(self._tick) * 1.1),
+            run_memory=self._roles() if not self._phase.final else (),
+            gpu_base_bytes={demo_uuid(i): CONTEXT_BYTES for i in range(self._gpus)},
             checkpoint=wire.Checkpoint(
                 path="runs/qwen-sft/train_latest_state",
                 updates=self._saved_update,
@@ -233,6 +250,15 @@ class DemoFeed:
                 size_bytes=int(1.4 * GIB),
                 complete=True,
             ),
+        )
+
+    def _roles(self) -> tuple[wire.RoleMemory, ...]:
+        own = host_own_bytes(self._tick)
+        ranks = max(1, self._gpus)
+        parts = (("launcher", 1, 0.03, 0), ("rank", ranks, 0.5, 0), ("loader worker", 4 * ranks, 0.47, RUN_SHM_BYTES))
+        return tuple(
+            wire.RoleMemory(role=role, processes=count, pss_bytes=int(share * own), shm_bytes=shared, swap_bytes=0)
+            for role, count, share, shared in parts
         )
 
     def _cached(self, index: int) -> float:
@@ -247,7 +273,7 @@ class DemoFeed:
         base = 6.6 + 0.2 * (index % 4) + (0.45 if self._settings.gradient_checkpointing else per_batch)
         if self._phase is not Phase.TRAINING:
             return 0.0 if self._phase.final else 1.2
-        return base + 0.25 * _wave(self._tick + index * 3, 9)
+        return base + 0.25 * wave(self._tick + index * 3, 9)
 
     def _rank(self, index: int) -> wire.RankMemory:
         allocated = self._allocated(index)
@@ -255,7 +281,7 @@ class DemoFeed:
             rank=index,
             pid=41_210 + index,
             connected=not self._phase.final,
-            device_uuid=_uuid(index),
+            device_uuid=demo_uuid(index),
             allocated_bytes=int(allocated * GIB),
             reserved_bytes=int((allocated + self._cached(index)) * GIB),
             peak_bytes=int((allocated + 0.5) * GIB),
@@ -263,102 +289,8 @@ class DemoFeed:
         )
 
     def _machine(self) -> MachineSnapshot:
-        note = None if self._gpus else "no NVIDIA GPU: libnvidia-ml not found"
-        return MachineSnapshot(
-            time=START + self._tick,
-            gpus=tuple(self._gpu(i) for i in range(self._gpus)),
-            gpu_note=note,
-            driver_version="570.86" if self._gpus else None,
-            host=self._host(),
-        )
-
-    def _gpu(self, index: int) -> GpuSample:
-        processes = [p for p in self._processes(index) if p.pid not in self._ended_pids]
-        used = sum(p.used_bytes or 0 for p in processes)
-        reserved = int(0.3 * GIB)
-        fraction = (used + reserved) / _CARD
-        training = self._phase is Phase.TRAINING
-        return GpuSample(
-            index=index,
-            uuid=_uuid(index),
-            name="NVIDIA RTX A4500",
-            total_bytes=_CARD,
-            used_bytes=used,
-            free_bytes=_CARD - used - reserved,
-            reserved_bytes=reserved,
-            used_fraction=fraction,
-            band=band_of(fraction),
-            utilization_fraction=0.94 + 0.04 * _wave(self._tick + index, 4) if training else 0.0,
-            temperature_celsius=62 + 3 * index % 9 if training else 44,
-            power_watts=211 + 6 * _wave(self._tick + index, 6) if training else 28,
-            power_limit_watts=230,
-            processes=tuple(processes),
-        )
-
-    def _processes(self, index: int) -> list[GpuProcess]:
-        processes = []
-        if not self._phase.final:
-            processes.append(
-                GpuProcess(
-                    pid=41_210 + index,
-                    user="ada",
-                    name="python",
-                    command="python train.py --config qwen-sft",
-                    used_bytes=int((self._allocated(index) + self._cached(index) + 0.42) * GIB),
-                    run="qwen-sft",
-                    reason="belongs to run qwen-sft, which is alive",
-                    started=START - 1320,
-                )
-            )
-        if index == 1:
-            processes.append(
-                GpuProcess(
-                    pid=39_874,
-                    user="ada",
-                    name="python",
-                    command="python train.py --config qwen-old",
-                    used_bytes=int(0.9 * GIB),
-                    run="qwen-old",
-                    stray=True,
-                    choosable=True,
-                    reason="left over from run qwen-old, which ended",
-                    started=START - 9_400,
-                )
-            )
-        if index == 0:
-            processes.append(
-                GpuProcess(
-                    pid=2_214,
-                    user="grace",
-                    name="Xorg",
-                    command="/usr/lib/xorg/Xorg :0",
-                    used_bytes=int(0.2 * GIB),
-                    kind="graphics",
-                    reason="belongs to grace",
-                    started=START - 900_000,
-                )
-            )
-        return processes
-
-    def _host(self) -> HostSample:
-        own = (8.4 + 0.3 * _wave(self._tick, 30)) * GIB
-        used = int(own + 13.4 * GIB + min(3.0, self._tick * 0.012) * GIB)
-        fraction = used / _HOST
-        return HostSample(
-            total_bytes=_HOST,
-            used_bytes=used,
-            available_bytes=_HOST - used,
-            used_fraction=fraction,
-            band=band_of(fraction),
-            swap_total_bytes=4 * GIB,
-            swap_used_bytes=GIB // 2,
-            swap_fraction=0.125,
-            swap_band=band_of(0.125),
-            swap_in_bytes_per_second=0.0,
-            swap_out_bytes_per_second=0.0,
-            pressure_fraction=0.002,
-            cpu_fraction=0.43 + 0.05 * _wave(self._tick, 11),
-        )
+        holdings = tuple(Holding(self._allocated(n), self._cached(n)) for n in range(self._gpus))
+        return invent(Moment(self._tick, START, self._phase is Phase.TRAINING, self._phase.final, holdings, self._ended_pids))
 
 
 def _greeting(gpus: int) -> list[str]:
@@ -370,14 +302,5 @@ def _greeting(gpus: int) -> list[str]:
     ]
 
 
-def _uuid(index: int) -> str:
-    return f"GPU-{(0x5F1C + index * 0x3B17) & 0xFFFF:04x}{index:04x}-0000-0000-0000-000000000000"
-
-
-def _wave(tick: float, period: float) -> float:
-    """A wiggle between -1 and 1 that does not repeat visibly."""
-    return (math.sin(tick / period * 2 * math.pi) + math.sin(tick / period * 3.7)) / 2
-
-
 def _loss(update: int) -> float:
-    return 1.72 + 2.1 * math.exp(-update / 110) + 0.07 * _wave(update, 13) * math.exp(-update / 900)
+    return 1.72 + 2.1 * math.exp(-update / 110) + 0.07 * wave(update, 13) * math.exp(-update / 900)

@@ -1,11 +1,16 @@
-"""Ending GPU processes that the user chose. Behind one small protocol, so that tests and the demo touch no real one."""
+"""Ending GPU processes that the user chose, and reading their environment.
+
+Behind one small protocol, so that tests and the demo touch no real one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Protocol, runtime_checkable
 
+from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.values import GpuProcess
 
 
@@ -18,12 +23,30 @@ class Hands(Protocol):
 
     async def end_processes(self, chosen: Sequence[GpuProcess]) -> str: ...
 
+    async def environment_of(self, process: GpuProcess) -> dict[str, str]:
+        """The environment variables that it was started with. Raises RefusedError with the reason."""
+        ...
+
 
 class RealHands:
     """Ends real processes through the monitor, which checks identity and owner of each once more."""
 
     async def end_processes(self, chosen: Sequence[GpuProcess]) -> str:
         return await asyncio.to_thread(_end, tuple(chosen))
+
+    async def environment_of(self, process: GpuProcess) -> dict[str, str]:
+        return await asyncio.to_thread(_environment, process)
+
+
+def _environment(process: GpuProcess) -> dict[str, str]:
+
+    from memtop.supervisor.monitor.processes import ProcessId
+
+    if process.started_ticks is None:
+        raise RefusedError(f"environment of process {process.pid}: its start time is not known, it could be another one by now")
+    reader = import_module("memtop.supervisor.monitor.environment")
+    variables: dict[str, str] = reader.environment_of(ProcessId(process.pid, process.started_ticks))
+    return variables
 
 
 def _end(chosen: tuple[GpuProcess, ...]) -> str:

@@ -21,7 +21,7 @@ class Action:
     """The label where the terminal is narrow."""
     description: str
     group: str
-    """"run" and "machine" change something and are gone when read-only; "session" and "view" are harmless."""
+    """"run" and "machine" change something and are gone when read-only; "screen", "session" and "view" are harmless."""
     dangerous: bool = False
     """Asks first, with the focus on Cancel."""
 
@@ -76,6 +76,25 @@ ACTIONS = (
         "run",
         dangerous=True,
     ),
+    Action(
+        "processes",
+        ("o",),
+        "o",
+        "Processes",
+        "Procs",
+        "All GPU processes by job, as a tree or flat: sort, filter, find, end; Enter shows one in detail",
+        "screen",
+    ),
+    Action(
+        "gpu",
+        ("g", "enter"),
+        "g",
+        "GPU details",
+        "GPU",
+        "All that the driver tells of the selected GPU, and why something is not known (also Enter)",
+        "screen",
+    ),
+    Action("host", ("m",), "m", "Host details", "Host", "Host memory, swap, pressure and limits in full", "screen"),
     Action("detach", ("d", "q"), "d", "Detach", "Detach", "Close the dashboard; the run goes on (also q)", "session"),
     Action("help", ("question_mark",), "?", "Help", "Help", "All keys, and what the marks mean", "session"),
     Action("follow", ("l",), "l", "Log: follow", "Follow", "Follow the log's end, or hold it still", "view"),
@@ -98,6 +117,7 @@ ACTIONS = (
 )
 BY_ID = {action.id: action for action in ACTIONS}
 BAR = tuple(action for action in ACTIONS if action.group != "view")
+"""Those of the group "screen" only where there is room."""
 
 
 def offered(action: Action, store: Store) -> bool:

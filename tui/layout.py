@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memtop.tui.draw.host import host_rows
 from memtop.tui.draw.machine import compact_rows
 from memtop.tui.store import Store
 
@@ -14,6 +15,8 @@ _GPU_LOWEST, _GPU_HIGHEST = 6, 12
 _LOSS_LOWEST = 9
 _HOST_LOWEST = 7
 _RANKS_SHOWN = 4
+_CHART = 4
+_EVENTS_LOWEST, _EVENTS_AT_EASE = 6, 8
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,16 @@ def plan(store: Store, width: int, height: int, *, notice: bool) -> Plan:
     return Plan(compact, _compact(store, body) if compact else _wide(store, body), shown)
 
 
+def _host_height(store: Store, room: int) -> int:
+    """All that it has to tell as long as some events stay in sight, and a chart where there is plenty of room."""
+    wanted = 2 + host_rows(store)
+    if store.run is None:
+        return min(room, wanted + _CHART)
+    if room >= wanted + _CHART + _EVENTS_AT_EASE:
+        return wanted + _CHART
+    return max(_HOST_LOWEST, min(wanted, room - _EVENTS_LOWEST))
+
+
 def _compact(store: Store, body: int) -> dict[str, int]:
     training = 3 if store.run is not None else 0
     # The log keeps a line within its frame, whatever else there is.
@@ -69,8 +82,7 @@ def _wide(store: Store, body: int) -> dict[str, int]:
     if run is not None:
         ranks = min(_RANKS_SHOWN, len(run.ranks))
         training = 2 + 6 + bool(run.reason) + ranks
-    spare = upper - training - _HOST_LOWEST
-    host = _HOST_LOWEST + (4 if spare >= 12 or run is None else 0)
+    host = _host_height(store, upper - training)
     heights |= {"#training": training, "#host": host if count else 0}
     heights |= {"#events": max(3, upper - training - heights["#host"]) if run is not None else 0}
     heights["#loss"] = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
@@ -10,6 +10,7 @@ from typing import NamedTuple
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines
+from memtop.tui.vram import total_of
 
 HISTORY_LENGTH = 600
 METRICS_KEPT = 20_000
@@ -74,6 +75,13 @@ class Store:
     @property
     def host(self) -> HostSample:
         return HostSample() if self.machine is None else self.machine.host
+
+
+def machine_in(message: FeedMessage) -> MachineSnapshot | None:
+    """The snapshot that a message brings, if any."""
+    if isinstance(message, MachineSnapshot):
+        return message
+    return message.machine if isinstance(message, wire.StateUpdate) else None
 
 
 def gpu_key(gpu: GpuSample) -> str:
@@ -144,39 +152,6 @@ def _with_machine(store: Store, machine: MachineSnapshot) -> Store:
     )
 
 
-class VramSplit(NamedTuple):
-    """Who holds a GPU's memory, in bytes; None where it cannot be told."""
-
-    allocated: int | None
-    """By the allocator of this run, in live tensors."""
-    cached: int | None
-    """Reserved by that allocator, but free."""
-    context: int | None
-    """Held by this run's processes outside the allocator: CUDA context, libraries."""
-    others: int | None
-    """By processes that are not this run's."""
-
-
-def split_vram(gpu: GpuSample, run: wire.RunState | None) -> VramSplit:
-    """The used memory of a GPU, split by what the run's ranks report and by what the driver says of each process."""
-    ranks = [r for r in run.ranks if r.device_uuid is not None and r.device_uuid == gpu.uuid] if run else []
-    allocated = _sum(r.allocated_bytes for r in ranks)
-    reserved = _sum(r.reserved_bytes for r in ranks)
-    cached = None if allocated is None or reserved is None else max(0, reserved - allocated)
-    own = _sum(p.used_bytes for p in gpu.processes if run is not None and p.run == run.name)
-    context = None if own is None else max(0, own - (reserved or 0))
-    others = None
-    if gpu.used_bytes is not None:
-        # Processes in other containers are not listed by the driver: the rest of the used memory is the honest figure.
-        others = max(0, gpu.used_bytes - (own if own is not None else reserved or 0))
-    return VramSplit(allocated, cached, context, others)
-
-
-def _sum(values: Iterable[int | None]) -> int | None:
-    known = [v for v in values if v is not None]
-    return sum(known) if known else None
-
-
 def seconds_until_full(history: tuple[Moment, ...], *, window: float = 120.0) -> float | None:
     """When the memory is full if it goes on growing as in the last two minutes; None if it does not really grow."""
     known = [(m.time, m.fraction) for m in history if m.fraction is not None]
@@ -210,6 +185,7 @@ def holders(machine: MachineSnapshot | None) -> tuple[Holder, ...]:
         for process in gpu.processes:
             found.setdefault((process.pid, process.started), []).append((gpu.index, process))
     rows = [
-        Holder(seen[0][1], tuple(index for index, _ in seen), _sum(p.used_bytes for _, p in seen)) for seen in found.values()
+        Holder(seen[0][1], tuple(index for index, _ in seen), total_of(process.used_bytes for _, process in seen))
+        for seen in found.values()
     ]
     return tuple(sorted(rows, key=lambda h: (not h.process.stray, -(h.used_bytes or 0), h.process.pid)))

@@ -10,6 +10,7 @@ from textual.pilot import Pilot
 
 from memtop.presets.schema import Settings
 from memtop.supervisor import units, wire
+from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.tui.app import DashboardApp, DashboardResult
 from memtop.tui.feed import Connected, FeedMessage
@@ -144,14 +145,20 @@ class RecordingFeed:
 
 
 class RecordingHands:
-    """Ends nothing; keeps what it was asked to end."""
+    """Ends nothing; keeps what it was asked to end. The environment is what the test says, or refused."""
 
     def __init__(self) -> None:
         self.ended: list[int] = []
+        self.environment: dict[str, str] | None = {"HOME": "/home/ada", "HF_TOKEN": "hf_secret"}
 
     async def end_processes(self, chosen: Sequence[GpuProcess]) -> str:
         self.ended += [one.pid for one in chosen]
         return f"{len(chosen)} processes ended, 7.8 GiB returned"
+
+    async def environment_of(self, process: GpuProcess) -> dict[str, str]:
+        if self.environment is None:
+            raise RefusedError(f"the environment of process {process.pid} cannot be read: it belongs to grace")
+        return self.environment
 
 
 def running(*gpus: GpuSample, **fields: object) -> wire.StateUpdate:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from rich.cells import cell_len
 
 from memtop.supervisor import wire
-from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.values import Band, GpuDetails, GpuTrouble, Job, MigInstance
 from memtop.tui.draw.bars import Share, memory_bar, progress_bar
 from memtop.tui.draw.charts import Point, curve, history, nice_bounds
+from memtop.tui.draw.gpu import draw_gpu, draw_gpu_note, draw_gpu_row, draw_gpu_table, gpu_title
+from memtop.tui.draw.host import draw_host
 from memtop.tui.draw.line import fit, join_fitting, line, plain, spread, width_of, wrap
-from memtop.tui.draw.machine import draw_compact_machine, draw_gpu, draw_gpu_note, draw_gpu_table, draw_host, draw_processes
-from memtop.tui.draw.training import PHASE_MARKS, age, draw_events, draw_header, draw_loss, draw_training, notice
+from memtop.tui.draw.machine import draw_compact_machine, draw_processes
+from memtop.tui.draw.training import PHASE_MARKS, draw_events, draw_header, draw_loss, draw_training, notice
+from memtop.tui.draw.words import age
 from memtop.tui.feed import Connected, Disconnected, Followed
 from memtop.tui.store import Store, fold
 from tests.tui.support import GIB, HOST, NOW, gpu, machine, process, run_state, running
@@ -127,7 +131,7 @@ def test_a_gpu_is_split_into_what_is_known() -> None:
     )
     store = store_of(running(card, ranks=(rank,)))
     text = text_of(draw_gpu(store, card, 76, 4))
-    assert "█ alloc 10.0  ▓ cache 3.0  ▒ context 1.0  ░ others 2.0  driver 1.0" in text
+    assert "█ alloc 10.0  ▓ cache 3.0  ▒ context 1.0  ░ pid 8 2.0  ░ driver 1.0" in text
     bar = text.splitlines()[0]
     assert [bar.count(glyph) for glyph in "█▓▒░"] == [35, 11, 3, 11]
 
@@ -297,3 +301,129 @@ def test_the_notice_words_every_state_of_the_link() -> None:
 @pytest.mark.parametrize(("seconds", "words"), [(12, "12 s"), (240, "4 min"), (9_400, "3 h"), (900_000, "10 days")])
 def test_ages(seconds: float, words: str) -> None:
     assert age(seconds) == words
+
+
+def test_memory_outside_the_allocator_is_split_where_the_base_is_known() -> None:
+    card = gpu(fraction=0.6, processes=(process(7, run="tiny", used_bytes=12 * GIB),))
+    rank = wire.RankMemory(
+        rank=0,
+        pid=7,
+        connected=True,
+        device_uuid=card.uuid,
+        allocated_bytes=8 * GIB,
+        reserved_bytes=9 * GIB,
+        peak_bytes=10 * GIB,
+    )
+    store = store_of(running(card, ranks=(rank,), gpu_base_bytes={card.uuid: GIB}))
+    text = text_of(draw_gpu(store, card, 90, 5))
+    assert "▒ context 1.0  ▒ in process 2.0" in text
+    assert "step peak 10.0" in text
+    narrow = text_of(draw_gpu(store, card, 58, 5))
+    assert "▒ context 3.0" in narrow
+
+
+def test_other_processes_are_named_by_their_job() -> None:
+    jobs = (Job(key="j", name="sweep", leader_pid=8, pids=(8, 9)),)
+    card = gpu(processes=(process(8, used_bytes=2 * GIB, job="j"), process(9, used_bytes=3 * GIB, job="j")), fraction=0.25)
+    store = store_of(replace(machine(card), jobs=jobs))
+    assert "█ sweep 5.0" in text_of(draw_gpu(store, card, 70, 5))
+
+
+def test_memory_of_the_dead_and_of_nobody_listed_is_told() -> None:
+    gone = process(8, used_bytes=2 * GIB, gone=True)
+    card = gpu(fraction=0.5, processes=(gone, process(9, used_bytes=3 * GIB)))
+    store = store_of(machine(card))
+    text = text_of(draw_gpu(store, card, 100, 5))
+    assert "! held by no living process 2.0" in text
+    assert "unlisted 5.0" in text
+
+
+def test_unified_memory_is_one_pool_of_three_parts() -> None:
+    card = gpu(
+        total_bytes=100 * GIB, used_bytes=30 * GIB, other_pool_bytes=20 * GIB, free_bytes=50 * GIB, fraction=0.5, unified=True
+    )
+    rows = [plain(one) for one in draw_gpu(store_of(machine(card)), card, 106, 5)]
+    assert [rows[0].count(glyph) for glyph in "█░"] == [30, 20]
+    assert "50.0 / 100.0 GiB" in rows[1]
+    assert "unified" in rows[1]
+    assert "GPU processes 30.0  ░ rest of the machine 20.0  available 50.0" in rows[2]
+    assert "50.0/100 GiB" in plain(draw_gpu_row(store_of(machine(card)), card, 100, name_width=10))
+
+
+def test_the_newest_trouble_is_a_warning_line_and_before_held_clocks() -> None:
+    held = GpuDetails(throttle_reasons=("power limit reached",))
+    card = gpu(details=held)
+    store = store_of(machine(card))
+    assert "^ clocks held down: power limit reached" in text_of(draw_gpu(store, card, 60, 5))
+    troubles = (
+        GpuTrouble(time=NOW - 7200, kind="xid", code=31, message="old"),
+        GpuTrouble(time=NOW - 60, kind="lost", message="new"),
+    )
+    worse = gpu(details=held, troubles=troubles)
+    text = text_of(draw_gpu(store_of(machine(worse)), worse, 60, 4))
+    assert "!! lost 60 s ago: new" in text
+    assert "power limit" not in text
+    assert "0!" in plain(draw_gpu_row(store_of(machine(worse)), worse, 60))
+    past = gpu(troubles=troubles[:1])
+    assert "Xid" not in text_of(draw_gpu(store_of(machine(past)), past, 60, 6))
+
+
+def test_the_title_says_what_cuda_calls_a_gpu_where_that_differs() -> None:
+    assert gpu_title(gpu(3, visible_index=0)).startswith("GPU 3  cuda:0  RTX A4500")
+    assert "cuda" not in gpu_title(gpu(3, visible_index=3)) + gpu_title(gpu(3))
+
+
+def test_the_run_by_role_adds_up_with_shared_memory_apart() -> None:
+    roles = (
+        wire.RoleMemory(role="rank", processes=1, pss_bytes=int(9.8 * GIB)),
+        wire.RoleMemory(role="loader worker", processes=6, pss_bytes=int(11.6 * GIB), shm_bytes=int(0.4 * GIB)),
+    )
+    store = store_of(running(run_memory=roles))
+    text = text_of(draw_host(store, 60, 12))
+    assert "run 21.4:  main 9.8  6 workers 11.2  shm 0.4" in text
+    assert "this run 21.4" in text
+
+
+def test_page_cache_is_the_lightest_part_and_not_in_the_band() -> None:
+    store = store_of(machine(host=replace(HOST, cached_bytes=4 * GIB)))
+    rows = [plain(one) for one in draw_host(store, 86, 8)]
+    # Ten cells, in two of which the mark of the highest and the line of 85 % go before it.
+    assert [rows[0].count(glyph) for glyph in "█·"] == [60, 8]
+    assert "75.0 %   · safe" in rows[1]
+    assert "page cache 4.0" in rows[2]
+    # It does not hide the lines of the bands.
+    full = store_of(machine(host=replace(HOST, cached_bytes=8 * GIB)))
+    assert plain(draw_host(full, 86, 8)[0]).count("┊") == 2
+
+
+def test_what_is_out_of_the_ordinary_comes_before_what_is_not() -> None:
+    host = replace(
+        HOST,
+        shm_total_bytes=GIB,
+        shm_used_bytes=int(0.9 * GIB),
+        shm_fraction=0.9,
+        oom_kills=2,
+        pressure_full_fraction=0.01,
+        huge_pages_total_bytes=8 * GIB,
+        huge_pages_free_bytes=8 * GIB,
+        load_average=(1.0, 2.0, 3.0),
+    )
+    store = store_of(machine(host=host))
+    low = text_of(draw_host(store, 70, 5))
+    assert "!! nearly full" in low
+    assert "!! the kernel has killed 2 times for memory" in low
+    assert "huge pages" not in low
+    high = text_of(draw_host(store, 70, 12))
+    for words in ("memory pressure some 0.0 %, full 1.0 %", "huge pages 8.0 (8.0 free)", "load 1.0 2.0 3.0"):
+        assert words in high
+
+
+def test_a_mig_gpu_shows_its_instances() -> None:
+    instances = tuple(
+        MigInstance(position=p, name="1g.10gb", total_bytes=10 * GIB, used_bytes=GIB, used_fraction=0.1, band=Band.SAFE)
+        for p in (0, 2, 5)
+    )
+    card = gpu(mig=instances)
+    text = text_of(draw_gpu(store_of(machine(card)), card, 70, 8))
+    assert [row.split()[0] for row in text.splitlines()[4:]] == ["0", "2", "5"]
+    assert "2 more MIG instances" in text_of(draw_gpu(store_of(machine(card)), card, 70, 6))

@@ -17,11 +17,20 @@ class Share(NamedTuple):
     role: str
 
 
-def memory_bar(width: int, shares: Sequence[Share], *, peak: float | None = None, limits: bool = True) -> Line:
-    """A stacked bar with the 85 % and 90 % lines (`┊`) and the highest value so far (`┆`) in its free part."""
+def memory_bar(
+    width: int, shares: Sequence[Share], *, peak: float | None = None, limits: bool = True, after: Share | None = None
+) -> Line:
+    """A stacked bar with the 85 % and 90 % lines (`┊`) and the highest value so far (`┆`) in its free part.
+
+    `after` follows the shares without hiding those lines: memory that counts as free.
+    """
     if width <= 0:
         return ()
     cells: list[tuple[str, str]] = [(" ", "track")] * width
+    if after is not None:
+        filled = sum(max(0.0, share.fraction) for share in shares)
+        first, last = (round(min(1.0, value) * width) for value in (filled, filled + max(0.0, after.fraction)))
+        cells[first:last] = [(after.glyph, after.role)] * (last - first)
     if limits:
         for mark in (EDGE_FROM, DANGER_ABOVE):
             cells[_cell(mark, width)] = ("┊", "barlimit")

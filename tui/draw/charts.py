@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -40,11 +40,7 @@ def history(width: int, height: int, values: Sequence[float | None]) -> list[Lin
 
 def _history_cell(pair: tuple[float | None, float | None], height: int, row: int, on_limit: bool) -> tuple[str, str]:
     """One cell of two columns; `row` counts from the bottom."""
-    bits = 0
-    for column, value in enumerate(pair):
-        level = 0 if value is None else round(value * height * 4) - row * 4
-        for dot in range(min(4, max(0, level))):
-            bits |= _BITS[3 - dot][column]
+    bits = _filled(pair, height, row)
     if not bits:
         return ("┄", "limit") if on_limit else (" ", MUTED)
     highest = max(value for value in pair if value is not None)
@@ -151,3 +147,37 @@ def _x_axis(margin: int, width: int, first: int, last: int, attempts: int) -> Li
     room = width - len(left) - len(right)
     text = f"{left}{middle:^{room}}{right}" if room > len(middle) + 2 else left
     return fit(line(" " * (margin + 1), (text, MUTED)), margin + 1 + width)
+
+
+def trail(
+    width: int, height: int, values: Sequence[float | None], words: Callable[[float], str], *, top: float | None = None
+) -> list[Line]:
+    """One value over time from zero up to `top` (or to its own highest), newest at the right, gaps left empty."""
+    label_width = 10
+    if height <= 0 or width <= label_width + 4:
+        return []
+    room = (width - label_width) * 2
+    known = values[-room:]
+    highest = max((v for v in known if v is not None), default=None)
+    if highest is None:
+        return [line(("not known", "unknown"))]
+    scale = top or highest or 1.0
+    shares = [None if v is None else min(1.0, v / scale) for v in [*([None] * (room - len(known))), *known]]
+    lines: list[Line] = []
+    for row in range(height):
+        pairs = zip(shares[::2], shares[1::2], strict=True)
+        bits = [_filled(pair, height, height - 1 - row) for pair in pairs]
+        label = words(scale) if row == 0 else "0" if row == height - 1 else ""
+        cells = "".join(chr(0x2800 + b) if b else " " for b in bits)
+        lines.append(line((cells, "hist"), (f" {label:<{label_width - 1}}", MUTED)))
+    return lines
+
+
+def _filled(pair: tuple[float | None, float | None], height: int, row: int) -> int:
+    """The dots of one cell of two filled columns; `row` counts from the bottom."""
+    bits = 0
+    for column, value in enumerate(pair):
+        level = 0 if value is None else round(value * height * 4) - row * 4
+        for dot in range(min(4, max(0, level))):
+            bits |= _BITS[3 - dot][column]
+    return bits

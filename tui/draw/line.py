@@ -39,6 +39,12 @@ ROLES = (
     "histdanger",
     "curve",
     "match",
+    "library",
+    "driver",
+    "gone",
+    "pagecache",
+    "cursor",
+    "heading",
 )
 """Every role a drawing may use. Widgets map each to the component class `draw--<role>`."""
 
@@ -97,6 +103,11 @@ def join(lines: Iterable[Line], separator: str = "  ") -> Line:
                 out.append((separator, TEXT))
             out.extend(part)
     return tuple(out)
+
+
+def dimmed(lines: Sequence[Line]) -> list[Line]:
+    """The same words in the quiet role: values that are no longer true."""
+    return [tuple((text, MUTED) for text, _ in one) for one in lines]
 
 
 def fact(label: str, value: str, role: str = STRONG) -> Line:

@@ -11,7 +11,9 @@ from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.wire import Event, Phase, RankMemory, RunState
 from memtop.tui.draw.bars import progress_bar
 from memtop.tui.draw.charts import Point, curve
+from memtop.tui.draw.gpu import driver_silence
 from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, grid, join, join_fitting, line, spread, width_of, wrap
+from memtop.tui.draw.words import age
 from memtop.tui.store import Link, Store
 
 PHASE_MARKS = {
@@ -204,14 +206,6 @@ def _ago(store: Store, run: RunState) -> str:
     return f"{age(store.now - saved)} ago"
 
 
-def age(seconds: float) -> str:
-    """`12 s`, `4 min`, `3 h`, `2 days`: enough to judge, short enough for a line."""
-    for limit, divisor, unit in ((90, 1, "s"), (5400, 60, "min"), (172800, 3600, "h")):
-        if seconds < limit:
-            return f"{max(0.0, seconds) / divisor:.0f} {unit}"
-    return f"{seconds / 86400:.0f} days"
-
-
 def _rank_lines(store: Store, run: RunState, width: int, room: int) -> list[Line]:
     if room <= 0 or not run.ranks or not run.alive:
         # Of ranks that are gone there is nothing to tell.
@@ -300,6 +294,8 @@ def notice(store: Store) -> str:
         return f"… {store.link_reason}"
     if store.quiet_seconds > 0:
         return f"! stale: nothing heard for {store.quiet_seconds:.0f} s, these are the last known values"
+    if store.machine is not None and store.machine.gpu_age_seconds is not None:
+        return f"! {driver_silence(store)}: GPU numbers are old, the rest is live"
     if store.run is not None and store.run.warnings:
         more = len(store.run.warnings) - 1
         return f"! {store.run.warnings[-1]}" + (f"  (and {more} more)" if more else "")

@@ -17,19 +17,23 @@ from textual.events import Resize
 from textual.getters import query_one
 from textual.message import Message
 from textual.reactive import var
-from textual.screen import Screen
+from textual.screen import ModalScreen, Screen
 from textual.widgets import Input
 
 from memtop.presets import Preset, PresetFileError, load_presets
 from memtop.presets.loading import usable
 from memtop.supervisor import wire
+from memtop.supervisor.monitor.values import Band
+from memtop.tui.draw import gpu as gpu_drawing
 from memtop.tui.draw import machine as machine_drawing
 from memtop.tui.draw import training as training_drawing
+from memtop.tui.draw.host import draw_host
 from memtop.tui.draw.line import Line, line
 from memtop.tui.feed import Feed, FeedMessage
 from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
 from memtop.tui.layout import GPU_PANELS, Plan, plan
-from memtop.tui.store import Store, fold
+from memtop.tui.store import Store, fold, machine_in
+from memtop.tui.trails import Trails
 from memtop.tui.widgets.action_bar import ActionBar, ActionButton
 from memtop.tui.widgets.line_panel import LinePanel
 from memtop.tui.widgets.log import LogPanel
@@ -53,12 +57,21 @@ def _bindings() -> list[BindingType]:
 def _gpu_panel(position: int) -> LinePanel:
     def draw(store: Store, width: int, height: int) -> list[Line]:
         gpus = store.gpus
-        return machine_drawing.draw_gpu(store, gpus[position], width, height) if position < len(gpus) else []
+        return gpu_drawing.draw_gpu(store, gpus[position], width, height) if position < len(gpus) else []
 
     def title(store: Store) -> str:
-        return machine_drawing.gpu_title(store.gpus[position]) if position < len(store.gpus) else ""
+        return gpu_drawing.gpu_title(store.gpus[position]) if position < len(store.gpus) else ""
 
-    return LinePanel(draw, title=title, id=f"gpu-{position}", classes="panel gpu")
+    return LinePanel(draw, title=title, opens="gpu", id=f"gpu-{position}", classes="panel gpu")
+
+
+class ProcessPanel(LinePanel, can_focus=True):
+    """The short list of processes; Enter or a click opens the full one."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "open", "Processes", show=False)]
+
+    def action_open(self) -> None:
+        self.post_message(self.Opened(self, 0))
 
 
 class DashboardScreen(Screen[None]):
@@ -81,10 +94,14 @@ class DashboardScreen(Screen[None]):
     def __init__(self, feed: Feed, *, label: str | None, interval: float) -> None:
         super().__init__()
         self.feed = feed
+        self.trails = Trails()
+        """What each GPU process did so far; beside the store, since it grows in place."""
         self.set_reactive(DashboardScreen.store, Store(read_only=feed.read_only, label=label))
         self._interval = interval
         self._heard = time.monotonic()
         self._log_shown = 0
+        self._hand_down_due = False
+        self._bands: dict[str, Band] = {}
         self._plan: Plan | None = None
         self._dialog_open = False
         self._flash: Line = ()
@@ -93,25 +110,25 @@ class DashboardScreen(Screen[None]):
     # --- what is on it ----------------------------------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
-        m, t = machine_drawing, training_drawing
+        g, m, t = gpu_drawing, machine_drawing, training_drawing
         yield LinePanel(t.draw_header, id="header")
         yield LinePanel(t.draw_notice, id="notice")
         with Horizontal(id="wide"):
             with Vertical(id="left"):
-                yield LinePanel(m.draw_gpu_note, title="GPU", id="gpu-note", classes="panel")
-                yield LinePanel(m.draw_host, title="Host memory", id="host-big", classes="panel host")
+                yield LinePanel(g.draw_gpu_note, title="GPU", id="gpu-note", classes="panel")
+                yield LinePanel(draw_host, title="Host memory", opens="host", id="host-big", classes="panel host")
                 for position in range(GPU_PANELS):
                     yield _gpu_panel(position)
-                yield LinePanel(m.draw_gpu_table, title="GPUs", id="gpu-table", classes="panel")
+                yield LinePanel(g.draw_gpu_table, title="GPUs", opens="gpu", id="gpu-table", classes="panel")
                 yield LinePanel(t.draw_loss, title="Loss", id="loss", classes="panel")
             with Vertical(id="right"):
-                yield LinePanel(m.draw_host, title="Host memory", id="host", classes="panel host")
+                yield LinePanel(draw_host, title="Host memory", opens="host", id="host", classes="panel host")
                 yield LinePanel(t.draw_training, title="Training", id="training", classes="panel")
                 yield LinePanel(t.draw_events, title="Events", id="events", classes="panel")
         with Vertical(id="compact"):
             yield LinePanel(m.draw_compact_machine, id="compact-machine")
             yield LinePanel(t.draw_compact_training, id="compact-training")
-        yield LinePanel(m.draw_processes, title="GPU processes", id="processes", classes="panel")
+        yield ProcessPanel(m.draw_processes, title="GPU processes", opens="processes", id="processes", classes="panel")
         yield LinePanel(t.draw_events, title="Events  (e: log)", id="compact-events", classes="panel")
         yield LogPanel(id="log", classes="panel")
         yield Input(placeholder="find in the log, Enter searches, Esc leaves", id="search", compact=True)
@@ -132,11 +149,16 @@ class DashboardScreen(Screen[None]):
     @on(FeedReceived)
     def _take(self, message: FeedReceived) -> None:
         self._heard = time.monotonic()
+        machine = machine_in(message.content)
+        if machine is not None:
+            self.trails.take(machine)
         self.store = fold(self.store, message.content)
 
     def watch_store(self) -> None:
-        if self.is_mounted:
-            self._hand_down()
+        # Once for all messages of a tick: drawing costs far more than folding.
+        if self.is_mounted and not self._hand_down_due:
+            self._hand_down_due = True
+            self.call_later(self._hand_down)
 
     def on_resize(self, event: Resize) -> None:
         self._plan = None
@@ -161,14 +183,25 @@ class DashboardScreen(Screen[None]):
     # --- store -> panels --------------------------------------------------------------------------------------------
 
     def _hand_down(self) -> None:
+        self._hand_down_due = False
+        if self._is_covered():
+            return
         store = self.store
         with self.app.batch_update():
             self._arrange(store)
             for panel in self.query(LinePanel):
                 panel.show(store)
             self._colour_borders(store)
-            self.action_bar.show(store, narrow=self.size.width < 110, preset_keys=self._preset_keys(store))
+            self.action_bar.show(store, width=self.size.width, preset_keys=self._preset_keys(store))
             self._feed_log(store)
+
+    def _is_covered(self) -> bool:
+        """Behind a full screen nothing is drawn; dialogs leave the dashboard to be seen."""
+        above = self.app.screen_stack[1:]
+        return any(not isinstance(screen, ModalScreen) for screen in above)
+
+    def on_screen_resume(self) -> None:
+        self._hand_down()
 
     def _arrange(self, store: Store) -> None:
         """Lay the panels out for what there is to show; only if that has changed."""
@@ -188,6 +221,9 @@ class DashboardScreen(Screen[None]):
     def _colour_borders(self, store: Store) -> None:
         bands = {f"#gpu-{i}": gpu.band for i, gpu in enumerate(store.gpus[:GPU_PANELS])}
         bands |= {"#host": store.host.band, "#host-big": store.host.band}
+        if bands == self._bands:
+            return
+        self._bands = bands
         for selector, band in bands.items():
             panel = self.query_one(selector)
             panel.set_class(band.value == "edge", "-edge")
@@ -244,6 +280,15 @@ class DashboardScreen(Screen[None]):
         action = BY_ID[message.action_id]
         # The one button of all presets opens the table at the present one, not at a digit's.
         self.action_do(action.id, "" if action.id == "preset" else action.keys[0])
+
+    @on(LinePanel.Opened)
+    def _open(self, message: LinePanel.Opened) -> None:
+        panel = message.panel
+        if panel.id == "gpu-table" and 0 <= message.row < len(self.store.gpus):
+            self.store = replace(self.store, selected_gpu=message.row)
+        elif panel.opens == "gpu" and panel.id != "gpu-table":
+            self.store = replace(self.store, selected_gpu=int(str(panel.id).removeprefix("gpu-")))
+        self.action_do(panel.opens, "")
 
     def action_do(self, action_id: str, key: str) -> None:
         """Do what a key or a button stands for, or say why that is not possible now."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from memtop.presets import apply_preset, presets_for
@@ -13,6 +13,7 @@ from memtop.tui.screens.kill import KillDialog, describe
 from memtop.tui.store import Holder, Store, holders
 
 if TYPE_CHECKING:
+    from memtop.tui.app import DashboardApp
     from memtop.tui.screens.dashboard import DashboardScreen
 
 
@@ -91,27 +92,83 @@ async def _send_restart(screen: DashboardScreen, change: Change) -> None:
 async def kill(screen: DashboardScreen, key: str) -> None:
     store = screen.store
     chosen = await screen.app.push_screen_wait(KillDialog(candidates(store), store.now))
-    if not chosen:
-        return
+    if chosen:
+        await end_chosen(screen.dashboard_app, store, chosen, screen.say, screen.dialog_closed)
+
+
+async def end_chosen(
+    app: DashboardApp,
+    store: Store,
+    chosen: Sequence[Holder],
+    say: Callable[[str, str], None],
+    answered: Callable[[], None],
+) -> bool:
+    """Name each chosen process and what its end would cost, ask, end them, say what came of it; False where refused.
+
+    `answered` is called once the dialog is closed, while the ending may still take its time.
+    """
     one = len(chosen) == 1
     lines = [
-        f"End {'this process' if one else f'these {len(chosen)} processes'}? What has not been saved is lost.",
+        f"End {'this process' if one else f'these {len(chosen)} processes'}?",
         "",
         *(describe(holder, store.now) for holder in chosen),
+        "",
+        *consequences(chosen, store),
     ]
     label = "End it" if one else f"End {len(chosen)}"
-    if not await screen.app.push_screen_wait(ConfirmDialog("End processes", lines, confirm=label)):
-        return
-    screen.dialog_closed()
-    screen.say("ending: interrupt first, kill last, up to 12 s", "busy")
-    text = await screen.dashboard_app.hands.end_processes([holder.process for holder in chosen])
-    screen.say(text, "good")
+    if not await app.push_screen_wait(ConfirmDialog("End processes", lines, confirm=label)):
+        return False
+    answered()
+    say("ending: interrupt first, kill last, up to 12 s", "busy")
+    say(await app.hands.end_processes([holder.process for holder in chosen]), "good")
+    return True
+
+
+def consequences(chosen: Sequence[Holder], store: Store) -> list[str]:
+    """What is lost and what is won if these processes end."""
+    known = [holder.used_bytes for holder in chosen if holder.used_bytes is not None]
+    freed = units.size(sum(known)) if known else "an unknown amount"
+    lines = [f"{'Its' if len(chosen) == 1 else 'Their'} GPU memory is freed ({freed}); what has not been saved is lost."]
+    for name in dict.fromkeys(holder.process.run for holder in chosen if not holder.process.stray):
+        if name is not None:
+            lines.append(_loss_of_run(name, store.run))
+    return lines
+
+
+def _loss_of_run(name: str, run: wire.RunState | None) -> str:
+    if run is None or run.name != name:
+        return f"Run {name} would lose what it did since its newest checkpoint (memtop show {name} tells)."
+    saved = run.checkpoint.updates if run.checkpoint is not None and run.checkpoint.complete else None
+    if run.updates is None:
+        return f"Run {name} would end; how far it is, is not known."
+    if saved is None:
+        return f"Run {name} would lose all of its {units.count(run.updates)} updates: it has no checkpoint yet."
+    lost = max(0, run.updates - saved)
+    return f"Run {name} would lose {units.count(lost)} updates, back to update {units.count(saved)}. Stop saves first."
 
 
 def candidates(store: Store) -> tuple[Holder, ...]:
     """All GPU processes but those of the run on this screen, which has Stop for that."""
     own = store.run.name if store.run is not None and store.run.alive else None
     return tuple(h for h in holders(store.machine) if own is None or h.process.run != own or h.process.stray)
+
+
+async def processes(screen: DashboardScreen, key: str) -> None:
+    from memtop.tui.screens.processes import ProcessesScreen
+
+    await screen.app.push_screen_wait(ProcessesScreen(screen))
+
+
+async def gpu(screen: DashboardScreen, key: str) -> None:
+    from memtop.tui.screens.machine import MachineScreen
+
+    await screen.app.push_screen_wait(MachineScreen(screen, screen.store.selected_gpu))
+
+
+async def host(screen: DashboardScreen, key: str) -> None:
+    from memtop.tui.screens.machine import MachineScreen
+
+    await screen.app.push_screen_wait(MachineScreen(screen, len(screen.store.gpus)))
 
 
 async def show_help(screen: DashboardScreen, key: str) -> None:
@@ -127,5 +184,8 @@ FLOWS: dict[str, Callable[[DashboardScreen, str], Awaitable[None]]] = {
     "restart": restart,
     "preset": preset,
     "kill": kill,
+    "processes": processes,
+    "gpu": gpu,
+    "host": host,
     "help": show_help,
 }

@@ -16,12 +16,20 @@ from memtop.tui.keymap import ACTIONS, offered
 from memtop.tui.screens.dialog import Dialog
 from memtop.tui.store import Store
 
-_GROUPS = (("run", "The run"), ("machine", "The machine"), ("session", "This dashboard"), ("view", "Looking around"))
+_GROUPS = (
+    ("run", "The run"),
+    ("machine", "The machine"),
+    ("screen", "Screens"),
+    ("session", "This dashboard"),
+    ("view", "Looking around"),
+)
 _MARKS = """\
-Bars     █ allocated   ▓ cached by the allocator   ▒ CUDA context
-         ░ others and driver   ┆ highest so far   ┊┊ 85 % and 90 %
+Bars     █ allocated   ▓ cached by the allocator   ▒ CUDA context and libraries
+         ░ others and driver   · page cache, given back when needed
+         ┆ highest so far   ┊┊ 85 % and 90 %
 Bands    · safe below 85 %   ^ edge 85 to 90 %   !! danger above 90 %
-Curves   ┊ an attempt begins;  – stands for what is not known"""
+Curves   ┊ an attempt begins;  – stands for what is not known
+Lists    ✓ ticked   = the same process on another GPU   ▸ ▾ a job, folded and not"""
 
 
 def help_page(store: Store) -> Group:

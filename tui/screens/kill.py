@@ -15,7 +15,7 @@ from textual.widgets import Button, OptionList, Static
 from textual.widgets.option_list import Option
 
 from memtop.supervisor import units
-from memtop.tui.draw.training import age
+from memtop.tui.draw.words import age
 from memtop.tui.screens.dialog import Dialog
 from memtop.tui.store import Holder
 

@@ -15,6 +15,9 @@ from textual.widget import Widget
 from memtop.tui.keymap import BAR, Action, key_of, label_of, obstacle, offered
 from memtop.tui.store import Store
 
+_WORDS_FROM, _ALL_FROM = 110, 150
+"""Columns from which the full words fit, and with them every button of a run."""
+
 
 class ActionButton(Widget, can_focus=True):
     """One action: its key, its words; quiet where it cannot be done now."""
@@ -61,9 +64,12 @@ class ActionBar(Container):
         for action in BAR:
             yield ActionButton(action)
 
-    def show(self, store: Store, *, narrow: bool, preset_keys: tuple[int, ...]) -> None:
+    def show(self, store: Store, *, width: int, preset_keys: tuple[int, ...]) -> None:
         """Hide what does not exist here, quieten what cannot be done now, and keep the words up to date."""
+        narrow = width < _WORDS_FROM
         for button in self.query(ActionButton):
-            button.display = offered(button.action, store)
+            # Ways to look deeper give way to what can be done: their keys work all the same.
+            crowded = width < _ALL_FROM and store.run is not None and button.action.group == "screen"
+            button.display = offered(button.action, store) and not crowded
             button.set_class(obstacle(button.action, store) is not None, "-unavailable")
             button.say(key_of(button.action, preset_keys), label_of(button.action, store, narrow=narrow))

@@ -7,7 +7,9 @@ from typing import ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
+from textual.events import Click
 from textual.geometry import Region
+from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -47,15 +49,32 @@ class LinePanel(RoleStyles):
         draw: Draw,
         *,
         title: Callable[[Store], str] | str = "",
+        opens: str = "",
         id: str | None = None,
         classes: str | None = None,
     ) -> None:
         super().__init__(id=id, classes=classes)
         self._draw = draw
         self._title = title
+        self.opens = opens
+        """The action that a click stands for, or nothing."""
         self._store = Store()
         self._drawn_for: tuple[int, int] = (-1, -1)
         self._lines: tuple[Line, ...] = ()
+
+    class Opened(Message):
+        """A panel that opens something was clicked; `row` counts from its first line."""
+
+        def __init__(self, panel: LinePanel, row: int) -> None:
+            super().__init__()
+            self.panel = panel
+            self.row = row
+
+    def on_click(self, event: Click) -> None:
+        inside = event.get_content_offset(self)
+        if self.opens:
+            event.stop()
+            self.post_message(self.Opened(self, -1 if inside is None else inside.y))
 
     def show(self, store: Store) -> None:
         """Take the next store. Lines that look as before are not painted again."""

@@ -1,0 +1,172 @@
+"""One process on one GPU: who it is, what it holds, and what it did while the dashboard watched."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+
+from memtop.supervisor import units
+from memtop.supervisor.monitor.values import GpuProcess
+from memtop.tui.draw.charts import trail
+from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, spread, wrap
+from memtop.tui.draw.process_list import roles_in_words
+from memtop.tui.draw.words import age
+from memtop.tui.process_rows import Row, rows_of
+from memtop.tui.store import Store, holders
+from memtop.tui.widgets.key_line import KeyLine
+from memtop.tui.widgets.line_panel import LinePanel
+
+if TYPE_CHECKING:
+    from memtop.tui.screens.dashboard import DashboardScreen
+
+_LABEL = 12
+_TWO_COLUMNS_FROM = 70
+
+
+class ProcessScreen(Screen[None]):
+    """Stays on its process; says so when that has ended, with the last that was known."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,o", "leave", "Back", show=False),
+        Binding("e", "environment", "Environment"),
+        Binding("k", "end", "End…"),
+    ]
+
+    def __init__(self, dashboard: DashboardScreen, row: Row) -> None:
+        super().__init__(id="process-screen")
+        self.dashboard = dashboard
+        self._row = row
+        self._ended = False
+        self._flash: Line = ()
+
+    def compose(self) -> ComposeResult:
+        yield LinePanel(self._draw_title, id="processes-title")
+        yield LinePanel(self._draw_facts, title="Process", id="process-facts", classes="panel")
+        yield LinePanel(self._draw_trails, title="While the dashboard watched", id="process-trails", classes="panel")
+        yield LinePanel(self._draw_flash, id="processes-flash")
+        yield KeyLine(self)
+
+    def on_mount(self) -> None:
+        self.watch(self.dashboard, "store", self._take)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return not (action == "end" and self.dashboard.store.read_only)
+
+    def _take(self, store: Store) -> None:
+        found = next((row for row in rows_of(store.machine) if row.key == self._row.key), None)
+        self._ended = found is None
+        self._row = found or self._row
+        for panel in self.query(LinePanel):
+            panel.show(store)
+
+    @property
+    def _process(self) -> GpuProcess:
+        assert self._row.process is not None
+        return self._row.process
+
+    def _draw_title(self, store: Store, width: int, height: int) -> list[Line]:
+        left = join((line((" memtop ", "accent")), line((f"process {self._process.pid}", STRONG))))
+        if self._ended:
+            left = join((left, line(("! it has ended or left the GPU: this is the last that was known", "edge"))))
+        return [spread(left, line((f"{store.label or ''} ", "edge")), width)]
+
+    def _draw_facts(self, store: Store, width: int, height: int) -> list[Line]:
+        row, process = self._row, self._process
+        started = units.UNKNOWN
+        if process.started is not None:
+            clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.started))
+            started = f"{age(row.now - process.started)} ago, {clock}"
+        job = units.UNKNOWN if row.job is None else f"{row.job_name}: {roles_in_words(row.job)}"
+        pairs = [
+            ("user", process.user),
+            ("GPU", row.where),
+            ("kind", process.kind),
+            ("started", started),
+            ("parent", None if process.parent_pid is None else str(process.parent_pid)),
+            ("job", job),
+            ("role", process.role),
+            ("run", process.run),
+            ("container", process.container or "none"),
+            ("stray", "yes" if process.stray else "no"),
+        ]
+        lines: list[Line] = []
+        command = wrap(process.command or process.name or units.UNKNOWN, max(1, width - _LABEL), STRONG)
+        for number, part in enumerate(command[:3]):
+            lines.append((("command".ljust(_LABEL) if number == 0 else " " * _LABEL, MUTED), *part))
+        if process.reason:
+            lines.append(fit(line(("why".ljust(_LABEL), MUTED), (process.reason, "text")), width))
+        if width < _TWO_COLUMNS_FROM:
+            return [*lines, *(self._fact(name, value, process, width) for name, value in pairs)][:height]
+        each = (width - 2) // 2
+        facts = [self._fact(name, value, process, each) for name, value in pairs]
+        half = (len(facts) + 1) // 2
+        return [*lines, *(join(pair) for pair in zip(facts[:half], [*facts[half:], ()], strict=False))][:height]
+
+    def _fact(self, name: str, value: str | None, process: GpuProcess, width: int) -> Line:
+        reason = process.unknown.get(name, "")
+        shown = line((value, STRONG)) if value else join((line((units.UNKNOWN, "unknown")), line((reason, MUTED))))
+        return fit((*line((name.ljust(_LABEL), MUTED)), *shown), width)
+
+    def _draw_trails(self, store: Store, width: int, height: int) -> list[Line]:
+        series = (
+            ("VRAM", "used_bytes", units.size),
+            ("SM", "sm_fraction", _percent),
+            ("host CPU", "host_cpu_fraction", _percent),
+            ("RSS", "host_rss_bytes", units.size),
+        )
+        key = (self._row.key[1], self._row.key[2], self._row.key[3])
+        each, across = (height // 2, (width - 2) // 2) if width >= 76 else (height // 4, width)
+        charts = []
+        for title, name, words in series:
+            values = self.dashboard.trails.values(key, name)  # type: ignore[arg-type]
+            top = 1.0 if name == "sm_fraction" else None
+            newest = values[-1] if values else None
+            reason = self._process.unknown.get(name, "") if newest is None else ""
+            head = join_fitting([fact(title, words(newest)), line((reason, MUTED))], across)
+            charts.append([fit(one, across) for one in (head, *trail(across, max(1, each - 1), values, words, top=top))])
+        if width < 76:
+            return [one for chart in charts for one in chart]
+        return [join((left, right)) for pair in (charts[:2], charts[2:]) for left, right in zip(pair[0], pair[1], strict=False)]
+
+    def _draw_flash(self, store: Store, width: int, height: int) -> list[Line]:
+        return [self._flash]
+
+    def say(self, text: str, kind: str = "note") -> None:
+        """Tell the user something on the line above the keys."""
+        self._flash = line((f"{'✗ ' if kind == 'bad' else ''}{text}", "bad" if kind == "bad" else "text"))
+        if self.is_mounted:
+            self.query_one("#processes-flash", LinePanel).show(self.dashboard.store)
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+    @work(group="environment")
+    async def action_environment(self) -> None:
+        from memtop.tui.screens.environment import show_environment
+
+        await show_environment(self.dashboard.dashboard_app, self._process, self.say)
+
+    def action_end(self) -> None:
+        if self._ended:
+            self.say("it has ended already", "bad")
+        elif not self._process.choosable:
+            self.say(f"not to be ended: {self._process.reason or 'it is not yours'}", "bad")
+        else:
+            self._end()
+
+    @work(group="actions", exclusive=True)
+    async def _end(self) -> None:
+        from memtop.tui.screens.flows import end_chosen
+
+        process, store = self._process, self.dashboard.store
+        chosen = [h for h in holders(store.machine) if (h.process.pid, h.process.started) == (process.pid, process.started)]
+        await end_chosen(self.dashboard.dashboard_app, store, chosen, self.say, lambda: None)
+
+
+def _percent(value: float | None) -> str:
+    return units.percent(value, 0)
