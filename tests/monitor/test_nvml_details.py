@@ -193,7 +193,7 @@ def test_links_of_a_driver_without_their_state_as_field(driver: Script, reader: 
 
 def test_counters_that_begin_anew_give_no_rate(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     for sent in (10, 5000, 3):
-        rich(driver, sent, sent)
+        rich(driver, sent, 7)
         details = one(reader).details
         clock.pass_(5.0)
     assert details.nvlink_sent_bytes_per_second is None
