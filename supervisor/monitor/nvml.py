@@ -14,7 +14,7 @@ import pynvml
 
 from memtop.supervisor.monitor import nvml_errors as codes
 from memtop.supervisor.monitor.nvml_ask import call_first
-from memtop.supervisor.monitor.nvml_events import MIG_CHANGED, Event, EventWatcher
+from memtop.supervisor.monitor.nvml_events import Event, EventWatcher
 from memtop.supervisor.monitor.nvml_gpu import Gpu, Surroundings
 from memtop.supervisor.monitor.nvml_memory import Pool
 from memtop.supervisor.monitor.nvml_pcie import PcieReader
@@ -28,6 +28,7 @@ ENUMERATE_SECONDS = 10.0
 REOPEN_SECONDS = 2.0
 """How often a GPU that cannot be read is tried again: opening a sick GPU can take long in the driver."""
 CLOSE_SECONDS = 2.0
+"""How long closing waits for a read that the driver holds up."""
 RESTART_SECONDS = 30.0
 """How often the library is started afresh while some GPUs, but not all, cannot be read."""
 
@@ -167,10 +168,8 @@ class NvmlReader:
         """What the driver announced since the last read; the GPUs concerned are looked at again at once."""
         by_index = {gpu.index: gpu for gpu in self._gpus}
         taken = [(gpu, event) for event in self._events.take() if (gpu := by_index.get(event.gpu)) is not None]
-        for gpu, event in taken:
+        for gpu, _ in taken:
             gpu.look_again()
-            if event.kind == MIG_CHANGED:
-                self._enumerate_due = float("-inf")
         return taken
 
     def _watch(self) -> None:

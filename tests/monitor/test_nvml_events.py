@@ -155,12 +155,22 @@ def test_the_thread_ends_with_close(driver: Script, reader: NvmlReader) -> None:
 
 
 @pytest.mark.parametrize("code", [1, 9, 999])
-def test_a_driver_that_goes_away_ends_the_thread_and_no_more(driver: Script, reader: NvmlReader, code: int) -> None:
+def test_a_driver_that_goes_away_ends_the_thread_and_no_more(
+    driver: Script, reader: NvmlReader, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     driver.gpu(0, total=GIB).write()
     one(reader)
     driver.fail("nvmlEventSetWait_v2", -1, code).write()
     eventually(names, lambda running: running == [])
-    assert one(reader).error is None
+    before = driver.calls("nvmlEventSetCreate")
+    for _ in range(3):
+        assert one(reader).error is None
+    assert driver.calls("nvmlEventSetCreate") == before, "not tried again at every read"
+    monkeypatch.setattr(reader._events, "_again", 0.0)
+    driver.clear().gpu(0, total=GIB).write()
+    one(reader)
+    driver.event(0, 0x8, 31).write()
+    assert eventually(lambda: one(reader), lambda gpu: bool(gpu.troubles)).troubles[0].code == 31
 
 
 def test_one_lost_gpu_does_not_end_the_events_of_the_others(

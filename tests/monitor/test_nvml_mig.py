@@ -88,12 +88,14 @@ def test_instances_are_looked_for_every_ten_seconds(driver: Script, reader: Nvml
 
 
 def test_mig_that_is_switched_off_and_on(driver: Script, reader: NvmlReader, clock: Clock) -> None:
-    cut(driver).write()
-    assert one(reader).utilization_fraction is None
-    driver.clear().gpu(0, total=80 * GIB, mig=0, util=30).write()
+    cut(driver).fail("nvmlDeviceGetFanSpeed", 0, 3).write()
+    gpu = one(reader)
+    assert gpu.utilization_fraction is gpu.details.fan_fraction is None
+    driver.clear().gpu(0, total=80 * GIB, mig=0, util=30, fan=20).write()
     clock.pass_(10.0)
     gpu = one(reader)
     assert (gpu.mig, gpu.utilization_fraction, gpu.unknown) == ((), 0.3, {})
+    assert gpu.details.fan_fraction == 0.2, "what was not supported with MIG is asked anew"
     cut(driver).write()
     clock.pass_(10.0)
     gpu = one(reader)

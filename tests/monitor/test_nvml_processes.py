@@ -73,6 +73,12 @@ def test_old_samples_are_not_counted_again(driver: Script, reader: NvmlReader, c
     assert rows(reader)[11].sm_fraction == 0.0, "nothing new since the sample that was seen"
 
 
+def test_samples_from_long_ago_say_nothing_of_now(driver: Script, reader: NvmlReader) -> None:
+    stamp = int((time.time() - 60) * 1e6)
+    driver.gpu(0, total=MIB).process(0, pid=11, used=MIB).busy(0, pid=11, sm=70, stamp=stamp).write()
+    assert rows(reader)[11].sm_fraction == 0.0
+
+
 def test_the_newest_sample_of_a_pid_counts(driver: Script, reader: NvmlReader) -> None:
     stamp = int(time.time() * 1e6)
     driver.gpu(0, total=MIB).process(0, pid=11, used=MIB).busy(0, pid=11, sm=70, stamp=stamp)
