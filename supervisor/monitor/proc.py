@@ -186,7 +186,7 @@ def environment_of(identity: ProcessId, proc_root: Path = PROC) -> dict[str, str
     # The number may have gone to another process between the first look and the reading.
     if identify(pid, proc_root) != identity:
         return f"process {pid} has ended"
-    return _pairs(raw) or f"process {pid} shows no environment: it has ended, or has written over it"
+    return _pairs(raw) or f"process {pid} shows no environment: it was started without one, or has written over it"
 
 
 def command_words(pid: int, proc_root: Path | str = PROC) -> tuple[str, ...] | None:

@@ -96,6 +96,8 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch."""
     parent_pid: int | None = None
     session: int | None = None
+    session_led: bool = False
+    """The leader of its session lives, or whoever has its number: then it is no orphan."""
     kernel: bool = False
     run_folder: str | None = None
     attempt: int | None = None

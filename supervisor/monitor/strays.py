@@ -186,9 +186,10 @@ def _left_over(process: ProcessFacts, run: KnownRun) -> _Bond | None:
 
 
 def _is_of_session(process: ProcessFacts, attempt: RecordedAttempt) -> bool:
-    """Only who was started while the leader had the number is proven to be of its session: numbers are used again."""
+    """Only who was started while the leader had the number is proven to be of its session: numbers are used again. As long
+    as a session has members, nobody else gets its number: a living process of that number leads another session."""
     leader, ended = attempt.leader, attempt.ended_ticks
-    if process.identity is None or leader is None or ended is None or process.session != leader.pid:
+    if process.identity is None or leader is None or ended is None or process.session != leader.pid or process.session_led:
         return False
     return process.identity.pid != leader.pid and leader.started_ticks <= process.identity.started_ticks < ended
 

@@ -50,7 +50,8 @@ class TreeReader:
         held = _held(machine)
         rows = self._table.look(self._shown | {pid for pid, _ in held})
         on_gpu = {pid: size for (pid, ticks), size in held.items() if pid in rows and rows[pid].identity.started_ticks == ticks}
-        ordered = tree_order(rows, frozenset(on_gpu))
+        leaders = {pid: job.leader_pid for job in machine.jobs for pid in job.pids}
+        ordered = tree_order(rows, frozenset(on_gpu), leaders)
         self._shown = {pid for pid, _ in ordered}
         self._words = {pid: known for pid, known in self._words.items() if pid in self._shown}
         cpu = self._meter.update((rows[pid] for pid in self._shown), self._monotonic())
@@ -92,15 +93,19 @@ def _held(machine: MachineSnapshot) -> dict[tuple[int, int], int | None]:
     return found
 
 
-def tree_order(rows: Mapping[int, Row], on_gpu: frozenset[int]) -> list[tuple[int, int]]:
-    """(pid, depth) of everyone to be shown, parents before their children, in order of start."""
+def tree_order(
+    rows: Mapping[int, Row], on_gpu: frozenset[int], leaders: Mapping[int, int] | None = None
+) -> list[tuple[int, int]]:
+    """(pid, depth) of everyone to be shown, parents before their children, in order of start. `leaders` of jobs, by
+    process: torchrun gives every rank a session of its own, so it is the launcher's session that is gone up to."""
     children = children_of(rows)
     shown: set[int] = set()
     for pid in on_gpu:
         shown.update((pid, *descendants(pid, children)))
         current, path = pid, {pid}
+        leader = rows.get((leaders or {}).get(pid, pid)) or rows[pid]
         # The session's leader is the terminal's shell or the run's program: what is above it is the same for everyone.
-        while current != rows[pid].session and rows[current].parent_pid > 1 and rows[current].parent_pid in rows:
+        while current != leader.session and rows[current].parent_pid > 1 and rows[current].parent_pid in rows:
             current = rows[current].parent_pid
             if current in path:
                 break

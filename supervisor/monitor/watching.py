@@ -73,7 +73,7 @@ class ProcessWatch:
             self._rows = self._table.look(self._relatives | listed)
         else:
             self._rows = self._table.again(listed)
-        facts = {pid: self._describer.describe(pid, self._rows.get(pid)) for pid in listed}
+        facts = {pid: self._describe(pid) for pid in listed}
         drafts = self._group(gpus, facts)
         self._abouts = {pid: about for pid, about in self._abouts.items() if pid in self._relatives}
         if walk:
@@ -96,6 +96,12 @@ class ProcessWatch:
         place = {pid: (names[draft.leader].key, part) for draft in drafts for pid, part in draft.parts.items()}
         return tuple(tuple(_placed(row, place.get(row.pid)) for row in rows) for rows in made)
 
+    def _describe(self, pid: int) -> ProcessFacts:
+        facts = self._describer.describe(pid, self._rows.get(pid))
+        leader = None if facts.session is None else self._rows.get(facts.session)
+        led = leader is not None and not leader.is_dead
+        return facts if led == facts.session_led else msgspec.structs.replace(facts, session_led=led)
+
     def _may_be_of_a_run(self, facts: Mapping[int, ProcessFacts]) -> bool:
         return any(fact.uid == self._own_uid or fact.run_folder is not None for fact in facts.values())
 
@@ -104,9 +110,14 @@ class ProcessWatch:
         computing = frozenset(row.pid for gpu in gpus for row in gpu.processes if row.kind in _COMPUTE and row.pid in seen)
         rows = self._rows
 
+        asked: dict[int, About] = {}
+
         def ask(pid: int) -> About:
-            fact = facts.get(pid)
-            return self._about(rows[pid], None if fact is None or fact.identity is None else fact)
+            found = asked.get(pid)
+            if found is None:
+                fact = facts.get(pid)
+                found = asked[pid] = self._about(rows[pid], None if fact is None or fact.identity is None else fact)
+            return found
 
         grouping = Grouping(rows, computing, ask)
         drafts = grouping.drafts()
@@ -116,9 +127,9 @@ class ProcessWatch:
     def _about(self, row: Row, facts: ProcessFacts | None) -> About:
         """Command line and marks, `facts` where the process is on a GPU; read once for every program that it executes."""
         pid = row.identity.pid
-        stamp = row.guise if facts is None else facts
+        stamp = row.guise, facts is None
         known = self._abouts.get(pid)
-        if known is not None and (known[0] is stamp or known[0] == stamp):
+        if known is not None and known[0] == stamp:
             return known[1]
         if facts is not None:
             run = None if facts.run_folder is None or facts.run_elsewhere else (facts.run_folder, facts.attempt)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -118,32 +119,70 @@ def summary(state: RunState) -> dict[str, Any]:
     return {"state": state.state.value, **{name: getattr(state, name) for name in names}}
 
 
-def known_runs(runs_dir: Path) -> list[KnownRun]:
-    """What the monitor must know of the runs here to tell a stray from a member. Asked every two seconds: files are
-    read again only when they have changed."""
-    known = []
-    for spec_path in runs_dir.glob("*/run.json"):
-        folder = RunFolder(spec_path.parent)
-        try:
-            created, number = _created(folder.spec_path, _stamp(folder.spec_path)), _attempt_number(folder)
-            if number is None:
-                continue
-            living = trainer_alive(folder, number) or RunLock(folder).is_held()
-            recorded = tuple(_recorded_attempts(folder, number, living))
-        except (RunFolderError, OSError):
-            # Nothing can be proven about it (another user's, or damaged), so nothing of it will be called stray.
-            continue
-        path = str(folder.path)
-        known.append(KnownRun(name=folder.name, folder=path, alive=living, attempt=number, created=created, recorded=recorded))
-    return sorted(known, key=lambda run: run.created or 0.0)
-
-
 # A file that is replaced in one step has another number, size or time.
 _Stamp = tuple[int, int, int]
 
 
-def _stamp(path: Path) -> _Stamp:
-    status = path.stat()
+def known_runs(runs_dir: Path) -> list[KnownRun]:
+    """What the monitor must know of the runs here to tell a stray from a member. Asked every two seconds: of a run that
+    is over only its lock and the stamps of its files are looked at again."""
+    known = []
+    try:
+        names = sorted(os.listdir(runs_dir))  # noqa: PTH208 - names alone, a hot path
+    except OSError:
+        return []  # no runs yet; or nothing can be proven about them
+    for name in names:
+        try:
+            run = _known_run(f"{runs_dir}/{name}")
+        except (RunFolderError, OSError):
+            # Nothing can be proven about it (another user's, damaged, no run), so nothing of it will be called stray.
+            continue
+        if run is not None:
+            known.append(run)
+    return sorted(known, key=lambda run: run.created or 0.0)
+
+
+class _Over(NamedTuple):
+    """A run as it was when nobody worked on it."""
+
+    stamps: tuple[_Stamp, _Stamp]
+    lock: RunLock
+    run: KnownRun
+
+
+_over: dict[str, _Over] = {}
+
+
+def _known_run(path: str) -> KnownRun | None:
+    """None where it has never been started."""
+    spec_stamp = _stamp(f"{path}/run.json")
+    try:
+        stamps = spec_stamp, _stamp(f"{path}/state.json")
+    except FileNotFoundError:
+        return None
+    remembered = _over.get(path)
+    # A run that is taken up again is locked first, and only then is an attempt started.
+    if remembered is not None and remembered.stamps == stamps and not remembered.lock.is_held():
+        return remembered.run
+    folder = RunFolder(Path(path))
+    number, lock = _number_in(folder.state_path, stamps[1]), RunLock(folder)
+    living = trainer_alive(folder, number) or lock.is_held()
+    run = KnownRun(
+        name=folder.name,
+        folder=str(folder.path),
+        alive=living,
+        attempt=number,
+        created=_created(folder.spec_path, stamps[0]),
+        recorded=tuple(_recorded_attempts(folder, number, living)),
+    )
+    _over.pop(path, None)
+    if not living and all(attempt.ended_ticks is not None for attempt in run.recorded):
+        _over[path] = _Over(stamps, lock, run)
+    return run
+
+
+def _stamp(path: Path | str) -> _Stamp:
+    status = os.stat(path)  # noqa: PTH116 - a hot path
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -155,13 +194,6 @@ def _created(path: Path, stamp: _Stamp) -> float:
 @functools.lru_cache(maxsize=4096)
 def _number_in(path: Path, stamp: _Stamp) -> int:
     return read_json(path, StateFile).run.attempt
-
-
-def _attempt_number(folder: RunFolder) -> int | None:
-    try:
-        return _number_in(folder.state_path, _stamp(folder.state_path))
-    except FileNotFoundError:
-        return None  # it was created and has never been started
 
 
 def _recorded_attempts(folder: RunFolder, newest: int, living: bool) -> Iterator[RecordedAttempt]:

@@ -141,6 +141,9 @@ def test_the_order_of_the_tree() -> None:
     table |= {one.identity.pid: one for one in (row(12, 11, session=10), row(13, 11, session=10), row(20, 5, session=20))}
     assert tree_order(table, frozenset({12})) == [(10, 0), (11, 1), (12, 2)], "up to the session's leader, no siblings"
     assert tree_order(table, frozenset({11, 20})) == [(10, 0), (11, 1), (12, 2), (13, 2), (20, 0)]
+    ranks = {one.identity.pid: one for one in (row(30, 1, session=30), row(31, 30, session=30), row(32, 31, session=32))}
+    assert tree_order(ranks, frozenset({32})) == [(32, 0)]
+    assert tree_order(ranks, frozenset({32}), {32: 31}) == [(30, 0), (31, 1), (32, 2)], "a rank in a session of its own"
     circle = {7: row(7, 8, session=1), 8: row(8, 7, session=1)}
     assert tree_order(circle, frozenset({7})) == []
 

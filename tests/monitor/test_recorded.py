@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from memtop.supervisor.monitor.nvml import NvmlReader
@@ -19,7 +20,7 @@ from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.signals import SignalRefused, signal_process
 from memtop.supervisor.monitor.values import GpuProcess
 from memtop.supervisor.run import shim
-from memtop.supervisor.run.folder import RunFolder, RunSpec, StateFile, write_json
+from memtop.supervisor.run.folder import RunFolder, RunLock, RunSpec, StateFile, write_json
 from memtop.supervisor.run.view import known_runs
 from memtop.supervisor.wire import Phase, RunState
 from tests.nvml_double.double import Script
@@ -138,7 +139,7 @@ def test_a_damaged_run_hides_no_other(over: Attempt, tmp_path: Path) -> None:
     damaged.mkdir()
     (damaged / "run.json").write_text("{")
     assert [run.name for run in known_runs(tmp_path / "runs")] == ["over"]
-    over.process_path.write_text("{")
+    over.folder.state_path.write_text("{")
     assert known_runs(tmp_path / "runs") == []
 
 
@@ -147,10 +148,28 @@ def test_what_changes_is_read_again(over: Attempt, tmp_path: Path) -> None:
     assert (run.alive, run.attempt, [attempt.over for attempt in run.recorded]) == (False, 1, [True])
     state = over.folder.state()
     assert state is not None
-    write_json(over.folder.state_path, StateFile(run=RunState(**{**_fields(state.run), "attempt": 2}), socket=""))
+    write_json(over.folder.state_path, StateFile(run=msgspec.structs.replace(state.run, attempt=2), socket=""))
     (run,) = known_runs(tmp_path / "runs")
     assert run.attempt == 2
 
 
-def _fields(run: RunState) -> dict[str, object]:
-    return {name: getattr(run, name) for name in run.__struct_fields__}
+def test_a_run_that_is_taken_up_again_is_no_longer_over(over: Attempt, tmp_path: Path) -> None:
+    """It is locked before anything is written or started; what was remembered of it must not outlive that."""
+    assert [run.alive for run in known_runs(tmp_path / "runs")] == [False]
+    lock = RunLock(over.folder)
+    assert lock.acquire()
+    assert [run.alive for run in known_runs(tmp_path / "runs")] == [True]
+    lock.release()
+    assert [run.alive for run in known_runs(tmp_path / "runs")] == [False]
+
+
+def test_a_damaged_record_of_an_earlier_attempt_takes_nothing_from_the_newest(living: Attempt, tmp_path: Path) -> None:
+    attempts = living.folder.path / "attempts"
+    (attempts / "0001").rename(attempts / "0002")
+    (attempts / "0001").mkdir()
+    (attempts / "0001" / "process.json").write_text("{")
+    state = living.folder.state()
+    assert state is not None
+    write_json(living.folder.state_path, StateFile(run=msgspec.structs.replace(state.run, attempt=2), socket=""))
+    (run,) = known_runs(tmp_path / "runs")
+    assert (run.alive, [(attempt.number, attempt.over) for attempt in run.recorded]) == (True, [(2, False)])

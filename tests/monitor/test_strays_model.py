@@ -44,6 +44,7 @@ class Truth:
     elsewhere: bool = False
     in_session: bool = False
     """It is in the session that the attempt's leader made, not in a later one of that number."""
+    session_led: bool = False
     session: int = 0
     recorded: bool = False
     marker_readable: bool = True
@@ -188,6 +189,9 @@ def make_process(dice: random.Random, pid: int, runs: list[TruthRun], own_uid: i
     if fate < 0.1 and end is not None:
         # Nobody's of the run: the leader's number went to another program, which made a session of its own.
         process.session, process.ticks = leader.pid, end + dice.randrange(100)
+        if dice.random() < 0.5:
+            # Or the run was in a container, where the same number meant another process at the same time.
+            process.ticks, process.session_led = leader.started_ticks + dice.randrange(80), True
         return process
     process.run, process.attempt = run.folder, number
     process.marker_tells_attempt = dice.random() < 0.85
@@ -216,6 +220,7 @@ def look(process: Truth, runs: list[TruthRun]) -> ProcessFacts:
         name=process.name,
         started=process.ticks / 100,
         session=process.session,
+        session_led=process.session_led,
         kernel=process.kernel,
         run_folder=process.run if marked else None,
         attempt=process.attempt if marked and process.marker_tells_attempt else None,
