@@ -186,7 +186,28 @@ def watch(
         int | None, typer.Option("--pid", parser=_whole, metavar="PID", help="follow this process and its children")
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="print one snapshot and leave")] = False,
-    as_json: Json = False,
+    as_json: Annotated[bool, typer.Option("--json", help="with --once or --follow: JSON documents and nothing else")] = False,
+    as_csv: Annotated[
+        bool,
+        typer.Option(
+            "--csv",
+            help="CSV, one row per sample and GPU with the host's (and the run's) columns repeated: the columns stay the same "
+            "when GPUs come and go, which is what spreadsheets and pandas group best; what is unknown is empty",
+        ),
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="with --json or --csv: go on, one document or sample every --interval")
+    ] = False,
+    count: Annotated[
+        int | None, typer.Option("--count", parser=_whole, metavar="N", help="with --follow: end after N samples")
+    ] = None,
+    prometheus: Annotated[
+        str | None,
+        typer.Option("--prometheus", metavar="[HOST:]PORT", help="serve metrics there over HTTP [host 127.0.0.1]"),
+    ] = None,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="play RUN from its ledger: space pauses, < > speed, left right one minute")
+    ] = False,
     interval: Annotated[
         float, typer.Option("--interval", parser=_seconds, metavar="SECONDS", help="between two samples, 0.2 to 10")
     ] = 1.0,
@@ -199,11 +220,21 @@ def watch(
 
     if not 0.2 <= interval <= 10:
         raise UsageError(f"--interval {interval}: give 0.2 to 10 seconds")
-    if as_json and not once:
-        raise UsageError("--json: goes with --once")
+    looking.check_watch_options(
+        once=once, as_json=as_json, as_csv=as_csv, follow=follow, count=count, pid=pid, prometheus=prometheus, demo=demo
+    )
     where = runs_dir or default_runs_dir()
+    if replay:
+        looking.check_replay(run_name, once=once, live=bool(pid or as_json or as_csv or follow or prometheus or demo))
+        return looking.open_replay(where, str(run_name), interval)
     if once:
         return looking.print_once(where, run_name, pid=pid, as_json=as_json, read_only=read_only)
+    if as_csv or follow or prometheus is not None:
+        form = "csv" if as_csv else "json" if as_json else None
+        samples = count if follow else 1
+        return looking.serve_or_stream(
+            where, run_name, form=form, interval=interval, count=samples, read_only=read_only, prometheus=prometheus, pid=pid
+        )
     if demo:
         return looking.open_demo(interval)
     return looking.open_dashboard(where, run_name, pid=pid, interval=interval, read_only=read_only)

@@ -16,7 +16,13 @@ from memtop.tui.keymap import ACTIONS, offered
 from memtop.tui.screens.dialog import Dialog
 from memtop.tui.store import Store
 
-_GROUPS = (("run", "The run"), ("machine", "The machine"), ("session", "This dashboard"), ("view", "Looking around"))
+_GROUPS = (
+    ("run", "The run"),
+    ("machine", "The machine"),
+    ("session", "This dashboard"),
+    ("view", "Looking around"),
+    ("replay", "The replay"),
+)
 _MARKS = """\
 Bars     █ allocated   ▓ cached by the allocator   ▒ CUDA context
          ░ others and driver   ┆ highest so far   ┊┊ 85 % and 90 %
