@@ -90,10 +90,12 @@ class Recording:
             extent = ledger.extent()
         moments = [a.started for a in self.attempts] + [a.ended for a in self.attempts if a.ended is not None]
         moments += [event.time for event in self.events] + [step.time for step in self._steps]
-        moments += extent or ()
+        if extent is not None and (not moments or self.attempts[-1].ended is None):
+            # Of a run that goes on: to now. Not its beginning: the first stretch begins up to ten seconds before the run.
+            moments.append(extent[1])
         if not moments:
             raise RunFolderError(f"{folder.ledger_path}: empty: there is nothing to replay")
-        self.start, self.end = min(moments), max(moments)
+        self.start, self.end = min(self.last.created, *moments), max(moments)
         self._times = [step.time for step in self._steps]
         losses = (math.inf if step.loss is None else step.loss for step in self._steps)
         self._best = [None if loss == math.inf else loss for loss in accumulate(losses, min)]
