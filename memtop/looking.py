@@ -186,6 +186,9 @@ def serve_or_stream(
             return open_dashboard(runs_dir, run_name, pid=pid, interval=interval, read_only=read_only, endpoint=endpoint)
         finally:
             endpoint.close()
+    if pid is not None:
+        endpoint.close()
+        raise UsageError("--pid: goes with --once or the dashboard, which needs a terminal")
     shown = f"[{host}]" if ":" in host else host
     print(f"memtop: metrics at http://{shown}:{port}/metrics; SIGINT or SIGTERM ends it", file=sys.stderr)
     count = None if form is None else count
