@@ -15,6 +15,7 @@ import click
 
 from memtop import __version__
 from memtop.options import (
+    CSV_HELP,
     PATH,
     RUN_HELP,
     SECONDS,
@@ -164,7 +165,12 @@ def train(
 @click.argument("run_name", required=False, metavar="[RUN]")
 @click.option("--pid", type=WHOLE, metavar="PID", help="follow this process and its children")
 @click.option("--once", is_flag=True, help="print one snapshot and leave")
-@json_option
+@click.option("--json", "as_json", is_flag=True, help="with --once or --follow: JSON documents and nothing else")
+@click.option("--csv", "as_csv", is_flag=True, help=CSV_HELP)
+@click.option("--follow", is_flag=True, help="with --json or --csv: go on, one document or sample every --interval")
+@click.option("--count", type=WHOLE, metavar="N", help="with --follow: end after N samples")
+@click.option("--prometheus", metavar="[HOST:]PORT", help="serve metrics there over HTTP [host 127.0.0.1]")
+@click.option("--replay", is_flag=True, help="play RUN from its ledger: space pauses, < > speed, left right one minute")
 @click.option("--interval", type=SECONDS, default=1.0, metavar="SECONDS", help="between two samples, 0.2 to 10 [1]")
 @click.option("--read-only", is_flag=True, help="no actions, only looking")
 @click.option("--demo", is_flag=True, help="invented numbers, to see the dashboard")
@@ -174,6 +180,11 @@ def watch(
     pid: int | None,
     once: bool,
     as_json: bool,
+    as_csv: bool,
+    follow: bool,
+    count: int | None,
+    prometheus: str | None,
+    replay: bool,
     interval: float,
     read_only: bool,
     demo: bool,
@@ -184,11 +195,21 @@ def watch(
 
     if not 0.2 <= interval <= 10:
         raise UsageError(f"--interval {interval}: give 0.2 to 10 seconds")
-    if as_json and not once:
-        raise UsageError("--json: goes with --once")
+    looking.check_watch_options(
+        once=once, as_json=as_json, as_csv=as_csv, follow=follow, count=count, pid=pid, prometheus=prometheus, demo=demo
+    )
     where = runs_dir or default_runs_dir()
+    if replay:
+        looking.check_replay(run_name, once=once, live=bool(pid or as_json or as_csv or follow or prometheus or demo))
+        return looking.open_replay(where, str(run_name), interval)
     if once:
         return looking.print_once(where, run_name, pid=pid, as_json=as_json, read_only=read_only)
+    if as_csv or follow or prometheus is not None:
+        form = "csv" if as_csv else "json" if as_json else None
+        samples = count if follow else 1
+        return looking.serve_or_stream(
+            where, run_name, form=form, interval=interval, count=samples, read_only=read_only, prometheus=prometheus, pid=pid
+        )
     if demo:
         return looking.open_demo(interval)
     return looking.open_dashboard(where, run_name, pid=pid, interval=interval, read_only=read_only)

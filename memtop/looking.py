@@ -25,6 +25,7 @@ from memtop.supervisor.run.process import TreeProcess, process_tree
 from memtop.supervisor.wire import RunState
 
 if TYPE_CHECKING:
+    from memtop.prometheus import Endpoint
     from memtop.tui.feed import Feed
 
 
@@ -126,18 +127,110 @@ def print_run(folder: RunFolder, *, as_json: bool, metrics: bool) -> int:
     return 0
 
 
-def open_dashboard(runs_dir: Path, run_name: str | None, *, pid: int | None, interval: float, read_only: bool) -> int:
+def check_watch_options(
+    *,
+    once: bool,
+    as_json: bool,
+    as_csv: bool,
+    follow: bool,
+    count: int | None,
+    pid: int | None,
+    prometheus: str | None,
+    demo: bool,
+) -> None:
+    """UsageError for options of `watch` that do not go together."""
+    if as_json and not (once or follow):
+        raise UsageError("--json: goes with --once or --follow")
+    if as_json and as_csv:
+        raise UsageError("--json and --csv: give one of them")
+    if once and (as_csv or follow or prometheus is not None):
+        raise UsageError("--once: goes with neither --csv (one sample without --follow) nor --follow nor --prometheus")
+    if follow and not (as_json or as_csv):
+        raise UsageError("--follow: goes with --json or --csv")
+    if count is not None and not follow:
+        raise UsageError("--count: goes with --follow")
+    if count is not None and count < 1:
+        raise UsageError(f"--count {count}: give 1 or more")
+    if pid is not None and (as_csv or follow):
+        raise UsageError("--pid: goes with --once or the dashboard")
+    if demo and (once or as_csv or follow or prometheus is not None):
+        raise UsageError("--demo: invented numbers are for the dashboard alone")
+    if prometheus is not None and as_csv and not follow:
+        raise UsageError("--prometheus with --csv: needs --follow too")
+
+
+def serve_or_stream(
+    runs_dir: Path,
+    run_name: str | None,
+    *,
+    form: str | None,
+    interval: float,
+    count: int | None,
+    read_only: bool,
+    prometheus: str | None,
+    pid: int | None,
+) -> int:
+    """Documents or rows on stdout, a Prometheus endpoint, or both; the endpoint alone comes with the dashboard where there is
+    a terminal to show it on."""
+    from memtop.streaming import stream
+
+    if prometheus is None:
+        return stream(runs_dir, run_name, form=form, interval=interval, count=count, read_only=read_only)
+    from memtop.prometheus import Endpoint, is_loopback, parse_address
+
+    host, port = parse_address(prometheus)
+    endpoint = Endpoint(host, port)
+    if not is_loopback(host):
+        print(f"memtop: --prometheus {prometheus}: whoever reaches {host} can read commands' names and users", file=sys.stderr)
+    if form is None and sys.stdin.isatty() and sys.stdout.isatty():
+        try:
+            return open_dashboard(runs_dir, run_name, pid=pid, interval=interval, read_only=read_only, endpoint=endpoint)
+        finally:
+            endpoint.close()
+    if pid is not None:
+        endpoint.close()
+        raise UsageError("--pid: goes with --once or the dashboard, which needs a terminal")
+    shown = f"[{host}]" if ":" in host else host
+    print(f"memtop: metrics at http://{shown}:{port}/metrics; SIGINT or SIGTERM ends it", file=sys.stderr)
+    count = None if form is None else count
+    return stream(runs_dir, run_name, form=form, interval=interval, count=count, read_only=read_only, endpoint=endpoint)
+
+
+def open_dashboard(
+    runs_dir: Path,
+    run_name: str | None,
+    *,
+    pid: int | None,
+    interval: float,
+    read_only: bool,
+    endpoint: Endpoint | None = None,
+) -> int:
     """The dashboard on a run; without one named on the newest living run, else on the machine."""
     from memtop.tui.feed import LocalFeed
 
     if run_name is not None:
-        return open_run(find_run(run_name, runs_dir), interval=interval, read_only=read_only)
+        return open_run(find_run(run_name, runs_dir), interval=interval, read_only=read_only, endpoint=endpoint)
     if pid is not None:
         _tree(pid)
     elif living := _living(runs_dir):
-        return open_run(living[-1], interval=interval, read_only=read_only)
+        return open_run(living[-1], interval=interval, read_only=read_only, endpoint=endpoint)
     feed = LocalFeed(lambda: Sampler(lambda: view.known_runs(runs_dir)), interval, read_only=read_only, pid=pid)
-    return _dashboard(feed, interval)
+    return _dashboard(feed, interval, endpoint=endpoint)
+
+
+def check_replay(run_name: str | None, *, once: bool, live: bool) -> None:
+    """UsageError for options that do not go with --replay."""
+    if run_name is None:
+        raise UsageError("--replay: name the run, or `latest`")
+    if once or live:
+        raise UsageError("--replay: goes with no other way of watching")
+
+
+def open_replay(runs_dir: Path, run_name: str, interval: float) -> int:
+    """The dashboard on what a run's ledger remembers."""
+    from memtop.tui.replay import ReplayFeed
+
+    return _dashboard(ReplayFeed(find_run(run_name, runs_dir).path), interval, silent=True)
 
 
 def _living(runs_dir: Path) -> list[RunFolder]:
@@ -145,7 +238,14 @@ def _living(runs_dir: Path) -> list[RunFolder]:
     return [folder for folder, state in looks if isinstance(state, RunState) and state.alive]
 
 
-def open_run(folder: RunFolder, *, interval: float = 1.0, read_only: bool = False, started_here: bool = False) -> int:
+def open_run(
+    folder: RunFolder,
+    *,
+    interval: float = 1.0,
+    read_only: bool = False,
+    started_here: bool = False,
+    endpoint: Endpoint | None = None,
+) -> int:
     """The dashboard on a run. Who started it gets its failure as exit status; who only looked at it does not."""
     from memtop.tui.feed import RunFeed
 
@@ -153,7 +253,7 @@ def open_run(folder: RunFolder, *, interval: float = 1.0, read_only: bool = Fals
         return Sampler(lambda: view.known_runs(folder.path.parent))
 
     feed = RunFeed(folder.path, read_only=read_only, interval=interval, sampler_factory=sampler)
-    return _dashboard(feed, interval, started_here=started_here)
+    return _dashboard(feed, interval, started_here=started_here, endpoint=endpoint)
 
 
 def open_demo(interval: float) -> int:
@@ -162,15 +262,21 @@ def open_demo(interval: float) -> int:
     return _dashboard(DemoFeed(interval=interval), interval)
 
 
-def _dashboard(feed: Feed, interval: float, *, started_here: bool = False) -> int:
+def _dashboard(
+    feed: Feed, interval: float, *, started_here: bool = False, endpoint: Endpoint | None = None, silent: bool = False
+) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("watch: the dashboard needs a terminal; `memtop watch --once` prints one snapshot without")
     if os.environ.get("TERM") == "dumb":
         raise UsageError("TERM=dumb: the dashboard needs a terminal that can move its cursor; try --once or --headless")
     from memtop.tui import run_dashboard
 
+    if endpoint is not None:
+        from memtop.prometheus import Tap
+
+        feed = Tap(feed, endpoint)
     result = run_dashboard(feed, interval=interval)
-    if result.message:
+    if result.message and not silent:
         print(f"memtop: {result.message}", file=sys.stderr)
     return 0 if result.action == "ended" and not started_here else result.exit_status
 

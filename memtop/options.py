@@ -8,6 +8,10 @@ from typing import Any, TypeVar
 
 import click
 
+CSV_HELP = (
+    "CSV, one row per sample and GPU with the host's (and the run's) columns repeated: the columns stay the same "
+    "when GPUs come and go, which is what spreadsheets and pandas group best; what is unknown is empty"
+)
 RUN_HELP = "RUN is a run's name, its folder, or `latest`."
 
 

@@ -15,7 +15,7 @@ from memtop.tui.keymap import ACTIONS
 
 TEXT = (Path(__file__).parents[1] / "docs" / "compared.md").read_text()
 CODE = sorted(set(re.findall(r"`([^`]+)`", TEXT)))
-FIELDS = [code for code in CODE if re.fullmatch(r"[a-z]+(_[a-z0-9]+)*(\.[a-z0-9_]+)*", code) and code != "null"]
+FIELDS = [code for code in CODE if re.fullmatch(r"[a-z]{2,}(_[a-z0-9]+)*(\.[a-z0-9_]+)*", code) and code != "null"]
 OPTIONS = sorted({word for code in CODE for word in code.split() if word.startswith("--")})
 
 

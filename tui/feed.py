@@ -10,7 +10,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from memtop.supervisor import wire
 from memtop.supervisor.errors import MemtopError
@@ -40,6 +40,16 @@ class LogLines:
 
 
 @dataclass(frozen=True)
+class Replayed:
+    """Where a replay stands; said by replays alone."""
+
+    line: str
+    """e.g. "replay, 00:03:11 of 00:41:02, 60x"."""
+    rewound: bool = False
+    """It went back: what was shown before is forgotten and told anew."""
+
+
+@dataclass(frozen=True)
 class Followed:
     """The process tree that `--pid` names. No processes: it has ended."""
 
@@ -59,6 +69,7 @@ FeedMessage = (
     | Disconnected
     | LogLines
     | Followed
+    | Replayed
 )
 
 
@@ -75,6 +86,14 @@ class Feed(Protocol):
 
     def request(self, make: Callable[[int], wire.Request]) -> AsyncIterator[wire.Answer]:
         """Send the request that `make` builds from an id; yields accepted, then done or failed; or refused."""
+
+
+@runtime_checkable
+class Controlled(Protocol):
+    """A feed with a clock of its own."""
+
+    def control(self, action: str) -> bool:
+        """pause, slower, faster, back, forward, start or end; False while there is nothing to control yet."""
 
 
 class Sampling(Protocol):

@@ -21,7 +21,7 @@ class Action:
     """The label where the terminal is narrow."""
     description: str
     group: str
-    """"run" and "machine" change something and are gone when read-only; "screen", "session" and "view" are harmless."""
+    """"run" and "machine" change something and are gone when read-only; the others are harmless."""
     dangerous: bool = False
     """Asks first, with the focus on Cancel."""
 
@@ -114,9 +114,17 @@ ACTIONS = (
     Action("log_down", ("pagedown",), "PgDn", "Log: forward", "Forward", "A page forward in the log", "view"),
     Action("gpu_up", ("up",), "↑", "GPU above", "Up", "Select the GPU above, where all share one panel", "view"),
     Action("gpu_down", ("down",), "↓", "GPU below", "Down", "Select the GPU below", "view"),
+    Action("history", ("h", "H"), "h", "History", "History", "Curves of memory, use and power, with a cursor", "view"),
+    Action("replay_pause", ("space",), "Space", "Pause", "Pause", "Hold the replay, or go on", "replay"),
+    Action("replay_slower", ("less_than_sign",), "<", "Slower", "Slower", "Half the speed, down to 1x", "replay"),
+    Action("replay_faster", ("greater_than_sign",), ">", "Faster", "Faster", "Twice the speed, up to 3600x", "replay"),
+    Action("replay_back", ("left",), "←", "Minute back", "Back", "One minute back", "replay"),
+    Action("replay_forward", ("right",), "→", "Minute on", "On", "One minute forward", "replay"),
+    Action("replay_start", ("home",), "Home", "To its start", "Start", "To the run's beginning", "replay"),
+    Action("replay_end", ("end",), "End", "To its end", "End", "To the run's end", "replay"),
 )
 BY_ID = {action.id: action for action in ACTIONS}
-BAR = tuple(action for action in ACTIONS if action.group != "view")
+BAR = tuple(action for action in ACTIONS if action.group not in ("view", "replay"))
 """Those of the group "screen" only where there is room."""
 
 
@@ -124,6 +132,8 @@ def offered(action: Action, store: Store) -> bool:
     """Whether the action exists at all in this dashboard."""
     if action.group in ("run", "machine") and store.read_only:
         return False
+    if action.group == "replay":
+        return store.replaying
     return action.group != "run" or store.run is not None
 
 

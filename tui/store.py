@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
-from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines
+from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines, Replayed
 from memtop.tui.vram import total_of
 
 HISTORY_LENGTH = 600
@@ -56,6 +56,8 @@ class Store:
     host_history: tuple[Moment, ...] = ()
     host_peak_fraction: float | None = None
     followed: Followed | None = None
+    replaying: bool = False
+    """The picture is a past one, with a clock of its own."""
     quiet_seconds: float = 0.0
     """How long nothing has been heard, beyond what is normal; 0 while all is well."""
     events_wanted: bool = False
@@ -108,6 +110,9 @@ def fold(store: Store, message: FeedMessage) -> Store:
         return replace(store, log=log, log_count=store.log_count + len(message.rows))
     if isinstance(message, Followed):
         return replace(store, followed=message)
+    if isinstance(message, Replayed):
+        begun = Store(read_only=store.read_only, link=store.link, events_wanted=store.events_wanted)
+        return replace(begun if message.rewound else store, label=message.line, replaying=True, quiet_seconds=0.0)
     if isinstance(message, wire.HistoryRows):
         # For the dashboard's `History`, which is no picture but a recording.
         return store

@@ -54,6 +54,30 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int | None = None
 
 
+class Step(msgspec.Struct):
+    """One reported update, those that a restart took back included. `time` in seconds since the epoch."""
+
+    update: int
+    time: float = 0.0
+    attempt: int = 0
+    loss: float | None = None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    samples_seen: int | None = None
+    sample_digest: str | None = None
+    tokens: int | None = None
+    epoch: float | None = None
+    step_seconds: float | None = None
+    data_wait_seconds: float | None = None
+    forward_seconds: float | None = None
+    backward_seconds: float | None = None
+    optimizer_seconds: float | None = None
+    peak_bytes: int | None = None
+
+    def metric(self) -> Metric:
+        return Metric(**{name: getattr(self, name) for name in Metric.__struct_fields__})
+
+
 def open_for_writing(path: Path) -> Ledger:
     """The supervisor's ledger, made if there is none; RunFolderError if it is damaged or cannot be written."""
     try:
@@ -173,6 +197,15 @@ class Ledger:
             'SELECT report FROM metrics WHERE attempt = ? ORDER BY "update" DESC LIMIT 1', (attempt,)
         ).fetchone()
         return None if row is None else msgspec.json.decode(row[0])
+
+    def steps(self) -> list[Step]:
+        """Every update ever reported, in the order of their times."""
+        found = []
+        for attempt, report in self._db.execute("SELECT attempt, report FROM metrics WHERE time IS NOT NULL ORDER BY time"):
+            step = msgspec.json.decode(report, type=Step)
+            step.attempt = attempt
+            found.append(step)
+        return found
 
     # --- events ---
 

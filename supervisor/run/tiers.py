@@ -194,8 +194,16 @@ def extent(db: sqlite3.Connection) -> tuple[float, float] | None:
     """The first and the last moment that the history knows."""
     if "history" not in _tables(db):
         return None
-    first, last = db.execute("SELECT min(time), max(time + seconds) FROM history").fetchone()
-    return None if first is None else (first, last)
+    first = math.inf
+    for seconds, _ in TIERS:
+        begin = _first(db, seconds)
+        # A coarse stretch begins before its first sample: it counts only where nothing finer is left of it.
+        if begin is not None and begin + seconds <= first:
+            first = begin
+    (last,) = db.execute("SELECT max(time + seconds) FROM history WHERE seconds = ?", (_FINEST,)).fetchone()
+    if last is None:
+        (last,) = db.execute("SELECT max(time + seconds) FROM history").fetchone()
+    return None if last is None else (first, float(last))
 
 
 def read(db: sqlite3.Connection, key: str, since: float, until: float, *, most: int = 2200) -> dict[str, list[Bucket]]:

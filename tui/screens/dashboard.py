@@ -23,13 +23,14 @@ from textual.widgets import Input
 from memtop.presets import Preset, PresetFileError, load_presets
 from memtop.presets.loading import usable
 from memtop.supervisor import wire
-from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.history import History
+from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.tui.draw import gpu as gpu_drawing
 from memtop.tui.draw import machine as machine_drawing
 from memtop.tui.draw import training as training_drawing
 from memtop.tui.draw.host import draw_host
 from memtop.tui.draw.line import Line, line
-from memtop.tui.feed import Feed, FeedMessage
+from memtop.tui.feed import Controlled, Feed, FeedMessage, Replayed
 from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
 from memtop.tui.layout import GPU_PANELS, Plan, plan
 from memtop.tui.store import Store, fold, machine_in
@@ -97,6 +98,8 @@ class DashboardScreen(Screen[None]):
         self.trails = Trails()
         """What each GPU process did so far; beside the store, since it grows in place."""
         self.set_reactive(DashboardScreen.store, Store(read_only=feed.read_only, label=label))
+        self.history = History()
+        """The newest hour, for the History screen."""
         self._interval = interval
         self._heard = time.monotonic()
         self._log_shown = 0
@@ -152,7 +155,18 @@ class DashboardScreen(Screen[None]):
         machine = machine_in(message.content)
         if machine is not None:
             self.trails.take(machine)
+        self._record(message.content)
         self.store = fold(self.store, message.content)
+
+    def _record(self, content: FeedMessage) -> None:
+        if isinstance(content, wire.HistoryRows):
+            self.history.load(content.key, content.label, content.times, content.columns)
+        elif isinstance(content, wire.StateUpdate) and content.machine is not None:
+            self.history.append(content.machine, content.run.run_rss_bytes)
+        elif isinstance(content, MachineSnapshot):
+            self.history.append(content)
+        elif isinstance(content, Replayed) and content.rewound:
+            self.history = History()
 
     def watch_store(self) -> None:
         # Once for all messages of a tick: drawing costs far more than folding.
@@ -301,6 +315,9 @@ class DashboardScreen(Screen[None]):
             self.dashboard_app.action_detach()
         elif action.group == "view":
             self._view(action_id)
+        elif action.group == "replay":
+            if isinstance(self.feed, Controlled):
+                self.feed.control(action_id.removeprefix("replay_"))
         elif not self._dialog_open:
             # Set here and not when the dialog appears: two quick key presses must not open two.
             self._dialog_open = action_id not in ("free", "checkpoint")
@@ -345,12 +362,19 @@ class DashboardScreen(Screen[None]):
             log.go_to_match(-1 if action_id == "next_match" else 1)
         elif action_id in ("log_up", "log_down"):
             log.page(-1 if action_id == "log_up" else 1)
+        elif action_id == "history":
+            self._open_history()
         elif action_id == "events":
             self.store = replace(self.store, events_wanted=not self.store.events_wanted)
         else:
             step = -1 if action_id == "gpu_up" else 1
             last = max(0, len(self.store.gpus) - 1)
             self.store = replace(self.store, selected_gpu=min(last, max(0, self.store.selected_gpu + step)))
+
+    def _open_history(self) -> None:
+        from memtop.tui.screens.history import HistoryScreen
+
+        self.app.push_screen(HistoryScreen(self))
 
     def _open_search(self) -> None:
         search = self.query_one("#search", Input)

@@ -22,6 +22,7 @@ _GROUPS = (
     ("screen", "Screens"),
     ("session", "This dashboard"),
     ("view", "Looking around"),
+    ("replay", "The replay"),
 )
 _MARKS = """\
 Bars     █ allocated   ▓ cached by the allocator   ▒ CUDA context and libraries

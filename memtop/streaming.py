@@ -1,0 +1,177 @@
+"""`memtop watch` without a screen: one JSON document a line, CSV rows, or nothing but the Prometheus endpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from memtop.finding import Unreadable, find_run, run_folders, state_of
+from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
+from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.run import view
+from memtop.supervisor.run.client import revive
+from memtop.supervisor.run.folder import RunFolder
+from memtop.supervisor.wire import RunState
+
+if TYPE_CHECKING:
+    from memtop.prometheus import Endpoint
+
+_GPU_COLUMNS = (
+    *("uuid", "name", "total_bytes", "used_bytes", "free_bytes", "reserved_bytes", "used_fraction", "band"),
+    *("utilization_fraction", "memory_utilization_fraction", "temperature_celsius", "power_watts", "power_limit_watts"),
+)
+_HOST_COLUMNS = (
+    *("total_bytes", "used_bytes", "available_bytes", "used_fraction", "band", "limit_bytes", "swap_total_bytes"),
+    *("swap_used_bytes", "swap_in_bytes_per_second", "swap_out_bytes_per_second", "pressure_fraction", "cpu_fraction"),
+)
+_RUN_COLUMNS = (
+    *("name", "state", "attempt", "updates", "total_updates", "samples_seen", "epoch", "loss", "learning_rate"),
+    *("gradient_norm", "samples_per_second", "tokens_per_second", "step_seconds", "eta_seconds", "run_rss_bytes"),
+)
+CSV_COLUMNS = (
+    "time",
+    "gpu",
+    *(f"gpu_{name}" for name in _GPU_COLUMNS),
+    *(f"host_{name}" for name in _HOST_COLUMNS),
+)
+CSV_RUN_COLUMNS = tuple(f"run_{name.removeprefix('run_')}" for name in _RUN_COLUMNS)
+
+Write = Callable[[MachineSnapshot, RunState | None], None]
+
+
+def stream(
+    runs_dir: Path,
+    run_name: str | None,
+    *,
+    form: str | None,
+    interval: float,
+    count: int | None,
+    read_only: bool,
+    endpoint: Endpoint | None = None,
+) -> int:
+    """Sample every `interval` seconds, `count` times or for ever, and write each in that form ("json", "csv", or None for
+    nothing) to stdout and to the endpoint. 0 at the end or after SIGTERM, 130 after SIGINT."""
+    folder = None if run_name is None else find_run(run_name, runs_dir)
+    if folder is not None and not read_only:
+        revive(folder.path)
+    write = _writer(form, runs_dir, with_run=folder is not None)
+    sampler = Sampler(lambda: view.known_runs(runs_dir))
+    try:
+        with _asked_to_end() as ended:
+            for _ in _ticks(interval, count, ended):
+                machine = sampler.sample()
+                run = None if folder is None else _run_now(folder)
+                if endpoint is not None:
+                    endpoint.update(machine, run)
+                write(machine, run)
+            return 130 if ended.number == signal.SIGINT else 0
+    except BrokenPipeError:
+        # The reader has what it wanted. Caught here, since click would make an error of it; what is still held goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    finally:
+        sampler.close()
+        if endpoint is not None:
+            endpoint.close()
+
+
+def _run_now(folder: RunFolder) -> RunState:
+    # What cannot be read ends the stream with its reason: a row without its run would pass for a run without values.
+    return view.read_state(folder)
+
+
+class _Ending:
+    """Whether a signal has asked for the end, and which."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.number: int | None = None
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.number = number
+        self.event.set()
+
+
+@contextlib.contextmanager
+def _asked_to_end() -> Iterator[_Ending]:
+    """SIGINT and SIGTERM end the stream between two documents, never inside one."""
+    ending = _Ending()
+    before = {number: signal.signal(number, ending) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield ending
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ticks(interval: float, count: int | None, ending: _Ending) -> Iterator[int]:
+    """Once per interval, by a clock that does not slip with the time that the work takes."""
+    due, number = time.monotonic(), 0
+    while not ending.event.is_set():
+        yield number
+        number += 1
+        if number == count:
+            return
+        # After a stall (a suspended laptop) it goes on from now instead of catching up.
+        due = max(due + interval, time.monotonic())
+        ending.event.wait(due - time.monotonic())
+
+
+def _writer(form: str | None, runs_dir: Path, *, with_run: bool) -> Write:
+    if form == "json":
+        return lambda machine, run: _write_json(runs_dir, machine, run)
+    if form == "csv":
+        return _csv_writer(with_run=with_run)
+    return lambda machine, run: None
+
+
+def _write_json(runs_dir: Path, machine: MachineSnapshot, run: RunState | None) -> None:
+    document: dict[str, Any] = snapshot_json(machine)
+    if run is not None:
+        # The named run with all that is known of it, its newest step included; `runs` has the shape of --once.
+        document["run"] = msgspec.to_builtins(run)
+        document["runs"] = [view.summary(run)]
+    else:
+        document["runs"] = [_summary(state_of(folder)) for folder in run_folders(runs_dir)]
+    sys.stdout.write(json.dumps(document, allow_nan=False, separators=(",", ":")) + "\n")
+    sys.stdout.flush()
+
+
+def _summary(state: RunState | Unreadable) -> dict[str, Any]:
+    return msgspec.structs.asdict(state) if isinstance(state, Unreadable) else view.summary(state)
+
+
+def _csv_writer(*, with_run: bool) -> Write:
+    """Long form: one row per sample and GPU, the host's and the run's columns repeated in each.
+
+    The columns stay the same when GPUs come and go. A machine without GPUs has one row per sample, `gpu` empty.
+    """
+    rows = csv.writer(sys.stdout, lineterminator="\n")
+    rows.writerow([*CSV_COLUMNS, *(CSV_RUN_COLUMNS if with_run else ())])
+
+    def write(machine: MachineSnapshot, run: RunState | None) -> None:
+        host = _cells(machine.host, _HOST_COLUMNS)
+        training = [] if run is None else _cells(run, _RUN_COLUMNS)
+        for gpu in machine.gpus or (None,):
+            card = [""] * (len(_GPU_COLUMNS) + 1) if gpu is None else [str(gpu.index), *_cells(gpu, _GPU_COLUMNS)]
+            rows.writerow([f"{machine.time:.3f}", *card, *host, *training])
+        sys.stdout.flush()
+
+    return write
+
+
+def _cells(of: object, names: tuple[str, ...]) -> list[str]:
+    """Unknown is empty."""
+    values = (getattr(of, name) for name in names)
+    return ["" if value is None else str(getattr(value, "value", value)) for value in values]

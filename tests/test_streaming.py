@@ -1,0 +1,261 @@
+"""`memtop watch` as a source for other programs: JSON lines, CSV, Prometheus; real processes, scripted driver, real scrapes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from memtop.prometheus import Endpoint, is_loopback, parse_address
+from memtop.streaming import CSV_COLUMNS, CSV_RUN_COLUMNS
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.monitor.values import GpuDetails, GpuSample, GpuTrouble, HostSample, Job, MachineSnapshot
+from memtop.supervisor.run.folder import RunFolder, StateFile, write_json
+from memtop.supervisor.units import GIB
+from memtop.supervisor.wire import Phase, RankMemory, RunState
+from tests.conftest import Runs
+from tests.nvml_double.double import Script, build
+from tests.run.test_pieces import spec
+
+
+@pytest.fixture
+def two_gpus(runs: Runs, tmp_path: Path) -> Runs:
+    script = Script(tmp_path / "script").gpu(0, total=20 * GIB, used=5 * GIB, uuid="GPU-a", name="A4500", util=50, temp=40)
+    script.gpu(1, total=20 * GIB, used=0, uuid="GPU-b", name="A4500", error=15).write()
+    runs.environment |= script.env(build(tmp_path))
+    return runs
+
+
+@pytest.fixture
+def over(runs: Runs) -> RunFolder:
+    """A run that is over, as its folder tells it."""
+    from memtop.supervisor.run.folder import create_run
+
+    folder = create_run(runs.path, spec("tiny"), fresh=False)
+    state = RunState(name="tiny", folder=str(folder.path), state=Phase.FINISHED, created=1.0, attempt=1, updates=60, loss=1.25)
+    write_json(folder.state_path, StateFile(run=state, socket=str(runs.root / "none"), supervisor_started_ticks=None))
+    return folder
+
+
+def started(runs: Runs, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "memtop", "watch", *arguments],
+        cwd=runs.root,
+        env=runs.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+# --- JSON ---------------------------------------------------------------------------------------------------------------
+
+
+def test_one_document_a_line_at_once_and_a_clean_end_on_sigint(two_gpus: Runs, over: RunFolder) -> None:
+    process = started(two_gpus, "tiny", "--json", "--follow", "--interval", "0.2")
+    assert process.stdout is not None
+    # Read while it runs: every line is flushed.
+    documents = [json.loads(process.stdout.readline()) for _ in range(3)]
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "")
+    documents += [json.loads(line) for line in rest.splitlines()]
+    assert [gpu["used_bytes"] for gpu in documents[0]["gpus"]] == [5 * GIB, None]
+    times = [document["time"] for document in documents]
+    assert times == sorted(set(times))
+    for document in documents:
+        assert (document["run"]["loss"], document["run"]["state"]) == (1.25, "finished")
+        assert [run["name"] for run in document["runs"]] == ["tiny"]
+
+
+def test_a_closed_pipe_ends_it_without_a_word(two_gpus: Runs) -> None:
+    process = started(two_gpus, "--json", "--follow", "--interval", "0.2")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    json.loads(process.stdout.readline())
+    process.stdout.close()
+    assert process.wait(timeout=30) == 0
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+def test_count_ends_it(two_gpus: Runs) -> None:
+    done = two_gpus.memtop("watch", "--json", "--follow", "--count", "2", "--interval", "0.2")
+    documents = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(documents) == 2
+    assert documents[0]["runs"] == []
+    assert "run" not in documents[0]
+
+
+# --- CSV ----------------------------------------------------------------------------------------------------------------
+
+
+def test_csv_has_one_header_and_a_row_per_gpu_and_sample(two_gpus: Runs, over: RunFolder) -> None:
+    done = two_gpus.memtop("watch", "tiny", "--csv", "--follow", "--count", "3", "--interval", "0.2")
+    rows = list(csv.reader(io.StringIO(done.stdout)))
+    assert tuple(rows[0]) == (*CSV_COLUMNS, *CSV_RUN_COLUMNS)
+    table = [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+    assert [row["gpu"] for row in table] == ["0", "1"] * 3
+    assert len({row["time"] for row in table}) == 3
+    first, lost = table[:2]
+    assert (first["gpu_uuid"], int(first["gpu_used_bytes"]), float(first["gpu_utilization_fraction"])) == (
+        "GPU-a",
+        5 * GIB,
+        0.5,
+    )
+    # Of the lost one nothing is known, which is no zero.
+    assert (lost["gpu_used_bytes"], lost["gpu_utilization_fraction"], lost["gpu_band"]) == ("", "", "unknown")
+    assert int(lost["host_total_bytes"]) > 0
+    assert (first["run_state"], first["run_loss"], first["run_samples_per_second"]) == ("finished", "1.25", "")
+
+
+def test_csv_without_gpus_has_the_host(runs: Runs) -> None:
+    runs.environment["NVML_DOUBLE_SCRIPT"] = ""
+    table = list(csv.DictReader(io.StringIO(runs.memtop("watch", "--csv").stdout)))
+    if table[0]["gpu"]:
+        pytest.skip("this machine has GPUs")
+    assert len(table) == 1
+    assert int(table[0]["host_used_bytes"]) > 0
+    assert "run_loss" not in table[0]
+
+
+# --- Prometheus ---------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def scrape(port: int) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    found: dict[str, dict[frozenset[tuple[str, str]], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = frozenset(sample.labels.items())
+            # A label set that came twice would be dropped by the server.
+            assert labels not in found.setdefault(sample.name, {})
+            found[sample.name][labels] = sample.value
+    return found
+
+
+@pytest.fixture
+def endpoint() -> Iterator[tuple[Endpoint, int]]:
+    port = free_port()
+    one = Endpoint("127.0.0.1", port)
+    yield one, port
+    one.close()
+
+
+CARD = {"gpu": "0", "uuid": "GPU-a", "name": "A4500"}
+
+
+def card(**labels: str) -> frozenset[tuple[str, str]]:
+    return frozenset({**CARD, **labels}.items())
+
+
+def machine(time: float, *xids: tuple[float, int], **fields: Any) -> MachineSnapshot:
+    troubles = tuple(GpuTrouble(time=t, kind="xid", code=code, message="m") for t, code in xids)
+    details = GpuDetails(throttle_reasons=("power cap", "hot"), energy_joules=12.5)
+    gpu = GpuSample(index=0, uuid="GPU-a", name="A4500", used_bytes=7, troubles=troubles, details=details)
+    jobs = tuple(Job(key=f"pid {n}", name="train.py", user="ada", leader_pid=n, used_bytes=n) for n in (3, 4))
+    return MachineSnapshot(time=time, gpus=(gpu,), jobs=jobs, host=HostSample(used_bytes=11, **fields))
+
+
+def test_a_scrape_tells_the_newest_sample_and_leaves_out_what_is_not_known(endpoint: tuple[Endpoint, int]) -> None:
+    serving, port = endpoint
+    assert scrape(port) == {}
+    serving.update(machine(100.0), None)
+    serving.update(machine(101.0, swap_used_bytes=0), None)
+    found = scrape(port)
+    nothing: frozenset[tuple[str, str]] = frozenset()
+    assert found["memtop_sample_time_seconds"] == {nothing: 101}
+    assert found["memtop_gpu_memory_used_bytes"] == {card(): 7}
+    assert found["memtop_gpu_throttled"] == {card(reason="power cap"): 1, card(reason="hot"): 1}
+    assert found["memtop_gpu_energy_joules_total"] == {card(): 12.5}
+    assert found["memtop_job_memory_used_bytes"] == {frozenset({("job", "train.py"), ("user", "ada")}): 7}
+    assert found["memtop_host_memory_used_bytes"] == {nothing: 11}
+    assert found["memtop_host_swap_used_bytes"] == {nothing: 0}
+    for unknown in ("memtop_gpu_temperature_celsius", "memtop_host_swap_total_bytes", "memtop_run_loss"):
+        assert unknown not in found
+
+
+def test_xids_are_counted_although_only_the_newest_are_told(endpoint: tuple[Endpoint, int]) -> None:
+    serving, port = endpoint
+    serving.update(machine(1.0, (0.1, 31), (0.2, 31)), None)
+    serving.update(machine(2.0, (0.2, 31), (1.5, 79)), None)
+    serving.update(machine(3.0, (1.5, 79), (2.5, 31)), None)
+    assert scrape(port)["memtop_gpu_xid_errors_total"] == {card(code="31"): 3, card(code="79"): 1}
+
+
+def test_the_run_is_told_with_its_peak(endpoint: tuple[Endpoint, int]) -> None:
+    serving, port = endpoint
+    ranks = (RankMemory(rank=0, pid=1, connected=True, peak_bytes=99), RankMemory(rank=1, pid=2, connected=True))
+    run = RunState(name="tiny", folder="f", state=Phase.TRAINING, created=1.0, loss=0.0, updates=3, ranks=ranks)
+    serving.update(None, run)
+    found = scrape(port)
+    labels = frozenset({("run", "tiny")})
+    assert (found["memtop_run_loss"], found["memtop_run_update"]) == ({labels: 0}, {labels: 3})
+    assert found["memtop_run_peak_memory_bytes"] == {labels | {("rank", "0")}: 99}
+    assert found["memtop_run_state"] == {labels | {("state", "training")}: 1}
+    assert "memtop_run_samples_per_second" not in found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_headless_it_serves_until_it_is_told_to_end(two_gpus: Runs, over: RunFolder, number: signal.Signals) -> None:
+    port = free_port()
+    process = started(two_gpus, "tiny", "--prometheus", str(port), "--interval", "0.2")
+    assert process.stderr is not None
+    assert f"http://127.0.0.1:{port}/metrics" in process.stderr.readline()
+    found: dict[str, Any] = {}
+    while "memtop_gpu_up" not in found:
+        assert process.poll() is None
+        found = scrape(port)
+    assert sorted(found["memtop_gpu_up"].values()) == [0, 1]
+    assert list(found["memtop_gpu_memory_used_bytes"].values()) == [5 * GIB]
+    assert list(found["memtop_run_loss"].values()) == [1.25]
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=30)
+    assert (process.returncode, output, errors) == (130 if number == signal.SIGINT else 0, "", "")
+
+
+def test_a_port_in_use_is_one_line_and_exit_status_2(runs: Runs) -> None:
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = runs.memtop("watch", "--prometheus", str(port), status=2)
+    assert done.stderr.startswith(f"memtop: --prometheus 127.0.0.1:{port}: cannot listen there: Address already in use")
+    assert done.stderr.count("\n") == 1
+
+
+def test_another_host_is_warned_about_once(two_gpus: Runs) -> None:
+    port = free_port()
+    arguments = ("--prometheus", f"0.0.0.0:{port}", "--json", "--follow", "--count", "1")
+    done = two_gpus.memtop("watch", *arguments)
+    assert f"--prometheus 0.0.0.0:{port}: whoever reaches 0.0.0.0 can read" in done.stderr
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_addresses() -> None:
+    assert parse_address("9400") == ("127.0.0.1", 9400)
+    assert parse_address("[::1]:9400") == ("::1", 9400)
+    assert [is_loopback(host) for host in ("localhost", "127.0.0.2", "::1", "0.0.0.0", "10.0.0.1")] == [True] * 3 + [False] * 2
+    for wrong in ("", "x", "1.2.3.4:", "0", "65536", "-1", "a:b", "٣"):
+        with pytest.raises(UsageError, match="give \\[HOST:\\]PORT"):
+            parse_address(wrong)

@@ -1,0 +1,129 @@
+"""The History screen: what is drawn of which moment, and where its values come from."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from memtop.supervisor import wire
+from memtop.supervisor.monitor.history import Bucket, History
+from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
+from memtop.supervisor.run.folder import create_run
+from memtop.supervisor.run.ledger import Ledger
+from memtop.tui.draw.history import Curve, View, draw, reading
+from memtop.tui.draw.line import plain
+from memtop.tui.screens.history import HistoryScreen
+from tests.run.test_pieces import spec
+from tests.tui.support import RecordingFeed, dashboard, run_state, screen_text, settle
+
+START = 1_760_000_400.0
+
+
+def values(*spans: tuple[float, float, float]) -> list[Bucket]:
+    return [Bucket(START + begin, length, value, value, value) for begin, length, value in spans]
+
+
+def test_a_gap_is_empty_and_a_peak_is_a_dot_at_its_height() -> None:
+    peak = Bucket(START + 80, 10, 0.1, 0.2, 1.0)
+    curve = Curve("VRAM GPU 0", "memory", [*values((0, 40, 0.5)), peak])
+    lines = draw([curve], View(START, START + 100), 59, 13)
+    rows = [plain(one)[:50] for one in lines[2:-2]]
+    assert {row[20:40].strip("┄ ") for row in rows} == {""}
+    # Ten rows: half of them filled on the left, the peak in the top one.
+    filled = [row[:20] == "⣿" * 20 for row in rows]
+    assert filled.count(True) == len(rows) // 2
+    assert rows[0][40:45] == chr(0x2800 + 0x09) * 5
+    assert "85" in "".join(plain(one) for one in lines)
+
+
+def test_the_cursor_reads_least_mean_and_most() -> None:
+    curve = Curve("swap", "bytes", [Bucket(START, 50, 0, 1024, 2048), *values((50, 50, 5.0))])
+    view = View(START, START + 100, cursor=START + 20)
+    assert plain(reading(curve, view, 59)) == "mean 1 KiB  least 0 B  most 2 KiB"
+    assert plain(reading(curve, View(START, START + 100), 59)) == "5 B"
+    assert plain(reading(curve, View(START, START + 200), 59)) == "not known"
+
+
+def test_attempts_and_events_are_marked_at_their_moments() -> None:
+    events = [
+        wire.Event(id=n, time=START + moment, attempt=1, kind=kind, message=f"{kind}!")
+        for n, (moment, kind) in enumerate(((0, "attempt"), (50, "band"), (60, "memory")))
+    ]
+    view = View(START, START + 100, cursor=START + 45, events=events)
+    lines = [plain(one) for one in draw([Curve("RAM", "memory", values((0, 100, 0.5)))], view, 59, 12)]
+    assert (lines[0][0], lines[0][25]) == ("┊", "▾")
+    assert lines[0].count("▾") == 1
+    assert "band!" in lines[-1]
+
+
+def machine(moment: float, fraction: float) -> MachineSnapshot:
+    gpu = GpuSample(index=0, uuid="GPU-a", used_fraction=fraction, used_bytes=1, power_watts=200.0)
+    return MachineSnapshot(time=START + moment, gpus=(gpu,), host=HostSample(used_fraction=0.5))
+
+
+async def test_without_a_run_it_shows_what_the_dashboard_has_seen_and_says_so() -> None:
+    feed = RecordingFeed(*(machine(second, 0.25) for second in range(5)))
+    app = dashboard(feed)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await settle(pilot)
+        await pilot.press("h")
+        await settle(pilot)
+        text = screen_text(app)
+        assert "only what this dashboard has seen" in text
+        assert "VRAM GPU 0" in text
+        assert "25.0 %" in text
+        assert "power" in text
+        assert "power GPU 0" not in text
+        await pilot.press("w", "v", "minus", "minus", "minus")
+        await settle(pilot)
+        text = screen_text(app)
+        assert "power GPU 0" in text
+        assert "200 W" in text
+        assert "VRAM GPU 0" not in text
+        # Nothing beyond the hour without a ledger.
+        assert "last hour" in text
+        await pilot.press("escape")
+        await settle(pilot)
+        assert not isinstance(app.screen, HistoryScreen)
+
+
+async def test_of_a_run_it_reads_the_ledger_beyond_what_was_seen_here(tmp_path: Path) -> None:
+    folder = create_run(tmp_path, spec("tiny", START), fresh=False)
+    ledger = Ledger(folder.ledger_path)
+    for second in range(-7200, -3600, 10):
+        ledger.recorder.add(machine(second, 0.95 if second == -5000 else 0.5), 3)
+        ledger.recorder.write(machine(second, 0.5), 1)
+    ledger.close()
+    run = run_state(name="tiny", folder=str(folder.path), attempt=1)
+    app = dashboard(RecordingFeed(wire.StateUpdate(run=run, machine=machine(0, 0.25))))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await settle(pilot)
+        await pilot.press("H")
+        screen = app.screen
+        assert isinstance(screen, HistoryScreen)
+        await pilot.press("minus", "minus")
+        while not screen._stored:
+            await asyncio.sleep(0.01)
+        (curve, *_) = screen.curves()
+        assert curve.title == "VRAM GPU 0"
+        assert max(bucket.high for bucket in curve.buckets) > 0.94
+        assert curve.buckets[-1].mean == 0.25
+        await settle(pilot)
+        assert "whole run" in screen_text(app)
+        await pilot.press("home")
+        await settle(pilot)
+        text = screen_text(app)
+        assert "50.0 %" in text
+        assert "cursor " in text
+
+
+async def test_the_hour_of_the_supervisor_is_taken_over() -> None:
+    ring = History()
+    for second in range(10):
+        ring.append(machine(second, 0.75))
+    rows = [wire.HistoryRows(key=k, label=words, times=t, columns=c) for k, words, t, c in ring.dump()]
+    app = dashboard(RecordingFeed(*rows, wire.StateUpdate(run=run_state(), machine=machine(10, 0.25))))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await settle(pilot)
+        found = app.dashboard.history.series("GPU-a", "used_fraction")
+        assert [value for _, value in found] == [0.75] * 10 + [0.25]
