@@ -65,6 +65,9 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     peak_bytes: int | None = None
+    """The most allocated during that update (in a program of the user's own: ever)."""
+    peak_reserved_bytes: int | None = None
+    """The most that its allocator held meanwhile: what the card had to have, beside the context."""
     rss_bytes: int | None = None
 
 

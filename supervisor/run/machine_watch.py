@@ -11,8 +11,11 @@ from memtop.supervisor.monitor.processes import ProcessId
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.run import explain
+from memtop.supervisor.run.gpu_base import GpuBase, RankReport
 from memtop.supervisor.run.process import alive, resident_bytes
+from memtop.supervisor.run.run_memory import RunMemory
 from memtop.supervisor.run.view import known_runs
+from memtop.supervisor.wire import RoleMemory
 
 _SAMPLE_SECONDS = 1.0
 # Between a failure and the next try.
@@ -24,12 +27,21 @@ _RARELY = 5
 class MachineWatch:
     """The newest snapshot, and what the run's own processes take of it."""
 
-    def __init__(self, runs_dir: Path, members: Callable[[], list[ProcessId]]) -> None:
+    def __init__(
+        self,
+        runs_dir: Path,
+        members: Callable[[], list[ProcessId]],
+        rank_reports: Callable[[], tuple[int, tuple[RankReport, ...]]],
+    ) -> None:
+        """`rank_reports` gives the attempt's number and what its ranks last said; it is called on the event loop only."""
         self.machine: MachineSnapshot | None = None
         self.run_rss_bytes: int | None = None
         """Resident bytes of the run's processes together; None while there are none."""
         self._runs_dir = runs_dir
         self._find_members = members
+        self._rank_reports = rank_reports
+        self._run_memory = RunMemory()
+        self._gpu_base = GpuBase()
         self._members: list[ProcessId] = []
         self._bands: dict[str, Band] = {}
         self._task: asyncio.Task[None] | None = None
@@ -47,6 +59,16 @@ class MachineWatch:
         self._task = loop.create_task(self.run(on_sample))
         self._task.add_done_callback(ended)
 
+    @property
+    def run_memory(self) -> tuple[RoleMemory, ...]:
+        """Host memory of the run's processes by role; empty while there are none."""
+        return self._run_memory.roles
+
+    @property
+    def gpu_base_bytes(self) -> dict[str, int]:
+        """By GPU uuid: the least that the run held beside torch's allocator in this attempt."""
+        return self._gpu_base.bytes
+
     def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -61,16 +83,19 @@ class MachineWatch:
             started = time.monotonic()
             rarely = count % _RARELY == 0
             # A slow driver must hold up neither reports nor commands.
-            await asyncio.to_thread(self._sample, sampler, rarely)
+            await asyncio.to_thread(self._sample, sampler, rarely, *self._rank_reports())
             on_sample(rarely)
             count += 1
             await asyncio.sleep(max(0.1, _SAMPLE_SECONDS - (time.monotonic() - started)))
 
-    def _sample(self, sampler: Sampler, rarely: bool) -> None:
+    def _sample(self, sampler: Sampler, rarely: bool, attempt: int, reports: tuple[RankReport, ...]) -> None:
         if rarely:
             self._members = self._find_members()
         self.machine = sampler.sample()
-        self.run_rss_bytes = resident_bytes(member for member in self._members if alive(member))
+        living = [member for member in self._members if alive(member)]
+        self.run_rss_bytes = resident_bytes(living)
+        self._gpu_base.update(attempt, self.machine, reports, {member.pid for member in living})
+        self._run_memory.update(living, {report.pid for report in reports})
 
     def crossings(self) -> list[str]:
         """The gauges that changed their band since the last call, each as one line."""

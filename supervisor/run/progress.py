@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from memtop.supervisor.run.gpu_base import RankReport
 from memtop.supervisor.wire import Metric, RankMemory, StepSplit
 
 # Updates over which speed is averaged: long enough to be steady, short enough to notice a change.
@@ -84,8 +85,21 @@ class Progress:
     def split(self) -> StepSplit:
         return StepSplit(**{name: self.step.get(name) for name in _SPLIT})
 
+    def rank_reports(self) -> tuple[RankReport, ...]:
+        """What each rank last said of its allocator, and when."""
+        return tuple(
+            RankReport(
+                pid=known["pid"],
+                device_uuid=known.get("device_uuid"),
+                reserved_bytes=known.get("reserved_bytes"),
+                time=known.get("time"),
+            )
+            for known in self._ranks.values()
+            if known.get("pid") is not None
+        )
+
     def ranks(self, connected: set[int]) -> tuple[RankMemory, ...]:
-        names = ("device_uuid", "allocated_bytes", "reserved_bytes", "peak_bytes", "rss_bytes")
+        names = ("device_uuid", "allocated_bytes", "reserved_bytes", "peak_bytes", "peak_reserved_bytes", "rss_bytes")
         return tuple(
             RankMemory(rank=rank, pid=known["pid"], connected=rank in connected, **{n: known.get(n) for n in names})
             for rank, known in sorted(self._ranks.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from memtop.supervisor.run.gpu_base import RankReport
 from memtop.supervisor.wire import RunState
 
 if TYPE_CHECKING:
@@ -55,8 +56,15 @@ def run_state(supervisor: Supervisor) -> RunState:
         eta_seconds=left / samples_rate if running and samples_rate and left is not None else None,
         ranks=progress.ranks(supervisor.agents.ranks),
         run_rss_bytes=supervisor.watch.run_rss_bytes if running else None,
+        run_memory=supervisor.watch.run_memory if running else (),
+        gpu_base_bytes=supervisor.watch.gpu_base_bytes if running else {},
         checkpoint=supervisor.checkpoint,
         exit_status=supervisor.exit_status,
         log_path=str(attempt.log_path) if attempt else None,
         warnings=tuple(supervisor.warnings.values()),
     )
+
+
+def rank_reports(supervisor: Supervisor) -> tuple[int, tuple[RankReport, ...]]:
+    """The number of the attempt (0 before the first), and what its ranks last said of their allocators."""
+    return supervisor.attempt.number if supervisor.attempt is not None else 0, supervisor.progress.rank_reports()

@@ -34,7 +34,7 @@ from memtop.supervisor.run.manifest import newest_checkpoint
 from memtop.supervisor.run.process import ProcessId, become_subreaper, identify, reap_children
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.publish import Publisher
-from memtop.supervisor.run.state import run_state
+from memtop.supervisor.run.state import rank_reports, run_state
 from memtop.supervisor.wire import Change, Event, Phase, RunState
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class Supervisor:
         self.exit_status: int | None = None
         self.checkpoint = newest_checkpoint(folder.latest_state)
         self._socket = socket_path(folder.path)
-        self.watch = MachineWatch(folder.path.parent, self._members)
+        self.watch = MachineWatch(folder.path.parent, self._members, lambda: rank_reports(self))
 
     # --- life -----------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-NAMES = ("allocated_bytes", "reserved_bytes", "peak_bytes", "rss_bytes")
+NAMES = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_reserved_bytes", "rss_bytes")
 
 
 def rss_bytes() -> int | None:
@@ -31,7 +31,7 @@ def _cuda() -> Any:
 
 
 def readings(*, reset_peak: bool = False) -> dict[str, int | None]:
-    """Allocated, reserved and peak bytes on the current device (None without CUDA), and RSS.
+    """Allocated, reserved and peak bytes (of both) on the current device (None without CUDA), and RSS.
 
     The peak counts from when it was last reset. That changes what the program itself would be told, so it is done only for a
     program that leaves it to the agent.
@@ -43,6 +43,9 @@ def readings(*, reset_peak: bool = False) -> dict[str, int | None]:
         found["allocated_bytes"] = cuda.memory_allocated()
         found["reserved_bytes"] = cuda.memory_reserved()
         found["peak_bytes"] = cuda.max_memory_allocated()
+        peak_reserved = getattr(cuda, "max_memory_reserved", None)
+        if peak_reserved is not None:
+            found["peak_reserved_bytes"] = peak_reserved()
         if reset_peak:
             cuda.reset_peak_memory_stats()
     return found

@@ -1,0 +1,91 @@
+"""What a run's processes hold of a GPU beside torch's allocator at least: their CUDA contexts, and little else."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.monitor.vram import RankUse, placed, ranks_on
+
+# How much older than the snapshot the driver's process list may be, in seconds, with a margin for clocks.
+_LIST_AGE = 3.0
+
+
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's newest words on its allocator, and when it said them (seconds since the epoch)."""
+
+    pid: int
+    device_uuid: str | None = None
+    reserved_bytes: int | None = None
+    time: float | None = None
+
+
+class _Steady(msgspec.Struct):
+    """A GPU whose ranks have told the same number again and again."""
+
+    reserved: int
+    since: float
+    """When they were first seen to tell it, seconds since the epoch."""
+    candidate: int | None = None
+    """Seen beside the allocators at `seen`; counts once the ranks have told the same number after it."""
+    seen: float = 0.0
+
+
+class GpuBase:
+    """The least seen in one attempt, by GPU uuid (or that of its MIG instance).
+
+    The driver's list and the ranks' reports are not of the same moment, and a wrong minimum would stay for ever. So only a
+    list counts before which and after which every rank on the GPU told the same number of reserved bytes.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: dict[str, int] = {}
+        self._attempt: int | None = None
+        self._steady: dict[str, _Steady] = {}
+
+    def update(self, attempt: int, machine: MachineSnapshot, reports: Sequence[RankReport], pids: Collection[int]) -> None:
+        """Take one sample; `pids` are the run's processes. Another attempt begins anew."""
+        if attempt != self._attempt:
+            self._attempt, self._steady, self.bytes = attempt, {}, {}
+        times = {report.pid: report.time for report in reports}
+        ranks = [RankUse(pid=r.pid, device_uuid=r.device_uuid, reserved_bytes=r.reserved_bytes) for r in reports]
+        ranks, mine = placed(ranks, machine.gpus), {*pids, *times}
+        for gpu in machine.gpus:
+            for mig in gpu.mig or (None,):
+                uuid = gpu.uuid if mig is None else mig.uuid
+                here = ranks_on(gpu, ranks, mig=mig)
+                rows = [
+                    row
+                    for row in gpu.processes
+                    if row.pid in mine and not row.gone and (mig is None or row.mig_instance == mig.position)
+                ]
+                if uuid is None or not here or not {rank.pid for rank in here} <= {row.pid for row in rows}:
+                    continue
+                held, told = [row.used_bytes for row in rows], [times[rank.pid] for rank in here]
+                reserved = [rank.reserved_bytes for rank in here]
+                if None in held or None in told or None in reserved:
+                    continue
+                self._look(
+                    uuid,
+                    sum(number for number in held if number is not None),
+                    sum(number for number in reserved if number is not None),
+                    [moment for moment in told if moment is not None],
+                    machine.time,
+                    machine.gpu_age_seconds or 0.0,
+                )
+
+    def _look(self, uuid: str, held: int, reserved: int, told: list[float], now: float, age: float) -> None:
+        steady = self._steady.get(uuid)
+        if steady is None or steady.reserved != reserved or held < reserved:
+            # Less held than reserved: the allocator has given something back since the report.
+            self._steady[uuid] = _Steady(reserved, max(now, *told))
+            return
+        if steady.candidate is not None and min(told) > steady.seen:
+            self.bytes = self.bytes | {uuid: min(steady.candidate, self.bytes.get(uuid, steady.candidate))}
+            steady.candidate = None
+        if now - age - _LIST_AGE >= steady.since:
+            beside = held - reserved
+            steady.candidate = beside if steady.candidate is None else min(beside, steady.candidate)
+            steady.seen = now

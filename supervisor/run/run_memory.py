@@ -1,0 +1,158 @@
+"""Host memory of a run's processes by their role, shared pages counted once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
+import msgspec
+
+from memtop.supervisor.monitor.processes import PROC, ProcessId, identify, parent_of
+from memtop.supervisor.wire import RoleMemory
+
+ROLES = ("launcher", "rank", "loader worker", "other")
+EVERY_SECONDS = 10.0
+# The kernel walks every page of a process for this: at most a fiftieth of one core goes into it, however large they are.
+_SHARE = 50
+_LAUNCHERS = (
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate-launch"),
+    *("accelerate.commands.launch", "deepspeed", "deepspeed.launcher.runner", "deepspeed.launcher.launch"),
+)
+
+
+class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What /proc/PID/smaps_rollup tells of one process, in bytes."""
+
+    pss_bytes: int
+    uss_bytes: int
+    shm_bytes: int | None
+    """None on kernels that do not tell it apart (before 5.1)."""
+    swap_bytes: int | None
+
+
+def process_memory(pid: int, proc_root: Path = PROC) -> ProcessMemory | None:
+    """Memory of one process. Raises ProcessLookupError if it is gone; None where this user may not read it."""
+    try:
+        with (proc_root / str(pid) / "smaps_rollup").open("rb", buffering=0) as file:
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        if identify(pid, proc_root) is not None:
+            return None  # a kernel before 4.14 has no such file
+        raise ProcessLookupError(pid) from None
+    except PermissionError:
+        return None
+    rows = {words[0]: int(words[1]) * 1024 for line in lines if len(words := line.split()) == 3 and words[1].isdigit()}
+    if b"Pss:" not in rows:
+        raise ProcessLookupError(pid)  # a zombie: its memory is given back already
+    return ProcessMemory(
+        pss_bytes=rows[b"Pss:"],
+        uss_bytes=sum(rows.get(name, 0) for name in (b"Private_Clean:", b"Private_Dirty:", b"Private_Hugetlb:")),
+        shm_bytes=rows.get(b"Pss_Shmem:"),
+        swap_bytes=rows.get(b"SwapPss:"),
+    )
+
+
+def role_memory(processes: Iterable[ProcessId], rank_pids: Collection[int], proc_root: Path = PROC) -> tuple[RoleMemory, ...]:
+    """Memory of these processes by role, in the order of ROLES; roles that nobody has are left out. A value that cannot be
+    read of one process is None for its whole role."""
+    alive = [process.pid for process in processes if identify(process.pid, proc_root) == process]
+    found: dict[str, list[ProcessMemory | None]] = {}
+    for pid, role in roles(alive, rank_pids, proc_root).items():
+        try:
+            found.setdefault(role, []).append(process_memory(pid, proc_root))
+        except ProcessLookupError:
+            continue  # it ended while we looked
+    return tuple(_together(role, found[role]) for role in ROLES if found.get(role))
+
+
+def _together(role: str, members: list[ProcessMemory | None]) -> RoleMemory:
+    def total(value: Callable[[ProcessMemory], int | None]) -> int | None:
+        values = [None if member is None else value(member) for member in members]
+        return None if None in values else sum(number for number in values if number is not None)
+
+    return RoleMemory(
+        role=role,
+        processes=len(members),
+        pss_bytes=total(lambda member: member.pss_bytes),
+        uss_bytes=total(lambda member: member.uss_bytes),
+        shm_bytes=total(lambda member: member.shm_bytes),
+        swap_bytes=total(lambda member: member.swap_bytes),
+    )
+
+
+def roles(pids: Collection[int], rank_pids: Collection[int], proc_root: Path = PROC) -> dict[int, str]:
+    """Which part each process plays. Ranks are those that the agent reported, else the program itself (below its launcher);
+    what stands above a rank launches it, what is below works for it. The shim above the program is added."""
+    parents = {pid: parent_of(pid, proc_root) for pid in pids}
+    for parent in {parent for parent in parents.values() if parent is not None and parent not in parents}:
+        if _is_shim(parent, proc_root):
+            parents[parent] = None
+    ranks = {pid for pid in rank_pids if pid in parents} or _programs(parents, proc_root)
+    above = {ancestor for rank in ranks for ancestor in _ancestors(rank, parents)} - ranks
+    found = {}
+    for pid in parents:
+        if pid in ranks:
+            found[pid] = "rank"
+        elif pid in above:
+            found[pid] = "launcher"
+        else:
+            found[pid] = "loader worker" if ranks.intersection(_ancestors(pid, parents)) else "other"
+    return found
+
+
+def _ancestors(pid: int, parents: dict[int, int | None]) -> list[int]:
+    """Those above this one within the run, the nearest first."""
+    found: list[int] = []
+    above = parents.get(pid)
+    while above is not None and above in parents and above not in found:
+        found.append(above)
+        above = parents[above]
+    return found
+
+
+def _programs(parents: dict[int, int | None], proc_root: Path) -> set[int]:
+    """The topmost processes that are not launchers."""
+    launchers = {pid for pid in parents if _is_launcher(pid, proc_root)}
+    return {pid for pid, parent in parents.items() if pid not in launchers and (parent not in parents or parent in launchers)}
+
+
+def _is_launcher(pid: int, proc_root: Path) -> bool:
+    """True for `torchrun ...`, `python -m torch.distributed.run ...`, `accelerate launch ...` and the run's shim. Only the
+    program and its module are looked at, not the words behind them."""
+    words = [word for word in _command(pid, proc_root)[:4] if not word.startswith("-")][:2]
+    return _is_shim(pid, proc_root) or any(Path(word).name in _LAUNCHERS for word in words)
+
+
+def _is_shim(pid: int, proc_root: Path) -> bool:
+    return any(word.endswith("supervisor/run/shim.py") for word in _command(pid, proc_root)[:4])
+
+
+def _command(pid: int, proc_root: Path) -> list[str]:
+    try:
+        raw = (proc_root / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return []  # it ended while we looked
+    return os.fsdecode(raw).split("\0")
+
+
+class RunMemory:
+    """The newest reading, made anew every ten seconds, or more rarely where it takes the kernel long."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.roles: tuple[RoleMemory, ...] = ()
+        self._monotonic = monotonic
+        self._due = float("-inf")
+
+    def update(self, processes: Collection[ProcessId], rank_pids: Collection[int]) -> None:
+        """Read if it is due. Without processes there is nothing to tell, at once."""
+        if not processes:
+            self.roles, self._due = (), float("-inf")
+            return
+        started = self._monotonic()
+        if started < self._due:
+            return
+        self.roles = role_memory(processes, rank_pids)
+        ended = self._monotonic()
+        self._due = started + max(EVERY_SECONDS, _SHARE * (ended - started))
