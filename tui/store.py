@@ -56,6 +56,8 @@ class Store:
     host_history: tuple[Moment, ...] = ()
     host_peak_fraction: float | None = None
     followed: Followed | None = None
+    all_pids_visible: bool = False
+    """True only where a process that cannot be seen from here does not exist."""
     quiet_seconds: float = 0.0
     """How long nothing has been heard, beyond what is normal; 0 while all is well."""
     events_wanted: bool = False
