@@ -28,6 +28,15 @@ class Hands(Protocol):
         ...
 
 
+@runtime_checkable
+class Eyes(Protocol):
+    """A feed that can look closer where somebody wants to know: some values cost the driver too much to read all the time."""
+
+    def look_closely(self) -> None:
+        """A GPU's details are on the screen: read what is dear, too, for the next seconds."""
+        ...
+
+
 class RealHands:
     """Ends real processes through the monitor, which checks identity and owner of each once more."""
 
