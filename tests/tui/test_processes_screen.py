@@ -209,7 +209,7 @@ async def test_views_and_folding() -> None:
 
 async def test_ending_asks_with_names_and_consequence_and_holds_the_order() -> None:
     saved = Checkpoint(path="x", updates=20, saved_at=NOW - 12, complete=True)
-    mine = process(1, run="tiny", used_bytes=3 * GIB)
+    mine = process(1, run="tiny", used_bytes=3 * GIB, command="python job-1.py --with-long --words-before --the-end last")
     update = StateUpdate(run=run_state(updates=24, checkpoint=saved), machine=small(mine, grown(2, 2)))
     feed, hands = RecordingFeed(update), RecordingHands()
     app = dashboard(feed, hands)
@@ -221,7 +221,14 @@ async def test_ending_asks_with_names_and_consequence_and_holds_the_order() -> N
         assert app.focused is not None
         assert app.focused.id == "cancel"
         text = screen_text(app)
-        for words in ("ada", "3.0 GiB", "python job-1.py", "memory is freed (3.0 GiB)", "Run tiny would lose 4 updates"):
+        for words in (
+            "ada",
+            "3.0 GiB",
+            "python job-1.py",
+            "--the-end last",
+            "memory is freed (3.0 GiB)",
+            "Run tiny would lose 4 updates",
+        ):
             assert words in text
         await pilot.press("enter")
         await settle(pilot)
