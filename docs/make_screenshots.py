@@ -36,6 +36,9 @@ PICTURES = (
     Picture("eight-gpus", (160, 50), gpus=8),
     Picture("restart", (120, 40), keys=("r", "backspace", "6")),
     Picture("presets", (120, 40), keys=("2",)),
+    Picture("processes", (120, 40), keys=("o", "down", "down")),
+    Picture("process", (120, 40), keys=("o", "down", "enter")),
+    Picture("gpu", (120, 50), keys=("g",)),
     Picture("kill-strays", (120, 40), keys=("k", "space")),
     Picture("help", (120, 40), keys=("question_mark",)),
 )

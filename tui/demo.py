@@ -285,6 +285,7 @@ class DemoFeed:
             allocated_bytes=int(allocated * GIB),
             reserved_bytes=int((allocated + self._cached(index)) * GIB),
             peak_bytes=int((allocated + 0.5) * GIB),
+            peak_reserved_bytes=int((allocated + self._cached(index) + 0.3) * GIB),
             rss_bytes=int(4.1 * GIB),
         )
 

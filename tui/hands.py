@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Protocol, runtime_checkable
 
 from memtop.supervisor.errors import RefusedError
@@ -28,6 +27,15 @@ class Hands(Protocol):
         ...
 
 
+@runtime_checkable
+class Eyes(Protocol):
+    """A feed that can look closer where somebody wants to know: some values cost the driver too much to read all the time."""
+
+    def look_closely(self) -> None:
+        """A GPU's details are on the screen: read what is dear, too, for the next seconds."""
+        ...
+
+
 class RealHands:
     """Ends real processes through the monitor, which checks identity and owner of each once more."""
 
@@ -40,13 +48,14 @@ class RealHands:
 
 def _environment(process: GpuProcess) -> dict[str, str]:
 
-    from memtop.supervisor.monitor.processes import ProcessId
+    from memtop.supervisor.monitor.processes import ProcessId, environment_of
 
     if process.started_ticks is None:
         raise RefusedError(f"environment of process {process.pid}: its start time is not known, it could be another one by now")
-    reader = import_module("memtop.supervisor.monitor.environment")
-    variables: dict[str, str] = reader.environment_of(ProcessId(process.pid, process.started_ticks))
-    return variables
+    found = environment_of(ProcessId(process.pid, process.started_ticks))
+    if isinstance(found, str):
+        raise RefusedError(found)
+    return found
 
 
 def _end(chosen: tuple[GpuProcess, ...]) -> str:

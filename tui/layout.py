@@ -85,9 +85,10 @@ def _wide(store: Store, body: int) -> dict[str, int]:
     host = _host_height(store, upper - training)
     heights |= {"#training": training, "#host": host if count else 0}
     heights |= {"#events": max(3, upper - training - heights["#host"]) if run is not None else 0}
-    heights["#loss"] = 0
-    if run is not None:
-        used = heights["#gpu-note"] + heights["#gpu-table"] + heights["#host-big"]
-        used += sum(heights[f"#gpu-{i}"] for i in range(GPU_PANELS))
-        heights["#loss"] = max(0, upper - used)
+    left = heights["#gpu-note"] + heights["#gpu-table"] + heights["#host-big"]
+    left += sum(heights[f"#gpu-{i}"] for i in range(GPU_PANELS))
+    heights["#loss"] = max(0, upper - left) if run is not None else 0
+    if run is None and count:
+        # Without a run's panels there is nothing to fill the rest with but the processes.
+        heights["#wide"] = min(upper, max(left, heights["#host"]))
     return heights

@@ -103,7 +103,12 @@ def _within(of: Callable[[Row], str], value: str) -> Callable[[Row], bool]:
 
 
 def _equal(of: Callable[[Row], str], value: str) -> Callable[[Row], bool]:
-    return lambda row: value in of(row).casefold().replace(":", ",").split(",")
+    def holds(row: Row) -> bool:
+        whole = of(row).casefold().split(",")
+        # `gpu:0` is all of the card, its MIG instances included; `gpu:0:2` is one of them.
+        return value in whole or value in (one.partition(":")[0] for one in whole)
+
+    return holds
 
 
 def _not(term: Callable[[Row], bool]) -> Callable[[Row], bool]:

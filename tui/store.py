@@ -58,6 +58,8 @@ class Store:
     followed: Followed | None = None
     replaying: bool = False
     """The picture is a past one, with a clock of its own."""
+    all_pids_visible: bool = False
+    """True only where a process that cannot be seen from here does not exist."""
     quiet_seconds: float = 0.0
     """How long nothing has been heard, beyond what is normal; 0 while all is well."""
     events_wanted: bool = False

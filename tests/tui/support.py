@@ -52,7 +52,7 @@ def gpu(index: int = 0, fraction: float = 0.5, band: Band = Band.SAFE, **fields:
         "name": "NVIDIA RTX A4500",
         "total_bytes": total,
         "used_bytes": used,
-        "free_bytes": total - used,
+        "free_bytes": total - used - int(fields.get("reserved_bytes") or 0),  # type: ignore[call-overload]
         "used_fraction": fraction,
         "band": band,
         "utilization_fraction": 0.97,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from msgspec.structs import replace
 from rich.cells import cell_len
@@ -312,12 +314,13 @@ def test_memory_outside_the_allocator_is_split_where_the_base_is_known() -> None
         device_uuid=card.uuid,
         allocated_bytes=8 * GIB,
         reserved_bytes=9 * GIB,
-        peak_bytes=10 * GIB,
+        peak_reserved_bytes=10 * GIB,
     )
     store = store_of(running(card, ranks=(rank,), gpu_base_bytes={card.uuid: GIB}))
     text = text_of(draw_gpu(store, card, 90, 5))
     assert "▒ context 1.0  ▒ in process 2.0" in text
-    assert "step peak 10.0" in text
+    # 12 GiB are in use, of which the allocator holds 9 now and held 10 at most.
+    assert "step peak 13.0" in text
     narrow = text_of(draw_gpu(store, card, 58, 5))
     assert "▒ context 3.0" in narrow
 
@@ -331,11 +334,15 @@ def test_other_processes_are_named_by_their_job() -> None:
 
 def test_memory_of_the_dead_and_of_nobody_listed_is_told() -> None:
     gone = process(8, used_bytes=2 * GIB, gone=True)
-    card = gpu(fraction=0.5, processes=(gone, process(9, used_bytes=3 * GIB)))
+    card = gpu(fraction=0.5, processes=(gone, process(9, used_bytes=3 * GIB)), reserved_bytes=GIB)
     store = store_of(machine(card))
     text = text_of(draw_gpu(store, card, 100, 5))
     assert "! held by no living process 2.0" in text
     assert "unlisted 5.0" in text
+    # Where no process of the machine is hidden from us, what none is listed for is nobody's.
+    alone = gpu(fraction=0.5, processes=(process(9, used_bytes=3 * GIB),), reserved_bytes=GIB)
+    store = dataclasses.replace(store_of(machine(alone)), all_pids_visible=True)
+    assert "! held by no living process 7.0" in text_of(draw_gpu(store, alone, 100, 5))
 
 
 def test_unified_memory_is_one_pool_of_three_parts() -> None:

@@ -198,6 +198,31 @@ async def test_a_machine_of_which_nothing_is_known_has_dashes_only() -> None:
         assert "0.0" not in text
 
 
+async def test_the_feed_looks_closer_only_while_a_gpu_is_looked_at() -> None:
+    looks: list[None] = []
+
+    class SharpFeed(RecordingFeed):
+        def look_closely(self) -> None:
+            looks.append(None)
+
+    feed = SharpFeed(machine(gpu(0)))
+    app = dashboard(feed)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        feed.say(machine(gpu(0)))
+        await settle(pilot)
+        assert not looks
+        await pilot.press("g")
+        await settle(pilot)
+        assert looks
+        await pilot.press("down")
+        await settle(pilot)
+        before = len(looks)
+        feed.say(machine(gpu(0)))
+        await settle(pilot)
+        assert len(looks) == before, "the host costs nothing"
+
+
 async def test_a_low_terminal_scrolls_the_facts() -> None:
     app = dashboard(RecordingFeed(machine(gpu(0, details=KNOWN))))
     async with app.run_test(size=(80, 24)) as pilot:

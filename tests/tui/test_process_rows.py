@@ -132,6 +132,16 @@ def test_the_filter(text: str, expected: set[int]) -> None:
     assert {row.pid for row in rows_of(snapshot()) if found.matches(row)} == expected
 
 
+@pytest.mark.parametrize(("text", "expected"), [("gpu:0", {1, 2}), ("gpu:2", set()), ("gpu:0:2", {2})])
+def test_a_mig_instance_is_no_gpu_of_that_number(text: str, expected: set[int]) -> None:
+    card = gpu(0, processes=(process(1, mig_instance=0), process(2, mig_instance=2)))
+    found = parse(text)
+    assert isinstance(found, Filter)
+    rows = rows_of(MachineSnapshot(time=NOW, gpus=(card,), host=HOST))
+    assert {row.pid for row in rows if found.matches(row)} == expected
+    assert [row.where for row in rows] == ["0:0", "0:2"]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [("usr:bob", "no key 'usr'; there are user"), ("size>2", "'size' is no number; there are vram"), ("sm>2g", "no unit 'g'")],

@@ -74,8 +74,11 @@ async def test_the_cursor_stays_on_its_process_when_the_order_changes() -> None:
     async with app.run_test(size=SIZE) as pilot:
         screen = await opened(pilot)
         await pilot.press("down", "down")
+        await settle(pilot)
         assert screen.row is not None
         assert screen.row.pid == 1
+        (marked,) = [row for row in screen_text(app).splitlines() if row.startswith(" ▸")]
+        assert "job-1.py" in marked
         feed.say(small(grown(1, 9), grown(2, 2), grown(3, 3)))
         await settle(pilot)
         assert order_of(app) == [1, 3, 2]
@@ -160,6 +163,32 @@ async def test_sorting_by_keys_and_by_clicks() -> None:
         assert order_of(app) == [3, 2, 1]
 
 
+@pytest.mark.parametrize("read_only", [False, True])
+async def test_help_lists_the_keys_of_the_list(read_only: bool) -> None:
+    app = dashboard(RecordingFeed(small(grown(1, 1)), read_only=read_only))
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await opened(pilot)
+        await pilot.press("question_mark")
+        await settle(pilot)
+        text = screen_text(app)
+        for words in ("Keys of this screen", "user:bob gpu:1 vram>2g", "Reverse the order", "One step back"):
+            assert words in text
+        assert ("asks first" in text) != read_only
+        await pilot.press("escape")
+        await settle(pilot)
+        assert app.screen is screen
+
+
+async def test_a_click_on_a_key_does_what_the_key_does() -> None:
+    app = dashboard(RecordingFeed(small(grown(1, 1))))
+    async with app.run_test(size=SIZE) as pilot:
+        await opened(pilot)
+        at = screen_text(app).splitlines()[-1].index("Esc Back")
+        await pilot.click("KeyLine", offset=(at + 1, 0))
+        await settle(pilot)
+        assert app.screen is app.dashboard
+
+
 async def test_views_and_folding() -> None:
     shot = MachineSnapshot(time=NOW, gpus=(gpu(0, processes=(RANKS[0], BOB)), gpu(1, processes=(RANKS[1],))), jobs=(JOB,))
     app = dashboard(RecordingFeed(shot))
@@ -180,7 +209,7 @@ async def test_views_and_folding() -> None:
 
 async def test_ending_asks_with_names_and_consequence_and_holds_the_order() -> None:
     saved = Checkpoint(path="x", updates=20, saved_at=NOW - 12, complete=True)
-    mine = process(1, run="tiny", used_bytes=3 * GIB)
+    mine = process(1, run="tiny", used_bytes=3 * GIB, command="python job-1.py --with-long --words-before --the-end last")
     update = StateUpdate(run=run_state(updates=24, checkpoint=saved), machine=small(mine, grown(2, 2)))
     feed, hands = RecordingFeed(update), RecordingHands()
     app = dashboard(feed, hands)
@@ -192,7 +221,14 @@ async def test_ending_asks_with_names_and_consequence_and_holds_the_order() -> N
         assert app.focused is not None
         assert app.focused.id == "cancel"
         text = screen_text(app)
-        for words in ("ada", "3.0 GiB", "python job-1.py", "memory is freed (3.0 GiB)", "Run tiny would lose 4 updates"):
+        for words in (
+            "ada",
+            "3.0 GiB",
+            "python job-1.py",
+            "--the-end last",
+            "memory is freed (3.0 GiB)",
+            "Run tiny would lose 4 updates",
+        ):
             assert words in text
         await pilot.press("enter")
         await settle(pilot)

@@ -113,7 +113,7 @@ def _numbers(store: Store, gpu: GpuSample, width: int) -> Line:
         "   ",
     )
     peak = fact("┆ peak", f"{units.gib(store.gpu_peak_bytes.get(gpu_key(gpu)))} GiB")
-    step = step_peak(gpu, store.run)
+    step = step_peak(gpu, store.run, store.machine)
     if step is None:
         return spread(left, peak, width)
     # What the agent saw within the newest update, where sampling once a second sees nothing.

@@ -57,7 +57,7 @@ def _memory(store: Store, gpu: GpuSample, width: int) -> Group:
     facts.add("free", size(gpu.free_bytes), "free_bytes")
     facts.add("highest seen", size(store.gpu_peak_bytes.get(gpu_key(gpu))))
     if store.run is not None:
-        facts.add("peak of last step", size(step_peak(gpu, store.run)))
+        facts.add("peak of last step", size(step_peak(gpu, store.run, store.machine)))
     window = gpu.details.bar1_used_bytes
     bar1 = None if window is None else f"{units.size(window)} of {units.size(gpu.details.bar1_total_bytes)}"
     facts.add("BAR1 window", bar1, "bar1_used_bytes")

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 
 Span = tuple[str, str]
 """(text, role)"""
 Line = tuple[Span, ...]
+
+
+class Heading(NamedTuple):
+    """The name of a column in a line of them: its cells, from `start` up to `end`."""
+
+    id: str
+    start: int
+    end: int
+
 
 TEXT = "text"
 MUTED = "muted"

@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import Job
-from memtop.tui.draw.line import MUTED, STRONG, TEXT, Line, Span, fit, line
+from memtop.tui.draw.line import MUTED, STRONG, TEXT, Heading, Line, Span, fit, line
 from memtop.tui.draw.words import age
 from memtop.tui.process_rows import Order, Row
-from memtop.tui.widgets.line_table import Heading
 
 _MARK_WIDTH = 2
 _COMMAND_LOWEST = 24

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import GpuSample, MigInstance
+from memtop.supervisor.monitor.vram import VramParts
 from memtop.tui.draw.bands import ROLES, padded_tag
 from memtop.tui.draw.bars import Share, memory_bar
 from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, width_of
 from memtop.tui.store import Store, gpu_key
-from memtop.tui.vram import VramParts, vram_parts
+from memtop.tui.vram import vram_parts
 
 _JOB_LOOKS = (("█", "alloc"), ("▓", "cache"), ("▒", "context"))
 """Without a run of its own on the screen, the largest jobs are told apart."""
 _NAME_WIDTH = 14
 _NAMED_JOBS = 3
-_GONE_WORDS = "held by no living process"
+_WORTH_A_WORD = units.GIB // 100
+GONE_WORDS = "held by no living process"
 
 
 class Part(NamedTuple):
@@ -42,89 +46,101 @@ def vram_bar(store: Store, gpu: GpuSample, width: int) -> Line:
 def vram_legend(store: Store, gpu: GpuSample, width: int) -> Line:
     """Who holds it: jobs by name where there is room, else all together; what does not fit is left out whole."""
     if gpu.unified:
-        return join_fitting([_words(part) for part in (*_unified(gpu), Part("available", gpu.free_bytes, " ", "text"))], width)
-    parts = vram_parts(gpu, store.run, store.machine)
+        return join_fitting(_words_of([*_pool(gpu), Part("available", gpu.free_bytes, " ", "text")]), width)
+    parts = _parts(store, gpu)
+    own = [] if store.run is None else _own(parts)
+    named = join(_words_of([*own, *_jobs(store, parts, _NAMED_JOBS), *_rest(parts)]))
     if store.run is None and not gpu.processes:
-        return join_fitting([fact("processes", "none"), *_words_of(_rest(parts))], width)
-    named = join(_words_of([*_own(store, parts), *_jobs(store, parts, _NAMED_JOBS), *_rest(parts)]))
+        named = join((fact("processes", "none"), named))
     if width_of(named) <= width:
         return named
     # Alarming parts before those that only complete the sum.
     rest = sorted(_rest(parts), key=lambda part: part.role != "gone")
     short = [part._replace(word="gone") if part.role == "gone" else part for part in rest]
-    return join_fitting(_words_of([*_own(store, _merged(parts)), *_jobs(store, parts, 0), *short]), width)
+    own = [] if store.run is None else _own(_merged(parts))
+    return join_fitting(_words_of([*own, *_jobs(store, parts, 0), *short]), width)
 
 
 def bar_parts(store: Store, gpu: GpuSample) -> list[Part]:
     """All used parts from the left to the right; together they end where the percentage says."""
-    if gpu.unified:
-        return _unified(gpu)
-    parts = vram_parts(gpu, store.run, store.machine)
-    found = [*_own(store, parts), *_jobs(store, parts, _NAMED_JOBS), *_rest(parts)]
+    found = _pool(gpu) if gpu.unified else all_parts(store, gpu, named=_NAMED_JOBS)
     if gpu.used_bytes is not None:
-        # Where the driver lists less than it counts as used, the bar still ends where the percentage does.
-        missing = gpu.used_bytes + (gpu.reserved_bytes or 0) - sum(part.size or 0 for part in found)
-        found.append(Part("", max(0, missing), "░", "other"))
+        # Where the parts cannot be told, the bar still ends where the percentage does.
+        whole = gpu.used_bytes + (gpu.reserved_bytes or 0) + (gpu.other_pool_bytes or 0)
+        found.append(Part("", max(0, whole - sum(part.size or 0 for part in found)), "░", "other"))
     return found
 
 
-def all_parts(store: Store, gpu: GpuSample) -> list[Part]:
-    """For the details: every part that is known or worth a word, every job by name."""
-    if gpu.unified:
-        return _unified(gpu)
-    parts = vram_parts(gpu, store.run, store.machine)
-    return [*_own(store, parts), *_jobs(store, parts, len(parts.jobs)), *_rest(parts)]
+def all_parts(store: Store, gpu: GpuSample, *, named: int | None = None) -> list[Part]:
+    """Every part that is known or worth a word; the largest `named` jobs (else all) by name."""
+    parts = _parts(store, gpu)
+    own = [] if store.run is None else _own(parts)
+    return [*own, *_jobs(store, parts, len(parts.jobs) if named is None else named), *_rest(parts)]
+
+
+def _pool(gpu: GpuSample) -> list[Part]:
+    """Memory that GPU and machine share; with what is free, three parts."""
+    return [
+        Part("GPU processes", gpu.used_bytes, "█", "alloc"),
+        Part("rest of the machine", gpu.other_pool_bytes, "░", "other"),
+    ]
+
+
+def _parts(store: Store, gpu: GpuSample) -> VramParts:
+    return vram_parts(gpu, store.run, store.machine, all_pids_visible=store.all_pids_visible)
 
 
 def _merged(parts: VramParts) -> VramParts:
     """All of the run's processes outside their allocators as one part."""
-    if parts.other_in_process is None:
+    if parts.context_bytes is None or parts.other_own_bytes is None:
         return parts
-    return parts._replace(context=(parts.context or 0) + parts.other_in_process, other_in_process=None)
+    return replace(parts, context_bytes=parts.context_bytes + parts.other_own_bytes, other_own_bytes=None)
 
 
-def _own(store: Store, parts: VramParts) -> list[Part]:
-    if store.run is None:
-        return []
+def _own(parts: VramParts) -> list[Part]:
+    context, beside = parts.context_bytes, parts.other_own_bytes
+    if context is None:
+        # What the contexts take by themselves is not measured yet: all beside the allocator goes by their name.
+        context, beside = beside, None
     own = [
-        Part("alloc", parts.allocated, "█", "alloc"),
-        Part("cache", parts.cached, "▓", "cache"),
-        Part("context", parts.context, "▒", "context"),
+        Part("alloc", parts.allocated_bytes, "█", "alloc"),
+        Part("cache", parts.cached_bytes, "▓", "cache"),
+        Part("context", context, "▒", "context"),
     ]
-    return own if parts.other_in_process is None else [*own, Part("in process", parts.other_in_process, "▒", "library")]
+    return own if beside is None else [*own, Part("in process", beside, "▒", "library")]
 
 
 def _jobs(store: Store, parts: VramParts, named: int) -> list[Part]:
     looks = _JOB_LOOKS if store.run is None else ()
     found = []
-    for number, (name, size) in enumerate(parts.jobs[:named]):
+    for number, job in enumerate(parts.jobs[:named]):
         glyph, role = looks[number] if number < len(looks) else ("░", "other")
-        found.append(Part(name[:_NAME_WIDTH], size, glyph, role))
+        found.append(Part(job.name[:_NAME_WIDTH], job.used_bytes, glyph, role))
     rest = parts.jobs[named:]
-    if rest or (not found and store.run is not None):
-        known = [size for _, size in rest if size is not None]
-        word = "others" if not named or not found else f"{len(rest)} more"
+    if rest or (not found and store.run is not None and "jobs" not in parts.unknown):
+        known = [job.used_bytes for job in rest if job.used_bytes is not None]
+        word = "others" if not found else f"{len(rest)} more"
+        if store.run is None and not found:
+            word = f"{len(rest)} jobs" if len(rest) > 1 else rest[0].name[:_NAME_WIDTH]
+        glyph, role = ("█", "alloc") if store.run is None and not found else ("░", "other")
         # No other process is a known nothing; processes that do not tell their memory are not.
-        found.append(Part(word, sum(known) if known or not rest else None, "░", "other"))
+        found.append(Part(word, sum(known) if known or not rest else None, glyph, role))
     return found
 
 
 def _rest(parts: VramParts) -> list[Part]:
-    found = []
-    if parts.unlisted_bytes and parts.unlisted_bytes >= units.GIB // 100:
-        found.append(Part("unlisted", parts.unlisted_bytes, "░", "other"))
-    if parts.gone_bytes:
-        found.append(Part(_GONE_WORDS, parts.gone_bytes, "░", "gone"))
-    if parts.driver_reserved:
-        found.append(Part("driver", parts.driver_reserved, "░", "driver"))
-    return found
-
-
-def _unified(gpu: GpuSample) -> list[Part]:
-    return [
-        Part("GPU processes", gpu.used_bytes, "█", "alloc"),
-        Part("rest of the machine", gpu.other_pool_bytes, "░", "other"),
+    gone, unlisted = parts.gone_bytes or 0, parts.unlisted_bytes or 0
+    if unlisted and parts.unlisted_by == GONE_WORDS:
+        # No process is hidden from us: what none is listed for, nobody alive holds.
+        gone, unlisted = gone + unlisted, 0
+    found = [
+        Part("rest of the machine", parts.rest_of_machine_bytes, "░", "other"),
+        Part("unlisted", unlisted, "░", "other"),
+        Part("not told by whom", parts.unaccounted_bytes, "░", "other"),
+        Part(GONE_WORDS, gone, "░", "gone"),
+        Part("driver", parts.driver_reserved_bytes, "░", "driver"),
     ]
+    return [part for part in found if (part.size or 0) >= _WORTH_A_WORD]
 
 
 def _words_of(parts: list[Part]) -> list[Line]:

@@ -24,13 +24,14 @@ from memtop.presets import Preset, PresetFileError, load_presets
 from memtop.presets.loading import usable
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.history import History
+from memtop.supervisor.monitor.proc import sees_all_pids
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.tui.draw import gpu as gpu_drawing
 from memtop.tui.draw import machine as machine_drawing
 from memtop.tui.draw import training as training_drawing
 from memtop.tui.draw.host import draw_host
 from memtop.tui.draw.line import Line, line
-from memtop.tui.feed import Controlled, Feed, FeedMessage, Replayed
+from memtop.tui.feed import Controlled, Feed, FeedMessage, LocalFeed, Replayed, RunFeed
 from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
 from memtop.tui.layout import GPU_PANELS, Plan, plan
 from memtop.tui.store import Store, fold, machine_in
@@ -66,6 +67,12 @@ def _gpu_panel(position: int) -> LinePanel:
     return LinePanel(draw, title=title, opens="gpu", id=f"gpu-{position}", classes="panel gpu")
 
 
+def first_store(feed: Feed, label: str | None) -> Store:
+    """What is known before anything was heard."""
+    here = isinstance(feed, LocalFeed | RunFeed)
+    return Store(read_only=feed.read_only, label=label, all_pids_visible=here and sees_all_pids())
+
+
 class ProcessPanel(LinePanel, can_focus=True):
     """The short list of processes; Enter or a click opens the full one."""
 
@@ -97,7 +104,7 @@ class DashboardScreen(Screen[None]):
         self.feed = feed
         self.trails = Trails()
         """What each GPU process did so far; beside the store, since it grows in place."""
-        self.set_reactive(DashboardScreen.store, Store(read_only=feed.read_only, label=label))
+        self.set_reactive(DashboardScreen.store, first_store(feed, label))
         self.history = History()
         """The newest hour, for the History screen."""
         self._interval = interval

@@ -111,7 +111,7 @@ async def end_chosen(
     lines = [
         f"End {'this process' if one else f'these {len(chosen)} processes'}?",
         "",
-        *(describe(holder, store.now) for holder in chosen),
+        *(line for holder in chosen for line in _named(holder, store.now)),
         "",
         *consequences(chosen, store),
     ]
@@ -122,6 +122,12 @@ async def end_chosen(
     say("ending: interrupt first, kill last, up to 12 s", "busy")
     say(await app.hands.end_processes([holder.process for holder in chosen]), "good")
     return True
+
+
+def _named(holder: Holder, now: float | None) -> tuple[str, str]:
+    """Who it is, and below it the whole command: two runs may differ in its last word only."""
+    process = holder.process
+    return (describe(holder, now, command_width=0).rstrip(), f"{'':>10}{process.command or process.name or units.UNKNOWN}")
 
 
 def consequences(chosen: Sequence[Holder], store: Store) -> list[str]:

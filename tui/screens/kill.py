@@ -22,13 +22,13 @@ from memtop.tui.store import Holder
 _COMMAND_WIDTH = 30
 
 
-def describe(holder: Holder, now: float | None) -> str:
+def describe(holder: Holder, now: float | None, *, command_width: int = _COMMAND_WIDTH) -> str:
     """pid, user, age, VRAM and command of one process, in columns."""
     process = holder.process
     old = units.UNKNOWN if process.started is None or now is None else age(now - process.started)
-    command = (process.command or process.name or units.UNKNOWN)[:_COMMAND_WIDTH]
+    command = (process.command or process.name or units.UNKNOWN)[:command_width]
     user = (process.user or units.UNKNOWN)[:10]
-    return f"{process.pid:>8}  {user:<10} {old:>7}  {units.size(holder.used_bytes):>9}  {command:<{_COMMAND_WIDTH}}"
+    return f"{process.pid:>8}  {user:<10} {old:>7}  {units.size(holder.used_bytes):>9}  {command:<{command_width}}"
 
 
 def _prompt(holder: Holder, now: float | None, *, ticked: bool) -> Text:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, ClassVar
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.events import MouseScrollDown, MouseScrollUp
-from textual.screen import Screen
 
 from memtop.tui.draw.gpu import draw_gpu_note, gpu_title
 from memtop.tui.draw.gpu_details import draw_gpu_details
 from memtop.tui.draw.host_details import draw_host_details
 from memtop.tui.draw.line import MUTED, STRONG, Line, join, line, spread
+from memtop.tui.hands import Eyes
+from memtop.tui.screens.full import FullScreen
 from memtop.tui.store import Store, gpu_key
 from memtop.tui.widgets.key_line import KeyLine
 from memtop.tui.widgets.line_panel import LinePanel
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _WHEEL_LINES = 3
 
 
-class MachineScreen(Screen[None]):
+class MachineScreen(FullScreen):
     """Up and down go from GPU to GPU and on to the host. It stays on its card when others come and go."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -53,6 +54,9 @@ class MachineScreen(Screen[None]):
         self.watch(self.dashboard, "store", self._take)
 
     def _take(self, store: Store) -> None:
+        feed = self.dashboard.feed
+        if self._key is not None and isinstance(feed, Eyes):
+            feed.look_closely()
         for panel in self.query(LinePanel):
             panel.show(store)
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.screen import Screen
 
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import GpuProcess
@@ -17,6 +16,7 @@ from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, join, join_fitt
 from memtop.tui.draw.process_list import roles_in_words
 from memtop.tui.draw.words import age
 from memtop.tui.process_rows import Row, rows_of
+from memtop.tui.screens.full import FullScreen
 from memtop.tui.store import Store, holders
 from memtop.tui.widgets.key_line import KeyLine
 from memtop.tui.widgets.line_panel import LinePanel
@@ -28,13 +28,13 @@ _LABEL = 12
 _TWO_COLUMNS_FROM = 70
 
 
-class ProcessScreen(Screen[None]):
+class ProcessScreen(FullScreen):
     """Stays on its process; says so when that has ended, with the last that was known."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,o", "leave", "Back", show=False),
-        Binding("e", "environment", "Environment"),
-        Binding("k", "end", "End…"),
+        Binding("e", "environment", "Environment", tooltip="The environment variables that it was started with"),
+        Binding("k", "end", "End…", tooltip="End it; asks first"),
     ]
 
     def __init__(self, dashboard: DashboardScreen, row: Row) -> None:

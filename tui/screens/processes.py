@@ -9,7 +9,6 @@ from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.events import Resize
-from textual.screen import Screen
 from textual.widgets import Input
 
 from memtop.supervisor.monitor.values import GpuProcess
@@ -17,6 +16,7 @@ from memtop.tui.draw.line import MUTED, Line, fact, fit, join, join_fitting, lin
 from memtop.tui.draw.process_list import SORTABLE, columns_for, draw_row, heading
 from memtop.tui.process_filter import Filter, parse
 from memtop.tui.process_rows import Order, Row, RowKey, View, arranged, rows_of
+from memtop.tui.screens.full import FullScreen
 from memtop.tui.store import Holder, Store, holders
 from memtop.tui.widgets.key_line import KeyLine
 from memtop.tui.widgets.line_panel import LinePanel
@@ -29,7 +29,7 @@ _VIEWS = (View.JOBS, View.TREE, View.FLAT)
 _FLASH = {"busy": ("…", "accent"), "good": ("✓", "good"), "bad": ("✗", "bad"), "note": ("·", "muted")}
 
 
-class ProcessesScreen(Screen[None]):
+class ProcessesScreen(FullScreen):
     """Rows from the dashboard's store. Its order stands still while somebody types or answers."""
 
     AUTO_FOCUS = "LineTable"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from rich.text import Text
-from textual.binding import Binding
 from textual.events import Click
 from textual.screen import Screen
 from textual.widget import Widget
 
-_BACK = ("escape", "Esc", "Back")
+from memtop.tui.screens.full import keys_of
+
+_ALWAYS = (("question_mark", "?", "Help"), ("escape", "Esc", "Back"))
 
 
 def _words(shown: str, words: str) -> str:
@@ -16,31 +19,23 @@ def _words(shown: str, words: str) -> str:
 
 
 class KeyLine(Widget):
-    """`t Job/tree/flat  f Filter …  Esc Back`; what does not fit is left to the help."""
+    """`k End…  t View  f Filter … ? Help  Esc Back`; what does not fit is left to the help."""
 
-    COMPONENT_CLASSES = {"action--key", "action--label"}  # noqa: RUF012
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"action--key", "action--label"}
 
     def __init__(self, of: Screen[None]) -> None:
         super().__init__()
         self._of = of
         self._places: list[tuple[int, int, str]] = []
 
-    def _keys(self) -> list[tuple[str, str, str]]:
-        found = []
-        for binding in type(self._of).BINDINGS:
-            if isinstance(binding, Binding) and binding.show and self._of.check_action(binding.action.partition("(")[0], ()):
-                found.append((binding.key, binding.key_display or binding.key, binding.description))
-        return [*found, _BACK]
-
     def render(self) -> Text:
         key_style = self.get_component_rich_style("action--key", partial=True)
         line = Text(no_wrap=True)
         self._places = []
-        keys = self._keys()
-        room = self.size.width - len(_words(*_BACK[1:]))
-        for key, shown, words in keys:
+        room = self.size.width - sum(len(_words(shown, words)) for _, shown, words in _ALWAYS)
+        for key, shown, words in (*keys_of(self._of), *_ALWAYS):
             text = _words(shown, words)
-            if key != _BACK[0] and line.cell_len + len(text) > room:
+            if (key, shown, words) not in _ALWAYS and line.cell_len + len(text) > room:
                 continue
             self._places.append((line.cell_len, line.cell_len + len(text), key))
             line.append_text(Text.assemble(" ", (shown, key_style), f" {words} "))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from rich.segment import Segment
 from textual.binding import Binding, BindingType
@@ -12,16 +12,8 @@ from textual.geometry import Region
 from textual.message import Message
 from textual.strip import Strip
 
-from memtop.tui.draw.line import Line, fit, line, plain
+from memtop.tui.draw.line import Heading, Line, fit, line, plain
 from memtop.tui.widgets.line_panel import RoleStyles
-
-
-class Heading(NamedTuple):
-    """A column's name and its cells, from `start` up to `end`."""
-
-    id: str
-    start: int
-    end: int
 
 
 class LineTable(RoleStyles, can_focus=True):
@@ -116,7 +108,11 @@ class LineTable(RoleStyles, can_focus=True):
         if number >= len(self._rows):
             return fit((), width)
         row = fit(self._rows[number], width)
-        return line((plain(row), "cursor")) if self._keys[number] == self._cursor else row
+        if self._keys[number] != self._cursor:
+            return row
+        # A mark beside the colour, in the second of the two cells that every row leaves free.
+        text = plain(row)
+        return line((f"{text[0]}▸{text[2:]}", "cursor"))
 
     def _place(self) -> int | None:
         return self._keys.index(self._cursor) if self._cursor in self._keys else None
