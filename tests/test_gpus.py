@@ -18,16 +18,20 @@ __all__ = ["driver", "nvml_library"]
 def four(driver: Script, monkeypatch: pytest.MonkeyPatch) -> Script:
     """GPU 0 is computed on, 1 and 3 are free, 2 is lost."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return four_gpus(driver).write()
+
+
+def four_gpus(driver: Script, **used: int) -> Script:
     for index in range(4):
-        driver.gpu(index, total=20 * GIB, used=0 if index else 2 * GIB, reserved=GIB // 4, error=15 if index == 2 else 0)
-    driver.process(0, pid=os.getpid(), used=GIB)
-    return driver.write()
+        held = used.get(f"gpu{index}", 0 if index else 2 * GIB)
+        driver.gpu(index, total=20 * GIB, used=held, reserved=GIB // 4, error=15 if index == 2 else 0)
+    return driver.process(0, pid=os.getpid(), used=GIB)
 
 
 def test_free_gpus_are_those_on_which_nobody_computes(four: Script) -> None:
     assert gpus.wanted(None) is None
     assert gpus.wanted("free:2") == ["1", "3"]
-    four.gpu(3, total=20 * GIB, used=0).process(1, pid=os.getpid(), used=GIB // 8, kind="graphics").write()
+    four_gpus(four.clear(), gpu1=GIB // 8).process(1, pid=os.getpid(), used=GIB // 8, kind="graphics").write()
     assert gpus.wanted("free") == ["3"]
     assert gpus.wanted("free:2") == ["1", "3"]
 
@@ -39,8 +43,8 @@ def test_too_few_free_ones_are_refused_with_what_is_on_the_others(four: Script) 
     assert text.startswith("--gpus free:3: 2 of 4 GPUs are free; GPU 0: process ")
     assert "computes on it" in text
     assert "GPU 2: the GPU is lost" in text
-    four.gpu(1, total=20 * GIB, used=9 * GIB).gpu(3, total=0).write()
-    with pytest.raises(UsageError, match=r"none of 4 GPUs is free; .*GPU 1: only 11\.0+ GiB of 20\.0+ GiB free"):
+    four_gpus(four.clear(), gpu1=9 * GIB, gpu3=3 * GIB).write()
+    with pytest.raises(UsageError, match=r"none of 4 GPUs is free; .*GPU 1: only 10\.8 GiB of 20\.0 GiB free"):
         gpus.wanted("free")
 
 

@@ -113,7 +113,8 @@ def fold(store: Store, message: FeedMessage) -> Store:
     if isinstance(message, Followed):
         return replace(store, followed=message)
     if isinstance(message, Replayed):
-        begun = Store(read_only=store.read_only, link=store.link, events_wanted=store.events_wanted)
+        kept = {name: getattr(store, name) for name in ("read_only", "link", "events_wanted", "all_pids_visible")}
+        begun = Store(**kept)
         return replace(begun if message.rewound else store, label=message.line, replaying=True, quiet_seconds=0.0)
     if isinstance(message, wire.HistoryRows):
         # For the dashboard's `History`, which is no picture but a recording.
