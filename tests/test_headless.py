@@ -103,7 +103,7 @@ def test_what_happened_before_is_not_told(follow: Callable[..., int], capsys: py
 
 
 def test_the_supervisors_death_does_not_end_it(runs: Runs) -> None:
-    arguments = ("train", "--headless", "--name", "a", "--", sys.executable, "-c", "import time; time.sleep(5)")
+    arguments = ("train", "--headless", "--name", "a", "--", sys.executable, "-c", "import time; time.sleep(12)")
     with subprocess.Popen(
         [sys.executable, "-m", "memtop", *arguments],
         cwd=runs.root,

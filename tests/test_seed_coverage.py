@@ -299,7 +299,7 @@ def sources() -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("word", ["sudo", "fallocate", "mkswap", "swapon", "pip install --force"])
+@pytest.mark.parametrize("word", ["sudo ", '["sudo"', "fallocate", "mkswap", "swapon", "pip install --force"])
 def test_what_the_guides_run_as_root_or_by_force_is_never_run(word: str) -> None:
     found = sources()
     assert len(found) > 50
