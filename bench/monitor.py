@@ -45,8 +45,9 @@ SIZE = (160, 50)
 _WARM_UP_SECONDS = 4.0
 # A program that only samples, as the supervisor does beside a run.
 _SAMPLER = """
-import sys, time
+import signal, sys, time
 from memtop.supervisor.monitor.sampler import Sampler
+signal.signal(signal.SIGINT, lambda *_: sys.exit())
 sampler, interval = Sampler(), float(sys.argv[1])
 while True:
     started = time.monotonic()
