@@ -27,6 +27,11 @@ def machine() -> dict[str, Any]:
     return {"cores": os.cpu_count(), "cpu": model, "python": platform.python_version(), "memtop": memtop.__version__}
 
 
+def user_environment() -> dict[str, str]:
+    """The environment as a user's: with compiled modules kept from one start to the next."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def report(name: str, results: dict[str, Any]) -> None:
     """One JSON document on stdout."""
     print(json.dumps({"bench": name, "date": time.strftime("%Y-%m-%d"), "machine": machine(), **results}, indent=2))

@@ -36,7 +36,7 @@ from typing import Any
 
 import psutil
 
-from bench.common import report, spread
+from bench.common import report, spread, user_environment
 from memtop.supervisor.units import GIB
 from tests.nvml_double.double import Script, build
 
@@ -131,7 +131,7 @@ class Machine:
         self._processes = [subprocess.Popen(["sleep", "3600"]) for _ in range(gpus * PROCESSES_PER_GPU)]
         self.counts = folder / "counts"
         self.environment = {
-            **os.environ,
+            **user_environment(),
             **self._script.env(build(folder)),
             "NVML_DOUBLE_COUNTS": str(self.counts),
             "MEMTOP_RUNS_DIR": str(folder / "runs"),

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 
-from bench.common import median_seconds, report
+from bench.common import median_seconds, report, user_environment
 
 RUNS = 7
 
@@ -21,7 +21,7 @@ RUNS = 7
 def seconds_of(*arguments: str) -> float:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as runs:
-        environment = {**os.environ, "MEMTOP_RUNS_DIR": runs}
+        environment = {**user_environment(), "MEMTOP_RUNS_DIR": runs}
         subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, env=environment)
         return time.perf_counter() - started
 
@@ -30,7 +30,8 @@ def first_paint_seconds() -> float:
     """From the start of the process until the action bar's last word is on the terminal."""
     master, slave = pty.openpty()
     os.set_blocking(master, False)
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40", "MEMTOP_RUNS_DIR": "/nonexistent"}
+    terminal = {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
+    environment = {**user_environment(), **terminal, "MEMTOP_RUNS_DIR": "/nonexistent"}
     started = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "memtop", "watch"],
