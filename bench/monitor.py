@@ -296,24 +296,29 @@ def slow(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def day(options: argparse.Namespace) -> dict[str, Any]:
-    """A day of samples as fast as they come, through sampler and dashboard store; resident bytes along the way."""
-    with machine(8) as made:
+    """A day of samples as fast as they come, through sampler, dashboard and history; resident bytes along the way."""
+    with machine(2) as made:
         program = [sys.executable, "-m", "bench.monitor", "--simulate-day"]
         done = subprocess.run(program, env=made.environment, check=True, capture_output=True, text=True)
     return dict(json.loads(done.stdout))
 
 
 def simulate_day() -> None:
+    from memtop.supervisor.monitor.history import History
     from memtop.supervisor.monitor.nvml import NvmlReader
     from memtop.supervisor.monitor.sampler import Sampler
     from memtop.tui.store import Store, fold
+    from memtop.tui.trails import Trails
 
     now = [0.0]
-    sampler = Sampler(nvml=NvmlReader(monotonic=lambda: now[0]), clock=lambda: 1e9 + now[0])
-    store, process, resident = Store(), psutil.Process(), {}
+    sampler = Sampler(nvml=NvmlReader(monotonic=lambda: now[0]), clock=lambda: 1e9 + now[0], monotonic=lambda: now[0])
+    store, history, trails, process, resident = Store(), History(), Trails(), psutil.Process(), {}
     for second in range(86_401):
         now[0] = float(second)
-        store = fold(store, sampler.sample())
+        snapshot = sampler.sample()
+        store = fold(store, snapshot)
+        history.append(snapshot)
+        trails.take(snapshot)
         if second % 14_400 == 0:
             resident[f"hour_{second // 3600}"] = process.memory_info().rss
     first, last = resident["hour_4"], resident["hour_24"]
