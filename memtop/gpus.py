@@ -6,7 +6,7 @@ import os
 
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.monitor.driver import ONCE_SECONDS
+from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 
 from memtop.supervisor.monitor.bands import Hysteresis
-from memtop.supervisor.monitor.driver import PATIENCE_SECONDS, DriverThread
 from memtop.supervisor.monitor.host import HostReader
 from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.nvml.thread import PATIENCE_SECONDS, DriverThread
 from memtop.supervisor.monitor.processes import ProcessDescriber
+from memtop.supervisor.monitor.processes.watching import ProcessWatch
 from memtop.supervisor.monitor.strays import KnownRun
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
-from memtop.supervisor.monitor.watching import ProcessWatch
 
 
 def no_runs() -> Sequence[KnownRun]:

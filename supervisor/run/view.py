@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from memtop.supervisor.errors import RunFolderError
-from memtop.supervisor.monitor.proc import TICKS_PER_SECOND, boot_time
+from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, boot_time
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt
 from memtop.supervisor.run.attempt import ExitFile, ProcessFile, RunningAttempt
 from memtop.supervisor.run.folder import RunFolder, RunLock, RunSpec, StateFile, read_json

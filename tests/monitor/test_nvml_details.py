@@ -7,10 +7,10 @@ from typing import Any
 import pynvml
 import pytest
 
-from memtop.supervisor.monitor import nvml_errors
 from memtop.supervisor.monitor.nvml import NvmlReader
-from memtop.supervisor.monitor.nvml_details import PCIE_FIELDS, throttle_words
-from memtop.supervisor.monitor.nvml_fields import recovery_words
+from memtop.supervisor.monitor.nvml import errors as nvml_errors
+from memtop.supervisor.monitor.nvml.details import PCIE_FIELDS, throttle_words
+from memtop.supervisor.monitor.nvml.fields import recovery_words
 from memtop.supervisor.monitor.values import GpuDetails, GpuSample
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import Script
@@ -96,7 +96,7 @@ def missing(details: GpuDetails) -> set[str]:
 
 @pytest.mark.parametrize("code", [3, 4, 13, 27, 999])
 def test_every_value_that_the_driver_refuses_has_a_reason(driver: Script, reader: NvmlReader, code: int) -> None:
-    from memtop.supervisor.monitor.nvml_details import _CODECS, _FIXED, _SENSORS
+    from memtop.supervisor.monitor.nvml.details import _CODECS, _FIXED, _SENSORS
 
     driver.gpu(0, total=GIB)
     for row in (*_FIXED, *_SENSORS, *_CODECS):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.monitor import nvml_errors
 from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.nvml import errors as nvml_errors
 from memtop.supervisor.monitor.values import Band, GpuSample
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import SOURCES, Script
@@ -171,7 +171,7 @@ def test_a_driver_that_takes_twenty_milliseconds_for_everything(driver: Script, 
 
 HANGING = """
 import threading, time
-from memtop.supervisor.monitor import nvml
+from memtop.supervisor.monitor.nvml import reader as nvml
 nvml.CLOSE_SECONDS = 0.01
 reader = nvml.NvmlReader()
 reading = threading.Thread(target=reader.read, daemon=True)

@@ -14,8 +14,8 @@ from typing import TypeVar
 import pytest
 
 from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.nvml.xid import xid_words
 from memtop.supervisor.monitor.values import GpuSample
-from memtop.supervisor.monitor.xid import xid_words
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import Script
 
@@ -176,7 +176,7 @@ def test_a_driver_that_goes_away_ends_the_thread_and_no_more(
 def test_one_lost_gpu_does_not_end_the_events_of_the_others(
     driver: Script, reader: NvmlReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memtop.supervisor.monitor.nvml_events._LOST_SECONDS", 0.01)
+    monkeypatch.setattr("memtop.supervisor.monitor.nvml.events._LOST_SECONDS", 0.01)
     driver.gpu(0, total=GIB).write()
     one(reader)
     driver.fail("nvmlEventSetWait_v2", -1, 15).write()

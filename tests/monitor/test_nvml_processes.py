@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.monitor import nvml_errors
 from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.nvml import errors as nvml_errors
 from memtop.supervisor.monitor.values import GpuProcess
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import Script, build, in_process

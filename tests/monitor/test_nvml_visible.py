@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memtop.supervisor.monitor.nvml import NvmlReader
-from memtop.supervisor.monitor.nvml_visible import Seen, visible_indices
+from memtop.supervisor.monitor.nvml.visible import Seen, visible_indices
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import Script
 

@@ -15,8 +15,8 @@ import pytest
 
 from memtop.supervisor.monitor import processes
 from memtop.supervisor.monitor.nvml import NvmlReader
-from memtop.supervisor.monitor.proc import read_row
 from memtop.supervisor.monitor.processes import ProcessDescriber
+from memtop.supervisor.monitor.processes.proc import read_row
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.strays import KnownRun
 from memtop.supervisor.monitor.values import Band
@@ -159,7 +159,7 @@ def test_a_process_is_described_once_however_often_it_is_sampled(
         described.append(identity.pid)
         return describe(identity, proc_root)
 
-    monkeypatch.setattr(processes, "describe_process", counted)
+    monkeypatch.setattr(processes.facts, "describe_process", counted)
     watcher = sampler(reader)
     for _ in range(60):
         assert all(len(gpu.processes) == 8 for gpu in watcher.sample().gpus)

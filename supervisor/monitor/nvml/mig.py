@@ -6,10 +6,10 @@ from typing import Any
 
 import pynvml
 
-from memtop.supervisor.monitor import nvml_errors as codes
-from memtop.supervisor.monitor.nvml_ask import Asker, GpuGone
-from memtop.supervisor.monitor.nvml_memory import MEMORY_FIELDS, MemoryReader
-from memtop.supervisor.monitor.nvml_processes import ListRow, ProcessReader
+from memtop.supervisor.monitor.nvml import errors as codes
+from memtop.supervisor.monitor.nvml.ask import Asker, GpuGone
+from memtop.supervisor.monitor.nvml.memory import MEMORY_FIELDS, MemoryReader
+from memtop.supervisor.monitor.nvml.processes import ListRow, ProcessReader
 from memtop.supervisor.monitor.values import MigInstance
 
 _NO_INSTANCE = frozenset({codes.NOT_FOUND, codes.INVALID_ARGUMENT})

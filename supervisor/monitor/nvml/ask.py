@@ -7,7 +7,7 @@ from typing import Any
 
 import pynvml
 
-from memtop.supervisor.monitor import nvml_errors as codes
+from memtop.supervisor.monitor.nvml import errors as codes
 
 NOT_TOLD = "the driver does not tell it"
 _ALL_ONES = frozenset({2**32 - 1, 2**64 - 1})

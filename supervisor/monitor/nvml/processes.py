@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pynvml
 
-from memtop.supervisor.monitor import nvml_errors as codes
-from memtop.supervisor.monitor.nvml_ask import Asker
+from memtop.supervisor.monitor.nvml import errors as codes
+from memtop.supervisor.monitor.nvml.ask import Asker
 from memtop.supervisor.monitor.values import GpuProcess
 
 _NOT_AVAILABLE = 2**64 - 1

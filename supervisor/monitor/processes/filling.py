@@ -9,13 +9,13 @@ from typing import NamedTuple
 import msgspec
 
 from memtop.supervisor import units
-from memtop.supervisor.monitor import roles
 from memtop.supervisor.monitor.ending import UNFREED_ADVICE
-from memtop.supervisor.monitor.jobs import Draft
-from memtop.supervisor.monitor.proc import TICKS_PER_SECOND, ProcessId, Row
-from memtop.supervisor.monitor.processes import ProcessFacts
+from memtop.supervisor.monitor.processes import roles
+from memtop.supervisor.monitor.processes.facts import ProcessFacts
+from memtop.supervisor.monitor.processes.jobs import Draft
+from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, ProcessId, Row
+from memtop.supervisor.monitor.processes.table import CpuMeter, resident_bytes
 from memtop.supervisor.monitor.strays import KnownRun, judge
-from memtop.supervisor.monitor.table import CpuMeter, resident_bytes
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, Job
 
 

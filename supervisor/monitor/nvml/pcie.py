@@ -8,8 +8,8 @@ from typing import Any
 
 import pynvml
 
-from memtop.supervisor.monitor import nvml_errors as codes
-from memtop.supervisor.monitor.nvml_details import PCIE_NOT_WANTED
+from memtop.supervisor.monitor.nvml import errors as codes
+from memtop.supervisor.monitor.nvml.details import PCIE_NOT_WANTED
 
 WANTED_SECONDS = 10.0
 """How long one wish lasts."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pynvml
 
-from memtop.supervisor.monitor import nvml_errors as codes
+from memtop.supervisor.monitor.nvml import errors as codes
 
 ECC_DOUBLE_BIT = 0x2
 XID = 0x8

@@ -8,9 +8,9 @@ from typing import Any
 
 import pynvml
 
-from memtop.supervisor.monitor import nvml_errors as codes
 from memtop.supervisor.monitor.bands import band_of
-from memtop.supervisor.monitor.nvml_ask import Asker, GpuGone, call_first
+from memtop.supervisor.monitor.nvml import errors as codes
+from memtop.supervisor.monitor.nvml.ask import Asker, GpuGone, call_first
 from memtop.supervisor.monitor.values import GpuProcess
 
 MEMORY_FIELDS = ("total_bytes", "used_bytes", "free_bytes", "reserved_bytes", "used_fraction")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from memtop.supervisor.monitor.nvml import NvmlReading
+from memtop.supervisor.monitor.nvml.reader import NvmlReading
 
 FRESH_SECONDS = 3.0
 """A reading is called old only beyond this: many GPUs behind a slow driver take more than a tick."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import pynvml
 
-from memtop.supervisor.monitor import nvml_errors as codes
-from memtop.supervisor.monitor.nvml_ask import Asker, GpuGone
+from memtop.supervisor.monitor.nvml import errors as codes
+from memtop.supervisor.monitor.nvml.ask import Asker, GpuGone
 
 _MEMORY_TEMPERATURE = 82
 _RETIRED_SINGLE_BIT, _RETIRED_DOUBLE_BIT = 29, 30

@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import pynvml
 
-from memtop.supervisor.monitor import nvml_errors as codes
-from memtop.supervisor.monitor.nvml_ask import call_first
-from memtop.supervisor.monitor.nvml_events import Event, EventWatcher
-from memtop.supervisor.monitor.nvml_gpu import Gpu, Surroundings
-from memtop.supervisor.monitor.nvml_memory import Pool
-from memtop.supervisor.monitor.nvml_pcie import PcieReader
-from memtop.supervisor.monitor.nvml_troubles import Troubles
-from memtop.supervisor.monitor.nvml_visible import Seen, visible_indices
+from memtop.supervisor.monitor.nvml import errors as codes
+from memtop.supervisor.monitor.nvml.ask import call_first
+from memtop.supervisor.monitor.nvml.events import Event, EventWatcher
+from memtop.supervisor.monitor.nvml.gpu import Gpu, Surroundings
+from memtop.supervisor.monitor.nvml.memory import Pool
+from memtop.supervisor.monitor.nvml.pcie import PcieReader
+from memtop.supervisor.monitor.nvml.troubles import Troubles
+from memtop.supervisor.monitor.nvml.visible import Seen, visible_indices
 from memtop.supervisor.monitor.processes import in_host_pid_namespace
 from memtop.supervisor.monitor.values import GpuSample
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from memtop.supervisor.monitor.proc import ATTEMPT_VARIABLE, PROC, RUN_VARIABLE, ProcessId, environment, stat_fields
+from memtop.supervisor.monitor.processes.proc import ATTEMPT_VARIABLE, PROC, RUN_VARIABLE, ProcessId, environment, stat_fields
 
 
 class RunProcess(msgspec.Struct, frozen=True, kw_only=True):
