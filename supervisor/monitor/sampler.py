@@ -16,7 +16,7 @@ from memtop.supervisor.monitor.nvml.thread import PATIENCE_SECONDS, DriverThread
 from memtop.supervisor.monitor.processes import ProcessDescriber
 from memtop.supervisor.monitor.processes.watching import ProcessWatch
 from memtop.supervisor.monitor.strays import KnownRun
-from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
+from memtop.supervisor.monitor.values import Band, GpuSample, HostSample, MachineSnapshot
 
 
 def no_runs() -> Sequence[KnownRun]:
@@ -55,6 +55,7 @@ class Sampler:
             monotonic=monotonic,
         )
         self._gauges: dict[str, Hysteresis] = {}
+        self._memory_gauge, self._swap_gauge = Hysteresis(), Hysteresis()
 
     def sample(self) -> MachineSnapshot:
         """One snapshot; never raises for what the machine says, and waits for the driver no longer than the patience."""
@@ -64,7 +65,7 @@ class Sampler:
         gpus, jobs = self._watch.fill(reading.gpus)
         return MachineSnapshot(
             time=moment,
-            gpus=tuple(self._with_band(gpu) for gpu in gpus),
+            gpus=self._with_bands(gpus),
             gpu_note=reading.note,
             gpu_age_seconds=age,
             driver_version=reading.driver_version,
@@ -82,13 +83,26 @@ class Sampler:
         """The reader behind the GPUs, for measuring what came back after ending processes."""
         return self._nvml
 
-    def _with_band(self, gpu: GpuSample) -> GpuSample:
-        gauge = self._gauges.setdefault(gpu.uuid or f"gpu {gpu.index}", Hysteresis())
-        return msgspec.structs.replace(gpu, band=gauge.update(gpu.used_fraction))
+    def _with_bands(self, gpus: tuple[GpuSample, ...]) -> tuple[GpuSample, ...]:
+        """The GPUs and their MIG instances with bands that do not flicker."""
+        before, self._gauges = self._gauges, {}  # every instance that is made has a UUID of its own: forget the old ones
+
+        def band(key: str, fraction: float | None) -> Band:
+            gauge = self._gauges[key] = before.get(key) or Hysteresis()
+            return gauge.update(fraction)
+
+        done = []
+        for gpu in gpus:
+            key = gpu.uuid or f"gpu {gpu.index}"
+            mig = tuple(
+                msgspec.structs.replace(one, band=band(one.uuid or f"{key} mig {one.position}", one.used_fraction))
+                for one in gpu.mig
+            )
+            done.append(msgspec.structs.replace(gpu, band=band(key, gpu.used_fraction), mig=mig))
+        return tuple(done)
 
     def _host_bands(self, host: HostSample) -> HostSample:
-        memory = self._gauges.setdefault("host", Hysteresis())
-        swap = self._gauges.setdefault("swap", Hysteresis())
+        memory, swap = self._memory_gauge, self._swap_gauge
         return msgspec.structs.replace(host, band=memory.update(host.used_fraction), swap_band=swap.update(host.swap_fraction))
 
 

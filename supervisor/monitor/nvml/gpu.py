@@ -113,7 +113,9 @@ class Gpu:
         try:
             readers = self._readers or self._open()
             memory = readers.memory.read()
-            readers = self._with_mig(now, readers)
+            before, readers = readers, self._with_mig(now, readers)
+            if readers is not before:
+                memory = readers.memory.read()  # what was read, and why not, went with the old handle
             if now >= self._sensors_due:
                 self._read_sensors(now, readers)
                 self._sensors_due = now + SENSOR_SECONDS

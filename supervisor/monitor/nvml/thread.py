@@ -20,6 +20,7 @@ PATIENCE_SECONDS = 0.25
 ONCE_SECONDS = 10.0
 """How long a single look waits: a card that sleeps takes seconds to wake."""
 _CLOSE_SECONDS = 1.0
+_NO_THREAD = "GPUs are not read: the system allows memtop no further thread (see ulimit -u, or the pids limit of the container)"
 
 
 class Reader(Protocol):
@@ -62,8 +63,12 @@ class DriverThread:
         with self._changed:
             if self._thread is None:
                 self._begun = self._monotonic()
-                self._thread = threading.Thread(target=self._serve, name="memtop-driver", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._serve, name="memtop-driver", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    return AgedReading(NvmlReading(note=_NO_THREAD), None)
+                self._thread = thread
             if self._wanted == self._done:
                 self._wanted += 1
                 self._changed.notify_all()

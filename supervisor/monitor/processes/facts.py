@@ -26,6 +26,7 @@ from memtop.supervisor.monitor.processes.proc import (
     in_host_pid_namespace,
     owners_of,
     read_row,
+    readable,
     sees_all_pids,
 )
 from memtop.supervisor.monitor.processes.signals import (
@@ -184,8 +185,8 @@ def describe_process(identity: ProcessId, proc_root: Path = PROC) -> ProcessFact
         unknown["command"] = "a kernel thread" if kernel else "the process shows no command line"
     if marks is None:
         unknown["run"] = "the environment of the process may not be read"
-    kept = {name: value for name, value in (marks or {}).items() if name in _WANTED and value}
-    folder = kept.get(RUN_VARIABLE)
+    kept = {name: readable(value) for name, value in (marks or {}).items() if name in _WANTED and value}
+    folder = (marks or {}).get(RUN_VARIABLE) or None
     return ProcessFacts(
         pid=pid,
         identity=identity,
