@@ -37,10 +37,10 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def reader(driver: object, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[NvmlReader]:
+def reader(driver: object, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[NvmlReader]:
     """A reader on the scripted driver with a clock turned by hand."""
     monkeypatch.setattr(nvml_events, "WAIT_MILLISECONDS", 5)
-    reader = NvmlReader(monotonic=clock, environment={})
+    reader = NvmlReader(monotonic=clock, environment={}, sys_root=tmp_path / "no-sys")
     yield reader
     reader.close()
 
