@@ -16,7 +16,7 @@ FREE_FRACTION = 0.9
 
 def sample() -> MachineSnapshot:
     """The machine now."""
-    sampler = Sampler(patience=ONCE_SECONDS)
+    sampler = Sampler(patience=ONCE_SECONDS, wake=True)  # a run is about to use them
     try:
         return sampler.sample()
     finally:

@@ -29,7 +29,7 @@ class Sampler:
 
     `runs` is asked only while a process on a GPU may be of a run: this user's own, or one with a run's marker; at most as
     often as the process lists are read. `patience`: seconds that a sample waits for the driver; a single one should wait
-    longer than one of many.
+    longer than one of many. `wake`: for whoever is about to use the GPUs, not only to look; sleeping ones are woken.
     """
 
     def __init__(
@@ -43,8 +43,9 @@ class Sampler:
         own_uid: int | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         patience: float = PATIENCE_SECONDS,
+        wake: bool = False,
     ) -> None:
-        self._nvml = nvml or NvmlReader()
+        self._nvml = nvml or NvmlReader(wake=wake)
         self._driver = DriverThread(self._nvml, patience=patience)
         self._host = host or HostReader()
         self._clock = clock

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from memtop import gpus
 from memtop.supervisor.monitor.nvml import NvmlReader
 from memtop.supervisor.monitor.nvml import events as nvml_events
 from memtop.supervisor.monitor.nvml.sleep import ASLEEP, all_asleep
+from memtop.supervisor.monitor.sampler import Sampler
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import Script
 
@@ -82,3 +84,20 @@ def test_a_gpu_that_is_being_read_is_not_let_go(driver: Script, reader: NvmlRead
     device("0000:01:00.0", "suspended")
     clock.pass_(11.0)
     assert len(reader.read().gpus) == 1
+
+
+def test_whoever_is_about_to_use_the_gpus_wakes_them(driver: Script, clock: Clock, tmp_path: Path, device: Device) -> None:
+    driver.gpu(0, total=1).write()
+    device("0000:01:00.0", "suspended")
+    reader = NvmlReader(monotonic=clock, environment={}, sys_root=tmp_path / "sys", wake=True)
+    assert len(reader.read().gpus) == 1
+    reader.close()
+
+
+def test_the_choice_of_gpus_for_a_run_wakes_them_and_a_look_does_not(driver: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.gpu(0, total=1).write()
+    monkeypatch.setattr("memtop.supervisor.monitor.nvml.reader.all_asleep", lambda root: True)
+    assert len(gpus.sample().gpus) == 1
+    watcher = Sampler(patience=10.0)
+    assert watcher.sample().gpu_note == ASLEEP
+    watcher.close()

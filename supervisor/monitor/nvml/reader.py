@@ -52,8 +52,8 @@ class NvmlReader:
 
     Per tick: memory and utilisation. Every 2 s: process lists. Every 5 s: sensors and details. Every 10 s: the set of GPUs
     and MIG instances. Once per handle: what never changes. PCIe throughput only while somebody calls `want_pcie`. Events of
-    the driver come through a thread of their own. `monotonic` (seconds) and `clock` (seconds since the epoch) exist for
-    tests, as does `environment`, in which CUDA_VISIBLE_DEVICES is looked up.
+    the driver come through a thread of their own. GPUs that all sleep are left asleep, unless `wake`. `monotonic` (seconds)
+    and `clock` (seconds since the epoch) exist for tests, as does `environment`, in which CUDA_VISIBLE_DEVICES is looked up.
     """
 
     def __init__(
@@ -63,10 +63,12 @@ class NvmlReader:
         clock: Callable[[], float] = time.time,
         proc_root: Path = Path("/proc"),
         sys_root: Path = Path("/sys"),
+        wake: bool = False,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         self._monotonic = monotonic
         self._sys_root = sys_root
+        self._wake = wake
         self._proc_root = proc_root
         self._environment = environment
         self._surroundings = Surroundings(self._pid_max, Pool(proc_root), clock)
@@ -192,7 +194,7 @@ class NvmlReader:
             # healthy GPUs their handles, so with some of them it happens less often.
             self._stop()
             self._restart_due = now + RESTART_SECONDS
-        if not self._gpus and all_asleep(self._sys_root):
+        if not (self._gpus or self._wake) and all_asleep(self._sys_root):
             self._driver = self._cuda = None
             self._let_go()
             self._note = ASLEEP
