@@ -270,7 +270,7 @@ def reading_ledger(folder: RunFolder) -> Iterator[Ledger | None]:
         return
     try:
         with contextlib.closing(Ledger(folder.ledger_path, read_only=True)) as ledger:
-            yield ledger
+            yield None if ledger.is_new else ledger
     except (sqlite3.Error, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RunFolderError(f"{folder.ledger_path}: cannot be read: {error}") from None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,11 +14,11 @@ import pytest
 
 from memtop.supervisor.monitor.processes import ProcessId, describe_process, identify
 from memtop.supervisor.monitor.strays import judge
-from memtop.supervisor.run import process
+from memtop.supervisor.run import process, tiers
 from memtop.supervisor.run.attempt import ProcessFile
 from memtop.supervisor.run.folder import RunFolder, RunSpec, StateFile, create_run, find_run, write_json
 from memtop.supervisor.run.process import RANKS_FILE, RanksFile, record_rank
-from memtop.supervisor.run.view import known_runs, read_state
+from memtop.supervisor.run.view import known_runs, read_state, show
 from memtop.supervisor.wire import Phase, RankMemory, RoleMemory, RunState
 from tests.conftest import Runs
 
@@ -138,3 +140,18 @@ def test_a_real_rank_is_recorded_with_its_start(runs: Runs) -> None:
     document = runs.wait("a", lambda _: (folder.attempt(1) / RANKS_FILE).exists())
     stored = msgspec.json.decode((folder.attempt(1) / RANKS_FILE).read_bytes(), type=RanksFile)
     assert stored.processes == (identify(document["trainer_pid"]),)
+
+
+def test_a_ledger_that_is_only_being_made_is_none_yet(tmp_path: Path) -> None:
+    """A look at a run in the moment of its start; afterwards all tables are there, never some of them."""
+    folder = folder_of(tmp_path, ended(), ended())
+    folder.ledger_path.touch()
+    assert show(folder, metrics=True)["attempts"] == []
+    statements: list[str] = []
+    with contextlib.closing(sqlite3.connect(folder.ledger_path)) as db:
+        db.set_trace_callback(statements.append)
+        tiers.prepare(db, "CREATE TABLE attempts (number INTEGER);")
+    made = [number for number, text in enumerate(statements) if "CREATE TABLE" in text]
+    begun, done = (next(n for n, text in enumerate(statements) if text.startswith(word)) for word in ("BEGIN", "COMMIT"))
+    assert begun < made[0] <= made[-1] < done
+    assert sum(text.startswith(("BEGIN", "COMMIT")) for text in statements) == 2
