@@ -15,7 +15,7 @@ import msgspec
 from memtop.presets import PresetFileError, load_presets, load_recipes
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError
-from memtop.supervisor.monitor.driver import ONCE_SECONDS
+from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.run.control import socket_path
 

@@ -6,7 +6,7 @@ import os
 
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.monitor.driver import ONCE_SECONDS
+from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 
@@ -16,7 +16,7 @@ FREE_FRACTION = 0.9
 
 def sample() -> MachineSnapshot:
     """The machine now."""
-    sampler = Sampler(patience=ONCE_SECONDS)
+    sampler = Sampler(patience=ONCE_SECONDS, wake=True)  # a run is about to use them
     try:
         return sampler.sample()
     finally:

@@ -15,7 +15,7 @@ from memtop.finding import Unreadable, find_run, readable_ledger, run_folders, s
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.monitor.bands import mark
-from memtop.supervisor.monitor.driver import ONCE_SECONDS
+from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot
 from memtop.supervisor.run import view

@@ -12,7 +12,7 @@ import msgspec
 
 from memtop.supervisor import units
 from memtop.supervisor.errors import RefusedError
-from memtop.supervisor.monitor.driver import ONCE_SECONDS
+from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.processes import ProcessId
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.strays import choose, end_and_measure

@@ -13,7 +13,7 @@ import pytest
 
 from memtop import straying
 from memtop.supervisor.errors import RefusedError
-from memtop.supervisor.monitor.proc import sees_all_pids
+from memtop.supervisor.monitor.processes.proc import sees_all_pids
 from tests.nvml_double.double import Script, driver, nvml_library
 
 __all__ = ["driver", "nvml_library"]

@@ -14,9 +14,9 @@ import msgspec
 
 from memtop.supervisor import units
 from memtop.supervisor.monitor.nvml import NvmlReader
-from memtop.supervisor.monitor.proc import ProcessId
 from memtop.supervisor.monitor.processes import ProcessDescriber
-from memtop.supervisor.monitor.signals import (
+from memtop.supervisor.monitor.processes.proc import ProcessId
+from memtop.supervisor.monitor.processes.signals import (
     KERNEL,
     Kernel,
     ProcessGone,

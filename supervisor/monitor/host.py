@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -79,10 +80,10 @@ class HostReader:
         if "uptime_seconds" in fields:
             fields["uptime_seconds"] += now - self._slow_at
         fields |= self._swap_rates(now, unknown)
-        fields |= self._pressure(unknown)
         fields |= self._shared_memory(unknown)
         fields["cpu_fraction"] = self._cpu_fraction(now, unknown)
         fields |= self._limited(fields, unknown)
+        fields |= self._pressure(fields.get("limit_path"), unknown)
         fields["band"] = band_of(fields.get("used_fraction"))
         fields["swap_band"] = band_of(fields.get("swap_fraction"))
         return HostSample(unknown=unknown, **fields)
@@ -116,13 +117,18 @@ class HostReader:
         page = os.sysconf("SC_PAGE_SIZE")
         return {name: delta * page / passed for name, delta in zip(names, deltas, strict=True)}
 
-    def _pressure(self, unknown: dict[str, str]) -> dict[str, float]:
-        """PSI `some avg10` and `full avg10` of memory as fractions."""
+    def _pressure(self, group: str | None, unknown: dict[str, str]) -> dict[str, float]:
+        """PSI `some avg10` and `full avg10` of memory as fractions: of the cgroup that limits us, else of the machine. A full
+        group waits while the machine has plenty, and the machine's neighbours may wait while the group does not."""
         names = {"some": "pressure_fraction", "full": "pressure_full_fraction"}
+        path, text = self._proc / "pressure/memory", None
+        if group is not None:
+            with contextlib.suppress(OSError):  # version 1 and older kernels measure the machine only
+                text = _read(Path(group) / "memory.pressure")
+                path = Path(group) / "memory.pressure"
         try:
-            rows = {
-                words[0]: words[1] for line in _read(self._proc / "pressure/memory").splitlines() if (words := line.split())
-            }
+            text = _read(path) if text is None else text
+            rows = {words[0]: words[1] for line in text.splitlines() if (words := line.split())}
         except OSError:
             reason = "this kernel does not measure memory pressure (PSI is off or not built in)"
             unknown.update(dict.fromkeys(names.values(), reason))
@@ -137,7 +143,7 @@ class HostReader:
                     raise KeyError(key)
                 found[field] = float(value) / 100
             except (KeyError, ValueError):
-                unknown[field] = f"{self._proc}/pressure/memory is not in a known form"
+                unknown[field] = f"{path} is not in a known form"
         return found
 
     def _shared_memory(self, unknown: dict[str, str]) -> dict[str, Any]:

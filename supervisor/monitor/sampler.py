@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 
 from memtop.supervisor.monitor.bands import Hysteresis
-from memtop.supervisor.monitor.driver import PATIENCE_SECONDS, DriverThread
 from memtop.supervisor.monitor.host import HostReader
 from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.nvml.thread import PATIENCE_SECONDS, DriverThread
 from memtop.supervisor.monitor.processes import ProcessDescriber
+from memtop.supervisor.monitor.processes.watching import ProcessWatch
 from memtop.supervisor.monitor.strays import KnownRun
-from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
-from memtop.supervisor.monitor.watching import ProcessWatch
+from memtop.supervisor.monitor.values import Band, GpuSample, HostSample, MachineSnapshot
 
 
 def no_runs() -> Sequence[KnownRun]:
@@ -29,7 +29,7 @@ class Sampler:
 
     `runs` is asked only while a process on a GPU may be of a run: this user's own, or one with a run's marker; at most as
     often as the process lists are read. `patience`: seconds that a sample waits for the driver; a single one should wait
-    longer than one of many.
+    longer than one of many. `wake`: for whoever is about to use the GPUs, not only to look; sleeping ones are woken.
     """
 
     def __init__(
@@ -43,8 +43,9 @@ class Sampler:
         own_uid: int | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         patience: float = PATIENCE_SECONDS,
+        wake: bool = False,
     ) -> None:
-        self._nvml = nvml or NvmlReader()
+        self._nvml = nvml or NvmlReader(wake=wake)
         self._driver = DriverThread(self._nvml, patience=patience)
         self._host = host or HostReader()
         self._clock = clock
@@ -55,6 +56,7 @@ class Sampler:
             monotonic=monotonic,
         )
         self._gauges: dict[str, Hysteresis] = {}
+        self._memory_gauge, self._swap_gauge = Hysteresis(), Hysteresis()
 
     def sample(self) -> MachineSnapshot:
         """One snapshot; never raises for what the machine says, and waits for the driver no longer than the patience."""
@@ -64,7 +66,7 @@ class Sampler:
         gpus, jobs = self._watch.fill(reading.gpus)
         return MachineSnapshot(
             time=moment,
-            gpus=tuple(self._with_band(gpu) for gpu in gpus),
+            gpus=self._with_bands(gpus),
             gpu_note=reading.note,
             gpu_age_seconds=age,
             driver_version=reading.driver_version,
@@ -82,13 +84,26 @@ class Sampler:
         """The reader behind the GPUs, for measuring what came back after ending processes."""
         return self._nvml
 
-    def _with_band(self, gpu: GpuSample) -> GpuSample:
-        gauge = self._gauges.setdefault(gpu.uuid or f"gpu {gpu.index}", Hysteresis())
-        return msgspec.structs.replace(gpu, band=gauge.update(gpu.used_fraction))
+    def _with_bands(self, gpus: tuple[GpuSample, ...]) -> tuple[GpuSample, ...]:
+        """The GPUs and their MIG instances with bands that do not flicker."""
+        before, self._gauges = self._gauges, {}  # every instance that is made has a UUID of its own: forget the old ones
+
+        def band(key: str, fraction: float | None) -> Band:
+            gauge = self._gauges[key] = before.get(key) or Hysteresis()
+            return gauge.update(fraction)
+
+        done = []
+        for gpu in gpus:
+            key = gpu.uuid or f"gpu {gpu.index}"
+            mig = tuple(
+                msgspec.structs.replace(one, band=band(one.uuid or f"{key} mig {one.position}", one.used_fraction))
+                for one in gpu.mig
+            )
+            done.append(msgspec.structs.replace(gpu, band=band(key, gpu.used_fraction), mig=mig))
+        return tuple(done)
 
     def _host_bands(self, host: HostSample) -> HostSample:
-        memory = self._gauges.setdefault("host", Hysteresis())
-        swap = self._gauges.setdefault("swap", Hysteresis())
+        memory, swap = self._memory_gauge, self._swap_gauge
         return msgspec.structs.replace(host, band=memory.update(host.used_fraction), swap_band=swap.update(host.swap_fraction))
 
 

@@ -251,7 +251,8 @@ class HostSample(msgspec.Struct, frozen=True, kw_only=True):
     swap_in_bytes_per_second: float | None = None
     swap_out_bytes_per_second: float | None = None
     pressure_fraction: float | None = None
-    """Share of the last 10 s in which some task waited for memory (PSI `some avg10`), 0-1."""
+    """Share of the last 10 s in which some task waited for memory (PSI `some avg10`), 0-1; of the limiting cgroup's tasks
+    where there is one that measures it."""
     pressure_full_fraction: float | None = None
     """Share of the last 10 s in which all tasks waited for memory (PSI `full avg10`), 0-1."""
     cached_bytes: int | None = None

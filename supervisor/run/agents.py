@@ -39,17 +39,20 @@ class Agents:
             _fail(future, rank, "the training process ended before it answered")
         self._open.clear()
 
-    def receive(self, peer: Peer, message: dict[str, Any], attempt: int) -> None:
-        """A greeting or an answer from an agent; a greeting from an earlier attempt's process is passed over."""
+    def receive(self, peer: Peer, message: dict[str, Any], attempt: int) -> bool:
+        """A greeting or an answer from an agent. True for a rank of this attempt that has just spoken up; a greeting from
+        an earlier attempt's process is passed over."""
         if message.get("type") == "agent":
             peer.agent = message
             if message.get("attempt") == attempt and isinstance(message.get("rank"), int):
                 self._peers[message["rank"]] = peer
+                return True
         elif message.get("type") == "answer" and message.get("id") in self._open:
             rank, future = self._open.pop(message["id"])
             if not future.done():
                 result = message.get("result") or {}
                 future.set_result(AgentAnswer(rank, bool(message.get("ok")), str(message.get("message", "")), result))
+        return False
 
     def gone(self, peer: Peer) -> None:
         for rank, known in list(self._peers.items()):

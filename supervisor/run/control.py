@@ -56,6 +56,8 @@ class Peer:
         self.subscribed = False
         self.agent: dict[str, Any] | None = None
         """The agent's greeting (attempt, rank, pid), or None for a client."""
+        self.pid = _credentials(writer)[0]
+        """The process at the other end, as the kernel tells it; 0 where it lies outside of the processes that we see."""
 
     def send(self, message: Message | dict[str, Any]) -> None:
         """Queue a message; a peer that does not read is cut off."""
@@ -109,7 +111,7 @@ class ControlServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = Peer(writer)
-        if _peer_uid(writer) not in (os.getuid(), 0):
+        if _credentials(writer)[1] not in (os.getuid(), 0):
             writer.close()
             return
         self.peers.add(peer)
@@ -142,7 +144,9 @@ class ControlServer:
         await self._on_request(peer, request)
 
 
-def _peer_uid(writer: asyncio.StreamWriter) -> int:
+def _credentials(writer: asyncio.StreamWriter) -> tuple[int, int]:
+    """Process and user at the other end when it connected."""
     connection = writer.get_extra_info("socket")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[1])
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return int(pid), int(uid)

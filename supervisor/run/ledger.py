@@ -98,9 +98,13 @@ class Ledger:
             # WAL lets readers read while we write; file systems without shared memory keep the default.
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
-            tiers.prepare(self._db)
-            self._db.executescript(_SCHEMA)
+            tiers.prepare(self._db, _SCHEMA)
         self._recorder: tiers.Recorder | None = None
+
+    @property
+    def is_new(self) -> bool:
+        """True as long as the supervisor has only just made the file and nothing in it."""
+        return self._db.execute("SELECT name FROM sqlite_master LIMIT 1").fetchone() is None
 
     def close(self) -> None:
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.monitor.processes import (
     ProcessGone,
     ProcessId,
@@ -21,8 +22,18 @@ from memtop.supervisor.monitor.processes import (
     run_processes,
     signal_process,
 )
+from memtop.supervisor.run.folder import read_json, write_json
 
+RANKS_FILE = "ranks.json"
 _PR_SET_CHILD_SUBREAPER = 36
+_RANKS_KEPT = 1024
+
+
+class RanksFile(msgspec.Struct, frozen=True):
+    """`ranks.json` of an attempt: who has spoken as a rank, so that one that is left over can be proven to be of this run
+    although it shows no environment (programs that write their own title write over it)."""
+
+    processes: tuple[ProcessId, ...] = ()
 
 
 def alive(process: ProcessId | None) -> bool:
@@ -42,6 +53,23 @@ def send(process: ProcessId, number: signal.Signals) -> bool:
 def members(run_folder: Path, attempt: int) -> list[ProcessId]:
     """All living processes of an attempt, whatever their parent or session: proven by the marks in their environment."""
     return [process.identity for process in run_processes(str(run_folder)) if process.attempt == attempt]
+
+
+def record_rank(attempt_folder: Path, pid: int) -> None:
+    """Write down a rank that has just spoken; `pid` as the kernel told it of the other end, in our own numbers."""
+    process = identify(pid) if pid > 1 else None  # 0: it lies outside of what we see
+    if process is None:
+        return
+    path = attempt_folder / RANKS_FILE
+    try:
+        known = read_json(path, RanksFile).processes if path.exists() else ()
+    except RunFolderError:
+        known = ()  # damaged: what it said is lost, what is said now is not
+    if process in known:
+        return
+    with contextlib.suppress(RunFolderError):
+        # A full disk costs the proof for one process, not the run; it is tried again when the rank comes back.
+        write_json(path, RanksFile((*known, process)[-_RANKS_KEPT:]))
 
 
 def resident_bytes(processes: Iterable[ProcessId]) -> int | None:

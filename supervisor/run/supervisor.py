@@ -29,7 +29,7 @@ from memtop.supervisor.run.ledger import Attempt, open_for_writing
 from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.manifest import newest_checkpoint
-from memtop.supervisor.run.process import ProcessId, become_subreaper, identify, reap_children
+from memtop.supervisor.run.process import ProcessId, become_subreaper, identify, reap_children, record_rank
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.publish import Publisher
 from memtop.supervisor.run.state import rank_reports, run_state
@@ -315,7 +315,8 @@ class Supervisor:
     # --- reports --------------------------------------------------------------------------------------------------------
 
     def _on_agent(self, peer: Any, message: dict[str, Any]) -> None:
-        self.agents.receive(peer, message, self.attempt.number if self.attempt else 0)
+        if self.agents.receive(peer, message, self.attempt.number if self.attempt else 0) and self.attempt:
+            record_rank(self.attempt.folder, peer.pid)
         self._publisher.changed()
 
     def _read_reports(self, *, to_the_end: bool = False) -> None:

@@ -114,12 +114,12 @@ class Recorder:
         self._waiting.clear()
 
 
-def prepare(db: sqlite3.Connection) -> None:
-    """Make the tables; what an older version stored at full length is set aside, to be thinned out bit by bit."""
+def prepare(db: sqlite3.Connection, schema: str = "") -> None:
+    """Make the tables, and those of `schema`, in one step for whoever reads meanwhile; what an older version stored at full
+    length is set aside, to be thinned out bit by bit."""
     tables = _tables(db)
-    if "history" not in tables and "samples" in tables:
-        db.execute("ALTER TABLE samples RENAME TO old_samples")
-    db.executescript(SCHEMA)
+    aside = "ALTER TABLE samples RENAME TO old_samples;" if "history" not in tables and "samples" in tables else ""
+    db.executescript(f"BEGIN IMMEDIATE;{aside}{SCHEMA}{schema}COMMIT;")
 
 
 def _tables(db: sqlite3.Connection) -> set[str]:

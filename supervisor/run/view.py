@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from memtop.supervisor.errors import RunFolderError
-from memtop.supervisor.monitor.proc import TICKS_PER_SECOND, boot_time
+from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, boot_time
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt
 from memtop.supervisor.run.attempt import ExitFile, ProcessFile, RunningAttempt
 from memtop.supervisor.run.folder import RunFolder, RunLock, RunSpec, StateFile, read_json
 from memtop.supervisor.run.ledger import Attempt, Ledger
 from memtop.supervisor.run.manifest import newest_checkpoint
-from memtop.supervisor.run.process import ProcessId, alive
+from memtop.supervisor.run.process import RANKS_FILE, ProcessId, RanksFile, alive
 from memtop.supervisor.wire import Event, Metric, Phase, RunState
 
 # The shim writes its process file as soon as the program stands.
@@ -44,8 +44,8 @@ def read_state(folder: RunFolder) -> RunState:
     if state.log_path is not None:
         changes["log_path"] = str(folder.attempt(state.attempt) / "output.log")
     changes |= {"alive": training, "checkpoint": newest_checkpoint(folder.latest_state)}
-    if not supervised:
-        changes["supervisor_pid"] = None
+    if not (supervised and training):
+        changes |= _of_nobody(state, supervised)
     if not training:
         changes |= {"trainer_pid": None, "eta_seconds": None}
     if not supervised and not training and not state.state.final:
@@ -56,6 +56,16 @@ def read_state(folder: RunFolder) -> RunState:
     elif not supervised and training:
         changes["reason"] = f"its supervisor is gone, training goes on: memtop watch {folder.name}"
     return msgspec.structs.replace(state, **changes)
+
+
+def _of_nobody(state: RunState, supervised: bool) -> dict[str, Any]:
+    """What is not true any more once the trainer is gone, or nobody measures it. Peaks stay: they have been."""
+    changes: dict[str, Any] = {"run_rss_bytes": None, "run_memory": ()}
+    changes["ranks"] = tuple(
+        msgspec.structs.replace(rank, connected=False, allocated_bytes=None, reserved_bytes=None, rss_bytes=None)
+        for rank in state.ranks
+    )
+    return changes if supervised else changes | {"supervisor_pid": None}
 
 
 def read_run(path: Path) -> tuple[RunState, list[Metric], list[Event]]:
@@ -209,14 +219,28 @@ def _recorded_attempts(folder: RunFolder, newest: int, living: bool) -> Iterator
         if abs(boot_time() + found.started_ticks / TICKS_PER_SECOND - written) > _SAME_BOOT_SECONDS:
             # Written on another machine of a shared disk, before a restart, or copied: its numbers mean nothing here.
             continue
+        # Ranks are written down while the program runs: on the same machine, in the same boot.
         leader = ProcessId(found.pid, found.started_ticks)
+        ranks = _ranks_recorded(folder.attempt(number) / RANKS_FILE)
         yield RecordedAttempt(
             number=number,
             over=not living or number < newest,
-            processes=frozenset({leader, ProcessId(found.shim_pid, found.shim_started_ticks)}),
+            processes=frozenset({leader, ProcessId(found.shim_pid, found.shim_started_ticks), *ranks}),
             leader=leader,
             ended_ticks=_ended_ticks(exit_path),
         )
+
+
+def _ranks_recorded(path: Path) -> tuple[ProcessId, ...]:
+    try:
+        return _ranks_file(path, _stamp(path)).processes
+    except (FileNotFoundError, RunFolderError):
+        return ()  # no rank has spoken, or the record is damaged and proves nothing
+
+
+@functools.lru_cache(maxsize=4096)
+def _ranks_file(path: Path, stamp: _Stamp) -> RanksFile:
+    return read_json(path, RanksFile)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -246,7 +270,7 @@ def reading_ledger(folder: RunFolder) -> Iterator[Ledger | None]:
         return
     try:
         with contextlib.closing(Ledger(folder.ledger_path, read_only=True)) as ledger:
-            yield ledger
+            yield None if ledger.is_new else ledger
     except (sqlite3.Error, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RunFolderError(f"{folder.ledger_path}: cannot be read: {error}") from None
 

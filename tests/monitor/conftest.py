@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.monitor import nvml_events
 from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.nvml import events as nvml_events
 from tests.nvml_double.double import driver, nvml_library
 
 __all__ = ["driver", "nvml_library"]
@@ -37,10 +37,10 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def reader(driver: object, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[NvmlReader]:
+def reader(driver: object, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[NvmlReader]:
     """A reader on the scripted driver with a clock turned by hand."""
     monkeypatch.setattr(nvml_events, "WAIT_MILLISECONDS", 5)
-    reader = NvmlReader(monotonic=clock, environment={})
+    reader = NvmlReader(monotonic=clock, environment={}, sys_root=tmp_path / "no-sys")
     yield reader
     reader.close()
 

@@ -13,8 +13,8 @@ import pytest
 
 from memtop.supervisor.monitor.ending import Ended, EndReport, end_and_measure
 from memtop.supervisor.monitor.nvml import NvmlReader
-from memtop.supervisor.monitor.proc import Owners, ProcessId, identify
-from memtop.supervisor.monitor.signals import Kernel
+from memtop.supervisor.monitor.processes.proc import Owners, ProcessId, identify
+from memtop.supervisor.monitor.processes.signals import Kernel
 from memtop.supervisor.monitor.strays import end_processes
 from tests.monitor.conftest import Start
 from tests.nvml_double.double import Script

@@ -188,3 +188,26 @@ def test_this_machine() -> None:
     assert host.total_bytes is not None
     assert host.used_fraction is not None
     assert 0 < host.used_fraction < 1
+
+
+def test_the_pressure_of_the_limiting_group_and_not_of_the_machine(tree: Tree) -> None:
+    own = PSI.replace("12.50", "80.00").replace("full avg10=1.00", "full avg10=60.00")
+    files = group(2, "/job", str(8 * GIB), 7 * GIB) | {"cgroup/job/memory.pressure": own, "cgroup/job/step/x": ""}
+    host = read(tree(HOST | {"proc/self/cgroup": SELF[2]} | files))
+    assert host.limit_path is not None
+    assert host.limit_path.endswith("/job")
+    assert (host.pressure_fraction, host.pressure_full_fraction) == (0.8, 0.6)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_pressure_of_the_machine_where_the_group_measures_none(tree: Tree, version: int) -> None:
+    host = read(tree(HOST | {"proc/self/cgroup": SELF[version]} | group(version, "/job/step", str(8 * GIB), GIB)))
+    assert host.limit_bytes == 8 * GIB
+    assert (host.pressure_fraction, host.pressure_full_fraction) == (0.125, 0.01)
+
+
+def test_a_pressure_file_of_the_group_in_no_known_form(tree: Tree) -> None:
+    files = group(2, "/job/step", str(8 * GIB), GIB) | {"cgroup/job/step/memory.pressure": "what\n"}
+    host = read(tree(HOST | {"proc/self/cgroup": SELF[2]} | files))
+    assert host.pressure_fraction is host.pressure_full_fraction is None
+    assert "job/step/memory.pressure is not in a known form" in host.unknown["pressure_fraction"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from memtop.supervisor.monitor import roles
-from memtop.supervisor.monitor.jobs import About, Draft, Grouping, about
-from memtop.supervisor.monitor.proc import ProcessId, Row
+from memtop.supervisor.monitor.processes import roles
+from memtop.supervisor.monitor.processes.jobs import About, Draft, Grouping, about
+from memtop.supervisor.monitor.processes.proc import ProcessId, Row
 
 TRAIN = "/venv/bin/python -u train.py --lr 1"
 FORK_SERVER = ("/venv/bin/python", "-c", "from multiprocessing.forkserver import main; main(5, 6)")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from memtop.supervisor.monitor import nvml_errors
 from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.nvml import errors as nvml_errors
 from memtop.supervisor.monitor.values import Band, GpuSample
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import Script

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pynvml
 import pytest
 
-from memtop.supervisor.monitor import nvml_errors
 from memtop.supervisor.monitor.nvml import NvmlReader
-from memtop.supervisor.monitor.nvml_details import PCIE_FIELDS, throttle_words
-from memtop.supervisor.monitor.nvml_fields import recovery_words
+from memtop.supervisor.monitor.nvml import errors as nvml_errors
+from memtop.supervisor.monitor.nvml.details import PCIE_FIELDS, throttle_words
+from memtop.supervisor.monitor.nvml.fields import _value_of, recovery_words
 from memtop.supervisor.monitor.values import GpuDetails, GpuSample
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import Script
@@ -96,7 +97,7 @@ def missing(details: GpuDetails) -> set[str]:
 
 @pytest.mark.parametrize("code", [3, 4, 13, 27, 999])
 def test_every_value_that_the_driver_refuses_has_a_reason(driver: Script, reader: NvmlReader, code: int) -> None:
-    from memtop.supervisor.monitor.nvml_details import _CODECS, _FIXED, _SENSORS
+    from memtop.supervisor.monitor.nvml.details import _CODECS, _FIXED, _SENSORS
 
     driver.gpu(0, total=GIB)
     for row in (*_FIXED, *_SENSORS, *_CODECS):
@@ -270,3 +271,42 @@ def test_call_budget_of_eight_gpus(driver: Script, reader: NvmlReader, clock: Cl
         reader.read()
         clock.pass_(1.0)
     assert {name: driver.calls(name) - before[name] for name in expected} == expected
+
+
+def test_half_of_a_sum_is_no_sum(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    """The driver has the one count and not the other; likewise one link of several that cannot be read."""
+    driver.gpu(0, total=1).field(0, 29, 3).field(0, 91, 2).field(0, 165, 1).field(0, 165, 1, scope=1, status=999).write()
+    for _ in range(4):
+        details = reader.read().gpus[0].details
+        clock.pass_(5.0)
+        assert details.retired_pages is None
+        assert details.unknown["retired_pages"] == nvml_errors.words(3), "still said when it is no longer asked"
+    assert details.nvlink_links is None
+    assert details.unknown["nvlink_links"] == nvml_errors.words(999)
+
+
+def test_one_direction_of_nvlink_that_cannot_be_read(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    driver.gpu(0, total=1).field(0, 91, 1).field(0, 165, 1).field(0, 138, 5, scope=2**32 - 1)
+    driver.field(0, 139, status=10, scope=2**32 - 1).write()
+    for _ in range(3):
+        details = reader.read().gpus[0].details
+        clock.pass_(5.0)
+    assert details.nvlink_links == 1
+    for field in ("nvlink_sent_bytes_per_second", "nvlink_received_bytes_per_second"):
+        assert getattr(details, field) is None
+        assert details.unknown[field] == nvml_errors.words(10)
+
+
+def test_bindings_that_do_not_know_the_newest_kind_of_number() -> None:
+    class Union(ctypes.Union):
+        _fields_ = (("ullVal", ctypes.c_ulonglong), ("uiVal", ctypes.c_uint))
+
+    class Answer(ctypes.Structure):
+        _fields_ = (("valueType", ctypes.c_uint), ("value", Union))
+
+    answer = Answer(6)
+    answer.value.ullVal = 0xFFFF_0007
+    assert _value_of(answer) == 7
+    answer.valueType = 1
+    answer.value.ullVal = 2**32 - 1
+    assert _value_of(answer) is None, "stands for unknown"

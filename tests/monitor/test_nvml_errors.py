@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.monitor import nvml_errors
 from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.nvml import errors as nvml_errors
+from memtop.supervisor.monitor.nvml.thread import DriverThread
 from memtop.supervisor.monitor.values import Band, GpuSample
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import SOURCES, Script
@@ -171,7 +173,7 @@ def test_a_driver_that_takes_twenty_milliseconds_for_everything(driver: Script, 
 
 HANGING = """
 import threading, time
-from memtop.supervisor.monitor import nvml
+from memtop.supervisor.monitor.nvml import reader as nvml
 nvml.CLOSE_SECONDS = 0.01
 reader = nvml.NvmlReader()
 reading = threading.Thread(target=reader.read, daemon=True)
@@ -215,3 +217,49 @@ def test_all_functions_of_the_double_are_found(nvml_library: Path) -> None:
     there = [name for name in FUNCTIONS if hasattr(library, name)]
     assert len(there) > 70
     assert {"nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlGpmMetricsGet", "nvmlDeviceGetFanSpeed"} <= set(there)
+
+
+@pytest.mark.parametrize("used", [9 * GIB, 2**64 - 1])
+def test_more_used_than_there_is_is_no_number(driver: Script, reader: NvmlReader, used: int) -> None:
+    driver.gpu(0, total=8 * GIB, used=used).write()
+    (gpu,) = reader.read().gpus
+    assert gpu.total_bytes is gpu.used_bytes is gpu.free_bytes is gpu.used_fraction is None
+    assert f"reported {used} used" in gpu.unknown["used_fraction"]
+    assert gpu.band is Band.UNKNOWN
+    driver.clear().gpu(0, total=8 * GIB, used=GIB).write()
+    (gpu,) = reader.read().gpus
+    assert (gpu.used_bytes, gpu.unknown) == (GIB, {})
+
+
+def test_where_no_thread_can_be_started(driver: Script, reader: NvmlReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pids limit that is reached, as in a container: what needs a thread says so, and comes once there is one."""
+    start = threading.Thread.start
+    allowed: list[str] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("memtop-") and thread.name not in allowed:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    driver.gpu(0, total=8 * GIB).write()
+    thread = DriverThread(reader, patience=10.0)
+    note = thread.read().reading.note
+    assert note is not None
+    assert "no further thread" in note
+    allowed.append("memtop-driver")
+    before = driver.calls("nvmlEventSetFree")
+    reader.want_pcie()
+    thread.read()
+    (gpu,) = thread.read().reading.gpus
+    assert gpu.error is None
+    assert "no further thread" in gpu.details.unknown["pcie_sent_bytes_per_second"]
+    assert driver.calls("nvmlEventSetFree") == before + 1, "nothing is left behind"
+    created = driver.calls("nvmlEventSetCreate")
+    thread.read()
+    assert driver.calls("nvmlEventSetCreate") == created, "not tried at every read"
+    allowed += ["memtop-nvml-events", "memtop-nvml-pcie"]
+    monkeypatch.setattr(reader._events, "_again", 0.0)
+    thread.read()
+    assert "memtop-nvml-events" in {one.name for one in threading.enumerate()}
+    thread.close()

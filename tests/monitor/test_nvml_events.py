@@ -14,8 +14,8 @@ from typing import TypeVar
 import pytest
 
 from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.nvml.xid import xid_words
 from memtop.supervisor.monitor.values import GpuSample
-from memtop.supervisor.monitor.xid import xid_words
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import Script
 
@@ -176,7 +176,7 @@ def test_a_driver_that_goes_away_ends_the_thread_and_no_more(
 def test_one_lost_gpu_does_not_end_the_events_of_the_others(
     driver: Script, reader: NvmlReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memtop.supervisor.monitor.nvml_events._LOST_SECONDS", 0.01)
+    monkeypatch.setattr("memtop.supervisor.monitor.nvml.events._LOST_SECONDS", 0.01)
     driver.gpu(0, total=GIB).write()
     one(reader)
     driver.fail("nvmlEventSetWait_v2", -1, 15).write()
@@ -249,3 +249,27 @@ def test_the_threads_do_not_keep_a_program_from_ending(nvml_library: Path, tmp_p
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout == "2\n"
+
+
+def test_an_announcement_belongs_to_the_gpu_that_had_the_place_then(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    driver.gpu(0, total=GIB, uuid="GPU-a").gpu(1, total=GIB, uuid="GPU-b").write()
+    reader.read()
+    driver.event(0, 0x8, 79).write()
+    eventually(lambda: len(reader._events._events), bool)
+    driver.clear().gpu(0, total=GIB, uuid="GPU-b").gpu(1, total=GIB, uuid="GPU-a").write()
+    # It comes in after the read has looked for announcements, and before it sees that the GPUs have changed places.
+    kept = list(reader._events._events)
+    reader._events._events.clear()
+    take, replace = reader._events.take, reader._replace
+
+    def late(count: int) -> None:
+        reader._events._events.extend(kept)
+        replace(count)
+
+    reader._replace = late  # type: ignore[method-assign]
+    clock.pass_(11.0)
+    reader.read()
+    clock.pass_(1.0)
+    troubles = {gpu.uuid: [trouble.code for trouble in gpu.troubles] for gpu in reader.read().gpus}
+    assert troubles == {"GPU-a": [79], "GPU-b": []}
+    assert take() == []

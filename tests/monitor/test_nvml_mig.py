@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
-from memtop.supervisor.monitor import nvml_errors
 from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.nvml import errors as nvml_errors
+from memtop.supervisor.monitor.nvml.mig import Mig
+from memtop.supervisor.monitor.nvml.processes import ListRow
+from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import Band, GpuSample
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import Script
@@ -124,3 +129,73 @@ def test_the_change_is_announced(driver: Script, reader: NvmlReader, clock: Cloc
     cut(driver).event(0, 0x100).write()
     gpu = eventually(lambda: one(reader), lambda gpu: len(gpu.mig) == 3)
     assert gpu.troubles == (), "somebody's will, no trouble"
+
+
+COMPUTE = "nvmlDeviceGetComputeRunningProcesses_v3"
+
+
+def test_the_gpus_own_list_where_no_instance_tells_its_processes(driver: Script, reader: NvmlReader) -> None:
+    cut(driver).process(0, pid=11, used=MIB).process(0, pid=12, used=GIB)
+    for position in (1, 2, 5):
+        driver.fail(COMPUTE, 0, 3, mig=position)
+    driver.write()
+    gpu = one(reader)
+    assert [(row.pid, row.used_bytes, row.mig_instance) for row in gpu.processes] == [(12, GIB, None), (11, MIB, None)]
+    assert "processes" not in gpu.unknown
+
+
+def test_one_instance_that_tells_is_enough_to_believe_the_instances(driver: Script, reader: NvmlReader) -> None:
+    cut(driver).process(0, pid=11, used=MIB).process(0, pid=12, used=GIB, mig=2)
+    driver.fail(COMPUTE, 0, 4, mig=1).fail(COMPUTE, 0, 4, mig=5).write()
+    gpu = one(reader)
+    assert [(row.pid, row.mig_instance) for row in gpu.processes] == [(12, 2)]
+    assert gpu.unknown["processes"] == nvml_errors.words(4)
+
+
+def test_rows_of_the_gpus_own_list_go_to_the_instance_that_they_name() -> None:
+    mig = Mig(None)
+    mig._instances = [
+        Mock(position=4, gpu_instance=7, compute_instance=0),
+        Mock(position=5, gpu_instance=7, compute_instance=1),
+    ]
+    told = {"compute": [ListRow(1, MIB, 7, 1), ListRow(2, MIB, 2**32 - 1, 2**32 - 1)], "graphics": [ListRow(3, MIB, 7, 0)]}
+    assert dict(mig._by_instance(told)) == {
+        5: {"compute": [told["compute"][0]]},
+        None: {"compute": [told["compute"][1]]},
+        4: {"graphics": told["graphics"]},
+    }
+
+
+def test_nobody_tells_the_processes(driver: Script, reader: NvmlReader) -> None:
+    cut(driver).fail(COMPUTE, -1, 4).write()
+    gpu = one(reader)
+    assert gpu.processes == ()
+    assert gpu.unknown["processes"] == nvml_errors.words(4)
+
+
+def test_a_gpu_that_is_cut_while_its_memory_may_not_be_read_keeps_the_reason(
+    driver: Script, reader: NvmlReader, clock: Clock
+) -> None:
+    driver.gpu(0, total=80 * GIB, mig=0).fail("nvmlDeviceGetMemoryInfo_v2", 0, 4).write()
+    one(reader)
+    cut(driver).fail("nvmlDeviceGetMemoryInfo_v2", 0, 4).write()
+    clock.pass_(11.0)
+    gpu = one(reader)
+    assert gpu.mig
+    assert gpu.unknown["total_bytes"] == nvml_errors.words(4)
+
+
+def test_bands_of_instances_do_not_flicker_and_old_instances_are_forgotten(
+    driver: Script, reader: NvmlReader, clock: Clock
+) -> None:
+    watcher = Sampler(nvml=reader)
+    bands = []
+    for percent in (84, 85, 84, 85, 87):
+        driver.clear().gpu(0, total=80 * GIB, mig=1).mig(0, 0, total=100 * MIB, used=percent * MIB, gi=1).write()
+        bands.append(watcher.sample().gpus[0].mig[0].band)
+    assert bands == [Band.SAFE, Band.SAFE, Band.SAFE, Band.SAFE, Band.EDGE]
+    for number in range(20):
+        driver.clear().gpu(0, total=80 * GIB, mig=1).mig(0, 0, total=MIB, gi=1, uuid=f"MIG-{number}").write()
+        clock.pass_(11.0)
+        watcher.sample()
+    assert set(watcher._gauges) == {"GPU-00000000", "MIG-19"}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from memtop.supervisor.monitor import nvml_errors, nvml_pcie
 from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.nvml import errors as nvml_errors
+from memtop.supervisor.monitor.nvml import pcie as nvml_pcie
 from memtop.supervisor.monitor.values import GpuDetails
 from tests.monitor.conftest import Clock
 from tests.monitor.test_nvml_events import eventually, names

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pynvml
 import pytest
 
-from memtop.supervisor.monitor import nvml_errors
 from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.nvml import errors as nvml_errors
+from memtop.supervisor.monitor.nvml.ask import Asker
+from memtop.supervisor.monitor.nvml.processes import UtilizationReader
 from memtop.supervisor.monitor.values import GpuProcess
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import Script, build, in_process
@@ -128,3 +131,14 @@ def test_the_layout_of_the_first_535_drivers(tmp_path: Path, monkeypatch: pytest
         found = rows(reader)
         reader.close()
     assert {pid: row.used_bytes for pid, row in found.items()} == {pid: pid for pid in range(11, 51)}
+
+
+def test_a_clock_that_is_set_back_makes_nobody_idle(driver: Script) -> None:
+    now = time.time()
+    pynvml.nvmlInit()
+    driver.gpu(0, total=MIB).busy(0, pid=11, sm=70, mem=35, stamp=int((now + 3600) * 1e6)).write()
+    utilization = UtilizationReader(Asker(pynvml.nvmlDeviceGetHandleByIndex(0)))
+    assert utilization.read(now + 3600) == {11: (0.7, 0.35, 0.0, 0.0)}
+    driver.clear().gpu(0, total=MIB).busy(0, pid=11, sm=60, mem=0, stamp=int(now * 1e6)).write()
+    assert utilization.read(now + 1) == {11: (0.6, 0.0, 0.0, 0.0)}
+    pynvml.nvmlShutdown()

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from memtop.supervisor.monitor import nvml_errors, nvml_events
 from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.nvml import errors as nvml_errors
+from memtop.supervisor.monitor.nvml import events as nvml_events
 from memtop.supervisor.monitor.values import Band, GpuSample
 from tests.monitor.conftest import Clock, Tree
 from tests.nvml_double.double import Script

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memtop.supervisor.monitor.nvml import NvmlReader
-from memtop.supervisor.monitor.nvml_visible import Seen, visible_indices
+from memtop.supervisor.monitor.nvml.visible import Seen, visible_indices
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import Script
 
@@ -26,6 +26,9 @@ ORDERED = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         ("", SAME, {}),
         ("-1", SAME, {}),
         ("none", SAME, {}),
+        ("²", SAME, {}),
+        ("9" * 5000, SAME, {}),
+        ("1," + "9" * 5000, SAME, {1: 0}),
         ("GPU-22,GPU-00a", SAME, {2: 0, 0: 1}),
         ("GPU-", SAME, {}),
         ("GPU-22,1", SAME, {2: 0}),

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.monitor import proc
-from memtop.supervisor.monitor.proc import ProcessId, Row, environment_of, hidepid, identify, read_row
-from memtop.supervisor.monitor.processes import full_name
-from memtop.supervisor.monitor.table import CpuMeter, ProcessTable, resident_bytes
-from memtop.supervisor.monitor.tree import TreeReader, tree_order
+from memtop.supervisor.monitor.processes import proc
+from memtop.supervisor.monitor.processes.facts import full_name
+from memtop.supervisor.monitor.processes.proc import ProcessId, Row, environment_of, hidepid, identify, read_row
+from memtop.supervisor.monitor.processes.table import CpuMeter, ProcessTable, resident_bytes
+from memtop.supervisor.monitor.processes.tree import TreeReader, tree_order
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 from tests.monitor.conftest import Start, Tree
 
@@ -64,7 +64,7 @@ def test_an_environment_that_changes_hands_while_it_is_read_is_not_shown(start: 
 def test_the_environment_of_another_users_process_is_not_shown() -> None:
     """Seen by nobody, from a process of its own: becoming nobody cannot be undone."""
     program = (
-        "import os, sys; from memtop.supervisor.monitor.proc import environment_of, identify; os.setuid(65534);"
+        "import os, sys; from memtop.supervisor.monitor.processes.proc import environment_of, identify; os.setuid(65534);"
         f"print(environment_of(identify({os.getpid()})))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -91,7 +91,7 @@ def test_a_real_proc_that_hides(start: Start, tmp_path: Path) -> None:
     """In a mount namespace of its own: what nobody sees of it is not all."""
     program = (
         "import ctypes, os, subprocess, sys\n"
-        "from memtop.supervisor.monitor.proc import hidepid, in_host_pid_namespace, read_row, sees_all_pids\n"
+        "from memtop.supervisor.monitor.processes.proc import hidepid, in_host_pid_namespace, read_row, sees_all_pids\n"
         "assert ctypes.CDLL(None).unshare(0x20000) == 0\n"
         "subprocess.run(['mount', '--make-rprivate', '/'], check=True)\n"
         "subprocess.run(['mount', '-t', 'proc', '-o', 'hidepid=2', 'proc', '/proc'], check=True)\n"

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 
 from memtop.supervisor.monitor.nvml import NvmlReader
-from memtop.supervisor.monitor.proc import identify
 from memtop.supervisor.monitor.processes import ProcessDescriber
+from memtop.supervisor.monitor.processes.proc import identify
+from memtop.supervisor.monitor.processes.signals import SignalRefused, signal_process
 from memtop.supervisor.monitor.sampler import Sampler
-from memtop.supervisor.monitor.signals import SignalRefused, signal_process
 from memtop.supervisor.monitor.values import GpuProcess
 from memtop.supervisor.run import shim
 from memtop.supervisor.run.folder import RunFolder, RunLock, RunSpec, StateFile, write_json

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from memtop.supervisor.monitor import processes
 from memtop.supervisor.monitor.nvml import NvmlReader
-from memtop.supervisor.monitor.proc import read_row
 from memtop.supervisor.monitor.processes import ProcessDescriber
+from memtop.supervisor.monitor.processes.proc import read_row
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.strays import KnownRun
 from memtop.supervisor.monitor.values import Band
@@ -159,7 +160,7 @@ def test_a_process_is_described_once_however_often_it_is_sampled(
         described.append(identity.pid)
         return describe(identity, proc_root)
 
-    monkeypatch.setattr(processes, "describe_process", counted)
+    monkeypatch.setattr(processes.facts, "describe_process", counted)
     watcher = sampler(reader)
     for _ in range(60):
         assert all(len(gpu.processes) == 8 for gpu in watcher.sample().gpus)
@@ -344,3 +345,22 @@ def test_the_marker_of_a_containers_run_is_no_proof(driver: Script, reader: Nvml
     (row,) = sampler(reader, runs).sample().gpus[0].processes
     assert (row.run, row.stray) == ("run", False)
     assert "of its container" in (row.reason or "")
+
+
+def test_bytes_that_are_no_letters_can_be_sent_and_shown(driver: Script, reader: NvmlReader, tmp_path: Path) -> None:
+    """File names of old locales, in the command line and in the variables that are shown."""
+    command: list[str | bytes] = [sys.executable, "-S", "-E", "-c", "import time; time.sleep(60)", b"/data/caf\xe9.txt"]
+    marks = {b"MEMTOP_RUN": os.fsencode(tmp_path) + b"/caf\xe9", b"MEMTOP_ATTEMPT": b"9" * 5000, b"SLURM_JOB_ID": b"7\xe9"}
+    with subprocess.Popen(command, env=marks) as program:
+        driver.gpu(0, total=GIB).process(0, pid=program.pid, used=5).write()
+        for _ in range(200):
+            snapshot = sampler(reader).sample()
+            if "caf" in (snapshot.gpus[0].processes[0].command or ""):
+                break
+            reader.refresh()
+        program.kill()
+    msgspec.json.encode(snapshot)
+    (row,) = snapshot.gpus[0].processes
+    assert (row.command or "").endswith("/data/caf\ufffd.txt")
+    assert row.run == "caf\ufffd"
+    assert row.container == "slurm job 7\ufffd"

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.ending import end_processes
-from memtop.supervisor.monitor.proc import Owners, ProcessId
 from memtop.supervisor.monitor.processes import ProcessFacts
-from memtop.supervisor.monitor.signals import Kernel
+from memtop.supervisor.monitor.processes.proc import Owners, ProcessId
+from memtop.supervisor.monitor.processes.signals import Kernel
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt, choose, judge
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 

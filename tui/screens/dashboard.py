@@ -24,7 +24,7 @@ from memtop.presets import Preset, PresetFileError, load_presets
 from memtop.presets.loading import usable
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.history import History
-from memtop.supervisor.monitor.proc import sees_all_pids
+from memtop.supervisor.monitor.processes.proc import sees_all_pids
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.tui.draw import gpu as gpu_drawing
 from memtop.tui.draw import machine as machine_drawing

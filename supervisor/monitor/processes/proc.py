@@ -76,7 +76,7 @@ def read_row(pid: int, proc_root: Path | str = PROC) -> Row | None:
     fields = raw[end + 2 :].split()
     return Row(
         ProcessId(pid, int(fields[19])),
-        os.fsdecode(raw[raw.index(b"(") + 1 : end]),
+        raw[raw.index(b"(") + 1 : end].decode(errors="replace"),  # to be shown and sent: letters only, whatever the bytes are
         fields[0] in (b"Z", b"X", b"x"),
         int(fields[1]),
         int(fields[3]),
@@ -167,6 +167,11 @@ def _pairs(raw: bytes) -> dict[str, str]:
     return {key: value for key, sign, value in pairs if sign}
 
 
+def readable(text: str) -> str:
+    """A path or variable as it can be shown and sent: bytes that are no letters become a mark."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
+
+
 def environment_of(identity: ProcessId, proc_root: Path = PROC) -> dict[str, str] | str:
     """The environment that this very process was started with, or the reason in words why it is not known."""
     pid = identity.pid
@@ -192,7 +197,7 @@ def environment_of(identity: ProcessId, proc_root: Path = PROC) -> dict[str, str
 def command_words(pid: int, proc_root: Path | str = PROC) -> tuple[str, ...] | None:
     """The command line, or None where it may not be read or the process is gone. Empty for kernel threads."""
     try:
-        text = os.fsdecode(_read_bytes(f"{proc_root}/{pid}/cmdline"))
+        text = _read_bytes(f"{proc_root}/{pid}/cmdline").decode(errors="replace")
     except OSError:
         return None
     # Programs that write their own title leave padding behind it.

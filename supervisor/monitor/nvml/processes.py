@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 
 import pynvml
 
-from memtop.supervisor.monitor import nvml_errors as codes
-from memtop.supervisor.monitor.nvml_ask import Asker
+from memtop.supervisor.monitor.nvml import errors as codes
+from memtop.supervisor.monitor.nvml.ask import Asker
 from memtop.supervisor.monitor.values import GpuProcess
 
 _NOT_AVAILABLE = 2**64 - 1
 _KINDS = {"compute": "Compute", "graphics": "Graphics", "mps": "MPSCompute"}
 _ROOM = 32
 _TRIES = 3
+_MOST = 100_000
+"""A driver in trouble may name any number: no GPU has more processes (or samples of them)."""
 _WINDOW = 2.5
 """Seconds: how far back the driver's samples are looked at, at most. The lists are read every 2 s."""
 
@@ -62,7 +64,7 @@ class _Buffered:
         for _ in range(_TRIES):
             count = ctypes.c_uint(self._room)
             code = self._ask(handle, count, call)
-            if code != codes.TOO_SMALL:
+            if code != codes.TOO_SMALL or count.value > _MOST:
                 break
             self._grow(2 * count.value + 5)
         if code:
@@ -159,6 +161,8 @@ class UtilizationReader:
         if self._asker.never(_SHARES[0]):
             return self._asker.reasons()[_SHARES[0]]
         # From the last sample on, but not from long ago: over a long pause the driver would average the pause in.
+        if self._seen > now * 1e6:
+            self._seen = 0  # the clock was set back: whoever works since then must not seem idle
         since = max(self._seen, int((now - _WINDOW) * 1e6))
         try:
             samples = self._samples.read(self._asker.handle, _call_samples(since))

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from memtop.supervisor.monitor import roles
-from memtop.supervisor.monitor.proc import Row
-from memtop.supervisor.monitor.table import children_of
+from memtop.supervisor.monitor.processes import roles
+from memtop.supervisor.monitor.processes.proc import Row
+from memtop.supervisor.monitor.processes.table import children_of
 
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from memtop.supervisor.monitor.proc import PROC, Row, command_words
-from memtop.supervisor.monitor.processes import full_name
-from memtop.supervisor.monitor.signals import user_name
-from memtop.supervisor.monitor.table import CpuMeter, ProcessTable, children_of, descendants
+from memtop.supervisor.monitor.processes.facts import full_name
+from memtop.supervisor.monitor.processes.proc import PROC, Row, command_words
+from memtop.supervisor.monitor.processes.signals import user_name
+from memtop.supervisor.monitor.processes.table import CpuMeter, ProcessTable, children_of, descendants
 from memtop.supervisor.monitor.values import MachineSnapshot
 
 

@@ -8,12 +8,16 @@ from typing import Any
 
 import pynvml
 
-from memtop.supervisor.monitor import nvml_errors as codes
-from memtop.supervisor.monitor.nvml_details import PCIE_NOT_WANTED
+from memtop.supervisor.monitor.nvml import errors as codes
+from memtop.supervisor.monitor.nvml.ask import ALL_ONES, NOT_TOLD
+from memtop.supervisor.monitor.nvml.details import PCIE_NOT_WANTED
 
 WANTED_SECONDS = 10.0
 """How long one wish lasts."""
 _PAUSE_SECONDS = 1.0
+_OLD_SECONDS = 10.0
+_SILENT = "the driver has not answered for more than 10 s"
+_NO_THREAD = "the system allows memtop no further thread (see ulimit -u, or the pids limit of the container)"
 
 Rates = tuple[float | None, float | None]
 Handles = Callable[[], Sequence[tuple[int, Any]]]
@@ -30,7 +34,9 @@ class PcieReader:
         self._until = float("-inf")
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._rates: dict[int, Rates | str] = {}
+        self._no_thread = False
+        self._rates: dict[int, tuple[float, Rates | str]] = {}
+        """By GPU: when it was read, and what."""
         self._never: dict[int, tuple[Any, str]] = {}
 
     def want(self) -> None:
@@ -40,14 +46,25 @@ class PcieReader:
             if self._thread is not None and self._thread.is_alive():
                 return
             self._stop = threading.Event()
-            self._thread = threading.Thread(target=self._run, args=(self._stop,), name="memtop-nvml-pcie", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, args=(self._stop,), name="memtop-nvml-pcie", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                self._no_thread = True  # the system allows no more threads just now: the next wish tries again
+                return
+            self._no_thread = False
+            self._thread = thread
 
     def of(self, index: int) -> Rates | str:
         """Bytes per second sent and received by this GPU, or why they are not known."""
-        if not self._rates or self._monotonic() > self._until:
+        if self._monotonic() > self._until:
             return PCIE_NOT_WANTED
-        return self._rates.get(index, PCIE_NOT_WANTED)
+        if self._no_thread:
+            return _NO_THREAD
+        read, rates = self._rates.get(index, (0.0, PCIE_NOT_WANTED))
+        if not isinstance(rates, str) and self._monotonic() > read + _OLD_SECONDS:
+            return _SILENT
+        return rates
 
     def stop(self, seconds: float = 2.0) -> bool:
         """End the thread; False where the driver holds it longer than that."""
@@ -67,7 +84,8 @@ class PcieReader:
             for index, handle in self._handles():
                 if stop.is_set():
                     return
-                self._rates[index] = self._read(index, handle)
+                rates = self._read(index, handle)
+                self._rates[index] = self._monotonic(), rates
             stop.wait(_PAUSE_SECONDS)
             with self._lock:
                 if self._monotonic() > self._until:
@@ -86,4 +104,6 @@ class PcieReader:
             if error.value in codes.NEVER_AGAIN:
                 self._never[index] = (handle, codes.words(error.value))
             return codes.words(error.value)
+        if sent in ALL_ONES or received in ALL_ONES:
+            return NOT_TOLD
         return sent * 1024.0, received * 1024.0  # NVML tells KB/s and counts 1024 in them

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import pynvml
 
-from memtop.supervisor.monitor.nvml_ask import Asker, Untold
-from memtop.supervisor.monitor.nvml_fields import FieldReader
-from memtop.supervisor.monitor.nvml_gpm import Gpm
+from memtop.supervisor.monitor.nvml.ask import Asker, Untold
+from memtop.supervisor.monitor.nvml.fields import FieldReader
+from memtop.supervisor.monitor.nvml.gpm import Gpm
 from memtop.supervisor.monitor.values import GpuDetails
 
 PCIE_FIELDS = ("pcie_sent_bytes_per_second", "pcie_received_bytes_per_second")

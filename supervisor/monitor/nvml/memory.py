@@ -8,9 +8,9 @@ from typing import Any
 
 import pynvml
 
-from memtop.supervisor.monitor import nvml_errors as codes
 from memtop.supervisor.monitor.bands import band_of
-from memtop.supervisor.monitor.nvml_ask import Asker, GpuGone, call_first
+from memtop.supervisor.monitor.nvml import errors as codes
+from memtop.supervisor.monitor.nvml.ask import Asker, GpuGone, call_first
 from memtop.supervisor.monitor.values import GpuProcess
 
 MEMORY_FIELDS = ("total_bytes", "used_bytes", "free_bytes", "reserved_bytes", "used_fraction")
@@ -84,7 +84,7 @@ class MemoryReader:
             self._asker.note(("total_bytes", "used_bytes", "free_bytes", "used_fraction", "other_pool_bytes"), pool)
             return {"unified": True}
         total, available = pool
-        fraction = (total - available) / total
+        fraction = max(0.0, (total - available) / total)  # some containers' meminfo has more available than there is
         self._asker.clear(("total_bytes", "free_bytes", "used_fraction"))
         values = {
             "unified": True,
@@ -119,6 +119,10 @@ class MemoryReader:
         self._asker.clear(MEMORY_FIELDS)
         if reserved is None:
             self._asker.note(("reserved_bytes",), _RESERVE_WITHIN)
+        if info.free > info.total or info.used > info.total:
+            # As while a driver comes and goes: one look later the numbers fit again.
+            self._asker.note(MEMORY_FIELDS, f"the driver reported {info.used} used and {info.free} free of {info.total} bytes")
+            return {}
         fraction = (info.total - info.free) / info.total
         return {
             "total_bytes": info.total,

@@ -16,6 +16,9 @@ _MIXED_MODELS = (
 _CUT = f"{VARIABLE} holds numbers, and CUDA counts a GPU that is cut into MIG instances in its own way: use UUIDs"
 _TWICE = f"{VARIABLE} names one GPU twice: CUDA takes none of them"
 
+_LETTERS = 10
+"""More digits than that are no GPU's number, and in the thousands no number that Python would read."""
+
 
 class Seen(msgspec.Struct, frozen=True):
     """What must be known of a GPU to find it in the variable."""
@@ -39,13 +42,13 @@ def visible_indices(environment: Mapping[str, str], gpus: Sequence[Seen]) -> dic
     entries = [entry.strip() for entry in text.split(",")]
     found: list[tuple[int, str]] = []
     for entry in entries:
-        match = _by_number(entry, gpus) if entries[0].lstrip("+-").isdigit() else _by_uuid(entry, gpus)
+        match = _by_number(entry, gpus) if _is_number(entries[0].lstrip("+-")) else _by_uuid(entry, gpus)
         if match is None:
             break
         if match in found:
             return _TWICE
         found.append(match)
-    if found and entries[0].isdigit() and (reason := _uncertain(environment, gpus)) is not None:
+    if found and _is_number(entries[0]) and (reason := _uncertain(environment, gpus)) is not None:
         return reason
     numbers: dict[int, int] = {}
     for number, (index, _) in enumerate(found):
@@ -53,8 +56,12 @@ def visible_indices(environment: Mapping[str, str], gpus: Sequence[Seen]) -> dic
     return numbers
 
 
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < _LETTERS
+
+
 def _by_number(entry: str, gpus: Sequence[Seen]) -> tuple[int, str] | None:
-    if not entry.isdigit():
+    if not _is_number(entry):
         return None
     number = int(entry)
     return (number, "") if number in {gpu.index for gpu in gpus} else None

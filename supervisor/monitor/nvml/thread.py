@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from memtop.supervisor.monitor.nvml import NvmlReading
+from memtop.supervisor.monitor.nvml.reader import NvmlReading
 
 FRESH_SECONDS = 3.0
 """A reading is called old only beyond this: many GPUs behind a slow driver take more than a tick."""
@@ -20,6 +20,7 @@ PATIENCE_SECONDS = 0.25
 ONCE_SECONDS = 10.0
 """How long a single look waits: a card that sleeps takes seconds to wake."""
 _CLOSE_SECONDS = 1.0
+_NO_THREAD = "GPUs are not read: the system allows memtop no further thread (see ulimit -u, or the pids limit of the container)"
 
 
 class Reader(Protocol):
@@ -62,8 +63,12 @@ class DriverThread:
         with self._changed:
             if self._thread is None:
                 self._begun = self._monotonic()
-                self._thread = threading.Thread(target=self._serve, name="memtop-driver", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._serve, name="memtop-driver", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    return AgedReading(NvmlReading(note=_NO_THREAD), None)
+                self._thread = thread
             if self._wanted == self._done:
                 self._wanted += 1
                 self._changed.notify_all()

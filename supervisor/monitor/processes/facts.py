@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from memtop.supervisor.monitor.containers import VARIABLES as CONTAINER_VARIABLES
-from memtop.supervisor.monitor.containers import container_of
-from memtop.supervisor.monitor.members import RunProcess, number, run_marker, run_processes, tree_rss_bytes
-from memtop.supervisor.monitor.proc import (
+from memtop.supervisor.monitor.processes.containers import VARIABLES as CONTAINER_VARIABLES
+from memtop.supervisor.monitor.processes.containers import container_of
+from memtop.supervisor.monitor.processes.members import number
+from memtop.supervisor.monitor.processes.proc import (
     ATTEMPT_VARIABLE,
     PROC,
     RUN_VARIABLE,
@@ -22,55 +22,16 @@ from memtop.supervisor.monitor.proc import (
     boot_time,
     command_words,
     environment,
-    environment_of,
     holds_gpu,
-    identify,
     in_host_pid_namespace,
-    is_alive,
-    own_family,
     owners_of,
-    parent_of,
     read_row,
+    readable,
     sees_all_pids,
-    started_ticks,
 )
-from memtop.supervisor.monitor.signals import (
-    ProcessGone,
-    SignalRefused,
-    open_process,
-    send_signal,
-    signal_process,
+from memtop.supervisor.monitor.processes.signals import (
     user_name,
 )
-
-__all__ = [
-    "ATTEMPT_VARIABLE",
-    "PROC",
-    "RUN_VARIABLE",
-    "TRUST_VARIABLE",
-    "ProcessDescriber",
-    "ProcessFacts",
-    "ProcessGone",
-    "ProcessId",
-    "RunProcess",
-    "SignalRefused",
-    "describe_process",
-    "environment_of",
-    "holds_gpu",
-    "identify",
-    "in_host_pid_namespace",
-    "is_alive",
-    "open_process",
-    "own_family",
-    "parent_of",
-    "run_marker",
-    "run_processes",
-    "send_signal",
-    "signal_process",
-    "started_ticks",
-    "tree_rss_bytes",
-    "user_name",
-]
 
 JOB_VARIABLES = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_PTY_PORT")
 _WANTED = frozenset((RUN_VARIABLE, ATTEMPT_VARIABLE, *JOB_VARIABLES, *CONTAINER_VARIABLES))
@@ -224,8 +185,8 @@ def describe_process(identity: ProcessId, proc_root: Path = PROC) -> ProcessFact
         unknown["command"] = "a kernel thread" if kernel else "the process shows no command line"
     if marks is None:
         unknown["run"] = "the environment of the process may not be read"
-    kept = {name: value for name, value in (marks or {}).items() if name in _WANTED and value}
-    folder = kept.get(RUN_VARIABLE)
+    kept = {name: readable(value) for name, value in (marks or {}).items() if name in _WANTED and value}
+    folder = (marks or {}).get(RUN_VARIABLE) or None
     return ProcessFacts(
         pid=pid,
         identity=identity,

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from memtop.supervisor.monitor.driver import FRESH_SECONDS, DriverThread
 from memtop.supervisor.monitor.nvml import NvmlReader, NvmlReading
+from memtop.supervisor.monitor.nvml.thread import FRESH_SECONDS, DriverThread
 from memtop.supervisor.units import GIB
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import Script
@@ -102,7 +102,7 @@ def test_an_error_of_ours_is_raised_where_the_reading_is_wanted_and_the_next_rea
 def test_a_program_ends_although_the_driver_hangs() -> None:
     program = """
 import time
-from memtop.supervisor.monitor.driver import DriverThread
+from memtop.supervisor.monitor.nvml.thread import DriverThread
 
 class Hung:
     def read(self):

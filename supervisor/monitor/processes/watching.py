@@ -8,13 +8,21 @@ from pathlib import Path
 
 import msgspec
 
-from memtop.supervisor.monitor.filling import Judged, gpu_process, job_names, make_job
-from memtop.supervisor.monitor.jobs import About, Draft, Grouping, about
-from memtop.supervisor.monitor.members import number
-from memtop.supervisor.monitor.proc import ATTEMPT_VARIABLE, PROC, RUN_VARIABLE, ProcessId, Row, command_words, environment
-from memtop.supervisor.monitor.processes import JOB_VARIABLES, ProcessDescriber, ProcessFacts
+from memtop.supervisor.monitor.processes.facts import JOB_VARIABLES, ProcessDescriber, ProcessFacts
+from memtop.supervisor.monitor.processes.filling import Judged, gpu_process, job_names, make_job
+from memtop.supervisor.monitor.processes.jobs import About, Draft, Grouping, about
+from memtop.supervisor.monitor.processes.members import number
+from memtop.supervisor.monitor.processes.proc import (
+    ATTEMPT_VARIABLE,
+    PROC,
+    RUN_VARIABLE,
+    ProcessId,
+    Row,
+    command_words,
+    environment,
+)
+from memtop.supervisor.monitor.processes.table import CpuMeter, ProcessTable
 from memtop.supervisor.monitor.strays import KnownRun, own_family
-from memtop.supervisor.monitor.table import CpuMeter, ProcessTable
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, Job
 
 LOOK_SECONDS = 1.5

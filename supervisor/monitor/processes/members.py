@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from memtop.supervisor.monitor.proc import ATTEMPT_VARIABLE, PROC, RUN_VARIABLE, ProcessId, environment, stat_fields
+from memtop.supervisor.monitor.processes.proc import ATTEMPT_VARIABLE, PROC, RUN_VARIABLE, ProcessId, environment, stat_fields
 
 
 class RunProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,8 +32,8 @@ def run_marker(pid: int, proc_root: Path = PROC) -> str | None:
 
 
 def number(text: str | None) -> int | None:
-    """A whole number from a variable of the environment; None where it is none."""
-    return int(text) if text is not None and text.isascii() and text.isdecimal() else None
+    """A whole number from a variable of the environment; None where it is none (nobody counts further than nine digits)."""
+    return int(text) if text is not None and text.isascii() and text.isdecimal() and len(text) < 10 else None
 
 
 def run_processes(run_folder: str, proc_root: Path = PROC) -> list[RunProcess]:
@@ -65,7 +65,7 @@ def _run_process(pid: int, marks: dict[str, str], proc_root: Path) -> RunProcess
         identity=ProcessId(pid, int(fields[19])),
         parent_pid=int(fields[1]),
         name=rows.get("Name", ""),
-        command=os.fsdecode(words).replace("\0", " ").strip(),
+        command=words.decode(errors="replace").replace("\0", " ").strip(),
         rss_bytes=_kilobytes(rows.get("VmRSS")),
         anonymous_bytes=_kilobytes(rows.get("RssAnon")),
         shared_bytes=_kilobytes(rows.get("RssShmem")),

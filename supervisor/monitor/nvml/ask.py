@@ -7,10 +7,10 @@ from typing import Any
 
 import pynvml
 
-from memtop.supervisor.monitor import nvml_errors as codes
+from memtop.supervisor.monitor.nvml import errors as codes
 
 NOT_TOLD = "the driver does not tell it"
-_ALL_ONES = frozenset({2**32 - 1, 2**64 - 1})
+ALL_ONES = frozenset({2**32 - 1, 2**64 - 1})
 
 
 class GpuGone(Exception):
@@ -72,7 +72,7 @@ class Asker:
         names = (call,) if isinstance(call, str) else call
         try:
             value = call_first(names, self.handle, *arguments)
-            if isinstance(value, int) and value in _ALL_ONES:
+            if isinstance(value, int) and value in ALL_ONES:
                 raise Untold(NOT_TOLD)
             value = value if convert is None else convert(value)
         except pynvml.NVMLError as error:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pynvml
 
-from memtop.supervisor.monitor import nvml_errors as codes
-from memtop.supervisor.monitor.nvml_ask import Asker, Untold
+from memtop.supervisor.monitor.nvml import errors as codes
+from memtop.supervisor.monitor.nvml.ask import Asker, Untold
 
 _FIELDS = ("sm_active_fraction", "tensor_active_fraction")
 _METRICS = (2, 5)  # share of busy multiprocessors; share of time with any tensor operation

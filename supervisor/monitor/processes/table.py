@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from memtop.supervisor.monitor.proc import PAGE_BYTES, PROC, TICKS_PER_SECOND, ProcessId, Row, read_row
+from memtop.supervisor.monitor.processes.proc import PAGE_BYTES, PROC, TICKS_PER_SECOND, ProcessId, Row, read_row
 
 _TURNS = 5
 """A process that nobody asked for is read again at every fifth look: reading all of them is what would cost."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pynvml
 
-from memtop.supervisor.monitor import nvml_errors as codes
+from memtop.supervisor.monitor.nvml import errors as codes
 
 ECC_DOUBLE_BIT = 0x2
 XID = 0x8
@@ -52,16 +52,19 @@ class EventWatcher:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._watched: list[tuple[int, int]] = []
+        self._tried: list[tuple[int, int]] = []
         self._again = 0.0
 
     def watch(self, handles: list[tuple[int, Any]]) -> None:
         """Watch these GPUs (index, handle) from now on; where they are watched already, do nothing."""
         watched = [(index, address(handle)) for index, handle in handles]
-        if watched == self._watched and (self._thread is None or self._thread.is_alive() or time.monotonic() < self._again):
+        if watched == self._watched and (self._thread is None or self._thread.is_alive()):
+            return
+        if watched == self._tried and time.monotonic() < self._again:
             return
         if not self.stop():
             return
-        self._watched = watched
+        self._watched = self._tried = watched
         self._again = time.monotonic() + _AGAIN_SECONDS
         if not handles:
             return
@@ -76,8 +79,15 @@ class EventWatcher:
         self._stop = threading.Event()
         # A daemon: the driver cannot be woken, and the program must be able to end.
         arguments = (events, {place: index for index, place in registered}, self._stop)
-        self._thread = threading.Thread(target=self._wait, args=arguments, name="memtop-nvml-events", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._wait, args=arguments, name="memtop-nvml-events", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # The system allows no more threads just now: everything else is still read, and this is tried again.
+            _free(events)
+            self._watched = []
+            return
+        self._thread = thread
 
     def take(self) -> list[Event]:
         """The events since the last call, oldest first."""
@@ -95,7 +105,7 @@ class EventWatcher:
             if thread.is_alive():
                 return False
         self._thread = None
-        self._watched = []
+        self._watched, self._tried = [], []
         return True
 
     def _wait(self, events: Any, indices: dict[int, int], stop: threading.Event) -> None:

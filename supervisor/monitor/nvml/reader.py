@@ -12,14 +12,15 @@ from typing import Any
 import msgspec
 import pynvml
 
-from memtop.supervisor.monitor import nvml_errors as codes
-from memtop.supervisor.monitor.nvml_ask import call_first
-from memtop.supervisor.monitor.nvml_events import Event, EventWatcher
-from memtop.supervisor.monitor.nvml_gpu import Gpu, Surroundings
-from memtop.supervisor.monitor.nvml_memory import Pool
-from memtop.supervisor.monitor.nvml_pcie import PcieReader
-from memtop.supervisor.monitor.nvml_troubles import Troubles
-from memtop.supervisor.monitor.nvml_visible import Seen, visible_indices
+from memtop.supervisor.monitor.nvml import errors as codes
+from memtop.supervisor.monitor.nvml.ask import call_first
+from memtop.supervisor.monitor.nvml.events import Event, EventWatcher
+from memtop.supervisor.monitor.nvml.gpu import Gpu, Surroundings
+from memtop.supervisor.monitor.nvml.memory import Pool
+from memtop.supervisor.monitor.nvml.pcie import PcieReader
+from memtop.supervisor.monitor.nvml.sleep import ASLEEP, all_asleep
+from memtop.supervisor.monitor.nvml.troubles import Troubles
+from memtop.supervisor.monitor.nvml.visible import Seen, visible_indices
 from memtop.supervisor.monitor.processes import in_host_pid_namespace
 from memtop.supervisor.monitor.values import GpuSample
 
@@ -51,8 +52,8 @@ class NvmlReader:
 
     Per tick: memory and utilisation. Every 2 s: process lists. Every 5 s: sensors and details. Every 10 s: the set of GPUs
     and MIG instances. Once per handle: what never changes. PCIe throughput only while somebody calls `want_pcie`. Events of
-    the driver come through a thread of their own. `monotonic` (seconds) and `clock` (seconds since the epoch) exist for
-    tests, as does `environment`, in which CUDA_VISIBLE_DEVICES is looked up.
+    the driver come through a thread of their own. GPUs that all sleep are left asleep, unless `wake`. `monotonic` (seconds)
+    and `clock` (seconds since the epoch) exist for tests, as does `environment`, in which CUDA_VISIBLE_DEVICES is looked up.
     """
 
     def __init__(
@@ -61,9 +62,13 @@ class NvmlReader:
         monotonic: Callable[[], float] = time.monotonic,
         clock: Callable[[], float] = time.time,
         proc_root: Path = Path("/proc"),
+        sys_root: Path = Path("/sys"),
+        wake: bool = False,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         self._monotonic = monotonic
+        self._sys_root = sys_root
+        self._wake = wake
         self._proc_root = proc_root
         self._environment = environment
         self._surroundings = Surroundings(self._pid_max, Pool(proc_root), clock)
@@ -80,6 +85,8 @@ class NvmlReader:
         self._cuda: str | None = None
         self._enumerate_due = self._restart_due = float("-inf")
         self._sick = 0
+        self._late: list[tuple[Gpu, Event]] = []
+        """Announced of GPUs that have just been replaced by others."""
         self._biggest_pid: int | None = None
         self._seen: list[Seen] = []
         self._anew = threading.Event()
@@ -97,8 +104,9 @@ class NvmlReader:
                 self._enumerate_due = now + ENUMERATE_SECONDS
                 self._enumerate(now)
             samples = [self._sample(gpu, now) for gpu in self._gpus]
-            for gpu, event in events:
+            for gpu, event in events + self._late:
                 self._troubles.announced(gpu.key, event, gpu.recovery)
+            self._late = []
             samples = self._with_news(samples)
             sick = sum(gpu.error is not None for gpu in self._gpus)
             if sick > self._sick:
@@ -186,6 +194,11 @@ class NvmlReader:
             # healthy GPUs their handles, so with some of them it happens less often.
             self._stop()
             self._restart_due = now + RESTART_SECONDS
+        if not (self._gpus or self._wake) and all_asleep(self._sys_root):
+            self._driver = self._cuda = None
+            self._let_go()
+            self._note = ASLEEP
+            return
         try:
             if not self._started:
                 self._start()
@@ -193,17 +206,25 @@ class NvmlReader:
         except pynvml.NVMLError as error:
             self._note = codes.no_gpu_note(error.value)
             self._driver = self._cuda = None
-            self._stop()
-            self._gpus = []
-            self._last.clear()
-            self._troubles.listed(())
+            self._let_go()
             return
         self._note = None if count else "no NVIDIA GPU: the driver is loaded but finds no GPU"
         if count != len(self._gpus) or self._order_changed():
             self._replace(count)
 
+    def _let_go(self) -> None:
+        """No GPUs any more, and no library."""
+        self._stop()
+        self._late += self._take_events()
+        self._gpus = []
+        self._last.clear()
+        self._troubles.listed(())
+
     def _replace(self, count: int) -> None:
         """Begin anew with this many GPUs."""
+        # Events carry a GPU's place: those of before belong to the GPUs of before.
+        self._events.stop()
+        self._late += self._take_events()
         for gpu in self._gpus:
             gpu.close()
         known = {gpu.key for gpu in self._gpus}

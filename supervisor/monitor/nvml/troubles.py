@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from memtop.supervisor.monitor import nvml_events as kinds
-from memtop.supervisor.monitor.nvml_events import Event
+from memtop.supervisor.monitor.nvml import events as kinds
+from memtop.supervisor.monitor.nvml.events import Event
+from memtop.supervisor.monitor.nvml.xid import FAULTS_OF_PROGRAMS, xid_words
 from memtop.supervisor.monitor.values import GpuTrouble
-from memtop.supervisor.monitor.xid import FAULTS_OF_PROGRAMS, xid_words
 
 KEPT = 8
 """How many are kept of each GPU."""

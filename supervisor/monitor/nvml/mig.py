@@ -6,10 +6,10 @@ from typing import Any
 
 import pynvml
 
-from memtop.supervisor.monitor import nvml_errors as codes
-from memtop.supervisor.monitor.nvml_ask import Asker, GpuGone
-from memtop.supervisor.monitor.nvml_memory import MEMORY_FIELDS, MemoryReader
-from memtop.supervisor.monitor.nvml_processes import ListRow, ProcessReader
+from memtop.supervisor.monitor.nvml import errors as codes
+from memtop.supervisor.monitor.nvml.ask import Asker, GpuGone
+from memtop.supervisor.monitor.nvml.memory import MEMORY_FIELDS, MemoryReader
+from memtop.supervisor.monitor.nvml.processes import ListRow, ProcessReader
 from memtop.supervisor.monitor.values import MigInstance
 
 _NO_INSTANCE = frozenset({codes.NOT_FOUND, codes.INVALID_ARGUMENT})
@@ -54,6 +54,7 @@ class Mig:
         self._handle = handle
         self._asker = Asker(handle)
         self._instances: list[Instance] = []
+        self._whole = ProcessReader(handle)
         self.mode: bool | None = None
         self.stale = False
         """True once an instance went away: enumerate before the next sample."""
@@ -102,11 +103,27 @@ class Mig:
         """Lists by instance, and the errors by kind."""
         lists: list[tuple[int | None, dict[str, list[ListRow]]]] = []
         errors: dict[str, int] = {}
+        refused = bool(self._instances)
         for instance in self._instances:
             rows, failed = instance.processes.read()
             lists.append((instance.position, rows))
+            refused = refused and "compute" in failed
             errors |= failed
-        return lists, errors
+        if not refused:
+            return lists, errors
+        # Some drivers tell the processes of all instances under their GPU only.
+        rows, failed = self._whole.read()
+        return (lists, errors) if "compute" in failed else (self._by_instance(rows), failed)
+
+    def _by_instance(self, rows: dict[str, list[ListRow]]) -> list[tuple[int | None, dict[str, list[ListRow]]]]:
+        """The GPU's own lists, each row with the instance that it names; None where it names none of ours."""
+        places = {(one.gpu_instance, one.compute_instance): one.position for one in self._instances}
+        sorted_out: dict[int | None, dict[str, list[ListRow]]] = {}
+        for kind, found in rows.items():
+            for row in found:
+                place = places.get((row.gpu_instance, row.compute_instance))
+                sorted_out.setdefault(place, {}).setdefault(kind, []).append(row)
+        return list(sorted_out.items())
 
     def uuids(self) -> tuple[str, ...]:
         """UUIDs of the instances, by position."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import pynvml
 
-from memtop.supervisor.monitor import nvml_errors as codes
-from memtop.supervisor.monitor.nvml_ask import Asker, GpuGone
+from memtop.supervisor.monitor.nvml import errors as codes
+from memtop.supervisor.monitor.nvml.ask import ALL_ONES, NOT_TOLD, Asker, GpuGone
 
 _MEMORY_TEMPERATURE = 82
 _RETIRED_SINGLE_BIT, _RETIRED_DOUBLE_BIT = 29, 30
@@ -51,6 +51,8 @@ class FieldReader:
     def __init__(self, asker: Asker) -> None:
         self._asker = asker
         self._wanted: list[Key] = [*_SINGLE, (_RETIRED_SINGLE_BIT, 0), (_RETIRED_DOUBLE_BIT, 0), (_LINK_COUNT, 0)]
+        self._dropped: dict[Key, str] = {}
+        """Why an entry is not asked for any more."""
         self._links: int | None = None
         self._before: tuple[float, int, int] | None = None
 
@@ -80,18 +82,23 @@ class FieldReader:
             return {}
         got, left = {}, []
         self._asker.clear(tuple({_field_of(key) for key in self._wanted}))
+        for key, reason in self._dropped.items():
+            self._asker.note((_field_of(key),), reason)  # several entries may make one value
         for key, answer in zip(self._wanted, answers, strict=True):
             code = answer.nvmlReturn
             if code in codes.GPU_GONE:
                 raise GpuGone(code)
             # A field number that this driver has not heard of is an invalid argument to it.
             code = codes.FUNCTION_NOT_FOUND if code == codes.INVALID_ARGUMENT else code
-            if code not in codes.NEVER_AGAIN:
-                left.append(key)
-            if code:
-                self._asker.note((_field_of(key),), codes.words(code))
+            if code in codes.NEVER_AGAIN:
+                self._dropped[key] = codes.words(code)
             else:
-                got[key] = getattr(answer.value, _TYPES[answer.valueType] if answer.valueType < len(_TYPES) else "ullVal")
+                left.append(key)
+            value = None if code else _value_of(answer)
+            if value is None:
+                self._asker.note((_field_of(key),), codes.words(code) if code else NOT_TOLD)
+            else:
+                got[key] = value
         self._wanted = left
         return got
 
@@ -100,11 +107,14 @@ class FieldReader:
             self._find_links(got)
         if not self._links:
             return {}
-        states = [got[key] for link in range(self._links) if (key := (_LINK_STATE, link)) in got]
-        values: dict[str, Any] = {"nvlink_links": sum(map(bool, states))} if states else self._states_one_by_one()
+        states = [got.get((_LINK_STATE, link)) for link in range(self._links)]
+        values: dict[str, Any] = self._states_one_by_one() if None in states else {"nvlink_links": sum(map(bool, states))}
         sent, received = got.get((_LINK_SENT, _ALL_LINKS)), got.get((_LINK_RECEIVED, _ALL_LINKS))
         if sent is None or received is None:
             self._before = None
+            reasons = self._asker.reasons()
+            # Both are told or none: the one that could be read shares the other's reason.
+            self._asker.note(_LINK_RATES, next(reasons[field] for field in _LINK_RATES if field in reasons))
             return values
         before, self._before = self._before, (now, sent, received)
         if before is None or now <= before[0]:
@@ -135,10 +145,19 @@ class FieldReader:
 
     def _states_one_by_one(self) -> dict[str, Any]:
         """How many links are up, from a driver that does not have the states as fields."""
-        if (_LINK_STATE, 0) in self._wanted:
-            return {}  # not asked yet, or failed for a passing reason
+        if any((_LINK_STATE, link) in self._wanted for link in range(self._links or 0)):
+            return {}  # not asked yet, or some failed for a passing reason
         states = [self._asker.ask("nvlink_links", "nvmlDeviceGetNvLinkState", link) for link in range(self._links or 0)]
         return {} if None in states else {"nvlink_links": sum(map(bool, states))}
+
+
+def _value_of(answer: Any) -> int | float | None:
+    """The number that the driver gave, None where it is one that stands for "unknown"."""
+    name = _TYPES[answer.valueType] if answer.valueType < len(_TYPES) else "ullVal"
+    # Older bindings do not know the newest types of numbers: an unsigned one is the lowest bytes of the largest.
+    value = getattr(answer.value, name, None)
+    value = answer.value.ullVal & 0xFFFF if value is None else value
+    return None if value in ALL_ONES else value
 
 
 def _field_of(key: Key) -> str:

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Collection
 
 from memtop.supervisor.errors import RefusedError
-from memtop.supervisor.monitor.proc import Owners, ProcessId, own_family, owners_of, started_ticks
+from memtop.supervisor.monitor.processes.proc import Owners, ProcessId, own_family, owners_of, started_ticks
 
 
 class SignalRefused(RefusedError):

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import msgspec
 
 from memtop.supervisor import units
-from memtop.supervisor.monitor import roles
 from memtop.supervisor.monitor.ending import UNFREED_ADVICE
-from memtop.supervisor.monitor.jobs import Draft
-from memtop.supervisor.monitor.proc import TICKS_PER_SECOND, ProcessId, Row
-from memtop.supervisor.monitor.processes import ProcessFacts
+from memtop.supervisor.monitor.processes import roles
+from memtop.supervisor.monitor.processes.facts import ProcessFacts
+from memtop.supervisor.monitor.processes.jobs import Draft
+from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, ProcessId, Row, readable
+from memtop.supervisor.monitor.processes.table import CpuMeter, resident_bytes
 from memtop.supervisor.monitor.strays import KnownRun, judge
-from memtop.supervisor.monitor.table import CpuMeter, resident_bytes
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, Job
 
 
@@ -58,9 +58,9 @@ def gpu_process(
         user=facts.user,
         name=facts.name,
         command=facts.command,
-        run=verdict.run,
+        run=None if verdict.run is None else readable(verdict.run),
         stray=verdict.stray,
-        reason=_gone_reason(gpu, row) if facts.gone else verdict.reason,
+        reason=_gone_reason(gpu, row) if facts.gone else readable(verdict.reason),
         choosable=verdict.choosable,
         container=facts.container,
         gone=facts.gone,
@@ -88,7 +88,7 @@ def job_names(drafts: Sequence[Draft], made: Mapping[int, GpuProcess], facts: Ma
             stray = any(made[pid].stray for pid in on_gpu)
             name, key = run, f"run {run} attempt {attempt}" if stray and attempt is not None else f"run {run}"
             # Two folders of one name, or two users in one.
-            key = next(one for one in (key, f"run {folder} attempt {attempt}", draft.key) if one not in taken)
+            key = next(one for one in (key, readable(f"run {folder} attempt {attempt}"), draft.key) if one not in taken)
         elif key.startswith("slurm "):
             name = fact.marks.get("SLURM_JOB_NAME") or name
             key = key if key not in taken else f"pid {draft.leader}@{first}"

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pynvml
 
-from memtop.supervisor.monitor import nvml_errors as codes
-from memtop.supervisor.monitor.nvml_ask import Asker, GpuGone
-from memtop.supervisor.monitor.nvml_details import NO_MIG_UTILIZATION, DetailReader
-from memtop.supervisor.monitor.nvml_memory import MEMORY_FIELDS, MemoryReader, Pool
-from memtop.supervisor.monitor.nvml_mig import Mig
-from memtop.supervisor.monitor.nvml_processes import ProcessReader, UtilizationReader, merge_processes, with_shares
+from memtop.supervisor.monitor.nvml import errors as codes
+from memtop.supervisor.monitor.nvml.ask import Asker, GpuGone
+from memtop.supervisor.monitor.nvml.details import NO_MIG_UTILIZATION, DetailReader
+from memtop.supervisor.monitor.nvml.memory import MEMORY_FIELDS, MemoryReader, Pool
+from memtop.supervisor.monitor.nvml.mig import Mig
+from memtop.supervisor.monitor.nvml.processes import ProcessReader, UtilizationReader, merge_processes, with_shares
 from memtop.supervisor.monitor.values import GpuDetails, GpuProcess, GpuSample, GpuTrouble
 
 PROCESS_SECONDS = 2.0
@@ -113,7 +113,9 @@ class Gpu:
         try:
             readers = self._readers or self._open()
             memory = readers.memory.read()
-            readers = self._with_mig(now, readers)
+            before, readers = readers, self._with_mig(now, readers)
+            if readers is not before:
+                memory = readers.memory.read()  # what was read, and why not, went with the old handle
             if now >= self._sensors_due:
                 self._read_sensors(now, readers)
                 self._sensors_due = now + SENSOR_SECONDS
