@@ -8,6 +8,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from memtop.supervisor import wire
+from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines, Replayed
 from memtop.tui.vram import total_of
@@ -86,11 +87,6 @@ def machine_in(message: FeedMessage) -> MachineSnapshot | None:
     if isinstance(message, MachineSnapshot):
         return message
     return message.machine if isinstance(message, wire.StateUpdate) else None
-
-
-def gpu_key(gpu: GpuSample) -> str:
-    """What identifies a GPU over time; indices may change, UUIDs are not always readable."""
-    return gpu.uuid or f"index {gpu.index}"
 
 
 def fold(store: Store, message: FeedMessage) -> Store:

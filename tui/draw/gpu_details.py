@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from memtop.supervisor import units
+from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuSample
 from memtop.tui.draw.bands import banded
 from memtop.tui.draw.details import Facts, Group, column_width, flow, laid_out, number, share, size, yes
 from memtop.tui.draw.gpu import cuda_name, driver_silence, trouble_words
 from memtop.tui.draw.line import MUTED, STRONG, Line, dimmed, fact, fit, join, line, width_of, wrap
 from memtop.tui.draw.vram import all_parts, mig_row, vram_bar
-from memtop.tui.store import Store, gpu_key
+from memtop.tui.store import Store
 from memtop.tui.vram import step_peak
 
 _WARM_BELOW_SLOWDOWN = 5.0

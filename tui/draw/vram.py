@@ -7,12 +7,13 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from memtop.supervisor import units
+from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuSample, MigInstance
 from memtop.supervisor.monitor.vram import VramParts
 from memtop.tui.draw.bands import ROLES, padded_tag
 from memtop.tui.draw.bars import Share, memory_bar
 from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, width_of
-from memtop.tui.store import Store, gpu_key
+from memtop.tui.store import Store
 from memtop.tui.vram import vram_parts
 
 _JOB_LOOKS = (("█", "alloc"), ("▓", "cache"), ("▒", "context"))

@@ -8,13 +8,14 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.events import MouseScrollDown, MouseScrollUp
 
+from memtop.supervisor.monitor.history import gpu_key
 from memtop.tui.draw.gpu import draw_gpu_note, gpu_title
 from memtop.tui.draw.gpu_details import draw_gpu_details
 from memtop.tui.draw.host_details import draw_host_details
 from memtop.tui.draw.line import MUTED, STRONG, Line, join, line, spread
 from memtop.tui.hands import Eyes
 from memtop.tui.screens.full import FullScreen
-from memtop.tui.store import Store, gpu_key
+from memtop.tui.store import Store
 from memtop.tui.widgets.key_line import KeyLine
 from memtop.tui.widgets.line_panel import LinePanel
 
