@@ -369,19 +369,12 @@ class DashboardScreen(Screen[None]):
             log.go_to_match(-1 if action_id == "next_match" else 1)
         elif action_id in ("log_up", "log_down"):
             log.page(-1 if action_id == "log_up" else 1)
-        elif action_id == "history":
-            self._open_history()
         elif action_id == "events":
             self.store = replace(self.store, events_wanted=not self.store.events_wanted)
         else:
             step = -1 if action_id == "gpu_up" else 1
             last = max(0, len(self.store.gpus) - 1)
             self.store = replace(self.store, selected_gpu=min(last, max(0, self.store.selected_gpu + step)))
-
-    def _open_history(self) -> None:
-        from memtop.tui.screens.history import HistoryScreen
-
-        self.app.push_screen(HistoryScreen(self))
 
     def _open_search(self) -> None:
         search = self.query_one("#search", Input)

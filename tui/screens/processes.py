@@ -13,7 +13,7 @@ from textual.widgets import Input
 
 from memtop.supervisor.monitor.values import GpuProcess
 from memtop.tui.draw.line import MUTED, Line, fact, fit, join, join_fitting, line, spread
-from memtop.tui.draw.process_list import SORTABLE, columns_for, draw_row, heading
+from memtop.tui.draw.process_list import SORTABLE, columns_for, draw_row, heading, roles_in_words
 from memtop.tui.process_filter import Filter, parse
 from memtop.tui.process_rows import Order, Row, RowKey, View, arranged, rows_of
 from memtop.tui.screens.full import FullScreen
@@ -143,7 +143,9 @@ class ProcessesScreen(FullScreen):
             return [()]
         process = row.process
         if process is None:
-            return [fit(line((row.job_name, MUTED)), width)]
+            folds = "" if row.folded is None else "Enter unfolds it" if row.folded else "Enter folds it"
+            words = (row.job_name, roles_in_words(row.job), folds)
+            return [join_fitting([line((one, MUTED)) for one in words], width)]
         # Why a dash is a dash, of the row under the cursor.
         why = [line((f"{name.replace('_', ' ')}: ", MUTED), (reason, MUTED)) for name, reason in process.unknown.items()]
         return [join_fitting([line((process.reason or row.command, MUTED)), *why], width)]
