@@ -64,7 +64,9 @@ class HistoryScreen(FullScreen):
         super().__init__()
         self._dashboard = dashboard
         self._chosen = {"v", "m"}
-        self._zoom = 1
+        start, end = dashboard.history.start, dashboard.history.end
+        # An hour of which a few minutes are known would be an empty page.
+        self._zoom = 0 if start is None or end is None or end - start <= _ZOOMS[0][0] else 1
         self._cursor: float | None = None
         self._first = 0
         self._stored: _Series = {}
