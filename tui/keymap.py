@@ -163,7 +163,7 @@ def stray_count(store: Store) -> int:
 
 def label_of(action: Action, store: Store, *, narrow: bool) -> str:
     """The words on the button."""
-    if action.id == "detach" and (store.run is None or store.run.state.final):
+    if action.id == "detach" and (store.run is None or store.replaying or store.run.state.final):
         return "Quit"
     words = action.short if narrow else action.label
     if action.id == "kill":

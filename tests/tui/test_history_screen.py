@@ -166,3 +166,12 @@ async def test_a_young_dashboard_begins_close_and_a_click_sets_the_cursor() -> N
         await pilot.press("escape", "escape")
         await settle(pilot)
         assert not isinstance(app.screen, HistoryScreen)
+
+
+async def test_a_single_value_is_seen_at_once() -> None:
+    app = dashboard(RecordingFeed(machine(0, 0.25)))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await settle(pilot)
+        await pilot.press("h")
+        await settle(pilot)
+        assert "25.0 %" in screen_text(app)

@@ -163,6 +163,8 @@ class DashboardScreen(Screen[None]):
         if machine is not None:
             self.trails.take(machine)
         self._record(message.content)
+        if isinstance(message.content, Replayed) and not self._flash:
+            self.say("replay: Space holds or goes on, < > speed, ← → a minute, Home End its ends")
         self.store = fold(self.store, message.content)
 
     def _record(self, content: FeedMessage) -> None:
@@ -274,7 +276,8 @@ class DashboardScreen(Screen[None]):
         return [self._flash]
 
     def hint_quit(self) -> None:
-        self.say("d closes the dashboard and the run goes on; s stops the run" if self.store.run else "q quits")
+        goes_on = self.store.run is not None and not self.store.replaying
+        self.say("d closes the dashboard and the run goes on; s stops the run" if goes_on else "q quits")
 
     def result(self) -> DashboardResult:
         """How the dashboard is being left."""

@@ -35,6 +35,8 @@ _CHOICES = {
 # What there is one curve more of where there are several GPUs: the mean over all.
 _TOGETHER = "vu"
 _REREAD_SECONDS = 10.0
+# So that the newest value, which stands from its own moment on, is seen.
+_NEWEST_STANDS = 1.0
 _Series = dict[str, dict[str, list[Bucket]]]
 
 
@@ -103,13 +105,13 @@ class HistoryScreen(FullScreen):
         if not newest:
             return None
         if seconds:
-            end = ring.end if ring.end is not None else newest[-1]
+            end = (ring.end if ring.end is not None else newest[-1]) + _NEWEST_STANDS
             return end - seconds, end
         starts = [moment for moment in (ring.start, self._extent and self._extent[0]) if moment is not None]
         # A run that is over ends where its ledger does, whatever this dashboard has seen since.
         over = run is not None and run.state.final and self._extent is not None
         start, end = self._extent if over and self._extent else (min(starts), max(newest))
-        return start, max(end, start + 10)
+        return start, max(end + _NEWEST_STANDS, start + 10)
 
     @work(group="history", exclusive=True)
     async def _read(self) -> None:

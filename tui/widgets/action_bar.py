@@ -19,6 +19,7 @@ from memtop.tui.store import Store
 _WORDS_FROM = 110
 """Columns from which the full words fit."""
 _TWO_LINES_BELOW = 80
+_IN_TWO_LINES = 8
 _PADDING = 2
 
 
@@ -80,9 +81,9 @@ class ActionBar(Container):
             button.set_class(obstacle(button.action, store) is not None, "-unavailable")
             button.say(key_of(button.action, preset_keys), label_of(button.action, store, narrow=narrow))
         # Ways to look deeper give way to what can be done: their keys work all the same.
-        room = width if width >= _TWO_LINES_BELOW or store.run is None else 0
+        grid = width < _TWO_LINES_BELOW
+        room = _IN_TWO_LINES if grid else width
         for button in sorted(buttons, key=lambda one: one.action.group == "screen"):
-            room -= button.wanted_width
-            button.display = offered(button.action, store) and (room >= 0 or button.action.group != "screen")
-            if not button.display:
-                room += button.wanted_width
+            takes = 1 if grid else button.wanted_width
+            button.display = offered(button.action, store) and (room >= takes or button.action.group != "screen")
+            room -= takes if button.display else 0
