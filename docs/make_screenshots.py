@@ -39,6 +39,7 @@ PICTURES = (
     Picture("processes", (120, 40), keys=("o", "down", "down")),
     Picture("process", (120, 40), keys=("o", "down", "enter")),
     Picture("gpu", (120, 50), keys=("g",)),
+    Picture("history", (120, 40), gpus=4, keys=("h", "u")),
     Picture("kill-strays", (120, 40), keys=("k", "space")),
     Picture("help", (120, 40), keys=("question_mark",)),
 )

@@ -212,7 +212,13 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     id: int
 
 
-Request = Subscribe | FreeCache | CheckpointNow | Stop | Restart | Status
+class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
+    """Somebody has a GPU's details open: read what costs the driver much (PCIe throughput), too, for the next 10 s."""
+
+    id: int
+
+
+Request = Subscribe | FreeCache | CheckpointNow | Stop | Restart | Status | Look
 
 
 # --- supervisor -> client -------------------------------------------------------------------------------------------

@@ -54,6 +54,21 @@ _MEMORY_COLOURS = {
     "mem-line": "#4a5663",
     "mem-muted": "#8896a5",
 }
+# On a light background the order is the other way round: from safe to danger it stands out more and more.
+_LIGHT_MEMORY_COLOURS = {
+    "mem-safe": "#17654a",
+    "mem-edge": "#855300",
+    "mem-danger": "#ffffff",
+    "mem-danger-background": "#b3261e",
+    "mem-alloc": "#2f6fb3",
+    "mem-cache": "#5c97d0",
+    "mem-context": "#7a6cc0",
+    "mem-library": "#54629e",
+    "mem-other": "#6b7480",
+    "mem-track": "#c6ccd3",
+    "mem-line": "#8b96a1",
+    "mem-muted": "#525c66",
+}
 
 
 @dataclass(frozen=True)
@@ -91,7 +106,7 @@ class DashboardApp(App[DashboardResult]):
         self.animation_level = "none"
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        return dict(_MEMORY_COLOURS)
+        return dict(_MEMORY_COLOURS if self.current_theme.dark else _LIGHT_MEMORY_COLOURS)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return (*super().get_line_filters(), *self._ascii)

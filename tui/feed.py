@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ from typing import Protocol, runtime_checkable
 from memtop.supervisor import wire
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.monitor.values import MachineSnapshot
+
+# A wish to look closely lasts 10 s there: asked again well before.
+_LOOK_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,17 @@ class Controlled(Protocol):
         """pause, slower, faster, back, forward, start or end; False while there is nothing to control yet."""
 
 
+class Wanted(Protocol):
+    """What is needed of `supervisor.monitor.nvml.NvmlReader`."""
+
+    def want_pcie(self) -> None: ...
+
+
 class Sampling(Protocol):
     """What is needed of `supervisor.monitor.sampler.Sampler`."""
+
+    @property
+    def nvml(self) -> Wanted: ...
 
     def sample(self) -> MachineSnapshot: ...
 
@@ -129,16 +142,21 @@ class LocalFeed:
         self._sampler_factory = sampler_factory
         self._interval = interval
         self._pid = pid
+        self._sampler: Sampling | None = None
 
     async def messages(self) -> AsyncIterator[FeedMessage]:
         # The driver may block for seconds when a GPU is in trouble: never on the thread that draws.
-        sampler = await asyncio.to_thread(self._sampler_factory)
+        sampler = self._sampler = await asyncio.to_thread(self._sampler_factory)
         yield Connected()
         while True:
             if self._pid is not None:
                 yield await asyncio.to_thread(follow, self._pid)
             yield await asyncio.to_thread(sampler.sample)
             await asyncio.sleep(self._interval)
+
+    def look_closely(self) -> None:
+        if self._sampler is not None:
+            self._sampler.nvml.want_pcie()
 
     async def request(self, make: Callable[[int], wire.Request]) -> AsyncIterator[wire.Answer]:
         yield _refusal(make(0).id, "there is no run to ask")
@@ -193,6 +211,8 @@ class RunFeed:
         self._client: Client | None = None
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Queue[wire.Answer]] = {}
+        self._look_due = float("-inf")
+        self._looking: asyncio.Task[None] | None = None
 
     async def messages(self) -> AsyncIterator[FeedMessage]:
         while True:
@@ -234,6 +254,20 @@ class RunFeed:
             yield _refusal(number, f"the request could not be sent: {error}")
         finally:
             self._waiting.pop(number, None)
+
+    def look_closely(self) -> None:
+        if self._client is None:
+            # The run is over: this machine is sampled from here.
+            if self._sampler is not None:
+                self._sampler.nvml.want_pcie()
+        elif time.monotonic() >= self._look_due:
+            self._look_due = time.monotonic() + _LOOK_SECONDS
+            self._looking = asyncio.get_running_loop().create_task(self._look_there())
+
+    async def _look_there(self) -> None:
+        async for _ in self.request(lambda number: wire.Look(id=number)):
+            # A supervisor older than this dashboard refuses: then these values stay unknown, with the sample's own reason.
+            pass
 
     async def _alone(self, request: wire.Request) -> AsyncIterator[wire.Answer]:
         """Without a supervisor only one thing is possible: taking up a run that is over, under a new one."""

@@ -95,6 +95,7 @@ ACTIONS = (
         "screen",
     ),
     Action("host", ("m",), "m", "Host details", "Host", "Host memory, swap, pressure and limits in full", "screen"),
+    Action("history", ("h", "H"), "h", "History", "History", "Curves of memory, use and power, with a cursor", "screen"),
     Action("detach", ("d", "q"), "d", "Detach", "Detach", "Close the dashboard; the run goes on (also q)", "session"),
     Action("help", ("question_mark",), "?", "Help", "Help", "All keys, and what the marks mean", "session"),
     Action("follow", ("l",), "l", "Log: follow", "Follow", "Follow the log's end, or hold it still", "view"),
@@ -114,7 +115,6 @@ ACTIONS = (
     Action("log_down", ("pagedown",), "PgDn", "Log: forward", "Forward", "A page forward in the log", "view"),
     Action("gpu_up", ("up",), "↑", "GPU above", "Up", "Select the GPU above, where all share one panel", "view"),
     Action("gpu_down", ("down",), "↓", "GPU below", "Down", "Select the GPU below", "view"),
-    Action("history", ("h", "H"), "h", "History", "History", "Curves of memory, use and power, with a cursor", "view"),
     Action("replay_pause", ("space",), "Space", "Pause", "Pause", "Hold the replay, or go on", "replay"),
     Action("replay_slower", ("less_than_sign",), "<", "Slower", "Slower", "Half the speed, down to 1x", "replay"),
     Action("replay_faster", ("greater_than_sign",), ">", "Faster", "Faster", "Twice the speed, up to 3600x", "replay"),
@@ -163,7 +163,7 @@ def stray_count(store: Store) -> int:
 
 def label_of(action: Action, store: Store, *, narrow: bool) -> str:
     """The words on the button."""
-    if action.id == "detach" and (store.run is None or store.run.state.final):
+    if action.id == "detach" and (store.run is None or store.replaying or store.run.state.final):
         return "Quit"
     words = action.short if narrow else action.label
     if action.id == "kill":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memtop.tui.draw.gpu import draw_gpu_note
 from memtop.tui.draw.host import host_rows
 from memtop.tui.draw.machine import compact_rows
 from memtop.tui.store import Store
@@ -16,6 +17,9 @@ _LOSS_LOWEST = 9
 _HOST_LOWEST = 7
 _RANKS_SHOWN = 4
 _CHART = 4
+_NOTE_HIGHEST = 4
+# Border and padding of a panel, both sides.
+_FRAME = 4
 _EVENTS_LOWEST, _EVENTS_AT_EASE = 6, 8
 
 
@@ -40,10 +44,12 @@ def plan(store: Store, width: int, height: int, *, notice: bool) -> Plan:
         "#processes": not has_run,
         "#log": has_run and not events,
         "#compact-events": events,
+        # With neither GPUs nor a run there is but one column: the host's.
+        "#right": has_run or bool(store.gpus),
     }
     # Header, flash line and buttons.
     body = height - 3 - notice - (width < 80)
-    return Plan(compact, _compact(store, body) if compact else _wide(store, body), shown)
+    return Plan(compact, _compact(store, body) if compact else _wide(store, width, body), shown)
 
 
 def _host_height(store: Store, room: int) -> int:
@@ -63,7 +69,13 @@ def _compact(store: Store, body: int) -> dict[str, int]:
     return {"#compact-machine": machine, "#compact-training": training}
 
 
-def _wide(store: Store, body: int) -> dict[str, int]:
+def _note_height(store: Store, width: int) -> int:
+    """Why there is no GPU, in full: it also says what to do."""
+    column = width if store.run is None else width // 2
+    return 2 + len(draw_gpu_note(store, column - _FRAME, _NOTE_HIGHEST))
+
+
+def _wide(store: Store, width: int, body: int) -> dict[str, int]:
     run = store.run
     count = len(store.gpus)
     # A third for the log (or the processes), as long as the panels above keep what they need.
@@ -71,13 +83,14 @@ def _wide(store: Store, body: int) -> dict[str, int]:
     loss = _LOSS_LOWEST if run is not None else 0
     each = (upper - loss) // count if count else 0
     table = count > GPU_PANELS or (count > 0 and each < _GPU_LOWEST)
-    heights = {"#wide": upper, "#gpu-note": 0 if count else 3, "#gpu-table": 0}
+    note = 0 if count else _note_height(store, width)
+    heights = {"#wide": upper, "#gpu-note": note, "#gpu-table": 0}
     for position in range(GPU_PANELS):
         heights[f"#gpu-{position}"] = min(_GPU_HIGHEST, each) if position < count and not table else 0
     if table:
         # One line per GPU, a frame, and the details of the selected one where there is room.
         heights["#gpu-table"] = min(upper - loss, count + 2 + 9)
-    heights["#host-big"] = 0 if count else max(_HOST_LOWEST, (upper - 3) // 2 if run is not None else upper - 3)
+    heights["#host-big"] = 0 if count else max(_HOST_LOWEST, (upper - note) // 2 if run is not None else upper - note)
     training = 0
     if run is not None:
         ranks = min(_RANKS_SHOWN, len(run.ranks))

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from memtop.supervisor import units
-from memtop.tui.process_rows import Row
+from memtop.tui.process_rows import MARKS, Row
 
 _COMPARISON = re.compile(r"(?P<key>[a-z]+)(?P<sign>>=|<=|>|<|=)(?P<number>\d+(?:\.\d+)?)(?P<unit>[a-z%]*)", re.IGNORECASE)
+_BEGUN = re.compile(r"(?P<key>[a-z]+)[<>=]+")
 _BYTES = {"": units.GIB, "b": 1, "k": 1024, "m": 1024**2, "g": units.GIB, "kib": 1024, "mib": 1024**2, "gib": units.GIB}
 _SHARES = {"": 0.01, "%": 0.01}
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
@@ -68,13 +69,18 @@ def parse(text: str) -> Filter | str:
 
 def _term(word: str) -> Callable[[Row], bool] | str:
     key, colon, value = word.partition(":")
+    if key == "is" and colon and not any(value in mark for mark in MARKS):
+        return f"filter: nothing is {value!r}; there are {', '.join(f'is:{mark}' for mark in MARKS)}"
     if colon and key in _WORDS:
         return _equal(_WORDS[key], value) if key in _WHOLE else _within(_WORDS[key], value)
     if colon and key.isalpha():
-        return f"filter: no key {key!r}; there are {', '.join((*_WORDS, *_NUMBERS))}"
+        return f"filter: no key {key!r}; there are {', '.join({**_WORDS, **_NUMBERS})}"
     found = _COMPARISON.fullmatch(word)
     if found is not None:
         return _comparison(found["key"], found["sign"], float(found["number"]), found["unit"])
+    begun = _BEGUN.match(word)
+    if begun is not None and begun["key"] in _NUMBERS:
+        return f"filter: {begun[0]} needs a number, as in {begun['key']}>2"
     return _anywhere(word)
 
 

@@ -21,6 +21,10 @@ class View(Enum):
     FLAT = "flat"
 
 
+MARKS = ("stray", "gone", "mine")
+"""What the filter's `is:` knows."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of the list: a process on a GPU, a whole job, or (in the tree) a process without GPU memory."""
@@ -76,8 +80,8 @@ class Row:
         """What is special about it, in words that the filter knows: `is:stray`, `is:gone`, `is:mine`."""
         if self.process is None:
             return ""
-        marks = {"stray": self.process.stray, "gone": self.process.gone, "mine": self.process.choosable}
-        return " ".join(word for word, holds in marks.items() if holds)
+        marks = (self.process.stray, self.process.gone, self.process.choosable)
+        return " ".join(word for word, holds in zip(MARKS, marks, strict=True) if holds)
 
     @cached_property
     def searchable(self) -> str:

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from memtop.supervisor import wire
+from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines, Replayed
 from memtop.tui.vram import total_of
@@ -16,6 +17,8 @@ HISTORY_LENGTH = 600
 METRICS_KEPT = 20_000
 EVENTS_KEPT = 500
 LOG_LINES_KEPT = 2_000
+# Nobody looked for so long: longer than a late sample, and than a few of the usual distances.
+_GAP_SECONDS, _GAP = 5.0, 4.0
 
 
 class Link(Enum):
@@ -88,11 +91,6 @@ def machine_in(message: FeedMessage) -> MachineSnapshot | None:
     return message.machine if isinstance(message, wire.StateUpdate) else None
 
 
-def gpu_key(gpu: GpuSample) -> str:
-    """What identifies a GPU over time; indices may change, UUIDs are not always readable."""
-    return gpu.uuid or f"index {gpu.index}"
-
-
 def fold(store: Store, message: FeedMessage) -> Store:
     """The store after one message. Pure."""
     if isinstance(message, wire.StateUpdate):
@@ -143,7 +141,7 @@ def _with_machine(store: Store, machine: MachineSnapshot) -> Store:
     for gpu in machine.gpus:
         key = gpu_key(gpu)
         past = store.gpu_history.get(key, ())
-        history[key] = (*past, Moment(machine.time, gpu.used_fraction))[-HISTORY_LENGTH:]
+        history[key] = _longer(past, Moment(machine.time, gpu.used_fraction))
         if gpu.used_bytes is not None:
             peaks[key] = max(peaks.get(key, 0), gpu.used_bytes)
     host = machine.host.used_fraction
@@ -155,9 +153,21 @@ def _with_machine(store: Store, machine: MachineSnapshot) -> Store:
         machine=machine,
         gpu_history=history,
         gpu_peak_bytes=peaks,
-        host_history=(*store.host_history, Moment(machine.time, host))[-HISTORY_LENGTH:],
+        host_history=_longer(store.host_history, Moment(machine.time, host)),
         host_peak_fraction=host_peak,
     )
+
+
+def _longer(past: tuple[Moment, ...], newest: Moment) -> tuple[Moment, ...]:
+    """The newest value at the end, and before it as many unknown ones as samples are missing: a gap stays a gap."""
+    missing: tuple[Moment, ...] = ()
+    if len(past) > 1:
+        usual = past[-1].time - past[-2].time
+        quiet = newest.time - past[-1].time
+        if usual > 0 and quiet > max(_GAP_SECONDS, _GAP * usual):
+            count = min(HISTORY_LENGTH, round(quiet / usual) - 1)
+            missing = tuple(Moment(past[-1].time + usual * n, None) for n in range(1, count + 1))
+    return (*past, *missing, newest)[-HISTORY_LENGTH:]
 
 
 def seconds_until_full(history: tuple[Moment, ...], *, window: float = 120.0) -> float | None:

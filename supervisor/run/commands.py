@@ -14,6 +14,7 @@ from memtop.supervisor.wire import (
     Answer,
     CheckpointNow,
     FreeCache,
+    Look,
     Outcome,
     Phase,
     Request,
@@ -44,6 +45,9 @@ class Commands:
                 supervisor.add_viewer(peer, request.history)
             case Status():
                 peer.send(StateUpdate(run=supervisor.state(), machine=supervisor.watch.machine))
+            case Look():
+                supervisor.watch.look_closely()
+                peer.send(Answer(id=request.id, outcome=Outcome.DONE, message="looking closely"))
             case FreeCache():
                 self._beside(self._free(peer, request.id))
             case CheckpointNow():

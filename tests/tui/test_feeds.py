@@ -19,6 +19,16 @@ from tests.tui.support import gpu, machine, run_state, running
 
 
 class FakeSampler:
+    def __init__(self) -> None:
+        self.wishes = 0
+
+    @property
+    def nvml(self) -> FakeSampler:
+        return self
+
+    def want_pcie(self) -> None:
+        self.wishes += 1
+
     def sample(self) -> MachineSnapshot:
         return machine(gpu())
 

@@ -101,7 +101,7 @@ async def test_of_a_run_it_reads_the_ledger_beyond_what_was_seen_here(tmp_path: 
         await pilot.press("H")
         screen = app.screen
         assert isinstance(screen, HistoryScreen)
-        await pilot.press("minus", "minus")
+        await pilot.press("minus", "minus", "minus")
         while not screen._stored:
             await asyncio.sleep(0.01)
         (curve, *_) = screen.curves()
@@ -127,3 +127,51 @@ async def test_the_hour_of_the_supervisor_is_taken_over() -> None:
         await settle(pilot)
         found = app.dashboard.history.series("GPU-a", "used_fraction")
         assert [value for _, value in found] == [0.75] * 10 + [0.25]
+
+
+async def test_several_gpus_have_their_mean_as_a_curve_of_its_own() -> None:
+    def two(moment: float) -> MachineSnapshot:
+        gpus = tuple(
+            GpuSample(index=n, uuid=f"GPU-{n}", used_fraction=share, utilization_fraction=share, power_watts=9.0)
+            for n, share in enumerate((0.25, 0.75))
+        )
+        return MachineSnapshot(time=START + moment, gpus=gpus, host=HostSample(used_fraction=0.5))
+
+    app = dashboard(RecordingFeed(*(two(second) for second in range(5))))
+    async with app.run_test(size=(100, 40)) as pilot:
+        await settle(pilot)
+        await pilot.press("h", "u", "w")
+        await settle(pilot)
+        screen = app.screen
+        assert isinstance(screen, HistoryScreen)
+        titles = [curve.title for curve in screen.curves()]
+        assert [title for title in titles if "all 2 GPUs" in title] == ["VRAM of all 2 GPUs, mean", "use of all 2 GPUs, mean"]
+        assert "mean 50.0 %  least 25.0 %  most 75.0 %" in screen_text(app)
+
+
+async def test_a_young_dashboard_begins_close_and_a_click_sets_the_cursor() -> None:
+    app = dashboard(RecordingFeed(*(machine(second, 0.25) for second in range(5))))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await settle(pilot)
+        await pilot.press("h")
+        await settle(pilot)
+        assert "last 5 min" in screen_text(app)
+        assert "cursor " not in screen_text(app).replace("← → cursor ", "")
+        await pilot.click("#history", offset=(70, 5))
+        await settle(pilot)
+        assert "cursor " in screen_text(app).replace("← → cursor ", "")
+        await pilot.press("question_mark")
+        await settle(pilot)
+        assert "Keys of this screen" in screen_text(app)
+        await pilot.press("escape", "escape")
+        await settle(pilot)
+        assert not isinstance(app.screen, HistoryScreen)
+
+
+async def test_a_single_value_is_seen_at_once() -> None:
+    app = dashboard(RecordingFeed(machine(0, 0.25)))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await settle(pilot)
+        await pilot.press("h")
+        await settle(pilot)
+        assert "25.0 %" in screen_text(app)

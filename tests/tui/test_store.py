@@ -73,3 +73,20 @@ def test_what_can_be_done_with_a_run_that_is_over(action: str, possible: bool) -
 
     store = fold(fold(Store(), Connected()), running(gpu(), state=wire.Phase.STOPPED, alive=False))
     assert (obstacle(BY_ID[action], store) is None) is possible
+
+
+def test_a_time_in_which_nobody_looked_stays_a_gap() -> None:
+    store = Store()
+    for moment in (0, 1, 2, 12, 13):
+        store = fold(store, machine(gpu(), time=NOW + moment))
+    for past in (store.host_history, store.gpu_history["GPU-0000-0000"]):
+        assert [m.time - NOW for m in past] == list(range(14))
+        assert [m.time - NOW for m in past if m.fraction is None] == list(range(3, 12))
+
+
+def test_a_late_sample_or_a_slow_interval_is_no_gap() -> None:
+    for moments in ((0, 1, 2, 6), (0, 10, 20, 50)):
+        store = Store()
+        for moment in moments:
+            store = fold(store, machine(gpu(), time=NOW + moment))
+        assert len(store.host_history) == len(moments)

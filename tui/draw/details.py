@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from rich.cells import cell_len
+
 from memtop.supervisor import units
 from memtop.tui.draw.line import MUTED, STRONG, Line, fit, line, wrap
 
-_LABEL = 19
+LABEL = 21
+"""Cells of the words before a value."""
 _TWO_COLUMNS_FROM = 110
 
 
@@ -30,14 +33,17 @@ class Facts:
 
     def add(self, label: str, value: str | None, field: str = "", *, role: str = STRONG) -> None:
         """`value` is None where the field is not known: then its reason is told."""
-        head = line((label.ljust(_LABEL), MUTED))
+        head = line((label.ljust(LABEL), MUTED))
         if value is not None:
-            self._lines.append(fit((*head, *line((value, role))), self._width))
+            room = max(10, self._width - LABEL)
+            first, *more = [line((value, role))] if cell_len(value) <= room else wrap(value, room, role)
+            self._lines.append(fit((*head, *first), self._width))
+            self._lines += [(*line(" " * LABEL), *row) for row in more]
             return
         reason = next((reasons[field] for reasons in self._unknown if field in reasons), "")
-        rows = wrap(reason, max(10, self._width - _LABEL - 3), MUTED) or [()]
+        rows = wrap(reason, max(10, self._width - LABEL - 3), MUTED) or [()]
         self._lines.append(fit((*head, (f"{units.UNKNOWN}  ", "unknown"), *rows[0]), self._width))
-        self._lines += [(*line(" " * (_LABEL + 3)), *row) for row in rows[1:]]
+        self._lines += [(*line(" " * (LABEL + 3)), *row) for row in rows[1:]]
 
     def add_line(self, content: Line) -> None:
         self._lines.append(fit(content, self._width))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from memtop.supervisor import units
+from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuSample, GpuTrouble
 from memtop.tui.draw.bands import ROLES, banded, padded_tag
 from memtop.tui.draw.charts import history
 from memtop.tui.draw.line import MUTED, STRONG, Line, dimmed, fact, fit, join, join_fitting, line, spread, width_of, wrap
 from memtop.tui.draw.vram import mig_row, vram_bar, vram_legend
 from memtop.tui.draw.words import age
-from memtop.tui.store import Store, gpu_key, seconds_until_full
+from memtop.tui.store import Store, seconds_until_full
 from memtop.tui.vram import step_peak
 
 LABEL = 6

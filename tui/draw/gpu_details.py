@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from memtop.supervisor import units
+from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuSample
 from memtop.tui.draw.bands import banded
-from memtop.tui.draw.details import Facts, Group, column_width, flow, laid_out, number, share, size, yes
+from memtop.tui.draw.details import LABEL, Facts, Group, column_width, flow, laid_out, number, share, size, yes
 from memtop.tui.draw.gpu import cuda_name, driver_silence, trouble_words
-from memtop.tui.draw.line import MUTED, STRONG, Line, dimmed, fact, fit, join, line, width_of, wrap
+from memtop.tui.draw.line import MUTED, STRONG, Line, dimmed, fit, join, line, width_of, wrap
 from memtop.tui.draw.vram import all_parts, mig_row, vram_bar
-from memtop.tui.store import Store, gpu_key
+from memtop.tui.store import Store
 from memtop.tui.vram import step_peak
 
 _WARM_BELOW_SLOWDOWN = 5.0
@@ -19,6 +20,10 @@ _WARM_BELOW_SLOWDOWN = 5.0
 def draw_gpu_details(store: Store, gpu: GpuSample, width: int) -> list[Line]:
     """As many lines as it takes; the screen scrolls."""
     each = column_width(width)
+    if gpu.error:
+        # Nothing of it can be read: who it was and what was heard of it is all there is to say.
+        lines = laid_out([_troubles(store, gpu, each), _identity(store, gpu, each)], width)
+        return [line(("!! cannot be read", "danger")), *wrap(gpu.error, width), (), *lines]
     groups = [
         _memory(store, gpu, each),
         _mig(gpu, each),
@@ -33,8 +38,6 @@ def draw_gpu_details(store: Store, gpu: GpuSample, width: int) -> list[Line]:
     old = driver_silence(store)
     if old:
         lines = [line((f"! {old}: these are the last known values", "edge")), *dimmed(lines)]
-    if gpu.error:
-        return [line(("!! cannot be read", "danger")), *wrap(gpu.error, width), (), *dimmed(lines)]
     return [_head(store, gpu, width), (), *lines]
 
 
@@ -44,7 +47,7 @@ def _head(store: Store, gpu: GpuSample, width: int) -> Line:
 
 
 def _memory(store: Store, gpu: GpuSample, width: int) -> Group:
-    facts = Facts("Memory", width, gpu.unknown)
+    facts = Facts("Memory", width, gpu.unknown, gpu.details.unknown)
     total = units.gib(gpu.total_bytes)
     used = None if gpu.used_bytes is None else f"{units.gib(gpu.used_bytes)} of {total} GiB"
     facts.add("used", used, "used_bytes")
@@ -52,7 +55,7 @@ def _memory(store: Store, gpu: GpuSample, width: int) -> Group:
         facts.add_text("unified: GPU and machine share one pool of memory", MUTED)
     for part in all_parts(store, gpu):
         label = join((line(("  ", MUTED), (part.glyph, part.role)), line((part.word, MUTED))), " ")
-        pad = " " * max(1, 19 - width_of(label))
+        pad = " " * max(1, LABEL - width_of(label))
         facts.add_line((*label, (pad, MUTED), (units.size(part.size), STRONG if part.role != "gone" else "edge")))
     facts.add("free", size(gpu.free_bytes), "free_bytes")
     facts.add("highest seen", size(store.gpu_peak_bytes.get(gpu_key(gpu))))
@@ -141,12 +144,22 @@ def _health(store: Store, gpu: GpuSample, width: int) -> Group:
         facts.add("recovery action", "none")
     else:
         facts.add("recovery action", details.recovery_action, "recovery_action", role="bad")
+    _add_troubles(facts, store, gpu)
+    return facts.group()
+
+
+def _troubles(store: Store, gpu: GpuSample, width: int) -> Group:
+    facts = Facts("Troubles", width)
+    _add_troubles(facts, store, gpu)
+    return facts.group()
+
+
+def _add_troubles(facts: Facts, store: Store, gpu: GpuSample) -> None:
     if not gpu.troubles:
         facts.add("troubles", "none since memtop began to watch")
     for trouble in reversed(gpu.troubles):
         text, role = trouble_words(trouble, store.now)[0]
         facts.add_text(text, role)
-    return facts.group()
 
 
 def _remapped(gpu: GpuSample) -> str | None:
@@ -174,12 +187,23 @@ def _link(gpu: GpuSample, width: int) -> Group:
     return facts.group()
 
 
-def _card(store: Store, gpu: GpuSample, width: int) -> Group:
-    details, machine = gpu.details, store.machine
-    facts = Facts("Card", width, gpu.unknown, details.unknown)
+def _identity(store: Store, gpu: GpuSample, width: int) -> Group:
+    facts = Facts("Card", width, gpu.unknown)
+    _add_identity(facts, gpu)
+    facts.add("highest VRAM seen", size(store.gpu_peak_bytes.get(gpu_key(gpu))))
+    return facts.group()
+
+
+def _add_identity(facts: Facts, gpu: GpuSample) -> None:
     facts.add("model", gpu.name, "name")
     facts.add("UUID", gpu.uuid, "uuid")
     facts.add("bus", gpu.pci_bus_id, "pci_bus_id")
+
+
+def _card(store: Store, gpu: GpuSample, width: int) -> Group:
+    details, machine = gpu.details, store.machine
+    facts = Facts("Card", width, gpu.unknown, details.unknown)
+    _add_identity(facts, gpu)
     if gpu.visible_index is not None:
         facts.add("CUDA calls it", cuda_name(gpu) or f"cuda:{gpu.visible_index}")
     facts.add("compute capability", details.compute_capability, "compute_capability")
@@ -192,5 +216,5 @@ def _card(store: Store, gpu: GpuSample, width: int) -> Group:
         driver = machine.driver_version
         cuda = "" if machine.cuda_version is None else f", CUDA up to {machine.cuda_version}"
         facts.add("driver", None if driver is None else f"{driver}{cuda}")
-    facts.add_line(fact("processes", str(len(gpu.processes))) if gpu.processes else line(("no process uses it", MUTED)))
+    facts.add("processes", units.count(len(gpu.processes)))
     return facts.group()

@@ -61,7 +61,10 @@ def draw(curves: Sequence[Curve], view: View, width: int, height: int) -> list[L
     lines = [_marks(view, width)]
     for curve in shown:
         lines += _curve(curve, view, width, each)
-    return [*lines, _axis(view, width), _words(view, width, len(curves) - len(shown))]
+    hidden = len(curves) - len(shown)
+    # What the division leaves over is empty above the axis, so that the last lines keep their places.
+    lines += [()] * (height - 2 - len(lines))
+    return [*lines, _axis(view, width), _words(view, width, hidden)]
 
 
 def value_words(unit: str, value: float) -> str:
@@ -74,7 +77,9 @@ def value_words(unit: str, value: float) -> str:
 def reading(curve: Curve, view: View, width: int) -> Line:
     """What the curve says where the cursor is."""
     count = cells(width)
-    bucket = resample(curve.buckets, view.start, view.end, count)[_column(view, count)]
+    each = (view.end - view.start) / count
+    start = view.start + _column(view, count) * each
+    (bucket,) = resample(curve.buckets, start, start + each, 1)
     if bucket is None:
         return line(("not known", MUTED))
     mean, high = value_words(curve.unit, bucket.mean), value_words(curve.unit, bucket.high)

@@ -157,8 +157,9 @@ def wrap(text: str, width: int, role: str = TEXT) -> list[Line]:
             if current:
                 lines.append(line((current, role)))
                 current = ""
-            lines.append(line((word[:width], role)))
-            word = word[width:]
+            head = _cells_of(word, width)
+            lines.append(line((head, role)))
+            word = word[len(head) :]
         candidate = f"{current} {word}" if current else word
         if cell_len(candidate) > width:
             lines.append(line((current, role)))
@@ -168,3 +169,18 @@ def wrap(text: str, width: int, role: str = TEXT) -> list[Line]:
     if current:
         lines.append(line((current, role)))
     return lines
+
+
+def _cells_of(text: str, width: int) -> str:
+    """As much of the text as these cells hold, one character at least: wide characters take two."""
+    taken = 1
+    while taken < len(text) and cell_len(text[: taken + 1]) <= width:
+        taken += 1
+    return text[:taken]
+
+
+def cropped(text: str, width: int) -> str:
+    """The text in exactly so many cells: padded, or cut with an ellipsis."""
+    if cell_len(text) <= width:
+        return text + " " * (width - cell_len(text))
+    return set_cell_size(text, width - 1) + "…" if width > 0 else ""

@@ -7,12 +7,13 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from memtop.supervisor import units
+from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuSample, MigInstance
 from memtop.supervisor.monitor.vram import VramParts
 from memtop.tui.draw.bands import ROLES, padded_tag
 from memtop.tui.draw.bars import Share, memory_bar
 from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, width_of
-from memtop.tui.store import Store, gpu_key
+from memtop.tui.store import Store
 from memtop.tui.vram import vram_parts
 
 _JOB_LOOKS = (("█", "alloc"), ("▓", "cache"), ("▒", "context"))
@@ -56,7 +57,10 @@ def vram_legend(store: Store, gpu: GpuSample, width: int) -> Line:
         return named
     # Alarming parts before those that only complete the sum.
     rest = sorted(_rest(parts), key=lambda part: part.role != "gone")
-    short = [part._replace(word="gone") if part.role == "gone" else part for part in rest]
+    short = [part._replace(word="no owner") if part.role == "gone" else part for part in rest]
+    shorter = join(_words_of([*own, *_jobs(store, parts, _NAMED_JOBS), *short]))
+    if width_of(shorter) <= width:
+        return shorter
     own = [] if store.run is None else _own(_merged(parts))
     return join_fitting(_words_of([*own, *_jobs(store, parts, 0), *short]), width)
 
@@ -122,7 +126,9 @@ def _jobs(store: Store, parts: VramParts, named: int) -> list[Part]:
         word = "others" if not found else f"{len(rest)} more"
         if store.run is None and not found:
             word = f"{len(rest)} jobs" if len(rest) > 1 else rest[0].name[:_NAME_WIDTH]
-        glyph, role = ("█", "alloc") if store.run is None and not found else ("░", "other")
+        # All together stand for what the bar draws apart.
+        glyph = "".join(look for look, _ in _JOB_LOOKS[: len(rest)]) if store.run is None and not found else "░"
+        role = "alloc" if glyph != "░" else "other"
         # No other process is a known nothing; processes that do not tell their memory are not.
         found.append(Part(word, sum(known) if known or not rest else None, glyph, role))
     return found
@@ -150,7 +156,10 @@ def _words_of(parts: list[Part]) -> list[Line]:
 def _words(part: Part) -> Line:
     alarming = part.role == "gone"
     value = fact(("! " if alarming else "") + part.word, units.gib(part.size), "edge" if alarming else "strong")
-    return value if part.glyph == " " else line((part.glyph, part.role), " ", *value)
+    if part.glyph == " ":
+        return value
+    looks = _JOB_LOOKS[: len(part.glyph)] if len(part.glyph) > 1 else ((part.glyph, part.role),)
+    return line(*looks, " ", *value)
 
 
 def mig_row(instance: MigInstance, width: int) -> Line:

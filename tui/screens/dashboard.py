@@ -163,6 +163,8 @@ class DashboardScreen(Screen[None]):
         if machine is not None:
             self.trails.take(machine)
         self._record(message.content)
+        if isinstance(message.content, Replayed) and not self._flash:
+            self.say("replay: Space holds or goes on, < > speed, ← → a minute, Home End its ends")
         self.store = fold(self.store, message.content)
 
     def _record(self, content: FeedMessage) -> None:
@@ -274,7 +276,8 @@ class DashboardScreen(Screen[None]):
         return [self._flash]
 
     def hint_quit(self) -> None:
-        self.say("d closes the dashboard and the run goes on; s stops the run" if self.store.run else "q quits")
+        goes_on = self.store.run is not None and not self.store.replaying
+        self.say("d closes the dashboard and the run goes on; s stops the run" if goes_on else "q quits")
 
     def result(self) -> DashboardResult:
         """How the dashboard is being left."""
@@ -369,19 +372,12 @@ class DashboardScreen(Screen[None]):
             log.go_to_match(-1 if action_id == "next_match" else 1)
         elif action_id in ("log_up", "log_down"):
             log.page(-1 if action_id == "log_up" else 1)
-        elif action_id == "history":
-            self._open_history()
         elif action_id == "events":
             self.store = replace(self.store, events_wanted=not self.store.events_wanted)
         else:
             step = -1 if action_id == "gpu_up" else 1
             last = max(0, len(self.store.gpus) - 1)
             self.store = replace(self.store, selected_gpu=min(last, max(0, self.store.selected_gpu + step)))
-
-    def _open_history(self) -> None:
-        from memtop.tui.screens.history import HistoryScreen
-
-        self.app.push_screen(HistoryScreen(self))
 
     def _open_search(self) -> None:
         search = self.query_one("#search", Input)

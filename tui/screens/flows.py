@@ -177,6 +177,12 @@ async def host(screen: DashboardScreen, key: str) -> None:
     await screen.app.push_screen_wait(MachineScreen(screen, len(screen.store.gpus)))
 
 
+async def history(screen: DashboardScreen, key: str) -> None:
+    from memtop.tui.screens.history import HistoryScreen
+
+    await screen.app.push_screen_wait(HistoryScreen(screen))
+
+
 async def show_help(screen: DashboardScreen, key: str) -> None:
     from memtop.tui.screens.help import HelpDialog
 
@@ -193,5 +199,6 @@ FLOWS: dict[str, Callable[[DashboardScreen, str], Awaitable[None]]] = {
     "processes": processes,
     "gpu": gpu,
     "host": host,
+    "history": history,
     "help": show_help,
 }

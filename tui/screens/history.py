@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, ClassVar
 from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.screen import ModalScreen
+from textual.events import Click, MouseScrollDown, MouseScrollUp
 
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.monitor.history import HOST, KEPT_SECONDS, Bucket
 from memtop.tui.draw import history as drawing
 from memtop.tui.draw.line import Line, fit, join_fitting, line
+from memtop.tui.screens.full import FullScreen
 from memtop.tui.store import Store
 from memtop.tui.widgets.line_panel import LinePanel
 
@@ -31,37 +32,43 @@ _CHOICES = {
     "w": ("power", "power_watts", "watts", False),
     "r": ("run RSS", "run_rss_bytes", "bytes", True),
 }
+# What there is one curve more of where there are several GPUs: the mean over all.
+_TOGETHER = "vu"
 _REREAD_SECONDS = 10.0
+# So that the newest value, which stands from its own moment on, is seen.
+_NEWEST_STANDS = 1.0
 _Series = dict[str, dict[str, list[Bucket]]]
 
 
-class HistoryScreen(ModalScreen[None]):
+def _tips() -> list[tuple[str, tuple[str, str, str, bool], str]]:
+    return [(key, choice, f"Show or hide {choice[0]}") for key, choice in _CHOICES.items()]
+
+
+class HistoryScreen(FullScreen):
     """Opened over the dashboard, whose ring it reads; the run's ledger is read in a thread."""
 
-    DEFAULT_CSS = """
-    HistoryScreen { background: $background; }
-    HistoryScreen LinePanel { width: 100%; height: 100%; border: round $panel; }
-    """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,h,H,q", "dismiss", "Close", show=False),
-        Binding("plus,equals_sign", "zoom(-1)", "Closer", show=False),
+        Binding("escape,h,H,q", "leave", "Close", show=False),
+        Binding("plus,equals_sign", "zoom(-1)", "Zoom", key_display="+ -", tooltip="5 minutes, an hour, a day, the whole run"),
         Binding("minus,underscore", "zoom(1)", "Further", show=False),
-        Binding("left", "move(-1)", "Back", show=False),
+        Binding("left", "move(-1)", "Cursor", key_display="← →", tooltip="Reads values off; or click; PgUp and PgDn leap"),
         Binding("right", "move(1)", "On", show=False),
         Binding("shift+left,pageup", "move(-10)", "Back", show=False),
         Binding("shift+right,pagedown", "move(10)", "On", show=False),
         Binding("home", "move(-100000)", "To the beginning", show=False),
-        Binding("end", "newest", "To the newest", show=False),
-        Binding("down", "scroll_curves(1)", "Next curve", show=False),
+        Binding("end", "newest", "Newest", key_display="End", tooltip="The cursor off: the newest values; Home: the oldest"),
+        Binding("down", "scroll_curves(1)", "Next curve", key_display="↑ ↓", tooltip="Curves that do not fit; or the wheel"),
         Binding("up", "scroll_curves(-1)", "Curve before", show=False),
-        *(Binding(key, f"choose('{key}')", words, show=False) for key, (words, *_) in _CHOICES.items()),
+        *(Binding(key, f"choose('{key}')", words, tooltip=tip) for key, (words, *_), tip in _tips()),
     ]
 
     def __init__(self, dashboard: DashboardScreen) -> None:
         super().__init__()
         self._dashboard = dashboard
         self._chosen = {"v", "m"}
-        self._zoom = 1
+        start, end = dashboard.history.start, dashboard.history.end
+        # An hour of which a few minutes are known would be an empty page.
+        self._zoom = 0 if start is None or end is None or end - start <= _ZOOMS[0][0] else 1
         self._cursor: float | None = None
         self._first = 0
         self._stored: _Series = {}
@@ -71,7 +78,7 @@ class HistoryScreen(ModalScreen[None]):
         self._reading = False
 
     def compose(self) -> ComposeResult:
-        yield LinePanel(self._draw, title=self._title, id="history")
+        yield LinePanel(self._draw, title=self._title, id="history", classes="panel")
 
     def on_mount(self) -> None:
         self.set_interval(1.0, self._show)
@@ -98,13 +105,13 @@ class HistoryScreen(ModalScreen[None]):
         if not newest:
             return None
         if seconds:
-            end = ring.end if ring.end is not None else newest[-1]
+            end = (ring.end if ring.end is not None else newest[-1]) + _NEWEST_STANDS
             return end - seconds, end
         starts = [moment for moment in (ring.start, self._extent and self._extent[0]) if moment is not None]
         # A run that is over ends where its ledger does, whatever this dashboard has seen since.
         over = run is not None and run.state.final and self._extent is not None
         start, end = self._extent if over and self._extent else (min(starts), max(newest))
-        return start, max(end, start + 10)
+        return start, max(end + _NEWEST_STANDS, start + 10)
 
     @work(group="history", exclusive=True)
     async def _read(self) -> None:
@@ -135,10 +142,17 @@ class HistoryScreen(ModalScreen[None]):
         gpus = sorted((key for key in labels if key != HOST), key=lambda key: (len(labels[key]), labels[key]))
         found = []
         for letter, (words, name, unit, of_host) in _CHOICES.items():
-            if letter in self._chosen:
-                for key in (HOST,) if of_host else gpus:
-                    title = words if of_host else f"{words} {labels[key]}"
-                    found.append(drawing.Curve(title, unit, self._buckets(key, name)))
+            if letter not in self._chosen:
+                continue
+            if of_host:
+                found.append(drawing.Curve(words, unit, self._buckets(HOST, name)))
+                continue
+            each = [drawing.Curve(f"{words} {labels[key]}", unit, self._buckets(key, name)) for key in gpus]
+            if len(each) > 1 and letter in _TOGETHER:
+                # All their values in one: the mean is that over time and cards, least and most are of any card.
+                every = [bucket for curve in each for bucket in curve.buckets]
+                found.append(drawing.Curve(f"{words} of all {len(each)} GPUs, mean", unit, every))
+            found += each
         return found
 
     # --- how it looks ---------------------------------------------------------------------------------------------------
@@ -146,7 +160,7 @@ class HistoryScreen(ModalScreen[None]):
     def _title(self, store: Store) -> str:
         zoom = _ZOOMS[self._zoom][1]
         if self._folder is None:
-            return f"History: {zoom}, only what this dashboard has seen (no run, so no ledger)"
+            return f"History: {zoom}, only what this dashboard has seen"
         return f"History of {store.run.name if store.run else ''}: {zoom}"
 
     def _draw(self, store: Store, width: int, height: int) -> list[Line]:
@@ -156,7 +170,8 @@ class HistoryScreen(ModalScreen[None]):
         curves = self.curves()
         self._first = min(self._first, max(0, len(curves) - 1))
         view = drawing.View(*span, self._cursor, store.events)
-        return [*drawing.draw(curves[self._first :], view, width, height - 1), self._keys(width)]
+        lines = drawing.draw(curves[self._first :], view, width, height - 1)
+        return [*lines, *[()] * (height - 1 - len(lines)), self._keys(width)]
 
     def _keys(self, width: int) -> Line:
         if self._problem:
@@ -164,8 +179,9 @@ class HistoryScreen(ModalScreen[None]):
         parts = [
             line((f"{k} ", "accent"), (words, "strong" if k in self._chosen else "muted"))
             for k, (words, *_) in _CHOICES.items()
+            if k != "r" or self._dashboard.store.run is not None
         ]
-        hints = (("+ -", "zoom"), ("← →", "cursor"), ("End", "newest"), ("Esc", "close"))
+        hints = (("Esc", "back"), ("+ -", "zoom"), ("← →", "cursor"), ("?", "help"), ("End", "newest"))
         return join_fitting([*parts, *(line((f"{keys} ", "accent"), (words, "muted")) for keys, words in hints)], width)
 
     # --- keys -----------------------------------------------------------------------------------------------------------
@@ -187,6 +203,24 @@ class HistoryScreen(ModalScreen[None]):
         here = end - each / 2 if self._cursor is None else self._cursor
         self._cursor = min(end - each / 2, max(start + each / 2, here + step * each))
         self._show()
+
+    def on_click(self, event: Click) -> None:
+        panel, span = self.query_one("#history", LinePanel), self._span()
+        inside = event.get_content_offset_capture(panel)
+        count = drawing.cells(panel.size.width)
+        if span is not None and 0 <= inside.x < count and 0 <= inside.y < panel.size.height - 1:
+            start, end = span
+            self._cursor = start + (inside.x + 0.5) * (end - start) / count
+            self._show()
+
+    def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
+        self.action_scroll_curves(1)
+
+    def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
+        self.action_scroll_curves(-1)
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
 
     def action_newest(self) -> None:
         self._cursor = None

@@ -15,28 +15,35 @@ from textual.widgets import Button, OptionList, Static
 from textual.widgets.option_list import Option
 
 from memtop.supervisor import units
+from memtop.tui.draw.line import cropped, plain, wrap
 from memtop.tui.draw.words import age
 from memtop.tui.screens.dialog import Dialog
 from memtop.tui.store import Holder
 
-_COMMAND_WIDTH = 30
+_DIALOG_WIDTH = 88
+# What stands before the command: the box and the columns.
+_BEFORE = 45
+# Frame, padding and scroll bar of the dialog.
+_AROUND = 8
 
 
-def describe(holder: Holder, now: float | None, *, command_width: int = _COMMAND_WIDTH) -> str:
+def describe(holder: Holder, now: float | None, *, command_width: int) -> str:
     """pid, user, age, VRAM and command of one process, in columns."""
     process = holder.process
     old = units.UNKNOWN if process.started is None or now is None else age(now - process.started)
-    command = (process.command or process.name or units.UNKNOWN)[:command_width]
-    user = (process.user or units.UNKNOWN)[:10]
-    return f"{process.pid:>8}  {user:<10} {old:>7}  {units.size(holder.used_bytes):>9}  {command:<{command_width}}"
+    command = cropped(process.command or process.name or units.UNKNOWN, command_width)
+    user = cropped(process.user or units.UNKNOWN, 10)
+    return f"{process.pid:>8}  {user} {old:>7}  {units.size(holder.used_bytes):>9}  {command}"
 
 
-def _prompt(holder: Holder, now: float | None, *, ticked: bool) -> Text:
+def _prompt(holder: Holder, now: float | None, width: int, *, ticked: bool) -> Text:
     process = holder.process
     # Words in brackets, not a coloured box: the tick must be seen without colours.
     box = ("[x]" if ticked else "[ ]") if process.choosable else " - "
     word = "! stray: " if process.stray else ("" if process.choosable else "not to be chosen: ")
-    return Text(f"{box} {describe(holder, now)}\n    {'':>8}  {word}{process.reason or ''}", no_wrap=True, overflow="ellipsis")
+    indent = " " * 14
+    why = [indent + plain(one) for one in wrap(f"{word}{process.reason or ''}", width - len(indent))]
+    return Text("\n".join([f"{box} {describe(holder, now, command_width=width - _BEFORE)}", *why]))
 
 
 class TickList(OptionList):
@@ -47,9 +54,10 @@ class TickList(OptionList):
     class Ticked(Message):
         """A tick was set or taken away."""
 
-    def __init__(self, rows: Sequence[Holder], now: float | None) -> None:
-        super().__init__(*(Option(_prompt(row, now, ticked=False), disabled=not row.process.choosable) for row in rows))
+    def __init__(self, rows: Sequence[Holder], now: float | None, width: int) -> None:
+        super().__init__(*(Option(_prompt(row, now, width, ticked=False), disabled=not row.process.choosable) for row in rows))
         self._rows = tuple(rows)
+        self._width = width
         self._now = now
         self._ticked: frozenset[int] = frozenset()
 
@@ -62,7 +70,7 @@ class TickList(OptionList):
         message.stop()
         number = message.option_index
         self._ticked ^= {number}
-        prompt = _prompt(self._rows[number], self._now, ticked=number in self._ticked)
+        prompt = _prompt(self._rows[number], self._now, self._width, ticked=number in self._ticked)
         self.replace_option_prompt_at_index(number, prompt)
         self.post_message(self.Ticked())
 
@@ -80,7 +88,7 @@ class KillDialog(Dialog[tuple[Holder, ...]]):
             box.border_title = "Processes that hold GPU memory"
             header = f"    {'pid':>8}  {'user':<10} {'age':>7}  {'VRAM':>9}  command"
             yield Static(header if self._rows else "no process but this run's uses a GPU", classes="muted", markup=False)
-            yield TickList(self._rows, self._now)
+            yield TickList(self._rows, self._now, min(_DIALOG_WIDTH, self.app.size.width * 96 // 100) - _AROUND)
             note = "Space ticks. Other users' processes and services of the machine cannot be chosen."
             yield Static(note, classes="muted", markup=False)
             with Horizontal(classes="buttons"):

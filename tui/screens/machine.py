@@ -8,13 +8,14 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.events import MouseScrollDown, MouseScrollUp
 
+from memtop.supervisor.monitor.history import gpu_key
 from memtop.tui.draw.gpu import draw_gpu_note, gpu_title
 from memtop.tui.draw.gpu_details import draw_gpu_details
 from memtop.tui.draw.host_details import draw_host_details
 from memtop.tui.draw.line import MUTED, STRONG, Line, join, line, spread
 from memtop.tui.hands import Eyes
 from memtop.tui.screens.full import FullScreen
-from memtop.tui.store import Store, gpu_key
+from memtop.tui.store import Store
 from memtop.tui.widgets.key_line import KeyLine
 from memtop.tui.widgets.line_panel import LinePanel
 
@@ -28,7 +29,9 @@ class MachineScreen(FullScreen):
     """Up and down go from GPU to GPU and on to the host. It stays on its card when others come and go."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,g,m", "leave", "Back", show=False),
+        Binding("escape,q", "leave", "Back", show=False),
+        Binding("g", "other(False)", "GPU or back", show=False),
+        Binding("m", "other(True)", "Host", tooltip="From a GPU to the host; g from the host to the GPU; again: back"),
         Binding("up", "subject(-1)", "Other GPU", key_display="↑↓", tooltip="The GPU above or below; the host comes last"),
         Binding("down", "subject(1)", "Next", show=False),
         Binding("pagedown", "scroll(1)", "Scroll", key_display="PgUp PgDn", tooltip="A page forward or back"),
@@ -68,7 +71,7 @@ class MachineScreen(FullScreen):
         position = self._position(store)
         title = "Host" if self._key is None else "GPU" if position is None else gpu_title(store.gpus[position])
         count = len(store.gpus)
-        where = f"{count if position is None else position + 1} of {count}" if self._key is not None else ""
+        where = "" if position is None else f"{position + 1} of {count}"
         left = join((line((" memtop ", "accent")), line((title, STRONG)), line((where, MUTED))))
         return [spread(left, line((f"{store.label or ''} ", "edge")), width)]
 
@@ -96,6 +99,16 @@ class MachineScreen(FullScreen):
         at = len(gpus) if position is None else position
         at = min(len(gpus), max(0, at + step))
         self._key = gpu_key(gpus[at]) if at < len(gpus) else None
+        self._offset = 0
+        self._take(self.dashboard.store)
+
+    def action_other(self, host: bool) -> None:
+        """The key of what is shown leads back, the other one there."""
+        gpus = self.dashboard.store.gpus
+        if host == (self._key is None) or not gpus:
+            self.action_leave()
+            return
+        self._key = None if host else gpu_key(gpus[min(self.dashboard.store.selected_gpu, len(gpus) - 1)])
         self._offset = 0
         self._take(self.dashboard.store)
 

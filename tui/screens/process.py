@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _LABEL = 12
 _TWO_COLUMNS_FROM = 70
+# Where the reason of a fact that is not known stands, if not under its own name.
+_FIELDS = {"VRAM": "used_bytes", "bandwidth": "memory_bandwidth_fraction", "parent": "parent_pid"}
 
 
 class ProcessScreen(FullScreen):
@@ -79,12 +81,14 @@ class ProcessScreen(FullScreen):
         row, process = self._row, self._process
         started = units.UNKNOWN
         if process.started is not None:
-            clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.started))
+            clock = time.strftime("%m-%d %H:%M", time.localtime(process.started))
             started = f"{age(row.now - process.started)} ago, {clock}"
         job = units.UNKNOWN if row.job is None else f"{row.job_name}: {roles_in_words(row.job)}"
         pairs = [
             ("user", process.user),
             ("GPU", row.where),
+            ("VRAM", self._vram(store)),
+            ("bandwidth", None if process.memory_bandwidth_fraction is None else _percent(process.memory_bandwidth_fraction)),
             ("kind", process.kind),
             ("started", started),
             ("parent", None if process.parent_pid is None else str(process.parent_pid)),
@@ -96,7 +100,10 @@ class ProcessScreen(FullScreen):
         ]
         lines: list[Line] = []
         command = wrap(process.command or process.name or units.UNKNOWN, max(1, width - _LABEL), STRONG)
-        for number, part in enumerate(command[:3]):
+        most = max(1, height - len(pairs) // 2 - 1)
+        if len(command) > most:
+            command = [*command[: most - 1], fit((*command[most - 1], *command[most]), max(1, width - _LABEL))]
+        for number, part in enumerate(command):
             lines.append((("command".ljust(_LABEL) if number == 0 else " " * _LABEL, MUTED), *part))
         if process.reason:
             lines.append(fit(line(("why".ljust(_LABEL), MUTED), (process.reason, "text")), width))
@@ -107,8 +114,20 @@ class ProcessScreen(FullScreen):
         half = (len(facts) + 1) // 2
         return [*lines, *(join(pair) for pair in zip(facts[:half], [*facts[half:], ()], strict=False))][:height]
 
+    def _vram(self, store: Store) -> str | None:
+        """How much it holds, and which share of the card (of its MIG instance) that is."""
+        held = self._process.used_bytes
+        gpu = next((gpu for gpu in store.gpus if (gpu.uuid or gpu.index) == self._row.key[3]), None)
+        if held is None or gpu is None:
+            return None if held is None else units.size(held)
+        whole, word = gpu.total_bytes, "card"
+        if self._row.mig_instance is not None:
+            whole = next((one.total_bytes for one in gpu.mig if one.position == self._row.mig_instance), None)
+            word = "instance"
+        return f"{units.size(held)}, {units.percent(held / whole)} of {word}" if whole else units.size(held)
+
     def _fact(self, name: str, value: str | None, process: GpuProcess, width: int) -> Line:
-        reason = process.unknown.get(name, "")
+        reason = process.unknown.get(_FIELDS.get(name, name), "")
         shown = line((value, STRONG)) if value else join((line((units.UNKNOWN, "unknown")), line((reason, MUTED))))
         return fit((*line((name.ljust(_LABEL), MUTED)), *shown), width)
 

@@ -12,8 +12,8 @@ from textual.events import Resize
 from textual.widgets import Input
 
 from memtop.supervisor.monitor.values import GpuProcess
-from memtop.tui.draw.line import MUTED, Line, fact, fit, join, join_fitting, line, spread
-from memtop.tui.draw.process_list import SORTABLE, columns_for, draw_row, heading
+from memtop.tui.draw.line import MUTED, Line, fact, fit, join, join_fitting, line, spread, width_of
+from memtop.tui.draw.process_list import SORTABLE, columns_for, draw_row, heading, roles_in_words
 from memtop.tui.process_filter import Filter, parse
 from memtop.tui.process_rows import Order, Row, RowKey, View, arranged, rows_of
 from memtop.tui.screens.full import FullScreen
@@ -141,12 +141,25 @@ class ProcessesScreen(FullScreen):
         row = self.row
         if row is None:
             return [()]
+        where = self._where_words(row)
+        return [spread(self._row_words(row, width - width_of(where) - 2), where, width)]
+
+    def _where_words(self, row: Row) -> Line:
+        """Where the cursor is in a list that goes beyond the screen."""
+        if len(self._rows) <= self.query_one(LineTable).room:
+            return ()
+        place = next((n for n, one in enumerate(self._rows, 1) if one.key == row.key), 0)
+        return line((f"row {place} of {len(self._rows)}", MUTED))
+
+    def _row_words(self, row: Row, width: int) -> Line:
         process = row.process
         if process is None:
-            return [fit(line((row.job_name, MUTED)), width)]
+            folds = "" if row.folded is None else "Enter unfolds it" if row.folded else "Enter folds it"
+            words = (row.job_name, roles_in_words(row.job), folds)
+            return join_fitting([line((one, MUTED)) for one in words], width)
         # Why a dash is a dash, of the row under the cursor.
         why = [line((f"{name.replace('_', ' ')}: ", MUTED), (reason, MUTED)) for name, reason in process.unknown.items()]
-        return [join_fitting([line((process.reason or row.command, MUTED)), *why], width)]
+        return join_fitting([line((process.reason or row.command, MUTED)), *why], width)
 
     def say(self, text: str, kind: str = "note") -> None:
         """Tell the user something on the line above the keys."""

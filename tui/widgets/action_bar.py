@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -15,8 +16,11 @@ from textual.widget import Widget
 from memtop.tui.keymap import BAR, Action, key_of, label_of, obstacle, offered
 from memtop.tui.store import Store
 
-_WORDS_FROM, _ALL_FROM = 110, 150
-"""Columns from which the full words fit, and with them every button of a run."""
+_WORDS_FROM = 110
+"""Columns from which the full words fit."""
+_TWO_LINES_BELOW = 80
+_IN_TWO_LINES = 8
+_PADDING = 2
 
 
 class ActionButton(Widget, can_focus=True):
@@ -45,6 +49,11 @@ class ActionButton(Widget, can_focus=True):
             self.key, self.label = key, label
             self.refresh(layout=True)
 
+    @property
+    def wanted_width(self) -> int:
+        """Cells for the key and the words."""
+        return cell_len(self.key) + 1 + cell_len(self.label) + _PADDING
+
     def render(self) -> Text:
         key = self.get_component_rich_style("action--key", partial=True)
         return Text.assemble((self.key, key), f" {self.label}", no_wrap=True)
@@ -67,9 +76,14 @@ class ActionBar(Container):
     def show(self, store: Store, *, width: int, preset_keys: tuple[int, ...]) -> None:
         """Hide what does not exist here, quieten what cannot be done now, and keep the words up to date."""
         narrow = width < _WORDS_FROM
-        for button in self.query(ActionButton):
-            # Ways to look deeper give way to what can be done: their keys work all the same.
-            crowded = width < _ALL_FROM and store.run is not None and button.action.group == "screen"
-            button.display = offered(button.action, store) and not crowded
+        buttons = list(self.query(ActionButton))
+        for button in buttons:
             button.set_class(obstacle(button.action, store) is not None, "-unavailable")
             button.say(key_of(button.action, preset_keys), label_of(button.action, store, narrow=narrow))
+        # Ways to look deeper give way to what can be done: their keys work all the same.
+        grid = width < _TWO_LINES_BELOW
+        room = _IN_TWO_LINES if grid else width
+        for button in sorted(buttons, key=lambda one: one.action.group == "screen"):
+            takes = 1 if grid else button.wanted_width
+            button.display = offered(button.action, store) and (room >= takes or button.action.group != "screen")
+            room -= takes if button.display else 0

@@ -1,0 +1,130 @@
+"""What costs the driver much is read while somebody looks at it: from here, and through the supervisor of a run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from memtop.supervisor import wire
+from memtop.supervisor.monitor.values import GpuDetails, MachineSnapshot
+from memtop.supervisor.run.commands import Commands
+from memtop.supervisor.run.control import Peer
+from memtop.supervisor.run.machine_watch import MachineWatch
+from memtop.supervisor.run.supervisor import Supervisor
+from memtop.supervisor.units import GIB
+from memtop.tui import feed as feed_module
+from memtop.tui.feed import LocalFeed, RunFeed
+from memtop.tui.hands import Eyes
+from tests.nvml_double.double import Script, driver, nvml_library  # noqa: F401 (fixtures)
+from tests.tui.support import RecordingFeed, dashboard, gpu, machine, running, settle
+from tests.tui.test_feeds import FakeClient, FakeSampler, Supervisors, take
+
+
+async def until_read(newest: Callable[[], Any]) -> GpuDetails:
+    """The details of the first GPU once PCIe throughput is among them."""
+    for _ in range(200):
+        snapshot = await newest()
+        if isinstance(snapshot, MachineSnapshot) and snapshot.gpus[0].details.pcie_sent_bytes_per_second is not None:
+            return snapshot.gpus[0].details
+        await asyncio.sleep(0.02)
+    raise AssertionError("PCIe throughput was never read")
+
+
+async def test_this_machine_is_looked_at_closely_only_on_request(driver: Script) -> None:  # noqa: F811
+    driver.gpu(0, total=24 * GIB, used=GIB, pcie_tx=3, pcie_rx=5).write()
+    feed = LocalFeed(interval=0.01)
+    assert isinstance(feed, Eyes)
+    feed.look_closely()  # before there is anything to look with
+    stream = feed.messages()
+    *_, before = await take(stream, 5)
+    assert isinstance(before, MachineSnapshot)
+    assert before.gpus[0].details.pcie_sent_bytes_per_second is None
+    assert "pcie_sent_bytes_per_second" in before.gpus[0].details.unknown
+    feed.look_closely()
+    details = await until_read(lambda: anext(stream))
+    assert details.pcie_sent_bytes_per_second == 3 * 1024
+    await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_supervisor_looks_closely_when_it_is_asked(driver: Script, tmp_path: Path) -> None:  # noqa: F811
+    driver.gpu(0, total=24 * GIB, used=GIB, pcie_tx=3, pcie_rx=5).write()
+    watch = MachineWatch(tmp_path, list, lambda: (1, ()))
+    watch.look_closely()  # before its first sample
+    watch.start(lambda keep: None, lambda error: pytest.fail(f"the watch ended: {error}"))
+    told: list[wire.Answer] = []
+    commands = Commands(cast(Supervisor, SimpleNamespace(watch=watch)))
+
+    async def newest() -> MachineSnapshot | None:
+        return watch.machine
+
+    while watch.machine is None:
+        await asyncio.sleep(0.02)
+    assert watch.machine.gpus[0].details.pcie_sent_bytes_per_second is None
+    await commands.handle(cast(Peer, SimpleNamespace(send=told.append)), wire.Look(id=7))
+    assert [(one.id, one.outcome) for one in told] == [(7, wire.Outcome.DONE)]
+    assert (await until_read(newest)).pcie_received_bytes_per_second == 5 * 1024
+    watch.stop()
+
+
+async def test_a_run_is_asked_now_and_then_not_at_every_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient(running(gpu()))
+    Supervisors(monkeypatch, client)
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(feed_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    feed = RunFeed(Path("runs/tiny"), sampler_factory=FakeSampler, retry_seconds=0.0, interval=0.0)
+    assert isinstance(feed, Eyes)
+    feed.look_closely()  # before anybody is connected
+    stream = feed.messages()
+    await take(stream, 2)
+    for clock.now in (100.0, 101.0, 102.0, 106.0, 107.0):
+        feed.look_closely()
+        await asyncio.sleep(0.01)
+    asked = [request for request in client.sent if isinstance(request, wire.Look)]
+    assert len(asked) == 2
+    # An old supervisor does not know the request; neither its refusal nor its end disturbs anything.
+    client.inbox.put_nowait(wire.Answer(id=asked[0].id, outcome=wire.Outcome.REFUSED, message="not understood"))
+    client.inbox.put_nowait(running(gpu()))
+    assert isinstance(await anext(stream), wire.StateUpdate)
+    client.inbox.put_nowait(None)
+    await anext(stream)
+    await asyncio.sleep(0.01)
+    assert feed._waiting == {}
+
+
+async def test_after_the_runs_end_this_machine_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    Supervisors(monkeypatch)
+    sampler = FakeSampler()
+    feed = RunFeed(Path("runs/tiny"), sampler_factory=lambda: sampler, retry_seconds=0.0, interval=0.0)
+    await take(feed.messages(), 6)
+    feed.look_closely()
+    assert sampler.wishes == 1
+
+
+async def test_an_open_gpu_screen_asks_at_every_sample_and_a_closed_one_does_not() -> None:
+    class Looking(RecordingFeed):
+        looked = 0
+
+        def look_closely(self) -> None:
+            self.looked += 1
+
+    feed = Looking(machine(gpu()))
+    async with dashboard(feed).run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        assert feed.looked == 0
+        await pilot.press("g")
+        await settle(pilot)
+        before = feed.looked
+        feed.say(machine(gpu(), time=1_760_000_001.0))
+        await settle(pilot)
+        assert feed.looked == before + 1
+        await pilot.press("escape")
+        await settle(pilot)
+        left = feed.looked
+        feed.say(machine(gpu(), time=1_760_000_002.0))
+        await settle(pilot)
+        assert feed.looked == left

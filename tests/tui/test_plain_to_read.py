@@ -1,0 +1,182 @@
+"""What a newcomer must be able to read: nothing cut off without need, marks that are explained, colours on any background."""
+
+from __future__ import annotations
+
+import pytest
+from rich.cells import cell_len
+from textual.color import Color
+
+from memtop.supervisor.monitor.values import GpuTrouble, Job
+from memtop.tui.app import DashboardApp
+from memtop.tui.draw.gpu_details import draw_gpu_details
+from memtop.tui.draw.line import cropped, plain, wrap
+from memtop.tui.draw.vram import bar_parts, vram_legend
+from memtop.tui.process_filter import parse
+from memtop.tui.screens.kill import describe
+from memtop.tui.store import Holder, Store, fold
+from tests.tui.support import GIB, NOW, RecordingFeed, dashboard, gpu, machine, process, running, screen_text, settle
+
+WIDE = "訓練 大規模言語モデル"
+NOTE = "no NVIDIA GPU: the NVIDIA driver is not loaded: load it (modprobe nvidia) or reboot after installing it"
+TEXTS = ("mem-safe", "mem-edge", "mem-muted")
+
+
+@pytest.mark.parametrize("theme", ["memtop", "textual-light", "textual-dark", "solarized-light"])
+async def test_the_words_of_the_bands_stand_out_from_every_background(theme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEXTUAL_THEME", theme)
+    app = dashboard(RecordingFeed(machine(gpu())))
+    async with app.run_test() as pilot:
+        await settle(pilot)
+        variables = app.get_css_variables()
+        for name in TEXTS:
+            for background in ("background", "mem-track"):
+                assert contrast(Color.parse(variables[name]), Color.parse(variables[background])) > 3.0, (name, background)
+
+
+def contrast(one: Color, other: Color) -> float:
+    """As WCAG counts it."""
+
+    def light(color: Color) -> float:
+        parts = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in color.normalized]
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+    low, high = sorted((light(one), light(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_wide_characters_count_for_their_cells() -> None:
+    assert cropped("ab", 4) == "ab  "
+    assert cell_len(cropped(WIDE, 8)) == 8
+    assert cropped(WIDE, 8).endswith("…")
+    assert cropped("ab", 0) == ""
+    assert all(cell_len(plain(one)) <= 7 for one in wrap(WIDE.replace(" ", ""), 7))
+    assert "".join(plain(one) for one in wrap(WIDE.replace(" ", ""), 7)) == WIDE.replace(" ", "")
+    rows = [
+        describe(Holder(process(7, command=command, user=user), (0,), GIB), NOW, command_width=12)
+        for command, user in ((WIDE, "ada"), ("python train.py --long", WIDE))
+    ]
+    assert len({cell_len(row) for row in rows}) == 1
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_the_rows_of_the_kill_dialog_are_one_line_each_and_the_reason_below(size: tuple[int, int]) -> None:
+    why = "draws on the screen (graphics): ending it may end the desktop session of whoever works at this machine"
+    rows = (process(11, command="python " + "x" * 200), process(12, command=WIDE * 9, choosable=False, reason=why))
+    app = dashboard(RecordingFeed(machine(gpu(processes=rows))))
+    async with app.run_test(size=size) as pilot:
+        await settle(pilot)
+        await pilot.press("k")
+        await settle(pilot)
+        text = screen_text(app)
+        lines = [one for one in text.splitlines() if " 11 " in one or " 12 " in one]
+        (first, second) = [one for one in lines if ("ada" in one and "GiB" in one and "[" in one) or " - " in one][-2:]
+        # The columns stand below each other, and what the reason says is there to its end.
+        assert first.rindex("ada") == second.rindex("ada")
+        assert "works at this machine" in " ".join(text.replace("│", " ").split())
+
+
+def test_no_value_of_the_details_is_cut_off() -> None:
+    card = gpu(uuid="GPU-00000001-0000-0000-0000-000000000000")
+    store = fold(Store(), machine(card))
+    words = "".join("".join(plain(one)) for one in draw_gpu_details(store, card, 80))
+    assert "GPU-00000001-0000-0000-0000-000000000000" in words
+    both = [plain(one) for one in draw_gpu_details(store, card, 120)]
+    (at,) = [n for n, one in enumerate(both) if "UUID" in one]
+    assert (both[at][60:] + both[at + 1][60:]).replace(" ", "") == "|UUIDGPU-00000001-0000-0000-0000-000000000000"[1:]
+
+
+def test_a_card_that_cannot_be_read_says_who_it_was_and_what_happened_and_no_more() -> None:
+    trouble = GpuTrouble(time=NOW - 5, kind="lost", message="the GPU is lost")
+    lost = gpu(error="the GPU is lost: power the machine off and on", troubles=(trouble,), utilization_fraction=None)
+    store = fold(fold(Store(), machine(gpu())), machine(lost, time=NOW + 1))
+    words = [plain(one) for one in draw_gpu_details(store, lost, 80)]
+    assert any("power the machine off" in one for one in words)
+    assert any("lost 6 s ago" in one for one in words)
+    assert any("GPU-0000-0000" in one for one in words)
+    assert any("10.0 GiB" in one for one in words)
+    assert not any("utilisation" in one for one in words)
+
+
+def test_every_mark_in_the_bar_is_in_the_legend() -> None:
+    rows = tuple(process(n, job=f"pid {n}", used_bytes=GIB) for n in range(1, 6))
+    jobs = tuple(Job(key=f"pid {n}", name=f"training-number-{n}", leader_pid=n, pids=(n,), used_bytes=GIB) for n in range(1, 6))
+    card = gpu(processes=rows)
+    snapshot = machine(card)
+    store = fold(Store(), type(snapshot)(time=NOW, gpus=(card,), jobs=jobs, host=snapshot.host))
+    marks = {part.glyph for part in bar_parts(store, card) if part.size}
+    assert {"█", "▓", "▒"} < marks
+    for width in (40, 56, 78, 120, 200):
+        legend = plain(vram_legend(store, card, width))
+        assert {"█", "▓", "▒"} <= set(legend), (width, legend)
+
+
+@pytest.mark.parametrize("run", [False, True])
+async def test_why_there_is_no_gpu_is_said_to_its_end(run: bool) -> None:
+    message = machine(note=NOTE)
+    update = running()
+    feed = RecordingFeed(type(update)(run=update.run, machine=message) if run else message)
+    app = dashboard(feed)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        assert "after installing it" in " ".join(screen_text(app).replace("│", " ").split())
+        # Without a run there is nothing beside it: it takes the whole width.
+        assert (app.screen.query_one("#host-big").size.width > 100) is not run
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("vram>", "vram> needs a number"),
+        ("vram>>x", "needs a number"),
+        ("is:foo", "is:stray, is:gone, is:mine"),
+        ("nosuch:1", "cpu, time"),
+    ],
+)
+def test_a_filter_that_cannot_mean_anything_is_refused_in_words(text: str, said: str) -> None:
+    found = parse(text)
+    assert isinstance(found, str)
+    assert said in found
+    assert found.count("pid") <= 1
+
+
+async def shown_keys(app: DashboardApp, width: int) -> set[str]:
+    async with app.run_test(size=(width, 40)) as pilot:
+        await settle(pilot)
+        bar = app.dashboard.action_bar
+        assert sum(button.size.width for button in bar.children if button.display) <= width
+        return {str(button.id) for button in bar.children if button.display}
+
+
+async def test_ways_to_look_deeper_have_a_button_wherever_there_is_room() -> None:
+    alone = await shown_keys(dashboard(RecordingFeed(machine(gpu()))), 80)
+    assert {"action-history", "action-processes", "action-gpu", "action-host", "action-help"} <= alone
+    assert "action-processes" in await shown_keys(dashboard(RecordingFeed(running(gpu()))), 120)
+    assert "action-history" in await shown_keys(dashboard(RecordingFeed(running(gpu()))), 170)
+    assert "action-help" in await shown_keys(dashboard(RecordingFeed(running(gpu()))), 80)
+
+
+async def test_g_and_m_lead_from_the_gpu_to_the_host_and_back() -> None:
+    app = dashboard(RecordingFeed(machine(gpu())))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        for key, wanted in (("g", "GPU 0"), ("m", "Swap and pressure"), ("g", "compute capability"), ("g", "Host memory")):
+            await pilot.press(key)
+            await settle(pilot)
+            assert wanted in screen_text(app), key
+
+
+async def test_a_process_tells_its_share_of_the_card_and_all_of_its_facts() -> None:
+    row = process(11, command="python " + "y" * 400, used_bytes=5 * GIB, container="docker 3f2a9c1b7d10")
+    for size in ((80, 24), (120, 40)):
+        app = dashboard(RecordingFeed(machine(gpu(processes=(row,)))))
+        async with app.run_test(size=size) as pilot:
+            await settle(pilot)
+            await pilot.press("o", "enter")
+            await settle(pilot)
+            text = screen_text(app)
+            assert "5.0 GiB, 25.0 % of card" in text
+            assert "docker 3f2a9c1b7d10" in text
+            assert "stray" in text
+            # A command that is longer than the room for it says so.
+            assert ("y…" in text) is (size == (80, 24))
+            assert text.count("y") >= (400 if size != (80, 24) else 60)
