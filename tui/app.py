@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -117,6 +119,15 @@ class DashboardApp(App[DashboardResult]):
         wanted = os.environ.get("TEXTUAL_THEME", "")
         self.theme = wanted if wanted in BUILTIN_THEMES else MEMTOP_THEME.name
 
+        if not self.is_headless:
+            self.set_interval(2.0, self._leave_a_lost_terminal)
+
+    def _leave_a_lost_terminal(self) -> None:
+        """End when nobody can see the dashboard any more: without a hang-up signal (a closed multiplexer, `setsid`) it would
+        go on for ever, reading an input that has ended."""
+        if terminal_gone(sys.__stdin__.fileno() if sys.__stdin__ is not None else 0):
+            self.exit(self.dashboard.result())
+
     def get_default_screen(self) -> Screen[None]:
         return self._dashboard
 
@@ -139,6 +150,13 @@ class DashboardApp(App[DashboardResult]):
 
     def action_hint_quit(self) -> None:
         self.dashboard.hint_quit()
+
+
+def terminal_gone(descriptor: int) -> bool:
+    """Whether the other side of a terminal is closed."""
+    poller = select.poll()
+    poller.register(descriptor, 0)
+    return any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in poller.poll(0))
 
 
 def run_dashboard(feed: Feed, *, title: str | None = None, interval: float = 1.0) -> DashboardResult:
