@@ -6,7 +6,7 @@ What is not known is absent. Names end in their unit; counters end in `_total` o
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -19,8 +19,7 @@ from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.wire import RunState, StateUpdate
 
 if TYPE_CHECKING:
-    from memtop.supervisor import wire
-    from memtop.tui.feed import Feed, FeedMessage
+    from memtop.tui.feed import FeedMessage
 
 LOOPBACK = "127.0.0.1"
 _GPU = ("gpu", "uuid", "name")
@@ -116,6 +115,14 @@ class Endpoint(Collector):
             self._count_xids(machine)
             self._machine = machine
         self._run = run or self._run
+
+    def overhear(self, message: FeedMessage) -> FeedMessage:
+        """Take what a message to the dashboard tells, and pass it on."""
+        if isinstance(message, MachineSnapshot):
+            self.update(message, None)
+        elif isinstance(message, StateUpdate):
+            self.update(message.machine, message.run)
+        return message
 
     def close(self) -> None:
         self._server.shutdown()
@@ -237,23 +244,3 @@ def _run(run: RunState) -> list[GaugeMetricFamily | CounterMetricFamily]:
     words = "most that torch's allocator held in the newest update"
     families.append(_gauge("memtop_run_peak_memory_bytes", words, ("run", "rank"), peaks))
     return families
-
-
-class Tap:
-    """A feed whose values also go to the endpoint."""
-
-    def __init__(self, feed: Feed, endpoint: Endpoint) -> None:
-        self.read_only, self.label = feed.read_only, feed.label
-        self._feed = feed
-        self._endpoint = endpoint
-
-    async def messages(self) -> AsyncIterator[FeedMessage]:
-        async for message in self._feed.messages():
-            if isinstance(message, MachineSnapshot):
-                self._endpoint.update(message, None)
-            elif isinstance(message, StateUpdate):
-                self._endpoint.update(message.machine, message.run)
-            yield message
-
-    def request(self, make: Callable[[int], wire.Request]) -> AsyncIterator[wire.Answer]:
-        return self._feed.request(make)
