@@ -59,8 +59,9 @@ def run(arguments: list[str]) -> int:
         return _complain(str(error), error.exit_status)
     except (KeyboardInterrupt, click.Abort):
         return 130
-    except BrokenPipeError:
-        # The reader of our output (`| head`) has gone; nobody is left to tell.
+    except (BrokenPipeError, SystemExit):
+        # The reader of our output (`| head`) has gone; nobody is left to tell. Inside a command click makes an exit of it, and
+        # of nothing else where it does not stand alone.
         _drop_output()
         return 0
     except OSError as error:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -105,7 +108,22 @@ def _living(runs_dir: Path) -> list[RunFolder]:
 def _show(feed: Feed, interval: float, *, started_here: bool = False, silent: bool = False) -> int:
     from memtop.tui import run_dashboard
 
-    result = run_dashboard(feed, interval=interval)
+    with _terminated_in_good_order():
+        result = run_dashboard(feed, interval=interval)
     if result.message and not silent:
         print(f"memtop: {result.message}", file=sys.stderr)
     return 0 if result.action == "ended" and not started_here else result.exit_status
+
+
+@contextlib.contextmanager
+def _terminated_in_good_order() -> Iterator[None]:
+    """SIGTERM leaves the dashboard as SIGINT does: dying at once would leave the terminal in raw mode, on the other screen."""
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
