@@ -153,7 +153,7 @@ def test_a_dashboard_that_is_told_to_end_gives_the_terminal_back(runs: Runs, num
     terminal = Terminal(command, columns=100, rows=30, cwd=str(runs.root), environment=runs.environment)
     try:
         before = terminal.echoes()
-        terminal.wait_for("Host RAM")
+        terminal.wait_for("d Quit")
         assert (before, terminal.echoes()) == (True, False)
         terminal.process.send_signal(number)
         assert terminal.wait() == 0
