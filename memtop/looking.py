@@ -101,10 +101,10 @@ def print_runs(runs_dir: Path, *, as_json: bool) -> int:
 def print_run(folder: RunFolder, *, as_json: bool, metrics: bool) -> int:
     with readable_ledger(folder):
         document = view.show(folder, metrics=metrics)
-    if as_json:
-        print_json(document)
-        return 0
     state = view.read_state(folder)
+    if as_json:
+        print_json(document | _measured(state))
+        return 0
     print(_run_line(state))
     if state.reason:
         print(f"  reason      {state.reason}")
@@ -122,6 +122,8 @@ def print_run(folder: RunFolder, *, as_json: bool, metrics: bool) -> int:
         print(f"  checkpoint  update {saved.updates}, {units.size(saved.size_bytes)}, {saved.path}")
     else:
         print(f"  checkpoint  incomplete: {saved.problem}")
+    for line in _memory_lines(state):
+        print(f"  {line}")
     for attempt in document["attempts"]:
         status = "" if attempt["exit_status"] is None else f", exit status {attempt['exit_status']}"
         where = "" if attempt["start_updates"] is None else f" from update {attempt['start_updates']}"
@@ -129,6 +131,25 @@ def print_run(folder: RunFolder, *, as_json: bool, metrics: bool) -> int:
         if attempt["diagnosis"]:
             print(f"              {attempt['diagnosis']['summary']}")
     return 0
+
+
+def _measured(state: RunState) -> dict[str, Any]:
+    """What was measured of the run: what it holds now (null once it holds nothing), and the newest update of each rank."""
+    now = {name: msgspec.to_builtins(getattr(state, name)) if state.alive else None for name in ("run_rss_bytes", "run_memory")}
+    names = ("epoch", "best_loss", "gradient_norm", "tokens_per_second", "step_seconds", "split", "ranks", "gpu_base_bytes")
+    rest = {name: msgspec.to_builtins(getattr(state, name)) for name in (*names, "started", "ended", "log_path", "warnings")}
+    return now | rest
+
+
+def _memory_lines(state: RunState) -> Iterator[str]:
+    if state.alive and state.run_memory:
+        roles = [f"{role.processes} {role.role} {units.size(role.pss_bytes)}" for role in state.run_memory]
+        yield f"memory      {', '.join(roles)}"
+    for rank in state.ranks:
+        if rank.peak_bytes is not None:
+            base = state.gpu_base_bytes.get(rank.device_uuid or "")
+            beside = "" if base is None else f", beside the allocator at least {units.size(base)} on its GPU"
+            yield f"GPU memory  rank {rank.rank}: {units.size(rank.peak_bytes)} at most in its newest update{beside}"
 
 
 def _machine_lines(machine: MachineSnapshot) -> Iterator[str]:

@@ -15,6 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -33,7 +34,7 @@ from memtop.supervisor.monitor.values import (
 )
 from memtop.supervisor.run.folder import RunFolder, StateFile, write_json
 from memtop.supervisor.units import GIB
-from memtop.supervisor.wire import Phase, RankMemory, RunState
+from memtop.supervisor.wire import Phase, RankMemory, RoleMemory, RunState
 from tests.conftest import Runs
 from tests.nvml_double.double import Script, build
 from tests.run.test_pieces import spec
@@ -107,6 +108,23 @@ def test_count_ends_it(two_gpus: Runs) -> None:
     assert len(documents) == 2
     assert documents[0]["runs"] == []
     assert "run" not in documents[0]
+
+
+def test_show_tells_what_was_measured(runs: Runs, over: RunFolder) -> None:
+    file = over.state()
+    assert file is not None
+    ranks = (RankMemory(rank=0, pid=1, connected=False, device_uuid="GPU-a", peak_bytes=3 * GIB),)
+    memory = (RoleMemory(role="rank", processes=1, pss_bytes=GIB),)
+    measured: dict[str, Any] = {"ranks": ranks, "run_memory": memory, "run_rss_bytes": GIB, "gpu_base_bytes": {"GPU-a": 7}}
+    write_json(over.state_path, msgspec.structs.replace(file, run=msgspec.structs.replace(file.run, **measured)))
+    document = runs.show("tiny")
+    assert document["ranks"][0]["peak_bytes"] == 3 * GIB
+    assert document["gpu_base_bytes"] == {"GPU-a": 7}
+    # A run that is over holds no memory; what it last held is not what it holds.
+    assert (document["run_rss_bytes"], document["run_memory"]) == (None, None)
+    text = runs.memtop("show", "tiny").stdout
+    assert "GPU memory  rank 0: 3.0 GiB at most in its newest update, beside the allocator at least 7 B on its GPU" in text
+    assert "processes" not in text
 
 
 # --- CSV ----------------------------------------------------------------------------------------------------------------
