@@ -20,7 +20,6 @@ import msgspec
 from memtop.finding import run_folders, state_of
 from memtop.looking import summary
 from memtop.opening import Look
-from memtop.supervisor.monitor.driver import ONCE_SECONDS
 from memtop.supervisor.monitor.nvml import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.selecting import only
@@ -52,6 +51,9 @@ CSV_COLUMNS = (
     *(f"host_{name}" for name in _HOST_COLUMNS),
 )
 CSV_RUN_COLUMNS = tuple(f"run_{name.removeprefix('run_')}" for name in _RUN_COLUMNS)
+
+# A card that sleeps takes seconds to wake; a driver that hangs must not hold the stream up for ever.
+_WAKE_SECONDS = 10.0
 
 Write = Callable[[MachineSnapshot, RunState | None], None]
 
@@ -94,7 +96,7 @@ def _awake_sampler(runs_dir: Path, ended: _Ending) -> Sampler:
     reader = NvmlReader()
     first = threading.Thread(target=reader.read, name="memtop-first-look", daemon=True)
     first.start()
-    given_up = time.monotonic() + ONCE_SECONDS
+    given_up = time.monotonic() + _WAKE_SECONDS
     while first.is_alive() and not ended.event.is_set() and time.monotonic() < given_up:
         first.join(0.05)
     return Sampler(lambda: view.known_runs(runs_dir), nvml=reader)
