@@ -43,13 +43,14 @@ _CALLS: dict[str, Callable[[Any], Any]] = {
 def microseconds(call: Callable[[], Any], rounds: int) -> dict[str, float] | str:
     """Per call, or why there is none."""
     try:
-        call()
+        # Not found: no process was busy in the last second, an answer like any other.
+        with contextlib.suppress(pynvml.NVMLError_NotFound):
+            call()
     except pynvml.NVMLError as error:
         return str(error)
     values = []
     for _ in range(rounds):
         started = time.perf_counter()
-        # Not found: no process was busy in the last second, an answer like any other.
         with contextlib.suppress(pynvml.NVMLError_NotFound):
             call()
         values.append((time.perf_counter() - started) * 1e6)

@@ -100,7 +100,8 @@ def _own_preset(recipe: Recipe, edits: Change, gpus: list[str] | None) -> tuple[
         return find_preset(recipe.preset, recipe.name), None
     free, where = None, ""
     if edits.assignments.get("device") != "cpu":
-        free, where = gpu_choice.least_free(gpu_choice.sample(), gpu_choice.visible(gpus))
+        machine = gpu_choice.sample()
+        free, where = gpu_choice.least_free(machine, gpu_choice.visible(gpus, machine))
     preset, reason = choose_by_memory(free, recipe.name)
     return preset, reason + where
 

@@ -59,8 +59,9 @@ def run(arguments: list[str]) -> int:
         return _complain(str(error), error.exit_status)
     except (KeyboardInterrupt, click.Abort):
         return 130
-    except BrokenPipeError:
-        # The reader of our output (`| head`) has gone; nobody is left to tell.
+    except (BrokenPipeError, SystemExit):
+        # The reader of our output (`| head`) has gone; nobody is left to tell. Inside a command click makes an exit of it, and
+        # of nothing else where it does not stand alone.
         _drop_output()
         return 0
     except OSError as error:
@@ -164,6 +165,7 @@ def train(
 @app.command(epilog=RUN_HELP)
 @click.argument("run_name", required=False, metavar="[RUN]")
 @click.option("--pid", type=WHOLE, metavar="PID", help="follow this process and its children")
+@click.option("--gpus", metavar="0,2|visible", help="only these GPUs, or those of CUDA_VISIBLE_DEVICES")
 @click.option("--once", is_flag=True, help="print one snapshot and leave")
 @click.option("--json", "as_json", is_flag=True, help="with --once or --follow: JSON documents and nothing else")
 @click.option("--csv", "as_csv", is_flag=True, help=CSV_HELP)
@@ -178,6 +180,7 @@ def train(
 def watch(
     run_name: str | None,
     pid: int | None,
+    gpus: str | None,
     once: bool,
     as_json: bool,
     as_csv: bool,
@@ -191,28 +194,27 @@ def watch(
     runs_dir: Path | None,
 ) -> int:
     """Attach the dashboard to a run (the newest living one by default), or watch the machine."""
-    from memtop import looking
+    from memtop import opening, watching
 
-    if not 0.2 <= interval <= 10:
-        raise UsageError(f"--interval {interval}: give 0.2 to 10 seconds")
-    looking.check_watch_options(
-        once=once, as_json=as_json, as_csv=as_csv, follow=follow, count=count, pid=pid, prometheus=prometheus, demo=demo
+    asked = watching.Asked(
+        runs_dir=runs_dir or default_runs_dir(),
+        run_name=run_name,
+        pid=pid,
+        gpus=gpus,
+        once=once,
+        form="json" if as_json else "csv" if as_csv else None,
+        follow=follow,
+        count=count,
+        prometheus=prometheus,
+        interval=interval,
+        read_only=read_only,
     )
-    where = runs_dir or default_runs_dir()
+    if as_json and as_csv:
+        raise UsageError("--json and --csv: give one of them")
+    asked.check(demo=demo, replay=replay)
     if replay:
-        looking.check_replay(run_name, once=once, live=bool(pid or as_json or as_csv or follow or prometheus or demo))
-        return looking.open_replay(where, str(run_name), interval)
-    if once:
-        return looking.print_once(where, run_name, pid=pid, as_json=as_json, read_only=read_only)
-    if as_csv or follow or prometheus is not None:
-        form = "csv" if as_csv else "json" if as_json else None
-        samples = count if follow else 1
-        return looking.serve_or_stream(
-            where, run_name, form=form, interval=interval, count=samples, read_only=read_only, prometheus=prometheus, pid=pid
-        )
-    if demo:
-        return looking.open_demo(interval)
-    return looking.open_dashboard(where, run_name, pid=pid, interval=interval, read_only=read_only)
+        return opening.open_replay(asked.runs_dir, str(run_name), interval)
+    return opening.open_demo(interval) if demo else watching.command(asked)
 
 
 @app.command(epilog=RUN_HELP)
@@ -391,9 +393,9 @@ def _follow(folder: RunFolder, begun: float, *, headless: bool, detach: bool) ->
         from memtop.headless import follow
 
         return follow(folder, since=begun)
-    from memtop import looking
+    from memtop.opening import open_run
 
-    return looking.open_run(folder, started_here=True)
+    return open_run(folder, started_here=True)
 
 
 def _exclude(headless: bool, detach: bool) -> None:

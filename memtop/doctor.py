@@ -16,10 +16,20 @@ from memtop.presets import PresetFileError, load_presets, load_recipes
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
+from memtop.supervisor.monitor.processes.proc import sees_all_pids
 from memtop.supervisor.monitor.sampler import Sampler
+from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run.control import socket_path
 
 _TRAINING = ("torch", "transformers", "accelerate", "safetensors")
+# What a machine without a limit or a single look lacks is nothing to worry about; this is.
+_WORTH_KNOWING = {
+    "total_bytes": "RAM",
+    "swap_fraction": "swap",
+    "pressure_fraction": "memory pressure",
+    "oom_kills": "kernel's kills",
+    "shm_fraction": "/dev/shm",
+}
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,18 +79,38 @@ def _packages() -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    machine = Sampler(patience=ONCE_SECONDS).sample()
+    sampler = Sampler(patience=ONCE_SECONDS)
+    machine = sampler.sample()
+    sampler.close()
     if machine.gpu_note:
         yield Finding(check="gpu", ok=None, found=machine.gpu_note, advice="training runs on the CPU")
+    if machine.driver_version:
+        yield Finding(
+            check="driver", ok=True, found=f"{machine.driver_version}, CUDA up to {machine.cuda_version or 'unknown'}"
+        )
     for gpu in machine.gpus:
-        found = f"{gpu.name}, {units.size(gpu.free_bytes)} of {units.size(gpu.total_bytes)} free"
+        found = f"{gpu.name or '?'}, {units.size(gpu.free_bytes)} of {units.size(gpu.total_bytes)} free"
         yield Finding(check=f"gpu {gpu.index}", ok=gpu.error is None, found=found, advice=gpu.error)
+    if machine.gpus:
+        yield _processes(machine)
     host = machine.host
     limit = "" if host.limit_bytes is None else f", cgroup limit {units.size(host.limit_bytes)}"
     yield Finding(check="host RAM", ok=True, found=f"{units.size(host.available_bytes)} available{limit}")
-    for field, reason in sorted(host.unknown.items()):
-        if not field.endswith("per_second"):
-            yield Finding(check=field, ok=None, found=f"not known: {reason}")
+    for field, name in _WORTH_KNOWING.items():
+        if field in host.unknown:
+            yield Finding(check=name, ok=None, found=host.unknown[field])
+
+
+def _processes(machine: MachineSnapshot) -> Finding:
+    """Whether memory can be told by process, and processes by name."""
+    rows = [process for gpu in machine.gpus for process in gpu.processes]
+    reason = next((row.unknown["used_bytes"] for row in rows if "used_bytes" in row.unknown), None)
+    if reason is not None:
+        return Finding(check="gpu processes", ok=None, found=f"their memory is not known: {reason}")
+    if not sees_all_pids():
+        advice = "start the container with the host's pids (docker run --pid=host) to see who they are"
+        return Finding(check="gpu processes", ok=None, found="those outside this container are not visible here", advice=advice)
+    return Finding(check="gpu processes", ok=True, found=f"{len({row.pid for row in rows})} on {len(machine.gpus)} GPUs")
 
 
 def _writable(runs_dir: Path) -> Finding:

@@ -1,8 +1,9 @@
-"""Which GPUs a run is to use: named by index, or the free ones."""
+"""Which GPUs a run is to use, or a dashboard to show: named by index, the free ones, or those that CUDA may see."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 from memtop.supervisor import units
 from memtop.supervisor.errors import UsageError
@@ -10,6 +11,7 @@ from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 
+VARIABLE = "CUDA_VISIBLE_DEVICES"
 FREE_FRACTION = 0.9
 """A GPU counts as free with so much of its memory left and no program computing on it."""
 
@@ -38,17 +40,67 @@ def wanted(text: str | None) -> list[str] | None:
         if not _is_index(number) or int(number) < 1:
             raise UsageError(f"--gpus {text}: give how many free GPUs, like free:2")
         return _free(int(number), text)
-    indices = _parsed(text)
-    _check(indices)
+    indices = _parsed(text, "free:2 for two free ones")
+    machine, given = sample(), f"--gpus {','.join(indices)}"
+    _need_some(machine, given, "to train on the CPU")
+    _check(indices, machine, given)
     return indices
 
 
-def visible(gpus: list[str] | None) -> list[str] | None:
+def watched(text: str | None, machine: MachineSnapshot | None = None) -> frozenset[int] | None:
+    """The indices that `watch --gpus` means on this machine: `0,2`, or `visible` (those of CUDA_VISIBLE_DEVICES); None if it
+    was not given. Refused (UsageError) is what is no index, and what the machine has not."""
+    if text is None:
+        return None
+    indices = None if text.strip() == "visible" else _parsed(text, "visible for those of CUDA_VISIBLE_DEVICES")
+    machine = machine or sample()
+    _need_some(machine, f"--gpus {text}", "to watch the machine without one")
+    if indices is None:
+        return _visible(machine)
+    _check(indices, machine, f"--gpus {text}")
+    return frozenset(map(int, indices))
+
+
+def _visible(machine: MachineSnapshot) -> frozenset[int]:
+    variable = os.environ.get(VARIABLE)
+    known = frozenset(gpu.index for gpu in machine.gpus)
+    if variable is None:
+        return known
+    reason = next((gpu.unknown["visible_index"] for gpu in machine.gpus if "visible_index" in gpu.unknown), None)
+    if reason is None:
+        found = frozenset(gpu.index for gpu in machine.gpus if gpu.visible_index is not None)
+    else:
+        found = known & _numbers(variable, reason)
+        print(f"memtop: --gpus visible: taken as the driver's numbers: {reason}", file=sys.stderr)
+    if not found:
+        raise UsageError(_none_visible("--gpus visible", machine))
+    return found
+
+
+def _numbers(variable: str, reason: str) -> frozenset[int]:
+    """The variable's numbers where CUDA may mean others by them."""
+    words = [word.strip() for word in variable.split(",")]
+    if not all(map(_is_index, words)) or len(set(words)) < len(words):
+        raise UsageError(f"--gpus visible: {reason}; or give indices like --gpus 0,1")
+    return frozenset(map(int, words))
+
+
+def _none_visible(given: str, machine: MachineSnapshot) -> str:
+    return (
+        f"{given}: {VARIABLE}={os.environ.get(VARIABLE, '')!r} shows none of the GPUs {_indices(machine)}; change or unset it"
+    )
+
+
+def visible(gpus: list[str] | None, machine: MachineSnapshot) -> list[str] | None:
     """The indices of the GPUs that a run may use: as given, else as CUDA_VISIBLE_DEVICES says; None: all of them."""
-    if gpus is not None:
+    variable = os.environ.get(VARIABLE)
+    if gpus is not None or variable is None:
         return gpus
-    words = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
-    return words if all(word.isdigit() for word in words) else None
+    if any("visible_index" in gpu.unknown for gpu in machine.gpus):
+        # CUDA may count in another order than the driver: its numbers are the best guess that there is.
+        words = variable.replace(" ", "").split(",")
+        return words if all(word.isdigit() for word in words) else None
+    return [str(gpu.index) for gpu in machine.gpus if gpu.visible_index is not None]
 
 
 def least_free(machine: MachineSnapshot, gpus: list[str] | None) -> tuple[int | None, str]:
@@ -64,11 +116,11 @@ def least_free(machine: MachineSnapshot, gpus: list[str] | None) -> tuple[int | 
     return free, f" on GPU {index}, the fullest of {len(known)}" if len(known) > 1 else ""
 
 
-def _parsed(text: str) -> list[str]:
+def _parsed(text: str, other: str) -> list[str]:
     # "00" is GPU 0 too, and must not be a second one.
     words = [str(int(word)) if _is_index(word.strip()) else "" for word in text.split(",")]
     if not all(words) or len(set(words)) != len(words):
-        raise UsageError(f"--gpus {text!r}: give different device indices like 0 or 0,1, or free:2 for two free ones")
+        raise UsageError(f"--gpus {text!r}: give different device indices like 0 or 0,1, or {other}")
     return words
 
 
@@ -76,27 +128,30 @@ def _is_index(word: str) -> bool:
     return word.isascii() and word.isdigit() and len(word) < 5
 
 
-def _check(gpus: list[str]) -> None:
-    machine = sample()
-    given = f"--gpus {','.join(gpus)}"
-    _need_some(machine, given)
+def _check(gpus: list[str], machine: MachineSnapshot, given: str) -> None:
     known = [str(gpu.index) for gpu in machine.gpus]
     missing = [index for index in gpus if index not in known]
     if missing:
-        raise UsageError(f"{given}: this machine has no GPU {', '.join(missing)}; there are {', '.join(known)}")
+        raise UsageError(f"{given}: this machine has no GPU {', '.join(missing)}; there are {_indices(machine)}")
 
 
-def _need_some(machine: MachineSnapshot, given: str) -> None:
+def _indices(machine: MachineSnapshot) -> str:
+    return ", ".join(str(gpu.index) for gpu in machine.gpus)
+
+
+def _need_some(machine: MachineSnapshot, given: str, without: str) -> None:
     if not machine.gpus:
-        raise UsageError(f"{given}: {machine.gpu_note or 'no NVIDIA GPU'}; leave --gpus out to train on the CPU")
+        raise UsageError(f"{given}: {machine.gpu_note or 'no NVIDIA GPU'}; leave --gpus out {without}")
 
 
 def _free(count: int, given: str) -> list[str]:
     """The emptiest of the free GPUs, in order of their index."""
     machine = sample()
-    _need_some(machine, f"--gpus {given}")
-    allowed = visible(None)
+    _need_some(machine, f"--gpus {given}", "to train on the CPU")
+    allowed = visible(None, machine)
     candidates = [gpu for gpu in machine.gpus if allowed is None or str(gpu.index) in allowed]
+    if not candidates:
+        raise UsageError(_none_visible(f"--gpus {given}", machine))
     taken = {gpu.index: reason for gpu in candidates if (reason := _why_not_free(gpu)) is not None}
     free = sorted((gpu for gpu in candidates if gpu.index not in taken), key=lambda gpu: -(gpu.free_bytes or 0))
     if len(free) < count:

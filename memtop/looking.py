@@ -1,22 +1,23 @@
-"""The commands that look: snapshots, runs and presets as text or JSON, and the way into the dashboard."""
+"""The commands that look: one snapshot of the machine, runs, one run; as text or JSON."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from memtop.finding import Unreadable, find_run, readable_ledger, run_folders, state_of
+from memtop.gpus import watched
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.monitor.bands import mark
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
+from memtop.supervisor.monitor.selecting import only
 from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot
 from memtop.supervisor.run import view
 from memtop.supervisor.run.client import revive
@@ -24,14 +25,12 @@ from memtop.supervisor.run.folder import RunFolder
 from memtop.supervisor.run.process import TreeProcess, process_tree
 from memtop.supervisor.wire import RunState
 
-if TYPE_CHECKING:
-    from memtop.prometheus import Endpoint
-    from memtop.tui.feed import Feed
 
-
-def print_once(runs_dir: Path, run_name: str | None, *, pid: int | None, as_json: bool, read_only: bool) -> int:
+def print_once(
+    runs_dir: Path, run_name: str | None, *, pid: int | None, gpus: str | None, as_json: bool, read_only: bool
+) -> int:
     """One snapshot of the machine and its runs on stdout."""
-    tree = None if pid is None else _tree(pid)
+    tree = None if pid is None else tree_of(pid)
     states: list[RunState | Unreadable]
     if run_name:
         folder = find_run(run_name, runs_dir)
@@ -43,8 +42,11 @@ def print_once(runs_dir: Path, run_name: str | None, *, pid: int | None, as_json
         states = [state_of(folder) if read_only else _revived(folder) for folder in run_folders(runs_dir)]
     sampler = Sampler(lambda: view.known_runs(runs_dir), patience=ONCE_SECONDS)
     machine = sampler.sample()
+    chosen = watched(gpus, machine)
+    if chosen is not None:
+        machine = only(machine, chosen)
     if as_json:
-        document = {**snapshot_json(machine), "runs": [_summary(state) for state in states]}
+        document = {**snapshot_json(machine), "runs": [summary(state) for state in states]}
         if tree is not None:
             document["tree"] = msgspec.to_builtins(tree)
         print_json(document)
@@ -71,7 +73,8 @@ def _revived(folder: RunFolder) -> RunState | Unreadable:
     return state_of(folder)
 
 
-def _tree(pid: int) -> list[TreeProcess]:
+def tree_of(pid: int) -> list[TreeProcess]:
+    """The process and all below it; UsageError if there is none of that number."""
     # Beyond the kernel's PID_MAX_LIMIT there are none; psutil is not to be asked for those.
     tree = process_tree(pid) if 0 < pid <= 1 << 22 else None
     if tree is None:
@@ -79,14 +82,15 @@ def _tree(pid: int) -> list[TreeProcess]:
     return tree
 
 
-def _summary(state: RunState | Unreadable) -> dict[str, Any]:
+def summary(state: RunState | Unreadable) -> dict[str, Any]:
+    """One run in JSON, or why it cannot be told."""
     return msgspec.structs.asdict(state) if isinstance(state, Unreadable) else view.summary(state)
 
 
 def print_runs(runs_dir: Path, *, as_json: bool) -> int:
     states = [state_of(folder) for folder in run_folders(runs_dir)]
     if as_json:
-        print_json([_summary(state) for state in states])
+        print_json([summary(state) for state in states])
     elif not states:
         print(f"no runs in {runs_dir}", file=sys.stderr)
     else:
@@ -97,10 +101,10 @@ def print_runs(runs_dir: Path, *, as_json: bool) -> int:
 def print_run(folder: RunFolder, *, as_json: bool, metrics: bool) -> int:
     with readable_ledger(folder):
         document = view.show(folder, metrics=metrics)
-    if as_json:
-        print_json(document)
-        return 0
     state = view.read_state(folder)
+    if as_json:
+        print_json(document | _measured(state))
+        return 0
     print(_run_line(state))
     if state.reason:
         print(f"  reason      {state.reason}")
@@ -118,6 +122,8 @@ def print_run(folder: RunFolder, *, as_json: bool, metrics: bool) -> int:
         print(f"  checkpoint  update {saved.updates}, {units.size(saved.size_bytes)}, {saved.path}")
     else:
         print(f"  checkpoint  incomplete: {saved.problem}")
+    for line in _memory_lines(state):
+        print(f"  {line}")
     for attempt in document["attempts"]:
         status = "" if attempt["exit_status"] is None else f", exit status {attempt['exit_status']}"
         where = "" if attempt["start_updates"] is None else f" from update {attempt['start_updates']}"
@@ -127,158 +133,23 @@ def print_run(folder: RunFolder, *, as_json: bool, metrics: bool) -> int:
     return 0
 
 
-def check_watch_options(
-    *,
-    once: bool,
-    as_json: bool,
-    as_csv: bool,
-    follow: bool,
-    count: int | None,
-    pid: int | None,
-    prometheus: str | None,
-    demo: bool,
-) -> None:
-    """UsageError for options of `watch` that do not go together."""
-    if as_json and not (once or follow):
-        raise UsageError("--json: goes with --once or --follow")
-    if as_json and as_csv:
-        raise UsageError("--json and --csv: give one of them")
-    if once and (as_csv or follow or prometheus is not None):
-        raise UsageError("--once: goes with neither --csv (one sample without --follow) nor --follow nor --prometheus")
-    if follow and not (as_json or as_csv):
-        raise UsageError("--follow: goes with --json or --csv")
-    if count is not None and not follow:
-        raise UsageError("--count: goes with --follow")
-    if count is not None and count < 1:
-        raise UsageError(f"--count {count}: give 1 or more")
-    if pid is not None and (as_csv or follow):
-        raise UsageError("--pid: goes with --once or the dashboard")
-    if demo and (once or as_csv or follow or prometheus is not None):
-        raise UsageError("--demo: invented numbers are for the dashboard alone")
-    if prometheus is not None and as_csv and not follow:
-        raise UsageError("--prometheus with --csv: needs --follow too")
+def _measured(state: RunState) -> dict[str, Any]:
+    """What was measured of the run: what it holds now (null once it holds nothing), and the newest update of each rank."""
+    now = {name: msgspec.to_builtins(getattr(state, name)) if state.alive else None for name in ("run_rss_bytes", "run_memory")}
+    names = ("epoch", "best_loss", "gradient_norm", "tokens_per_second", "step_seconds", "split", "ranks", "gpu_base_bytes")
+    rest = {name: msgspec.to_builtins(getattr(state, name)) for name in (*names, "started", "ended", "log_path", "warnings")}
+    return now | rest
 
 
-def serve_or_stream(
-    runs_dir: Path,
-    run_name: str | None,
-    *,
-    form: str | None,
-    interval: float,
-    count: int | None,
-    read_only: bool,
-    prometheus: str | None,
-    pid: int | None,
-) -> int:
-    """Documents or rows on stdout, a Prometheus endpoint, or both; the endpoint alone comes with the dashboard where there is
-    a terminal to show it on."""
-    from memtop.streaming import stream
-
-    if prometheus is None:
-        return stream(runs_dir, run_name, form=form, interval=interval, count=count, read_only=read_only)
-    from memtop.prometheus import Endpoint, is_loopback, parse_address
-
-    host, port = parse_address(prometheus)
-    endpoint = Endpoint(host, port)
-    if not is_loopback(host):
-        print(f"memtop: --prometheus {prometheus}: whoever reaches {host} can read commands' names and users", file=sys.stderr)
-    if form is None and sys.stdin.isatty() and sys.stdout.isatty():
-        try:
-            return open_dashboard(runs_dir, run_name, pid=pid, interval=interval, read_only=read_only, endpoint=endpoint)
-        finally:
-            endpoint.close()
-    if pid is not None:
-        endpoint.close()
-        raise UsageError("--pid: goes with --once or the dashboard, which needs a terminal")
-    shown = f"[{host}]" if ":" in host else host
-    print(f"memtop: metrics at http://{shown}:{port}/metrics; SIGINT or SIGTERM ends it", file=sys.stderr)
-    count = None if form is None else count
-    return stream(runs_dir, run_name, form=form, interval=interval, count=count, read_only=read_only, endpoint=endpoint)
-
-
-def open_dashboard(
-    runs_dir: Path,
-    run_name: str | None,
-    *,
-    pid: int | None,
-    interval: float,
-    read_only: bool,
-    endpoint: Endpoint | None = None,
-) -> int:
-    """The dashboard on a run; without one named on the newest living run, else on the machine."""
-    from memtop.tui.feed import LocalFeed
-
-    if run_name is not None:
-        return open_run(find_run(run_name, runs_dir), interval=interval, read_only=read_only, endpoint=endpoint)
-    if pid is not None:
-        _tree(pid)
-    elif living := _living(runs_dir):
-        return open_run(living[-1], interval=interval, read_only=read_only, endpoint=endpoint)
-    feed = LocalFeed(lambda: Sampler(lambda: view.known_runs(runs_dir)), interval, read_only=read_only, pid=pid)
-    return _dashboard(feed, interval, endpoint=endpoint)
-
-
-def check_replay(run_name: str | None, *, once: bool, live: bool) -> None:
-    """UsageError for options that do not go with --replay."""
-    if run_name is None:
-        raise UsageError("--replay: name the run, or `latest`")
-    if once or live:
-        raise UsageError("--replay: goes with no other way of watching")
-
-
-def open_replay(runs_dir: Path, run_name: str, interval: float) -> int:
-    """The dashboard on what a run's ledger remembers."""
-    from memtop.tui.replay import ReplayFeed
-
-    return _dashboard(ReplayFeed(find_run(run_name, runs_dir).path), interval, silent=True)
-
-
-def _living(runs_dir: Path) -> list[RunFolder]:
-    looks = [(folder, state_of(folder)) for folder in run_folders(runs_dir)]
-    return [folder for folder, state in looks if isinstance(state, RunState) and state.alive]
-
-
-def open_run(
-    folder: RunFolder,
-    *,
-    interval: float = 1.0,
-    read_only: bool = False,
-    started_here: bool = False,
-    endpoint: Endpoint | None = None,
-) -> int:
-    """The dashboard on a run. Who started it gets its failure as exit status; who only looked at it does not."""
-    from memtop.tui.feed import RunFeed
-
-    def sampler() -> Sampler:
-        return Sampler(lambda: view.known_runs(folder.path.parent))
-
-    feed = RunFeed(folder.path, read_only=read_only, interval=interval, sampler_factory=sampler)
-    return _dashboard(feed, interval, started_here=started_here, endpoint=endpoint)
-
-
-def open_demo(interval: float) -> int:
-    from memtop.tui.demo import DemoFeed
-
-    return _dashboard(DemoFeed(interval=interval), interval)
-
-
-def _dashboard(
-    feed: Feed, interval: float, *, started_here: bool = False, endpoint: Endpoint | None = None, silent: bool = False
-) -> int:
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UsageError("watch: the dashboard needs a terminal; `memtop watch --once` prints one snapshot without")
-    if os.environ.get("TERM") == "dumb":
-        raise UsageError("TERM=dumb: the dashboard needs a terminal that can move its cursor; try --once or --headless")
-    from memtop.tui import run_dashboard
-
-    if endpoint is not None:
-        from memtop.prometheus import Tap
-
-        feed = Tap(feed, endpoint)
-    result = run_dashboard(feed, interval=interval)
-    if result.message and not silent:
-        print(f"memtop: {result.message}", file=sys.stderr)
-    return 0 if result.action == "ended" and not started_here else result.exit_status
+def _memory_lines(state: RunState) -> Iterator[str]:
+    if state.alive and state.run_memory:
+        roles = [f"{role.processes} {role.role} {units.size(role.pss_bytes)}" for role in state.run_memory]
+        yield f"memory      {', '.join(roles)}"
+    for rank in state.ranks:
+        if rank.peak_bytes is not None:
+            base = state.gpu_base_bytes.get(rank.device_uuid or "")
+            beside = "" if base is None else f", beside the allocator at least {units.size(base)} on its GPU"
+            yield f"GPU memory  rank {rank.rank}: {units.size(rank.peak_bytes)} at most in its newest update{beside}"
 
 
 def _machine_lines(machine: MachineSnapshot) -> Iterator[str]:

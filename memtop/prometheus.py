@@ -6,7 +6,7 @@ What is not known is absent. Names end in their unit; counters end in `_total` o
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -19,8 +19,7 @@ from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.wire import RunState, StateUpdate
 
 if TYPE_CHECKING:
-    from memtop.supervisor import wire
-    from memtop.tui.feed import Feed, FeedMessage
+    from memtop.tui.feed import FeedMessage
 
 LOOPBACK = "127.0.0.1"
 _GPU = ("gpu", "uuid", "name")
@@ -117,6 +116,14 @@ class Endpoint(Collector):
             self._machine = machine
         self._run = run or self._run
 
+    def overhear(self, message: FeedMessage) -> FeedMessage:
+        """Take what a message to the dashboard tells, and pass it on."""
+        if isinstance(message, MachineSnapshot):
+            self.update(message, None)
+        elif isinstance(message, StateUpdate):
+            self.update(message.machine, message.run)
+        return message
+
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
@@ -138,7 +145,10 @@ class Endpoint(Collector):
         families: list[GaugeMetricFamily | CounterMetricFamily] = []
         if machine is not None:
             families += [_gauge("memtop_sample_time_seconds", "when this was sampled, Unix time", (), [((), machine.time)])]
-            families += [*_gpus(machine, xids), *_processes(machine), *_host(machine)]
+            age: Rows = [] if machine.gpu_age_seconds is None else [((), machine.gpu_age_seconds)]
+            words = "how old the GPUs' numbers are, there only while the driver does not answer in time"
+            families += [_gauge("memtop_gpu_age_seconds", words, (), age)]
+            families += [*_gpus(machine, xids), *_mig(machine), *_processes(machine), *_host(machine)]
         if run is not None:
             families += _run(run)
         yield from (family for family in families if family.samples)
@@ -192,28 +202,54 @@ def _gpus(machine: MachineSnapshot, xids: dict[tuple[str, int], int]) -> Iterato
     yield _counter("memtop_gpu_xid_errors", "Xids announced since memtop began to watch", (*_GPU, "code"), errors)
 
 
+def _mig(machine: MachineSnapshot) -> Iterator[GaugeMetricFamily]:
+    for name, field, words in (
+        ("total_bytes", "total_bytes", "memory of a MIG instance in all"),
+        ("used_bytes", "used_bytes", "memory of a MIG instance in use"),
+        ("free_bytes", "free_bytes", "memory of a MIG instance that can still be allocated"),
+        ("used_ratio", "used_fraction", "share of a MIG instance's memory that cannot be allocated any more, 0-1"),
+    ):
+        rows: Rows = [
+            ((str(gpu.index), str(one.position), one.uuid or "", one.name or ""), value)
+            for gpu in machine.gpus
+            for one in gpu.mig
+            if (value := _value(one, field)) is not None
+        ]
+        yield _gauge(f"memtop_mig_memory_{name}", words, ("gpu", "mig", "uuid", "name"), rows)
+
+
 def _processes(machine: MachineSnapshot) -> Iterator[GaugeMetricFamily]:
+    held = _Sums()
+    for gpu in machine.gpus:
+        for p in gpu.processes:
+            # Once for each MIG instance that it is on.
+            held.add((*_names(gpu), str(p.pid), p.user or "", p.name or "", p.run or ""), p.used_bytes)
     labels = (*_GPU, "pid", "user", "process", "run")
-    held: Rows = [
-        ((*_names(gpu), str(p.pid), p.user or "", p.name or "", p.run or ""), float(p.used_bytes))
-        for gpu in machine.gpus
-        for p in gpu.processes
-        if p.used_bytes is not None
-    ]
-    yield _gauge("memtop_process_memory_used_bytes", "GPU memory of one process on one GPU", labels, held)
+    yield _gauge("memtop_process_memory_used_bytes", "GPU memory of one process on one GPU", labels, held.rows)
     for name, field, words in (
         ("memory_used_bytes", "used_bytes", "GPU memory of all its processes"),
         ("resident_memory_bytes", "host_rss_bytes", "resident host memory of all its processes"),
         ("cpu_cores", "host_cpu_fraction", "cores' time in use"),
     ):
-        # Two programs of one name and user are one sum: the labels must not repeat.
-        sums: dict[tuple[str, ...], float] = {}
+        of_jobs = _Sums()
         for job in machine.jobs:
-            value = _value(job, field)
-            if value is not None:
-                key = (job.name, job.user or "")
-                sums[key] = sums.get(key, 0.0) + value
-        yield _gauge(f"memtop_job_{name}", words, ("job", "user"), list(sums.items()))
+            of_jobs.add((job.name, job.user or ""), _value(job, field))
+        yield _gauge(f"memtop_job_{name}", words, ("job", "user"), of_jobs.rows)
+
+
+class _Sums:
+    """One row for each set of labels, since labels must not repeat; none where a part of its sum is not known."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[str, ...], float | None] = {}
+
+    def add(self, labels: tuple[str, ...], value: float | None) -> None:
+        before = self._of.get(labels, 0.0)
+        self._of[labels] = None if value is None or before is None else before + value
+
+    @property
+    def rows(self) -> Rows:
+        return [(labels, value) for labels, value in self._of.items() if value is not None]
 
 
 def _host(machine: MachineSnapshot) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
@@ -237,23 +273,3 @@ def _run(run: RunState) -> list[GaugeMetricFamily | CounterMetricFamily]:
     words = "most that torch's allocator held in the newest update"
     families.append(_gauge("memtop_run_peak_memory_bytes", words, ("run", "rank"), peaks))
     return families
-
-
-class Tap:
-    """A feed whose values also go to the endpoint."""
-
-    def __init__(self, feed: Feed, endpoint: Endpoint) -> None:
-        self.read_only, self.label = feed.read_only, feed.label
-        self._feed = feed
-        self._endpoint = endpoint
-
-    async def messages(self) -> AsyncIterator[FeedMessage]:
-        async for message in self._feed.messages():
-            if isinstance(message, MachineSnapshot):
-                self._endpoint.update(message, None)
-            elif isinstance(message, StateUpdate):
-                self._endpoint.update(message.machine, message.run)
-            yield message
-
-    def request(self, make: Callable[[int], wire.Request]) -> AsyncIterator[wire.Answer]:
-        return self._feed.request(make)

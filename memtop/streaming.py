@@ -11,13 +11,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from memtop.finding import Unreadable, find_run, run_folders, state_of
+from memtop.finding import run_folders, state_of
+from memtop.looking import summary
+from memtop.opening import Look
+from memtop.supervisor.monitor.nvml import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
+from memtop.supervisor.monitor.selecting import only
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run import view
 from memtop.supervisor.run.client import revive
@@ -47,31 +52,34 @@ CSV_COLUMNS = (
 )
 CSV_RUN_COLUMNS = tuple(f"run_{name.removeprefix('run_')}" for name in _RUN_COLUMNS)
 
+# A card that sleeps takes seconds to wake; a driver that hangs must not hold the stream up for ever.
+_WAKE_SECONDS = 10.0
+
 Write = Callable[[MachineSnapshot, RunState | None], None]
 
 
 def stream(
     runs_dir: Path,
-    run_name: str | None,
+    folder: RunFolder | None,
+    look: Look,
     *,
     form: str | None,
-    interval: float,
     count: int | None,
-    read_only: bool,
     endpoint: Endpoint | None = None,
 ) -> int:
-    """Sample every `interval` seconds, `count` times or for ever, and write each in that form ("json", "csv", or None for
+    """Sample every interval, `count` times or for ever, and write each in that form ("json", "csv", or None for
     nothing) to stdout and to the endpoint. 0 at the end or after SIGTERM, 130 after SIGINT."""
-    folder = None if run_name is None else find_run(run_name, runs_dir)
-    if folder is not None and not read_only:
+    if folder is not None and not look.read_only:
         revive(folder.path)
-    write = _writer(form, runs_dir, with_run=folder is not None)
-    sampler = Sampler(lambda: view.known_runs(runs_dir))
     try:
-        with _asked_to_end() as ended:
-            for _ in _ticks(interval, count, ended):
+        with _asked_to_end() as ended, closing(_awake_sampler(runs_dir, ended)) as sampler:
+            write = _writer(form, runs_dir, with_run=folder is not None)
+            for _ in _ticks(look.interval, count, ended):
                 machine = sampler.sample()
-                run = None if folder is None else _run_now(folder)
+                if look.gpus is not None:
+                    machine = only(machine, look.gpus)
+                # What cannot be read ends the stream with its reason: a row without its run would pass for one without values.
+                run = None if folder is None else view.read_state(folder)
                 if endpoint is not None:
                     endpoint.update(machine, run)
                 write(machine, run)
@@ -80,15 +88,18 @@ def stream(
         # The reader has what it wanted. Caught here, since click would make an error of it; what is still held goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    finally:
-        sampler.close()
-        if endpoint is not None:
-            endpoint.close()
 
 
-def _run_now(folder: RunFolder) -> RunState:
-    # What cannot be read ends the stream with its reason: a row without its run would pass for a run without values.
-    return view.read_state(folder)
+def _awake_sampler(runs_dir: Path, ended: _Ending) -> Sampler:
+    """A sampler whose first sample has the GPUs: waking cards takes the driver longer than a tick waits, and the only row of
+    `watch --csv` must not be one without them. A driver that hangs is told of by the first sample."""
+    reader = NvmlReader()
+    first = threading.Thread(target=reader.read, name="memtop-first-look", daemon=True)
+    first.start()
+    given_up = time.monotonic() + _WAKE_SECONDS
+    while first.is_alive() and not ended.event.is_set() and time.monotonic() < given_up:
+        first.join(0.05)
+    return Sampler(lambda: view.known_runs(runs_dir), nvml=reader)
 
 
 class _Ending:
@@ -143,13 +154,9 @@ def _write_json(runs_dir: Path, machine: MachineSnapshot, run: RunState | None) 
         document["run"] = msgspec.to_builtins(run)
         document["runs"] = [view.summary(run)]
     else:
-        document["runs"] = [_summary(state_of(folder)) for folder in run_folders(runs_dir)]
+        document["runs"] = [summary(state_of(folder)) for folder in run_folders(runs_dir)]
     sys.stdout.write(json.dumps(document, allow_nan=False, separators=(",", ":")) + "\n")
     sys.stdout.flush()
-
-
-def _summary(state: RunState | Unreadable) -> dict[str, Any]:
-    return msgspec.structs.asdict(state) if isinstance(state, Unreadable) else view.summary(state)
 
 
 def _csv_writer(*, with_run: bool) -> Write:

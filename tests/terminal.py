@@ -41,6 +41,10 @@ class Terminal:
     def keys(self, text: str) -> None:
         os.write(self._master, text.encode())
 
+    def echoes(self) -> bool:
+        """Whether it shows what is typed, as it does unless a program has taken the whole screen."""
+        return bool(termios.tcgetattr(self._master)[3] & termios.ECHO)
+
     def text(self) -> str:
         """The screen as it is now."""
         self._read(0.05)

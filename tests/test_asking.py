@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from memtop import asking
@@ -61,9 +62,13 @@ def test_the_fullest_gpu_decides(
 
 
 def test_what_cuda_may_not_see_does_not_decide(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus_of, "sample", lambda: machine(3.0, 13.0))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert asking.settings_for("sft-lora", None, data, None, None).preset == "deepspeed"
+    small, large = machine(3.0, 13.0).gpus
+    seen = MachineSnapshot(time=0.0, gpus=(small, msgspec.structs.replace(large, visible_index=0)))
+    monkeypatch.setattr(gpus_of, "sample", lambda: seen)
+    # By UUID as by number: what the variable means is the monitor's to say.
+    for value in ("1", "GPU-b"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+        assert asking.settings_for("sft-lora", None, data, None, None).preset == "deepspeed"
 
 
 def test_on_the_cpu_no_gpu_is_asked(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -26,7 +27,7 @@ CONTRACT = {
     },
     "watch": {
         *("run_name", "--pid", "--once", "--json", "--csv", "--follow", "--count", "--prometheus", "--replay"),
-        *("--interval", "--read-only", "--demo", "--runs-dir"),
+        *("--gpus", "--interval", "--read-only", "--demo", "--runs-dir"),
     },
     "free": {"run_name", "--runs-dir"},
     "checkpoint": {"run_name", "--runs-dir"},
@@ -98,6 +99,12 @@ def test_the_command_line_is_the_published_one() -> None:
         (["watch", "--prometheus", "localhost:http"], "--prometheus 'localhost:http': give [HOST:]PORT"),
         (["watch", "--replay"], "--replay: name the run"),
         (["watch", "a", "--replay", "--once"], "--replay: goes with no other way of watching"),
+        (["watch", "a", "--replay", "--gpus", "0"], "--replay: goes with no other way of watching, nor with --pid or --gpus"),
+        (["watch", "a", "--demo"], "--demo: invented numbers are for the dashboard alone, without RUN, --pid or --gpus"),
+        (["watch", "nobody", "--pid", "1"], "--pid and RUN: give one of them"),
+        (["watch", "--once", "--gpus", "0,x"], "--gpus '0,x': give different device indices like 0 or 0,1, or visible"),
+        (["watch", "--once", "--gpus", "free:1"], "--gpus 'free:1': give different device indices"),
+        (["watch", "nobody", "--prometheus", "9400"], "run 'nobody': not found"),
         (["watch"], "the dashboard needs a terminal"),
         (["watch", "nobody", "--once"], "run 'nobody': not found"),
         (["watch", "--once", "--pid", "4194304"], "--pid 4194304: no such process"),
@@ -117,6 +124,51 @@ def test_wrong_usage_is_one_line_and_exit_status_2(runs: Runs, arguments: list[s
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""
     assert not list(runs.path.glob("*")), "a refused command leaves nothing behind"
+
+
+@pytest.mark.parametrize("command", ["watch --once --json", "watch --csv", "strays --json", "doctor --json", "presets"])
+def test_a_reader_that_leaves_is_no_error(runs: Runs, command: str) -> None:
+    """`memtop ... | head -1`: what is written when nobody reads any more."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "memtop", *command.split()],
+            env=runs.environment,
+            cwd=runs.root,
+            stdin=subprocess.DEVNULL,
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_dashboard_that_is_told_to_end_gives_the_terminal_back(runs: Runs, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "memtop", "watch"]
+    terminal = Terminal(command, columns=100, rows=30, cwd=str(runs.root), environment=runs.environment)
+    try:
+        before = terminal.echoes()
+        terminal.wait_for("d Quit")
+        assert (before, terminal.echoes()) == (True, False)
+        terminal.process.send_signal(number)
+        assert terminal.wait() == 0
+        assert terminal.echoes()
+    finally:
+        terminal.close()
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_error(runs: Runs, closed: str) -> None:
+    for command in ("watch --csv", "watch --once --json", "runs --json"):
+        words = f'"{sys.executable}" -m memtop {command} {closed}'
+        done = subprocess.run(["sh", "-c", words], env=runs.environment, cwd=runs.root, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert bool(done.stdout) == (">&-" not in closed.replace("2>&-", ""))
 
 
 def test_places_that_cannot_be_used_are_one_line(runs: Runs) -> None:

@@ -55,6 +55,40 @@ def test_only_gpus_that_cuda_may_see_are_chosen(four: Script, monkeypatch: pytes
         gpus.wanted("free:2")
 
 
+def test_gpus_hidden_from_cuda_are_none_of_the_candidates(four: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    for index in range(4):
+        four.gpu(index, uuid=f"GPU-{index}", total=20 * GIB, used=0)
+    four.write()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")
+    assert gpus.wanted("free") == ["1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(UsageError, match=r"^--gpus free: CUDA_VISIBLE_DEVICES='' shows none of the GPUs 0, 1, 2, 3; change"):
+        gpus.wanted("free")
+
+
+def test_watched_gpus(four: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpus.watched(None) is None
+    assert gpus.watched("2,00") == {0, 2}
+    assert gpus.watched("visible") == {0, 1, 2, 3}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
+    assert gpus.watched(" visible ") == {0, 3}
+    # The name of a lost GPU is not known, so it might be of another model.
+    assert capsys.readouterr().err.startswith(
+        "memtop: --gpus visible: taken as the driver's numbers: CUDA_VISIBLE_DEVICES holds"
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    with pytest.raises(UsageError, match=r"^--gpus visible: CUDA_VISIBLE_DEVICES='-1' shows none of the GPUs 0, 1, 2, 3; "):
+        gpus.watched("visible")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
+    with pytest.raises(UsageError, match=r"^--gpus visible: CUDA_VISIBLE_DEVICES names one GPU twice: .*; or give indices"):
+        gpus.watched("visible")
+    with pytest.raises(UsageError, match=r"^--gpus 1,4: this machine has no GPU 4; there are 0, 1, 2, 3$"):
+        gpus.watched("1,4")
+    four.clear().init_error(9).write()
+    with pytest.raises(UsageError, match=r"^--gpus visible: no NVIDIA GPU: .*; leave --gpus out to watch the machine without"):
+        gpus.watched("visible")
+
+
 def test_named_gpus_must_be_there(four: Script) -> None:
     assert gpus.wanted("1, 00") == ["1", "0"]
     with pytest.raises(UsageError, match=r"^--gpus 0,7: this machine has no GPU 7; there are 0, 1, 2, 3$"):

@@ -15,16 +15,26 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from memtop.prometheus import Endpoint, is_loopback, parse_address
 from memtop.streaming import CSV_COLUMNS, CSV_RUN_COLUMNS
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.monitor.values import GpuDetails, GpuSample, GpuTrouble, HostSample, Job, MachineSnapshot
+from memtop.supervisor.monitor.values import (
+    GpuDetails,
+    GpuProcess,
+    GpuSample,
+    GpuTrouble,
+    HostSample,
+    Job,
+    MachineSnapshot,
+    MigInstance,
+)
 from memtop.supervisor.run.folder import RunFolder, StateFile, write_json
 from memtop.supervisor.units import GIB
-from memtop.supervisor.wire import Phase, RankMemory, RunState
+from memtop.supervisor.wire import Phase, RankMemory, RoleMemory, RunState
 from tests.conftest import Runs
 from tests.nvml_double.double import Script, build
 from tests.run.test_pieces import spec
@@ -98,6 +108,23 @@ def test_count_ends_it(two_gpus: Runs) -> None:
     assert len(documents) == 2
     assert documents[0]["runs"] == []
     assert "run" not in documents[0]
+
+
+def test_show_tells_what_was_measured(runs: Runs, over: RunFolder) -> None:
+    file = over.state()
+    assert file is not None
+    ranks = (RankMemory(rank=0, pid=1, connected=False, device_uuid="GPU-a", peak_bytes=3 * GIB),)
+    memory = (RoleMemory(role="rank", processes=1, pss_bytes=GIB),)
+    measured: dict[str, Any] = {"ranks": ranks, "run_memory": memory, "run_rss_bytes": GIB, "gpu_base_bytes": {"GPU-a": 7}}
+    write_json(over.state_path, msgspec.structs.replace(file, run=msgspec.structs.replace(file.run, **measured)))
+    document = runs.show("tiny")
+    assert document["ranks"][0]["peak_bytes"] == 3 * GIB
+    assert document["gpu_base_bytes"] == {"GPU-a": 7}
+    # A run that is over holds no memory; what it last held is not what it holds.
+    assert (document["run_rss_bytes"], document["run_memory"]) == (None, None)
+    text = runs.memtop("show", "tiny").stdout
+    assert "GPU memory  rank 0: 3.0 GiB at most in its newest update, beside the allocator at least 7 B on its GPU" in text
+    assert "processes" not in text
 
 
 # --- CSV ----------------------------------------------------------------------------------------------------------------
@@ -183,6 +210,7 @@ def test_a_scrape_tells_the_newest_sample_and_leaves_out_what_is_not_known(endpo
     serving.update(machine(100.0), None)
     serving.update(machine(101.0, swap_used_bytes=0), None)
     found = scrape(port)
+    assert "memtop_gpu_age_seconds" not in found
     nothing: frozenset[tuple[str, str]] = frozenset()
     assert found["memtop_sample_time_seconds"] == {nothing: 101}
     assert found["memtop_gpu_memory_used_bytes"] == {card(): 7}
@@ -193,6 +221,26 @@ def test_a_scrape_tells_the_newest_sample_and_leaves_out_what_is_not_known(endpo
     assert found["memtop_host_swap_used_bytes"] == {nothing: 0}
     for unknown in ("memtop_gpu_temperature_celsius", "memtop_host_swap_total_bytes", "memtop_run_loss"):
         assert unknown not in found
+
+
+def test_what_shares_its_labels_is_one_sum_or_not_known(endpoint: tuple[Endpoint, int]) -> None:
+    """Labels that came twice would make the server drop the whole scrape."""
+    serving, port = endpoint
+    # One process on two MIG instances, another whose memory on one of them is not known.
+    on_mig = [GpuProcess(pid=5, name="py", used_bytes=n, mig_instance=n) for n in (1, 2)]
+    on_mig += [GpuProcess(pid=6, name="py", used_bytes=n, mig_instance=n or 1) for n in (None, 2)]
+    mig = (MigInstance(position=1, uuid="MIG-1", name="1g.10gb", used_bytes=0), MigInstance(position=2, uuid="MIG-2"))
+    gpu = GpuSample(index=0, uuid="GPU-a", name="A100", processes=tuple(on_mig), mig=mig)
+    jobs = [Job(key=f"{n}", name="a.py", user="ada", leader_pid=n, used_bytes=n or None, host_rss_bytes=n) for n in (0, 4)]
+    serving.update(MachineSnapshot(time=1.0, gpus=(gpu,), jobs=tuple(jobs), gpu_age_seconds=7.5), None)
+    found = scrape(port)
+    ((labels, value),) = found["memtop_process_memory_used_bytes"].items()
+    assert (dict(labels)["pid"], value) == ("5", 3)
+    ((labels, value),) = found["memtop_mig_memory_used_bytes"].items()
+    assert (dict(labels), value) == ({"gpu": "0", "mig": "1", "uuid": "MIG-1", "name": "1g.10gb"}, 0)
+    assert "memtop_job_memory_used_bytes" not in found
+    assert list(found["memtop_job_resident_memory_bytes"].values()) == [4]
+    assert list(found["memtop_gpu_age_seconds"].values()) == [7.5]
 
 
 def test_xids_are_counted_although_only_the_newest_are_told(endpoint: tuple[Endpoint, int]) -> None:

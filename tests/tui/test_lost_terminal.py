@@ -39,7 +39,8 @@ def test_the_dashboard_does_not_outlive_its_terminal(tmp_path: Path) -> None:
             assert select.select([master], [], [], 60)[0], "nothing was painted"
             seen += os.read(master, 65536)
         os.close(master)
-        assert process.wait(60) == 0
+        # 1 where a write to the lost terminal failed before anybody looked.
+        assert process.wait(60) in (0, 1)
     finally:
         process.kill()
         process.wait()
