@@ -1,8 +1,8 @@
 """The messages between supervisor, dashboards and command line: newline-delimited JSON over the run's Unix socket.
 
 A client sends a `Request`, the supervisor answers every one with `Answer`s (accepted, then done or failed; or refused). After
-`Subscribe` it also streams `HistoryRows`, `StateUpdate`, `MetricRows` and `EventRows` until the client leaves. Agents speak
-the plain JSON of `train/agent` on the same socket and append their reports to `attempts/NNNN/rank-R.jsonl`.
+`Subscribe` it also streams `HistoryRows`, `StateUpdate`, `MetricRows`, `EventRows` and `ConfigurationRows` until the client
+leaves. Agents speak the plain JSON of `train/agent` on the same socket; their reports lie in `attempts/NNNN/rank-R.jsonl`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 import msgspec
 
 from memtop.presets.schema import Settings
+from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.recovery.values import Peak, Remedy
 
 
 class Phase(str, Enum):
@@ -86,6 +88,82 @@ class RoleMemory(msgspec.Struct, frozen=True, kw_only=True):
     swap_bytes: int | None = None
 
 
+class Configuration(msgspec.Struct, frozen=True, kw_only=True):
+    """One stretch of a run under the same settings: where it began and why, and how it went."""
+
+    number: int
+    """From 1, in the order of time; `memtop rollback RUN N` goes back to it."""
+    attempt: int
+    since_update: int | None = None
+    until_update: int | None = None
+    """None for the present one."""
+    started: float
+    """Seconds since the epoch."""
+    reason: str
+    settings: Settings | None = None
+    peak: Peak | None = None
+    samples_per_second: float | None = None
+    outcome: str | None = None
+    """None while it lasts; replaced | finished | stopped | the kind of failure (`gpu_oom`, ...)."""
+
+
+class Trend(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that grows steadily. `per_update` is None for what is followed by time alone."""
+
+    what: str
+    """`GPU 0`, `GPU 0 reserved`, `anonymous memory of rank 0`, `anonymous memory of the loader workers`, `swap-in`"""
+    bytes_per_second: float
+    bytes_per_update: float | None = None
+    confidence: float
+    """0-1: how sure it is that this grows at all."""
+    full_in_seconds: float | None = None
+    """Until the limit at this rate; None where there is no limit."""
+    full_at_update: int | None = None
+    message: str
+    """One line for a person."""
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """A change that was tried for speed: the same number of updates before and after, and what came of it."""
+
+    title: str
+    """`batch 16 -> 20, accumulation 5 -> 4`"""
+    started: float
+    """Seconds since the epoch."""
+    state: str
+    """measuring before | measuring after | kept | undone | refused"""
+    reason: str | None = None
+    before: dict[str, float] = {}
+    """Medians and spreads by name: samples_per_second, samples_per_second_spread, tokens_per_second, peak_bytes, host_bytes,
+    swap_bytes."""
+    after: dict[str, float] = {}
+
+
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    """What the run spends its time on, and what would make it faster. Never from utilisation alone."""
+
+    bottleneck: str
+    """data | compute | launch | swap | unknown"""
+    summary: str
+    evidence: tuple[str, ...] = ()
+    proposals: tuple[Remedy, ...] = ()
+    refused: tuple[str, ...] = ()
+    """What would seem to help and must not be done now, each with its reason in one line."""
+
+
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    """The run has died of memory: why, and what can be done, the best first."""
+
+    diagnosis: Diagnosis
+    remedies: tuple[Remedy, ...] = ()
+    last_advice: tuple[str, ...] = ()
+    """When nothing fits: what is left to a person, in order."""
+    waiting: str | None = None
+    """Why nothing is done by itself: `--on-oom ask`, two restarts without a newer update, needs consent, ..."""
+    begins: float | None = None
+    """In auto mode: when the first remedy is applied, seconds since the epoch."""
+
+
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """All that a dashboard shows of a run, at one moment."""
 
@@ -136,6 +214,14 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """The training program's own exit status; negative is the signal that ended it; None if unknown or still running."""
     log_path: str | None = None
     warnings: tuple[str, ...] = ()
+    on_oom: str = "auto"
+    """auto | ask | stop"""
+    proposal: Proposal | None = None
+    """Set while the run lies dead of memory, or waits for its restart; None once it trains again."""
+    trends: tuple[Trend, ...] = ()
+    advice: Advice | None = None
+    trial: Trial | None = None
+    """The newest one."""
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,6 +261,12 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_updates: int | None = None
     assignments: dict[str, str] = {}
     """--set KEY=VALUE."""
+    configuration: int | None = None
+    """Go back to the settings of this configuration of the run; the other fields are edits of those."""
+    state_before: int | None = None
+    """Go back to the newest kept state at or before this update too; what came after it is set aside, not deleted."""
+    reason: str = ""
+    """Why, where it was not a person's wish: `gpu_oom at update 812`."""
 
 
 # --- client -> supervisor -------------------------------------------------------------------------------------------
@@ -206,6 +298,24 @@ class Restart(msgspec.Struct, frozen=True, kw_only=True, tag="restart"):
     change: Change = Change()
 
 
+class Edit(msgspec.Struct, frozen=True, kw_only=True, tag="edit"):
+    """Change the split, evaluation batch, checkpointing or workers at the next update boundary, without a restart.
+
+    Refused where that cannot be (another program, ZeRO, another setting): then Restart is the way.
+    """
+
+    id: int
+    change: Change
+
+
+class Try(msgspec.Struct, frozen=True, kw_only=True, tag="try"):
+    """Try a change for speed: measure before, change, measure after, keep it or undo it. None: the first proposal of the
+    advice."""
+
+    id: int
+    change: Change | None = None
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """Ask for one StateUpdate."""
 
@@ -218,7 +328,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
     id: int
 
 
-Request = Subscribe | FreeCache | CheckpointNow | Stop | Restart | Status | Look
+Request = Subscribe | FreeCache | CheckpointNow | Stop | Restart | Edit | Try | Status | Look
 
 
 # --- supervisor -> client -------------------------------------------------------------------------------------------
@@ -271,4 +381,10 @@ class HistoryRows(msgspec.Struct, frozen=True, kw_only=True, tag="history"):
     """By the name of the series: one native float for each time, NaN where it was not known."""
 
 
-Message = Answer | StateUpdate | MetricRows | EventRows | HistoryRows
+class ConfigurationRows(msgspec.Struct, frozen=True, kw_only=True, tag="configurations"):
+    """All configurations of the run, oldest first. Sent after `Subscribe` and whenever one begins or ends."""
+
+    rows: tuple[Configuration, ...]
+
+
+Message = Answer | StateUpdate | MetricRows | EventRows | HistoryRows | ConfigurationRows
