@@ -1,4 +1,4 @@
-"""When no remedy fits: what is left to a person, in the guides' order. When a run is merely slow: what memory can be given back.
+"""When no remedy fits: what is left to a person, in the guides' order. When a run is merely slow: what memory can give back.
 
 Each line is one sentence with its estimate, and says what the estimate rests on. Pure.
 """
@@ -16,7 +16,7 @@ from memtop.supervisor.recovery.host_ladder import offload_off
 from memtop.supervisor.recovery.learning import model_words
 from memtop.supervisor.recovery.own_program import remedies_for_program
 from memtop.supervisor.recovery.parameters import TRAINED_BYTES, smaller_model
-from memtop.supervisor.recovery.situation import HostFacts, Situation, train_command
+from memtop.supervisor.recovery.situation import HostFacts, Situation, restart_command, train_command
 from memtop.supervisor.recovery.to_copy import commands_to_copy
 from memtop.supervisor.recovery.values import Remedy
 
@@ -64,9 +64,8 @@ def _short(situation: Situation) -> str:
     if not isinstance(line, str):
         less = line.slope_bytes * situation.settings.batch * (1 - SHORT / now)
         saved = f"at least {units.size(less)} less by estimate (what grows with the batch shrinks with T)"
-    return (
-        f"sequences of {SHORT} tokens instead of {now}: {saved}; other data: `memtop restart {situation.run} --seq-len {SHORT}`"
-    )
+    command = restart_command(situation.run, {"seq_len": str(SHORT)})
+    return f"sequences of {SHORT} tokens instead of {now}: {saved}; other data: `{command}`"
 
 
 def _no_evaluation(situation: Situation) -> Iterator[str]:
@@ -76,8 +75,8 @@ def _no_evaluation(situation: Situation) -> Iterator[str]:
         return
     during = situation.diagnosis.phase
     helps = "that is where it failed" if during == "evaluation" else f"it failed in {during}, so that this may save nothing"
-    off = " --set load_best_at_end=false" if settings.load_best_at_end else ""
-    yield f"no evaluation while training: {helps}: `memtop restart {situation.run} --set eval_every=0{off}`"
+    off = {"eval_every": "0", **({"load_best_at_end": "false"} if settings.load_best_at_end else {})}
+    yield f"no evaluation while training: {helps}: `{restart_command(situation.run, off)}`"
 
 
 def when_slow(situation: Situation) -> tuple[Remedy | str, ...]:
@@ -154,9 +153,8 @@ def _larger_batch(situation: Situation) -> Remedy | str:
         return "a larger micro-batch: the whole update is one already"
     batch, accumulation = larger[-1]
     if isinstance(line, str) or total is None:
-        return (
-            f"a larger micro-batch: its peak is not known ({line if isinstance(line, str) else 'nor is the size of the card'})"
-        )
+        why = line if isinstance(line, str) else "nor is the size of the card"
+        return f"a larger micro-batch: its peak is not known ({why})"
     fraction = (line.at(batch) + (situation.others_bytes or 0)) / total
     if fraction >= EDGE_FROM:
         return f"batch {settings.batch} -> {batch}: forecast at {units.percent(fraction)}"

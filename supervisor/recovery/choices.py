@@ -6,7 +6,8 @@ A choice is what a guide wrote, so it may change the mathematics; the remedies h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import msgspec
 from msgspec.structs import replace
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 from memtop.presets import Settings, load_presets, take_whole
 from memtop.presets.arithmetic import split_below
 from memtop.presets.comparing import compatibility, effective_change
-from memtop.supervisor.recovery.forecast import Line, foreseen, line_through, peaks_of
+from memtop.supervisor.recovery.forecast import Line, line_through, peaks_of
 from memtop.supervisor.recovery.gpu_ladder import CHECKPOINTED
 from memtop.supervisor.recovery.values import Class, Forecast, Peak
 
@@ -27,6 +28,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     guide: str
     """What the guide says of it, corrected where it is wrong."""
     settings: Settings
+    preset: str | None = None
+    """Taken whole, where the choice is one."""
     effective_batch: int
     effective_text: str
     """`192 -> 144 (-25.0 %)`, or `192, as it is`."""
@@ -37,7 +40,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     epoch_factor: float | None = None
     """Time of an epoch over the present one's; None where neither a measurement nor a guide says."""
     epoch_basis: str
-    """`measured`, or `the guide's guess`."""
+    """`measured`, `the guide's guess` or `not known`."""
 
     @property
     def assignments(self) -> dict[str, str]:
@@ -113,6 +116,16 @@ _QLORA = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Present:
+    """What every choice is compared with."""
+
+    settings: Settings
+    line: Line | str
+    total_bytes: int | None
+    speeds: Mapping[int, float]
+
+
 def choices(
     settings: Settings,
     peaks: Iterable[Peak] = (),
@@ -123,72 +136,63 @@ def choices(
 ) -> tuple[Choice, ...]:
     """The guides' proposals for runs of their kind: () for others. `speeds`: samples per second as measured, by batch."""
     line = line_through(peaks_of(settings, peaks), base_bytes=base_bytes)
-    if settings.recipe == "pretrain-t5":
-        return tuple(_of_t5(settings, line, total_bytes, speeds or {}))
-    if settings.recipe == "sft-qlora":
-        return tuple(_of_qlora(settings, line, total_bytes))
-    return ()
+    present = _Present(settings=settings, line=line, total_bytes=total_bytes, speeds=speeds or {})
+    makers = {"pretrain-t5": _of_t5, "sft-qlora": _of_qlora}
+    return tuple(makers[settings.recipe](present)) if settings.recipe in makers else ()
 
 
-def _of_t5(settings: Settings, line: Line | str, total_bytes: int | None, speeds: Mapping[int, float]) -> list[Choice]:
-    found = []
+def _of_t5(present: _Present) -> Iterator[Choice]:
+    before = present.settings
     for scheme in _SCHEMES:
         names = ("batch", "accumulation", "seq_len", "gradient_checkpointing")
-        after = replace(settings, **{name: value for name in names if (value := getattr(scheme, name)) is not None})
-        found.append(_choice(scheme.name, scheme.title, scheme.guide, settings, after, line, total_bytes, scheme.speed, speeds))
-    exact = split_below(settings.effective_batch, settings.world_size, min(24, settings.batch - 1))
+        values = {name: value for name in names if (value := getattr(scheme, name)) is not None}
+        yield _choice(scheme.name, scheme.title, scheme.guide, replace(before, **values), present, speed=scheme.speed)
+    exact = split_below(before.effective_batch, before.world_size, min(24, before.batch - 1))
     if exact is not None:
-        after = replace(settings, batch=exact[0], accumulation=exact[1])
-        title = f"batch {exact[0]}, accumulation {exact[1]}"
-        guide = "not in the guide: what its third plan wanted, the effective batch held exactly"
-        found.append(_choice("exact", title, guide, settings, after, line, total_bytes, None, speeds))
+        after = replace(before, batch=exact[0], accumulation=exact[1])
+        why = "not in the guide: what its third plan wanted, the effective batch held exactly"
+        yield _choice("exact", f"batch {exact[0]}, accumulation {exact[1]}", why, after, present)
     presets = load_presets()
     for name, preset in _PRESETS.items():
         if preset in presets:
-            after = take_whole(settings, presets[preset])
-            title = f"{presets[preset].title} ({preset})"
-            found.append(_choice(name, title, presets[preset].description, settings, after, line, total_bytes, None, speeds))
-    return found
+            words = presets[preset].description
+            yield _choice(name, presets[preset].title, words, take_whole(before, presets[preset]), present, preset=preset)
 
 
-def _of_qlora(settings: Settings, line: Line | str, total_bytes: int | None) -> list[Choice]:
+def _of_qlora(present: _Present) -> Iterator[Choice]:
     presets = load_presets()
-    return [
-        _choice(
-            name, presets[preset].title, guide, settings, take_whole(settings, presets[preset]), line, total_bytes, None, {}
-        )
-        for name, (preset, guide) in _QLORA.items()
-        if preset in presets
-    ]
+    for name, (preset, guide) in _QLORA.items():
+        if preset in presets:
+            after = take_whole(present.settings, presets[preset])
+            yield _choice(name, presets[preset].title, guide, after, present, preset=preset)
 
 
 def _choice(
     name: str,
     title: str,
     guide: str,
-    before: Settings,
     after: Settings,
-    line: Line | str,
-    total_bytes: int | None,
-    speed: float | None,
-    speeds: Mapping[int, float],
+    present: _Present,
+    *,
+    speed: float | None = None,
+    preset: str | None = None,
 ) -> Choice:
-    then = _forecast(before, after, line, total_bytes)
-    factor, basis = _epoch(before, after, speed, speeds)
-    held = before.effective_batch == after.effective_batch
-    same = held and (before.seq_len, before.lora, before.learning_rate) == (after.seq_len, after.lora, after.learning_rate)
-    effective = (
-        f"{after.effective_batch}, as it is" if held else effective_change(before.effective_batch, after.effective_batch)
-    )
+    before = present.settings
+    then = _forecast(after, present)
+    factor, basis = _epoch(after, present, speed)
+    old, new = before.effective_batch, after.effective_batch
+    same = old == new and all(getattr(before, name) == getattr(after, name) for name in ("seq_len", "lora", "learning_rate"))
     return Choice(
         name=name,
         title=title,
         guide=guide,
         settings=after,
-        effective_batch=after.effective_batch,
-        effective_text=effective,
+        preset=preset,
+        effective_batch=new,
+        effective_text=f"{new}, as it is" if old == new else effective_change(old, new),
         keeps_math=same,
-        resumable=compatibility(before, after)[0],
+        # A preset taken whole sets values of training that belong to a run's beginning.
+        resumable="new run" if preset is not None and not same else compatibility(before, after)[0],
         forecast=then if isinstance(then, Forecast) else None,
         forecast_unknown=then if isinstance(then, str) else None,
         epoch_factor=factor,
@@ -196,27 +200,28 @@ def _choice(
     )
 
 
-def _forecast(before: Settings, after: Settings, line: Line | str, total_bytes: int | None) -> Forecast | str:
+def _forecast(after: Settings, present: _Present) -> Forecast | str:
+    before, line = present.settings, present.line
     if isinstance(line, str):
         return line
     if (before.zero, before.lora, before.optimizer) != (after.zero, after.lora, after.optimizer):
         return "another strategy or other adapters: nothing was measured of them"
+    if before.gradient_checkpointing and not after.gradient_checkpointing:
+        return "without checkpointing nothing was measured"
     if after.gradient_checkpointing and not before.gradient_checkpointing:
         line = line.with_activations(CHECKPOINTED, f"base + {CHECKPOINTED:.0%} of what grows with the batch")
-    elif before.gradient_checkpointing and not after.gradient_checkpointing:
-        return "without checkpointing nothing was measured"
     if after.seq_len > before.seq_len:
         return f"T {after.seq_len} is longer than what was measured"
     if after.seq_len < before.seq_len:
         share = after.seq_len / before.seq_len
         line = line.with_activations(share, f"what grows with the batch shrinks at least with T to {share:.0%}")
-    found = line.forecast(after.batch, total_bytes)
-    return foreseen(found.peak_bytes, total_bytes, found.basis)
+    return line.forecast(after.batch, present.total_bytes)
 
 
-def _epoch(before: Settings, after: Settings, speed: float | None, speeds: Mapping[int, float]) -> tuple[float | None, str]:
-    plain = replace(after, batch=before.batch, accumulation=before.accumulation) == before
-    if plain and before.batch in speeds and after.batch in speeds:
+def _epoch(after: Settings, present: _Present, speed: float | None) -> tuple[float | None, str]:
+    before, speeds = present.settings, present.speeds
+    only_the_split = replace(after, batch=before.batch, accumulation=before.accumulation) == before
+    if only_the_split and before.batch in speeds and after.batch in speeds:
         return speeds[before.batch] / speeds[after.batch], "measured"
     return (None, "not known") if speed is None else (1 / speed, "the guide's guess")
 

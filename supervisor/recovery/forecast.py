@@ -188,7 +188,7 @@ def _line_with_failures(exact: dict[int, int], failed: dict[int, int], base_byte
 
 
 def _not_below_zero(line: Line, points: dict[int, int]) -> Line:
-    """Nothing needs less than nothing: a base below zero is noise, and a line from zero above all points is on the safe side."""
+    """A base below zero is noise: nothing needs less than nothing. A line from zero above all points is on the safe side."""
     if line.base_bytes >= 0:
         return line
     steepest = max(size / batch for batch, size in points.items())
@@ -216,7 +216,7 @@ def _why_none(exact: dict[int, int], failed: dict[int, int]) -> str:
 
 
 class Prior(msgspec.Struct, frozen=True, kw_only=True):
-    """What the guide assumes where nothing was measured: its T5 on a 20 GB card. Every value can be given; a line replaces it."""
+    """What the guide assumes where nothing was measured: its T5 on a 20 GB card. Every value can be given."""
 
     model_and_optimizer_bytes: int = 3 * units.GIB
     reserve_bytes: int = 2 * units.GIB

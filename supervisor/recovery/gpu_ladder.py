@@ -22,7 +22,7 @@ Rung = Remedy | str | None
 
 _EXPANDABLE = "expandable_segments"
 CHECKPOINTED = 0.7
-"""What checkpointing leaves of the activations: the guides say it saves 30 to 50 % of them; the smaller saving is counted on."""
+"""What checkpointing leaves of the activations: the guides say it saves 30 to 50 % of them, so at least 30 is counted on."""
 
 
 def gpu_ladder(situation: Situation) -> Iterator[Rung]:
@@ -238,9 +238,5 @@ def _preset_rung(situation: Situation, preset: Preset) -> Rung:
         refused = _host_refuses(situation)
         if refused:
             return f"preset {preset.name}: {refused}"
-    return situation.rung(
-        "next_preset",
-        f"the next rung of the ladder: {preset.title}",
-        preset=preset.name,
-        title=f"preset {preset.name}: {preset.title}",
-    )
+    title = f"preset {preset.name}: {preset.title}"
+    return situation.rung("next_preset", "the next rung of the ladder", preset=preset.name, title=title)

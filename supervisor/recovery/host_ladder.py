@@ -76,12 +76,12 @@ def no_workers(situation: Situation, why: str) -> Rung:
     if not settings.workers:
         return "loader workers: there are none"
     count = settings.workers * settings.world_size
+    ranks = f" in each of {settings.world_size} ranks" if settings.world_size > 1 else ""
     return situation.rung(
         "workers",
         f"{count} worker process{'es' if count > 1 else ''} less: {why}; data are then read by the training process itself",
         {"workers": "0"},
-        title=f"loader workers {settings.workers} -> 0"
-        + (f" in each of {settings.world_size} ranks" if settings.world_size > 1 else ""),
+        title=f"loader workers {settings.workers} -> 0{ranks}",
         unforeseen=_NOT_FORESEEN,
     )
 

@@ -1,4 +1,4 @@
-"""What can be said and typed for a program whose settings are not memtop's: the user's own, or one known by its log alone. Pure."""
+"""What can be said and typed for a program of the user's own, or one that is known by its log alone. Pure."""
 
 from __future__ import annotations
 

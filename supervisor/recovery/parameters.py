@@ -10,7 +10,7 @@ from memtop.presets.schema import Lora, Settings
 Config = Mapping[str, Any]
 
 TRAINED_BYTES = 16
-"""Of one trained parameter in fp32 under Adam: weight 4, gradient 4, two moments 8. What an offload needs in host memory too."""
+"""Of one trained parameter in fp32 under Adam: weight 4, gradient 4, two moments 8. An offload needs as much of host memory."""
 MOMENT_BYTES = 8
 """Of them, what leaves the card for certain when the optimizer does."""
 

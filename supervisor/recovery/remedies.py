@@ -69,7 +69,7 @@ def remedies(
             peaks=peaks,
             total_bytes=total_bytes,
             run=run,
-            host=host or HostFacts(),
+            host=host,
             base_bytes=base_bytes,
             others_bytes=others_bytes,
             failed=tuple(failed),
@@ -103,12 +103,12 @@ def situation_of(
     peaks: Iterable[Peak] = (),
     total_bytes: int | None = None,
     others_bytes: int | None = None,
-    host: HostFacts = HostFacts(),
+    host: HostFacts | None = None,
     on_gpu: bool | None = None,
     **more: Any,
 ) -> Situation:
     """A situation with what the diagnosis itself tells filled in: the card's size, other processes, the peak that failed."""
-    of_gpu = diagnosis.kind.of_gpu
+    of_gpu, host = diagnosis.kind.of_gpu, host or HostFacts()
     gpu = _on_gpu(diagnosis, settings, total_bytes) if on_gpu is None else on_gpu
     if total_bytes is None:
         total_bytes = diagnosis.total_bytes if of_gpu else None if gpu else host.limit_bytes

@@ -58,7 +58,7 @@ class Situation:
     """What was measured to be there without a batch: context, weights, optimizer."""
     others_bytes: int | None = None
     """What other processes hold of the device."""
-    host: HostFacts = HostFacts()
+    host: HostFacts = field(default_factory=HostFacts)
     failed: tuple[Settings, ...] = ()
     alive: bool = False
     """The trainer runs (it has survived): what it can change at an update boundary needs no restart."""
@@ -122,7 +122,7 @@ class Situation:
             return str(error)
         if self.tried(after):
             return "leads to a configuration that has failed" if after != self.settings else "changes nothing here"
-        fit, reason = compatibility(self.settings, after)
+        fit, _ = compatibility(self.settings, after)
         foreseen = unforeseen if unforeseen is not None else self.foresee(after, estimate)
         another = fit == "new run"
         return Remedy(
