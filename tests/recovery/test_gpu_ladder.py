@@ -15,7 +15,7 @@ from memtop.presets.schema import Lora, Zero
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.applying import applied, key
-from memtop.supervisor.recovery.remedies import HostFacts, remedies
+from memtop.supervisor.recovery.remedies import HostFacts, remedies, situation_of
 from memtop.supervisor.recovery.values import Remedy
 from tests.recovery.support import (
     CARD,
@@ -151,6 +151,7 @@ def test_memory_of_others_counts() -> None:
     assert split.assignments["batch"] == "8"
     assert split.forecast is not None
     assert split.forecast.basis.endswith("beside 6.0 GiB of other processes")
+    assert split.forecast.fraction == pytest.approx((split.forecast.peak_bytes + gib(6)) / CARD)
 
 
 def test_a_limit_that_was_set_on_purpose_is_the_limit() -> None:
@@ -483,7 +484,7 @@ def assert_class(now: Settings, after: Settings, remedy: Remedy) -> None:
 def test_the_commands_are_ones_that_memtop_takes(kind: Kind, now: Settings) -> None:
     from memtop.cli import app
 
-    busy = replace(now, workers=2, eval_every=50, loss_chunk=0, data={"train": "my data/rows.parquet"})
+    busy = replace(now, workers=2, eval_every=50, loss_chunk=0, pin_memory=None, data={"train": "my data/rows.parquet"})
     seen = 0
     for remedy in climb(died(kind, phase="unknown"), busy, host=ROOMY).remedies:
         words = shlex.split(remedy.command or "")
@@ -491,7 +492,13 @@ def test_the_commands_are_ones_that_memtop_takes(kind: Kind, now: Settings) -> N
             # click refuses an option that there is not, or a value of the wrong type.
             app.commands[words[1]].make_context(words[1], words[2:])
             seen += 1
-    assert seen or kind in (Kind.NOT_MEMORY,)
+    assert seen or kind is Kind.NOT_MEMORY
+
+
+def test_a_rung_that_changes_the_effective_batch_says_so_and_asks() -> None:
+    found = situation_of(S1, T5).rung("x", "why", {"batch": "24", "accumulation": "2"})
+    assert not isinstance(found, str)
+    assert (found.keeps_math, found.needs_consent) == (False, True)
 
 
 def test_settings_that_refuse_a_rung_say_why() -> None:
