@@ -14,6 +14,8 @@ from memtop.train.optimizers import MOMENTS, build_optimizer, full_moments, read
 from tests.train.support import TINY, Training, edited
 
 CPU = torch.device("cpu")
+# DeepSpeed compiles its Adam at the first use: minutes on a machine that has other work.
+pytestmark = pytest.mark.timeout(1200)
 
 
 def trained(kind: Optimizer, steps: int = 4) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
