@@ -204,7 +204,9 @@ def test_a_gpu_that_is_no_longer_listed_and_returns(driver: Script, reader: Nvml
     reader.read()
     driver.clear().gpu(0, total=GIB, uuid="GPU-a").write()
     clock.pass_(10.0)
-    assert [gpu.troubles for gpu in reader.read().gpus] == [()]
+    well, missing = reader.read().gpus
+    assert well.troubles == ()
+    assert [trouble.kind for trouble in missing.troubles] == ["lost"]
     driver.gpu(1, total=GIB, uuid="GPU-b").write()
     clock.pass_(10.0)
     kept, back = reader.read().gpus
@@ -262,9 +264,9 @@ def test_an_announcement_belongs_to_the_gpu_that_had_the_place_then(driver: Scri
     reader._events._events.clear()
     take, replace = reader._events.take, reader._replace
 
-    def late(count: int) -> None:
+    def late(count: int, now: float) -> None:
         reader._events._events.extend(kept)
-        replace(count)
+        replace(count, now)
 
     reader._replace = late  # type: ignore[method-assign]
     clock.pass_(11.0)

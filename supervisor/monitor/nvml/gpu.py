@@ -95,7 +95,8 @@ class Gpu:
     @property
     def name(self) -> str | None:
         """The model, where it is known."""
-        return self._fixed["name"]
+        name: str | None = self._fixed["name"]
+        return name
 
     @property
     def handle(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -167,7 +168,7 @@ class NvmlReader:
         return done
 
     def _missing_rows(self, now: float) -> list[GpuSample]:
-        """A row for each GPU that the driver has ceased to list, behind the others and under a number that none of them has.
+        """A row for each GPU that the driver has ceased to list, behind the others, under a number that no other has.
 
         None where the driver lists no GPU at all, which the note says, nor while it does not say who one of them is: that
         may be the missing one.
@@ -177,13 +178,14 @@ class NvmlReader:
             return []
         listed = {gpu.uuid for gpu in self._gpus}
         self._missing = [(until, gpu) for until, gpu in self._missing if gpu.uuid not in listed]
-        taken, rows = set(range(len(self._gpus))), []
-        for _, gpu in self._missing:
-            index = gpu.index if gpu.index not in taken else max(taken) + 1
-            taken.add(index)
+        rows: dict[int, GpuSample] = {}
+        # First those whose old number is free, then the others: they are given what is left.
+        for _, gpu in sorted(self._missing, key=lambda one: one[1].index < len(self._gpus)):
+            free = (n for n in itertools.count(len(self._gpus)) if n not in rows)
+            index = next(free) if gpu.index < len(self._gpus) or gpu.index in rows else gpu.index
             gpu.troubles = self._troubles.of(gpu.key)
-            rows.append(gpu.missing(index))
-        return sorted(rows, key=lambda row: row.index)
+            rows[index] = gpu.missing(index)
+        return [rows[index] for index in sorted(rows)]
 
     def _number(self) -> None:
         """Tell every GPU what CUDA calls it, whenever the GPUs have changed."""
