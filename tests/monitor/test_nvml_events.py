@@ -214,6 +214,21 @@ def test_a_gpu_that_is_no_longer_listed_and_returns(driver: Script, reader: Nvml
     assert [trouble.kind for trouble in back.troubles] == ["lost", "returned"]
 
 
+def test_a_gpu_that_tells_its_uuid_late_keeps_its_troubles(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    driver.gpu(0, total=GIB).fail("nvmlDeviceGetUUID", 0, 10).write()
+    one(reader)
+    driver.clear().gpu(0, total=GIB, error=15).write()
+    clock.pass_(1.0)
+    assert [trouble.kind for trouble in one(reader).troubles] == ["lost"]
+    driver.clear().gpu(0, total=GIB).gpu(1, total=GIB).write()
+    clock.pass_(30.0)
+    for _ in range(2):
+        first, second = reader.read().gpus
+        assert first.uuid is not None
+        assert ([trouble.kind for trouble in first.troubles], second.troubles) == (["lost", "returned"], ())
+        clock.pass_(30.0)
+
+
 def test_a_driver_that_is_reloaded_is_a_loss_and_a_return(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     driver.gpu(0, total=GIB).write()
     one(reader)

@@ -90,7 +90,12 @@ class Gpu:
     @property
     def key(self) -> str:
         """What the GPU is remembered by."""
-        return self.uuid or f"gpu {self.index}"
+        return self.uuid or self.place
+
+    @property
+    def place(self) -> str:
+        """What it is remembered by until its UUID is known."""
+        return f"gpu {self.index}"
 
     @property
     def name(self) -> str | None:

@@ -153,6 +153,8 @@ class NvmlReader:
     def _with_news(self, samples: list[GpuSample]) -> list[GpuSample]:
         """The samples with troubles that became known only by them, and with CUDA's numbers where the GPUs have changed."""
         for gpu in self._gpus:
+            if gpu.uuid is not None:
+                self._troubles.named(gpu.place, gpu.uuid)
             self._troubles.state(gpu.key, gpu.error)
             gpu.troubles = self._troubles.of(gpu.key)
         self._number()

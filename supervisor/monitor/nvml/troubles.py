@@ -51,6 +51,15 @@ class Troubles:
             self._lost.add(key)
             self._add(key, GpuTrouble(time=self._clock(), kind="lost", message=error))
 
+    def named(self, place: str, key: str) -> None:
+        """The GPU in this place has told its UUID: what was noted under its place is its own."""
+        for group in (self._well, self._lost):
+            if place in group:
+                group.discard(place)
+                group.add(key)
+        if place in self._book:
+            self._book[key] = (*self._book.pop(place), *self.of(key))[-KEPT:]
+
     def listed(self, keys: Iterable[str]) -> None:
         """These GPUs are all that the driver lists: those that were well and are missing are lost."""
         for key in self._well.difference(keys):
