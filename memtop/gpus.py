@@ -13,7 +13,7 @@ from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 FREE_FRACTION = 0.9
-"""A GPU counts as free with so much of its memory left and no program computing on it."""
+"""A GPU counts as free with so much of its memory left and, as the driver tells for certain, no program computing on it."""
 
 
 def sample() -> MachineSnapshot:
@@ -29,7 +29,7 @@ def wanted(text: str | None) -> list[str] | None:
     """The device indices that `--gpus` means: `0,1`, `free` (one) or `free:2`; None if it was not given.
 
     Refused (UsageError): what is not an index, GPUs that this machine has not (training would go on without them, on the
-    CPU), and more free ones than there are.
+    CPU), and more free ones than there are for certain.
     """
     if text is None:
         return None
@@ -167,9 +167,11 @@ def _why_not_free(gpu: GpuSample) -> str | None:
     if gpu.total_bytes is None or gpu.free_bytes is None:
         return "its memory is not known"
     for process in gpu.processes:
-        if "compute" in process.kind:
+        if process.kind != "graphics":  # compute, with graphics or without, and the clients of an MPS server
             who = ", ".join(word for word in (process.user, process.name) if word)
             return f"process {process.pid} computes on it" + (f" ({who})" if who else "")
+    if "processes" in gpu.unknown:
+        return f"who computes on it is not known: {gpu.unknown['processes']}"
     if gpu.free_bytes < FREE_FRACTION * gpu.total_bytes:
         return f"only {units.size(gpu.free_bytes)} of {units.size(gpu.total_bytes)} free"
     return None

@@ -112,3 +112,21 @@ def test_gpus_are_different_indices(text: str) -> None:
 def test_free_ones_are_counted(text: str) -> None:
     with pytest.raises(UsageError, match="give how many free GPUs, like free:2"):
         gpus.wanted(text)
+
+
+def test_clients_of_an_mps_server_compute(four: Script) -> None:
+    four.process(1, pid=os.getpid(), used=GIB // 8, kind="mps").write()
+    assert gpus.wanted("free") == ["3"]
+    with pytest.raises(UsageError, match=r"1 of 4 GPUs is free; .*GPU 1: process \d+ computes on it"):
+        gpus.wanted("free:2")
+
+
+@pytest.mark.parametrize("code", [3, 4, 999])
+def test_a_gpu_whose_processes_are_not_told_is_not_known_to_be_free(four: Script, code: int) -> None:
+    for version in (2, 3):
+        four.fail(f"nvmlDeviceGetComputeRunningProcesses_v{version}", 1, code)
+    four.write()
+    assert gpus.wanted("free") == ["3"]
+    with pytest.raises(UsageError, match=r"1 of 4 GPUs is free; .*GPU 1: who computes on it is not known: "):
+        gpus.wanted("free:2")
+    assert gpus.wanted("1") == ["1"], "whoever names it knows better"

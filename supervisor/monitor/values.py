@@ -60,7 +60,8 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
     mig_instance: int | None = None
     """Position of the MIG instance that it runs on, None without MIG."""
     gone: bool = False
-    """The driver still lists memory under this pid, but no such process lives on this machine (proven: we see all pids)."""
+    """The driver still lists memory under this pid, but no such process lives on this machine (proven: we see all pids); a
+    process that has ended and was not collected by its parent (zombie) does not live either."""
     unknown: dict[str, str] = {}
 
 
@@ -179,6 +180,8 @@ class GpuDetails(msgspec.Struct, frozen=True, kw_only=True):
     mig_mode: bool | None = None
     compute_capability: str | None = None
     """e.g. `8.6`"""
+    device_minor: int | None = None
+    """N of /dev/nvidiaN, the device that a program on this GPU has open."""
     sm_active_fraction: float | None = None
     """Share of multiprocessors with work, and ..."""
     tensor_active_fraction: float | None = None
@@ -190,7 +193,8 @@ class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU at one moment. used_bytes excludes what the driver reserves (NVML memory info v2) where that is known."""
 
     index: int
-    """The driver's index (nvidia-smi's), which may differ from CUDA's."""
+    """The driver's index (nvidia-smi's), which may differ from CUDA's. A GPU that the driver does not list any more has its
+    old one, or the next that is free; `error` says so."""
     uuid: str | None = None
     name: str | None = None
     pci_bus_id: str | None = None

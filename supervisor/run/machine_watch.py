@@ -104,11 +104,14 @@ class MachineWatch:
         self._run_memory.update(living, {report.pid for report in reports})
 
     def crossings(self) -> list[str]:
-        """The gauges that changed their band since the last call, each as one line."""
+        """The gauges that changed their band since the last call, each as one line. A band that is not known is no change:
+        the next one that is known is compared with the one before."""
         if self.machine is None:
             return []
         lines = []
         for gauge, band, text in explain.bands(self.machine):
+            if band is Band.UNKNOWN:
+                continue
             before = self._bands.get(gauge)
             self._bands[gauge] = band
             if before is not None and before != band:

@@ -13,6 +13,7 @@ import pytest
 
 from memtop.supervisor.monitor.nvml import NvmlReader
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
+from memtop.supervisor.monitor.nvml.reader import MISSING_SECONDS
 from memtop.supervisor.monitor.values import Band, GpuSample
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import Script
@@ -264,7 +265,7 @@ def test_gpus_come_and_go(driver: Script, reader: NvmlReader, clock: Clock) -> N
     assert [gpu.uuid for gpu in reader.read().gpus] == ["GPU-a", "GPU-b"]
     driver.clear().gpu(0, total=GIB, uuid="GPU-b").write()
     clock.pass_(10.0)
-    assert [gpu.uuid for gpu in reader.read().gpus] == ["GPU-b"]
+    assert [gpu.uuid for gpu in reader.read().gpus if gpu.error is None] == ["GPU-b"]
     driver.clear().write()
     clock.pass_(10.0)
     assert reader.read().gpus == ()
@@ -317,3 +318,150 @@ def test_a_lost_gpu_is_not_hammered(driver: Script, reader: NvmlReader, clock: C
         clock.pass_(1.0)
     assert driver.calls("nvmlInitWithFlags") - before[0] <= 4
     assert driver.calls("nvmlDeviceGetHandleByIndex_v2") - before[1] <= 45
+
+
+MEMORY = ("total_bytes", "used_bytes", "free_bytes", "used_fraction")
+
+
+@pytest.mark.parametrize("how", ["total 0", "not supported", "too old"])
+def test_one_odd_answer_does_not_blind(driver: Script, reader: NvmlReader, clock: Clock, how: str) -> None:
+    """Whether it is the first answer or comes after good ones, which prove that the card can tell."""
+    odd = {"not supported": 3, "too old": 13}
+    for before in range(2):
+        if before:
+            driver.clear().gpu(0, total=GIB, used=MIB, util=7).write()
+            gpu = one(reader)
+            assert (gpu.used_bytes, gpu.utilization_fraction, gpu.unknown) == (MIB, 0.07, {})
+            clock.pass_(1.0)
+        elif how != "total 0":
+            continue  # a card that says so from the start means it
+        driver.clear().gpu(0, total=GIB if how in odd else 0, util=7)
+        for function in ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetUtilizationRates"):
+            if how in odd:
+                driver.fail(function, 0, odd[how])
+        driver.write()
+        gpu = one(reader)
+        clock.pass_(1.0)
+        assert (gpu.error, gpu.unified, gpu.band) == (None, False, Band.UNKNOWN)
+        reason = nvml_errors.words(odd[how]) if how in odd else "the driver reported 0 bytes of memory"
+        assert {field: (getattr(gpu, field), gpu.unknown[field]) for field in MEMORY} == dict.fromkeys(MEMORY, (None, reason))
+    driver.clear().gpu(0, total=GIB, used=2 * MIB, reserved=MIB, util=8).write()
+    gpu = one(reader)
+    assert (gpu.used_bytes, gpu.reserved_bytes, gpu.utilization_fraction, gpu.unknown) == (2 * MIB, MIB, 0.08, {})
+
+
+@pytest.mark.parametrize(
+    ("function", "field"),
+    [("nvmlDeviceGetUUID", "uuid"), ("nvmlDeviceGetName", "name"), ("nvmlDeviceGetPciInfo_v3", "pci_bus_id")],
+)
+def test_who_it_is_is_asked_again_until_it_is_told(
+    driver: Script, reader: NvmlReader, clock: Clock, function: str, field: str
+) -> None:
+    driver.gpu(0, total=GIB).fail(function, 0, 10).write()
+    assert one(reader).unknown == {field: nvml_errors.words(10)}
+    driver.clear().gpu(0, total=GIB).write()
+    clock.pass_(5.0)
+    gpu = one(reader)
+    assert getattr(gpu, field)
+    assert gpu.unknown == {}
+    clock.pass_(5.0)
+    before = driver.calls(function)
+    one(reader)
+    assert driver.calls(function) - before == (function == "nvmlDeviceGetUUID"), "only whether the GPUs have changed places"
+
+
+def test_texts_that_are_none(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    driver.driver("550\udcff").gpu(0, total=GIB, used=MIB, name="Bad\udcff", uuid="GPU-\udcfe", bus="\udcfd").write()
+    for _ in range(12):
+        reading = reader.read()
+        clock.pass_(1.0)
+    (gpu,) = reading.gpus
+    assert (reading.driver_version, reading.note) == (None, None)
+    assert (gpu.uuid, gpu.name, gpu.pci_bus_id, gpu.used_bytes) == (None, None, None, MIB)
+    assert gpu.unknown == dict.fromkeys(("uuid", "name", "pci_bus_id"), "the driver answered with bytes that are no text")
+
+
+def two(driver: Script, *names: str) -> None:
+    driver.clear()
+    for index, name in enumerate(names):
+        driver.gpu(index, total=GIB, uuid=f"GPU-{name}", name=name)
+    driver.write()
+
+
+def told(reader: NvmlReader) -> list[tuple[int, str | None, str | None]]:
+    """Place, name, and what is wrong; nothing of what cannot be read has a number."""
+    gpus = reader.read().gpus
+    for gpu in gpus:
+        if gpu.error is not None:
+            assert (gpu.total_bytes, gpu.visible_index, gpu.processes, gpu.band) == (None, None, (), Band.UNKNOWN)
+            assert gpu.unknown["total_bytes"]
+    return [(gpu.index, gpu.name, gpu.error) for gpu in gpus]
+
+
+def missing(place: int) -> str:
+    return f"{nvml_errors.NOT_LISTED} (it was GPU {place})"
+
+
+def test_a_gpu_that_the_driver_does_not_list_any_more_keeps_a_row(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    two(driver, "A", "B", "C")
+    reader.read()
+    two(driver, "A", "B")
+    clock.pass_(10.0)
+    assert told(reader) == [(0, "A", None), (1, "B", None), (2, "C", missing(2))]
+    two(driver, "B")
+    clock.pass_(10.0)
+    rows = [(0, "B", None), (1, "A", missing(0)), (2, "C", missing(2))]
+    assert told(reader) == rows, "the driver counts anew: nothing has the number of another"
+    two(driver, "C", "B")
+    clock.pass_(10.0)
+    assert told(reader) == [(0, "C", None), (1, "B", None), (2, "A", missing(0))]
+    two(driver, "A", "B", "C")
+    clock.pass_(10.0)
+    assert told(reader) == [(0, "A", None), (1, "B", None), (2, "C", None)]
+
+
+def test_a_card_that_was_exchanged_is_missing(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    two(driver, "A", "B")
+    reader.read()
+    two(driver, "A", "X")
+    clock.pass_(10.0)
+    assert told(reader) == [(0, "A", None), (1, "X", None), (2, "B", missing(1))]
+
+
+def test_a_missing_gpu_is_told_of_for_a_day(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    two(driver, "A", "B")
+    reader.read()
+    two(driver, "A")
+    clock.pass_(10.0)
+    reader.read()
+    clock.pass_(MISSING_SECONDS - 1)
+    assert len(told(reader)) == 2
+    clock.pass_(1.0)
+    assert told(reader) == [(0, "A", None)]
+
+
+def test_with_no_gpu_at_all_the_note_says_it_and_rows_come_with_the_others(
+    driver: Script, reader: NvmlReader, clock: Clock
+) -> None:
+    two(driver, "A", "B")
+    reader.read()
+    driver.clear().init_error(9).gpu(0, total=GIB, error=1).gpu(1, total=GIB, error=1).write()
+    for _ in range(4):
+        clock.pass_(1.0)
+        reading = reader.read()
+    assert reading.gpus == ()
+    assert "not loaded" in (reading.note or "")
+    two(driver, "B")
+    clock.pass_(10.0)
+    assert told(reader) == [(0, "B", None), (1, "A", missing(0))]
+
+
+def test_who_may_be_the_missing_one_is_not_told_of_twice(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    two(driver, "A", "B", "C")
+    reader.read()
+    driver.clear().gpu(0, total=GIB, uuid="GPU-A", name="A").gpu(1, total=GIB, uuid="GPU-C", name="C", error=15).write()
+    clock.pass_(10.0)
+    assert told(reader) == [(0, "A", None), (1, None, nvml_errors.words(15))]
+    two(driver, "A", "C")
+    clock.pass_(10.0)
+    assert told(reader) == [(0, "A", None), (1, "C", None), (2, "B", missing(1))]

@@ -10,7 +10,7 @@ import pytest
 
 from memtop.supervisor.monitor.nvml import NvmlReader
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
-from memtop.supervisor.monitor.nvml.details import PCIE_FIELDS, throttle_words
+from memtop.supervisor.monitor.nvml.details import _CODECS, _FIXED, _SENSORS, PCIE_FIELDS, Row, throttle_words
 from memtop.supervisor.monitor.nvml.fields import _value_of, recovery_words
 from memtop.supervisor.monitor.values import GpuDetails, GpuSample
 from tests.monitor.conftest import Clock
@@ -56,6 +56,7 @@ EVERY_VALUE: dict[str, Any] = {
     "display_connected": True,
     "mig_mode": False,
     "compute_capability": "9.0",
+    "device_minor": 4,
     "sm_active_fraction": 0.61,
     "tensor_active_fraction": 0.27,
 }
@@ -67,7 +68,7 @@ def rich(driver: Script, sent: int, received: int) -> Script:
         throttle=0x4 | 0x1, ecc=1, ecc_corrected=7, ecc_uncorrected=2, remapped_cor=3, remapped_unc=1, remap_pending=1,
         pcie_gen=4, pcie_gen_limit=5, pcie_width=8, pcie_width_limit=16, bar1_total=128 * GIB, bar1_used=GIB, encoder=11,
         decoder=12, energy=5000250, persistence=1, compute_mode=3, display_active=1, display_connected=1, mig=0, major=9,
-        minor=0, gpm=1, sm_active=61, tensor_active=27,
+        minor=0, gpm=1, sm_active=61, tensor_active=27, device_minor=4,
     )  # fmt: skip
     driver.field(0, 82, 71).field(0, 230, 1).field(0, 29, 2).field(0, 30, 3).field(0, 91, 4)
     for link in range(4):
@@ -97,8 +98,6 @@ def missing(details: GpuDetails) -> set[str]:
 
 @pytest.mark.parametrize("code", [3, 4, 13, 27, 999])
 def test_every_value_that_the_driver_refuses_has_a_reason(driver: Script, reader: NvmlReader, code: int) -> None:
-    from memtop.supervisor.monitor.nvml.details import _CODECS, _FIXED, _SENSORS
-
     driver.gpu(0, total=GIB)
     for row in (*_FIXED, *_SENSORS, *_CODECS):
         for call in row.call:
@@ -236,14 +235,22 @@ def test_gpm_is_freed_and_begins_anew(driver: Script, reader: NvmlReader, clock:
     assert [driver.calls(name) - then for name, then in zip(names, before, strict=True)] == [4, 4]
 
 
-def test_gpm_before_hopper(driver: Script, reader: NvmlReader, clock: Clock) -> None:
-    driver.gpu(0, total=GIB).write()
+@pytest.mark.parametrize(
+    ("major", "words"),
+    [(8, "only GPUs from Hopper on tell it"), (9, "although its kind has it"), (None, "from Hopper on have it")],
+)
+def test_gpm_that_is_not_offered(driver: Script, reader: NvmlReader, clock: Clock, major: int | None, words: str) -> None:
+    driver.gpu(0, total=GIB, major=major or 9)
+    if major is None:
+        driver.fail("nvmlDeviceGetCudaComputeCapability", 0, 3)
+    driver.write()
     before = driver.calls("nvmlGpmQueryDeviceSupport")
     for _ in range(3):
         details = one(reader).details
         clock.pass_(5.0)
     assert details.sm_active_fraction is None
-    assert "Hopper" in details.unknown["sm_active_fraction"]
+    assert words in details.unknown["sm_active_fraction"]
+    assert ("only GPUs from Hopper" in details.unknown["sm_active_fraction"]) == (major != 9)
     assert driver.calls("nvmlGpmQueryDeviceSupport") - before == 1
 
 
@@ -262,7 +269,7 @@ def test_call_budget_of_eight_gpus(driver: Script, reader: NvmlReader, clock: Cl
     every_tick = ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetUtilizationRates")
     lists = tuple(f"nvmlDeviceGet{kind}RunningProcesses_v3" for kind in ("Compute", "Graphics", "MPSCompute"))
     sensors = ("nvmlDeviceGetTemperature", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetFanSpeed", "nvmlDeviceGetFieldValues")
-    once = ("nvmlDeviceGetName", "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetMaxClockInfo", "nvmlDeviceGetMaxPcieLinkWidth")
+    once = ("nvmlDeviceGetName", "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetMaxPcieLinkWidth", "nvmlDeviceGetMinorNumber")
     expected = dict.fromkeys(every_tick, 80) | dict.fromkeys((*lists, "nvmlDeviceGetProcessUtilization"), 40)
     expected |= dict.fromkeys(sensors, 16) | dict.fromkeys(once, 8) | {"nvmlDeviceGetPcieThroughput": 0}
     expected |= {"nvmlDeviceGetMaxClockInfo": 16, "nvmlDeviceGetMigMode": 8, "nvmlInitWithFlags": 1}
@@ -310,3 +317,40 @@ def test_bindings_that_do_not_know_the_newest_kind_of_number() -> None:
     answer.valueType = 1
     answer.value.ullVal = 2**32 - 1
     assert _value_of(answer) is None, "stands for unknown"
+
+
+@pytest.mark.parametrize("row", _FIXED, ids=lambda row: row.fields[0])
+def test_a_fixed_value_that_failed_once_is_asked_again_and_then_no_more(
+    driver: Script, reader: NvmlReader, clock: Clock, row: Row
+) -> None:
+    (field,), (call,) = row.fields, row.call
+    driver.gpu(0, total=GIB).fail(call, 0, 10).write()
+    details = one(reader).details
+    assert getattr(details, field) is None
+    assert details.unknown[field] == nvml_errors.words(10)
+    driver.clear().gpu(0, total=GIB).write()
+    clock.pass_(5.0)
+    details = one(reader).details
+    assert getattr(details, field) is not None
+    assert field not in details.unknown
+    asked = driver.calls(call)
+    clock.pass_(5.0)
+    one(reader)
+    assert driver.calls(call) == asked
+
+
+def test_a_value_that_was_told_before_is_not_given_up(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    """Twice "not supported" of what came before: of a sensor, of a numbered field, and of GPM's samples."""
+    for _ in range(2):
+        driver.clear().gpu(0, total=GIB, fan=40, gpm=1).field(0, 82, 70).write()
+        for _ in range(2):
+            details = one(reader).details
+            clock.pass_(5.0)
+        told = details.fan_fraction, details.memory_temperature_celsius, details.sm_active_fraction
+        assert told == (0.4, 70.0, 0.6)
+        driver.clear().gpu(0, total=GIB, gpm=0).fail("nvmlDeviceGetFanSpeed", 0, 3).write()
+        details = one(reader).details
+        clock.pass_(5.0)
+        for field in ("fan_fraction", "memory_temperature_celsius", "sm_active_fraction"):
+            assert getattr(details, field) is None
+            assert details.unknown[field] == nvml_errors.words(3)

@@ -204,12 +204,29 @@ def test_a_gpu_that_is_no_longer_listed_and_returns(driver: Script, reader: Nvml
     reader.read()
     driver.clear().gpu(0, total=GIB, uuid="GPU-a").write()
     clock.pass_(10.0)
-    assert [gpu.troubles for gpu in reader.read().gpus] == [()]
+    well, missing = reader.read().gpus
+    assert well.troubles == ()
+    assert [trouble.kind for trouble in missing.troubles] == ["lost"]
     driver.gpu(1, total=GIB, uuid="GPU-b").write()
     clock.pass_(10.0)
     kept, back = reader.read().gpus
     assert kept.troubles == ()
     assert [trouble.kind for trouble in back.troubles] == ["lost", "returned"]
+
+
+def test_a_gpu_that_tells_its_uuid_late_keeps_its_troubles(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    driver.gpu(0, total=GIB).fail("nvmlDeviceGetUUID", 0, 10).write()
+    one(reader)
+    driver.clear().gpu(0, total=GIB, error=15).write()
+    clock.pass_(1.0)
+    assert [trouble.kind for trouble in one(reader).troubles] == ["lost"]
+    driver.clear().gpu(0, total=GIB).gpu(1, total=GIB).write()
+    clock.pass_(30.0)
+    for _ in range(2):
+        first, second = reader.read().gpus
+        assert first.uuid is not None
+        assert ([trouble.kind for trouble in first.troubles], second.troubles) == (["lost", "returned"], ())
+        clock.pass_(30.0)
 
 
 def test_a_driver_that_is_reloaded_is_a_loss_and_a_return(driver: Script, reader: NvmlReader, clock: Clock) -> None:
@@ -262,9 +279,9 @@ def test_an_announcement_belongs_to_the_gpu_that_had_the_place_then(driver: Scri
     reader._events._events.clear()
     take, replace = reader._events.take, reader._replace
 
-    def late(count: int) -> None:
+    def late(count: int, now: float) -> None:
         reader._events._events.extend(kept)
-        replace(count)
+        replace(count, now)
 
     reader._replace = late  # type: ignore[method-assign]
     clock.pass_(11.0)

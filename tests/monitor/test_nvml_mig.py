@@ -199,3 +199,34 @@ def test_bands_of_instances_do_not_flicker_and_old_instances_are_forgotten(
         clock.pass_(11.0)
         watcher.sample()
     assert set(watcher._gauges) == {"GPU-00000000", "MIG-19"}
+
+
+def test_no_use_is_made_up_where_the_instances_refuse_their_lists(driver: Script, reader: NvmlReader) -> None:
+    cut(driver).process(0, pid=11, used=MIB)
+    for position in (1, 2, 5):
+        driver.fail(COMPUTE, 0, 4, mig=position)
+    driver.write()
+    (row,) = one(reader).processes
+    assert (row.mig_instance, row.sm_fraction) == (None, None), "of no instance that is known, and not idle for that"
+    assert row.unknown["sm_fraction"] == "the driver tells no utilisation for MIG instances"
+
+
+@pytest.mark.parametrize("code", [3, 4, 13, 999])
+def test_one_place_that_cannot_be_looked_at_hides_no_other(driver: Script, reader: NvmlReader, clock: Clock, code: int) -> None:
+    cut(driver).fail("nvmlDeviceGetMigDeviceHandleByIndex", 0, code).write()
+    gpu = one(reader)
+    assert (gpu.mig, gpu.unknown["mig"]) == ((), nvml_errors.words(code))
+    cut(driver).write()
+    clock.pass_(10.0)
+    gpu = one(reader)
+    assert [row.position for row in gpu.mig] == [1, 2, 5]
+    assert "mig" not in gpu.unknown
+
+
+def test_the_number_of_places_that_cannot_be_told(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    cut(driver).fail("nvmlDeviceGetMaxMigDeviceCount", 0, 10).write()
+    assert one(reader).unknown["mig"] == nvml_errors.words(10)
+    cut(driver).write()
+    clock.pass_(10.0)
+    gpu = one(reader)
+    assert (len(gpu.mig), "mig" in gpu.unknown) == (3, False)

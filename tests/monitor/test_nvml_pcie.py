@@ -69,6 +69,18 @@ def test_what_cannot_be_read(driver: Script, reader: NvmlReader, code: int, agai
     assert first.pcie_sent_bytes_per_second == (3072.0 if again else None)
 
 
+def test_what_was_told_before_is_asked_again(driver: Script, reader: NvmlReader) -> None:
+    driver.gpu(0, total=1, pcie_tx=1).write()
+    details(reader)
+    reader.want_pcie()
+    eventually(lambda: details(reader), lambda all_: all_[0].pcie_sent_bytes_per_second == 1024.0)
+    words = nvml_errors.words(3)
+    driver.fail(CALL, 0, 3).write()
+    eventually(lambda: details(reader), lambda all_: all_[0].unknown.get("pcie_sent_bytes_per_second") == words)
+    driver.clear().gpu(0, total=1, pcie_tx=2).write()
+    eventually(lambda: details(reader), lambda all_: all_[0].pcie_sent_bytes_per_second == 2048.0)
+
+
 def test_want_before_the_first_read(driver: Script, reader: NvmlReader) -> None:
     driver.gpu(0, total=1, pcie_tx=1).write()
     reader.want_pcie()

@@ -36,8 +36,9 @@ def test_shares(driver: Script, reader: NvmlReader) -> None:
     assert set(found) == {11, 12, 13}, "a pid that only the samples know is no row"
     assert shares(found[11]) == (0.8, 0.4, 0.05, 0.06)
     assert shares(found[12]) == (0.0, 0.0, 0.0, 0.0), "not in the answer: idle"
-    assert shares(found[13]) == (0.0, 0.0, 0.0, 0.0), "more than 100 % is garbage, not use"
-    assert all(row.unknown == {} for row in found.values())
+    assert shares(found[13]) == (None,) * 4, "more than 100 % is no share, and no proof of idleness"
+    assert found[13].unknown == dict.fromkeys(SHARES, "the driver reported 255 %")
+    assert found[11].unknown == found[12].unknown == {}
 
 
 def test_nobody_busy(driver: Script, reader: NvmlReader) -> None:
@@ -142,3 +143,37 @@ def test_a_clock_that_is_set_back_makes_nobody_idle(driver: Script) -> None:
     driver.clear().gpu(0, total=MIB).busy(0, pid=11, sm=60, mem=0, stamp=int(now * 1e6)).write()
     assert utilization.read(now + 1) == {11: (0.6, 0.0, 0.0, 0.0)}
     pynvml.nvmlShutdown()
+
+
+def test_a_sound_sample_counts_more_than_one_above_100(driver: Script, reader: NvmlReader) -> None:
+    stamp = int(time.time() * 1e6)
+    driver.gpu(0, total=MIB).process(0, pid=11, used=MIB).busy(0, pid=11, sm=70, stamp=stamp)
+    driver.busy(0, pid=11, sm=104, stamp=stamp + 1000).write()
+    assert rows(reader)[11].sm_fraction == 0.7
+
+
+@pytest.mark.parametrize("order", [(MIB, None), (None, MIB), (MIB, None, MIB)])
+def test_a_sum_with_a_row_that_is_not_told_is_not_known(
+    driver: Script, reader: NvmlReader, order: tuple[int | None, ...]
+) -> None:
+    driver.gpu(0, total=MIB).process(0, pid=12, used=5)
+    for used in order:
+        driver.process(0, pid=11, used=used)
+    driver.write()
+    found = rows(reader)
+    assert (found[11].used_bytes, found[12].used_bytes) == (None, 5)
+    assert found[11].unknown["used_bytes"] == "the driver does not tell all of this process's memory"
+
+
+def test_a_list_that_was_told_before_is_not_given_up(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    for _ in range(2):
+        driver.clear().gpu(0, total=MIB).process(0, pid=11, used=MIB, sm=30).write()
+        assert {pid: row.sm_fraction for pid, row in rows(reader).items()} == {11: 0.3}
+        clock.pass_(2.0)
+        driver.fail("nvmlDeviceGetProcessUtilization", 0, 3).write()
+        assert rows(reader)[11].unknown["sm_fraction"] == nvml_errors.words(3)
+        clock.pass_(2.0)
+        driver.fail("nvmlDeviceGetComputeRunningProcesses_v3", 0, 3).write()
+        (gpu,) = reader.read().gpus
+        assert (gpu.processes, gpu.unknown["processes"]) == ((), nvml_errors.words(3))
+        clock.pass_(2.0)

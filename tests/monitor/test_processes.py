@@ -110,7 +110,7 @@ def test_in_a_container_only_a_process_that_holds_the_gpu_is_meant(
     start: Start, monkeypatch: pytest.MonkeyPatch, holds: bool | None, described: bool
 ) -> None:
     monkeypatch.delenv(processes.TRUST_VARIABLE, raising=False)
-    describer = ProcessDescriber(holds=lambda pid: holds, same_namespace=lambda: False)
+    describer = ProcessDescriber(holds=lambda pid, minors: holds, same_namespace=lambda: False)
     facts = describer.describe(start().pid)
     assert (facts.name is not None) is described
     assert (facts.identity is not None) is described
@@ -124,23 +124,35 @@ def test_a_process_without_a_gpu_device_does_not_hold_one(start: Start) -> None:
 def test_an_open_gpu_device_is_seen(tmp_path: Path) -> None:
     (tmp_path / "7/fd").mkdir(parents=True)
     (tmp_path / "7/fd/3").symlink_to("/dev/nvidia0")
-    assert processes.holds_gpu(7, tmp_path) is True
+    assert processes.holds_gpu(7, proc_root=tmp_path) is True
+
+
+@pytest.mark.parametrize(
+    ("wanted", "held"), [({1}, True), ({11}, True), ({1, 11}, True), ({0}, False), ({2}, False), ({1, 2}, False)]
+)
+def test_another_gpu_that_is_open_proves_nothing(tmp_path: Path, wanted: set[int], held: bool) -> None:
+    (tmp_path / "7/fd").mkdir(parents=True)
+    for number, device in enumerate(("/dev/nvidiactl", "/dev/nvidia1", "/dev/null")):
+        (tmp_path / f"7/fd/{number}").symlink_to(device)
+    mapped = ("/usr/lib/libcuda.so.550.54", "/dev/nvidia11")
+    (tmp_path / "7/maps").write_text("".join(f"7f00-7f01 rw-s 0 00:00 0 {path}\n" for path in mapped))
+    assert processes.holds_gpu(7, frozenset(wanted), tmp_path) is held
 
 
 def test_the_mapped_driver_is_seen(tmp_path: Path) -> None:
     (tmp_path / "7/fd").mkdir(parents=True)
     (tmp_path / "7/maps").write_text("7f00-7f01 r-xp 0 00:00 0 /usr/lib/libcuda.so.550.54\n")
-    assert processes.holds_gpu(7, tmp_path) is True
+    assert processes.holds_gpu(7, proc_root=tmp_path) is True
 
 
 def test_what_may_not_be_read_is_not_known(tmp_path: Path) -> None:
-    assert processes.holds_gpu(7, tmp_path) is None
+    assert processes.holds_gpu(7, proc_root=tmp_path) is None
 
 
 def test_a_description_is_made_once_per_process(start: Start) -> None:
     asked: list[int] = []
 
-    def holds(pid: int) -> bool:
+    def holds(pid: int, minors: frozenset[int]) -> bool:
         asked.append(pid)
         return True
 

@@ -21,6 +21,7 @@ from memtop.supervisor.monitor.processes.proc import read_row
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.strays import KnownRun
 from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.vram import vram_parts
 from tests.monitor.conftest import Clock, Start
 from tests.nvml_double.double import Script
 
@@ -218,16 +219,39 @@ def test_where_not_all_is_seen_nobody_is_called_gone(
         clock.pass_(2.0)
 
 
-def test_a_zombie_is_named_with_the_parent_that_must_collect_it(driver: Script, reader: NvmlReader) -> None:
+def test_a_zombie_is_gone_and_named_with_the_parent_that_must_collect_it(
+    driver: Script, reader: NvmlReader, clock: Clock
+) -> None:
     child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    driver.gpu(0, total=GIB).process(0, pid=child.pid, used=9).write()
-    (row,) = sampler(reader).sample().gpus[0].processes
+    driver.gpu(0, total=GIB, used=GIB // 2).process(0, pid=child.pid, used=GIB // 4).write()
+    watcher = Sampler(nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), monotonic=clock)
+    for gone in (False, True, True):
+        gpu = watcher.sample().gpus[0]
+        (row,) = gpu.processes
+        assert (row.gone, row.choosable, row.parent_pid, row.job) == (gone, False, os.getpid(), None)
+        assert row.name
+        assert f"process {child.pid} has ended (zombie), but its parent {os.getpid()} (" in (row.reason or "")
+        clock.pass_(2.0)
+    parts = vram_parts(gpu)
     child.wait()
-    assert (row.gone, row.choosable, row.parent_pid, row.job) == (False, False, os.getpid(), None)
-    assert row.name
-    assert f"process {child.pid} has ended (zombie), but its parent {os.getpid()} (" in (row.reason or "")
+    assert (parts.gone_bytes, parts.jobs) == (GIB // 4, ())
+
+
+def test_the_gpus_on_which_a_pid_is_listed_decide_who_it_is(
+    driver: Script, reader: NvmlReader, clock: Clock, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(processes.TRUST_VARIABLE, raising=False)
+    mine, other = start().pid, start().pid
+    held = {mine: frozenset({3, 5}), other: frozenset({5})}
+    driver.gpu(0, total=GIB, device_minor=5).gpu(1, total=GIB, device_minor=3).gpu(2, total=GIB)
+    driver.fail("nvmlDeviceGetMinorNumber", 2, 3).process(0, pid=mine, used=9).process(1, pid=mine, used=9)
+    driver.process(1, pid=other, used=9).process(2, pid=other, used=9).write()
+    describer = ProcessDescriber(holds=lambda pid, minors: minors <= held[pid], same_namespace=lambda: False)
+    watcher = Sampler(nvml=reader, describer=describer, monotonic=clock)
+    named = {(gpu.index, row.pid): row.name is not None for gpu in watcher.sample().gpus for row in gpu.processes}
+    assert named == {(0, mine): True, (1, mine): True, (1, other): False, (2, other): False}
 
 
 def test_host_memory_and_cpu(driver: Script, reader: NvmlReader, clock: Clock, start: Start) -> None:

@@ -142,7 +142,7 @@ class Script:
     def write(self) -> Script:
         """Put the script in place in one step, so that a running program never reads half of it."""
         beside = self.path.with_name(f"{self.path.name}.new")
-        beside.write_text("\n".join(self._lines) + "\n")
+        beside.write_text("\n".join(self._lines) + "\n", errors="surrogateescape")  # "\udcff": a byte that is no text
         beside.replace(self.path)
         return self
 

@@ -115,6 +115,12 @@ NUMBER(nvmlDeviceGetEnforcedPowerLimit, "limit")
 NUMBER(nvmlDeviceGetPowerManagementLimit, "limit")
 NUMBER(nvmlDeviceGetFanSpeed, "fan")
 NUMBER(nvmlDeviceGetPerformanceState, "pstate")
+int nvmlDeviceGetMinorNumber(struct gpu *g, unsigned *number) {
+    ENTER(g);
+    WHOLE(g);
+    *number = known(g, "device_minor") ? (unsigned)value(g, "device_minor") : (unsigned)(g - gpus);
+    return OK;
+}
 NUMBER(nvmlDeviceGetCurrPcieLinkGeneration, "pcie_gen")
 NUMBER(nvmlDeviceGetMaxPcieLinkGeneration, "pcie_gen_limit")
 NUMBER(nvmlDeviceGetCurrPcieLinkWidth, "pcie_width")

@@ -10,6 +10,7 @@ import pynvml
 from memtop.supervisor.monitor.nvml import errors as codes
 
 NOT_TOLD = "the driver does not tell it"
+_NO_TEXT = "the driver answered with bytes that are no text"
 ALL_ONES = frozenset({2**32 - 1, 2**64 - 1})
 
 
@@ -28,7 +29,7 @@ class Untold(Exception):
 def call_first(names: tuple[str, ...], *arguments: Any) -> Any:
     """What the first of these functions gives that bindings and driver have: the newest comes first.
 
-    Raises NVMLError as the driver does; FUNCTION_NOT_FOUND where it has none of them.
+    Raises NVMLError as the driver does, FUNCTION_NOT_FOUND where it has none of them, and Untold for a text that is none.
     """
     for name in names:
         call = getattr(pynvml, name, None)
@@ -39,20 +40,24 @@ def call_first(names: tuple[str, ...], *arguments: Any) -> Any:
         except pynvml.NVMLError as error:
             if error.value != codes.FUNCTION_NOT_FOUND:
                 raise
+        except UnicodeDecodeError as error:
+            raise Untold(_NO_TEXT) from error
     raise pynvml.NVMLError(codes.FUNCTION_NOT_FOUND)
 
 
 class Asker:
     """Asks about one handle and keeps the reasons of what is unknown.
 
-    What the driver says it does not support, or has no function for, is not asked again with this handle; after any other
-    error the next ask tries anew.
+    What the driver says it does not support, or has no function for, is not asked again with this handle, unless it has told
+    it before; after any other error the next ask tries anew.
     """
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
         self._reasons: dict[str, str] = {}
         self._never: set[str] = set()
+        self._told: set[str] = set()
+        """What has been known with this handle: a driver in trouble says "not supported" of that, too."""
         self._copy: dict[str, str] | None = None
 
     def ask(
@@ -81,7 +86,10 @@ class Asker:
         except Untold as untold:
             self.note(fields, str(untold))
             return None
-        self.clear(fields)
+        except UnicodeDecodeError:
+            self.note(fields, _NO_TEXT)
+            return None
+        self.told(fields)
         return value
 
     def failed(self, fields: tuple[str, ...], code: int) -> None:
@@ -89,8 +97,13 @@ class Asker:
         if code in codes.GPU_GONE:
             raise GpuGone(code)
         if code in codes.NEVER_AGAIN:
-            self._never.update(fields)
+            self._never.update(field for field in fields if field not in self._told)
         self.note(fields, codes.words(code))
+
+    def told(self, fields: tuple[str, ...]) -> None:
+        """The driver has told these fields: they are known, and can be."""
+        self._told.update(fields)
+        self.clear(fields)
 
     def never(self, field: str) -> bool:
         """Whether the driver has said that it cannot tell this."""
@@ -104,7 +117,7 @@ class Asker:
                 self._copy = None
 
     def clear(self, fields: tuple[str, ...]) -> None:
-        """These fields are known."""
+        """There is no reason any more why these fields should be unknown."""
         for field in fields:
             if self._reasons.pop(field, None) is not None:
                 self._copy = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pynvml
@@ -83,6 +83,7 @@ _FIXED = (
     Row(("pcie_generation_limit",), ("nvmlDeviceGetMaxPcieLinkGeneration",)),
     Row(("pcie_width_limit",), ("nvmlDeviceGetMaxPcieLinkWidth",)),
     Row(("compute_capability",), ("nvmlDeviceGetCudaComputeCapability",), (), lambda pair: f"{pair[0]}.{pair[1]}"),
+    Row(("device_minor",), ("nvmlDeviceGetMinorNumber",)),
 )
 _ECC = "nvmlDeviceGetTotalEccErrors"
 _VOLATILE = pynvml.NVML_VOLATILE_ECC
@@ -133,21 +134,21 @@ class DetailReader:
         self._asker = Asker(handle)
         self._fields = FieldReader(self._asker)
         self._gpm = Gpm(self._asker)
-        self._fixed: dict[str, Any] | None = None
+        self._fixed: dict[str, Any] = {}
         self._moving: dict[str, Any] = {}
         self._pcie: tuple[float | None, float | None] | str = PCIE_NOT_WANTED
         self.value = GpuDetails(unknown=dict.fromkeys(PCIE_FIELDS, PCIE_NOT_WANTED))
 
     def read(self, now: float, *, mig: bool | None, mig_reason: str | None) -> None:
         """Read all sensors; `now` is monotonic seconds. Raises GpuGone."""
-        if self._fixed is None:
-            self._fixed = self._rows(_FIXED)
+        # Once each; what failed for a passing reason is asked again.
+        self._fixed |= self._rows(row for row in _FIXED if row.fields[0] not in self._fixed)
         moving = self._rows(_SENSORS)
         if mig:
             self._asker.note(("encoder_fraction", "decoder_fraction"), NO_MIG_UTILIZATION)
         else:
             moving |= self._rows(_CODECS)
-        moving |= self._fields.read(now) | self._gpm.read()
+        moving |= self._fields.read(now) | self._gpm.read(self._fixed.get("compute_capability"))
         if mig_reason is None:
             self._asker.clear(("mig_mode",))
         else:
@@ -172,14 +173,14 @@ class DetailReader:
         else:
             self._asker.clear(PCIE_FIELDS)
         self.value = GpuDetails(
-            **(self._fixed or {}),
+            **self._fixed,
             **self._moving,
             pcie_sent_bytes_per_second=sent,
             pcie_received_bytes_per_second=received,
             unknown=self._asker.reasons(),
         )
 
-    def _rows(self, rows: tuple[Row, ...]) -> dict[str, Any]:
+    def _rows(self, rows: Iterable[Row]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for row in rows:
             value = self._asker.ask(row.fields, row.call, *row.arguments, convert=row.convert)

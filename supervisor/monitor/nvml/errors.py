@@ -60,6 +60,9 @@ NEVER_AGAIN = frozenset({NOT_SUPPORTED, FUNCTION_NOT_FOUND})
 """Codes that will be the same however often one asks."""
 
 
+NOT_LISTED = "the driver does not list this GPU any more: see dmesg for an Xid"
+
+
 def words(code: int) -> str:
     """What NVML's code means and what to do."""
     return WORDS.get(code, f"the driver reported error {code}")

@@ -53,6 +53,7 @@ class FieldReader:
         self._wanted: list[Key] = [*_SINGLE, (_RETIRED_SINGLE_BIT, 0), (_RETIRED_DOUBLE_BIT, 0), (_LINK_COUNT, 0)]
         self._dropped: dict[Key, str] = {}
         """Why an entry is not asked for any more."""
+        self._told: set[Key] = set()
         self._links: int | None = None
         self._before: tuple[float, int, int] | None = None
 
@@ -90,7 +91,7 @@ class FieldReader:
                 raise GpuGone(code)
             # A field number that this driver has not heard of is an invalid argument to it.
             code = codes.FUNCTION_NOT_FOUND if code == codes.INVALID_ARGUMENT else code
-            if code in codes.NEVER_AGAIN:
+            if code in codes.NEVER_AGAIN and key not in self._told:
                 self._dropped[key] = codes.words(code)
             else:
                 left.append(key)
@@ -99,6 +100,7 @@ class FieldReader:
                 self._asker.note((_field_of(key),), codes.words(code) if code else NOT_TOLD)
             else:
                 got[key] = value
+        self._told.update(got)
         self._wanted = left
         return got
 

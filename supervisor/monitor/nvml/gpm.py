@@ -7,18 +7,25 @@ from typing import Any
 import pynvml
 
 from memtop.supervisor.monitor.nvml import errors as codes
-from memtop.supervisor.monitor.nvml.ask import Asker, Untold
+from memtop.supervisor.monitor.nvml.ask import Asker
 
 _FIELDS = ("sm_active_fraction", "tensor_active_fraction")
 _METRICS = (2, 5)  # share of busy multiprocessors; share of time with any tensor operation
 _OLDER = "only GPUs from Hopper on tell it"
+_NOT_HERE = "the driver does not offer it for this GPU, although its kind has it"
+_UNKNOWN_KIND = "the driver does not offer it for this GPU; only GPUs from Hopper on have it"
+_HOPPER = 9  # the major number of its compute capability
 _FIRST = "known from the second look on, 5 s later"
 
 
 def _supported(answer: Any) -> bool:
-    if not answer.isSupportedDevice:
-        raise Untold(_OLDER)
-    return True
+    return bool(answer.isSupportedDevice)
+
+
+def _why_not(compute_capability: str | None) -> str:
+    if compute_capability is None:
+        return _UNKNOWN_KIND
+    return _OLDER if int(compute_capability.partition(".")[0]) < _HOPPER else _NOT_HERE
 
 
 class Gpm:
@@ -30,14 +37,19 @@ class Gpm:
         self._samples: list[Any] = []
         self._taken = 0
         self._question: Any = None
+        self._sampled = False
 
-    def read(self) -> dict[str, Any]:
-        """Both fractions (0-1) since the last call, or nothing with the reason noted. Raises GpuGone."""
+    def read(self, compute_capability: str | None) -> dict[str, Any]:
+        """Both fractions (0-1) since the last call, or nothing with the reason noted. Raises GpuGone.
+
+        `compute_capability` (as `9.0`) is for the reason where the driver does not offer them.
+        """
         if self._supported is None:
             self._supported = self._asker.ask(_FIELDS, "nvmlGpmQueryDeviceSupport", convert=_supported)
-            reason = self._asker.reasons().get(_FIELDS[0])
-            if self._supported is None and (self._asker.never(_FIELDS[0]) or reason == _OLDER):
+            if self._supported is None and self._asker.never(_FIELDS[0]):
                 self._supported = False
+            elif self._supported is False:
+                self._asker.note(_FIELDS, _why_not(compute_capability))
         if not self._supported:
             return {}
         try:
@@ -45,7 +57,7 @@ class Gpm:
         except pynvml.NVMLError as error:
             self._taken = 0
             self._asker.failed(_FIELDS, error.value)
-            if error.value in codes.NEVER_AGAIN:
+            if error.value in codes.NEVER_AGAIN and not self._sampled:
                 self._supported = False
             return {}
 
@@ -65,6 +77,7 @@ class Gpm:
             self._samples.append(pynvml.nvmlGpmSampleAlloc())
         older, newer = self._samples
         pynvml.nvmlGpmSampleGet(self._asker.handle, older)  # the oldest is written over ...
+        self._sampled = True
         self._samples = [newer, older]  # ... and is the newest from here on
         self._taken += 1
         if self._taken < 2:

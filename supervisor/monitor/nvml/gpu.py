@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from memtop.supervisor.monitor.nvml.ask import Asker, GpuGone
 from memtop.supervisor.monitor.nvml.details import NO_MIG_UTILIZATION, DetailReader
 from memtop.supervisor.monitor.nvml.memory import MEMORY_FIELDS, MemoryReader, Pool
 from memtop.supervisor.monitor.nvml.mig import Mig
-from memtop.supervisor.monitor.nvml.processes import ProcessReader, UtilizationReader, merge_processes, with_shares
+from memtop.supervisor.monitor.nvml.processes import ProcessReader, Shares, UtilizationReader, merge_processes, with_shares
 from memtop.supervisor.monitor.values import GpuDetails, GpuProcess, GpuSample, GpuTrouble
 
 PROCESS_SECONDS = 2.0
@@ -30,7 +30,18 @@ _UNTOLD_RECOVERY = "the driver asks for a recovery of the GPU, but not for which
 _SENSORS = ("temperature_celsius", "power_watts", "power_limit_watts")
 _UTILIZATION = ("utilization_fraction", "memory_utilization_fraction")
 _READ_FIELDS = (*MEMORY_FIELDS, *_UTILIZATION, *_SENSORS, "processes")
-_FIXED = ("uuid", "name", "pci_bus_id")
+
+
+def _bus_id(pci: Any) -> str:
+    return str(pci.busId.decode() if isinstance(pci.busId, bytes) else pci.busId)
+
+
+_FIXED: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "uuid": ("nvmlDeviceGetUUID", str),
+    "name": ("nvmlDeviceGetName", str),
+    "pci_bus_id": ("nvmlDeviceGetPciInfo", _bus_id),
+}
+"""What never changes: the driver's function, and how its answer is read."""
 _NO_DETAILS = GpuDetails(
     unknown=dict.fromkeys((field for field in GpuDetails.__struct_fields__ if field != "unknown"), _CANNOT_BE_READ)
 )
@@ -70,7 +81,7 @@ class Gpu:
         self.troubles: tuple[GpuTrouble, ...] = ()
         self._surroundings = surroundings
         self._readers: Readers | None = None
-        self._fixed: dict[str, Any] = {}
+        self._fixed: dict[str, Any] = dict.fromkeys(_FIXED)
         self._sensors: dict[str, Any] = {}
         self._processes: tuple[GpuProcess, ...] = ()
         self._processes_known = False
@@ -79,12 +90,18 @@ class Gpu:
     @property
     def key(self) -> str:
         """What the GPU is remembered by."""
-        return self.uuid or f"gpu {self.index}"
+        return self.uuid or self.place
+
+    @property
+    def place(self) -> str:
+        """What it is remembered by until its UUID is known."""
+        return f"gpu {self.index}"
 
     @property
     def name(self) -> str | None:
         """The model, where it is known."""
-        return self._fixed.get("name")
+        name: str | None = self._fixed["name"]
+        return name
 
     @property
     def handle(self) -> Any:
@@ -124,7 +141,9 @@ class Gpu:
                 self._processes_due = now + PROCESS_SECONDS
             fresh = self._utilization(readers)
         except GpuGone as gone:
-            return self._lost(gone)
+            self.close()
+            self.error = str(gone)
+            return self._unreadable(self.index, self.error)
         if readers.memory.unified:
             memory = readers.memory.shared(self._processes, self._processes_known)
         self.error = None
@@ -162,14 +181,16 @@ class Gpu:
         self._readers = None
         self._processes_due = self._sensors_due = self._mig_due = _NEVER_READ
 
-    def _lost(self, gone: GpuGone) -> GpuSample:
-        self.close()
-        self.error = str(gone)
+    def missing(self, index: int) -> GpuSample:
+        """What stands for this GPU, once it has been closed, while the driver does not list it."""
+        return self._unreadable(index, f"{codes.NOT_LISTED} (it was GPU {self.index})")
+
+    def _unreadable(self, index: int, error: str) -> GpuSample:
         reasons = dict.fromkeys(_READ_FIELDS, _CANNOT_BE_READ)
-        reasons |= {field: _CANNOT_BE_READ for field in _FIXED if self._fixed.get(field) is None}
+        reasons |= {field: _CANNOT_BE_READ for field in _FIXED if self._fixed[field] is None}
         return GpuSample(
-            index=self.index,
-            error=self.error,
+            index=index,
+            error=error,
             visible_index=self.visible_index,
             troubles=self.troubles,
             details=_NO_DETAILS,
@@ -184,12 +205,17 @@ class Gpu:
         except pynvml.NVMLError as error:
             raise GpuGone(error.value) from error
         self._readers = readers = Readers(handle, self._surroundings)
-        ask = readers.asker.ask
-        self.uuid = ask("uuid", "nvmlDeviceGetUUID") or self.uuid
-        name = ask("name", "nvmlDeviceGetName") or self._fixed.get("name")
-        bus = ask("pci_bus_id", "nvmlDeviceGetPciInfo", convert=_bus_id) or self._fixed.get("pci_bus_id")
-        self._fixed = {"uuid": self.uuid, "name": name, "pci_bus_id": bus}
+        self._ask_fixed(readers, _FIXED)
         return readers
+
+    def _ask_fixed(self, readers: Readers, fields: Iterable[str]) -> None:
+        """What never changes; where it cannot be told just now, what was told before stands."""
+        for field in fields:
+            call, convert = _FIXED[field]
+            self._fixed[field] = readers.asker.ask(field, call, convert=convert) or self._fixed[field]
+            if self._fixed[field] is not None:
+                readers.asker.clear((field,))
+        self.uuid = self._fixed["uuid"]
 
     def _find_handle(self) -> Any:
         if self.uuid is not None:
@@ -200,7 +226,7 @@ class Gpu:
                 if error.value not in (codes.NOT_FOUND, codes.INVALID_ARGUMENT, codes.FUNCTION_NOT_FOUND):
                     raise
                 self.uuid = None
-                self._fixed = {}
+                self._fixed = dict.fromkeys(_FIXED)
         return pynvml.nvmlDeviceGetHandleByIndex(self.index)
 
     def _with_mig(self, now: float, readers: Readers) -> Readers:
@@ -236,6 +262,8 @@ class Gpu:
 
     def _read_sensors(self, now: float, readers: Readers) -> None:
         """Temperature (degrees Celsius), power and its limit (NVML tells milliwatts), and the details."""
+        # Once for every handle; what failed for a passing reason is asked again.
+        self._ask_fixed(readers, [field for field in _FIXED if field in readers.asker.reasons()])
         ask = readers.asker.ask
         names = ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV")
         self._sensors = {
@@ -256,7 +284,7 @@ class Gpu:
             if code in codes.GPU_GONE and not readers.mig.mode:
                 raise GpuGone(code)
         merged, dropped = merge_processes(lists, self._surroundings.pid_max())
-        shares: dict[int, tuple[float, ...]] | str = {}
+        shares: dict[int, Shares] | str = NO_MIG_UTILIZATION if readers.mig.mode else {}
         if merged and not readers.mig.mode:
             shares = readers.utilization.read(self._surroundings.clock())
         self._processes = with_shares(merged, shares)
@@ -282,7 +310,3 @@ class Gpu:
 
 def _watts(milliwatts: int) -> float:
     return milliwatts / 1000
-
-
-def _bus_id(pci: Any) -> str:
-    return str(pci.busId.decode() if isinstance(pci.busId, bytes) else pci.busId)

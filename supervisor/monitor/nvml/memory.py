@@ -10,11 +10,12 @@ import pynvml
 
 from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.nvml import errors as codes
-from memtop.supervisor.monitor.nvml.ask import Asker, GpuGone, call_first
+from memtop.supervisor.monitor.nvml.ask import NOT_TOLD, Asker, GpuGone, Untold, call_first
 from memtop.supervisor.monitor.values import GpuProcess
 
 MEMORY_FIELDS = ("total_bytes", "used_bytes", "free_bytes", "reserved_bytes", "used_fraction")
 _NOT_AVAILABLE = 2**64 - 1
+_VERSION_MISMATCH = 25
 _ALL_OF_RAM = 0.9
 """A GPU without memory of its own may report (nearly) the machine's RAM as its total."""
 _NO_RESERVE = "the GPU shares the machine's RAM: the driver tells no reserve of its own there"
@@ -55,6 +56,7 @@ class MemoryReader:
         self._asker = asker
         self._pool = pool
         self._version_2 = True
+        self._version_2_works = False
         self._own: bool | None = None
         self.unified = False
         """True once it is clear that this GPU shares the machine's RAM; `read` gives nothing then, `shared` does."""
@@ -68,7 +70,11 @@ class MemoryReader:
         except pynvml.NVMLError as error:
             return self._refused(error.value)
         if info.total in (0, _NOT_AVAILABLE):
-            return self._refused(codes.NOT_SUPPORTED)
+            if not self._shares_ram():
+                # Said of cards that told it a second before, and tell it again: no reason to stop asking.
+                reason = f"the driver reported {info.total} bytes of memory" if info.total == 0 else NOT_TOLD
+                self._asker.note(MEMORY_FIELDS, reason)
+            return {}
         if self._own is None and self._as_large_as_ram(info.total) and self._shares_ram():
             return {}
         return self._values(info, reserved)
@@ -108,15 +114,17 @@ class MemoryReader:
         if self._version_2:
             try:
                 info = pynvml.nvmlDeviceGetMemoryInfo(self._asker.handle, version=pynvml.nvmlMemory_v2)
+                self._version_2_works = True
                 return info, info.reserved
             except pynvml.NVMLError as error:
-                if error.value not in (codes.FUNCTION_NOT_FOUND, codes.INVALID_ARGUMENT, 25):
+                too_new = error.value in (codes.FUNCTION_NOT_FOUND, codes.INVALID_ARGUMENT, _VERSION_MISMATCH)
+                if self._version_2_works or not too_new:
                     raise
                 self._version_2 = False
         return pynvml.nvmlDeviceGetMemoryInfo(self._asker.handle), None
 
     def _values(self, info: Any, reserved: int | None) -> dict[str, Any]:
-        self._asker.clear(MEMORY_FIELDS)
+        self._asker.told(MEMORY_FIELDS)
         if reserved is None:
             self._asker.note(("reserved_bytes",), _RESERVE_WITHIN)
         if info.free > info.total or info.used > info.total:
@@ -170,6 +178,8 @@ def _has_own_memory(handle: Any) -> bool | None:
             return False
     except pynvml.NVMLError as error:
         undecided = error.value not in codes.NEVER_AGAIN
+    except Untold:
+        undecided = False  # a name that is no text is none of those above
     for names, arguments in _OWN_MEMORY:
         try:
             answer = call_first(names, handle, *arguments)

@@ -13,6 +13,7 @@ from memtop.supervisor.monitor.nvml.processes import ListRow, ProcessReader
 from memtop.supervisor.monitor.values import MigInstance
 
 _NO_INSTANCE = frozenset({codes.NOT_FOUND, codes.INVALID_ARGUMENT})
+_PLACES = "places for instances"
 _ONE_HANDLE_ENDS = frozenset({codes.INVALID_ARGUMENT, codes.NOT_FOUND, codes.UNINITIALIZED})
 
 
@@ -55,6 +56,7 @@ class Mig:
         self._asker = Asker(handle)
         self._instances: list[Instance] = []
         self._whole = ProcessReader(handle)
+        self._unlisted: str | None = None
         self.mode: bool | None = None
         self.stale = False
         """True once an instance went away: enumerate before the next sample."""
@@ -72,17 +74,21 @@ class Mig:
         mode = self._asker.ask("mig_mode", "nvmlDeviceGetMigMode")
         self.mode = None if mode is None else bool(mode[0])
         self._instances = []
+        self._unlisted = None
         if not self.mode:
             return
-        places = self._asker.ask("mig", "nvmlDeviceGetMaxMigDeviceCount") or 0
-        for position in range(places):
+        places = self._asker.ask(_PLACES, "nvmlDeviceGetMaxMigDeviceCount")
+        self._unlisted = None if places is not None else self._asker.reasons()[_PLACES]
+        for position in range(places or 0):
             try:
                 handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(self._handle, position)
                 self._instances.append(Instance(position, handle))
             except pynvml.NVMLError as error:
-                if error.value in _NO_INSTANCE:
-                    continue
-                self._asker.failed(("mig",), error.value)
+                if error.value in codes.GPU_GONE:
+                    raise GpuGone(error.value) from error
+                if error.value not in _NO_INSTANCE:
+                    # Of this place alone, whatever the error: the others, and this one next time, are asked.
+                    self._unlisted = codes.words(error.value)
             except GpuGone:
                 # Destroyed between the two calls; or the whole GPU is gone, which its own calls will say.
                 self.stale = True
@@ -131,5 +137,4 @@ class Mig:
 
     def reasons(self) -> dict[str, str]:
         """Why instances are missing, under `mig`."""
-        reason = self._asker.reasons().get("mig")
-        return {} if reason is None else {"mig": reason}
+        return {} if self._unlisted is None else {"mig": self._unlisted}

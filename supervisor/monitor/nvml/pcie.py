@@ -38,6 +38,8 @@ class PcieReader:
         self._rates: dict[int, tuple[float, Rates | str]] = {}
         """By GPU: when it was read, and what."""
         self._never: dict[int, tuple[Any, str]] = {}
+        self._told: dict[int, Any] = {}
+        """By GPU: the handle that it was told for."""
 
     def want(self) -> None:
         """Somebody looks at it: read for the next 10 s."""
@@ -77,6 +79,7 @@ class PcieReader:
                 return False
         self._rates = {}
         self._never = {}
+        self._told = {}
         return True
 
     def _run(self, stop: threading.Event) -> None:
@@ -101,9 +104,10 @@ class PcieReader:
             sent = pynvml.nvmlDeviceGetPcieThroughput(handle, pynvml.NVML_PCIE_UTIL_TX_BYTES)
             received = pynvml.nvmlDeviceGetPcieThroughput(handle, pynvml.NVML_PCIE_UTIL_RX_BYTES)
         except pynvml.NVMLError as error:
-            if error.value in codes.NEVER_AGAIN:
+            if error.value in codes.NEVER_AGAIN and self._told.get(index) is not handle:
                 self._never[index] = (handle, codes.words(error.value))
             return codes.words(error.value)
         if sent in ALL_ONES or received in ALL_ONES:
             return NOT_TOLD
+        self._told[index] = handle
         return sent * 1024.0, received * 1024.0  # NVML tells KB/s and counts 1024 in them

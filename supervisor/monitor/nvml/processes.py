@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import pynvml
@@ -23,7 +23,7 @@ _WINDOW = 2.5
 """Seconds: how far back the driver's samples are looked at, at most. The lists are read every 2 s."""
 
 _NO_MEMORY = "the driver does not tell memory per process here (WSL, MIG, vGPU)"
-_MIG = "the driver tells no utilisation for MIG instances"
+_NOT_ALL = "the driver does not tell all of this process's memory"
 _MPS = "the work of MPS clients is counted for the MPS server"
 _HIDDEN = "the driver tells neither memory nor samples of this process"
 _SHARES = ("sm_fraction", "memory_bandwidth_fraction", "encoder_fraction", "decoder_fraction")
@@ -34,6 +34,10 @@ _ROW = struct.Struct("@IQII")  # pid, bytes, GPU instance, compute instance
 _LONG_ROW = struct.Struct("@IQIIQ")
 """The layout that the first 535 drivers wrote for a while: protected memory at the end."""
 _SAMPLE = struct.Struct("@IQIIII")  # pid, microseconds since the epoch, multiprocessors, memory, encoder, decoder
+
+
+Shares = tuple[float, ...] | str
+"""How busy a process kept the parts of the GPU, in the order of `_SHARES` (0-1), or why that is not known."""
 
 
 class ListRow(NamedTuple):
@@ -112,6 +116,7 @@ class ProcessReader:
         self._handle = handle
         self._lists: dict[str, _Buffered] | None = None
         self._never: dict[str, int] = {}
+        self._told: set[str] = set()
 
     def read(self) -> tuple[dict[str, list[ListRow]], dict[str, int]]:
         """Rows by kind, and NVML's error by kind for lists that could not be read."""
@@ -126,8 +131,9 @@ class ProcessReader:
                 rows[kind] = [_list_row(row) for row in source.read(self._handle, _call_list)]
             except pynvml.NVMLError as error:
                 errors[kind] = error.value
-                if error.value in codes.NEVER_AGAIN:
+                if error.value in codes.NEVER_AGAIN and kind not in self._told:
                     self._never[kind] = error.value
+        self._told.update(rows)
         return rows, errors
 
 
@@ -155,7 +161,7 @@ class UtilizationReader:
         self._samples = _Buffered(_SAMPLE, "nvmlDeviceGetProcessUtilization")
         self._seen = 0
 
-    def read(self, now: float) -> dict[int, tuple[float, ...]] | str:
+    def read(self, now: float) -> dict[int, Shares] | str:
         """Shares (multiprocessors, memory, encoder, decoder; 0-1) by pid, or why they are not known. `now` is seconds
         since the epoch. A pid that is not in the answer was idle: the driver leaves out who did nothing."""
         if self._asker.never(_SHARES[0]):
@@ -171,12 +177,15 @@ class UtilizationReader:
                 return {}
             self._asker.failed((_SHARES[0],), error.value)
             return codes.words(error.value)
-        self._asker.clear((_SHARES[0],))
-        # Some drivers write garbage into unused places of the buffer: shares above 100 %.
+        self._asker.told((_SHARES[0],))
+        # Shares above 100 %: of a process that works, or garbage in unused places of the buffer, whose stamps mean nothing.
         sound = sorted((sample for sample in samples if max(sample[2:]) <= 100), key=lambda sample: sample[1])
         if sound:
             self._seen = sound[-1][1]
-        return {sample[0]: tuple(part / 100 for part in sample[2:]) for sample in sound}  # the newest of a pid stays
+        found: dict[int, Shares] = {
+            sample[0]: f"the driver reported {max(sample[2:])} %" for sample in samples if max(sample[2:]) > 100
+        }
+        return found | {sample[0]: tuple(part / 100 for part in sample[2:]) for sample in sound}  # the newest of a pid stays
 
 
 def _call_samples(since: int) -> Callable[[Any, Any, Any, Any], int]:
@@ -211,24 +220,29 @@ def merge_processes(
                     # An MPS client may stand in the compute list too; the other word for it would be less.
                     kind="mps" if "mps" in kinds else "+".join(kinds),
                     mig_instance=instance,
-                    unknown={} if known else {"used_bytes": _NO_MEMORY},
+                    unknown={} if known else {"used_bytes": _why_no_memory(pid, by_kind)},
                 )
             )
     rows.sort(key=lambda row: (-(row.used_bytes or 0), row.pid))
     return rows, sorted(dropped)
 
 
+def _why_no_memory(pid: int, by_kind: Mapping[str, list[ListRow]]) -> str:
+    partly = any(row.used is not None for rows in by_kind.values() for row in rows if row.pid == pid)
+    return _NOT_ALL if partly else _NO_MEMORY
+
+
 def _bytes_by_pid(rows: list[ListRow]) -> dict[int, int | None]:
-    """Bytes by pid; several rows of one pid in one list add up."""
+    """Bytes by pid; several rows of one pid in one list add up, unless one of them is not known."""
     sums: dict[int, int | None] = {}
     for row in rows:
-        before = sums.get(row.pid)
-        sums[row.pid] = row.used if before is None else before + (row.used or 0)
+        before = sums.get(row.pid, 0)
+        sums[row.pid] = None if before is None or row.used is None else before + row.used
     return sums
 
 
-def with_shares(rows: list[GpuProcess], shares: dict[int, tuple[float, ...]] | str) -> tuple[GpuProcess, ...]:
-    """The rows with how busy each process kept the GPU.
+def with_shares(rows: list[GpuProcess], shares: dict[int, Shares] | str) -> tuple[GpuProcess, ...]:
+    """The rows with how busy each process kept the GPU, by pid, or why that is known of none.
 
     Who is missing from the driver's answer did nothing in the window: a true zero. That holds only for processes that the
     driver sees in full. Where it hides even the memory of one (WSL, other guests), its silence proves nothing; and what
@@ -236,11 +250,11 @@ def with_shares(rows: list[GpuProcess], shares: dict[int, tuple[float, ...]] | s
     """
     done = []
     for row in rows:
-        found: tuple[float, ...] | str
-        if row.mig_instance is not None:
-            found = _MIG
-        elif isinstance(shares, str) or row.pid in shares:
-            found = shares if isinstance(shares, str) else shares[row.pid]
+        found: Shares
+        if isinstance(shares, str):
+            found = shares
+        elif row.pid in shares:
+            found = shares[row.pid]
         elif row.kind == "mps":
             found = _MPS
         else:
@@ -249,7 +263,7 @@ def with_shares(rows: list[GpuProcess], shares: dict[int, tuple[float, ...]] | s
     return tuple(done)
 
 
-def _with(row: GpuProcess, found: tuple[float, ...] | str) -> GpuProcess:
+def _with(row: GpuProcess, found: Shares) -> GpuProcess:
     told = not isinstance(found, str)
     shares: dict[str, Any] = dict(zip(_SHARES, found, strict=True)) if told else {}
     return GpuProcess(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -13,7 +14,7 @@ import msgspec
 import pynvml
 
 from memtop.supervisor.monitor.nvml import errors as codes
-from memtop.supervisor.monitor.nvml.ask import call_first
+from memtop.supervisor.monitor.nvml.ask import Untold, call_first
 from memtop.supervisor.monitor.nvml.events import Event, EventWatcher
 from memtop.supervisor.monitor.nvml.gpu import Gpu, Surroundings
 from memtop.supervisor.monitor.nvml.memory import Pool
@@ -30,6 +31,8 @@ REOPEN_SECONDS = 2.0
 """How often a GPU that cannot be read is tried again: opening a sick GPU can take long in the driver."""
 CLOSE_SECONDS = 2.0
 """How long closing waits for a read that the driver holds up."""
+MISSING_SECONDS = 24 * 3600.0
+"""How long a GPU that the driver does not list any more keeps a row: whoever looks the next morning shall see it."""
 RESTART_SECONDS = 30.0
 """How often the library is started afresh while some GPUs, but not all, cannot be read."""
 
@@ -85,6 +88,8 @@ class NvmlReader:
         self._cuda: str | None = None
         self._enumerate_due = self._restart_due = float("-inf")
         self._sick = 0
+        self._missing: list[tuple[float, Gpu]] = []
+        """Not listed any more, and until when they are told of."""
         self._late: list[tuple[Gpu, Event]] = []
         """Announced of GPUs that have just been replaced by others."""
         self._biggest_pid: int | None = None
@@ -114,6 +119,7 @@ class NvmlReader:
                 self._enumerate_due = min(self._enumerate_due, now + REOPEN_SECONDS)
             self._sick = sick
             self._watch()
+            samples += self._missing_rows(now)
             return NvmlReading(gpus=tuple(samples), note=self._note, driver_version=self._driver, cuda_version=self._cuda)
 
     def want_pcie(self) -> None:
@@ -147,6 +153,8 @@ class NvmlReader:
     def _with_news(self, samples: list[GpuSample]) -> list[GpuSample]:
         """The samples with troubles that became known only by them, and with CUDA's numbers where the GPUs have changed."""
         for gpu in self._gpus:
+            if gpu.uuid is not None:
+                self._troubles.named(gpu.place, gpu.uuid)
             self._troubles.state(gpu.key, gpu.error)
             gpu.troubles = self._troubles.of(gpu.key)
         self._number()
@@ -160,6 +168,26 @@ class NvmlReader:
                 self._last[gpu.index] = (self._last[gpu.index][0], sample)
             done.append(sample)
         return done
+
+    def _missing_rows(self, now: float) -> list[GpuSample]:
+        """A row for each GPU that the driver has ceased to list, behind the others, under a number that no other has.
+
+        None where the driver lists no GPU at all, which the note says, nor while it does not say who one of them is: that
+        may be the missing one.
+        """
+        self._missing = [(until, gpu) for until, gpu in self._missing if now < until]
+        if not self._missing or not self._gpus or any(gpu.uuid is None for gpu in self._gpus):
+            return []
+        listed = {gpu.uuid for gpu in self._gpus}
+        self._missing = [(until, gpu) for until, gpu in self._missing if gpu.uuid not in listed]
+        rows: dict[int, GpuSample] = {}
+        # First those whose old number is free, then the others: they are given what is left.
+        for _, gpu in sorted(self._missing, key=lambda one: one[1].index < len(self._gpus)):
+            free = (n for n in itertools.count(len(self._gpus)) if n not in rows)
+            index = next(free) if gpu.index < len(self._gpus) or gpu.index in rows else gpu.index
+            gpu.troubles = self._troubles.of(gpu.key)
+            rows[index] = gpu.missing(index)
+        return [rows[index] for index in sorted(rows)]
 
     def _number(self) -> None:
         """Tell every GPU what CUDA calls it, whenever the GPUs have changed."""
@@ -196,7 +224,7 @@ class NvmlReader:
             self._restart_due = now + RESTART_SECONDS
         if not (self._gpus or self._wake) and all_asleep(self._sys_root):
             self._driver = self._cuda = None
-            self._let_go()
+            self._let_go(now)
             self._note = ASLEEP
             return
         try:
@@ -206,32 +234,41 @@ class NvmlReader:
         except pynvml.NVMLError as error:
             self._note = codes.no_gpu_note(error.value)
             self._driver = self._cuda = None
-            self._let_go()
+            self._let_go(now)
             return
         self._note = None if count else "no NVIDIA GPU: the driver is loaded but finds no GPU"
         if count != len(self._gpus) or self._order_changed():
-            self._replace(count)
+            self._replace(count, now)
 
-    def _let_go(self) -> None:
+    def _let_go(self, now: float) -> None:
         """No GPUs any more, and no library."""
         self._stop()
         self._late += self._take_events()
+        self._forget(now)
         self._gpus = []
         self._last.clear()
         self._troubles.listed(())
 
-    def _replace(self, count: int) -> None:
+    def _replace(self, count: int, now: float) -> None:
         """Begin anew with this many GPUs."""
         # Events carry a GPU's place: those of before belong to the GPUs of before.
         self._events.stop()
         self._late += self._take_events()
-        for gpu in self._gpus:
-            gpu.close()
         known = {gpu.key for gpu in self._gpus}
+        self._forget(now)
         self._gpus = [Gpu(index, self._surroundings) for index in range(count)]
         self._last.clear()
         if known:
             self._troubles.listed(_uuid_of(gpu.index) or gpu.key for gpu in self._gpus)
+
+    def _forget(self, now: float) -> None:
+        """Let go of the handles; those that are not listed anew are missing from now on."""
+        for gpu in self._gpus:
+            gpu.close()
+            gpu.visible_index = None
+        gone = {gpu.uuid for gpu in self._gpus}
+        self._missing = [(until, gpu) for until, gpu in self._missing if gpu.uuid not in gone]
+        self._missing += [(now + MISSING_SECONDS, gpu) for gpu in self._gpus if gpu.uuid is not None]
 
     def _order_changed(self) -> bool:
         """True where an index now leads to another GPU than the one whose row it is."""
@@ -249,9 +286,11 @@ class NvmlReader:
         self._started = True
         self._driver = self._cuda = None  # unknown where the driver does not say; the GPUs may still be readable
         try:
-            self._driver = pynvml.nvmlSystemGetDriverVersion()
+            self._driver = call_first(("nvmlSystemGetDriverVersion",))
             version = call_first(("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion"))
             self._cuda = f"{version // 1000}.{version % 1000 // 10}"
+        except Untold:
+            return  # a version that is no text
         except pynvml.NVMLError as error:
             if error.value in codes.GPU_GONE:
                 raise
@@ -282,8 +321,8 @@ class NvmlReader:
 
 def _uuid_of(index: int) -> str | None:
     try:
-        return str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(index)))
-    except pynvml.NVMLError:
+        return str(call_first(("nvmlDeviceGetUUID",), pynvml.nvmlDeviceGetHandleByIndex(index)))
+    except (pynvml.NVMLError, Untold):
         return None
 
 

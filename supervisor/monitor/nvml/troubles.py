@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from memtop.supervisor.monitor.nvml import errors as codes
 from memtop.supervisor.monitor.nvml import events as kinds
 from memtop.supervisor.monitor.nvml.events import Event
 from memtop.supervisor.monitor.nvml.xid import FAULTS_OF_PROGRAMS, xid_words
@@ -13,7 +14,6 @@ KEPT = 8
 """How many are kept of each GPU."""
 
 _RETURNED = "the GPU can be read again"
-_VANISHED = "the driver does not list this GPU any more: see dmesg for an Xid"
 _ECC_WORDS = {
     kinds.ECC_DOUBLE_BIT: "an uncorrectable (double-bit) memory error: work on this GPU may be wrong; end it and reset the GPU",
     kinds.ECC_STORM: "very many corrected memory errors in a short time: the card's memory is wearing out; watch it",
@@ -51,10 +51,19 @@ class Troubles:
             self._lost.add(key)
             self._add(key, GpuTrouble(time=self._clock(), kind="lost", message=error))
 
+    def named(self, place: str, key: str) -> None:
+        """The GPU in this place has told its UUID: what was noted under its place is its own."""
+        for group in (self._well, self._lost):
+            if place in group:
+                group.discard(place)
+                group.add(key)
+        if place in self._book:
+            self._book[key] = (*self._book.pop(place), *self.of(key))[-KEPT:]
+
     def listed(self, keys: Iterable[str]) -> None:
         """These GPUs are all that the driver lists: those that were well and are missing are lost."""
         for key in self._well.difference(keys):
-            self.state(key, _VANISHED)
+            self.state(key, codes.NOT_LISTED)
 
     def announced(self, key: str, event: Event, recovery: str) -> None:
         """Take in an event of the driver. `recovery` is what the card needs by now, as a sentence."""

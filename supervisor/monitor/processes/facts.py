@@ -69,21 +69,21 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
     container: str | None = None
     zombie: bool = False
     gone: bool = False
-    """Proven: no such process lives on this machine, at two looks in a row."""
+    """Proven: no such process lives on this machine, at two looks in a row. A zombie does not live."""
     unknown: dict[str, str] = {}
 
 
 class ProcessDescriber:
-    """Describes the driver's pids, remembering by identity. `holds` answers whether a process has the GPU open.
+    """Describes the driver's pids, remembering by identity. `holds` answers whether a process has these GPUs open.
 
     The driver counts pids in the machine's own namespace. In a container the same number may be an unrelated program,
-    so a pid is taken for a local process only where that process is seen to hold the GPU.
+    so a pid is taken for a local process only where that process is seen to hold the very GPUs that it is listed on.
     """
 
     def __init__(
         self,
         *,
-        holds: Callable[[int], bool | None] = holds_gpu,
+        holds: Callable[[int, frozenset[int]], bool | None] = holds_gpu,
         same_namespace: Callable[[], bool] = in_host_pid_namespace,
         sees_all: Callable[[], bool] = sees_all_pids,
         proc_root: Path = PROC,
@@ -95,19 +95,22 @@ class ProcessDescriber:
         self._known: dict[int, tuple[object, ProcessFacts]] = {}
         self._missing: set[int] = set()
 
-    def describe(self, pid: int, row: Row | None = None) -> ProcessFacts:
+    def describe(self, pid: int, row: Row | None = None, minors: frozenset[int] = frozenset()) -> ProcessFacts:
         """Everything known of a pid that the driver reported; from memory where it is the same process as before, with
-        the same program and owner. `row` saves reading it again."""
+        the same program and owner. `row` saves reading it again; `minors` are the numbers N of the /dev/nvidiaN that the
+        driver lists it on, as far as they are known."""
         row = row or read_row(pid, self._proc_root)
         if row is None:
             return self._nobody(pid)
-        self._missing.discard(pid)
+        if not row.is_dead:
+            self._missing.discard(pid)
+        stamp = row.guise, row.is_dead, row.parent_pid, minors
         known = self._known.get(pid)
-        if known is not None and known[0] == (row.guise, row.is_dead, row.parent_pid):
+        if known is not None and known[0] == stamp:
             return known[1]
-        facts = self._facts(row)
+        facts = self._facts(row, minors)
         if facts.identity is not None:
-            self._known[pid] = ((row.guise, row.is_dead, row.parent_pid), facts)
+            self._known[pid] = stamp, facts
         return facts
 
     def keep(self, pids: set[int]) -> None:
@@ -115,15 +118,21 @@ class ProcessDescriber:
         self._known = {pid: known for pid, known in self._known.items() if pid in pids}
         self._missing &= pids
 
-    def _facts(self, row: Row) -> ProcessFacts:
+    def _facts(self, row: Row, minors: frozenset[int]) -> ProcessFacts:
         pid = row.identity.pid
-        if not self._trusted and not self._holds(pid):
+        if not self._trusted and not self._holds(pid, minors):
             reason = (
                 f"the driver's process {pid} is not visible from this container: "
                 "the local process of that number does not hold the GPU"
             )
             return ProcessFacts(pid=pid, unknown=dict.fromkeys(_WHO, reason))
-        return _zombie(row, self._proc_root) if row.is_dead else describe_process(row.identity, self._proc_root)
+        if not row.is_dead:
+            return describe_process(row.identity, self._proc_root)
+        ended = row.threads <= 1
+        gone = ended and pid in self._missing
+        if ended:
+            self._missing.add(pid)
+        return _zombie(row, self._proc_root, gone)
 
     def _nobody(self, pid: int) -> ProcessFacts:
         """No such process is to be seen. That it is gone is said at the second look: the driver takes a moment to notice."""
@@ -146,7 +155,7 @@ def _nobody(pid: int, trusted: bool, proven: bool, gone: bool) -> ProcessFacts:
     return ProcessFacts(pid=pid, gone=gone, unknown=dict.fromkeys(_WHO, reason))
 
 
-def _zombie(row: Row, proc_root: Path) -> ProcessFacts:
+def _zombie(row: Row, proc_root: Path, gone: bool) -> ProcessFacts:
     """An ended process that is still in the table: without command line, environment or a use for signals."""
     pid = row.identity.pid
     if row.threads > 1:
@@ -165,6 +174,7 @@ def _zombie(row: Row, proc_root: Path) -> ProcessFacts:
         session=row.session,
         started=boot_time() + row.identity.started_ticks / TICKS_PER_SECOND,
         zombie=True,
+        gone=gone,
         unknown={"command": reason, "started_ticks": reason},
     )
 

@@ -60,7 +60,8 @@ def gpu_process(
         command=facts.command,
         run=None if verdict.run is None else readable(verdict.run),
         stray=verdict.stray,
-        reason=_gone_reason(gpu, row) if facts.gone else readable(verdict.reason),
+        # Of a zombie, what is known of it says more: which parent must collect it.
+        reason=_gone_reason(gpu, row) if facts.gone and not facts.zombie else readable(verdict.reason),
         choosable=verdict.choosable,
         container=facts.container,
         gone=facts.gone,

@@ -25,6 +25,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO, fixed in the kernel's sources
 _STAT_BYTES = 2048
 _DEAD_STATES = frozenset("ZXx")
+_GPU_DEVICES = ("/dev/nvidia", "/dev/dxg")
 
 
 class ProcessId(msgspec.Struct, frozen=True, order=True):
@@ -244,28 +245,36 @@ def boot_time() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def holds_gpu(pid: int, proc_root: Path = PROC) -> bool | None:
-    """Whether the process has an NVIDIA device or the CUDA driver open; None where we may not look."""
+def holds_gpu(pid: int, minors: frozenset[int] = frozenset(), proc_root: Path = PROC) -> bool | None:
+    """Whether the process has these GPUs open (N of /dev/nvidiaN); with no number given, any NVIDIA device or the CUDA
+    driver. None where we may not look."""
     folder = proc_root / str(pid)
+    devices: set[str] = set()
     looked = False
     try:
         for entry in os.scandir(folder / "fd"):
             looked = True
-            if _is_gpu_device(entry.path):
-                return True
+            devices.add(_device(entry.path))
     except OSError:
         looked = False
+    wanted = {f"/dev/nvidia{minor}" for minor in minors}
+    if wanted <= devices if wanted else any(device.startswith(_GPU_DEVICES) for device in devices):
+        return True
     try:
         with (folder / "maps").open(errors="replace") as maps:
-            if any("/libcuda.so" in line or "/dev/nvidia" in line for line in maps):
+            if wanted:
+                devices.update(line.rpartition(" ")[2].strip() for line in maps if "/dev/nvidia" in line)
+            elif any("/libcuda.so" in line or "/dev/nvidia" in line for line in maps):
                 return True
     except OSError:
         return None
+    if wanted and wanted <= devices:
+        return True
     return False if looked else None
 
 
-def _is_gpu_device(link: str) -> bool:
+def _device(link: str) -> str:
     try:
-        return os.readlink(link).startswith(("/dev/nvidia", "/dev/dxg"))  # noqa: PTH115 - a hot loop over descriptors
+        return os.readlink(link)  # noqa: PTH115 - a hot loop over descriptors
     except OSError:
-        return False  # the descriptor was closed while we looked
+        return ""  # the descriptor was closed while we looked

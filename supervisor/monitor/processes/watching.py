@@ -81,7 +81,8 @@ class ProcessWatch:
             self._rows = self._table.look(self._relatives | listed)
         else:
             self._rows = self._table.again(listed)
-        facts = {pid: self._describe(pid) for pid in listed}
+        minors = _minors(gpus)
+        facts = {pid: self._describe(pid, minors[pid]) for pid in listed}
         drafts = self._group(gpus, facts)
         self._abouts = {pid: about for pid, about in self._abouts.items() if pid in self._relatives}
         if walk:
@@ -104,8 +105,8 @@ class ProcessWatch:
         place = {pid: (names[draft.leader].key, part) for draft in drafts for pid, part in draft.parts.items()}
         return tuple(tuple(_placed(row, place.get(row.pid)) for row in rows) for rows in made)
 
-    def _describe(self, pid: int) -> ProcessFacts:
-        facts = self._describer.describe(pid, self._rows.get(pid))
+    def _describe(self, pid: int, minors: frozenset[int]) -> ProcessFacts:
+        facts = self._describer.describe(pid, self._rows.get(pid), minors)
         leader = None if facts.session is None else self._rows.get(facts.session)
         led = leader is not None and not leader.is_dead
         return facts if led == facts.session_led else msgspec.structs.replace(facts, session_led=led)
@@ -150,6 +151,17 @@ class ProcessWatch:
             found = about(command_words(pid, self._proc_root) or (), row.comm, kept, run)
         self._abouts[pid] = stamp, found
         return found
+
+
+def _minors(gpus: Sequence[GpuSample]) -> dict[int, frozenset[int]]:
+    """By pid the devices of the GPUs that list it, as far as the driver tells them."""
+    found: dict[int, frozenset[int]] = {}
+    for gpu in gpus:
+        minor = gpu.details.device_minor
+        here = frozenset() if minor is None else frozenset((minor,))
+        for row in gpu.processes:
+            found[row.pid] = found.get(row.pid, frozenset()) | here
+    return found
 
 
 def _placed(row: GpuProcess, place: tuple[str, str] | None) -> GpuProcess:
