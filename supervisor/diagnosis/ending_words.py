@@ -18,7 +18,8 @@ SHAPES: tuple[Shape, ...] = (
     shape(r"(?i:detected \d+ oom[-_]?kill events?)", _KILLED, confidence=0.97),
     shape(r"(?i:task \d+:? out of memory|tasks have been oom killed)", _KILLED, confidence=0.95),
     shape(
-        r"(?i:(?:exceeded|over|above) (?:the )?(?:job|step|virtual|requested|its)? (?:memory|vmem|mem) (?:limit|usage limit|request))",
+        r"(?i:(?:exceeded|over|above) (?:the )?(?:job|step|virtual|requested|its)? (?:memory|vmem|mem)"
+        r" (?:limit|usage limit|request))",
         _KILLED,
         confidence=0.93,
     ),
@@ -94,7 +95,8 @@ SHAPES: tuple[Shape, ...] = (
     ),
     not_memory(r"(?i:spot instance (?:interruption|termination|reclaim))", "preempted", weight=Weight.ERROR, confidence=0.9),
     not_memory(
-        r"DUE TO TIME LIMIT|TERM_RUNLIMIT|(?i:walltime \S{0,24}? exceeded|exceeded (?:its )?wall-?(?:clock)?time)|DeadlineExceeded(?!:)",
+        r"DUE TO TIME LIMIT|TERM_RUNLIMIT|(?i:walltime \S{0,24}? exceeded|exceeded (?:its"
+        r" )?wall-?(?:clock)?time)|DeadlineExceeded(?!:)",
         "time_limit",
         weight=Weight.ERROR,
         confidence=0.95,
@@ -104,7 +106,8 @@ SHAPES: tuple[Shape, ...] = (
     not_memory(r"KeyboardInterrupt", "keyboard_interrupt", weight=Weight.ERROR, confidence=0.93, at_start=True),
     not_memory(r"\[\d+\][+-] Interrupt", "keyboard_interrupt", weight=Weight.TERMINATED, confidence=0.9, needle="Interrupt"),
     not_memory(
-        r"got signal:? (?:15|SIGTERM)|SIGTERM death signal|signal:? 15|signal:? terminated|exit(?:ed)? (?:with )?(?:status|code):? 143|exitcode:? -15|Signal 15 \(SIGTERM\)|Received SIGTERM",
+        r"got signal:? (?:15|SIGTERM)|SIGTERM death signal|signal:? 15|signal:? terminated|exit(?:ed)?"
+        r" (?:with )?(?:status|code):? 143|exitcode:? -15|Signal 15 \(SIGTERM\)|Received SIGTERM",
         "sigterm",
         weight=Weight.TERMINATED,
         confidence=0.85,
@@ -173,9 +176,7 @@ def bare_killed(view: View) -> Iterator[Finding]:
     if "Killed" not in view.text:
         return
     for index, line in enumerate(view.lines):
-        if (
-            line.text in ("Killed", "Killed: 9", "zsh: killed")
-            or line.text.startswith(("zsh: killed ", "Killed "))
-            and "process" not in line.text
+        if line.text in ("Killed", "Killed: 9", "zsh: killed") or (
+            line.text.startswith(("zsh: killed ", "Killed ")) and "process" not in line.text
         ):
             yield Finding(index, _KILLED, None, Weight.KILLED, SUSPECTED, "unknown", last_line=index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 from memtop.supervisor.diagnosis.page import View
@@ -51,6 +51,9 @@ class Figures:
         return sum(value is not None for value in (self.requested, self.total, self.free, self.allocated, self.process))
 
 
+NO_FIGURES = Figures()
+
+
 @dataclass(frozen=True)
 class Finding:
     line: int
@@ -60,10 +63,8 @@ class Finding:
     confidence: float
     phase: str | None = None
     """None: to be read from the lines before."""
-    figures: Figures = field(default_factory=Figures)
+    figures: Figures = NO_FIGURES
     last_line: int = 0
-    survives: bool = False
-    """The message itself says that the program goes on."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ class Shape:
 
 
 def _cuts_number(view: View, end: int) -> bool:
-    """Whether a match that ends in a digit ends within a number: `exitcode: -9` is not in `exitcode: -93`, but the next line may
-    well begin with a digit."""
+    """Whether a match that ends in a digit ends within a number: `exitcode: -9` is not in `exitcode: -93`, but the next line
+    may well begin with a digit."""
     around = view.text[end - 1 : end + 1]
     return len(around) == 2 and around.isdigit() and not view.starts_line(end)
 
@@ -125,7 +126,8 @@ _SUPPOSED = re.compile(
     r"\b(?:if|avoid|avoids|prevent|prevents|may|might|can|could|would|when|whenever|in case of|to fix|reduces?|lest|without|"
     r"instead of|help|helps|helpful|except|catch|catches|catching|handle|handles|handling|handler|detects?|check(?:s|ing)? for|"
     r"against|likely|risk(?:s|ing)?|no|not|isinstance|class|def|import|assertRaises|pytest\.raises)\W{0,3}"
-    r"(?:(?:you|we|it|the|an?|any|this|run|runs|running|get|see|hit|encounter|getting|of|possible|potential|torch\.(?:cuda\.)?)\W{0,2}){0,4}$",
+    r"(?:(?:you|we|it|the|an?|any|this|run|runs|running|get|see|hit|encounter|getting|of|possible"
+    r"|potential|torch\.(?:cuda\.)?)\W{0,2}){0,4}$",
     re.IGNORECASE,
 )
 
@@ -169,8 +171,8 @@ _WRAPPED = 1 << 60
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of a printed size, rounded half up; GB is 2**30 as GiB is, since the programs that print it mean that. None where it
-    is no size."""
+    """Bytes of a printed size, rounded half up; GB is 2**30 as GiB is, since the programs that print it mean that. None where
+    it is no size."""
     parts = _SIZE_PARTS.match(text)
     if parts is None:
         return None

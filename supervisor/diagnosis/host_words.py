@@ -34,7 +34,8 @@ SHAPES: tuple[Shape, ...] = (
     shape(r"\[WinError (?:1455|8)\]|\(os error 1455\)|paging file is too small", _REFUSED, confidence=0.95),
     shape(r"os error 12\)", _REFUSED, needle="oserror12)"),
     shape(
-        r"(?:fork|mmap|malloc|calloc|sbrk|clone|vfork|pthread_create)\(?\)?(?: failed)?:?(?: retry:)?(?: Resource)? Cannot allocate memory",
+        r"(?:fork|mmap|malloc|calloc|sbrk|clone|vfork|pthread_create)\(?\)?(?: failed)?:?(?: retry:)?(?:"
+        r" Resource)? Cannot allocate memory",
         _REFUSED,
         needle="Cannotallocatememory",
     ),
@@ -71,7 +72,8 @@ SHAPES: tuple[Shape, ...] = (
         "triton_shared_memory",
     ),
     not_memory(
-        r"(?i:ResourceExhausted|RESOURCE_EXHAUSTED)\W{1,6} (?:desc=)?(?i:grpc:|Received message larger|Quota|Resource has been|Too many)",
+        r"(?i:ResourceExhausted|RESOURCE_EXHAUSTED)\W{1,6} (?:desc=)?(?i:grpc:|Received message larger"
+        r"|Quota|Resource has been|Too many)",
         "grpc_limit",
     ),
     not_memory(r"(?i:received message larger than max)", "grpc_limit"),

@@ -1,5 +1,5 @@
-"""From what is known to one diagnosis. Evidence outranks words: a rank's own record, torchrun's error file, the kernel's counters
-and records of this attempt, our samples, then the log, then the exit status."""
+"""From what is known to one diagnosis. Evidence outranks words: a rank's own record, torchrun's error file, the counters and
+records of the kernel for this attempt, our samples, then the log, then the exit status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.ending_words import SUSPECTED
-from memtop.supervisor.diagnosis.finding import Figures, Finding, Weight
+from memtop.supervisor.diagnosis.finding import NO_FIGURES, Figures, Finding, Weight
 from memtop.supervisor.diagnosis.logits import requested_for
 from memtop.supervisor.diagnosis.reading import Reading
 from memtop.supervisor.diagnosis.sentences import summary
@@ -57,7 +57,7 @@ class _Draft:
     reason: str | None
     confidence: float
     phase: str = "unknown"
-    figures: Figures = Figures()
+    figures: Figures = NO_FIGURES
     lines: tuple[str, ...] = ()
     rank: int | None = None
     source: str = "words"
