@@ -16,7 +16,7 @@ from memtop.supervisor.diagnosis.values import Kind
 _LONGEST_MESSAGE = 1600
 
 _HEAD = re.compile(
-    r"outofmemory\.?(?:\((?=MPSallocated)|Triedtoallocate\d)|outofmemory\.Tri|(?<!memory\.)(?<!memory)Triedtoallocate\d"
+    r"outofmemory\.?(?:\((?=MPSallocated)|Triedtoallocate\d)|outofmemory\.Tri|(?<!outofmemory\.)(?<!outofmemory)Triedtoallocate\d"
     r"|GPU\d*hasatotalcapac|Oftheallocatedmemory\d"
 )
 

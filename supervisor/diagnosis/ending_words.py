@@ -45,6 +45,7 @@ SHAPES: tuple[Shape, ...] = (
     shape(
         r"DataLoader worker \(pid\(?s?\)? [\d,]+\) is killed by signal:? Killed",
         _KILLED,
+        weight=Weight.ERROR,  # a launcher kills the workers, too, when it ends a program for another reason
         confidence=0.75,
         phase="data",
         needle="signal:Killed",
@@ -86,24 +87,30 @@ SHAPES: tuple[Shape, ...] = (
         phase="data",
         needle="abruptly",
     ),
+    not_memory(
+        r"DataLoader worker \(pid\(?s?\)? [\d,]+\) exited unexpectedly",
+        "worker_died",
+        weight=Weight.BROKEN,
+        confidence=0.5,
+        phase="data",
+        needle="exitedunexpectedly",
+    ),
     # A time limit, a preemption, a person.
     not_memory(
         r"DUE TO PREEMPTION|(?:instance|VM|job|node|pod) (?:was |has been |is being )?(?i:preempt(?:ed|ing))|TERM_PREEMPT",
         "preempted",
-        weight=Weight.ERROR,
         confidence=0.95,
     ),
-    not_memory(r"(?i:spot instance (?:interruption|termination|reclaim))", "preempted", weight=Weight.ERROR, confidence=0.9),
+    not_memory(r"(?i:spot instance (?:interruption|termination|reclaim))", "preempted", confidence=0.9),
     not_memory(
         r"DUE TO TIME LIMIT|TERM_RUNLIMIT|(?i:walltime \S{0,24}? exceeded|exceeded (?:its"
         r" )?wall-?(?:clock)?time)|DeadlineExceeded(?!:)",
         "time_limit",
-        weight=Weight.ERROR,
         confidence=0.95,
     ),
-    not_memory(r"DUE TO NODE FAILURE|NODE_FAIL", "node_failure", weight=Weight.ERROR, confidence=0.95),
+    not_memory(r"DUE TO NODE FAILURE|NODE_FAIL", "node_failure", confidence=0.95),
     not_memory(r"CANCELLED AT|TERM_OWNER|TERM_FORCE_OWNER|TERM_ADMIN", "cancelled", weight=Weight.TERMINATED, confidence=0.8),
-    not_memory(r"KeyboardInterrupt", "keyboard_interrupt", weight=Weight.ERROR, confidence=0.93, at_start=True),
+    not_memory(r"KeyboardInterrupt", "keyboard_interrupt", confidence=0.93, at_start=True),
     not_memory(r"\[\d+\][+-] Interrupt", "keyboard_interrupt", weight=Weight.TERMINATED, confidence=0.9, needle="Interrupt"),
     not_memory(
         r"got signal:? (?:15|SIGTERM)|SIGTERM death signal|signal:? 15|signal:? terminated|exit(?:ed)?"
@@ -146,7 +153,12 @@ def kernel_kills(view: View, page: Page, member_pids: frozenset[int]) -> Iterato
     matches = list(_VICTIM.finditer(view.text))[:60]
     if not matches:
         return
-    indices = {view.line_at(match.start()) for match in matches}
+    # The record's own lines, folded as they may be.
+    indices = {
+        index
+        for match in matches
+        for index in range(view.line_at(match.start()) - 1, view.line_at(match.end() - 1) + 3)
+    }
     known = member_pids | _pids(line.text for index, line in enumerate(page.lines) if index not in indices)
     for match in matches:
         pid, name = int(match[1] or match[4]), match[2] or match[3]

@@ -152,12 +152,14 @@ def not_memory(
     pattern: str,
     reason: str,
     *,
-    weight: Weight = Weight.CAUSE,
+    weight: Weight = Weight.ERROR,
     confidence: float = 0.9,
     phase: str | None = None,
     at_start: bool = False,
     needle: str = "",
 ) -> Shape:
+    """Mostly of the weight of any error, since many are warnings of something that a program does without: a lack of memory
+    that follows weighs more."""
     return shape(
         pattern, Kind.NOT_MEMORY, reason, weight=weight, confidence=confidence, phase=phase, at_start=at_start, needle=needle
     )

@@ -77,7 +77,7 @@ SHAPES: tuple[Shape, ...] = (
         "grpc_limit",
     ),
     not_memory(r"(?i:received message larger than max)", "grpc_limit"),
-    not_memory(r"GC overhead limit", "python_error", weight=Weight.ERROR),
+    not_memory(r"GC overhead limit", "python_error"),
 )
 
 _MEMORY_ERROR = re.compile(r"(?:[\w.]+\.)?_?(?:Array|Arrow)?MemoryError(?::.*)?$")

@@ -15,16 +15,21 @@ ASYNCHRONOUS = frozenset({"illegal_memory_access", "device_side_assert", "gpu_lo
 
 SHAPES: tuple[Shape, ...] = (
     # CUDA's other errors.
-    not_memory(r"device-side assert triggered", "device_side_assert", confidence=0.95, needle="assert"),
+    not_memory(r"device-side assert triggered", "device_side_assert", weight=Weight.CAUSE, confidence=0.95, needle="assert"),
     not_memory(
-        r"block: \[\d+,\d+,\d+\],? thread: \[\d+,\d+,\d+\] Assertion", "device_side_assert", confidence=0.95, needle="Assertion"
+        r"block: \[\d+,\d+,\d+\],? thread: \[\d+,\d+,\d+\] Assertion",
+        "device_side_assert",
+        weight=Weight.CAUSE,
+        confidence=0.95,
+        needle="Assertion",
     ),
     not_memory(
         r"an illegal memory access was encountered|CUDA_ERROR_ILLEGAL_ADDRESS|cudaErrorIllegalAddress|misaligned address",
         "illegal_memory_access",
+        weight=Weight.CAUSE,
         confidence=0.95,
     ),
-    not_memory(r"(?i:memory access fault by GPU)", "illegal_memory_access", confidence=0.95),
+    not_memory(r"(?i:memory access fault by GPU)", "illegal_memory_access", weight=Weight.CAUSE, confidence=0.95),
     not_memory(r"invalid device ordinal", "invalid_device", confidence=0.95, needle="ordinal"),
     not_memory(
         r"[Nn]o kernel image is available|is not compatible with the current PyTorch installation",
@@ -35,6 +40,7 @@ SHAPES: tuple[Shape, ...] = (
         r"unspecified launch failure|uncorrectable ECC|fallen off the bus|GPU is lost|CUDA_ERROR_ECC|NVRM:"
         r" Xid|hardware error was encountered",
         "gpu_lost",
+        weight=Weight.CAUSE,
         confidence=0.9,
     ),
     not_memory(
@@ -48,14 +54,11 @@ SHAPES: tuple[Shape, ...] = (
         "driver_mismatch",
         confidence=0.9,
     ),
-    not_memory(
-        r"CU[A-Z]{3,8}_STATUS_(?!ALLOC_FAILED)[A-Z_]+", "cuda_error", confidence=0.7, weight=Weight.ERROR, needle="_STATUS_"
-    ),
+    not_memory(r"CU[A-Z]{3,8}_STATUS_(?!ALLOC_FAILED)[A-Z_]+", "cuda_error", confidence=0.7, needle="_STATUS_"),
     not_memory(
         r"(?:CUDA|HIP) error: (?!out of memory|CU[A-Z]+_STATUS_ALLOC)[A-Za-z]",
         "cuda_error",
         confidence=0.7,
-        weight=Weight.ERROR,
         needle="error:",
     ),
     # Ranks that wait for another.
@@ -108,7 +111,6 @@ SHAPES: tuple[Shape, ...] = (
     not_memory(
         r"(?:ModuleNotFoundError|ImportError):",
         "import_error",
-        weight=Weight.ERROR,
         confidence=0.9,
         phase="load",
         at_start=True,
@@ -138,7 +140,6 @@ SHAPES: tuple[Shape, ...] = (
     not_memory(
         r"(?:Error\(s\) in loading state_dict|Missing key\(s\) in state_dict|Unexpected key\(s\))",
         "state_mismatch",
-        weight=Weight.ERROR,
         confidence=0.85,
         phase="load",
     ),
@@ -146,7 +147,6 @@ SHAPES: tuple[Shape, ...] = (
         r"(?:unrecognized arguments:|the following arguments are required:|ConfigAttributeError"
         r"|ConfigKeyError|MissingMandatoryValue|ValidationError)",
         "config_error",
-        weight=Weight.ERROR,
         confidence=0.85,
     ),
     # Numbers.
@@ -155,25 +155,22 @@ SHAPES: tuple[Shape, ...] = (
         r"(?i:(?:nan|non-finite|infinite) (?:or inf )?(?:loss|values? in loss|detected in loss|gradients?)"
         r" (?:detected|encountered|found|,?\s*stop))",
         "loss_nan",
-        weight=Weight.ERROR,
         confidence=0.85,
     ),
     not_memory(
         r"Minimum loss scale reached|[Cc]urrent loss scale already at minimum|FloatingPointError:",
         "loss_nan",
-        weight=Weight.ERROR,
         confidence=0.9,
     ),
     # The network and rights.
-    not_memory(r"(?:Permission denied|\[Errno 13\]|PermissionError:)", "permission", weight=Weight.ERROR, confidence=0.85),
+    not_memory(r"(?:Permission denied|\[Errno 13\]|PermissionError:)", "permission", confidence=0.85),
     not_memory(
         r"(?:HTTPError|ConnectionError|MaxRetryError|ReadTimeout(?:Error)?|ConnectTimeout|SSLError"
         r"|LocalEntryNotFoundError|GatedRepoError|RepositoryNotFoundError)\b",
         "network",
-        weight=Weight.ERROR,
         confidence=0.8,
     ),
-    not_memory(r"recursion depth exceeded", "recursion", weight=Weight.ERROR, confidence=0.9),
+    not_memory(r"recursion depth exceeded", "recursion", confidence=0.9),
 )
 
 _ERROR_LINE = re.compile(
