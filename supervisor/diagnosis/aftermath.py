@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 
 from memtop.supervisor.diagnosis.cleaning import Line
 from memtop.supervisor.diagnosis.finding import Finding, Weight
@@ -63,8 +64,21 @@ _ENDS = frozenset(
 )
 
 
-def completed(page: Page) -> bool:
-    return any(_COMPLETED.search(line.text) for line in page.lines)
+class Progress:
+    """Where a log shows that the program computes."""
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._steps = [index for index, line in enumerate(page.lines) if _is_step(line)]
+        self.completed = any(_COMPLETED.search(line.text) for line in page.lines)
+        """By the program's own words."""
+
+    def between(self, start: int, end: int) -> tuple[int, int]:
+        """How many steps are seen from one line to another, and about how many bytes after the first line the last of them."""
+        first, last = bisect_left(self._steps, start), bisect_left(self._steps, end)
+        if first == last:
+            return 0, 0
+        return last - first, self._page.lines[self._steps[last - 1]].at - self._page.lines[start - 1].at
 
 
 def is_mild(line: Line) -> bool:
@@ -72,26 +86,25 @@ def is_mild(line: Line) -> bool:
     return _MILD.search(line.shown[:120]) is not None
 
 
-def went_on(page: Page, finding: Finding, until: int, *, failed: bool) -> str | None:
+def went_on(page: Page, progress: Progress, finding: Finding, until: int, *, failed: bool) -> str | None:
     """`oom_retried`, `oom_handled`, or None where it may have ended the program. `until`: where the next failure begins;
     `failed`: the program is known to have ended badly."""
     if finding.kind in _FROM_OUTSIDE or (finding.reason in _ENDS) or finding.weight < Weight.BROKEN:
         return None
     here = page.lines[finding.line]
     own = page.lines[max(0, finding.line - 1) : finding.last_line + 1]
-    after = page.lines[finding.last_line + 1 : until]
-    steps = [line.at for line in after if _is_step(line)]
+    after = finding.last_line + 1
+    steps, distance = progress.between(after, until)
     if finding.kind is not Kind.NOT_MEMORY:
         # The words of giving up may also come after the last of several tries.
-        near, late = after[:_NEAR], page.lines[until : until + _NEAR]
+        near, late = page.lines[after : min(until, after + _NEAR)], page.lines[until : until + _NEAR]
         tried = _says(_RECOVERY, [*own, *near]) or _says(_ANOTHER_TRY, [*own, *near] if steps else own)
         if tried and not _says(_GAVE_UP, [*own, *near, *late]):
             return "oom_retried"
     if _RAISED.match(here.text) is None or is_mild(here):
-        return "oom_handled" if len(steps) >= (3 if failed else 1) else None
+        return "oom_handled" if steps >= (3 if failed else 1) else None
     # What standard output still held when the error was written follows it; more than that was computed later.
-    distance = steps[-1] - page.lines[finding.last_line].at if steps else 0
-    return "oom_handled" if len(steps) >= 2 and distance > _BUFFER else None
+    return "oom_handled" if steps >= 2 and distance > _BUFFER else None
 
 
 def _is_step(line: Line) -> bool:

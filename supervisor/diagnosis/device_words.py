@@ -27,10 +27,12 @@ SHAPES: tuple[Shape, ...] = (
     # CUDA, HIP and others without figures. Whether it was pinned memory is for the frames to say.
     shape(r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU)(?: driver)? error:? out of memory", _OOM, confidence=0.85, needle="outofmemory"),
     shape(
-        r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU|MPS backend|GPU) out of memory(?!\.Tri|\(MPS|detected)",
+        r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU|MPS backend|GPU) out of(?: the)? memory"
+        r"(?!\.Tri|\(MPS|detected|errors|issues|problems|handling)",
         _OOM,
         confidence=0.8,
-        needle="outofmemory",
+        needle="outof",
+        asserted=True,
     ),
     shape(r"CUDA out of memory detected", _OOM, confidence=0.8),
     shape(r"(?i:(?:cuda|hip) runtime error \(?2\)?:? out of memory)", _OOM, confidence=0.9, needle="outofmemory"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
-from memtop.supervisor.diagnosis.finding import Finding, Shape, Weight, not_memory, shape
+from memtop.supervisor.diagnosis.finding import MOST_OF_A_KIND, Finding, Shape, Weight, not_memory, shape
 from memtop.supervisor.diagnosis.page import Page, View
 from memtop.supervisor.diagnosis.values import Kind
 
@@ -155,9 +156,7 @@ def kernel_kills(view: View, page: Page, member_pids: frozenset[int]) -> Iterato
         return
     # The record's own lines, folded as they may be.
     indices = {
-        index
-        for match in matches
-        for index in range(view.line_at(match.start()) - 1, view.line_at(match.end() - 1) + 3)
+        index for match in matches for index in range(view.line_at(match.start()) - 1, view.line_at(match.end() - 1) + 3)
     }
     known = member_pids | _pids(line.text for index, line in enumerate(page.lines) if index not in indices)
     for match in matches:
@@ -183,12 +182,13 @@ def _pids(texts: Iterable[str]) -> set[int]:
     return found
 
 
+_KILLED_LINE = re.compile(r"Killed(?:: 9)?$|zsh: killed\b|Killed (?!process\b)\S+ ?\S{0,40}$")
+
+
 def bare_killed(view: View) -> Iterator[Finding]:
-    """The one word that a shell prints."""
-    if "Killed" not in view.text:
+    """The one word that a shell prints, perhaps with the command."""
+    if "illed" not in view.text:
         return
-    for index, line in enumerate(view.lines):
-        if line.text in ("Killed", "Killed: 9", "zsh: killed") or (
-            line.text.startswith(("zsh: killed ", "Killed ")) and "process" not in line.text
-        ):
-            yield Finding(index, _KILLED, None, Weight.KILLED, SUSPECTED, "unknown", last_line=index)
+    found = (index for index, line in enumerate(view.lines) if "illed" in line.text and _KILLED_LINE.match(line.text))
+    for index in islice(found, MOST_OF_A_KIND):
+        yield Finding(index, _KILLED, None, Weight.KILLED, SUSPECTED, "unknown", last_line=index)

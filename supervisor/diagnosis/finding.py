@@ -79,6 +79,7 @@ class Shape:
     phase: str | None
     at_start: bool
     needle: str
+    asserted: bool
 
     def find(self, view: View) -> Iterator[Finding]:
         if self.needle and self.needle not in view.text:
@@ -88,7 +89,8 @@ class Shape:
                 return
             if self.at_start and not view.starts_line(match.start()):
                 continue
-            if _SUPPOSED.search(view.before(match.start())[-60:]):
+            before = view.before(match.start())[-80:]
+            if _SUPPOSED.search(before) or (self.asserted and not _ASSERTED.search(before)):
                 continue
             if _cuts_number(view, match.end()):
                 continue
@@ -121,6 +123,11 @@ def _device(view: View, match: re.Match[str]) -> int | None:
 
 MOST_OF_A_KIND = 40
 
+# At the beginning of what is said: of a line, after an error's class, in quotes; or as what something failed with.
+_ASSERTED = re.compile(
+    r"(?:^|[:\"'`(\[>=!\].,;*–—-]|\b(?:failed|crashed|died|aborted|stopped|ended|killed)\b.{0,30})\s*$", re.IGNORECASE
+)
+
 # "try this if you run out of memory" names no failure.
 _SUPPOSED = re.compile(
     r"\b(?:if|avoid|avoids|prevent|prevents|may|might|can|could|would|when|whenever|in case of|to fix|reduces?|lest|without|"
@@ -142,10 +149,12 @@ def shape(
     phase: str | None = None,
     at_start: bool = False,
     needle: str = "",
+    asserted: bool = False,
 ) -> Shape:
-    """`needle` is a plain part of every text that can match: a fast way to say no."""
+    """`needle` is a plain part of every text that can match: a fast way to say no. `asserted`: only where the line says it, not
+    where it speaks about it."""
     compiled = re.compile(pattern.replace(" ", "").replace("SIZE", SIZE))
-    return Shape(compiled, kind, reason, weight, confidence, phase, at_start, needle.replace(" ", ""))
+    return Shape(compiled, kind, reason, weight, confidence, phase, at_start, needle.replace(" ", ""), asserted)
 
 
 def not_memory(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 
-from memtop.supervisor.diagnosis.finding import Finding, Shape, Weight, not_memory, shape
+from memtop.supervisor.diagnosis.finding import MOST_OF_A_KIND, Finding, Shape, Weight, not_memory, shape
 from memtop.supervisor.diagnosis.page import View
 from memtop.supervisor.diagnosis.values import Kind
 
@@ -87,7 +88,10 @@ def memory_errors(view: View) -> Iterator[Finding]:
     """Python's own, which mostly says nothing more."""
     if "MemoryError" not in view.text:
         return
-    for index, line in enumerate(view.lines):
-        match = _MEMORY_ERROR.match(line.text)
-        if match is not None and "OutOfMemoryError" not in match[0]:
-            yield Finding(index, _REFUSED, None, Weight.CAUSE, 0.9, last_line=index)
+    found = (index for index, line in enumerate(view.lines) if _is_memory_error(line.text))
+    for index in islice(found, MOST_OF_A_KIND):
+        yield Finding(index, _REFUSED, None, Weight.CAUSE, 0.9, last_line=index)
+
+
+def _is_memory_error(text: str) -> bool:
+    return "MemoryError" in text and "OutOfMemoryError" not in text and _MEMORY_ERROR.match(text) is not None

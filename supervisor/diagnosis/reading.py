@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from memtop.supervisor.diagnosis import allocator, device_words, ending_words, host_words, other_words, room_words
-from memtop.supervisor.diagnosis.aftermath import completed, is_mild, went_on
+from memtop.supervisor.diagnosis.aftermath import Progress, is_mild, went_on
 from memtop.supervisor.diagnosis.finding import Finding, Weight
 from memtop.supervisor.diagnosis.page import Page, View
 from memtop.supervisor.diagnosis.phase import phase_of
@@ -35,12 +35,12 @@ class Reading:
 def read(page: Page, member_pids: frozenset[int] = frozenset(), *, failed: bool = False) -> Reading:
     findings = _findings(page, member_pids)
     fatal, survived = [], []
-    is_over = completed(page)
+    progress = Progress(page)
     for index, finding in enumerate(findings):
         how = (
             _KILLED_IN_TEARDOWN
-            if is_over and _is_worker_death(page, finding)
-            else went_on(page, finding, _until(page, findings, index), failed=failed)
+            if progress.completed and _is_worker_death(page, finding)
+            else went_on(page, progress, finding, _until(page, findings, index), failed=failed)
         )
         if how is None:
             fatal.append(finding)

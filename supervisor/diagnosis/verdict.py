@@ -144,7 +144,7 @@ def _ended_well(reading: Reading) -> _Draft:
         finding, how = of_memory[-1]
         return _Draft(Kind.NOT_MEMORY, how, 0.95, lines=_told(reading, finding), source="exit_status")
     cause = reading.cause
-    if cause is not None and cause.kind is not Kind.NOT_MEMORY and cause.weight >= Weight.CAUSE:
+    if cause is not None and cause.kind is not Kind.NOT_MEMORY and cause.weight >= Weight.ERROR:
         how = "teardown_noise" if cause.kind is Kind.HOST_OOM_KILLED else "oom_handled"
         return _Draft(Kind.NOT_MEMORY, how, 0.7, lines=_told(reading, cause), source="exit_status")
     if cause is not None and cause.reason in ("allocator_warning", "oom_kill_of_other_process"):
