@@ -37,6 +37,7 @@ SHAPES: tuple[Shape, ...] = (
     shape(r"CUDA out of memory detected", _OOM, confidence=0.8),
     shape(r"(?i:(?:cuda|hip) runtime error \(?2\)?:? out of memory)", _OOM, confidence=0.9, needle="outofmemory"),
     shape(r"(?:CUDA|hip|HIP)_?E(?:RROR|rror)_?[Oo](?:UT_OF_MEMORY|utOfMemory)", _OOM, confidence=0.85),
+    shape(r"Error 2: out of memory", _OOM, confidence=0.85, needle="Error2"),
     shape(r"THCudaCheck FAIL .{0,160}? error=2 : out of memory", _OOM, confidence=0.85, needle="THCudaCheck"),
     shape(r"cudaSuccess \(2 vs\. 0\) out of memory", _OOM, confidence=0.9, needle="cudaSuccess"),
     shape(r"cudaErrorMemoryAllocation", _OOM, confidence=0.85, needle="cudaErrorMem"),

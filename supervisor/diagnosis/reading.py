@@ -94,8 +94,8 @@ def _findings(page: Page, member_pids: frozenset[int]) -> list[Finding]:
     return [_placed(page, best[line]) for line in sorted(best)]
 
 
-def _worth(finding: Finding) -> tuple[int, int, int]:
-    return finding.weight, finding.figures.known, 0
+def _worth(finding: Finding) -> tuple[int, int]:
+    return finding.weight, finding.figures.known
 
 
 def _of_view(view: View, page: Page, member_pids: frozenset[int]) -> Iterator[Finding]:
