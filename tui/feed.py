@@ -68,6 +68,7 @@ FeedMessage = (
     | wire.MetricRows
     | wire.EventRows
     | wire.HistoryRows
+    | wire.ConfigurationRows
     | MachineSnapshot
     | Connected
     | Disconnected
@@ -98,6 +99,14 @@ class Controlled(Protocol):
 
     def control(self, action: str) -> bool:
         """pause, slower, faster, back, forward, start or end; False while there is nothing to control yet."""
+
+
+@runtime_checkable
+class Staged(Protocol):
+    """A feed that plays invented scenes when it is asked to."""
+
+    def play(self, scene: str) -> None:
+        """`oom`: the run dies of memory."""
 
 
 class Wanted(Protocol):
