@@ -88,13 +88,9 @@ class DemoFeed:
         yield Connected()
         yield LogLines(tuple(_greeting(self._gpus)))
         where = "GPU 1" if self._gpus else "host"
-        self._event("attempt", "attempt 1 started: 32 x 1 x 2", ago=1500)
-        self._event("oom", f"{where} out of memory at update 12: 2.1 GiB asked, 0.9 GiB free", ago=1340)
-        self._event("remedy", "gpu_oom at update 12: batch 32 -> 16, accumulation 1 -> 2, same effective batch 64", ago=1321)
-        self._event("attempt", "attempt 2: 16 x 2 x 2, from update 10", ago=1320)
-        self._event(
-            "survived", f"{where} had no room in update 97: its samples were redone in halves", ago=1140
-        )
+        self._event("attempt", "attempt 1 started: 2 x 16 x 2", ago=1500)
+        self._event("attempt", "attempt 2: 2 x 16 → 16 x 2, same effective batch 64", ago=1320)
+        self._event("survived", f"{where} had no room in update 137: its samples were redone in halves", ago=1140)
         self._event("settings", "batch 16 -> 8, accumulation 2 -> 4, same effective batch 64, no restart", ago=1139)
         self._event("trial", f"undone: {self._trial.title}: {self._trial.reason}", ago=290)
         self._outbox.append(wire.ConfigurationRows(rows=self._configurations))

@@ -32,32 +32,29 @@ def too_large(settings: Settings) -> bool:
 
 
 def earlier_configurations(settings: Settings, began: float) -> tuple[wire.Configuration, ...]:
-    """What the run had been through before the dashboard opened: far too large at first, then halved while it ran."""
-    splits = [replace(settings, batch=settings.batch * n, accumulation=settings.accumulation // n) for n in (4, 2, 1)]
-    begins = (0, 12, 97)
+    """What the run had been through before the dashboard opened: careful at first, then too large, then halved while it ran."""
+    splits = [replace(settings, batch=b, accumulation=settings.accumulation * settings.batch // b) for b in (2, 16, 8)]
+    begins = (0, 120, 137, None)
     reasons = (
         "the run began",
-        "gpu_oom at update 12: batch 32 -> 16, accumulation 1 -> 2",
-        "allocation failure survived at update 97: batch 16 -> 8, accumulation 2 -> 4",
+        "asked for: batch 2 -> 16, accumulation 16 -> 2",
+        "allocation failure survived at update 137: batch 16 -> 8, accumulation 2 -> 4",
     )
-    found = []
-    for n, split in enumerate(splits):
-        over = n < len(splits) - 1
-        found.append(
-            wire.Configuration(
-                number=n + 1,
-                attempt=min(2, n + 1),
-                since_update=begins[n],
-                until_update=begins[n + 1] if over else None,
-                started=began + 180 * n,
-                reason=reasons[n],
-                settings=split,
-                peak=peak_of(split, updates=begins[n + 1] - begins[n] if over else 50, failed=over),
-                samples_per_second=(58.1, 57.3, None)[n],
-                outcome=("gpu_oom", "replaced", None)[n],
-            )
+    return tuple(
+        wire.Configuration(
+            number=n + 1,
+            attempt=min(2, n + 1),
+            since_update=begins[n],
+            until_update=begins[n + 1],
+            started=began + 180 * n,
+            reason=reasons[n],
+            settings=split,
+            peak=peak_of(split, updates=(120, 17, 60)[n], failed=n == 1),
+            samples_per_second=(41.7, 57.3, None)[n],
+            outcome=("replaced", "replaced", None)[n],
         )
-    return tuple(found)
+        for n, split in enumerate(splits)
+    )
 
 
 def after(

@@ -11,6 +11,7 @@ from memtop.supervisor.recovery.forecast import forecast
 from memtop.supervisor.recovery.values import Peak
 from memtop.tui.draw.bands import ROLES
 from memtop.tui.draw.line import MUTED, STRONG, Line, fit, line, wrap
+from memtop.tui.draw.remedies import is_measured
 from memtop.tui.store import Store
 
 
@@ -24,23 +25,23 @@ class Outlook:
     on_gpu: bool = False
 
     def lines(self, after: Settings, width: int) -> list[Line]:
-        """`VRAM  17.1 GiB measured -> ~13.9 of 19.6 GiB predicted  70.9 % · safe`, and from what; or why that is not known."""
-        what = "VRAM" if self.on_gpu else "host memory"
+        """`VRAM peak 17.1 GiB measured -> ~13.9 GiB predicted 70.9 % · safe`, and from what; or why that is not known."""
+        what = "VRAM" if self.on_gpu else "RAM"
         found = forecast(after, self.peaks, self.total_bytes, on_gpu=self.on_gpu)
         if isinstance(found, str):
             return wrap(f"? peak of {what} not known beforehand: {found}", width, "unknown")
         before = "" if self.present is None else f"{units.size(self.present.bytes)} measured -> "
-        whole = "" if found.total_bytes is None else f" of {units.gib(found.total_bytes)} GiB"
-        seen = found.basis.startswith("measured")
-        role, word, sign = ("strong", "measured before", "") if seen else ("predicted", "predicted", "~")
-        head = line(
-            (f"peak of {what}  ", MUTED),
-            (before, STRONG),
-            (f"{sign}{units.size(found.peak_bytes)}{whole} {word}", role),
-        )
+        role, word, sign = (STRONG, "measured", "") if is_measured(found) else ("predicted", "predicted", "~")
+        share, band = "", ""
         if found.fraction is not None:
-            share = f"  {units.percent(found.fraction)} "
-            head = (*head, (share, role), (f"{mark(found.band)} {found.band.value}", ROLES[found.band]))
+            share, band = f" {units.percent(found.fraction)} ", f"{mark(found.band)} {found.band.value}"
+        head = line(
+            (f"{what} peak ", MUTED),
+            (before, STRONG),
+            (f"{sign}{units.size(found.peak_bytes)} {word}", role),
+            (share, role),
+            (band, ROLES[found.band]),
+        )
         return [fit(head, width), *wrap(f"from: {found.basis}", width, MUTED)]
 
 

@@ -48,6 +48,8 @@ def consequences(row: Configuration, store: Store, *, with_state: bool) -> list[
         lines.append(f"Its peak was {peak_words(row.peak)} (measured).")
     if row.outcome not in _WELL:
         lines.append(f"! It ended in {row.outcome}: that may happen again.")
+    elif row.peak is not None and row.peak.failed:
+        lines.append("! It ran out of memory then: that may happen again.")
     if with_state:
         lines.append(
             f"Goes back to the newest kept state at or before update {units.count(row.until_update)}: the updates after it are "

@@ -59,7 +59,7 @@ def _rows(store: Store, width: int) -> list[Row]:
         rows.append(Row(2 if full else 7, shm_row(host, width)))
     rows += [Row(3, swap_row(host, width)), Row(6, _traffic(host, width))]
     if store.run is not None:
-        rows += [Row(1, fit(line((f"^ {trend.message}", "edge")), width)) for trend in trends.of_host(store.run)]
+        rows += [Row(1, fit(line((f"^ {trends.sentence(trend)}", "edge")), width)) for trend in trends.of_host(store.run)]
     alarms = _alarms(host)
     if alarms:
         rows.append(Row(2, join_fitting(alarms, width)))

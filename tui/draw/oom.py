@@ -6,7 +6,7 @@ from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.wire import Proposal
 from memtop.tui.draw.bars import Share, memory_bar
-from memtop.tui.draw.line import MUTED, STRONG, Line, fact, join, join_fitting, line, wrap
+from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, wrap
 from memtop.tui.draw.vram import Part
 from memtop.tui.store import Store
 
@@ -31,6 +31,7 @@ _SOURCES = {
 }
 _PROVEN, _LIKELY = 0.95, 0.5
 _EVIDENCE_LINES = 2
+_NARROW_BELOW = 80
 # Parts of a bar smaller than a hundredth of the whole are not worth a word.
 _WORTH_A_WORD = 0.01
 
@@ -55,7 +56,11 @@ def happened_lines(diagnosis: Diagnosis, width: int) -> list[Line]:
 def evidence_lines(diagnosis: Diagnosis, width: int) -> list[Line]:
     """The strongest evidence in its own words."""
     strongest = diagnosis.evidence[0] if diagnosis.evidence else ""
-    parts = wrap(strongest, max(10, width - 2), MUTED)[:_EVIDENCE_LINES]
+    parts = wrap(strongest, max(10, width - 2), MUTED)
+    if width < _NARROW_BELOW:
+        # There the remedies need the room more.
+        return [fit((*line(("│ ", "limit")), (strongest, MUTED)), width)] if parts else []
+    parts = parts[:_EVIDENCE_LINES]
     return [(*line(("│ ", "limit")), *part) for part in parts]
 
 
@@ -165,7 +170,7 @@ def outlook(proposal: Proposal, now: float, *, can_act: bool) -> Line:
     if proposal.begins is not None:
         seconds = max(0, round(proposal.begins - now))
         return line(("… ", "accent"), (f"the first remedy is applied by itself in {seconds} s", "accent"))
-    words = f"waits: {proposal.waiting}" if proposal.waiting else "waits for you"
-    if can_act and proposal.remedies:
-        words += "; Enter applies the marked one, Esc leaves the run failed"
+    words = (
+        "Enter applies ▸, Esc leaves the run failed" if can_act and proposal.remedies else "Esc closes; the run stays failed"
+    )
     return line(("· ", MUTED), (words, "text"))

@@ -53,22 +53,32 @@ def remedy_lines(number: int, remedy: Remedy, width: int, *, alive: bool) -> tup
 
 
 def predicted_line(forecast: Forecast, width: int) -> Line:
-    """`╍╍╍╍╍▴   ┊┊   ~13.9 of 19.6 GiB  70.9 % · safe`: dashed where a measured bar is solid, and never without its `~`."""
+    """`╍╍╍╍╍▴   ┊┊   ~13.9 of 19.6 GiB  70.9 % · safe`: dashed and with its `~`, unless this very batch was measured."""
+    measured = is_measured(forecast)
+    role, sign = (STRONG, "") if measured else ("predicted", "~")
+    size = f"{sign}{units.gib(forecast.peak_bytes)}"
     if forecast.fraction is None:
-        return fit(line((f"~{units.gib(forecast.peak_bytes)} GiB predicted", "predicted")), width)
-    bar = _BAR if width >= _WIDE_FROM else _SHORT_BAR
+        return fit(line((f"{size} GiB {'measured before' if measured else 'predicted'}", role)), width)
     numbers = line(
-        (f"~{units.gib(forecast.peak_bytes)} of {units.gib(forecast.total_bytes)} GiB ", "predicted"),
-        (f"{units.percent(forecast.fraction):>7} ", "predicted"),
+        (f"{size} of {units.gib(forecast.total_bytes)} GiB {units.percent(forecast.fraction):>7} ", role),
         (f"{mark(forecast.band)} {forecast.band.value}", ROLES[forecast.band]),
+        *((("  measured before", MUTED),) if measured else ()),
     )
-    room = min(bar, width - width_of(numbers) - 1)
-    return (*predicted_bar(room, forecast.fraction), (" ", "text"), *numbers) if room >= 6 else numbers
+    room = min(_BAR if width >= _WIDE_FROM else _SHORT_BAR, width - width_of(numbers) - 1)
+    return (*_bar(room, forecast.fraction, measured=measured), (" ", "text"), *numbers) if room >= 6 else numbers
 
 
-def predicted_bar(width: int, fraction: float) -> Line:
-    """A dashed bar up to the predicted peak, with the lines of the bands."""
-    return memory_bar(width, [Share(min(1.0, fraction), PREDICTED_GLYPH, "predictedbar")], predicted=min(1.0, fraction))
+def is_measured(forecast: Forecast) -> bool:
+    """Whether this very batch ran before: then its peak is no prediction."""
+    return forecast.basis.startswith("measured")
+
+
+def _bar(width: int, fraction: float, *, measured: bool) -> Line:
+    """Up to the peak, with the lines of the bands: solid where it was measured, dashed where it is predicted."""
+    end = min(1.0, fraction)
+    if measured:
+        return memory_bar(width, [Share(end, "█", "alloc")])
+    return memory_bar(width, [Share(end, PREDICTED_GLYPH, "predictedbar")], predicted=end)
 
 
 def _price(remedy: Remedy, *, alive: bool) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from memtop.tui.draw.bars import progress_bar
 from memtop.tui.draw.charts import Point, curve
 from memtop.tui.draw.gpu import driver_silence
 from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, grid, join, join_fitting, line, spread, width_of, wrap
-from memtop.tui.draw.trends import first_full
+from memtop.tui.draw.trends import first_full, sentence
 from memtop.tui.draw.words import BOTTLENECKS, age
 from memtop.tui.store import Link, Store
 
@@ -330,7 +330,7 @@ def notice(store: Store) -> str:
 def _notice_of_run(run: RunState) -> str:
     urgent = first_full([trend for trend in run.trends if trend.full_in_seconds is not None])
     if urgent is not None:
-        return f"^ {urgent.message}"
+        return f"^ {sentence(urgent)}"
     if run.trial is not None and run.trial.state.startswith("measuring"):
         return f"… trial of {run.trial.title}: {run.trial.state}"
     if run.warnings:

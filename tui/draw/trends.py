@@ -39,6 +39,14 @@ def full_in(trend: Trend) -> Line:
     return line(("^ full in ", "edge"), (minutes(trend.full_in_seconds), "edge"), (f"{where} at this rate", MUTED))
 
 
+def sentence(trend: Trend) -> str:
+    """`GPU 0 reserved: full in 14 min at this rate, at update 1 520`; where there is no limit, the supervisor's own words."""
+    if trend.full_in_seconds is None:
+        return trend.message
+    where = "" if trend.full_at_update is None else f", at update {units.count(trend.full_at_update)}"
+    return f"{trend.what}: full in {minutes(trend.full_in_seconds)} at this rate{where}"
+
+
 def minutes(seconds: float) -> str:
     """`14 min`, `40 s`, `3.5 h`."""
     if seconds < 60:

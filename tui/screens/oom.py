@@ -99,7 +99,8 @@ class OomCard(Dialog[Remedy]):
         alive = store.run is not None and store.run.alive
         if proposal.remedies:
             head = line(("What can be done", "heading"), ("   dashed bars are predicted, solid ones were measured", MUTED))
-            blocks.append(Block(None, [head]))
+            waits = f"Nothing is done by itself: {proposal.waiting}" if proposal.waiting else ""
+            blocks.append(Block(None, [head, *wrap(waits, width, "edge")]))
         room = chosen_width(width)
         for number, remedy in enumerate(proposal.remedies, 1):
             blocks.append(Block(remedy.id, remedy_lines(number, remedy, room, alive=alive)))

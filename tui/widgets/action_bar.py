@@ -96,4 +96,6 @@ def _optional(action: Action) -> bool:
 
 def _rank(action: Action) -> int:
     """Who gets room first. The way out of a death of memory comes before all other looks."""
-    return 0 if not _optional(action) else 1 if action.id == "way_out" else 2
+    if not _optional(action):
+        return 0
+    return 1 if action.id == "way_out" else 3 if action.gives_way else 2
