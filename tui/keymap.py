@@ -207,7 +207,9 @@ def obstacle(action: Action, store: Store) -> str | None:
     if action.id == "undo" and len(store.configurations) < 2:
         return "the run has had one configuration only: there is none to go back to"
     if action.id in ("restart", "preset", "undo"):
-        return "a restart is under way already" if run.state in (Phase.RESTARTING, Phase.STOPPING) else None
+        # A restart that memtop has only announced gives way to what a person wants.
+        under_way = run.state is Phase.STOPPING or (run.state is Phase.RESTARTING and store.proposal is None)
+        return "a restart is under way already" if under_way else None
     if run.state.final:
         return f"the run is {run.state.value}"
     if action.id in ("free", "checkpoint") and run.state is not Phase.TRAINING:
@@ -217,7 +219,7 @@ def obstacle(action: Action, store: Store) -> str | None:
 
 def _nothing_to_show(action: Action, run: RunState, store: Store) -> str | None:
     if action.id == "way_out":
-        return "the run has not died of memory" if run.proposal is None else None
+        return "the run has not died of memory" if store.proposal is None else None
     if action.id == "configurations":
         return None if store.configurations else "no configuration of this run is known here"
     if run.advice is None and run.trial is None:

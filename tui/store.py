@@ -80,6 +80,13 @@ class Store:
         return None if self.machine is None else self.machine.time
 
     @property
+    def proposal(self) -> wire.Proposal | None:
+        """What can be done, while the run lies dead of memory or waits for its restart; None once it is started again."""
+        if self.run is None or not (self.run.state.final or self.run.state is wire.Phase.RESTARTING):
+            return None
+        return self.run.proposal
+
+    @property
     def gpus(self) -> tuple[GpuSample, ...]:
         return () if self.machine is None else self.machine.gpus
 

@@ -169,8 +169,8 @@ def outlook(proposal: Proposal, now: float, *, can_act: bool) -> Line:
     """What happens next, by itself or by a key."""
     if proposal.begins is not None:
         seconds = max(0, round(proposal.begins - now))
-        return line(("… ", "accent"), (f"the first remedy is applied by itself in {seconds} s", "accent"))
-    words = (
-        "Enter applies ▸, Esc leaves the run failed" if can_act and proposal.remedies else "Esc closes; the run stays failed"
-    )
+        words = f"the first remedy is applied by itself in {seconds} s"
+        return line(("… ", "accent"), (f"{words} (Enter: ▸ now, s: stop)" if can_act else words, "accent"))
+    ways = can_act and bool(proposal.remedies)
+    words = "Enter applies ▸, Esc leaves the run failed" if ways else "Esc closes; the run stays failed"
     return line(("· ", MUTED), (words, "text"))

@@ -314,8 +314,8 @@ def draw_notice(store: Store, width: int, height: int) -> list[Line]:
 def notice(store: Store) -> str:
     """The sentence for the line below the header, or nothing."""
     run = store.run
-    if run is not None and run.proposal is not None and store.link in (Link.CONNECTED, Link.ENDED):
-        return f"! {run.proposal.diagnosis.summary.rstrip('.')} (w: what can be done)"
+    if store.proposal is not None and store.link in (Link.CONNECTED, Link.ENDED):
+        return f"! {store.proposal.diagnosis.summary.rstrip('.')} (w: what can be done)"
     if store.link in (Link.GONE, Link.ENDED):
         return f"! {store.link_reason}" if store.link is Link.GONE else store.link_reason
     if store.link is Link.WAITING:

@@ -229,7 +229,7 @@ class DashboardScreen(Screen[None]):
     def _open_card(self, store: Store) -> None:
         """A run that lies dead of memory is not to be overlooked: its card opens by itself, once for each attempt."""
         run = store.run
-        if run is None or run.proposal is None or store.replaying or self._dialog_open or not self.is_current:
+        if run is None or store.proposal is None or store.replaying or self._dialog_open or not self.is_current:
             return
         died = (run.folder, run.attempt)
         if died != self._carded:

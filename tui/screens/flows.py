@@ -31,14 +31,25 @@ async def stop(screen: DashboardScreen, key: str) -> None:
     run = screen.store.run
     assert run is not None
     lines = [
+        f"Leave {run.name} as it is?",
+        "",
+        "The restart that was announced is called off: the run stays as it died.",
+        f"memtop restart {run.name} takes it up again.",
+    ]
+    if screen.store.proposal is None:
+        lines = _stop_words(run)
+    if await screen.app.push_screen_wait(ConfirmDialog("Stop the run", lines, confirm="Stop the run")):
+        screen.dialog_closed()
+        await screen.ask_supervisor(lambda number: wire.Stop(id=number))
+
+
+def _stop_words(run: wire.RunState) -> list[str]:
+    return [
         f"Stop {run.name}?",
         "",
         f"The present update (now {units.count(run.updates)} of {units.count(run.total_updates)}) is finished and saved,",
         f"then the program ends. memtop restart {run.name} takes it up again.",
     ]
-    if await screen.app.push_screen_wait(ConfirmDialog("Stop the run", lines, confirm="Stop the run")):
-        screen.dialog_closed()
-        await screen.ask_supervisor(lambda number: wire.Stop(id=number))
 
 
 async def restart(screen: DashboardScreen, key: str) -> None:
@@ -221,10 +232,9 @@ def _consent(remedy: Remedy) -> ConfirmDialog:
 
 def _reason(store: Store) -> str:
     """What goes to the run's memory as the cause of this restart."""
-    run = store.run
-    if run is None or run.proposal is None:
+    if store.run is None or store.proposal is None:
         return ""
-    return f"{run.proposal.diagnosis.kind.value} at update {units.count(run.updates)}"
+    return f"{store.proposal.diagnosis.kind.value} at update {units.count(store.run.updates)}"
 
 
 async def configurations(screen: DashboardScreen, key: str) -> None:

@@ -42,7 +42,10 @@ class OomCard(Dialog[Remedy]):
     """Dismissed with the remedy to apply, or None."""
 
     AUTO_FOCUS = "BlockList"
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("w,q", "cancel", "Close", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("w,q", "cancel", "Close", show=False),
+        Binding("s", "stop", "Stop", show=False),
+    ]
 
     def __init__(self, dashboard: DashboardScreen, *, by_itself: bool = False) -> None:
         super().__init__()
@@ -52,8 +55,7 @@ class OomCard(Dialog[Remedy]):
 
     @property
     def _proposal(self) -> Proposal | None:
-        run = self._dashboard.store.run
-        return None if run is None else run.proposal
+        return self._dashboard.store.proposal
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog -dangerous oom", id="oom-box"):
@@ -144,6 +146,14 @@ class OomCard(Dialog[Remedy]):
         self._said = ()
         for panel in self.query(LinePanel):
             panel.show(self._dashboard.store)
+
+    def action_stop(self) -> None:
+        """Call an announced restart off: closing the card alone does not."""
+        proposal = self._proposal
+        if proposal is not None and proposal.begins is not None:
+            self.dismiss(None)
+            self._dashboard.dialog_closed()
+            self._dashboard.action_do("stop", "s")
 
     @on(BlockList.Chosen)
     @on(Button.Pressed, "#confirm")
