@@ -30,14 +30,7 @@ async def checkpoint(screen: DashboardScreen, key: str) -> None:
 async def stop(screen: DashboardScreen, key: str) -> None:
     run = screen.store.run
     assert run is not None
-    lines = [
-        f"Leave {run.name} as it is?",
-        "",
-        "The restart that was announced is called off: the run stays as it died.",
-        f"memtop restart {run.name} takes it up again.",
-    ]
-    if screen.store.proposal is None:
-        lines = _stop_words(run)
+    lines = _stop_words(run) if screen.store.proposal is None else _call_off_words(run)
     if await screen.app.push_screen_wait(ConfirmDialog("Stop the run", lines, confirm="Stop the run")):
         screen.dialog_closed()
         await screen.ask_supervisor(lambda number: wire.Stop(id=number))
@@ -49,6 +42,15 @@ def _stop_words(run: wire.RunState) -> list[str]:
         "",
         f"The present update (now {units.count(run.updates)} of {units.count(run.total_updates)}) is finished and saved,",
         f"then the program ends. memtop restart {run.name} takes it up again.",
+    ]
+
+
+def _call_off_words(run: wire.RunState) -> list[str]:
+    return [
+        f"Leave {run.name} as it is?",
+        "",
+        "The restart that was announced is called off: the run stays as it died.",
+        f"memtop restart {run.name} takes it up again.",
     ]
 
 
