@@ -61,8 +61,8 @@ VICTIMS = ("trainer", "mid-save", "supervisor", "both", "follower", "dashboard")
 WEIGHTS = (5, 4, 4, 2, 2, 2)
 # A kill comes within so many seconds of the last one (or of the start): loading, training and the end are all hit.
 _WITHIN_SECONDS = 6.0
-_MOST_KILLS_A_RUN = 4
-_RUN_SECONDS = 300.0
+_MOST_KILLS_A_RUN = 8
+_RUN_SECONDS = 900.0
 
 
 class Chaos:
