@@ -62,6 +62,8 @@ def run_state(supervisor: Supervisor) -> RunState:
         exit_status=supervisor.exit_status,
         log_path=str(attempt.log_path) if attempt else None,
         warnings=tuple(supervisor.warnings.values()),
+        on_oom=supervisor.spec.on_oom,
+        proposal=supervisor.survival.proposal,
     )
 
 
