@@ -196,9 +196,7 @@ _Rung = tuple[Remedy | None, str | None]
 """What may be tried, or why it may not."""
 
 
-def _ladder(
-    bottleneck: str, m: Measured, settings: Settings, forecast: ForecastOf, failed: Collection[int]
-) -> Iterator[_Rung]:
+def _ladder(bottleneck: str, m: Measured, settings: Settings, forecast: ForecastOf, failed: Collection[int]) -> Iterator[_Rung]:
     band = ram_band(m.host_fraction, m.swap_in_bytes_per_second)
     if bottleneck == "data":
         yield _more_workers(m, settings, band)
@@ -217,9 +215,7 @@ def _ladder(
         yield None, "a larger micro-batch: first the swapping must end, or it is measured in what the disk can do"
 
 
-def _growth(
-    bottleneck: str, settings: Settings, forecast: ForecastOf, failed: Collection[int]
-) -> Iterator[_Rung]:
+def _growth(bottleneck: str, settings: Settings, forecast: ForecastOf, failed: Collection[int]) -> Iterator[_Rung]:
     step, refused = growth_step(settings, forecast, failed)
     if step is not None:
         yield grow(settings, step, forecast(step.batch), bottleneck), None

@@ -110,9 +110,7 @@ def swap_trend(rate: float, share: float) -> Trend:
     )
 
 
-def must_act(
-    found: Iterable[Trend], *, update: int | None, start_update: int, save_every: int | None
-) -> Trend | None:
+def must_act(found: Iterable[Trend], *, update: int | None, start_update: int, save_every: int | None) -> Trend | None:
     """The leak that will have filled its memory before the next save and its margin, or within two minutes; None if there is
     none, or if this attempt is too young to be restarted for it.
 

@@ -62,6 +62,8 @@ def run_state(supervisor: Supervisor) -> RunState:
         exit_status=supervisor.exit_status,
         log_path=str(attempt.log_path) if attempt else None,
         warnings=tuple(supervisor.warnings.values()),
+        trends=supervisor.prevention.trends if running else (),
+        advice=supervisor.prevention.advice if running else None,
     )
 
 

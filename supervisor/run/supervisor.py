@@ -29,6 +29,7 @@ from memtop.supervisor.run.ledger import Attempt, open_for_writing
 from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.manifest import newest_checkpoint
+from memtop.supervisor.run.prevention import Prevention
 from memtop.supervisor.run.process import ProcessId, become_subreaper, identify, reap_children, record_rank
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.publish import Publisher
@@ -70,6 +71,7 @@ class Supervisor:
         self.checkpoint = newest_checkpoint(folder.latest_state)
         self._socket = socket_path(folder.path)
         self.watch = MachineWatch(folder.path.parent, self._members, lambda: rank_reports(self))
+        self.prevention = Prevention(self)
 
     # --- life -----------------------------------------------------------------------------------------------------------
 
@@ -161,6 +163,8 @@ class Supervisor:
                 self.ladder.tick()
             elif self.pending is not None and self.lifecycle.phase in (Phase.STARTING, Phase.TRAINING):
                 self.begin_restart(self.pending)
+            else:
+                self.prevention.tick()
         self._publish()
 
     def _keep_up(self) -> None:
@@ -344,6 +348,7 @@ class Supervisor:
     def _apply(self, rank: int, report: dict[str, Any]) -> None:
         assert self.attempt is not None
         self.progress.apply(rank, report)
+        self.prevention.report(rank, report)
         self._publisher.changed()
         if rank != 0:
             return
@@ -375,6 +380,7 @@ class Supervisor:
         assert machine is not None
         for crossing in self.watch.crossings():
             self.event("band", crossing)
+        self.prevention.sample()
         self.ledger.recorder.add(machine, self.watch.run_rss_bytes)
         if keep:
             number = self.attempt.number if self.attempt else 0

@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.processes import PROC
 from memtop.supervisor.monitor.values import Band, HostSample, MachineSnapshot
@@ -130,7 +132,9 @@ class TrendWatch:
         for rank in ranks:
             before = self._cards.get(rank, f"the card of rank {rank}")
             if before != card:
-                moved = {key: key._replace(pool=card) for key in self._series if key.pool == before and key.who == f"rank {rank}"}
+                moved = {
+                    key: key._replace(pool=card) for key in self._series if key.pool == before and key.who == f"rank {rank}"
+                }
                 for old, new in moved.items():
                     self._series[new] = self._series.pop(old)
                 self._cards[rank] = card
@@ -139,9 +143,7 @@ class TrendWatch:
         if value is not None:
             self._series.setdefault(key, Growth()).add(x, time, value)
 
-    def _danger(
-        self, key: str, gauge: str, time: float, band: Band, fraction: float | None, parts: _Parts
-    ) -> str | None:
+    def _danger(self, key: str, gauge: str, time: float, band: Band, fraction: float | None, parts: _Parts) -> str | None:
         watch = self._dangers.setdefault(key, DangerWatch(gauge))
         return watch.add(time, band, fraction, *parts)
 
@@ -168,8 +170,7 @@ class TrendWatch:
         for what, trend in present.items():
             if what not in self._announced:
                 self._announced.add(what)
-                data = {"what": what, "bytes_per_second": trend.bytes_per_second, "bytes_per_update": trend.bytes_per_update}
-                told.append((trend.message, {**data, "full_in_seconds": trend.full_in_seconds}))
+                told.append((trend.message, {"update": self._update, **msgspec.to_builtins(trend)}))
         for what in self._announced - present.keys() - self._withdrawn:
             self._withdrawn.add(what)
             ended = "swapping in has ended" if what == "swap-in" else f"{what} no longer grows: it was no leak, or it has ended"

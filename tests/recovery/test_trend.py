@@ -105,7 +105,7 @@ def test_a_leak_that_begins_late_is_named_within_100_updates_of_its_beginning() 
 
 def test_a_leak_after_a_freed_plateau_is_not_mistaken_for_a_long_tooth() -> None:
     """Somebody frees the cache at update 3000: the time on the plateau is not the time of a rise."""
-    found = named(lambda update: (2000 if update < 3000 else 900 + max(0, update - 3050)), 3300, 0.5)
+    found = named(lambda update: 2000 if update < 3000 else 900 + max(0, update - 3050), 3300, 0.5)
     assert 3050 < found[0][0] <= 3150
 
 
