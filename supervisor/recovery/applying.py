@@ -1,0 +1,80 @@
+"""From a remedy to what a restart edits and to the settings that come of it; and which configurations count as tried. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from memtop.presets import SettingsError, edit_settings
+from memtop.presets.schema import Settings
+from memtop.supervisor.recovery.forecast import settings_key
+from memtop.supervisor.recovery.values import Remedy
+from memtop.supervisor.wire import Change
+
+_NUMBERS = ("batch", "accumulation", "seq_len")
+
+
+def change_for(remedy: Remedy, *, reason: str = "") -> Change:
+    """The edit of a restart (or of a live edit) that carries the remedy out. Empty for one that only has a command to copy."""
+    numbers = {name: int(value) for name, value in remedy.assignments.items() if name in _NUMBERS}
+    rest = {name: value for name, value in remedy.assignments.items() if name not in _NUMBERS}
+    return Change(preset=remedy.preset, assignments=rest, reason=reason, **numbers)
+
+
+def applied(settings: Settings, remedy: Remedy) -> Settings:
+    """The settings after the remedy, checked; SettingsError says why it cannot be."""
+    return edit_settings(settings, preset=remedy.preset, assignments=dict(remedy.assignments))
+
+
+def applicable(remedies: Iterable[Remedy], settings: Settings) -> tuple[tuple[Remedy, ...], tuple[str, ...]]:
+    """Those that the settings take, and for each of the others its title and the reason, in one line."""
+    kept, refused = [], []
+    for remedy in remedies:
+        try:
+            applied(settings, remedy)
+        except SettingsError as error:
+            refused.append(f"{remedy.title}: {error}")
+        else:
+            kept.append(remedy)
+    return tuple(kept), tuple(refused)
+
+
+def key(settings: Settings) -> str:
+    """What makes two configurations the same for "never tried again": all that shapes memory or disk use, so not the
+    accumulation, the learning rate or how often something is logged."""
+    parts = [f"B {settings.batch}", f"W {settings.world_size}", settings_key(settings, on_gpu=False)]
+    if settings.eval_every:
+        parts.append(f"evaluation of {settings.eval_batch or settings.batch}")
+    parts.append(f"{settings.save_total_limit} states")
+    return ", ".join(parts)
+
+
+def untried(remedies: Iterable[Remedy], failed: Sequence[Settings], settings: Settings) -> tuple[Remedy, ...]:
+    """Those that do not lead to a configuration that has failed. `settings`: the present ones, which the remedies change.
+
+    A remedy that is a command to copy changes nothing of the configuration and stays; one that the settings refuse does not.
+    """
+    gone = {key(one) for one in failed}
+    kept = []
+    for remedy in remedies:
+        if changes_nothing(remedy):
+            kept.append(remedy)
+            continue
+        try:
+            after = applied(settings, remedy)
+        except SettingsError:
+            continue
+        if key(after) not in gone:
+            kept.append(remedy)
+    return tuple(kept)
+
+
+def changes_nothing(remedy: Remedy) -> bool:
+    """It is something for a person to do: no edit of the run carries it out."""
+    return change_for(remedy) == Change()
+
+
+def with_allocator(options: str, wanted: str = "expandable_segments:True") -> str:
+    """The allocator's options with one more; what was set stays."""
+    name = wanted.partition(":")[0]
+    present = [option for option in options.split(",") if option]
+    return ",".join([*present, wanted]) if all(option.partition(":")[0] != name for option in present) else options
