@@ -163,7 +163,7 @@ taken = []
 while thread.is_alive():
     taken += a.take_commands()
 taken += a.take_commands()
-print(taken == [(number, "checkpoint") for number in range(COUNT)])
+print(taken == [(number, "checkpoint", {}) for number in range(COUNT)])
 """
     assert run(code, tmp_path) == "True\n"
 

@@ -33,6 +33,11 @@ class StepWatch:
         else:
             sys.meta_path.insert(0, _Finder(self._hook))
 
+    @property
+    def present(self) -> int | None:
+        """The update that is under way; None before the first one has ended."""
+        return self._updates + 1 if self._updates else None
+
     def remove(self) -> None:
         """The program reports its steps itself."""
         self._removed = True
