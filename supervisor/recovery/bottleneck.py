@@ -81,7 +81,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ram_band(fraction: float | None, swap_in: float | None = None) -> Band:
-    """Host memory for whoever wants more of it: below 80 % safe, to 90 % edge, above or with any sustained swapping in danger."""
+    """Host memory for whoever wants more: below 80 % safe, to 90 % edge, above, or with any sustained swapping in, danger."""
     if swap_in:
         return Band.DANGER
     if fraction is None:

@@ -1,7 +1,7 @@
 """Growing the micro-batch: which step may be tried, and whether a trial was worth it. Pure functions.
 
-A growth step is at most a quarter, holds the effective batch exactly, and is forecast below 85 % of the card. It is kept only if
-samples per second rose beyond what chance explains.
+A growth step is at most a quarter, holds the effective batch exactly, and is forecast below 85 % of the card. It is kept only
+if samples per second rose beyond what chance explains.
 """
 
 from __future__ import annotations

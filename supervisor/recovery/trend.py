@@ -34,8 +34,8 @@ _FALL = 0.5
 _TEETH = 3
 # A rise is over when the level is within this share of its top, and has begun when it is so far above its bottom.
 _NEAR = 0.1
-# What the second half of the stretch may gain less than the first before the growth is called a fading one.
-_STEADY = 0.7
+# The second half of the stretch gains at least so much of the first, and the other way round, or the growth is not steady.
+_STEADY = 0.85
 
 
 class Slope(NamedTuple):
@@ -134,8 +134,8 @@ def _slope(blocks: list[_Point]) -> Slope | None:
     if per_unit > 0 and last.low - first.low >= LEAST_GROWTH:
         half = len(rates) // 2
         early, late = fmean(rates[:half]), fmean(rates[-half:])
-        fading = 1.0 if early <= 0 else min(1.0, max(0.0, late / early) / _STEADY)
-        confidence = _chance_is_ruled_out(rates) * fading
+        steady = max(0.0, min(early, late)) / max(early, late) if max(early, late) > 0 else 0.0
+        confidence = _chance_is_ruled_out(rates) * min(1.0, steady / _STEADY)
     return Slope(per_unit, per_unit * span / seconds, confidence, span, seconds)
 
 

@@ -35,14 +35,14 @@ def test_a_leak_is_named_within_100_updates_and_measured_within_a_fifth(
     # 1 MiB per update (checklist 3.5 row 18) is in the middle of it; noise as a share of what one update leaks times two.
     found = named(lambda update: base + rate * update, 100, noise * 2 * rate, seed)
     assert found
-    update, slope = found[-1]
+    _, slope = found[-1]
     assert slope.per_unit == pytest.approx(rate * MIB, rel=0.2)
     assert slope.per_second == pytest.approx(2 * slope.per_unit, rel=0.01)
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    period=st.integers(2, 80),
+    period=st.integers(2, 72),
     height=st.floats(1, 5000),
     phase=st.integers(0, 80),
     fill=st.sampled_from(["ramp", "fast first", "slow first", "plateau"]),
@@ -59,7 +59,7 @@ def test_a_sawtooth_is_never_named(period: int, height: float, phase: int, fill:
 
 
 @settings(max_examples=40, deadline=None)
-@given(period=st.integers(93, 600), height=st.floats(50, 5000), seed=st.integers(0, 999))
+@given(period=st.integers(73, 600), height=st.floats(50, 5000), seed=st.integers(0, 999))
 def test_a_tooth_longer_than_all_that_was_seen_is_taken_back_when_it_falls_and_never_named_again(
     period: int, height: float, seed: int
 ) -> None:
@@ -117,7 +117,7 @@ def test_a_leak_that_is_mended_is_taken_back() -> None:
 
 def test_slow_growth_that_noise_hides_at_first_is_found_over_more_updates() -> None:
     found = named(lambda update: 900 + 0.1 * update, 3000, 5.0)
-    assert 300 < found[0][0]
+    assert found[0][0] > 300
     assert found[-1][1].per_unit == pytest.approx(0.1 * MIB, rel=0.2)
 
 

@@ -17,7 +17,7 @@ Reports, one JSON object a line, each with `type`, `time` (seconds since the epo
   accumulation, data_wait_seconds, forward_seconds, backward_seconds, optimizer_seconds, step_seconds} and what
   `memory.readings` finds: {allocated_bytes, reserved_bytes, peak_bytes, peak_reserved_bytes, allocation_retries (since the
   process began), rss_bytes, anonymous_bytes}. Of a program that knows nothing of memtop: {update, learning_rate,
-  step_seconds, dropped} and the readings.
+  step_seconds, data_wait_seconds (inside torch's data loaders), dropped} and the readings.
 * `oom`: {update, phase, error, message, survived, batch, accumulation, allocated_bytes, reserved_bytes, free_bytes,
   total_bytes, rss_bytes, device_uuid}: an allocation failed, and this is what was held then. `phase` is forward | backward |
   optimizer | evaluation | data | load | save | unknown; `error` the error's class, `message` its words; `survived` says that
