@@ -15,7 +15,8 @@ import msgspec
 from memtop.presets.arithmetic import exact_splits
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
-from memtop.supervisor.monitor.bands import EDGE_FROM, band_of
+from memtop.supervisor.monitor.bands import EDGE_FROM
+from memtop.supervisor.recovery.forecast import foreseen
 from memtop.supervisor.recovery.values import Forecast
 
 LARGEST_STEP = 1.25
@@ -40,17 +41,11 @@ def larger_splits(settings: Settings) -> list[Split]:
     return [Split(batch=b, accumulation=a) for b, a in reversed(pairs) if b > settings.batch]
 
 
-def upper_bound(peak_bytes: int, peak_batch: int, batch: int, total_bytes: int | None) -> Forecast:
+def upper_bound(peak_bytes: int, peak_batch: int, batch: int, total_bytes: int | None, others_bytes: int = 0) -> Forecast:
     """A forecast from one peak alone, too large rather than too small: as if all of it grew with the micro-batch."""
-    bytes_ = math.ceil(peak_bytes * batch / peak_batch)
-    fraction = bytes_ / total_bytes if total_bytes else None
-    return Forecast(
-        peak_bytes=bytes_,
-        total_bytes=total_bytes,
-        fraction=fraction,
-        band=band_of(fraction),
-        basis=f"at most: the one peak at B {peak_batch}, as if all of it grew with the batch",
-    )
+    most = math.ceil(peak_bytes * batch / peak_batch)
+    basis = f"at most: the one peak at B {peak_batch}, as if all of it grew with the batch"
+    return foreseen(most, total_bytes, basis, others_bytes)
 
 
 def why_not(settings: Settings, split: Split, forecast: Forecast | None, failed: Collection[int] = ()) -> str | None:

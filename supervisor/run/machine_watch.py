@@ -72,6 +72,11 @@ class MachineWatch:
         """By GPU uuid: the least that the run held beside torch's allocator in this attempt."""
         return self._gpu_base.bytes
 
+    @property
+    def member_pids(self) -> frozenset[int]:
+        """The run's processes when they were last looked for."""
+        return frozenset(member.pid for member in self._members)
+
     def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()

@@ -8,12 +8,19 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankUse, placed, ranks_on
+from memtop.supervisor.recovery.applying import key
 from memtop.supervisor.recovery.bottleneck import advise
+from memtop.supervisor.recovery.forecast import Line, line_through, peaks_of
+from memtop.supervisor.recovery.growth import upper_bound
 from memtop.supervisor.recovery.leaks import must_act
+from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run.measuring import Measuring
 from memtop.supervisor.run.trends import Member, TrendWatch
+from memtop.supervisor.run.trials import Trials
 from memtop.supervisor.wire import Advice, Change, Phase, Trend
 
 if TYPE_CHECKING:
@@ -33,8 +40,8 @@ class Prevention:
         self._measuring = Measuring()
         self._samples = 0
         self._acted = False
-        self._retries_told: int | None = None
         self.advice: Advice | None = None
+        self.trials = Trials(supervisor)
 
     @property
     def trends(self) -> tuple[Trend, ...]:
@@ -43,6 +50,7 @@ class Prevention:
     def report(self, rank: int, report: dict[str, Any]) -> None:
         """A rank has said something."""
         self._follow_attempt()
+        self.trials.report(rank, report)
         kind = report.get("type")
         if kind == "step":
             self._trends.step(rank, report)
@@ -131,7 +139,47 @@ class Prevention:
             swap_in=self._trends.swap_in.value,
             roles=supervisor.watch.run_memory,
         )
-        return advise(measured, supervisor.settings)
+        return advise(measured, supervisor.settings, self.forecast, self.failed_batches())
+
+    def failed_batches(self) -> set[int]:
+        """Micro-batches that ran out of memory in this run under settings like the present ones."""
+        present, records = self._supervisor.settings, self._supervisor.survival.configurations.records
+        return {
+            settings.batch
+            for record in records
+            if record.died_of_memory and (settings := record.configuration.settings) is not None
+            if present is not None and key(replace(settings, batch=present.batch)) == key(present)
+        }
+
+    def forecast(self, batch: int) -> Forecast | None:
+        """The peak with another micro-batch, from what this run has been measured to need; None where nothing tells it."""
+        supervisor = self._supervisor
+        settings, survival, machine = supervisor.settings, supervisor.survival, supervisor.watch.machine
+        if settings is None or machine is None:
+            return None
+        rows = survival.configurations.rows
+        peaks = peaks_of(settings, [row.peak for row in rows if row.peak is not None], on_gpu=survival.on_gpu)
+        total, taken = self._room(machine)
+        own = next((peak for peak in reversed(peaks) if peak.batch == settings.batch and not peak.failed), None)
+        # What others hold: all that is taken beyond what is the run's own.
+        others = max(0, taken - own.bytes) if own is not None and taken is not None else None
+        line = line_through(peaks)
+        if isinstance(line, Line):
+            return line.forecast(batch, total, others)
+        if own is None or total is None:
+            return None
+        return upper_bound(own.bytes, own.batch, batch, total, others or 0)
+
+    def _room(self, machine: MachineSnapshot) -> tuple[int | None, int | None]:
+        """The size of what the run trains in, and how much of it is taken: of its fullest card, or of host memory."""
+        if self._supervisor.survival.on_gpu:
+            gpus = [gpu for gpu in _own_gpus(machine, _uses(self._supervisor)) if gpu.total_bytes and gpu.free_bytes is not None]
+            fullest = max(gpus, key=lambda gpu: gpu.used_fraction or 0.0, default=None)
+            if fullest is None or fullest.total_bytes is None or fullest.free_bytes is None:
+                return None, None
+            return fullest.total_bytes, fullest.total_bytes - fullest.free_bytes
+        host = machine.host
+        return (host.total_bytes if host.limit_bytes is None else host.limit_bytes), host.used_bytes
 
 
 def _uses(supervisor: Supervisor) -> list[RankUse]:

@@ -50,8 +50,6 @@ class Trials:
         self._task: asyncio.Task[None] | None = None
         self._updates: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._trouble: str | None = None
-        self._wanted: Settings | None = None
-        """With these settings the stretch is measured; updates with others do not count."""
 
     @property
     def running(self) -> bool:
@@ -82,6 +80,7 @@ class Trials:
         present = supervisor.survival.configurations.present
         assert present is not None, "a run that trains has a configuration"
         undo = Change(configuration=present.configuration.number, reason=f"trial undone: {title}")
+        self._trouble = None
         self._task = asyncio.get_running_loop().create_task(self._run(change, undo, before, after))
         return self.newest
 
@@ -143,10 +142,11 @@ class Trials:
         try:
             self._set("measuring before", data={"undo": None})
             self._set_measured(before=measured(await self._stretch(before, 0)))
+            assert self.newest is not None
             undo_with = undo
             self._set("measuring after", data={"undo": msgspec.to_builtins(undo)})
-            await self._apply(replace(change, reason="trial"), after)
-            self._set_measured(after=measured(await self._stretch(after, WARM_UP)))
+            first = await self._apply(replace(change, reason=f"trial of {self.newest.title}"), after)
+            self._set_measured(after=measured(await self._stretch(after, first + WARM_UP)))
             assert self.newest is not None
             kept, reason = verdict(self.newest.before, self.newest.after)
             if kept:
@@ -172,20 +172,19 @@ class Trials:
         else:
             self._set("undone", reason)
 
-    async def _stretch(self, settings: Settings, skip: int) -> list[Update]:
-        """The next updates with these settings, without the first ones."""
-        self._wanted, self._updates, found = settings, asyncio.Queue(), []
+    async def _stretch(self, settings: Settings, since: int) -> list[Update]:
+        """The next updates with these settings, from that one on."""
+        self._updates, found = asyncio.Queue(), []
         while len(found) < UPDATES:
             self._check()
             try:
                 report = await asyncio.wait_for(self._updates.get(), _LOOK_SECONDS)
             except asyncio.TimeoutError:
                 continue
-            if not report.get("step_seconds") or report.get("batch", settings.batch) != settings.batch:
-                continue
-            if skip:
-                skip -= 1
-            else:
+            if report.get("batch", settings.batch) != settings.batch:
+                if report["update"] >= since:
+                    raise _Disturbed("the settings were changed meanwhile", undo=False)
+            elif report["update"] >= since and report.get("step_seconds"):
                 found.append(self._update(report, settings))
         return found
 
@@ -212,22 +211,21 @@ class Trials:
             # Stopped, restarted with other settings, or finished: somebody else has decided.
             raise _Disturbed(f"the run is {phase.value}", undo=False)
 
-    async def _apply(self, change: Change, after: Settings) -> None:
-        """At the next update boundary where the program can do it, else by a restart; returns when it is done."""
+    async def _apply(self, change: Change, after: Settings) -> int:
+        """At the next update boundary where the program can do it, else by a restart; the first update with it."""
         supervisor = self._supervisor
         try:
             values = live_values(supervisor.settings, after, supervisor.progress.offers)
         except UsageError:
-            await self._restart(change)
-            return
+            return await self._restart(change)
         if supervisor.phase is not Phase.TRAINING or 0 not in supervisor.agents.ranks:
-            await self._restart(change)
-        elif values:
-            answers = await supervisor.agents.call("change", {0}, values)
-            if not answers or not answers[0].ok:
-                raise MemtopError(answers[0].message if answers else "the training process is gone")
+            return await self._restart(change)
+        answers = await supervisor.agents.call("change", {0}, values)
+        if not answers or not answers[0].ok:
+            raise MemtopError(answers[0].message if answers else "the training process is gone")
+        return int(answers[0].result["update"])
 
-    async def _restart(self, change: Change) -> None:
+    async def _restart(self, change: Change) -> int:
         supervisor = self._supervisor
         before = supervisor.state().attempt
         supervisor.begin_restart(change)
@@ -235,6 +233,7 @@ class Trials:
             if supervisor.phase.final and supervisor.state().attempt == before and supervisor.survival.comeback is None:
                 raise _Disturbed(f"the run is {supervisor.phase.value}", undo=False)
             await asyncio.sleep(_LOOK_SECONDS)
+        return int(supervisor.progress.plan.get("updates") or 0) + 1
 
     # --- what is said -------------------------------------------------------------------------------------------------------
 

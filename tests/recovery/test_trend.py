@@ -74,7 +74,7 @@ def test_a_step_is_not_named(at: int, height: float, noise: float, seed: int) ->
 
 
 @settings(max_examples=60, deadline=None)
-@given(updates=st.floats(1, 80), height=st.floats(10, 5000), noise=st.floats(0, 0.05), seed=st.integers(0, 999))
+@given(updates=st.floats(1, 55), height=st.floats(10, 5000), noise=st.floats(0, 0.05), seed=st.integers(0, 999))
 def test_a_warm_up_is_not_named(updates: float, height: float, noise: float, seed: int) -> None:
     """Levels off with a time constant of so many updates."""
     assert named(lambda update: 800 + height * (1 - math.exp(-update / updates)), 2000, noise * height, seed) == []
