@@ -1,0 +1,177 @@
+"""The parts of a log that can matter, from a stream of any length, in bounded memory.
+
+The stream is cut into blocks at fixed positions, so that the same log gives the same excerpt however it arrives. A cheap search
+finds where to look; what lies around the first and the last places is kept, with the log's beginning and its end.
+"""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+BLOCK = 1 << 20
+_LONGEST = 64 << 10
+_LONGEST_WORD = 64
+HEAD, TAIL = 32 << 10, 192 << 10
+BEFORE, AFTER = 16 << 10, 8 << 10
+_KEPT = max(TAIL, BEFORE + AFTER + _LONGEST_WORD)
+
+# What names a lack of memory or room, or an end by force. Each stands in an ordinary log rarely or never; a message that is cut or
+# folded inside one of them mostly holds another. Plain words, since each is found at the speed of memory, unlike a pattern.
+_STRONG = (
+    *(
+        b" allocate ",
+        b"ut of memory",
+        b"ut Of Memory",
+        b"emoryError",
+        b"EXHAUSTED",
+        b"ALLOC",
+        b"alloc ",
+        b"bad_alloc",
+        b"malloc of",
+    ),
+    *(b"Killed", b"killed ", b"oom-kill", b"oom_kill", b"OOM", b"No space", b"SIGKILL", b"Writer failed", b"StorageFull"),
+    *(b"us error", b"shared memory", b"quota exceeded", b"CANCELLED", b"TERM_"),
+)
+# What names any other failure.
+_WEAK = (b"Traceback (", b"Error: ", b"CUDA error", b"Assertion", b"Interrupt", b"Watchdog")
+
+
+class Piece(NamedTuple):
+    start: int
+    """Where it begins in the stream, in bytes."""
+    data: bytes
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.data)
+
+
+class _Places:
+    """What lies around the first and the last places where one of some words stands."""
+
+    def __init__(self, words: tuple[bytes, ...], keep: int) -> None:
+        self._words = words
+        self._first: list[Piece] = []
+        self._last: deque[Piece] = deque(maxlen=keep)
+        self._keep = keep
+        self._searched = 0
+
+    def look(self, data: bytes, base: int, limit: int) -> None:
+        """Search the stream up to position `limit`; `data` begins at `base`."""
+        position = max(self._searched, base)
+        ahead = [(data.find(word, position - base, limit - base), word) for word in self._words]
+        ahead = [found for found in ahead if found[0] >= 0]
+        while ahead:
+            at = base + min(ahead)[0]
+            self._add(max(base, at - BEFORE), at + AFTER, data, base)
+            # Half of what is kept may hold further places; the last of them still gets the other half for its own sequel.
+            position = at + AFTER // 2
+            ahead = [
+                (place if place >= position - base else data.find(word, position - base, limit - base), word)
+                for place, word in ahead
+            ]
+            ahead = [found for found in ahead if found[0] >= 0]
+        # A word may lie across the limit.
+        self._searched = max(position, limit - _LONGEST_WORD)
+
+    def _add(self, start: int, end: int, data: bytes, base: int) -> None:
+        places = self._last or self._first
+        if places:
+            latest = places[-1]
+            if start <= latest.end and end - latest.start <= _LONGEST:
+                places[-1] = Piece(latest.start, latest.data + data[latest.end - base : end - base])
+                return
+            start = max(start, latest.end)
+        piece = Piece(start, data[start - base : end - base])
+        if len(self._first) < self._keep:
+            self._first.append(piece)
+        else:
+            self._last.append(piece)
+
+    def pieces(self) -> list[Piece]:
+        return [*self._first, *self._last]
+
+
+def excerpt(chunks: Iterable[bytes]) -> list[Piece]:
+    """The pieces in the order of the stream, none overlapping another."""
+    searches = _Places(_STRONG, 12), _Places(_WEAK, 6)
+    head = b""
+    data, base = b"", 0
+    for block in _blocks(_as_utf8(chunks)):
+        if not base and not data:
+            head = block[:HEAD]
+        # Enough of what came before for the context of a hit, and of what is not searched yet.
+        kept = data[-_KEPT:]
+        base += len(data) - len(kept)
+        data = kept + block
+        for search in searches:
+            search.look(data, base, base + len(data) - AFTER)
+    for search in searches:
+        search.look(data, base, base + len(data))
+    tail = data[-TAIL:]
+    ends = [Piece(0, head), Piece(base + len(data) - len(tail), tail)]
+    return _merged([*ends, *searches[0].pieces(), *searches[1].pieces()])
+
+
+def _blocks(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    waiting: list[bytes] = []
+    size = 0
+    for chunk in chunks:
+        waiting.append(chunk)
+        size += len(chunk)
+        if size < BLOCK:
+            continue
+        whole = b"".join(waiting)
+        full = size - size % BLOCK
+        for at in range(0, full, BLOCK):
+            yield whole[at : at + BLOCK]
+        waiting = [whole[full:]]
+        size -= full
+    if size:
+        yield b"".join(waiting)
+
+
+def _merged(pieces: list[Piece]) -> list[Piece]:
+    merged: list[Piece] = []
+    for piece in sorted(pieces):
+        if merged and piece.start <= merged[-1].end:
+            latest = merged[-1]
+            if piece.end > latest.end:
+                merged[-1] = Piece(latest.start, latest.data + piece.data[latest.end - piece.start :])
+        elif piece.data:
+            merged.append(piece)
+    return merged
+
+
+def _as_utf8(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """PowerShell and some editors write logs in UTF-16: seen by the mark at the beginning, or by every second byte being 0."""
+    stream = iter(chunks)
+    start = b""
+    for chunk in stream:
+        start += chunk
+        if len(start) >= 512:
+            break
+    encoding = _utf16(start[:512])
+    if encoding is None:
+        yield start
+        yield from stream
+        return
+    decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
+    for chunk in itertools.chain((start,), stream):
+        yield decoder.decode(chunk).encode("utf-8", "replace")
+    yield decoder.decode(b"", True).encode("utf-8", "replace")
+
+
+def _utf16(start: bytes) -> str | None:
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "utf-16"
+    half = len(start) // 2
+    if half >= 8:
+        for encoding, zeros, others in (("utf-16-le", start[1::2], start[::2]), ("utf-16-be", start[::2], start[1::2])):
+            if zeros.count(0) > half * 0.7 and others.count(0) < half * 0.1:
+                return encoding
+    return None

@@ -1,0 +1,185 @@
+"""One thing that a log says, and the shapes by which it is recognised."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from memtop.supervisor.diagnosis.page import View
+from memtop.supervisor.diagnosis.values import Kind
+
+
+class Weight(IntEnum):
+    """What may have caused what: the heaviest finding is the cause, of equals the first."""
+
+    HINT = 0
+    """Shown beside a failure, seldom one itself."""
+    TERMINATED = 10
+    """SIGTERM: how a launcher ends the others when one has failed."""
+    KILLED = 20
+    """SIGKILL without a word about who sent it."""
+    BROKEN = 30
+    """What the other ranks see when one has failed: timeouts, lost connections."""
+    ERROR = 40
+    """Any error, and an end from outside."""
+    CAUSE = 50
+    """A failure that says itself what it is."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a message prints, in bytes."""
+
+    device_index: int | None = None
+    requested: int | None = None
+    total: int | None = None
+    free: int | None = None
+    process: int | None = None
+    allocated: int | None = None
+    reserved_unallocated: int | None = None
+    allowed: int | None = None
+    other_pids: tuple[int, ...] = ()
+    other: int | None = None
+    """Held by other processes; inferred."""
+    context: int | None = None
+    """Held by the process beside its allocator; inferred."""
+
+    @property
+    def known(self) -> int:
+        return sum(value is not None for value in (self.requested, self.total, self.free, self.allocated, self.process))
+
+
+@dataclass(frozen=True)
+class Finding:
+    line: int
+    kind: Kind
+    reason: str | None
+    weight: Weight
+    confidence: float
+    phase: str | None = None
+    """None: to be read from the lines before."""
+    figures: Figures = field(default_factory=Figures)
+    last_line: int = 0
+    survives: bool = False
+    """The message itself says that the program goes on."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A pattern over text without white space. It is written with single spaces for the reader; they are dropped."""
+
+    pattern: re.Pattern[str]
+    kind: Kind
+    reason: str | None
+    weight: Weight
+    confidence: float
+    phase: str | None
+    at_start: bool
+    needle: str
+
+    def find(self, view: View) -> Iterator[Finding]:
+        if self.needle and self.needle not in view.text:
+            return
+        for count, match in enumerate(self.pattern.finditer(view.text)):
+            if count >= MOST_OF_A_KIND:
+                return
+            if self.at_start and not view.starts_line(match.start()):
+                continue
+            if _SUPPOSED.search(view.before(match.start())[-60:]):
+                continue
+            if _cuts_number(view, match.end()):
+                continue
+            groups = match.groupdict()
+            figures = Figures(
+                device_index=_device(view, match) if groups.get("gpu") else None,
+                requested=None if not groups.get("size") else parse_size(groups["size"]),
+            )
+            line = view.line_at(match.start())
+            last = max(line, view.line_at(match.end() - 1))
+            yield Finding(line, self.kind, self.reason, self.weight, self.confidence, self.phase, figures, last)
+
+
+def _cuts_number(view: View, end: int) -> bool:
+    """Whether a match that ends in a digit ends within a number: `exitcode: -9` is not in `exitcode: -93`, but the next line may
+    well begin with a digit."""
+    around = view.text[end - 1 : end + 1]
+    return len(around) == 2 and around.isdigit() and not view.starts_line(end)
+
+
+def _device(view: View, match: re.Match[str]) -> int | None:
+    """A number at the end of a message must not go on into the next line."""
+    text = match["gpu"]
+    for length in range(1, len(text)):
+        if view.starts_line(match.start("gpu") + length):
+            text = text[:length]
+            break
+    return int(text) if len(text) <= 4 else None
+
+
+MOST_OF_A_KIND = 40
+
+# "try this if you run out of memory" names no failure.
+_SUPPOSED = re.compile(
+    r"\b(?:if|avoid|avoids|prevent|prevents|may|might|can|could|would|when|whenever|in case of|to fix|reduces?|lest|without|"
+    r"instead of|help|helps|helpful|except|catch|catches|catching|handle|handles|handling|handler|detects?|check(?:s|ing)? for|"
+    r"against|likely|risk(?:s|ing)?|no|not|isinstance|class|def|import|assertRaises|pytest\.raises)\W{0,3}"
+    r"(?:(?:you|we|it|the|an?|any|this|run|runs|running|get|see|hit|encounter|getting|of|possible|potential|torch\.(?:cuda\.)?)\W{0,2}){0,4}$",
+    re.IGNORECASE,
+)
+
+
+def shape(
+    pattern: str,
+    kind: Kind,
+    reason: str | None = None,
+    *,
+    weight: Weight = Weight.CAUSE,
+    confidence: float = 0.9,
+    phase: str | None = None,
+    at_start: bool = False,
+    needle: str = "",
+) -> Shape:
+    """`needle` is a plain part of every text that can match: a fast way to say no."""
+    compiled = re.compile(pattern.replace(" ", "").replace("SIZE", SIZE))
+    return Shape(compiled, kind, reason, weight, confidence, phase, at_start, needle.replace(" ", ""))
+
+
+def not_memory(
+    pattern: str,
+    reason: str,
+    *,
+    weight: Weight = Weight.CAUSE,
+    confidence: float = 0.9,
+    phase: str | None = None,
+    at_start: bool = False,
+    needle: str = "",
+) -> Shape:
+    return shape(
+        pattern, Kind.NOT_MEMORY, reason, weight=weight, confidence=confidence, phase=phase, at_start=at_start, needle=needle
+    )
+
+
+SIZE = r"\d[\d,]{0,24}(?:\.\d{0,6})?(?:[KMGTP]i?[Bb]|[KMGT](?![A-Za-z])|[Bb]ytes?|B(?![A-Za-z]))"
+_SIZE_PARTS = re.compile(r"([\d,]+(?:\.\d*)?)([A-Za-z]*)")
+_SHIFTS = {"k": 10, "m": 20, "g": 30, "t": 40, "p": 50}
+_WRAPPED = 1 << 60
+"""Larger than any memory: an unsigned number that went below zero."""
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of a printed size, rounded half up; GB is 2**30 as GiB is, since the programs that print it mean that. None where it
+    is no size."""
+    parts = _SIZE_PARTS.match(text)
+    if parts is None:
+        return None
+    whole, _, decimals = parts[1].replace(",", "").partition(".")
+    if not whole or len(whole) > 24:
+        return None
+    decimals = decimals[:9]
+    shift = _SHIFTS.get(parts[2][:1].lower(), 0)
+    # In whole numbers: a float rounds 17179869184.00 GiB and its like.
+    scale = 10 ** len(decimals)
+    size = (2 * (int(whole) * scale + int(decimals or 0)) * (1 << shift) + scale) // (2 * scale)
+    return None if size >= _WRAPPED else size

@@ -1,0 +1,218 @@
+"""From what is known to one diagnosis. Evidence outranks words: a rank's own record, torchrun's error file, the kernel's counters
+and records of this attempt, our samples, then the log, then the exit status."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
+
+from memtop.supervisor import units
+from memtop.supervisor.diagnosis.ending_words import SUSPECTED
+from memtop.supervisor.diagnosis.finding import Figures, Finding, Weight
+from memtop.supervisor.diagnosis.logits import requested_for
+from memtop.supervisor.diagnosis.reading import Reading
+from memtop.supervisor.diagnosis.sentences import summary
+from memtop.supervisor.diagnosis.testimony import Witness, from_error_files, from_kernel, from_records
+from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind
+
+_MOST_LINES, _LONGEST = 8, 600
+_FAR, _NEAR = 0.85, 0.95
+"""Shares of host memory in use that our samples saw before a kill: it can hardly have been the kernel, or it probably was."""
+_SPARSE = 64 << 20
+_FROM_OUTSIDE = frozenset({"keyboard_interrupt", "preempted", "time_limit", "node_failure"})
+_BY_SIGNAL = {2: "keyboard_interrupt", 15: "sigterm", 11: "segfault", 6: "aborted", 7: "bus_error"}
+
+
+def judge(reading: Reading, evidence: Evidence) -> Diagnosis:
+    status = _signal_status(evidence.exit_status)
+    if evidence.asked_to_stop:
+        return _finish(_Draft(Kind.NOT_MEMORY, "asked_to_stop", 0.99, source="record"), evidence)
+    if status == 0:
+        return _finish(_ended_well(reading), evidence)
+    witness = from_records(evidence) or from_error_files(evidence) or from_kernel(evidence)
+    if witness is not None:
+        return _finish(_of_witness(witness, reading, evidence), evidence)
+    cause = reading.cause
+    if cause is not None and _signal_explains_more(status, cause):
+        cause = None
+    if cause is not None:
+        return _finish(_with_samples(_of_finding(reading, cause), evidence, cause.weight), evidence)
+    if status is not None and status < 0:
+        return _finish(_of_signal(-status, reading, evidence), evidence)
+    if reading.survived:
+        finding, how = reading.survived[-1]
+        confidence = 0.85 if status is None else 0.5
+        draft = _Draft(Kind.NOT_MEMORY, how, confidence, lines=_told(reading, finding), rank=_rank(reading, finding))
+        if finding.kind is Kind.NOT_MEMORY:
+            draft = _Draft(Kind.NOT_MEMORY, "no_evidence", 0.3)
+        return _finish(draft, evidence)
+    return _finish(_Draft(Kind.NOT_MEMORY, "no_evidence", 0.3, source="words" if status is None else "exit_status"), evidence)
+
+
+@dataclass
+class _Draft:
+    kind: Kind
+    reason: str | None
+    confidence: float
+    phase: str = "unknown"
+    figures: Figures = Figures()
+    lines: tuple[str, ...] = ()
+    rank: int | None = None
+    source: str = "words"
+    device_uuid: str | None = None
+    detail: str | None = None
+
+
+def _finish(draft: _Draft, evidence: Evidence) -> Diagnosis:
+    about: dict[str, Any] = {}
+    if draft.kind is not Kind.NOT_MEMORY:
+        figures = draft.figures
+        about = {
+            "device_index": figures.device_index,
+            "device_uuid": draft.device_uuid,
+            "requested_bytes": figures.requested,
+            "requested_for": requested_for(figures.requested, evidence) if draft.kind.of_gpu else None,
+            "total_bytes": figures.total,
+            "free_bytes": figures.free,
+            "process_bytes": figures.process,
+            "allocated_bytes": figures.allocated,
+            "reserved_unallocated_bytes": figures.reserved_unallocated,
+            "allowed_bytes": figures.allowed,
+            "context_bytes": figures.context,
+            "other_process_bytes": figures.other,
+            "other_process_pids": figures.other_pids,
+        }
+    lines = [*draft.lines]
+    if evidence.exit_status not in (None, 0):
+        lines.append(f"exit status {evidence.exit_status}")
+    diagnosis = Diagnosis(
+        kind=draft.kind,
+        reason=draft.reason,
+        confidence=draft.confidence,
+        summary="",
+        phase=draft.phase,
+        rank=draft.rank,
+        source=draft.source,
+        evidence=tuple(lines),
+        **about,
+    )
+    return replace(diagnosis, summary=summary(diagnosis, draft.detail))
+
+
+def _of_finding(reading: Reading, finding: Finding) -> _Draft:
+    return _Draft(
+        finding.kind,
+        finding.reason,
+        finding.confidence,
+        phase=finding.phase or "unknown",
+        figures=finding.figures,
+        lines=_told(reading, finding),
+        rank=_rank(reading, finding),
+        detail=reading.page.lines[finding.line].text[:200],
+    )
+
+
+def _of_witness(witness: Witness, reading: Reading, evidence: Evidence) -> _Draft:
+    draft = _Draft(
+        witness.kind,
+        witness.reason,
+        witness.confidence,
+        phase=witness.phase,
+        figures=witness.figures,
+        lines=witness.lines,
+        rank=witness.rank,
+        source=witness.source,
+        device_uuid=witness.device_uuid,
+        detail=witness.lines[0] if witness.lines else None,
+    )
+    cause = reading.cause
+    if cause is not None and cause.kind is witness.kind:
+        # The log's telling of the same may add where it happened, and its own lines.
+        draft.lines += tuple(line for line in _told(reading, cause) if line not in draft.lines)
+        if draft.phase == "unknown":
+            draft.phase = cause.phase or "unknown"
+        if draft.rank is None:
+            draft.rank = _rank(reading, cause)
+    return draft
+
+
+def _ended_well(reading: Reading) -> _Draft:
+    of_memory = [(finding, how) for finding, how in reading.survived if finding.kind is not Kind.NOT_MEMORY]
+    if of_memory:
+        finding, how = of_memory[-1]
+        return _Draft(Kind.NOT_MEMORY, how, 0.95, lines=_told(reading, finding), source="exit_status")
+    cause = reading.cause
+    if cause is not None and cause.kind is not Kind.NOT_MEMORY and cause.weight >= Weight.CAUSE:
+        how = "teardown_noise" if cause.kind is Kind.HOST_OOM_KILLED else "oom_handled"
+        return _Draft(Kind.NOT_MEMORY, how, 0.7, lines=_told(reading, cause), source="exit_status")
+    if cause is not None and cause.reason in ("allocator_warning", "oom_kill_of_other_process"):
+        return _Draft(Kind.NOT_MEMORY, cause.reason, 0.9, lines=_told(reading, cause), source="exit_status")
+    return _Draft(Kind.NOT_MEMORY, "finished", 0.95, source="exit_status")
+
+
+def _of_signal(number: int, reading: Reading, evidence: Evidence) -> _Draft:
+    if number == 9:
+        return _with_samples(_Draft(Kind.HOST_OOM_KILLED, None, SUSPECTED, source="exit_status"), evidence, Weight.KILLED)
+    if number == 7 and evidence.shm_free_bytes is not None and evidence.shm_free_bytes < _SPARSE:
+        line = f"{units.size(evidence.shm_free_bytes)} were free in /dev/shm"
+        return _Draft(Kind.SHM_EXHAUSTED, None, 0.8, phase="data", lines=(line,), source="samples")
+    reason = _BY_SIGNAL.get(number, "killed_by_something")
+    return _Draft(Kind.NOT_MEMORY, reason, 0.85 if number in _BY_SIGNAL else 0.6, source="exit_status")
+
+
+def _with_samples(draft: _Draft, evidence: Evidence, weight: Weight) -> _Draft:
+    """What the supervisor measured makes a suspicion stronger or takes it back."""
+    if draft.kind is Kind.HOST_OOM_KILLED and draft.confidence < 0.9:
+        kills, share = evidence.cgroup_oom_kills, evidence.host_peak_fraction
+        seen = () if share is None else (f"at most {units.percent(share)} of the host's memory was seen in use",)
+        if kills == 0:
+            told = "the kernel counted no kill for lack of memory in the program's group"
+            return _not_for_memory(draft, 0.75, (told, *seen))
+        if share is not None and share < _FAR:
+            return _not_for_memory(draft, 0.6, seen)
+        if share is not None and share >= _NEAR:
+            draft.confidence, draft.source = max(0.75, draft.confidence), "samples"
+            draft.lines += (f"{units.percent(share)} of the host's memory was seen in use shortly before",)
+    elif draft.kind is Kind.DISK_FULL and draft.confidence < 0.9 and evidence.disk_free_bytes is not None:
+        scarce = evidence.disk_free_bytes < _SPARSE
+        draft.confidence = 0.95 if scarce else SUSPECTED
+        draft.lines += (f"{units.size(evidence.disk_free_bytes)} were free on the disk",)
+    return draft
+
+
+def _not_for_memory(draft: _Draft, confidence: float, lines: tuple[str, ...]) -> _Draft:
+    return _Draft(
+        Kind.NOT_MEMORY, "killed_by_something", confidence, lines=lines + draft.lines, rank=draft.rank, source="samples"
+    )
+
+
+def _signal_explains_more(status: int | None, cause: Finding) -> bool:
+    """A program that dies of a signal did not end by an exception that it had caught before."""
+    if status not in (-9, -15, -2, -11, -7) or cause.weight > Weight.ERROR or cause.reason in _FROM_OUTSIDE:
+        return False
+    return cause.weight is Weight.ERROR or cause.weight is Weight.HINT
+
+
+def _signal_status(status: int | None) -> int | None:
+    """A shell tells signal N as 128 + N."""
+    return 128 - status if status is not None and 128 < status < 128 + 65 else status
+
+
+def _told(reading: Reading, finding: Finding) -> tuple[str, ...]:
+    lines = reading.page.lines[finding.line : finding.last_line + 1]
+    own = [line for line in lines if line.rank == reading.page.lines[finding.line].rank and not line.bar]
+    return tuple(line.shown.strip()[:_LONGEST] for line in (own or lines)[:_MOST_LINES])
+
+
+def _rank(reading: Reading, finding: Finding) -> int | None:
+    own = reading.page.lines[finding.line].rank
+    if own is not None or finding.weight is not Weight.KILLED:
+        return own
+    # torchrun's box names it on a line of its own.
+    for line in reading.page.lines[max(0, finding.line - 6) : finding.line + 6]:
+        name, _, value = line.text.partition(":")
+        if name.strip() == "rank" and value.split()[:1] and value.split()[0].isdecimal():
+            return int(value.split()[0])
+    return None
