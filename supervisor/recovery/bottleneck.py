@@ -162,16 +162,20 @@ def _is_swapping(m: Measured) -> bool:
 
 
 def _evidence(m: Measured, settings: Settings | None) -> Iterator[str]:
-    parts = (("data wait", m.data_wait_seconds), ("forward", m.forward_seconds))
-    parts += (("backward", m.backward_seconds), ("optimizer", m.optimizer_seconds))
+    parts = {
+        **{"data wait": m.data_wait_seconds, "forward": m.forward_seconds},
+        **{"backward": m.backward_seconds, "optimizer": m.optimizer_seconds},
+    }
     if m.step_seconds:
-        split = [f"{name} {seconds / m.step_seconds:.0%}" for name, seconds in parts if seconds is not None]
+        split = [f"{name} {seconds / m.step_seconds:.0%}" for name, seconds in parts.items() if seconds is not None]
         speed = "" if m.samples_per_second is None else f", {m.samples_per_second:.1f} samples/s"
         of = f" ({', '.join(split)})" if split else ""
         yield f"an update takes {m.step_seconds:.3g} s{of}, median of {m.updates}{speed}"
-    card = (("busy", m.utilization_fraction), ("multiprocessors active", m.sm_active_fraction))
-    card += (("of the power limit", m.power_fraction), ("of its memory taken", m.gpu_fraction))
-    told = [f"{fraction:.0%} {words}" for words, fraction in card if fraction is not None]
+    card = {
+        **{"busy": m.utilization_fraction, "multiprocessors active": m.sm_active_fraction},
+        **{"of the power limit": m.power_fraction, "of its memory taken": m.gpu_fraction},
+    }
+    told = [f"{fraction:.0%} {words}" for words, fraction in card.items() if fraction is not None]
     if told:
         yield f"GPU: {', '.join(told)}"
     if m.host_fraction is not None:

@@ -71,7 +71,8 @@ def why_not(settings: Settings, split: Split, forecast: Forecast | None, failed:
 
 def growth_step(settings: Settings, forecast: ForecastOf, failed: Collection[int] = ()) -> tuple[Split | None, list[str]]:
     """The largest step that may be tried, and the reasons against the others, the nearest first."""
-    allowed, refused = None, []
+    allowed: Split | None = None
+    refused: list[str] = []
     for split in larger_splits(settings):
         reason = why_not(settings, split, forecast(split.batch), failed)
         if reason is None:

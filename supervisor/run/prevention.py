@@ -173,7 +173,9 @@ class Prevention:
     def _room(self, machine: MachineSnapshot) -> tuple[int | None, int | None]:
         """The size of what the run trains in, and how much of it is taken: of its fullest card, or of host memory."""
         if self._supervisor.survival.on_gpu:
-            gpus = [gpu for gpu in _own_gpus(machine, _uses(self._supervisor)) if gpu.total_bytes and gpu.free_bytes is not None]
+            gpus = [
+                gpu for gpu in _own_gpus(machine, _uses(self._supervisor)) if gpu.total_bytes and gpu.free_bytes is not None
+            ]
             fullest = max(gpus, key=lambda gpu: gpu.used_fraction or 0.0, default=None)
             if fullest is None or fullest.total_bytes is None or fullest.free_bytes is None:
                 return None, None

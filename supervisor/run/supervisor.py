@@ -144,6 +144,7 @@ class Supervisor:
         self.lifecycle = Lifecycle(phase, self._monotonic)
         self.pending = state.pending if state is not None else None
         self.event("adopted", f"supervisor {os.getpid()} took over attempt {self.attempt.number}")
+        self.prevention.trials.take_up()
         if phase in (Phase.STOPPING, Phase.RESTARTING):
             self.begin_stop(asked=False)
 

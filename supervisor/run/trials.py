@@ -30,6 +30,8 @@ UPDATES = 20
 WARM_UP = 3
 """Updates right after the change that are not measured: new buffers, autotuning, a loader that fills."""
 _LOOK_SECONDS = 0.1
+# After a change of supervisors agents connect again within so long.
+_AGENTS_RETURN_SECONDS = 10.0
 _UNFINISHED = ("measuring before", "measuring after")
 
 
@@ -112,7 +114,14 @@ class Trials:
         if self.newest.state in _UNFINISHED:
             undo = events[-1].data.get("undo")
             change = None if undo is None else msgspec.convert(undo, Change)
-            self._task = asyncio.get_running_loop().create_task(self._give_up("its supervisor ended in the middle of it", change))
+            self._task = asyncio.get_running_loop().create_task(self._take_back(change))
+
+    async def _take_back(self, undo: Change | None) -> None:
+        """Undo what an earlier supervisor tried, once the program can be asked."""
+        deadline = time.monotonic() + _AGENTS_RETURN_SECONDS
+        while 0 not in self._supervisor.agents.ranks and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_SECONDS)
+        await self._give_up("its supervisor ended in the middle of it", undo)
 
     # --- what may be tried --------------------------------------------------------------------------------------------------
 
@@ -174,7 +183,8 @@ class Trials:
 
     async def _stretch(self, settings: Settings, since: int) -> list[Update]:
         """The next updates with these settings, from that one on."""
-        self._updates, found = asyncio.Queue(), []
+        self._updates = asyncio.Queue()
+        found: list[Update] = []
         while len(found) < UPDATES:
             self._check()
             try:

@@ -6,10 +6,7 @@ import functools
 import threading
 import time
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Callable
-
-if TYPE_CHECKING:
-    from . import Agent
+from typing import Any, Callable
 
 TARGET = "torch.utils.data.dataloader"
 # What all of torch's loader iterators have in common; private, so it may be gone one day: then nothing is told.
