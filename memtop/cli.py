@@ -362,6 +362,17 @@ def strays(as_json: bool, kill: tuple[int, ...], runs_dir: Path | None) -> int:
 
 
 @app.command()
+@click.argument("log", required=False, metavar="[LOG | -]")
+@click.option("--exit-code", type=WHOLE, metavar="N", help="the program's exit status; negative or 128 + N for signal N")
+@json_option
+def diagnose(log: str | None, exit_code: int | None, as_json: bool) -> int:
+    """Say what ended a training program, from its log: any program's, of any length."""
+    from memtop.diagnosing import command
+
+    return command(log, exit_code, as_json=as_json)
+
+
+@app.command()
 @click.argument("name", required=False, metavar="[NAME]")
 @json_option
 def presets(name: str | None, as_json: bool) -> int:

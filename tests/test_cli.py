@@ -42,6 +42,7 @@ CONTRACT = {
     "strays": {"--json", "--kill", "--runs-dir"},
     "presets": {"name", "--json"},
     "doctor": {"--json", "--runs-dir"},
+    "diagnose": {"log", "--exit-code", "--json"},
 }
 
 

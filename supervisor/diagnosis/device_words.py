@@ -57,6 +57,7 @@ SHAPES: tuple[Shape, ...] = (
     shape(r"Allocation on device (?P<gpu>\d{0,2}) would exceed allowed memory", _OOM, confidence=0.9, needle="wouldexceed"),
     shape(r"torch\.(?:cuda\.)?OutOfMemoryError(?!:?\w*out of memory|,|\))", _OOM, confidence=0.7, at_start=True),
     shape(r"RayTaskError\(OutOfMemoryError\)", _OOM, confidence=0.6, needle="RayTaskError(O"),
+    shape(r"[Rr]an out of (?:GPU|CUDA|VRAM|device|video)? memory (?:when|while|during|on|in|with)", _OOM, confidence=0.6),
     shape(r"No executable batch size found, reached zero", _OOM, confidence=0.85, needle="reachedzero"),
     shape(r"No available memory for the cache blocks", _OOM, confidence=0.6, needle="cacheblocks", phase="load"),
     # Libraries that allocate for themselves.

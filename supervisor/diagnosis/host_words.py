@@ -74,7 +74,7 @@ SHAPES: tuple[Shape, ...] = (
         r"(?i:ResourceExhausted|RESOURCE_EXHAUSTED)\W{1,6} (?:desc=)?(?i:grpc:|Received message larger|Quota|Resource has been|Too many)",
         "grpc_limit",
     ),
-    not_memory(r"received message larger than max", "grpc_limit"),
+    not_memory(r"(?i:received message larger than max)", "grpc_limit"),
     not_memory(r"GC overhead limit", "python_error", weight=Weight.ERROR),
 )
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from memtop.presets.loading import load_presets
-from memtop.presets.schema import Preset
+from memtop.presets.schema import Preset, Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.bands import EDGE_FROM
-from memtop.supervisor.recovery.applying import with_allocator
-from memtop.supervisor.recovery.forecast import Line
+from memtop.supervisor.recovery.applying import applied, with_allocator
+from memtop.supervisor.recovery.forecast import Line, settings_key
 from memtop.supervisor.recovery.learning import learning_rungs
 from memtop.supervisor.recovery.parameters import MOMENT_BYTES, TRAINED_BYTES
 from memtop.supervisor.recovery.situation import Situation, to_do
@@ -239,4 +239,11 @@ def _preset_rung(situation: Situation, preset: Preset) -> Rung:
         if refused:
             return f"preset {preset.name}: {refused}"
     title = f"preset {preset.name}: {preset.title}"
-    return situation.rung("next_preset", "the next rung of the ladder", preset=preset.name, title=title)
+    found = situation.rung("next_preset", "the next rung of the ladder", preset=preset.name, title=title)
+    if isinstance(found, Remedy) and not _needs_less(situation.settings, applied(situation.settings, found)):
+        return f"preset {preset.name}: changes nothing on the card"
+    return found
+
+
+def _needs_less(before: Settings, after: Settings) -> bool:
+    return after.batch < before.batch or settings_key(after, on_gpu=True) != settings_key(before, on_gpu=True)

@@ -167,7 +167,7 @@ def fewer_states(situation: Situation) -> Rung:
     if limit <= 2:
         return "fewer kept states: the newest and the one before it are always kept"
     sizes = [state.size_bytes for state in situation.host.states]
-    room = f": {units.size(sum(sorted(sizes)[: len(sizes) - 2]))} less on disk" if len(sizes) > 2 else ""
+    room = f": {units.size(sum(sizes[2:]))} less on disk" if len(sizes) > 2 else ""
     return situation.rung(
         "save_total_limit",
         f"older states go at the next save{room}; the best state is kept apart",

@@ -63,7 +63,10 @@ def smaller_model(config: Config) -> dict[str, int] | None:
     return smaller
 
 
-def _t5(config: Config) -> int:
+def _t5(config: Config) -> int | None:
+    if not config.get("tie_word_embeddings", True):
+        # Whether the head then has weights of its own depends on the version of transformers.
+        return None
     width, inner = config["d_model"], config["num_heads"] * config["d_kv"]
     attention = 4 * width * inner + width
     gated = str(config.get("feed_forward_proj", "relu")).startswith("gated")
@@ -71,8 +74,7 @@ def _t5(config: Config) -> int:
     buckets = config.get("relative_attention_num_buckets", 32) * config["num_heads"]
     encoder = config["num_layers"] * (attention + forward) + buckets + width
     decoder = config.get("num_decoder_layers", config["num_layers"]) * (2 * attention + forward) + buckets + width
-    embeddings = config["vocab_size"] * width * (1 if config.get("tie_word_embeddings", True) else 2)
-    return int(embeddings + encoder + decoder)
+    return int(config["vocab_size"] * width + encoder + decoder)
 
 
 _LLAMA_LIKE = ("llama", "mistral", "qwen2")
@@ -103,4 +105,4 @@ def _llama(config: Config) -> int:
     return int(embeddings + config["num_hidden_layers"] * layer + width)
 
 
-_FAMILIES: dict[str, Callable[[Config], int]] = {"t5": _t5, **dict.fromkeys(_LLAMA_LIKE, _llama)}
+_FAMILIES: dict[str, Callable[[Config], int | None]] = {"t5": _t5, **dict.fromkeys(_LLAMA_LIKE, _llama)}

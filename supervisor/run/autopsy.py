@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from memtop.presets.schema import Settings
-from memtop.supervisor.diagnosis.engine import diagnose_file
+from memtop.supervisor.diagnosis.engine import diagnose, diagnose_file
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, OomRecord
 from memtop.supervisor.run.error_files import error_files
 from memtop.supervisor.run.kernel_log import kernel_lines
@@ -35,7 +35,11 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
 
 def examine(end: End, witness: Witness) -> Diagnosis:
     """Why it ended. Reads the whole log: to be called in a thread."""
-    return diagnose_file(end.log, evidence_of(end, witness))
+    evidence = evidence_of(end, witness)
+    try:
+        return diagnose_file(end.log, evidence)
+    except OSError:
+        return diagnose((), evidence)  # it wrote none, or it is gone: all else still speaks
 
 
 def evidence_of(end: End, witness: Witness) -> Evidence:

@@ -287,7 +287,9 @@ class Supervisor:
     async def _examine(self, ended: ExitFile, status: int | None) -> Diagnosis:
         """Why the program ended; whoever looks on is kept up to date meanwhile."""
         asked = self.ladder is not None or self.lifecycle.phase in (Phase.STOPPING, Phase.RESTARTING)
-        return await self.survival.examine(ended, status, asked=asked, meanwhile=self._publish)
+        # A program that says itself that it failed to save may still end with status 0, which would prove that all is well.
+        known = None if status == 0 else status
+        return await self.survival.examine(ended, known, asked=asked, meanwhile=self._publish)
 
     def _end(self, phase: Phase, reason: str | None, decision: Decision | None) -> None:
         """The run is over, unless it is to come back by itself."""

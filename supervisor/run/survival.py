@@ -137,7 +137,7 @@ class Survival:
     def _kind_of_last_failure(self) -> str:
         """What the trainer, which caught it, ran out of."""
         on_gpu = any(report.get("device_uuid") for _, report in self._supervisor.progress.failures[-1:])
-        return (Kind.GPU_OOM if on_gpu else Kind.HOST_OOM_ALLOC).value
+        return str(Kind.GPU_OOM.value if on_gpu else Kind.HOST_OOM_ALLOC.value)
 
     # --- its end --------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,81 @@
+"""The runs of the guides, their failures and peaks, as values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from memtop.presets import Settings, load_presets, load_recipes, resolve
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.recovery.forecast import settings_key
+from memtop.supervisor.recovery.remedies import Ladder, ladder, situation_of
+from memtop.supervisor.recovery.values import Peak, Remedy
+
+GIB = 1 << 30
+PRESETS = load_presets()
+RECIPES = load_recipes()
+CARD = round(19.58 * GIB)
+"""The 20 GB card of guides S1 and S2, as torch reports it."""
+
+T5 = replace(resolve(RECIPES["pretrain-t5"], preset=PRESETS["standard"]), batch=32, accumulation=2, world_size=3)
+"""S1's run: three cards, effective batch 192."""
+LORA = resolve(RECIPES["sft-lora"], preset=PRESETS["standard"], whole=False)
+QLORA = replace(
+    resolve(RECIPES["sft-qlora"], preset=PRESETS["qlora-16g-safe"], whole=False),
+    batch=2,
+    accumulation=8,
+    seq_len=2048,
+    workers=4,
+)
+FIRST = resolve(RECIPES["first-run"], preset=PRESETS["standard"])
+
+
+def gib(value: float) -> int:
+    return round(value * GIB)
+
+
+def peak(settings: Settings, batch: int, size_gib: float, *, failed: bool = False, on_gpu: bool | None = None) -> Peak:
+    key = settings_key(settings, on_gpu=on_gpu)
+    return Peak(batch=batch, bytes=gib(size_gib), updates=50, failed=failed, settings_key=key)
+
+
+def measured(settings: Settings = T5) -> tuple[Peak, ...]:
+    """Row 19 of 3.2: S2's card at B 16, S1's failure at B 32."""
+    return peak(settings, 16, 11.49), peak(settings, 32, 19.73, failed=True)
+
+
+def died(kind: Kind = Kind.GPU_OOM, **fields: Any) -> Diagnosis:
+    return Diagnosis(**{"kind": kind, "confidence": 0.95, "summary": "out of memory", "phase": "backward", **fields})
+
+
+S1 = died(
+    requested_bytes=32 * 252 * 40960 * 4,
+    requested_for="the logits (B 32 x T 252 x V 40960, fp32)",
+    total_bytes=CARD,
+    free_bytes=gib(1.06),
+    process_bytes=gib(18.50),
+    allocated_bytes=gib(14.94),
+    reserved_unallocated_bytes=gib(3.18),
+    context_bytes=gib(0.38),
+    phase="forward",
+)
+"""S1's message, row 1 of 3.2."""
+
+
+def climb(diagnosis: Diagnosis, settings: Settings, **more: Any) -> Ladder:
+    return ladder(situation_of(diagnosis, settings, **more))
+
+
+def ids(found: Ladder | tuple[Remedy, ...]) -> list[str]:
+    return [remedy.id for remedy in (found.remedies if isinstance(found, Ladder) else found)]
+
+
+def named(found: Ladder | tuple[Remedy, ...], id: str) -> Remedy:
+    (remedy,) = [one for one in (found.remedies if isinstance(found, Ladder) else found) if one.id == id]
+    return remedy
+
+
+def why_not(found: Ladder, words: str) -> str:
+    (line,) = [line for line in found.left_out if words in line]
+    return line

@@ -1,0 +1,477 @@
+"""A full card: what is proposed, in which order, and what is not. Rows are those of the seeds' checklist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from memtop.presets import Settings, SettingsError, compatibility
+from memtop.presets.schema import Lora, Zero
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.recovery.applying import applied, key
+from memtop.supervisor.recovery.remedies import HostFacts, remedies
+from memtop.supervisor.recovery.values import Remedy
+from tests.recovery.support import (
+    CARD,
+    FIRST,
+    GIB,
+    LORA,
+    QLORA,
+    RECIPES,
+    S1,
+    T5,
+    climb,
+    died,
+    gib,
+    ids,
+    measured,
+    named,
+    peak,
+    why_not,
+)
+
+ROOMY = HostFacts(limit_bytes=64 * GIB, available_bytes=48 * GIB)
+KEEPING = ("allocator", "smaller_batch", "checkpointing", "chunked_loss", "offload_optimizer", "next_preset", "eval_batch")
+
+
+def test_row_3_fragmentation_first_where_idle_memory_covers_the_request() -> None:
+    found = climb(S1, T5, host=ROOMY, peaks=measured())
+    first = found.remedies[0]
+    assert (first.id, first.keeps_math, first.resumable, first.speed) == ("allocator", True, "resumes", 1.0)
+    assert first.assignments == {"allocator": "expandable_segments:True"}
+    assert first.why.startswith("3.2 GiB were reserved but not in use, in pieces too small for the 1.2 GiB")
+    assert first.command == "memtop restart RUN --set allocator=expandable_segments:True"
+    assert applied(T5, first).allocator == "expandable_segments:True"
+
+
+def test_the_allocators_own_options_stay() -> None:
+    garbage = replace(T5, allocator="garbage_collection_threshold:0.8")
+    assert named(climb(S1, garbage), "allocator").assignments == {
+        "allocator": "garbage_collection_threshold:0.8,expandable_segments:True"
+    }
+    for where in ({"allocator": "expandable_segments:False"}, {}):
+        found = climb(S1, replace(T5, **where), allocator="" if where else "max_split_size_mb:128,expandable_segments:True")
+        assert "allocator" not in ids(found)
+        assert why_not(found, "expandable_segments is set in").endswith("settings already" if where else "environment already")
+
+
+def test_the_allocator_is_an_extra_where_fragmentation_is_not_seen() -> None:
+    whole = replace(S1, reserved_unallocated_bytes=gib(0.4))
+    order = ids(climb(whole, T5, host=ROOMY, peaks=measured()))
+    assert order[:3] == ["smaller_batch", "checkpointing", "allocator"]
+    assert ids(climb(replace(whole, kind=Kind.GPU_OOM_FRAGMENTED), T5))[0] == "allocator"
+
+
+def test_4_3_effective_192_on_three_cards_is_held_as_16_x_4() -> None:
+    split = named(climb(S1, T5, peaks=measured()), "smaller_batch")
+    assert split.assignments == {"batch": "16", "accumulation": "4"}
+    assert split.title == "batch 32 -> 16, accumulation 2 -> 4: effective batch stays 192"
+    assert (split.keeps_math, split.resumable, split.needs_consent) == (True, "resumes", False)
+    assert split.command == "memtop restart RUN --batch 16 --accum 4"
+    assert split.forecast is not None
+    assert (split.forecast.peak_bytes, split.forecast.basis) == (gib(11.49), "measured at B 16")
+    assert split.predicted_band == "safe"
+    assert "need 630 MiB at B 16" in split.why
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulation", "world", "then"),
+    [
+        *((32, 4, 3, (16, 8)), (64, 2, 3, (16, 8)), (32, 3, 3, (24, 4)), (30, 4, 1, (24, 5)), (27, 2, 1, (18, 3))),
+        *((32, 1, 1, (16, 2)), (29, 1, 1, (1, 29))),
+    ],
+)
+def test_row_7_the_first_exact_divisor_that_fits(batch: int, accumulation: int, world: int, then: tuple[int, int]) -> None:
+    """At most 26 fit: 24 where it divides, never 24 x 2 or 20 x 2 for 64."""
+    before = replace(T5, batch=batch, accumulation=accumulation, world_size=world)
+    line = (peak(before, 16, 11.49), peak(before, 32, 19.73))
+    split = named(climb(died(total_bytes=CARD), before, peaks=line), "smaller_batch")
+    after = applied(before, split)
+    assert (after.batch, after.accumulation) == then
+    assert after.effective_batch == before.effective_batch
+
+
+def test_4_3_effective_384_keeps_16_x_8() -> None:
+    before = replace(T5, batch=16, accumulation=8)
+    assert before.effective_batch == 384
+    assert ids(climb(died(total_bytes=CARD), before, peaks=measured(before)))[0] == "smaller_batch"
+    # From 32 it is where the ladder arrives: 24 and 26 do not divide 128.
+    assert named(climb(S1, replace(before, batch=32, accumulation=4), peaks=measured()), "smaller_batch").assignments == {
+        "batch": "16",
+        "accumulation": "8",
+    }
+
+
+def test_without_a_line_it_is_half() -> None:
+    unknown = climb(died(), T5)
+    split = named(unknown, "smaller_batch")
+    assert split.assignments["batch"] == "16"
+    assert split.forecast is None
+    assert split.forecast_unknown == "nothing was measured yet under these settings"
+    assert named(climb(died(), replace(T5, batch=30, accumulation=2)), "smaller_batch").assignments["batch"] == "15"
+
+
+def test_a_failure_alone_does_not_say_that_more_than_half_fits() -> None:
+    before = replace(T5, batch=24, accumulation=2, world_size=1)
+    lone = climb(replace(S1, process_bytes=gib(16)), before, base_bytes=gib(3.24))
+    split = named(lone, "smaller_batch")
+    assert split.assignments["batch"] == "12"
+    assert split.forecast is not None
+    assert split.forecast.basis.startswith("at least: the failure at B 24")
+
+
+def test_where_even_one_sample_does_not_fit_the_split_is_left_out() -> None:
+    lines = (peak(T5, 1, 20.0), peak(T5, 32, 40.0))
+    found = climb(died(total_bytes=CARD), T5, peaks=lines)
+    assert "smaller_batch" not in ids(found)
+    assert why_not(found, "even B 1 is forecast at 102.1 %")
+    edge = climb(died(total_bytes=CARD), T5, peaks=(peak(T5, 1, 17.0), peak(T5, 32, 40.0)))
+    split = named(edge, "smaller_batch")
+    assert (split.assignments["batch"], split.predicted_band) == ("1", Band.EDGE.value)
+
+
+def test_a_split_that_failed_is_passed_over_for_the_next() -> None:
+    failed = [replace(T5, batch=16, accumulation=4), replace(T5, batch=8, accumulation=2)]
+    split = named(climb(died(total_bytes=CARD), T5, failed=tuple(failed)), "smaller_batch")
+    assert split.assignments == {"batch": "4", "accumulation": "16"}
+    one = climb(died(), replace(T5, batch=1, accumulation=64))
+    assert why_not(one, "micro-batch is 1")
+    assert ids(one)[0] == "checkpointing"
+
+
+def test_memory_of_others_counts() -> None:
+    crowded = climb(S1, T5, peaks=measured(), others_bytes=gib(6))
+    split = named(crowded, "smaller_batch")
+    assert split.assignments["batch"] == "8"
+    assert split.forecast is not None
+    assert split.forecast.basis.endswith("beside 6.0 GiB of other processes")
+
+
+def test_a_limit_that_was_set_on_purpose_is_the_limit() -> None:
+    half = climb(replace(S1, allowed_bytes=gib(10)), T5, peaks=measured())
+    forecast = named(half, "smaller_batch").forecast
+    assert forecast is not None
+    assert forecast.total_bytes == gib(10)
+
+
+def test_row_11_exact_split_and_checkpointing_come_before_anything_that_is_learnt_changes() -> None:
+    found = climb(S1, replace(T5, eval_every=100), host=ROOMY, peaks=measured())
+    order = ids(found)
+    assert order == [
+        *("allocator", "smaller_batch", "checkpointing", "offload_optimizer", "eval_batch", "seq_len", "smaller_model"),
+    ]
+    after = {one.id: applied(T5, one) for one in found.remedies}
+    for remedy in found.remedies[:5]:
+        assert remedy.keeps_math
+        assert not remedy.needs_consent
+        assert (after[remedy.id].effective_batch, after[remedy.id].seq_len) == (192, 256)
+    assert all(remedy.needs_consent and not remedy.keeps_math for remedy in found.remedies[5:])
+
+
+def test_row_23_the_ladder_in_order() -> None:
+    everything = replace(LORA, loss_chunk=0, eval_every=100, seq_len=2048, preset="deepspeed", zero=Zero(stage=2))
+    order = ids(climb(died(), everything, host=ROOMY))
+    assert order == [
+        *("smaller_batch", "checkpointing", "chunked_loss", "allocator", "offload_optimizer", "next_preset"),
+        *("seq_len", "lora_rank", "smaller_model"),
+    ]
+    unsure = ids(climb(died(phase="unknown"), everything, host=ROOMY))
+    assert unsure.index("next_preset") < unsure.index("eval_batch") < unsure.index("seq_len")
+
+
+def test_row_8_checkpointing_is_estimated_for_activations_alone() -> None:
+    found = named(climb(S1, T5, peaks=measured()), "checkpointing")
+    assert found.forecast is not None
+    # 3.25 stay, 30 % of 16.48 go: not 30 % of the peak.
+    assert found.forecast.peak_bytes / GIB == pytest.approx(3.25 + 0.7 * 16.48, abs=0.01)
+    assert found.forecast.basis.startswith("estimate: base + 70%")
+    assert found.speed == 0.75
+    measured_on = (
+        peak(replace(T5, gradient_checkpointing=True), 16, 6.0),
+        peak(replace(T5, gradient_checkpointing=True), 32, 9.0),
+    )
+    known = named(climb(S1, T5, peaks=(*measured(), *measured_on)), "checkpointing")
+    assert known.forecast is not None
+    assert (known.forecast.peak_bytes, known.forecast.basis) == (gib(9.0), "measured at B 32")
+
+
+def test_3_4_row_9_what_is_on_already_gains_nothing() -> None:
+    found = climb(died(), QLORA)
+    assert "checkpointing" not in ids(found)
+    assert why_not(found, "checkpointing") == "gradient checkpointing: already on, gains nothing"
+    assert why_not(climb(died(), T5, can_checkpoint=False), "checkpointing").endswith("cannot recompute its activations")
+
+
+def test_loss_in_pieces_only_where_it_is_whole() -> None:
+    whole = named(climb(S1, replace(T5, loss_chunk=0)), "chunked_loss")
+    assert whole.assignments == {"loss_chunk": "-1"}
+    assert "what could not be had (1.2 GiB)" in whole.why
+    for chunk in (-1, 512):
+        found = climb(S1, replace(T5, loss_chunk=chunk))
+        assert "chunked_loss" not in ids(found)
+        assert why_not(found, "loss in pieces")
+
+
+def test_3_1_row_17_offload_only_where_host_memory_is_there() -> None:
+    needed = 16 * 196_648_704
+    roomy = named(climb(S1, T5, host=ROOMY, peaks=measured()), "offload_optimizer")
+    assert roomy.assignments == {"zero.offload_optimizer": "true", "zero.stage": "2"}
+    assert (roomy.keeps_math, roomy.resumable, roomy.needs_consent) == (True, "resumes", False)
+    assert applied(T5, roomy).zero == Zero(stage=2, offload_optimizer=True)
+    assert roomy.forecast is not None
+    assert roomy.forecast.peak_bytes == pytest.approx(gib(19.73) - 8 * 196_648_704, rel=1e-3)
+    border = HostFacts(limit_bytes=16 * GIB, available_bytes=needed + int(0.15 * 16 * GIB) + 16)
+    assert "offload_optimizer" in ids(climb(S1, T5, host=border))
+    full = climb(S1, T5, host=replace(border, available_bytes=needed))
+    assert "offload_optimizer" not in ids(full)
+    assert why_not(full, "optimizer offload").startswith("optimizer offload: needs 2.9 GiB of host memory")
+    assert named(climb(S1, T5), "offload_optimizer").needs_consent, "what is not known is asked"
+    assert why_not(climb(S1, T5, deepspeed=False), "DeepSpeed")
+    odd = climb(S1, replace(T5, optimizer="adafactor"), host=ROOMY)
+    assert why_not(odd, "cannot be sharded")
+
+
+@pytest.mark.parametrize(
+    ("world", "rungs"),
+    [(4, ["deepspeed", "stage2_offload", "stage3", "minimal"]), (1, ["deepspeed", "stage2_offload", "minimal"])],
+)
+def test_3_1_row_5_the_ladder_is_climbed_down_one_rung_at_a_time(world: int, rungs: list[str]) -> None:
+    """On one process stage 3 without offload takes more of the card than stage 2 with it: row 6."""
+    now = replace(LORA, preset="deepspeed", zero=Zero(stage=2), world_size=world, batch=4, accumulation=4)
+    seen = [now.preset]
+    while next_one := [one for one in climb(died(), now, host=ROOMY).remedies if one.id == "next_preset"]:
+        after = applied(now, next_one[0])
+        assert after.effective_batch == now.effective_batch
+        assert after.lora == now.lora
+        assert (next_one[0].resumable, next_one[0].keeps_math) == ("resumes", True)
+        now = after
+        seen.append(now.preset)
+    assert seen == rungs
+
+
+def test_a_4_bit_base_is_never_sharded() -> None:
+    for preset in ("deepspeed", "stage2_offload"):
+        found = climb(died(), replace(QLORA, preset=preset, zero=Zero(stage=2, offload_optimizer=True)), host=ROOMY)
+        assert "next_preset" not in ids(found)
+        assert why_not(found, "a 4-bit base cannot be sharded")
+
+
+def test_the_evaluation_comes_first_where_it_failed() -> None:
+    evaluating = replace(T5, eval_every=100, eval_batch=48)
+    found = climb(died(phase="evaluation"), evaluating)
+    assert found.remedies[0].id == "eval_batch"
+    assert found.remedies[0].assignments == {"eval_batch": "24"}
+    assert found.remedies[0].keeps_math
+    assert named(climb(died(phase="evaluation"), replace(T5, eval_every=100)), "eval_batch").assignments == {"eval_batch": "16"}
+    assert "eval_batch" not in ids(climb(died(phase="backward"), evaluating))
+    assert "eval_batch" not in ids(climb(died(phase="evaluation"), T5)), "nothing is evaluated"
+    assert why_not(climb(died(phase="evaluation"), replace(evaluating, eval_batch=1)), "evaluation batch: 1")
+
+
+def test_a_model_that_does_not_load_is_not_helped_by_a_smaller_batch() -> None:
+    found = climb(died(phase="load"), T5, host=ROOMY)
+    assert not {"smaller_batch", "checkpointing", "chunked_loss", "eval_batch"} & set(ids(found))
+    assert why_not(found, "while loading")
+
+
+def test_in_the_optimizers_step_its_own_state_is_what_is_too_much() -> None:
+    order = ids(climb(died(phase="optimizer"), T5, host=ROOMY))
+    assert order.index("offload_optimizer") < order.index("smaller_batch")
+
+
+def test_another_process_is_named_before_anything_is_given_up() -> None:
+    other = died(Kind.GPU_OOM_OTHER_PROCESS, other_process_bytes=gib(12), other_process_pids=(4242, 77), total_bytes=CARD)
+    found = climb(other, T5, peaks=measured())
+    first = found.remedies[0]
+    assert (first.id, first.resumable, first.command, first.needs_consent) == ("strays", "none", "memtop strays", True)
+    assert "12.0 GiB (pid 4242, 77)" in first.title
+    assert first.assignments == {}
+    second = named(found, "smaller_batch")
+    assert second.forecast is not None
+    assert second.forecast.fraction is not None
+    assert second.forecast.fraction < 0.85
+
+
+def test_live_where_the_trainer_runs_and_nothing_is_laid_out_by_the_split() -> None:
+    runs = climb(S1, replace(T5, eval_every=10), host=ROOMY, alive=True)
+    classes = {one.id: one.resumable for one in runs.remedies}
+    assert classes["smaller_batch"] == classes["checkpointing"] == classes["eval_batch"] == "live"
+    assert classes["allocator"] == classes["offload_optimizer"] == classes["seq_len"] == "resumes"
+    sharded = climb(S1, replace(T5, zero=Zero(stage=2)), alive=True)
+    assert named(sharded, "smaller_batch").resumable == "resumes"
+    assert named(climb(S1, T5), "smaller_batch").resumable == "resumes", "a dead run has no update boundary"
+
+
+@pytest.mark.parametrize(
+    ("now", "then"), [(4096, 3072), (2048, 1536), (1792, 1536), (1024, 768), (768, 512), (600, 512), (512, 384), (256, 192)]
+)
+def test_row_9_the_next_usual_length_with_consent(now: int, then: int) -> None:
+    found = named(climb(died(), replace(LORA, seq_len=now)), "seq_len")
+    assert found.assignments == {"seq_len": str(then)}
+    assert (found.needs_consent, found.keeps_math) == (True, False)
+    assert "the data change" in found.title
+    assert found.command == f"memtop restart RUN --seq-len {then}"
+
+
+def test_a_length_that_is_forecast_to_fit_is_chosen_but_none_below_512_from_above() -> None:
+    long = replace(T5, seq_len=2048)
+    lines = (peak(long, 16, 20.0), peak(long, 32, 36.0))
+    found = named(climb(died(total_bytes=CARD), long, peaks=lines), "seq_len")
+    assert found.assignments == {"seq_len": "768"}
+    assert found.forecast is not None
+    assert found.forecast.peak_bytes / GIB == pytest.approx(4 + 32 * 768 / 2048, abs=0.01)
+    assert found.forecast.basis.startswith("estimate: what grows with the batch shrinks at least with T, 2048 -> 768")
+    hopeless = (peak(long, 16, 100.0), peak(long, 32, 190.0))
+    assert int(named(climb(died(total_bytes=CARD), long, peaks=hopeless), "seq_len").assignments["seq_len"]) >= 512
+
+
+def test_plan_5_of_s1_is_19_7_to_15_6_by_estimate() -> None:
+    found = named(climb(S1, T5, peaks=measured()), "seq_len")
+    assert found.assignments == {"seq_len": "192"}
+    assert found.forecast is not None
+    assert found.forecast.peak_bytes / GIB == pytest.approx(15.61, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("r", "alpha", "then"), [(64, 16, (32, 8)), (64, 128, (32, 64)), (48, 16, (24, 8)), (32, 64, (16, 32))]
+)
+def test_3_4_row_7_alpha_over_r_is_held_and_it_is_a_new_run(r: int, alpha: int, then: tuple[int, int]) -> None:
+    before = replace(LORA, lora=Lora(r=r, alpha=alpha))
+    found = named(climb(died(), before), "lora_rank")
+    after = applied(before, found)
+    assert after.lora is not None
+    assert (after.lora.r, after.lora.alpha) == then
+    assert (found.resumable, found.keeps_math, found.needs_consent) == ("new run", False, True)
+    assert found.command is not None
+    assert found.command.startswith("memtop train sft-lora --name NEW --preset standard --batch 4 --accum 4 --seq-len 1024")
+    assert f"--set lora.r={then[0]} --set lora.alpha={then[1]}" in found.command
+    assert f"--set model.path={LORA.model['path']}" in found.command
+
+
+def test_a_rank_that_cannot_be_halved_with_its_scale_is_left() -> None:
+    for lora in (Lora(r=16, alpha=1), Lora(r=1, alpha=2), Lora(r=9, alpha=18)):
+        found = climb(died(), replace(LORA, lora=lora))
+        assert "lora_rank" not in ids(found)
+        assert why_not(found, "cannot be halved")
+
+
+def test_3_5_row_6_the_smaller_model_is_named_with_its_size() -> None:
+    found = named(climb(S1, T5), "smaller_model")
+    assert "196.6 -> 46.4 M parameters: 2.2 GiB less" in found.why
+    assert found.resumable == "new run"
+    config = applied(T5, found).model["config"]
+    assert (config["d_model"], config["d_ff"], config["num_heads"], config["num_layers"]) == (384, 1536, 6, 4)
+    assert config["num_heads"] * config["d_kv"] == config["d_model"]
+    assert config["num_decoder_layers"] == 10
+    by_path = named(climb(died(), LORA), "smaller_model")
+    assert (by_path.resumable, by_path.needs_consent, by_path.assignments) == ("new run", True, {})
+    assert by_path.command is not None
+    assert "model.path=SMALLER_MODEL" in by_path.command
+
+
+def test_3_4_rows_3_and_13_effective_16_is_held_and_accumulation_32_is_never_proposed() -> None:
+    found = climb(died(requested_bytes=2 * 2048 * 151936 * 4), QLORA, host=ROOMY)
+    split = named(found, "smaller_batch")
+    assert split.assignments == {"batch": "1", "accumulation": "16"}
+    at_one = climb(died(), replace(QLORA, batch=1, accumulation=16))
+    for remedy in (*found.remedies, *at_one.remedies):
+        assert remedy.assignments.get("accumulation") != "32"
+    assert ids(at_one)[-3:] == ["seq_len", "lora_rank", "smaller_model"]
+
+
+def test_3_2_row_24_the_worst_card_decides() -> None:
+    cards = (11.49, 9.37, 9.11)
+    peaks = [*(peak(T5, 16, size) for size in cards), peak(T5, 32, 19.73, failed=True)]
+    split = named(climb(S1, T5, peaks=tuple(peaks)), "smaller_batch")
+    assert split.forecast is not None
+    assert split.forecast.peak_bytes == gib(max(cards))
+
+
+def test_not_memory_has_no_remedy() -> None:
+    assert remedies(died(Kind.NOT_MEMORY, reason="nccl_timeout"), T5) == ()
+    assert remedies(died(Kind.NOT_MEMORY, reason="nccl_timeout"), None) == ()
+
+
+SETTINGS = st.sampled_from([T5, LORA, QLORA, FIRST])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    base=SETTINGS,
+    batch=st.integers(1, 48),
+    accumulation=st.integers(1, 24),
+    world=st.integers(1, 4),
+    kind=st.sampled_from(list(Kind)),
+    phase=st.sampled_from(["load", "forward", "backward", "optimizer", "evaluation", "save", "data", "unknown"]),
+    changes=st.fixed_dictionaries(
+        {
+            "gradient_checkpointing": st.booleans(),
+            "loss_chunk": st.sampled_from([-1, 0, 64]),
+            "eval_every": st.sampled_from([0, 50]),
+            "workers": st.integers(0, 4),
+            "pin_memory": st.sampled_from([None, True, False]),
+            "save_total_limit": st.integers(1, 4),
+        }
+    ),
+    sizes=st.lists(st.floats(1, 30), min_size=0, max_size=3),
+)
+def test_every_remedy_can_be_carried_out_and_says_the_truth_about_itself(
+    base: Settings,
+    batch: int,
+    accumulation: int,
+    world: int,
+    kind: Kind,
+    phase: str,
+    changes: dict[str, Any],
+    sizes: list[float],
+) -> None:
+    now = replace(base, batch=batch, accumulation=accumulation, world_size=world, **changes)
+    diagnosis: Diagnosis = died(kind, phase=phase, total_bytes=CARD, requested_bytes=gib(1))
+    peaks = tuple(peak(now, 1 + 5 * place, size) for place, size in enumerate(sizes))
+    found = climb(diagnosis, now, peaks=peaks, host=ROOMY)
+    assert bool(found.remedies) or kind is Kind.NOT_MEMORY
+    changed_already = False
+    for remedy in found.remedies:
+        assert (remedy.forecast is None) == (remedy.forecast_unknown is not None)
+        if remedy.assignments or remedy.preset:
+            after = applied(now, remedy)
+            assert key(after) != key(now)
+            assert_class(now, after, remedy)
+            if remedy.keeps_math:
+                assert after.effective_batch == now.effective_batch
+                assert (after.seq_len, after.lora, after.model) == (now.seq_len, now.lora, now.model)
+            else:
+                assert remedy.needs_consent
+        else:
+            assert remedy.command
+            assert remedy.needs_consent
+        changed_already = changed_already or not remedy.keeps_math
+        assert remedy.keeps_math != changed_already or remedy.resumable in ("none", "new run"), "mathematics changes last"
+
+
+def assert_class(now: Settings, after: Settings, remedy: Remedy) -> None:
+    assert remedy.resumable == compatibility(now, after)[0]
+    assert remedy.command is not None
+    assert remedy.command.startswith("memtop train" if remedy.resumable == "new run" else "memtop restart RUN")
+
+
+def test_the_commands_are_ones_that_memtop_takes() -> None:
+    from memtop.cli import app
+
+    options = {option for command in ("train", "restart") for one in app.commands[command].params for option in one.opts}
+    found = climb(died(), replace(LORA, workers=2), host=ROOMY)
+    for remedy in found.remedies:
+        words = (remedy.command or "").split()
+        assert words[0] == "memtop"
+        assert {word for word in words if word.startswith("--")} <= options
+
+
+def test_settings_that_refuse_a_rung_say_why() -> None:
+    with pytest.raises(SettingsError):
+        applied(replace(T5, optimizer="adafactor"), named(climb(S1, T5, host=ROOMY), "offload_optimizer"))
+    assert "pretrain-t5" in RECIPES

@@ -1,0 +1,99 @@
+"""Counts from a configuration against the models themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from memtop.presets.schema import ALL_TARGETS, ATTENTION_TARGETS, Lora
+from memtop.supervisor.recovery.parameters import adapter_parameters, model_parameters, smaller_model, trained_parameters
+from tests.recovery.support import FIRST, LORA, T5
+
+T5_CONFIG = T5.model["config"]
+QWEN_7B = {
+    **{"model_type": "qwen2", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 151936},
+    **{"num_attention_heads": 32, "num_key_value_heads": 32, "tie_word_embeddings": False},
+}
+SMALL = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 500}
+CONFIGS: list[dict[str, Any]] = [
+    T5_CONFIG,
+    {**T5_CONFIG, "num_layers": 3, "num_decoder_layers": 2, "feed_forward_proj": "gated-gelu"},
+    FIRST.model["config"],
+    {**SMALL, "model_type": "llama", "num_key_value_heads": 2},
+    {**SMALL, "model_type": "mistral", "num_key_value_heads": 1},
+    {**SMALL, "model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True},
+    QWEN_7B,
+]
+
+
+def built(config: dict[str, Any]) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    values = dict(config)
+    kind = values.pop("model_type")
+    maker = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+    with torch.device("meta"):
+        model: torch.nn.Module = maker.from_config(AutoConfig.for_model(kind, **values))
+    return model
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config['model_type']}-{config['vocab_size']}")
+def test_the_count_is_the_models_own(config: dict[str, Any]) -> None:
+    assert model_parameters(config) == sum(parameter.numel() for parameter in built(config).parameters())
+
+
+@pytest.mark.parametrize(("changes", "millions"), [({}, 196.6), ({"vocab_size": 29298}, 187.7)])
+def test_4_3_the_t5_of_the_guides(changes: dict[str, int], millions: float) -> None:
+    found = model_parameters({**T5_CONFIG, **changes})
+    assert found is not None
+    assert round(found / 1e6, 1) == millions
+
+
+def test_4_3_and_3_5_row_6_the_smaller_t5_is_46_4_million() -> None:
+    values = smaller_model(T5_CONFIG)
+    assert values == {"d_model": 384, "d_ff": 1536, "num_heads": 6, "num_layers": 4}
+    found = model_parameters({**T5_CONFIG, **values})
+    assert found is not None
+    assert round(found / 1e6, 1) == 46.4
+    assert 1 - found / 196_648_704 == pytest.approx(0.76, abs=0.005), "not the guide's 40 %"
+
+
+def test_without_a_decoder_count_the_decoder_keeps_the_encoders() -> None:
+    config = {name: value for name, value in T5_CONFIG.items() if name != "num_decoder_layers"}
+    values = smaller_model(config)
+    assert values is not None
+    assert (values["num_layers"], values["num_decoder_layers"]) == (4, 10)
+
+
+@pytest.mark.parametrize(("r", "millions"), [(64, 159.9), (32, 80.0), (16, 40.0)])
+def test_4_3_adapters_of_qwen_7b(r: int, millions: float) -> None:
+    lora = Lora(r=r, alpha=2 * r)
+    found = adapter_parameters(QWEN_7B, lora)
+    assert found is not None
+    assert round(found / 1e6, 1) == millions
+    assert found == adapter_parameters(QWEN_7B, replace(lora, targets=("all-linear",)))
+
+
+@pytest.mark.parametrize("targets", [ATTENTION_TARGETS, ALL_TARGETS])
+def test_adapters_where_keys_are_shared(targets: tuple[str, ...]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = {**SMALL, "model_type": "qwen2", "num_key_value_heads": 2}
+    with torch.device("meta"):
+        model = get_peft_model(built(config), LoraConfig(r=4, target_modules=list(targets)))
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert adapter_parameters(config, Lora(r=4, alpha=8, targets=targets)) == trained
+
+
+def test_what_is_not_known_is_none() -> None:
+    assert model_parameters({"model_type": "mamba", "hidden_size": 8}) is None
+    assert model_parameters({"model_type": "t5", "d_model": 8}) is None
+    assert model_parameters({**T5_CONFIG, "tie_word_embeddings": False}) is None
+    assert trained_parameters(LORA) is None, "named by path"
+    assert trained_parameters(LORA, QWEN_7B) == adapter_parameters(QWEN_7B, LORA.lora or Lora(r=1, alpha=1))
+    assert adapter_parameters(T5_CONFIG, Lora(r=8, alpha=8)) is None
+    assert adapter_parameters(QWEN_7B, Lora(r=8, alpha=8, targets=("c_attn",))) is None
+    assert smaller_model({"model_type": "llama", "hidden_size": 7, "intermediate_size": 8, "num_attention_heads": 1}) is None
