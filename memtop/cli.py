@@ -30,7 +30,7 @@ from memtop.options import (
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
 from memtop.supervisor.recovery.policy import ON_OOM
 from memtop.supervisor.run.folder import RunFolder, RunSpec, create_run, default_runs_dir
-from memtop.supervisor.wire import Answer, Change, CheckpointNow, Edit, FreeCache, Outcome, Request, Restart, Stop
+from memtop.supervisor.wire import Answer, Change, CheckpointNow, Edit, FreeCache, Outcome, Request, Restart, Stop, Try
 
 
 @click.group(
@@ -294,6 +294,21 @@ def rollback(run_name: str, number: int | None, state: bool, headless: bool, det
     _exclude(headless, detach)
     folder = _find(run_name, runs_dir)
     return _restart(folder, change_to(folder, number, with_state=state), headless=headless, detach=detach)
+
+
+@app.command(epilog=RUN_HELP)
+@run_argument
+@json_option
+@click.option("--try", "try_it", is_flag=True, help="try the first proposal: measure, change, measure, keep or undo")
+@runs_dir_option
+def advise(run_name: str, as_json: bool, try_it: bool, runs_dir: Path | None) -> int:
+    """Say what a run spends its time on, what would make it faster, what must not be done now, and what memory grows."""
+    from memtop import advising
+
+    folder = _find(run_name, runs_dir)
+    if not try_it:
+        return advising.print_advice(folder, as_json=as_json)
+    return advising.print_trial(_asked(folder, lambda number: Try(id=number)).data, as_json=as_json)
 
 
 @app.command()

@@ -127,6 +127,7 @@ class Trainer:
         self._guard.update = plan.number
         while (computed := self._gradients(plan, self.settings, stopwatch)) is None:
             self._engine.drop_gradients()
+            free_cache()
             self._shrink("allocation failure")
             # The same samples, in smaller pieces.
             self._feed.plan()
@@ -193,8 +194,8 @@ class Trainer:
         if "workers" in changes:
             workers = decide(self.settings, self._accelerator).workers
             self._host = msgspec.structs.replace(self._host, workers=workers)
-        # What the old split held is of no use to the new one, and in pieces of the wrong size.
-        free_cache()
+        # What the allocator kept for the old split comes in pieces of the wrong size.
+        torch.cuda.empty_cache()
         if changes.keys() & {"batch", "accumulation"}:
             self._growth.changed(grown=reason == "grown back", forget=reason == "asked")
         elif "gradient_checkpointing" in changes:
@@ -241,6 +242,7 @@ class Trainer:
         while (found := self._evaluator(self._evaluation_batch, self._guard, self._ranks)) is None:
             if self._evaluation_batch == 1:
                 self._guard.give_up(f"evaluation after update {update}")
+            free_cache()
             self._change("allocation failure", eval_batch=self._evaluation_batch // 2)
         self._guard.phase, self._evaluated = "unknown", found
         self._channel.report("evaluation", update=update, **msgspec.to_builtins(found))

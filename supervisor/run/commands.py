@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.run import explain
@@ -26,6 +28,7 @@ from memtop.supervisor.wire import (
     Status,
     Stop,
     Subscribe,
+    Try,
 )
 
 if TYPE_CHECKING:
@@ -60,6 +63,8 @@ class Commands:
                 self._beside(self._restart(peer, request))
             case Edit():
                 self._beside(self._edit(peer, request))
+            case Try():
+                self._beside(self._try(peer, request))
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -161,6 +166,19 @@ class Commands:
             return
         answer = answers[0]
         peer.send(Answer(id=request.id, outcome=Outcome.DONE, message=answer.message or "changed", data=answer.result))
+
+    async def _try(self, peer: Peer, request: Try) -> None:
+        trials = self._supervisor.prevention.trials
+        try:
+            trial = trials.begin(request.change)
+        except MemtopError as error:
+            peer.refuse(request.id, str(error), usage=isinstance(error, UsageError))
+            return
+        _accept(peer, request.id, f"trying {trial.title}: measuring before and after")
+        trial = await trials.finished()
+        message = f"{trial.title}: {trial.state}: {trial.reason}"
+        outcome = Outcome.FAILED if trial.state == "refused" else Outcome.DONE
+        peer.send(Answer(id=request.id, outcome=outcome, message=message, data=msgspec.to_builtins(trial)))
 
     def _agents_ready(self, peer: Peer, number: int) -> bool:
         supervisor = self._supervisor

@@ -44,6 +44,8 @@ class Progress:
             self._ranks[rank] = {"pid": report.get("pid"), "device_uuid": None}
             if rank == 0:
                 self.offers = frozenset(map(str, report.get("offers") or ()))
+        elif kind == "offers" and rank == 0:
+            self.offers = frozenset(map(str, report.get("offers") or ()))
         elif kind == "plan":
             self._ranks.setdefault(rank, {})["device_uuid"] = report.get("device_uuid")
             if rank == 0:

@@ -64,6 +64,9 @@ def run_state(supervisor: Supervisor) -> RunState:
         warnings=tuple(supervisor.warnings.values()),
         on_oom=supervisor.spec.on_oom,
         proposal=supervisor.survival.proposal,
+        trends=supervisor.prevention.trends if running else (),
+        advice=supervisor.prevention.advice if running else None,
+        trial=supervisor.prevention.trials.newest,
     )
 
 

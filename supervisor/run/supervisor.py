@@ -32,6 +32,7 @@ from memtop.supervisor.run.ledger import Attempt, open_for_writing
 from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.manifest import newest_checkpoint
+from memtop.supervisor.run.prevention import Prevention
 from memtop.supervisor.run.process import ProcessId, become_subreaper, identify, reap_children, record_rank
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.publish import Publisher
@@ -75,6 +76,7 @@ class Supervisor:
         self._socket = socket_path(folder.path)
         self.watch = MachineWatch(folder.path.parent, self._members, lambda: rank_reports(self))
         self.survival = Survival(self, monotonic)
+        self.prevention = Prevention(self)
 
     # --- life -----------------------------------------------------------------------------------------------------------
 
@@ -142,6 +144,7 @@ class Supervisor:
         self.lifecycle = Lifecycle(phase, self._monotonic)
         self.pending = state.pending if state is not None else None
         self.event("adopted", f"supervisor {os.getpid()} took over attempt {self.attempt.number}")
+        self.prevention.trials.take_up()
         if phase in (Phase.STOPPING, Phase.RESTARTING):
             self.begin_stop(asked=False)
 
@@ -171,6 +174,8 @@ class Supervisor:
                 self.ladder.tick()
             elif self.pending is not None and self.lifecycle.phase in (Phase.STARTING, Phase.TRAINING):
                 self.begin_restart(self.pending)
+            else:
+                self.prevention.tick()
         self._publish()
 
     def _keep_up(self) -> None:
@@ -408,6 +413,7 @@ class Supervisor:
         assert self.attempt is not None
         self.progress.apply(rank, report)
         self.survival.report(rank, report)
+        self.prevention.report(rank, report)
         self._publisher.changed()
         if rank != 0:
             return
@@ -440,6 +446,7 @@ class Supervisor:
         for crossing in self.watch.crossings():
             self.event("band", crossing)
         self.survival.sample(keep)
+        self.prevention.sample()
         self.ledger.recorder.add(machine, self.watch.run_rss_bytes)
         if keep:
             number = self.attempt.number if self.attempt else 0

@@ -13,11 +13,12 @@ gradient_checkpointing, workers), and answers when it has.
 Reports, one JSON object a line, each with `type`, `time` (seconds since the epoch) and `seq`:
 
 * `hello`: {rank, local_rank, world_size, pid, python, offers}, the first one of each process.
+* `offers`: {offers}, where the program offers more after its first report.
 * `step`: {update, samples_seen, epoch, loss, learning_rate, gradient_norm, tokens, sample_digest, dropped, batch,
   accumulation, data_wait_seconds, forward_seconds, backward_seconds, optimizer_seconds, step_seconds} and what
   `memory.readings` finds: {allocated_bytes, reserved_bytes, peak_bytes, peak_reserved_bytes, allocation_retries (since the
   process began), rss_bytes, anonymous_bytes}. Of a program that knows nothing of memtop: {update, learning_rate,
-  step_seconds, dropped} and the readings.
+  step_seconds, data_wait_seconds (inside torch's data loaders), dropped} and the readings.
 * `oom`: {update, phase, error, message, survived, batch, accumulation, allocated_bytes, reserved_bytes, free_bytes,
   total_bytes, rss_bytes, device_uuid}: an allocation failed, and this is what was held then. `phase` is forward | backward |
   optimizer | evaluation | data | load | save | unknown; `error` the error's class, `message` its words; `survived` says that
@@ -97,7 +98,7 @@ class Agent:
                     "world_size": self._world_size,
                     "pid": self._pid,
                     "python": sys.version.split()[0],
-                    "offers": self._offers,
+                    "offers": list(self._offers),
                 }
             )
             greeting = {"type": "agent", "attempt": self.attempt, "rank": self.rank, "pid": self._pid}
@@ -110,10 +111,13 @@ class Agent:
     def offer(self, *names: str) -> None:
         """The program itself can carry out these commands (checkpoint, stop); it must call `take_commands`. From now on
         it reports its steps itself."""
+        greeted = self._journal is not None
         self._offers.extend(names)
         self._own_program = True
         self._watch.remove()
-        self.start()
+        if self.start() and greeted and self._journal is not None:
+            # The greeting is written already, without them.
+            self._journal.put({"type": "offers", "offers": list(self._offers)})
 
     def readings(self) -> dict[str, int | None]:
         """The memory of this process; the peak is since the last call where the program offers commands."""
