@@ -11,7 +11,6 @@ from memtop.supervisor.recovery.forecast import forecast
 from memtop.supervisor.recovery.values import Peak
 from memtop.tui.draw.bands import ROLES
 from memtop.tui.draw.line import MUTED, STRONG, Line, fit, line, wrap
-from memtop.tui.draw.remedies import is_measured
 from memtop.tui.store import Store
 
 
@@ -31,15 +30,14 @@ class Outlook:
         if isinstance(found, str):
             return wrap(f"? peak of {what} not known beforehand: {found}", width, "unknown")
         before = "" if self.present is None else f"{units.size(self.present.bytes)} measured -> "
-        role, word, sign = (STRONG, "measured", "") if is_measured(found) else ("predicted", "predicted", "~")
         share, band = "", ""
         if found.fraction is not None:
             share, band = f" {units.percent(found.fraction)} ", f"{mark(found.band)} {found.band.value}"
         head = line(
             (f"{what} peak ", MUTED),
             (before, STRONG),
-            (f"{sign}{units.size(found.peak_bytes)} {word}", role),
-            (share, role),
+            (f"~{units.size(found.peak_bytes)} predicted", "predicted"),
+            (share, "predicted"),
             (band, ROLES[found.band]),
         )
         return [fit(head, width), *wrap(f"from: {found.basis}", width, MUTED)]

@@ -370,10 +370,6 @@ def test_predicted_measured_and_unknown_look_different() -> None:
     assert "█" not in plain(predicted)
     assert "~12.0 of 20.0 GiB" in plain(predicted)
     assert "▴" in plain(predicted)
-    measured = plain(predicted_line(replace(SMALLER.forecast, basis="measured at B 4"), 80))
-    assert "█" in measured
-    assert "measured before" in measured
-    assert not {"╍", "~", "▴"} & set(measured)
     unknown = " ".join(plain(one) for one in remedy_lines(1, ALLOCATOR, 80, alive=False))
     assert "? peak not known: the pieces were not counted" in unknown
     assert not {"╍", "█", "~"} & set(unknown)

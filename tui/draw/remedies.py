@@ -10,7 +10,7 @@ from memtop.tui.draw.bars import Share, memory_bar
 from memtop.tui.draw.line import MUTED, STRONG, Line, fit, join, line, width_of, wrap
 
 PREDICTED_GLYPH = "╍"
-_BAR, _SHORT_BAR = 30, 12
+_BAR, _SHORT_BAR, _SHORTEST_BAR = 30, 12, 6
 _WIDE_FROM = 90
 _COSTS = {
     "none": "changes nothing in the run: a command to copy",
@@ -53,32 +53,20 @@ def remedy_lines(number: int, remedy: Remedy, width: int, *, alive: bool) -> tup
 
 
 def predicted_line(forecast: Forecast, width: int) -> Line:
-    """`╍╍╍╍╍▴   ┊┊   ~13.9 of 19.6 GiB  70.9 % · safe`: dashed and with its `~`, unless this very batch was measured."""
-    measured = is_measured(forecast)
-    role, sign = (STRONG, "") if measured else ("predicted", "~")
-    size = f"{sign}{units.gib(forecast.peak_bytes)}"
+    """`╍╍╍╍╍▴   ┊┊   ~13.9 of 19.6 GiB  70.9 % · safe`: dashed where a measured bar is solid, and never without its `~`."""
+    size = f"~{units.gib(forecast.peak_bytes)}"
     if forecast.fraction is None:
-        return fit(line((f"{size} GiB {'measured before' if measured else 'predicted'}", role)), width)
+        return fit(line((f"{size} GiB predicted", "predicted")), width)
     numbers = line(
-        (f"{size} of {units.gib(forecast.total_bytes)} GiB {units.percent(forecast.fraction):>7} ", role),
+        (f"{size} of {units.gib(forecast.total_bytes)} GiB {units.percent(forecast.fraction):>7} ", "predicted"),
         (f"{mark(forecast.band)} {forecast.band.value}", ROLES[forecast.band]),
-        *((("  measured before", MUTED),) if measured else ()),
     )
     room = min(_BAR if width >= _WIDE_FROM else _SHORT_BAR, width - width_of(numbers) - 1)
-    return (*_bar(room, forecast.fraction, measured=measured), (" ", "text"), *numbers) if room >= 6 else numbers
-
-
-def is_measured(forecast: Forecast) -> bool:
-    """Whether this very batch ran before: then its peak is no prediction."""
-    return forecast.basis.startswith("measured")
-
-
-def _bar(width: int, fraction: float, *, measured: bool) -> Line:
-    """Up to the peak, with the lines of the bands: solid where it was measured, dashed where it is predicted."""
-    end = min(1.0, fraction)
-    if measured:
-        return memory_bar(width, [Share(end, "█", "alloc")])
-    return memory_bar(width, [Share(end, PREDICTED_GLYPH, "predictedbar")], predicted=end)
+    if room < _SHORTEST_BAR:
+        return numbers
+    end = min(1.0, forecast.fraction)
+    bar = memory_bar(room, [Share(end, PREDICTED_GLYPH, "predictedbar")], predicted=end)
+    return (*bar, (" ", "text"), *numbers)
 
 
 def _price(remedy: Remedy, *, alive: bool) -> list[tuple[str, str]]:

@@ -72,8 +72,9 @@ class FasterScreen(FullScreen):
             blocks.append(Block(None, [words]))
             room = chosen_width(width)
             for number, remedy in enumerate(advice.proposals, 1):
-                why = [line("   ", *part) for part in wrap(remedy.why, room - 3, MUTED)]
-                blocks.append(Block(remedy.id, [*remedy_lines(number, remedy, room, alive=run.alive), *why]))
+                basis = f" Predicted from: {remedy.forecast.basis}." if remedy.forecast is not None else ""
+                why = [line("   ", *part) for part in wrap(f"{remedy.why}{basis}", room - 3, MUTED)]
+                blocks.append(Block((remedy.id, remedy.title), [*remedy_lines(number, remedy, room, alive=run.alive), *why]))
             blocks.append(Block(None, [()]))
         elif advice is not None:
             blocks.append(Block(None, [line(("Nothing is proposed.", MUTED)), ()]))
@@ -103,7 +104,7 @@ class FasterScreen(FullScreen):
         store = self.dashboard.store
         advice = store.run.advice if store.run is not None else None
         key = self.query_one(BlockList).cursor
-        remedy = next((one for one in (advice.proposals if advice else ()) if one.id == key), None)
+        remedy = next((one for one in (advice.proposals if advice else ()) if (one.id, one.title) == key), None)
         if remedy is None or store.run is None:
             self._say("✗ there is no proposal to try")
         elif (problem := no_changes(store)) is not None:

@@ -38,6 +38,11 @@ _SIDES = 4
 _WIDEST = 124
 
 
+def _key(remedy: Remedy) -> tuple[str, str]:
+    """There may be several of one kind."""
+    return remedy.id, remedy.title
+
+
 class OomCard(Dialog[Remedy]):
     """Dismissed with the remedy to apply, or None."""
 
@@ -101,24 +106,26 @@ class OomCard(Dialog[Remedy]):
         alive = store.run is not None and store.run.alive
         if proposal.remedies:
             head = line(("What can be done", "heading"), ("   dashed bars are predicted, solid ones were measured", MUTED))
-            waits = f"Nothing is done by itself: {proposal.waiting}" if proposal.waiting else ""
-            blocks.append(Block(None, [head, *wrap(waits, width, "edge")]))
+            blocks.append(Block(None, [head]))
+        elif not proposal.last_advice:
+            blocks.append(Block(None, [line(("No remedy is known for this.", MUTED))]))
+        if proposal.waiting:
+            blocks.append(Block(None, wrap(f"Nothing is done by itself: {proposal.waiting}", width, "edge")))
         room = chosen_width(width)
         for number, remedy in enumerate(proposal.remedies, 1):
-            blocks.append(Block(remedy.id, remedy_lines(number, remedy, room, alive=alive)))
+            blocks.append(Block(_key(remedy), remedy_lines(number, remedy, room, alive=alive)))
         if proposal.last_advice:
             title = "Nothing that memtop may do by itself is left" if not proposal.remedies else "Beyond that"
             advice = [part for number, text in enumerate(proposal.last_advice, 1) for part in wrap(f"{number}. {text}", width)]
             blocks.append(Block(None, [line((title, "heading")), *advice]))
-        elif not proposal.remedies:
-            blocks.append(Block(None, [line(("No remedy is known for this.", MUTED))]))
         return blocks
 
     def _draw_why(self, store: Store, width: int, height: int) -> list[Line]:
         remedy = self._remedy()
         if remedy is None:
             return []
-        lines = wrap(remedy.why, width, MUTED)
+        basis = f" Predicted from: {remedy.forecast.basis}." if remedy.forecast is not None else ""
+        lines = wrap(f"{remedy.why}{basis}", width, MUTED)
         if remedy.command and not is_applicable(remedy):
             lines = [line(("type: ", MUTED), (remedy.command, "strong")), *lines]
         return lines[:height]
@@ -133,7 +140,7 @@ class OomCard(Dialog[Remedy]):
     def _remedy(self) -> Remedy | None:
         """The one under the cursor."""
         proposal, key = self._proposal, self.query_one(BlockList).cursor
-        return next((remedy for remedy in (proposal.remedies if proposal else ()) if remedy.id == key), None)
+        return next((remedy for remedy in (proposal.remedies if proposal else ()) if _key(remedy) == key), None)
 
     def _say(self, text: str, role: str) -> None:
         self._said = line((text, role))
