@@ -39,7 +39,7 @@ def store_of(*trends: wire.Trend, **fields: object) -> Store:
 
 def test_the_gpu_that_grows_says_when_it_is_full_and_at_which_update() -> None:
     store = store_of(LEAK, WORKERS)
-    assert "^ full in 14 min, at update 1 520 at this rate" in text_of(draw_gpu(store, store.gpus[0], 100, 8))
+    assert "^ full in 14 min (update 1 520) at this rate" in text_of(draw_gpu(store, store.gpus[0], 100, 8))
     assert "full in" not in text_of(draw_gpu(store, store.gpus[1], 100, 8))
     ten = gpu(10)
     assert "full in" not in text_of(draw_gpu(store, ten, 100, 8))
@@ -70,7 +70,9 @@ async def test_the_most_urgent_one_is_in_the_notice(size: tuple[int, int]) -> No
     app = dashboard(RecordingFeed(running(gpu(), trends=(WORKERS, LEAK, SWAP), warnings=("an old warning",))))
     async with app.run_test(size=size) as pilot:
         await settle(pilot)
-        assert screen_text(app).splitlines()[1].strip().startswith("^ GPU 0 reserved: full in 14 min at this rate, at update")
+        assert (
+            screen_text(app).splitlines()[1].strip().startswith("^ GPU 0 reserved: full in 14 min (update 1 520) at this rate")
+        )
 
 
 def test_the_notice_puts_a_death_before_a_trend_and_a_trend_before_a_trial() -> None:

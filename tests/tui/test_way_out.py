@@ -22,7 +22,7 @@ from memtop.tui.screens.oom import OomCard
 from memtop.tui.screens.processes import ProcessesScreen
 from memtop.tui.store import Store, fold
 from tests.tui.dying import ALLOCATOR, BY_HAND, DIAGNOSIS, PROPOSAL, SHORTER, SMALLER, dead
-from tests.tui.support import GIB, NOW, RecordingFeed, dashboard, gpu, machine, running, screen_text, settle
+from tests.tui.support import GIB, HOST, NOW, RecordingFeed, dashboard, gpu, machine, running, screen_text, settle
 
 SIZES = [(80, 24), (160, 50)]
 
@@ -348,10 +348,14 @@ def test_a_death_of_host_memory_has_a_bar_of_host_memory() -> None:
     assert "this run 12.0  ░ others 3.0  free 1.0 GiB" in lines[2]
     # Where nothing was told of that moment, what was seen is called that, and its parts are unknown.
     bare = Diagnosis(kind=Kind.HOST_OOM_KILLED, confidence=0.9, summary="killed")
-    seen = drawn(bare, fold(Store(), machine()))
-    assert seen[0] == "host memory, the most that this dashboard saw: 75.0 % of 32.0 GiB"
+    died = dead(ended=NOW + 5)
+    there = fold(fold(fold(Store(), machine(time=NOW)), died), machine(host=replace(HOST, used_fraction=0.1), time=NOW + 9))
+    seen = drawn(bare, there, 90)
+    assert seen[0] == "host memory, the most that was sampled in the minute before: 75.0 % of 32.0 GiB"
     assert seen[2] == "? how it was divided at that moment is not known"
-    assert drawn(bare) == ["? how full host memory was is not known: nobody sampled it here"]
+    # Who comes later sees a machine that has its memory back: that says nothing of the death.
+    late = fold(fold(Store(), replace(died, machine=None)), machine(time=NOW + 9))
+    assert drawn(bare, late, 100)[0].startswith("? how full host memory was at that moment is not known")
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Kind.SHM_EXHAUSTED, "/dev/shm"), (Kind.DISK_FULL, "the disk")])
@@ -399,8 +403,34 @@ def test_a_live_change_is_called_that_only_while_the_run_lives() -> None:
     assert "same mathematics, resumes" in price(alive=False)
 
 
+def test_the_last_line_says_what_enter_does_with_the_marked_one() -> None:
+    def words(marked: Remedy | None, *, can_act: bool = True) -> str:
+        return plain(outlook(PROPOSAL, marked, NOW, can_act=can_act))
+
+    assert "Enter applies ▸" in words(SMALLER)
+    assert "Enter copies the command of ▸" in words(BY_HAND)
+    assert "▸ is for you to do" in words(replace(BY_HAND, command=None))
+    for line in (words(None), words(SMALLER, can_act=False)):
+        assert line == "· Esc closes; the run stays failed"
+
+
+def test_what_memtop_does_not_do_has_neither_a_forecast_nor_a_question() -> None:
+    own = Remedy(
+        id="workers",
+        title="no data-loader workers, in your program's own options",
+        keeps_math=True,
+        resumable="none",
+        needs_consent=True,
+        forecast_unknown="no peaks of this program",
+    )
+    assert [plain(one).strip() for one in remedy_lines(1, own, 80, alive=False)] == [
+        "1  no data-loader workers, in your program's own options",
+        "for you to do: memtop does not touch it",
+    ]
+
+
 def test_the_outlook_never_counts_below_zero() -> None:
-    late = plain(outlook(replace(PROPOSAL, begins=NOW), NOW + 3, can_act=False))
+    late = plain(outlook(replace(PROPOSAL, begins=NOW), SMALLER, NOW + 3, can_act=False))
     assert late == "… the first remedy is applied by itself in 0 s"
 
 

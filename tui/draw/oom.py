@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Proposal
 from memtop.tui.draw.bars import Share, memory_bar
 from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, wrap
+from memtop.tui.draw.remedies import is_applicable
 from memtop.tui.draw.vram import Part
 from memtop.tui.store import Store
 
@@ -34,6 +36,7 @@ _EVIDENCE_LINES = 2
 _NARROW_BELOW = 80
 # Parts of a bar smaller than a hundredth of the whole are not worth a word.
 _WORTH_A_WORD = 0.01
+_SHORTLY = 60.0
 
 
 def card_title(diagnosis: Diagnosis) -> str:
@@ -109,15 +112,24 @@ def _host_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:
         parts = [Part("this run", own, "█", "alloc"), Part("others", others, "░", "other")]
         limit = "the limit set for it" if diagnosis.allowed_bytes else "host memory"
         return _bar_lines(f"{limit} at that moment, measured", parts, whole, free, width)
-    whole, peak = whole or host.limit_bytes or host.total_bytes, store.host_peak_fraction
+    whole, peak = whole or host.limit_bytes or host.total_bytes, _fullest_before(store)
     if whole is None or peak is None:
-        return [line(("? how full host memory was is not known: nobody sampled it here", "unknown"))]
-    head = f"host memory, the most that this dashboard saw: {units.percent(peak)} of {units.gib(whole)} GiB"
+        return [line(("? how full host memory was at that moment is not known: it was not sampled here", "unknown"))]
+    head = f"host memory, the most that was sampled in the minute before: {units.percent(peak)} of {units.gib(whole)} GiB"
     return [
         line((head, MUTED)),
         memory_bar(width, [Share(peak, "█", "alloc")]),
         line(("? how it was divided at that moment is not known", "unknown")),
     ]
+
+
+def _fullest_before(store: Store) -> float | None:
+    """The fullest that host memory was seen shortly before the end; None where this dashboard was not there."""
+    ended = store.run.ended if store.run is not None else None
+    if ended is None:
+        return None
+    near = [moment.fraction for moment in store.host_history if ended - _SHORTLY <= moment.time <= ended]
+    return max((fraction for fraction in near if fraction is not None), default=None)
 
 
 def _room_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:
@@ -165,12 +177,17 @@ def _rows(parts: list[Line], width: int) -> list[Line]:
     return [first] if count == len(parts) else [first, join_fitting(parts[count:], width)]
 
 
-def outlook(proposal: Proposal, now: float, *, can_act: bool) -> Line:
-    """What happens next, by itself or by a key."""
+def outlook(proposal: Proposal, marked: Remedy | None, now: float, *, can_act: bool) -> Line:
+    """What happens next, by itself or by a key; `marked` is the remedy under the cursor."""
     if proposal.begins is not None:
         seconds = max(0, round(proposal.begins - now))
         words = f"the first remedy is applied by itself in {seconds} s"
         return line(("… ", "accent"), (f"{words} (Enter: ▸ now, s: stop)" if can_act else words, "accent"))
-    ways = can_act and bool(proposal.remedies)
-    words = "Enter applies ▸, Esc leaves the run failed" if ways else "Esc closes; the run stays failed"
+    if marked is None or not can_act:
+        words = "Esc closes; the run stays failed"
+    elif is_applicable(marked):
+        words = "Enter applies ▸, Esc leaves the run failed"
+    else:
+        enter = "Enter copies the command of ▸" if marked.command else "▸ is for you to do"
+        words = f"{enter}, Esc leaves the run failed"
     return line(("· ", MUTED), (words, "text"))

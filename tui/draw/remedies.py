@@ -13,7 +13,7 @@ PREDICTED_GLYPH = "╍"
 _BAR, _SHORT_BAR, _SHORTEST_BAR = 30, 12, 6
 _WIDE_FROM = 90
 _COSTS = {
-    "none": "changes nothing in the run: a command to copy",
+    "none": "for you to do: memtop does not touch it",
     "live": "at the next update, no restart",
     "resumes": "resumes",
     "converts": "resumes, the optimizer's state is converted",
@@ -41,7 +41,7 @@ def remedy_lines(number: int, remedy: Remedy, width: int, *, alive: bool) -> tup
         both = join((prediction, join(price, ", ")), "   ")
         below = [both] if width_of(both) <= room else [prediction, *_packed(price, room)]
     else:
-        if is_applicable(remedy) or remedy.forecast_unknown:
+        if is_applicable(remedy):
             reason = remedy.forecast_unknown or "nothing that was measured allows a forecast"
             below = wrap(f"? peak not known: {reason}", room, "unknown")
         below += _packed(price, room)
@@ -73,11 +73,11 @@ def _price(remedy: Remedy, *, alive: bool) -> list[tuple[str, str]]:
     """What it costs, the most important first, each with its role."""
     found = [("same mathematics", "good") if remedy.keeps_math else ("other mathematics", "edge")]
     if remedy.resumable == "none":
-        found = [(_COSTS["none"], MUTED)]
+        found = [("changes nothing in the run: a command to copy" if remedy.command else _COSTS["none"], MUTED)]
     else:
         cost = "resumes" if remedy.resumable == "live" and not alive else remedy.resumable
         found.append((_COSTS[cost], "text" if cost != "new run" else "edge"))
-    if remedy.needs_consent:
+    if remedy.needs_consent and is_applicable(remedy):
         found.insert(0, ("! needs your consent", "edge"))
     if is_applicable(remedy):
         found.append((_speed(remedy.speed), MUTED))

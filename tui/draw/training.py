@@ -184,8 +184,11 @@ def _split_line(run: RunState, width: int) -> Line:
     bound = _bound(run)
     if width_of(split) + 2 + width_of(bound) > width:
         # Short words rather than none: what bounds the speed is worth more than their endings.
-        split = join(fact(word[:3], units.percent(share, 0)) for word, share in shares)
+        split = join(fact(_SHORT.get(word, word), units.percent(share, 0)) for word, share in shares)
     return spread(split, bound, width) if bound else fit(split, width)
+
+
+_SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}
 
 
 def _bound(run: RunState) -> Line:

@@ -32,19 +32,21 @@ def _urgency(trend: Trend) -> float:
 
 
 def full_in(trend: Trend) -> Line:
-    """`^ full in 14 min, at update 1 520`: short enough for a panel's line."""
+    """`^ full in 14 min (update 1 520) at this rate`: short enough for a panel's line."""
     if trend.full_in_seconds is None:
         return line(("^ grows ", "edge"), (f"{units.size(trend.bytes_per_second)}/s", "edge"))
-    where = "" if trend.full_at_update is None else f", at update {units.count(trend.full_at_update)}"
-    return line(("^ full in ", "edge"), (minutes(trend.full_in_seconds), "edge"), (f"{where} at this rate", MUTED))
+    return line(("^ full in ", "edge"), (minutes(trend.full_in_seconds), "edge"), (f"{_where(trend)} at this rate", MUTED))
 
 
 def sentence(trend: Trend) -> str:
-    """`GPU 0 reserved: full in 14 min at this rate, at update 1 520`; where there is no limit, the supervisor's own words."""
+    """`GPU 0 reserved: full in 14 min (update 1 520) at this rate`; where there is no limit, the supervisor's own words."""
     if trend.full_in_seconds is None:
         return trend.message
-    where = "" if trend.full_at_update is None else f", at update {units.count(trend.full_at_update)}"
-    return f"{trend.what}: full in {minutes(trend.full_in_seconds)} at this rate{where}"
+    return f"{trend.what}: full in {minutes(trend.full_in_seconds)}{_where(trend)} at this rate"
+
+
+def _where(trend: Trend) -> str:
+    return "" if trend.full_at_update is None else f" (update {units.count(trend.full_at_update)})"
 
 
 def minutes(seconds: float) -> str:

@@ -36,6 +36,7 @@ DELIBERATE_SECONDS = 0.6
 _AROUND = 2 + 2 + 1 + 1
 _SIDES = 4
 _WIDEST = 124
+_AIRY_FROM = 90
 
 
 def _key(remedy: Remedy) -> tuple[str, str]:
@@ -86,10 +87,15 @@ class OomCard(Dialog[Remedy]):
         box.border_title = card_title(proposal.diagnosis)
         width = min(_WIDEST, self.app.size.width * 96 // 100)
         box.styles.height = min(page.lines_wanted(width - _SIDES) + _AROUND, self.app.size.height - 1)
-        self.query_one("#confirm", Button).display = bool(proposal.remedies) and no_changes(store) is None
         page.redraw()
+        self._show_button()
         for panel in self.query(LinePanel):
             panel.show(store)
+
+    def _show_button(self) -> None:
+        remedy = self._remedy()
+        can_act = remedy is not None and is_applicable(remedy) and no_changes(self._dashboard.store) is None
+        self.query_one("#confirm", Button).display = can_act
 
     # --- what it shows ----------------------------------------------------------------------------------------------
 
@@ -106,7 +112,7 @@ class OomCard(Dialog[Remedy]):
         alive = store.run is not None and store.run.alive
         if proposal.remedies:
             head = line(("What can be done", "heading"), ("   dashed bars are predicted, solid ones were measured", MUTED))
-            blocks.append(Block(None, [head]))
+            blocks.append(Block(None, [(), head] if width >= _AIRY_FROM else [head]))
         elif not proposal.last_advice:
             blocks.append(Block(None, [line(("No remedy is known for this.", MUTED))]))
         if proposal.waiting:
@@ -135,7 +141,7 @@ class OomCard(Dialog[Remedy]):
         if self._said or proposal is None:
             return [self._said]
         now = store.now if store.now is not None else time.time()
-        return [outlook(proposal, now, can_act=no_changes(store) is None)]
+        return [outlook(proposal, self._remedy(), now, can_act=no_changes(store) is None)]
 
     def _remedy(self) -> Remedy | None:
         """The one under the cursor."""
@@ -151,6 +157,7 @@ class OomCard(Dialog[Remedy]):
     @on(BlockList.Moved)
     def _moved(self) -> None:
         self._said = ()
+        self._show_button()
         for panel in self.query(LinePanel):
             panel.show(self._dashboard.store)
 
