@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from memtop.presets.comparing import describe_split
 from memtop.supervisor import units
 from memtop.supervisor.wire import Change, Configuration
-from memtop.tui.draw.configurations import differences, peak_words
+from memtop.tui.draw.configurations import differences, peak_words, went_badly
 from memtop.tui.restart_plan import where_it_resumes
 from memtop.tui.store import Store
-
-_WELL = (None, "replaced", "finished", "stopped")
-"""Outcomes that say nothing against a configuration."""
 
 
 def present_of(rows: Sequence[Configuration]) -> Configuration | None:
@@ -46,7 +43,7 @@ def consequences(row: Configuration, store: Store, *, with_state: bool) -> list[
         lines.append(f"{describe_split(now.settings, row.settings)}.".capitalize())
     if row.peak is not None:
         lines.append(f"Its peak was {peak_words(row.peak)} (measured).")
-    if row.outcome not in _WELL:
+    if went_badly(row.outcome):
         lines.append(f"! It ended in {row.outcome}: that may happen again.")
     elif row.peak is not None and row.peak.failed:
         lines.append("! It ran out of memory then: that may happen again.")

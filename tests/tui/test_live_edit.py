@@ -45,6 +45,22 @@ async def test_another_split_can_be_applied_now_and_the_answer_is_told(size: tup
         assert "✓ changed from update 26 on" in screen_text(app)
 
 
+async def test_a_run_that_begins_to_train_while_the_form_is_open_can_be_changed_live() -> None:
+    feed = RecordingFeed(running(gpu(), state=wire.Phase.STARTING))
+    app = dashboard(feed)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        await pilot.press("r")
+        await settle(pilot)
+        app.screen.query_one("#batch", Input).value = "4"
+        await settle(pilot)
+        assert not app.screen.query_one("#live").display
+        feed.say(running(gpu()))
+        await settle(pilot)
+        assert app.screen.query_one("#live").display
+        assert app.screen.query_one("#batch", Input).value == "4"
+
+
 async def test_restart_stays_possible_beside_it() -> None:
     feed = RecordingFeed(running(gpu()))
     app = dashboard(feed)

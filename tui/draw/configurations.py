@@ -9,12 +9,14 @@ from rich.cells import cell_len
 from memtop.presets.comparing import changes
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
+from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.wire import Configuration
 from memtop.tui.draw.line import MUTED, STRONG, Heading, Line, cropped, fact, fit, join_fitting, line, wrap
 
 PRESENT = "present"
-_LOOKS = {PRESENT: "good", "finished": "good", "replaced": MUTED, "stopped": MUTED, "undone": MUTED}
+_GOOD = (PRESENT, "finished")
+_BAD = frozenset(("failed", *(kind.value for kind in Kind)))
 
 
 class Column(NamedTuple):
@@ -71,9 +73,18 @@ def row(of: Configuration, width: int, *, present: bool) -> Line:
     outcome = words["outcome"]
     parts: list[tuple[str, str]] = [("● " if present else "  ", "good")]
     for column in columns_for(width):
-        role = _LOOKS.get(outcome, "bad") if column.id == "outcome" else STRONG if present else "text"
+        role = _outcome_role(outcome) if column.id == "outcome" else STRONG if present else "text"
         parts.append((f"{_cell(column, words[column.id])} ", role))
     return fit(line(*parts, (of.reason, MUTED)), width)
+
+
+def went_badly(outcome: str | None) -> bool:
+    """Whether it ended in a failure of its own."""
+    return outcome in _BAD
+
+
+def _outcome_role(outcome: str) -> str:
+    return "good" if outcome in _GOOD else "bad" if went_badly(outcome) else MUTED
 
 
 def _cell(column: Column, text: str) -> str:
@@ -99,8 +110,9 @@ def outcome_words(of: Configuration, *, present: bool) -> str:
 
 def facts(of: Configuration, now: Configuration | None, width: int) -> list[Line]:
     """All of the one under the cursor: where it began and ended, its reason in full, and what going back to it would change."""
-    until = "goes on" if of.until_update is None else f"update {units.count(of.until_update)}"
-    updates = () if of.peak is None else fact("peak measured over", f"{units.count(of.peak.updates)} updates")
+    until = "now" if of.until_update is None else f"update {units.count(of.until_update)}"
+    measured = of.peak is not None and of.peak.updates > 0
+    updates = fact("peak measured over", f"{units.count(of.peak.updates)} updates") if of.peak is not None and measured else ()
     preset = () if of.settings is None else fact("preset", of.settings.preset)
     head = [fact(f"configuration {of.number}, from update", units.count(of.since_update)), fact("to", until), updates, preset]
     lines = [join_fitting([part for part in head if part], width), *wrap(f"why: {of.reason}", width)]

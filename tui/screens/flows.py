@@ -9,7 +9,6 @@ from memtop.presets import apply_preset, presets_for
 from memtop.supervisor import units, wire
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Change
-from memtop.tui.outlook import outlook_of
 from memtop.tui.screens.dialog import ConfirmDialog
 from memtop.tui.screens.kill import KillDialog, describe
 from memtop.tui.store import Holder, Store, holders
@@ -65,7 +64,7 @@ async def restart(screen: DashboardScreen, key: str) -> None:
             await _send_restart(screen, change)
         return
     presets = tuple(presets_for(run.settings.recipe))
-    asked = await screen.app.push_screen_wait(RestartDialog(run, run.settings, presets, outlook_of(screen.store)))
+    asked = await screen.app.push_screen_wait(RestartDialog(screen, run, run.settings, presets))
     if asked is None:
         return
     if asked.live:

@@ -5,7 +5,7 @@ Another split needs no restart where the trainer can take it up at an update bou
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from textual import on
 from textual.app import ComposeResult
@@ -17,11 +17,14 @@ from memtop.presets.editing import find_preset
 from memtop.presets.schema import Settings
 from memtop.supervisor.wire import Change, RunState
 from memtop.tui.draw.line import Line
-from memtop.tui.outlook import Outlook
+from memtop.tui.outlook import outlook_of
 from memtop.tui.restart_plan import NUMBER_FIELDS, RestartPlan, can_be_live, restart_plan, where_it_resumes
 from memtop.tui.screens.dialog import Dialog
 from memtop.tui.store import Store
 from memtop.tui.widgets.line_panel import LinePanel
+
+if TYPE_CHECKING:
+    from memtop.tui.screens.dashboard import DashboardScreen
 
 _LIVE = "Apply now: from the next update on, nothing stops.  Restart: saves, ends the program, starts anew."
 
@@ -39,11 +42,11 @@ class RestartDialog(Dialog[Asked]):
 
     AUTO_FOCUS = "#batch"
 
-    def __init__(self, run: RunState, settings: Settings, presets: tuple[str, ...], outlook: Outlook) -> None:
+    def __init__(self, dashboard: DashboardScreen, run: RunState, settings: Settings, presets: tuple[str, ...]) -> None:
         super().__init__()
+        self._dashboard = dashboard
         self._run = run
         self._settings = settings
-        self._outlook = outlook
         self._presets = presets if settings.preset in presets else (settings.preset, *presets)
         self._plan: RestartPlan | None = None
 
@@ -70,6 +73,12 @@ class RestartDialog(Dialog[Asked]):
                 yield Button("Restart", id="confirm", variant="primary", compact=True)
 
     def on_mount(self) -> None:
+        # What is possible depends on what the run does meanwhile.
+        self.watch(self._dashboard, "store", self._take)
+
+    def _take(self, store: Store) -> None:
+        self._run = store.run or self._run
+        self.query_one("#resumes", Static).update(where_it_resumes(self._run))
         self._judge()
 
     @on(Input.Changed)
@@ -108,7 +117,7 @@ class RestartDialog(Dialog[Asked]):
 
     def _draw_outlook(self, store: Store, width: int, height: int) -> list[Line]:
         after = self._plan.after if self._plan is not None else None
-        return [] if after is None else self._outlook.lines(after, width)[:height]
+        return [] if after is None else outlook_of(store).lines(after, width)[:height]
 
     def _judge(self) -> None:
         texts = {field: self.query_one(f"#{field}", Input).value for field in NUMBER_FIELDS}
@@ -124,4 +133,4 @@ class RestartDialog(Dialog[Asked]):
         live = plan.after is not None and can_be_live(self._settings, plan.after, self._run)
         for name in ("#live", "#ways"):
             self.query_one(name).display = live
-        self.query_one("#outlook", LinePanel).show(Store())
+        self.query_one("#outlook", LinePanel).show(self._dashboard.store)
