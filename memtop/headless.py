@@ -24,7 +24,7 @@ _REVIVALS = 5
 _EVIDENCE_LINES = 3
 # Events that a person wants to read as they happen; the rest is in the ledger.
 _SPOKEN = {
-    *("attempt", "plan", "adopted", "warning", "band", "stop", "leftovers"),
+    *("attempt", "plan", "adopted", "warning", "band", "stop", "leftovers", "stalled"),
     *("oom", "survived", "settings", "remedy", "rollback"),
 }
 
@@ -183,8 +183,8 @@ def proposal_lines(proposal: Proposal) -> Iterator[str]:
         yield f"nothing is done by itself: {proposal.waiting}"
     for number, remedy in enumerate(proposal.remedies, start=1):
         yield f"  {number}. {remedy.title}{_foreseen(remedy)}"
-        if remedy.command:
-            yield f"     {remedy.command}"
+        for line in (remedy.command or "").splitlines():
+            yield f"     {line}"
     for advice in proposal.last_advice:
         yield f"  - {advice}"
 
