@@ -48,7 +48,11 @@ def test_a_model_by_path_has_the_guides_example() -> None:
 
 def test_other_deaths_have_their_own_last_advice() -> None:
     shared = last_advice(situation(died(Kind.SHM_EXHAUSTED)))
-    assert any("shared memory" in line for line in shared)
+    assert [line.partition(":")[0] for line in shared] == [
+        "more shared memory",
+        "more shared memory in the container (64 MiB by default)",
+    ]
+    assert not any("your program" in line for line in last_advice(situation(died(Kind.HOST_OOM_KILLED))))
     assert last_advice(situation(died(Kind.NOT_MEMORY, reason="python_error"))) == ()
 
 
