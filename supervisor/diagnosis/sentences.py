@@ -62,7 +62,8 @@ REASONS = {
     "teardown_noise": "workers were killed while a completed run was put away",
     "thread_limit": "no more threads or processes may be started: a limit (ulimit -u), not of memory",
     "time_limit": "the job's time was up",
-    "triton_shared_memory": "a kernel needs more of the GPU's on-chip memory than there is: another block size helps, a smaller batch does not",
+    "worker_died": "a data loader's worker ended, and nothing here says why",
+    "triton_shared_memory": "a kernel needs more on-chip memory than the GPU has: smaller blocks help, smaller batches do not",
     "aborted": "the program aborted itself",
     "bus_error": "the program crashed (bus error): a mapped file was cut short, or /dev/shm was full",
 }
@@ -151,7 +152,7 @@ def _shm(diagnosis: Diagnosis, phase: str) -> str:
 
 def _disk(diagnosis: Diagnosis, phase: str) -> str:
     if diagnosis.confidence < 0.8:
-        return f"A file could not be written{phase}: probably the disk is full; a network folder that allows no seeking says the same."
+        return f"A file could not be written{phase}: probably the disk is full; a folder on the network may say the same."
     return f"The disk was full{phase}."
 
 

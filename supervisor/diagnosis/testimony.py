@@ -10,7 +10,7 @@ import msgspec
 
 from memtop.supervisor.diagnosis import allocator
 from memtop.supervisor.diagnosis.excerpt import Piece
-from memtop.supervisor.diagnosis.finding import Figures, Weight
+from memtop.supervisor.diagnosis.finding import NO_FIGURES, Figures, Weight
 from memtop.supervisor.diagnosis.page import Page
 from memtop.supervisor.diagnosis.reading import read
 from memtop.supervisor.diagnosis.values import Evidence, Kind, OomRecord
@@ -27,7 +27,7 @@ class Witness:
     reason: str | None = None
     phase: str = "unknown"
     rank: int | None = None
-    figures: Figures = Figures()
+    figures: Figures = NO_FIGURES
     device_uuid: str | None = None
 
 
@@ -39,7 +39,7 @@ def from_records(evidence: Evidence) -> Witness | None:
 
 def _of_record(record: OomRecord) -> Witness:
     cause = read(_page(f"{record.error}: {record.message}")).cause
-    kind, figures, phase = _kind_of_class(record.error), Figures(), "unknown"
+    kind, figures, phase = _kind_of_class(record.error), NO_FIGURES, "unknown"
     if cause is not None and cause.kind is not Kind.NOT_MEMORY:
         kind, figures, phase = cause.kind, cause.figures, cause.phase or "unknown"
     if kind.of_gpu:
