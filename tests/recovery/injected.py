@@ -27,7 +27,13 @@ TOO_LARGE = """
 """
 """A micro-batch of ten and more asks for more memory than there is."""
 
-_SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 TINY = [word for key, value in _SMALL.items() for word in ("--set", f"model.config.{key}={value}")]
 """The first run's model so small that an update takes little more than its bookkeeping."""
 
