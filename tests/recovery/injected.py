@@ -44,3 +44,13 @@ def inject(runs: Runs, fault: str) -> None:
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(_GUARD + fault)
     runs.environment["PYTHONPATH"] = str(folder)
+FATAL = """
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+    plain, seen = torch.nn.Embedding.forward, [0]
+    def forward(self, ids):
+        seen[0] = len(ids)
+        return plain(self, ids)
+    torch.nn.Embedding.forward = forward
+    register_optimizer_step_pre_hook(lambda *_: torch.empty(1 << 46) if seen[0] >= 10 else None)
+"""
+"""With a micro-batch of ten and more the optimizer's step asks for too much: nothing to be survived in the process."""

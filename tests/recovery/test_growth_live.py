@@ -10,13 +10,13 @@ from memtop.supervisor.run.folder import find_run
 from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import Change, Outcome, Trial, Try
 from tests.conftest import Runs
-from tests.recovery.injected import TINY, TOO_LARGE, inject
+from tests.recovery.injected import FATAL, TINY, TOO_LARGE, inject
 
 
-def start(runs: Runs) -> None:
+def start(runs: Runs, *more: str) -> None:
     runs.environment["OMP_NUM_THREADS"] = "1"
     split = ("--batch", "8", "--accum", "5", "--seq-len", "32", "--save-every", "1000", "--max-updates", "100000")
-    runs.memtop("train", "--detach", "--name", "a", *split, *TINY)
+    runs.memtop("train", "--detach", "--name", "a", *split, *TINY, *more)
     # A peak must have been measured: without one nothing says that the step fits.
     runs.wait("a", lambda d: (d["updates"] or 0) >= 10 and d["configurations"][-1]["peak"] is not None)
 
@@ -72,3 +72,19 @@ def test_a_trial_of_a_run_that_is_stopped_meanwhile_is_over(runs: Runs) -> None:
     ask(find_run("a", runs.path), lambda number: Try(id=number, change=GROW), until=Outcome.ACCEPTED)
     runs.memtop("stop", "a")
     assert "the run is" in str(trial_that_is(runs, "refused").reason)
+
+
+@pytest.mark.parametrize("on_oom", ["auto", "stop"])
+def test_a_program_that_dies_in_a_trial_goes_on_with_the_settings_before(runs: Runs, on_oom: str) -> None:
+    inject(runs, FATAL)
+    start(runs, "--on-oom", on_oom)
+    answer = ask(find_run("a", runs.path), lambda number: Try(id=number, change=GROW))
+    assert answer.data["state"] == "undone"
+    document = runs.wait("a", lambda d: len(d["attempts"]) == 2 and d["state"] == "training")
+    assert (document["settings"]["batch"], document["settings"]["accumulation"]) == (8, 5)
+    assert "trial undone" in document["attempts"][1]["reason"]
+    # The state was saved before the change: what was learnt before it is not lost.
+    assert document["attempts"][1]["start_updates"] >= 20
+    with pytest.raises(RefusedError, match="B 10 ran out of memory in this run"):
+        ask(find_run("a", runs.path), lambda number: Try(id=number, change=GROW))
+    runs.memtop("stop", "a")
