@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from memtop.supervisor.run.folder import find_run
 from memtop.supervisor.run.ledger import Ledger
 from tests.conftest import Runs
@@ -47,3 +49,21 @@ def test_where_nothing_is_done_by_itself_it_is_only_told(runs: Runs) -> None:
     document = runs.wait("a", lambda d: (d["updates"] or 0) >= 150)
     assert len(document["attempts"]) == 1
     runs.memtop("stop", "a")
+
+
+# It says that it takes 400 MiB more with each update, which no machine of today has for two minutes.
+GREEDY = """
+import time, memtop_agent
+for update in range(1, 141):
+    memtop_agent.report("step", update=update, step_seconds=0.05, anonymous_bytes=update * 400 << 20)
+    time.sleep(0.05)
+"""
+
+
+def test_another_program_is_never_restarted_for_it(runs: Runs) -> None:
+    runs.memtop("train", "--headless", "--name", "a", "--", sys.executable, "-c", GREEDY)
+    (told,) = leaks(runs)
+    assert "grows by 400.0 MiB per update" in told
+    assert told.endswith("nothing is done about it: it is your own program")
+    document = runs.show("a")
+    assert (document["state"], len(document["attempts"])) == ("finished", 1)
