@@ -1,6 +1,6 @@
 """Random SIGKILLs over short runs: of the trainer, in the middle of a save too, the supervisor, a follower and a dashboard.
 
-    python -m bench.chaos [--kills 100] [--seed 23333] [--folder DIR]
+    python -m bench.chaos [--kills 100] [--seed 23333] [--seconds N] [--folder DIR]
 
 Every run is taken up again until it finishes. Then each of its updates must have used the samples of the undisturbed run's
 (equal digests), each sample once an epoch as that one, and the final state must be its, byte for byte.
@@ -199,13 +199,13 @@ class Chaos:
         self.wrong += [f"{name}: process {process.identity.pid} is left over" for process in left]
 
 
-def torment(runs: Runs, kills: int, seed: int) -> dict[str, Any]:
+def torment(runs: Runs, kills: int, seed: int, seconds: float = float("inf")) -> dict[str, Any]:
     """So many kills over as many runs as that takes; what came of it."""
     chaos, started, number = Chaos(runs, seed), time.monotonic(), 0
     expected = chaos.reference()
     if expected["updates"] != list(range(1, UPDATES + 1)):
         chaos.wrong.append("the undisturbed run is not whole")
-    while sum(chaos.killed.values()) < kills:
+    while sum(chaos.killed.values()) < kills and time.monotonic() - started < seconds:
         number += 1
         left = kills - sum(chaos.killed.values())
         done = chaos.run(f"run-{number}", min(left, chaos.random.randint(1, _MOST_KILLS_A_RUN)), expected)
@@ -243,11 +243,12 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=23333)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so long")
     parser.add_argument("--folder", type=Path, help="keep the runs here")
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with place(arguments.folder) as runs:
-        found = torment(runs, arguments.kills, arguments.seed)
+        found = torment(runs, arguments.kills, arguments.seed, arguments.seconds)
     report("chaos", found)
     return 1 if found["wrong"] else 0
 

@@ -183,8 +183,8 @@ def proposal_lines(proposal: Proposal) -> Iterator[str]:
         yield f"nothing is done by itself: {proposal.waiting}"
     for number, remedy in enumerate(proposal.remedies, start=1):
         yield f"  {number}. {remedy.title}{_foreseen(remedy)}"
-        if remedy.command:
-            yield f"     {remedy.command}"
+        for line in (remedy.command or "").splitlines():
+            yield f"     {line}"
     for advice in proposal.last_advice:
         yield f"  - {advice}"
 

@@ -72,6 +72,8 @@ class Supervisor:
         self.started: float | None = None
         self.ended: float | None = None
         self.exit_status: int | None = None
+        # What the ledger could not take of the present attempt yet (a full disk).
+        self._owed: dict[str, Any] = {}
         self.checkpoint = newest_checkpoint(folder.latest_state)
         self._socket = socket_path(folder.path)
         self.watch = MachineWatch(folder.path.parent, self._members, lambda: rank_reports(self))
@@ -194,6 +196,8 @@ class Supervisor:
 
         Whatever refuses it (the change, the ledger, the disk) leaves what is known of the attempt before as it is.
         """
+        if self._owed:
+            self._update_attempt()
         if change.state_before is not None:
             self._go_back(change.state_before)
         checkpoint = newest_checkpoint(self.folder.latest_state)
@@ -221,7 +225,7 @@ class Supervisor:
         self.progress = Progress(self.progress.best_loss)
         if start is not None:
             self._publisher.take_back_from(start + 1)
-        self.attempt = RunningAttempt(self.folder, number, shim)
+        self.attempt, self._owed = RunningAttempt(self.folder, number, shim), {}
         self.survival.begin(number, reason, change, started, allocator)
         self._move(Phase.STARTING)
         self.event("attempt", f"attempt {number}: {reason}{split}")
@@ -479,8 +483,14 @@ class Supervisor:
 
     def _update_attempt(self, **values: Any) -> None:
         assert self.attempt is not None
-        number = self.attempt.number
-        self._ledgered(lambda: self.ledger.update_attempt(number, **values))
+        number, self._owed = self.attempt.number, self._owed | values
+
+        def write() -> bool:
+            self.ledger.update_attempt(number, **self._owed)
+            return True
+
+        if self._ledgered(write):
+            self._owed = {}
 
     def _ledgered(self, write: Callable[[], T]) -> T | None:
         """Write to the ledger; None, with a warning to the viewers, if it cannot be written now."""
