@@ -292,6 +292,16 @@ def test_the_evaluation_comes_first_where_it_failed() -> None:
     assert why_not(climb(died(phase="evaluation"), replace(evaluating, eval_batch=1)), "evaluation batch: 1")
 
 
+def test_an_evaluation_that_failed_says_nothing_of_trainings_peak() -> None:
+    evaluating = replace(T5, eval_every=100)
+    trained = (peak(evaluating, 16, 8.0), peak(evaluating, 32, 14.0))
+    forecast = named(climb(replace(S1, phase="evaluation"), evaluating, peaks=trained), "smaller_batch").forecast
+    assert forecast is not None
+    assert forecast.basis == "measured at B 16"
+    assert situation_of(replace(S1, phase="evaluation"), evaluating, peaks=trained).peaks == trained
+    assert len(situation_of(S1, evaluating, peaks=trained).peaks) == 3
+
+
 def test_a_model_that_does_not_load_is_not_helped_by_a_smaller_batch() -> None:
     found = climb(died(phase="load"), T5, host=ROOMY)
     assert not {"smaller_batch", "checkpointing", "chunked_loss", "eval_batch"} & set(ids(found))
