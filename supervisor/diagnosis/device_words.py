@@ -37,6 +37,7 @@ SHAPES: tuple[Shape, ...] = (
     shape(r"CUDA out of memory detected", _OOM, confidence=0.8),
     shape(r"(?i:(?:cuda|hip) runtime error \(?2\)?:? out of memory)", _OOM, confidence=0.9, needle="outofmemory"),
     shape(r"(?:CUDA|hip|HIP)_?E(?:RROR|rror)_?[Oo](?:UT_OF_MEMORY|utOfMemory)", _OOM, confidence=0.85),
+    shape(r"Error 2: out of memory", _OOM, confidence=0.85, needle="Error2"),
     shape(r"THCudaCheck FAIL .{0,160}? error=2 : out of memory", _OOM, confidence=0.85, needle="THCudaCheck"),
     shape(r"cudaSuccess \(2 vs\. 0\) out of memory", _OOM, confidence=0.9, needle="cudaSuccess"),
     shape(r"cudaErrorMemoryAllocation", _OOM, confidence=0.85, needle="cudaErrorMem"),
@@ -61,7 +62,11 @@ SHAPES: tuple[Shape, ...] = (
     shape(r"Allocation on device (?P<gpu>\d{0,2}) would exceed allowed memory", _OOM, confidence=0.9, needle="wouldexceed"),
     shape(r"torch\.(?:cuda\.)?OutOfMemoryError(?!:?\w*out of memory|,|\))", _OOM, confidence=0.7, at_start=True),
     shape(r"RayTaskError\(OutOfMemoryError\)", _OOM, confidence=0.6, needle="RayTaskError(O"),
-    shape(r"[Rr]an out of (?:GPU|CUDA|VRAM|device|video)? memory (?:when|while|during|on|in|with)", _OOM, confidence=0.6),
+    shape(
+        r"[Rr]an out of (?:GPU|CUDA|VRAM|device|video)? memory (?:when|while|during|on|in(?!memoryspace)|with)",
+        _OOM,
+        confidence=0.6,
+    ),
     shape(r"No executable batch size found, reached zero", _OOM, confidence=0.85, needle="reachedzero"),
     shape(r"No available memory for the cache blocks", _OOM, confidence=0.6, needle="cacheblocks", phase="load"),
     # Libraries that allocate for themselves.

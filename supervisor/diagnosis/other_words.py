@@ -187,7 +187,7 @@ _AROUND = re.compile(
     r"|ResourceExhaustedError|XlaRuntimeError|JaxRuntimeError)$"
 )
 _AROUND_WORDS = re.compile(
-    r"DataLoader worker|Caught \w+ in |died unexpectedly|exited unexpectedly|[Oo]ut of memory|handed over"
+    r"DataLoader worker|Caught \w+ in |died unexpectedly|exited unexpectedly|[Oo]ut of memory|SIGKILL|exit code:? (?:137|-9)\b"
 )
 _LEADERS = re.compile(r"^(?:- |\* |`|E\s{2,}|[A-Z]\d{4} |\S+ ERROR:?\s|ERROR:?\s|\[ERROR\]\s|\[rank\d+\]:?\s?)+")
 _DATA = re.compile(

@@ -12,7 +12,7 @@ from memtop.supervisor.diagnosis.page import Page, View
 from memtop.supervisor.diagnosis.phase import phase_of
 from memtop.supervisor.diagnosis.values import Kind
 
-_SHAPES = (
+SHAPES = (
     *device_words.SHAPES,
     *host_words.SHAPES,
     *room_words.SHAPES,
@@ -94,13 +94,13 @@ def _findings(page: Page, member_pids: frozenset[int]) -> list[Finding]:
     return [_placed(page, best[line]) for line in sorted(best)]
 
 
-def _worth(finding: Finding) -> tuple[int, int, int]:
-    return finding.weight, finding.figures.known, 0
+def _worth(finding: Finding) -> tuple[int, int]:
+    return finding.weight, finding.figures.known
 
 
 def _of_view(view: View, page: Page, member_pids: frozenset[int]) -> Iterator[Finding]:
     yield from allocator.find(view)
-    for shape in _SHAPES:
+    for shape in SHAPES:
         yield from shape.find(view)
     yield from host_words.memory_errors(view)
     yield from ending_words.kernel_kills(view, page, member_pids)

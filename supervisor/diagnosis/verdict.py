@@ -196,8 +196,11 @@ def _signal_explains_more(status: int | None, cause: Finding) -> bool:
 
 
 def _signal_status(status: int | None) -> int | None:
-    """A shell tells signal N as 128 + N."""
-    return 128 - status if status is not None and 128 < status < 128 + 65 else status
+    """A shell tells signal N as 128 + N, a batch system as 256 + N."""
+    for base in (128, 256):
+        if status is not None and base < status < base + 65:
+            return base - status
+    return status
 
 
 def _told(reading: Reading, finding: Finding) -> tuple[str, ...]:

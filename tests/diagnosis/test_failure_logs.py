@@ -7,6 +7,8 @@ import re
 import pytest
 
 from memtop.supervisor.diagnosis.engine import diagnose
+from memtop.supervisor.diagnosis.reading import SHAPES
+from memtop.supervisor.diagnosis.sentences import REASONS
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind
 from tests.diagnosis import logs
 from tests.diagnosis.logs import Log
@@ -61,3 +63,11 @@ def test_suspicion_is_never_a_reason_to_shrink() -> None:
             assert found.kind is Kind.HOST_OOM_KILLED
             assert found.confidence < 0.5
             assert "by hand" in found.summary
+
+
+def test_every_reason_has_its_sentence() -> None:
+    shapes = {shape.reason for shape in SHAPES if shape.reason is not None}
+    assert shapes <= set(REASONS)
+    for log in LOGS:
+        found = diagnose([log.data], Evidence(exit_status=log.exit_code))
+        assert found.reason is None or found.reason in REASONS
