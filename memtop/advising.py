@@ -60,14 +60,14 @@ def lines(state: RunState) -> Iterator[str]:
         yield advice.summary
         yield from (f"  {text}" for text in advice.evidence)
         for number, remedy in enumerate(advice.proposals, start=1):
-            yield from _proposal(number, remedy, state.name)
+            yield from _proposal(number, remedy)
         yield from (f"not now: {text}" for text in advice.refused)
     yield from (f"grows: {trend.message}" for trend in state.trends)
     if state.trial is not None:
         yield from _trial_lines(state.trial)
 
 
-def _proposal(number: int, remedy: Remedy, run: str) -> Iterator[str]:
+def _proposal(number: int, remedy: Remedy) -> Iterator[str]:
     yield f"{number}. {remedy.title}"
     forecast = remedy.forecast
     if forecast is not None:
@@ -75,7 +75,7 @@ def _proposal(number: int, remedy: Remedy, run: str) -> Iterator[str]:
         yield f"   predicted peak {units.size(forecast.peak_bytes)}{share} ({forecast.basis})"
     yield f"   {remedy.why}"
     if remedy.command is not None:
-        yield f"   {remedy.command.replace('RUN', run)}"
+        yield f"   {remedy.command}"
 
 
 def _trial_lines(trial: Trial) -> Iterator[str]:

@@ -1,5 +1,5 @@
-"""From what is known to one diagnosis. Evidence outranks words: a rank's own record, torchrun's error file, the kernel's counters
-and records of this attempt, our samples, then the log, then the exit status."""
+"""From what is known to one diagnosis. Evidence outranks words: a rank's own record, torchrun's error file, the counters and
+records of the kernel for this attempt, our samples, then the log, then the exit status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.ending_words import SUSPECTED
-from memtop.supervisor.diagnosis.finding import Figures, Finding, Weight
+from memtop.supervisor.diagnosis.finding import NO_FIGURES, Figures, Finding, Weight
 from memtop.supervisor.diagnosis.logits import requested_for
 from memtop.supervisor.diagnosis.reading import Reading
 from memtop.supervisor.diagnosis.sentences import summary
@@ -57,7 +57,7 @@ class _Draft:
     reason: str | None
     confidence: float
     phase: str = "unknown"
-    figures: Figures = Figures()
+    figures: Figures = NO_FIGURES
     lines: tuple[str, ...] = ()
     rank: int | None = None
     source: str = "words"
@@ -144,7 +144,7 @@ def _ended_well(reading: Reading) -> _Draft:
         finding, how = of_memory[-1]
         return _Draft(Kind.NOT_MEMORY, how, 0.95, lines=_told(reading, finding), source="exit_status")
     cause = reading.cause
-    if cause is not None and cause.kind is not Kind.NOT_MEMORY and cause.weight >= Weight.CAUSE:
+    if cause is not None and cause.kind is not Kind.NOT_MEMORY and cause.weight >= Weight.ERROR:
         how = "teardown_noise" if cause.kind is Kind.HOST_OOM_KILLED else "oom_handled"
         return _Draft(Kind.NOT_MEMORY, how, 0.7, lines=_told(reading, cause), source="exit_status")
     if cause is not None and cause.reason in ("allocator_warning", "oom_kill_of_other_process"):
@@ -196,8 +196,11 @@ def _signal_explains_more(status: int | None, cause: Finding) -> bool:
 
 
 def _signal_status(status: int | None) -> int | None:
-    """A shell tells signal N as 128 + N."""
-    return 128 - status if status is not None and 128 < status < 128 + 65 else status
+    """A shell tells signal N as 128 + N, a batch system as 256 + N."""
+    for base in (128, 256):
+        if status is not None and base < status < base + 65:
+            return base - status
+    return status
 
 
 def _told(reading: Reading, finding: Finding) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 import msgspec
+from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
@@ -97,11 +98,17 @@ def loader_processes(workers: int, world_size: int, loaders: int = 1) -> int:
 
 
 def advise(
-    measured: Measured, settings: Settings | None, forecast: ForecastOf | None = None, failed: Collection[int] = ()
+    measured: Measured,
+    settings: Settings | None,
+    forecast: ForecastOf | None = None,
+    failed: Collection[int] = (),
+    *,
+    run: str = "RUN",
 ) -> Advice:
     """What holds the run up, with evidence, what may be tried against it, and what must not be done now.
 
-    `settings` None: a program of the user's own, to which nothing can be proposed. `failed`: micro-batches that ran out here.
+    `settings` None: a program of the user's own, to which nothing can be proposed. `failed`: micro-batches that ran out here;
+    `run`: its name, for the commands.
     """
     bottleneck, summary = diagnose(measured)
     proposals: list[Remedy] = []
@@ -109,7 +116,7 @@ def advise(
     if settings is not None and bottleneck != "unknown":
         for remedy, reason in _ladder(bottleneck, measured, settings, forecast or _unknown, failed):
             if remedy is not None:
-                proposals.append(remedy)
+                proposals.append(replace(remedy, command=(remedy.command or "").replace("RUN", run) or None))
             if reason is not None:
                 refused.append(reason)
     return Advice(
@@ -163,8 +170,10 @@ def _is_swapping(m: Measured) -> bool:
 
 def _evidence(m: Measured, settings: Settings | None) -> Iterator[str]:
     parts = {
-        **{"data wait": m.data_wait_seconds, "forward": m.forward_seconds},
-        **{"backward": m.backward_seconds, "optimizer": m.optimizer_seconds},
+        "data wait": m.data_wait_seconds,
+        "forward": m.forward_seconds,
+        "backward": m.backward_seconds,
+        "optimizer": m.optimizer_seconds,
     }
     if m.step_seconds:
         split = [f"{name} {seconds / m.step_seconds:.0%}" for name, seconds in parts.items() if seconds is not None]
@@ -172,8 +181,10 @@ def _evidence(m: Measured, settings: Settings | None) -> Iterator[str]:
         of = f" ({', '.join(split)})" if split else ""
         yield f"an update takes {m.step_seconds:.3g} s{of}, median of {m.updates}{speed}"
     card = {
-        **{"busy": m.utilization_fraction, "multiprocessors active": m.sm_active_fraction},
-        **{"of the power limit": m.power_fraction, "of its memory taken": m.gpu_fraction},
+        "busy": m.utilization_fraction,
+        "multiprocessors active": m.sm_active_fraction,
+        "of the power limit": m.power_fraction,
+        "of its memory taken": m.gpu_fraction,
     }
     told = [f"{fraction:.0%} {words}" for words, fraction in card.items() if fraction is not None]
     if told:

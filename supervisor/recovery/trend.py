@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from itertools import combinations, pairwise
-from statistics import fmean, median, stdev
+from statistics import fmean, median, median_low, stdev
 from typing import NamedTuple
 
 CONFIDENT = 0.9995
@@ -27,7 +27,9 @@ LEAST_GROWTH = 8 << 20
 # Stretches are looked at in pairs: each pair's least value is one point of the envelope.
 _BLOCKS, _PAIR = 20, 2
 # The width of a block in units of x: fast leaks show in the first, slow ones and those beneath a sawtooth in the others.
-_WIDTHS = (4, 32, 256, 2048)
+BY_UPDATE = (4, 32, 256, 2048)
+BY_SECOND = (16, 128, 1024, 8192)
+"""By the clock an update or an evaluation is a tooth of its own, and may be a long one."""
 # A fall by this share of the rise before it makes the rise a tooth ...
 _FALL = 0.5
 # ... and growth must outlast so many of the longest one.
@@ -61,15 +63,23 @@ class _Point(NamedTuple):
 class Growth:
     """One series of values. `slope` is None until there is enough of it, or while nothing can be said."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: tuple[int, ...] = BY_UPDATE) -> None:
+        self._widths = widths
+        self._begin(0.0)
         self._start: float | None = None
-        self._tiers = [_Tier(width) for width in _WIDTHS]
+
+    def _begin(self, x: float) -> None:
+        self._start = self._newest = x
+        self._tiers = [_Tier(width) for width in self._widths]
         self._teeth = _Teeth()
 
     def add(self, x: float, time: float, value: float) -> None:
-        """Take the value at x (which never falls) and at that moment, seconds."""
-        if self._start is None:
-            self._start = x
+        """Take the value at x and at that moment, seconds. Where x falls something else has begun: a process that was started
+        anew, a clock that was set back."""
+        if self._start is None or x < self._newest:
+            self._begin(x)
+        assert self._start is not None
+        self._newest = x
         x -= self._start + WARM_UP
         if x < 0:
             return
@@ -196,7 +206,7 @@ class Sustained:
     @property
     def value(self) -> float | None:
         """None before half of the stretch is known."""
-        return median(self._values) if 2 * len(self._values) >= self._length else None
+        return median_low(self._values) if 2 * len(self._values) >= self._length else None
 
     @property
     def share(self) -> float:

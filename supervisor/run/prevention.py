@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Samples between two judgements of what a run spends its time on.
 _ADVISE_EVERY = 5
+# A program that has told no update for so long steps no optimizer that memtop knows.
+_SILENT_SECONDS = 600.0
 
 
 class Prevention:
@@ -77,12 +79,20 @@ class Prevention:
         self._follow_attempt()
         ranks = _uses(supervisor)
         gpus = _own_gpus(machine, ranks)
-        for line in self._trends.sample(machine, self._members(), ranks, supervisor.watch.gpu_base_bytes):
+        bases = supervisor.watch.gpu_base_bytes
+        for line in self._trends.sample(machine, self._members(), ranks, bases, loading=self._is_loading()):
             supervisor.event("danger", line)
         self._measuring.sample(machine, gpus)
         self._samples += 1
         if self._samples % _ADVISE_EVERY == 0:
             self.advice = self._advise(machine, gpus)
+
+    def _is_loading(self) -> bool:
+        """Before its first update; a program that never tells one is taken to work after a while."""
+        supervisor = self._supervisor
+        if supervisor.phase is Phase.TRAINING:
+            return False
+        return supervisor.settings is not None or time.time() - (supervisor.started or 0.0) < _SILENT_SECONDS
 
     def _follow_attempt(self) -> None:
         attempt = self._supervisor.attempt
@@ -113,7 +123,7 @@ class Prevention:
         plan, step = supervisor.progress.plan, supervisor.progress.step
         settings = supervisor.settings
         trend = must_act(
-            self.trends,
+            self._trends.own,
             update=step.get("update"),
             start_update=int(plan.get("updates") or 0),
             save_every=settings.save_every if settings is not None else None,
@@ -139,7 +149,8 @@ class Prevention:
             swap_in=self._trends.swap_in.value,
             roles=supervisor.watch.run_memory,
         )
-        return advise(measured, supervisor.settings, self.forecast, self.failed_batches())
+        name = supervisor.folder.name
+        return advise(measured, supervisor.settings, self.forecast, self.failed_batches(), run=name)
 
     def failed_batches(self) -> set[int]:
         """Micro-batches that ran out of memory in this run under settings like the present ones."""

@@ -17,7 +17,7 @@ from memtop.supervisor.monitor.values import Band, HostSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankUse, VramParts, placed, ranks_on, vram_parts
 from memtop.supervisor.recovery.danger import DangerWatch
 from memtop.supervisor.recovery.leaks import Leak, Pool, swap_trend, trends
-from memtop.supervisor.recovery.trend import Growth, Sustained
+from memtop.supervisor.recovery.trend import BY_SECOND, BY_UPDATE, Growth, Sustained
 from memtop.supervisor.wire import Trend
 
 _HOST = "host"
@@ -53,6 +53,9 @@ class TrendWatch:
 
     def __init__(self) -> None:
         self.trends: tuple[Trend, ...] = ()
+        """What grows, the nearest end first."""
+        self.own: tuple[Trend, ...] = ()
+        """Those of them that end with the run's processes: what fills a card from outside is not theirs."""
         self.swap_in = Sustained()
         self._series: dict[Key, Growth] = {}
         self._pools: dict[str, Pool] = {}
@@ -102,16 +105,24 @@ class TrendWatch:
         self._judge()
 
     def sample(
-        self, machine: MachineSnapshot, members: Iterable[Member], ranks: Iterable[RankUse], bases: Mapping[str, int]
+        self,
+        machine: MachineSnapshot,
+        members: Iterable[Member],
+        ranks: Iterable[RankUse],
+        bases: Mapping[str, int],
+        *,
+        loading: bool = False,
     ) -> list[str]:
-        """The machine a second later; what is to be told of gauges that stay in danger. `bases`: RunState.gpu_base_bytes."""
+        """The machine a second later; what is to be told of gauges that stay in danger. `bases`: RunState.gpu_base_bytes;
+        `loading`: the program is not at work yet, and what grows meanwhile is what it loads."""
         members, ranks = list(members), placed(ranks, machine.gpus)
         host, held = machine.host, _held(members)
         self._pools = {_HOST: _host_pool(host)}
         if host.swap_in_bytes_per_second is not None:
             self.swap_in.add(host.swap_in_bytes_per_second)
         for role, size in held.items():
-            self._add(Key(_HOST, "anonymous by time", _ROLES.get(role, role)), machine.time, machine.time, size)
+            if not loading:
+                self._add(Key(_HOST, "anonymous by time", _ROLES.get(role, role)), machine.time, machine.time, size)
         told = [self._danger(_HOST, "host RAM", machine.time, host.band, host.used_fraction, _host_parts(host, held))]
         by_pid = {member.pid: member.rank for member in members if member.rank is not None}
         for gpu in machine.gpus:
@@ -121,7 +132,8 @@ class TrendWatch:
                 continue  # somebody else's card is not this run's to watch
             self._pools[key] = Pool(name=f"GPU {gpu.index}", left_bytes=gpu.free_bytes)
             self._place(key, [by_pid[rank.pid] for rank in here if rank.pid in by_pid])
-            self._add(Key(key, "used", f"GPU {gpu.index}"), machine.time, machine.time, gpu.used_bytes)
+            if not loading:
+                self._add(Key(key, "used", f"GPU {gpu.index}"), machine.time, machine.time, gpu.used_bytes)
             parts = _gpu_parts(vram_parts(gpu, here, own_pids=pids, base_bytes=bases.get(key)))
             told.append(self._danger(key, f"GPU {gpu.index}", machine.time, gpu.band, gpu.used_fraction, parts))
         self._judge()
@@ -141,7 +153,9 @@ class TrendWatch:
 
     def _add(self, key: Key, x: float, time: float, value: int | None) -> None:
         if value is not None:
-            self._series.setdefault(key, Growth()).add(x, time, value)
+            if key not in self._series:
+                self._series[key] = Growth(BY_UPDATE if key.kind in _BY_UPDATE else BY_SECOND)
+            self._series[key].add(x, time, value)
 
     def _danger(self, key: str, gauge: str, time: float, band: Band, fraction: float | None, parts: _Parts) -> str | None:
         watch = self._dangers.setdefault(key, DangerWatch(gauge))
@@ -151,13 +165,17 @@ class TrendWatch:
 
     def _judge(self) -> None:
         leaking = {key: slope for key, growth in self._series.items() if (slope := growth.leaking) is not None}
-        found = []
+        found: list[Leak] = []
+        outside = set()
         for key, slope in sorted(leaking.items(), key=lambda item: _KINDS.index(item[0].kind)):
             if any(_same(key, other) for other in leaking if _KINDS.index(other.kind) < _KINDS.index(key.kind)):
                 continue
             spare = self._cached.get(int(key.who.removeprefix("rank ")), 0) if key.kind == "allocated" else 0
             found.append(Leak(_words(key, self._pools), key.pool, slope, key.kind in _BY_UPDATE, spare))
+            if key.kind == "used":
+                outside.add(found[-1].what)
         said = list(trends(found, self._pools, self._update))
+        self.own = tuple(trend for trend in said if trend.what not in outside)
         rate = self.swap_in.value
         if rate:
             said.append(swap_trend(rate, self.swap_in.share))

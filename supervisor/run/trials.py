@@ -52,6 +52,7 @@ class Trials:
         self._task: asyncio.Task[None] | None = None
         self._updates: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._trouble: str | None = None
+        self._last_words: str | None = None
 
     @property
     def running(self) -> bool:
@@ -82,7 +83,7 @@ class Trials:
         present = supervisor.survival.configurations.present
         assert present is not None, "a run that trains has a configuration"
         undo = Change(configuration=present.configuration.number, reason=f"trial undone: {title}")
-        self._trouble = None
+        self._trouble = self._last_words = None
         self._task = asyncio.get_running_loop().create_task(self._run(change, undo, before, after))
         return self.newest
 
@@ -99,7 +100,12 @@ class Trials:
             return
         kind = report.get("type")
         if kind == "oom":
-            self._trouble = f"memory ran out at update {report.get('update')}: {report.get('message')}"
+            why = f"memory ran out at update {report.get('update')}: {report.get('message')}"
+            if report.get("survived"):
+                self._trouble = why
+            else:
+                # It is dying of it. When it is dead, there is something to start again.
+                self._last_words = why
         elif kind == "settings" and rank == 0 and report.get("reason") != "asked":
             self._trouble = self._trouble or f"the settings changed meanwhile: {report.get('reason')}"
         elif kind == "step" and rank == 0:
@@ -152,6 +158,7 @@ class Trials:
             self._set("measuring before", data={"undo": None})
             self._set_measured(before=measured(await self._stretch(before, 0)))
             assert self.newest is not None
+            await self._save_first()
             undo_with = undo
             self._set("measuring after", data={"undo": msgspec.to_builtins(undo)})
             first = await self._apply(replace(change, reason=f"trial of {self.newest.title}"), after)
@@ -165,6 +172,15 @@ class Trials:
         except (_Disturbed, MemtopError) as error:
             wanted = not isinstance(error, _Disturbed) or error.undo
             await self._give_up(str(error), undo_with if wanted else None)
+
+    async def _save_first(self) -> None:
+        """Should the program die of the change, nothing that it has learnt is lost."""
+        supervisor = self._supervisor
+        if "checkpoint" in (supervisor.progress.offers or ()) and 0 in supervisor.agents.ranks:
+            answers = await supervisor.agents.call("checkpoint", {0})
+            if not answers or not answers[0].ok:
+                why = answers[0].message if answers else "the training process is gone"
+                raise _Disturbed(f"the state could not be saved before the change: {why}", undo=False)
 
     async def _give_up(self, reason: str, undo: Change | None) -> None:
         """Go back to the settings before; without `undo` nothing was changed, or it is not ours to change back."""
@@ -216,7 +232,7 @@ class Trials:
             raise _Disturbed(self._trouble)
         phase = self._supervisor.phase
         if self._supervisor.survival.comeback is not None or phase is Phase.FAILED:
-            raise _Disturbed(f"the program died of it: {self._supervisor.lifecycle.reason or 'no reason known'}")
+            raise _Disturbed(self._last_words or f"the program died: {self._supervisor.lifecycle.reason or 'no reason known'}")
         if phase is not Phase.TRAINING:
             # Stopped, restarted with other settings, or finished: somebody else has decided.
             raise _Disturbed(f"the run is {phase.value}", undo=False)

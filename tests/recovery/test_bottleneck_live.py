@@ -49,8 +49,8 @@ def test_what_a_program_of_somebodys_own_spends_its_time_on(runs: Runs, kind: st
 
 
 def test_a_machine_that_swaps_is_told_from_both(tmp_path: Path) -> None:
-    """Swapping cannot be made here without harm to the machine: /proc/vmstat as a machine wrote it that read 3000 pages a second
-    back goes through the real reader."""
+    """Swapping cannot be made here without harm to the machine: /proc/vmstat as a machine writes it that reads 3000 pages a
+    second back goes through the real reader."""
     now, pages = [0.0], 0
     for name in ("meminfo", "stat", "loadavg", "uptime"):
         (tmp_path / name).write_text(Path("/proc", name).read_text())

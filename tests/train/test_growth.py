@@ -6,7 +6,9 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
+from memtop.presets import Settings
 from memtop.train.gauge import Unmeasured
 from memtop.train.growth import Growth
 from tests.train.failing import TOO_MUCH, Failing, Failure, Scripted, fresh, measured, small, splits_of
@@ -102,12 +104,12 @@ def test_a_retry_begins_the_stretch_anew() -> None:
 # --- in a training ------------------------------------------------------------------------------------------------------
 
 
-def settings_of(updates: int, *, batch: int = 8, accumulation: int = 1) -> object:
+def settings_of(updates: int, *, batch: int = 8, accumulation: int = 1) -> Settings:
     return small(dropout=0.1, batch=batch, accumulation=accumulation, target_samples=batch * accumulation * updates)
 
 
 def test_the_split_grows_back_by_one_step_at_a_time_and_never_beyond_what_was_asked(tmp_path: Path) -> None:
-    training = measured(tmp_path, settings_of(16, accumulation=2), Scripted(), patience=3)  # type: ignore[arg-type]
+    training = measured(tmp_path, settings_of(16, accumulation=2), Scripted(), patience=3)
     Failing(training, [Failure(2, 0.0, False), Failure(3, 0.5, True)])
     training.run()
     assert [(change["update"], change["changes"]["batch"], change["reason"]) for change in training.channel.of("settings")] == [
@@ -123,14 +125,14 @@ def test_the_split_grows_back_by_one_step_at_a_time_and_never_beyond_what_was_as
 @pytest.mark.parametrize(("limit", "grows"), [(211, False), (213, True)])
 def test_it_grows_only_below_85_percent(tmp_path: Path, limit: int, grows: bool) -> None:
     # At batch 8 the gauge says 180 bytes: 85.3 % or 84.5 % of the limit.
-    training = measured(tmp_path, settings_of(12), Scripted(limit=limit), patience=2)  # type: ignore[arg-type]
+    training = measured(tmp_path, settings_of(12), Scripted(limit=limit), patience=2)
     Failing(training, [Failure(2, 0.0, False)])
     training.run()
     assert ("grown back" in [change["reason"] for change in training.channel.of("settings")]) is grows
 
 
 def test_on_the_cpu_nothing_is_known_and_nothing_grows(tmp_path: Path) -> None:
-    training = fresh(tmp_path, settings_of(10), patience=1)  # type: ignore[arg-type]
+    training = fresh(tmp_path, settings_of(10), patience=1)
     Failing(training, [Failure(2, 0.0, False)])
     training.run()
     assert {batch for update, (batch, _) in splits_of(training.channel).items() if update > 1} == {4}
@@ -138,7 +140,7 @@ def test_on_the_cpu_nothing_is_known_and_nothing_grows(tmp_path: Path) -> None:
 
 def test_retries_in_two_updates_running_are_a_reason_for_a_smaller_split(tmp_path: Path) -> None:
     gauge = Scripted(retrying=(2, 4, 5))
-    training = measured(tmp_path / "a", settings_of(8), gauge, patience=100)  # type: ignore[arg-type]
+    training = measured(tmp_path / "a", settings_of(8), gauge, patience=100)
     training.run()
     assert [report["update"] for report in training.channel.of("pressure")] == [5]
     assert training.channel.of("pressure")[0]["allocation_retries"] == 3
@@ -154,28 +156,22 @@ def test_retries_in_two_updates_running_are_a_reason_for_a_smaller_split(tmp_pat
 
 def test_under_pressure_at_batch_one_the_training_goes_on(tmp_path: Path) -> None:
     settings = settings_of(8, batch=1, accumulation=2)
-    training = measured(tmp_path, settings, Scripted(retrying=range(1, 9)), patience=100)  # type: ignore[arg-type]
+    training = measured(tmp_path, settings, Scripted(retrying=range(1, 9)), patience=100)
     assert training.run() == "finished"
     assert len(training.losses) == 8
     assert [report["update"] for report in training.channel.of("pressure")] == [2]
 
 
 def test_a_batch_that_was_asked_for_is_the_new_most(tmp_path: Path) -> None:
-    training = measured(tmp_path, settings_of(14), Scripted(), patience=2)  # type: ignore[arg-type]
+    training = measured(tmp_path, settings_of(14), Scripted(), patience=2)
     training.channel.commands[1] = [(1, "change", {"batch": 4, "accumulation": 2})]
     Failing(training, [Failure(4, 0.0, False)])
     training.model.register_forward_pre_hook(
         lambda module, args, values: (
-            torch_empty() if len(values["input_ids"]) > 4 and training.trainer.position.updates > 1 else None
+            torch.empty(TOO_MUCH) if len(values["input_ids"]) > 4 and training.trainer.position.updates > 1 else None
         ),
         with_kwargs=True,
     )
     training.run()
     splits = splits_of(training.channel)
     assert (splits[1], splits[2], splits[4], splits[14]) == ((8, 1), (4, 2), (2, 4), (4, 2))
-
-
-def torch_empty() -> None:
-    import torch
-
-    torch.empty(TOO_MUCH)

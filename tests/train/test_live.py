@@ -79,7 +79,7 @@ def test_an_edit_is_what_a_restart_with_it_would_be(
     assert change["total_updates"] == len(training.losses)
     assert training.trainer.settings == after
     saved = msgspec.json.decode((tmp_path / "live" / "train_latest_state" / "manifest.json").read_bytes())
-    assert saved["settings"] == msgspec.to_builtins(after)
+    assert msgspec.convert(saved["settings"], Settings) == after
     assert saved["updates"] == len(training.losses)
 
 
@@ -105,7 +105,7 @@ def test_an_edit_that_changes_nothing_says_so(tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_refused_and_the_training_goes_on(tmp_path: Path) -> None:
     training = live(tmp_path, base(), {"batch": 3})
-    near = "take 4 x 2 or 2 x 4, or give both"
+    near = "take 2 x 4 or 4 x 2, or give both"
     assert training.channel.answers == [(7, False, f"batch 3: does not divide the effective batch 8; {near}")]
     assert len(training.losses) == UPDATES
     assert set(splits_of(training.channel).values()) == {(4, 2)}
