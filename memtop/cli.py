@@ -28,8 +28,9 @@ from memtop.options import (
     runs_dir_option,
 )
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
+from memtop.supervisor.recovery.policy import ON_OOM
 from memtop.supervisor.run.folder import RunFolder, RunSpec, create_run, default_runs_dir
-from memtop.supervisor.wire import Answer, Change, CheckpointNow, FreeCache, Outcome, Request, Restart, Stop
+from memtop.supervisor.wire import Answer, Change, CheckpointNow, Edit, FreeCache, Outcome, Request, Restart, Stop, Try
 
 
 @click.group(
@@ -108,7 +109,7 @@ def _with_program(arguments: list[str]) -> list[str]:
 @click.option("--save-every", type=WHOLE, metavar="N", help="updates between saves")
 @headless_option
 @detach_option
-@click.option("--on-oom", default="stop", metavar="stop", help="what to do when memory runs out")
+@click.option("--on-oom", default="auto", metavar="auto|ask|stop", help="what to do when the run dies of memory [auto]")
 @click.option("--fresh", is_flag=True, help="move a run of that name aside and start anew")
 @runs_dir_option
 def train(
@@ -138,8 +139,8 @@ def train(
 
     begun = time.time()
     _exclude(headless, detach)
-    if on_oom != "stop":
-        raise UsageError(f"--on-oom {on_oom}: only `stop` is known: a run that dies of memory stops and says so")
+    if on_oom not in ON_OOM:
+        raise UsageError(f"--on-oom {on_oom}: give auto (go on smaller), ask (propose it) or stop (report it)")
     gpu_list = gpu_choice.wanted(gpus)
     own = _program
     edits = Change(batch=batch, accumulation=accum, seq_len=seq_len, max_updates=max_updates, assignments=_pairs(assignments))
@@ -222,7 +223,7 @@ def watch(
 @runs_dir_option
 def free(run_name: str, runs_dir: Path | None) -> int:
     """Free the training process's cache (gc, torch's empty_cache, malloc_trim inside it) and say what came back."""
-    return _ask(_find(run_name, runs_dir), FreeCache)
+    return _ask(_find(run_name, runs_dir), lambda number: FreeCache(id=number))
 
 
 @app.command(epilog=RUN_HELP)
@@ -230,7 +231,7 @@ def free(run_name: str, runs_dir: Path | None) -> int:
 @runs_dir_option
 def checkpoint(run_name: str, runs_dir: Path | None) -> int:
     """Write train_latest_state after the present update."""
-    return _ask(_find(run_name, runs_dir), CheckpointNow)
+    return _ask(_find(run_name, runs_dir), lambda number: CheckpointNow(id=number))
 
 
 @app.command(epilog=RUN_HELP)
@@ -238,12 +239,13 @@ def checkpoint(run_name: str, runs_dir: Path | None) -> int:
 @runs_dir_option
 def stop(run_name: str, runs_dir: Path | None) -> int:
     """Stop a run gracefully: finish the update, save, exit; signals follow only if that does not help."""
-    return _ask(_find(run_name, runs_dir), Stop)
+    return _ask(_find(run_name, runs_dir), lambda number: Stop(id=number))
 
 
 @app.command(epilog=RUN_HELP)
 @run_argument
 @edit_options
+@click.option("--live", is_flag=True, help="change it while it runs, at the next update; refused where that cannot be")
 @headless_option
 @detach_option
 @runs_dir_option
@@ -255,15 +257,12 @@ def restart(
     seq_len: int | None,
     assignments: tuple[str, ...],
     max_updates: int | None,
+    live: bool,
     headless: bool,
     detach: bool,
     runs_dir: Path | None,
 ) -> int:
     """Restart from train_latest_state, with edits; a live run is stopped gracefully first."""
-    from memtop.supervisor.run import client
-    from memtop.supervisor.run.view import needs_supervisor
-
-    begun = time.time()
     _exclude(headless, detach)
     folder = _find(run_name, runs_dir)
     change = Change(
@@ -274,14 +273,42 @@ def restart(
         max_updates=max_updates,
         assignments=_pairs(assignments),
     )
-    if needs_supervisor(folder):
-        client.revive(folder.path)
-    try:
-        answer = _asked(folder, lambda number: Restart(id=number, change=change))
-        print(answer.message, file=sys.stderr)
-    except NotRunningError:
-        client.start_supervisor(folder, change)
-    return _follow(folder, begun, headless=headless, detach=detach)
+    if not live:
+        return _restart(folder, change, headless=headless, detach=detach)
+    if headless or detach:
+        raise UsageError("--live: the run goes on as it is followed now; leave --headless and --detach out")
+    return _ask(folder, lambda number: Edit(id=number, change=change))
+
+
+@app.command(epilog=RUN_HELP)
+@run_argument
+@click.argument("number", required=False, type=WHOLE, metavar="[N]")
+@click.option("--state", is_flag=True, help="to its newest kept state, too; later ones are moved aside, not deleted")
+@headless_option
+@detach_option
+@runs_dir_option
+def rollback(run_name: str, number: int | None, state: bool, headless: bool, detach: bool, runs_dir: Path | None) -> int:
+    """Return to the settings of an earlier configuration N of RUN (`memtop show RUN` lists them), by default the one before."""
+    from memtop.rolling_back import change_to
+
+    _exclude(headless, detach)
+    folder = _find(run_name, runs_dir)
+    return _restart(folder, change_to(folder, number, with_state=state), headless=headless, detach=detach)
+
+
+@app.command(epilog=RUN_HELP)
+@run_argument
+@json_option
+@click.option("--try", "try_it", is_flag=True, help="try the first proposal: measure, change, measure, keep or undo")
+@runs_dir_option
+def advise(run_name: str, as_json: bool, try_it: bool, runs_dir: Path | None) -> int:
+    """Say what a run spends its time on, what would make it faster, what must not be done now, and what memory grows."""
+    from memtop import advising
+
+    folder = _find(run_name, runs_dir)
+    if not try_it:
+        return advising.print_advice(folder, as_json=as_json)
+    return advising.print_trial(_asked(folder, lambda number: Try(id=number)).data, as_json=as_json)
 
 
 @app.command()
@@ -371,13 +398,29 @@ def _find(reference: str, runs_dir: Path | None) -> RunFolder:
     return find_run(reference, runs_dir or default_runs_dir())
 
 
-def _ask(folder: RunFolder, request: type[FreeCache] | type[CheckpointNow] | type[Stop]) -> int:
+def _restart(folder: RunFolder, change: Change, *, headless: bool, detach: bool) -> int:
+    """By the run's supervisor, or by a new one where the run is over."""
+    from memtop.supervisor.run import client
+    from memtop.supervisor.run.view import needs_supervisor
+
+    begun = time.time()
+    if needs_supervisor(folder):
+        client.revive(folder.path)
+    try:
+        answer = _asked(folder, lambda number: Restart(id=number, change=change))
+        print(answer.message, file=sys.stderr)
+    except NotRunningError:
+        client.start_supervisor(folder, change)
+    return _follow(folder, begun, headless=headless, detach=detach)
+
+
+def _ask(folder: RunFolder, make: Callable[[int], Request]) -> int:
     from memtop.supervisor.run import client
     from memtop.supervisor.run.view import needs_supervisor
 
     if needs_supervisor(folder):
         client.revive(folder.path)
-    print(_asked(folder, lambda number: request(id=number)).message)
+    print(_asked(folder, make).message)
     return 0
 
 

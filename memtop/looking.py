@@ -124,6 +124,9 @@ def print_run(folder: RunFolder, *, as_json: bool, metrics: bool) -> int:
         print(f"  checkpoint  incomplete: {saved.problem}")
     for line in _memory_lines(state):
         print(f"  {line}")
+    if len(document["configurations"]) > 1:
+        for row in document["configurations"]:
+            print(f"  {_configuration_line(row)}")
     for attempt in document["attempts"]:
         status = "" if attempt["exit_status"] is None else f", exit status {attempt['exit_status']}"
         where = "" if attempt["start_updates"] is None else f" from update {attempt['start_updates']}"
@@ -131,6 +134,18 @@ def print_run(folder: RunFolder, *, as_json: bool, metrics: bool) -> int:
         if attempt["diagnosis"]:
             print(f"              {attempt['diagnosis']['summary']}")
     return 0
+
+
+def _configuration_line(row: dict[str, Any]) -> str:
+    """One stretch under the same settings, as `memtop rollback` counts them."""
+    settings, peak = row["settings"], row["peak"]
+    split = f"{settings['batch']} x {settings['accumulation']}, T {settings['seq_len']}" if settings else "own program"
+    since = "" if row["since_update"] is None else f" from update {row['since_update']}"
+    measured = [] if peak is None else [f"peak {units.size(peak['bytes'])}"]
+    if row["samples_per_second"] is not None:
+        measured.append(f"{row['samples_per_second']:.1f} samples/s")
+    told = ", ".join([split, *measured, row["outcome"] or "present"])
+    return f"configuration {row['number']}  {row['reason']}{since}: {told}"
 
 
 def _measured(state: RunState) -> dict[str, Any]:

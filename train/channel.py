@@ -13,9 +13,12 @@ class Channel(Protocol):
 
     def report(self, kind: str, **values: Any) -> None: ...
 
+    def oom(self, error: BaseException, **values: Any) -> None:
+        """Report an allocation failure, once for each error, and keep nothing of it: its frames hold tensors."""
+
     def flush(self) -> None: ...
 
-    def take_commands(self) -> list[tuple[int, str]]: ...
+    def take_commands(self) -> list[tuple[int, str, dict[str, Any]]]: ...
 
     def answer(self, number: int, ok: bool, message: str, result: dict[str, Any] | None = None) -> None: ...
 
@@ -33,10 +36,13 @@ class Unsupervised:
     def report(self, kind: str, **values: Any) -> None:
         """Nobody to read it."""
 
+    def oom(self, error: BaseException, **values: Any) -> None:
+        """Nobody to read it."""
+
     def flush(self) -> None:
         """Nothing is queued."""
 
-    def take_commands(self) -> list[tuple[int, str]]:
+    def take_commands(self) -> list[tuple[int, str, dict[str, Any]]]:
         return []
 
     def answer(self, number: int, ok: bool, message: str, result: dict[str, Any] | None = None) -> None:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import signal
 from types import FrameType
+from typing import Any
 
 import msgspec
 import torch
 from accelerate import Accelerator
 
 from memtop.train.channel import Channel
+from memtop.train.ranks import Ranks
+
+Edits = tuple[tuple[int, dict[str, Any]], ...]
+"""Commands to change settings: the command's id, and the new values by name."""
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What to do at this boundary; `commands` are the ids that wait for the save."""
+    """What to do at this boundary; `commands` are the ids that wait for the save, `changes` the same on every rank."""
 
     save: bool
     stop: bool
     commands: tuple[int, ...] = ()
+    changes: Edits = ()
 
 
 class Control:
@@ -26,8 +32,10 @@ class Control:
     def __init__(self, channel: Channel, accelerator: Accelerator) -> None:
         self._channel = channel
         self._accelerator = accelerator
+        self._ranks = Ranks(accelerator)
         self._stop = False
-        channel.offer("checkpoint", "stop")
+        # One rank is asked to change a setting, and tells the others.
+        channel.offer("checkpoint", "stop", *(("change",) if accelerator.is_main_process else ()))
 
     def catch_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -35,20 +43,31 @@ class Control:
 
     def at_boundary(self) -> Asked:
         """What any rank was asked since the last boundary."""
-        save, waiting = False, []
-        for number, name in self._channel.take_commands():
+        save, waiting, changes = False, [], []
+        for number, name, values in self._channel.take_commands():
             if name == "stop":
                 # Answered at once: the end of the process is the proof.
                 self._stop = True
                 self._channel.answer(number, True, "stopping after this update")
+            elif name == "change":
+                changes.append((number, values))
             else:
                 save = True
                 waiting.append(number)
-        stop = self._stop
+        saving, stopping, changing = self._ranks.sums(save, self._stop, len(changes))
+        return Asked(saving > 0, stopping > 0, tuple(waiting), self._from_first(tuple(changes)) if changing else ())
+
+    def _from_first(self, changes: Edits) -> Edits:
+        """What the first rank was asked to change."""
+        told = [changes]
         if self._accelerator.num_processes > 1:
-            flags = torch.tensor([float(save), float(stop)], device=self._accelerator.device)
-            save, stop = (bool(flag > 0) for flag in self._accelerator.reduce(flags, reduction="sum"))
-        return Asked(save, stop, tuple(waiting))
+            torch.distributed.broadcast_object_list(told, src=0)
+        return told[0]
+
+    def answer(self, number: int, ok: bool, message: str, result: dict[str, Any]) -> None:
+        """Tell whoever asked the first rank for a change what came of it."""
+        if self._accelerator.is_main_process:
+            self._channel.answer(number, ok, message, result)
 
     def saved(self, asked: Asked, result: tuple[bool, str]) -> None:
         """Tell those who asked for the save."""

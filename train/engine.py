@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from accelerate import Accelerator
 
 from memtop.presets import Settings
 from memtop.presets.schema import Zero
+from memtop.train.gradients import GradientSum
 from memtop.train.objective import Objective
 from memtop.train.optimizers import Moments, read_moments, write_moments
 
@@ -30,11 +30,20 @@ class Engine(Protocol):
     loss_chunk: int
     """Tokens whose logits exist at one time; 0: all of them."""
 
-    def quiet(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Around forward and backward of a micro-batch: where it can be, ranks exchange gradients only in the last one."""
+    retries: bool
+    """Whether an update can be given up before its step and done again: no rank waits for another in forward and backward."""
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add the gradient of this rank's part of the loss. `last`: the update's last micro-batch."""
+
+    def gaps(self) -> int:
+        """Parameters of which other ranks may have a gradient and this one has none."""
+
+    def fill_gaps(self) -> None:
+        """Make room for those that others have. For all ranks, if any has gaps; may fail for lack of memory."""
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of an update that was given up."""
 
     def step(self, rate: float) -> float | None:
         """One optimizer step over the sum of the ranks' gradients; the gradient norm where it is known."""
@@ -60,7 +69,9 @@ def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 class PlainEngine:
-    """One process, or several with a whole model each (DistributedDataParallel)."""
+    """One process, or several with a whole model each, which exchange gradients when all of them have theirs."""
+
+    retries = True
 
     def __init__(
         self, accelerator: Accelerator, objective: Objective, optimizer: torch.optim.Optimizer, settings: Settings
@@ -70,17 +81,25 @@ class PlainEngine:
         self.model = objective.model
         self.loss_chunk = objective.chunk
         self.bare_optimizer = optimizer
-        self.objective, self._optimizer = accelerator.prepare(objective, optimizer)
+        # Mixed precision and placement as accelerate does them, but nothing that communicates behind our back.
+        self.objective: torch.nn.Module = accelerator.prepare_model(objective, evaluation_mode=True)
+        self._optimizer = accelerator.prepare_optimizer(optimizer)
+        self._sum_gradients = GradientSum(accelerator, self.objective)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        # DDP takes the mean over ranks; the sum is wanted.
-        self.accelerator.backward(loss * self.accelerator.num_processes)
+        self.accelerator.backward(loss)
 
-    def quiet(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        # DDP decides in the forward pass whether it will exchange gradients in the backward pass.
-        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.objective)
+    def gaps(self) -> int:
+        return self._sum_gradients.gaps()
+
+    def fill_gaps(self) -> None:
+        self._sum_gradients.fill_gaps()
+
+    def drop_gradients(self) -> None:
+        self.bare_optimizer.zero_grad(set_to_none=True)
 
     def step(self, rate: float) -> float | None:
+        self._sum_gradients()
         norm = None
         if self._settings.clip_norm > 0:
             norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), self._settings.clip_norm)

@@ -16,6 +16,8 @@ from memtop.train.engine import Engine
 from memtop.train.objective import IGNORED, predicted_tokens
 from memtop.train.order import Key
 from memtop.train.packed import PackedText, RowSamples
+from memtop.train.ranks import Ranks
+from memtop.train.survive import Guard
 
 MOST_SAMPLES = 512
 """An evaluation takes this many samples at most, always the same ones: evenly spread over the data."""
@@ -37,32 +39,38 @@ class Evaluator:
         self._engine = engine
         self._data = data
         self._seq2seq = settings.task == "seq2seq"
-        self._batch = settings.eval_batch or settings.batch
         self._collate: Callable[[list[Any]], dict[str, torch.Tensor]] = lambda samples: collate(samples, pad)
         table = data.table(settings.seq_len)
         chosen = range(0, len(table), max(1, -(-len(table) // MOST_SAMPLES)))
         self._keys: list[Key] = [(int(table.ids[i]), int(table.lengths[i])) for i in chosen]
 
-    def __call__(self) -> Evaluation:
+    def __call__(self, batch: int, guard: Guard, ranks: Ranks) -> Evaluation | None:
+        """`batch` samples at a time and rank, which changes nothing but rounding; None: memory ran out on some rank."""
         started = time.perf_counter()
-        accelerator, objective = self._engine.accelerator, self._engine.objective
-        whole = self._batch * accelerator.num_processes
-        sums = torch.zeros(2, dtype=torch.float64)
-        objective.eval()
-        with torch.no_grad():
-            for start in range(0, len(self._keys), whole):
-                first = start + accelerator.process_index * self._batch
-                mine = self._keys[first : first + self._batch]
-                # A rank without samples takes one along and masks it: sharded models need every rank at every layer.
-                batch = self._collate([self._data[key] for key in mine or self._keys[:1]])
-                if not mine:
-                    batch["labels"] = torch.full_like(batch["labels"], IGNORED)
-                tokens = predicted_tokens(batch["labels"], seq2seq=self._seq2seq)
-                loss = objective(**{name: tensor.to(accelerator.device) for name, tensor in batch.items()})
-                sums += torch.tensor([float(loss), tokens], dtype=torch.float64)
-        objective.train()
-        # gloo and nccl both reduce doubles; a GPU rank's values have to lie there.
-        total = accelerator.reduce(sums.to(accelerator.device), reduction="sum")
-        loss_sum, count = float(total[0]), int(total[1])
+        sums = guard.attempt(lambda: self._sums(batch), batch=batch, accumulation=None)
+        failed, loss_sum, count = ranks.sums(sums is None, *(sums or (0.0, 0.0)))
+        if failed:
+            return None
         loss = loss_sum / count if count else math.nan
-        return Evaluation(loss, len(self._keys), count, time.perf_counter() - started)
+        return Evaluation(loss, len(self._keys), int(count), time.perf_counter() - started)
+
+    def _sums(self, size: int) -> tuple[float, float]:
+        """Loss summed over this rank's predicted tokens, and how many they are."""
+        accelerator, objective = self._engine.accelerator, self._engine.objective
+        whole = size * accelerator.num_processes
+        loss_sum, count = 0.0, 0.0
+        objective.eval()
+        try:
+            with torch.no_grad():
+                for start in range(0, len(self._keys), whole):
+                    first = start + accelerator.process_index * size
+                    mine = self._keys[first : first + size]
+                    # A rank without samples takes one along and masks it: sharded models need every rank at every layer.
+                    batch = self._collate([self._data[key] for key in mine or self._keys[:1]])
+                    if not mine:
+                        batch["labels"] = torch.full_like(batch["labels"], IGNORED)
+                    count += predicted_tokens(batch["labels"], seq2seq=self._seq2seq)
+                    loss_sum += float(objective(**{name: tensor.to(accelerator.device) for name, tensor in batch.items()}))
+        finally:
+            objective.train()
+        return loss_sum, count

@@ -3,46 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from torch.utils.data import DataLoader
 
-from memtop.presets import Settings
+from memtop.presets import Settings, SettingsError
 from memtop.presets.host_memory import HostPlan, host_plan
 from memtop.train import checkpoint
 from memtop.train.channel import Channel
 from memtop.train.control import Control
-from memtop.train.corpus import collate
 from memtop.train.engine import Engine
-from memtop.train.errors import TrainingError
+from memtop.train.errors import BadInputError, TrainingError
 from memtop.train.evaluation import Evaluation, Evaluator
-from memtop.train.host import RECORD_EVERY, MemoryRecord
-from memtop.train.manifest import Cut, Manifest
-from memtop.train.objective import IGNORED, predicted_tokens
-from memtop.train.order import Key, SampleOrder, Samples, UpdatePlan, plan_updates, sample_digest
+from memtop.train.feed import Feed, Position
+from memtop.train.gauge import Gauge, open_gauge
+from memtop.train.growth import PATIENCE, SAFE_FRACTION, Growth
+from memtop.train.host import RECORD_EVERY, MemoryRecord, decide
+from memtop.train.live import LIVE, edit_live
+from memtop.train.manifest import Manifest
+from memtop.train.model import set_checkpointing
+from memtop.train.order import SampleOrder, Samples, UpdatePlan, sample_digest
 from memtop.train.packed import PackedText, RowSamples
+from memtop.train.ranks import Ranks
 from memtop.train.schedule import learning_rate
 from memtop.train.stopwatch import Stopwatch
+from memtop.train.survive import Guard, free_cache, larger_split, smaller_split
 from memtop.train.trackers import Tracking
+from memtop.train.update import Computed, Gradients
 
-Batch = dict[str, torch.Tensor]
-
-
-class Position(msgspec.Struct, kw_only=True):
-    """Where a training stands: updates and samples done, and the cuts of the texts so far."""
-
-    updates: int = 0
-    samples_seen: int = 0
-    cuts: tuple[Cut, ...]
+__all__ = ["Position", "Trainer"]
 
 
 class Trainer:
-    """`run` trains from a position to the target, or to a stop at an update boundary."""
+    """`run` trains from a position to the target, or to a stop at an update boundary.
+
+    `gauge` and `patience` (updates) are for the micro-batch that a failure made smaller: when it may grow back.
+    """
 
     def __init__(
         self,
@@ -56,38 +54,61 @@ class Trainer:
         *,
         host: HostPlan | None = None,
         evaluation: PackedText | RowSamples | None = None,
+        gauge: Gauge | None = None,
+        patience: int = PATIENCE,
     ) -> None:
         self.settings = settings
+        """As they are now: the split changes when memory runs out, and what a person may change while it runs."""
         self.position = position
         self._engine = engine
         self._accelerator = engine.accelerator
-        self._samples = samples
         self._state_dir = state_dir
         self._channel = channel
-        self._pad = pad
         self._host = host or host_plan(settings, None, on_gpu=self._accelerator.device.type == "cuda")
         self._record = MemoryRecord(channel, self._accelerator)
         self._tracking = Tracking(self._accelerator)
+        self._ranks = Ranks(self._accelerator)
+        self._guard = Guard(channel, retries=engine.retries)
+        self._growth = Growth(gauge or open_gauge(self._accelerator.device), patience)
+        self._most_batch = settings.batch
+        self._order, ahead = (SampleOrder(samples, settings.seed, position.cuts) for _ in range(2))
+        self._feed = Feed(samples, (self._order, ahead), pad, self._accelerator.process_index)
+        self._gradients = Gradients(engine, self._feed, self._ranks, self._guard, self._growth)
         self._evaluator = Evaluator(settings, engine, evaluation, pad) if settings.eval_every and evaluation else None
         self._evaluated: Evaluation | None = None
         self._best = checkpoint.best_loss(state_dir)
         self._saved_at: int | None = None
         self.save_problem: str | None = None
         """Why the newest save failed; None if it did not."""
-        self._order = SampleOrder(samples, settings.seed, position.cuts)
         self.target_samples = settings.target_samples or self._order.end_of(settings.epochs)
+
+    @property
+    def total_updates(self) -> int:
+        """Updates of the whole run, as the settings are now."""
+        left = max(0, self.target_samples - self.position.samples_seen)
+        return self.position.updates + math.ceil(left / self.settings.effective_batch)
 
     def run(self, control: Control) -> str:
         """Train; "finished" or "stopped". The state is saved in both cases."""
+        try:
+            return self._run(control)
+        except Exception as error:
+            self._guard.tell(error)
+            raise
+
+    def _run(self, control: Control) -> str:
         stopwatch = Stopwatch(self._accelerator.device)
         self._engine.objective.train()
-        batches = iter(self._loader())
+        self._start_feed()
         trained = False
-        for plan in self._plans(self._order):
-            self._update(plan, batches, stopwatch)
+        while (plan := self._feed.plan()) is not None:
+            self._update(plan, stopwatch)
             trained = True
             better = self._evaluate(plan.number)
             asked = control.at_boundary()
+            for number, values in asked.changes:
+                control.answer(number, *self._edit(values))
+            self._adapt()
             if asked.save or asked.stop or better or plan.number % self.settings.save_every == 0:
                 control.saved(asked, self._save(best=better))
             if plan.number % RECORD_EVERY == 0:
@@ -98,87 +119,98 @@ class Trainer:
             self._save()
         return "finished"
 
-    def _plans(self, order: SampleOrder) -> Iterator[UpdatePlan]:
-        return plan_updates(
-            order,
-            updates=self.position.updates,
-            position=self.position.samples_seen,
-            target=self.target_samples,
-            effective_batch=self.settings.effective_batch,
-        )
+    def _start_feed(self) -> None:
+        self._feed.start(self.settings, self._host, self.position, self.target_samples)
 
-    def _loader(self) -> DataLoader[Any]:
-        samples: Any = self._samples
-        loader: DataLoader[Any] = DataLoader(
-            samples,
-            batch_sampler=self._micro_batches(),
-            num_workers=self._host.workers,
-            collate_fn=partial(collate, pad=self._pad),
-            pin_memory=self._host.pin_memory,
-        )
-        return loader
-
-    def _micro_batches(self) -> Any:
-        s, rank = self.settings, self._accelerator.process_index
-        # An order of its own: with worker processes the loader runs ahead of the updates.
-        for plan in self._plans(SampleOrder(self._samples, s.seed, self.position.cuts)):
-            for keys in plan.micro_batches(s.batch, s.world_size, rank):
-                # A rank without samples in a short last update takes one along and masks it, to stay in step with the others.
-                yield keys or plan.keys[:1]
-
-    def _update(self, plan: UpdatePlan, batches: Iterator[Batch], stopwatch: Stopwatch) -> None:
-        """One optimizer step over the plan's samples, whatever the split into micro-batches and ranks."""
-        s, engine, accelerator = self.settings, self._engine, self._accelerator
-        # The random state is a function of the position: a resumed or re-split run draws the same, nothing is saved.
-        torch.manual_seed((s.seed * 1_000_003 + plan.position) * 64 + accelerator.process_index)
-        with stopwatch.part("data_wait_seconds"):
-            mine = self._fetch(plan.micro_batches(s.batch, s.world_size, accelerator.process_index), batches)
-            total_tokens = self._count_tokens(mine)
-        loss_sum = torch.zeros((), device=accelerator.device)
-        for number, batch in enumerate(mine, start=1):
-            last = number == len(mine)
-            on_device = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in batch.items()}
-            with engine.quiet(last):
-                with stopwatch.part("forward_seconds"):
-                    loss = engine.objective(**on_device) / total_tokens
-                with stopwatch.part("backward_seconds"):
-                    engine.backward(loss, last=last)
-            loss_sum += loss.detach()
-        with stopwatch.part("optimizer_seconds"):
-            rate = learning_rate(s, plan.position + len(plan.keys), self.target_samples)
-            norm = engine.step(rate)
-        # The one point where the CPU waits for the device.
-        loss_value = float(accelerator.reduce(loss_sum, reduction="sum"))
-        if not math.isfinite(loss_value):
+    def _update(self, plan: UpdatePlan, stopwatch: Stopwatch) -> None:
+        """One optimizer step over the plan's samples; in smaller and smaller pieces where memory runs out before it."""
+        self._guard.update = plan.number
+        while (computed := self._gradients(plan, self.settings, stopwatch)) is None:
+            self._engine.drop_gradients()
+            free_cache()
+            self._shrink("allocation failure")
+            # The same samples, in smaller pieces.
+            self._feed.plan()
+        if not math.isfinite(computed.loss):
             raise TrainingError(
-                f"loss is {loss_value} at update {plan.number}: stopped, nothing saved since the last checkpoint"
+                f"loss is {computed.loss} at update {plan.number}: stopped, nothing saved since the last checkpoint"
             )
+        self._guard.phase = "optimizer"
+        with stopwatch.part("optimizer_seconds"):
+            rate = learning_rate(self.settings, plan.position + len(plan.keys), self.target_samples)
+            norm = self._engine.step(rate)
+        self._guard.phase = "unknown"
         self.position.updates, self.position.samples_seen = plan.number, plan.position + len(plan.keys)
-        self._report(plan, loss_value, rate, norm, total_tokens, stopwatch.lap())
+        if self._growth.updated(self.settings.batch, pressed=computed.pressed):
+            self._channel.report("pressure", update=plan.number, allocation_retries=self._growth.retries)
+        self._report(plan, computed, rate, norm, stopwatch.lap())
 
-    @staticmethod
-    def _fetch(keys: list[list[Key]], batches: Iterator[Batch]) -> list[Batch]:
-        """All micro-batches of an update, still on the CPU: their tokens must be counted before the first one is trained on."""
-        found = []
-        for ids in keys:
-            batch = next(batches)
-            if not ids:
-                batch["labels"] = torch.full_like(batch["labels"], IGNORED)
-            found.append(batch)
-        return found
+    def _shrink(self, reason: str) -> None:
+        """Go on with the next smaller split; the failure is raised if there is none."""
+        split = smaller_split(self.settings)
+        if split is None:
+            self._guard.give_up(f"update {self.position.updates + 1}")
+        else:
+            self._growth.failed(self.settings.batch)
+            self._change(reason, batch=split[0], accumulation=split[1])
 
-    def _count_tokens(self, mine: list[Batch]) -> int:
-        """Predicted tokens of the update over all ranks; at least 1."""
-        seq2seq = self.settings.task == "seq2seq"
-        count = sum(predicted_tokens(batch["labels"], seq2seq=seq2seq) for batch in mine)
-        if self._accelerator.num_processes > 1:
-            over_ranks = torch.tensor(count, device=self._accelerator.device, dtype=torch.int64)
-            count = int(self._accelerator.reduce(over_ranks, reduction="sum"))
-        return max(1, count)
+    def _adapt(self) -> None:
+        """At a boundary: a smaller split before memory runs out, or a larger one after a stable stretch where it would fit."""
+        if not self._engine.retries or self.position.samples_seen >= self.target_samples:
+            return
+        if self._growth.pressed:
+            if smaller_split(self.settings) is not None:
+                self._shrink("pressure")
+            return
+        split = larger_split(self.settings, self._most_batch) if self._growth.due else None
+        if split is None:
+            return
+        # The fullest rank decides for all.
+        if self._ranks.most(self._growth.share(split[0])) < SAFE_FRACTION:
+            self._change("grown back", batch=split[0], accumulation=split[1])
+        else:
+            self._growth.refused()
 
-    def _report(
-        self, plan: UpdatePlan, loss: float, rate: float, norm: float | None, tokens: int, seconds: dict[str, float]
-    ) -> None:
+    def _edit(self, values: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
+        """Change what a person asked for, from the next update on; whether it was done, and in words."""
+        try:
+            after = edit_live(self.settings, values)
+            if after.gradient_checkpointing != self.settings.gradient_checkpointing:
+                set_checkpointing(self._engine.model, on=after.gradient_checkpointing)
+        except (SettingsError, BadInputError) as error:
+            return False, str(error), {}
+        if after.batch != self.settings.batch or values.get("batch") is not None:
+            self._most_batch = after.batch
+        before, update = self.settings, self.position.updates + 1
+        changes = {name: getattr(after, name) for name in LIVE if getattr(after, name) != getattr(before, name)}
+        if not changes:
+            return True, "nothing to change: it is so already", {"update": update, "changes": {}}
+        self._change("asked", **changes)
+        told = ", ".join(f"{name} {getattr(before, name)} -> {value}" for name, value in changes.items())
+        return True, f"from update {update} on: {told}", {"update": update, "changes": changes}
+
+    def _change(self, reason: str, **changes: Any) -> None:
+        """Other settings from here on. The position stays: the next update takes the very samples it would have taken."""
+        before, self.settings = self.settings, msgspec.structs.replace(self.settings, **changes)
+        if "workers" in changes:
+            workers = decide(self.settings, self._accelerator).workers
+            self._host = msgspec.structs.replace(self._host, workers=workers)
+        # What the allocator kept for the old split comes in pieces of the wrong size.
+        torch.cuda.empty_cache()
+        if changes.keys() & {"batch", "accumulation"}:
+            self._growth.changed(grown=reason == "grown back", forget=reason == "asked")
+        elif "gradient_checkpointing" in changes:
+            self._growth.changed(forget=True)
+        if changes.keys() & {"batch", "accumulation", "workers"}:
+            self._start_feed()
+        update = self.position.updates + 1
+        self._channel.report("settings", update=update, changes=changes, reason=reason, total_updates=self.total_updates)
+        if self._accelerator.is_main_process:
+            told = ", ".join(f"{name} {getattr(before, name)} -> {value}" for name, value in changes.items())
+            print(f"memtop: from update {update} on: {told} ({reason})", flush=True)
+
+    def _report(self, plan: UpdatePlan, computed: Computed, rate: float, norm: float | None, seconds: dict[str, float]) -> None:
+        loss = computed.loss
         values = {
             "samples_seen": self.position.samples_seen,
             "epoch": self._order.epoch_at(self.position.samples_seen),
@@ -190,7 +222,9 @@ class Trainer:
         self._channel.report(
             "step",
             update=plan.number,
-            tokens=tokens,
+            tokens=computed.tokens,
+            batch=self.settings.batch,
+            accumulation=self.settings.accumulation,
             sample_digest=sample_digest(plan.ids),
             dropped=self._channel.dropped(),
             **values,
@@ -205,7 +239,13 @@ class Trainer:
         """Evaluate if this update asks for it; whether the model is better than it ever was."""
         if self._evaluator is None or update % self.settings.eval_every:
             return False
-        found = self._evaluated = self._evaluator()
+        self._guard.phase = "evaluation"
+        while (found := self._evaluator(self._evaluation_batch, self._guard, self._ranks)) is None:
+            if self._evaluation_batch == 1:
+                self._guard.give_up(f"evaluation after update {update}")
+            free_cache()
+            self._change("allocation failure", eval_batch=self._evaluation_batch // 2)
+        self._guard.phase, self._evaluated = "unknown", found
         self._channel.report("evaluation", update=update, **msgspec.to_builtins(found))
         self._tracking.evaluation(update, found.loss)
         if self._accelerator.is_main_process:
@@ -213,8 +253,13 @@ class Trainer:
         # The loss is the same on every rank: it was summed over all of them.
         return self._best is None or found.loss < self._best
 
+    @property
+    def _evaluation_batch(self) -> int:
+        return self.settings.eval_batch or self.settings.batch
+
     def _save(self, *, best: bool = False) -> tuple[bool, str]:
         """Write train_latest_state; whether it worked, and what happened in words. All ranks take part."""
+        self._guard.phase = "save"
         self._accelerator.wait_for_everyone()
         # Every update that a checkpoint covers is in the journal before the checkpoint exists.
         self._channel.flush()
@@ -244,6 +289,7 @@ class Trainer:
                     checkpoint.keep_best(self._state_dir)
                 done = (True, self._say_saved(manifest, watch.lap()["step_seconds"]))
         self._accelerator.wait_for_everyone()
+        self._guard.phase = "unknown"
         return done
 
     def _say_saved(self, manifest: Manifest, seconds: float) -> str:

@@ -82,14 +82,32 @@ def build_model(settings: Settings, config: Any, *, mixed: str = "no") -> torch.
     `mixed` is what the precision came to on this machine: "no" (fp32), "bf16" or "fp16".
     """
     model = build_base(settings, config, mixed=mixed)
-    if settings.gradient_checkpointing:
-        # Renamed in transformers 5; the old name goes away in 6.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
     if settings.method != "full":
         model = with_adapters(settings, model)
+    if settings.gradient_checkpointing:
+        set_checkpointing(model, on=True)
     trainable: torch.nn.Module = model
     return trainable
+
+
+def set_checkpointing(model: Any, *, on: bool) -> None:
+    """Keep the activations of the layers' borders only and compute the others again, or keep all; BadInputError where the
+    model cannot do that. May change between any two updates."""
+    adapted = hasattr(model, "peft_config")
+    base = model.get_base_model() if adapted else model
+    if on and not base.supports_gradient_checkpointing:
+        raise BadInputError(f"gradient_checkpointing true: {type(base).__name__} has no such thing; leave it out")
+    # Renamed in transformers 5; the old names go away in 6.
+    if on:
+        enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    else:
+        disable = getattr(base, "activation_checkpointing_disable", None) or base.gradient_checkpointing_disable
+        disable()
+    if adapted:
+        # The base is frozen: without this no gradient would flow into the checkpointed layers.
+        change = base.enable_input_require_grads if on else base.disable_input_require_grads
+        change()
 
 
 def build_base(settings: Settings, config: Any, *, mixed: str = "no") -> Any:
@@ -164,9 +182,6 @@ def with_adapters(settings: Settings, model: Any) -> Any:
         target_modules="all-linear" if targets == ("all-linear",) else list(targets),
         task_type="SEQ_2_SEQ_LM" if settings.task == "seq2seq" else "CAUSAL_LM",
     )
-    if settings.gradient_checkpointing:
-        # The base is frozen: without this no gradient would flow into the checkpointed layers.
-        model.enable_input_require_grads()
     # Drawn anew: how many numbers the base took shall not matter.
     torch.manual_seed(settings.seed)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import warnings
 from collections.abc import Iterable, Sequence
@@ -31,6 +30,7 @@ from memtop.train.model import build_model, tokens_and_config
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
 from memtop.train.shards import ShardReader
+from memtop.train.survive import is_allocation_failure
 from memtop.train.trackers import Tracking, tracking_options
 from memtop.train.zero_config import zero_config
 
@@ -44,6 +44,10 @@ def train(settings_path: Path, state_dir: Path, *, resume: bool, trackers: Seque
     try:
         outcome, problem = _train(read_settings(settings_path), state_dir, resume, channel, trackers)
     except Exception as error:
+        if is_allocation_failure(error):
+            # Those of the training itself are told already, with their phase.
+            values = {"update": None, "batch": None, "accumulation": None}
+            channel.oom(error, phase="load", survived=False, **values)
         text = str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
         channel.report("end", outcome="failed", message=text.splitlines()[0] if text else type(error).__name__)
         channel.flush()
@@ -79,10 +83,9 @@ def _train(
     )
     if found is not None:
         _say_resumed(*found, settings, say)
-    left = max(0, trainer.target_samples - position.samples_seen)
     channel.report(
         "plan",
-        total_updates=position.updates + math.ceil(left / settings.effective_batch),
+        total_updates=trainer.total_updates,
         target_samples=trainer.target_samples,
         updates=position.updates,
         samples_seen=position.samples_seen,

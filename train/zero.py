@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,10 @@ from memtop.train.optimizers import MOMENTS, full_moments
 class ZeroEngine:
     """A DeepSpeed engine, driven by hand: it is told where an update ends, since the last one of a run may be short."""
 
+    # ZeRO-2 and 3 shard gradients as they arise, ZeRO-3 gathers weights in every layer: a rank that breaks off leaves the
+    # others waiting, and the engine's buffers half full. Only a restart helps.
+    retries = False
+
     def __init__(
         self, accelerator: Accelerator, objective: Objective, optimizer: torch.optim.Optimizer, settings: Settings
     ) -> None:
@@ -31,16 +34,21 @@ class ZeroEngine:
         self.objective: torch.nn.Module = self._engine
         self._zero: Any = self._engine.optimizer
 
-    def quiet(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        # ZeRO-2 and 3 shard gradients as they arise: there is no holding back until the last micro-batch.
-        return contextlib.nullcontext()
-
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(is_boundary=last)
         # DeepSpeed divides by its accumulation steps and takes the mean over ranks; the sum is wanted.
         self._engine.backward(loss * (self._settings.accumulation * self.accelerator.num_processes))
         if not last:
             self._engine.step()
+
+    def gaps(self) -> int:
+        return 0
+
+    def fill_gaps(self) -> None:
+        """DeepSpeed exchanges gradients itself."""
+
+    def drop_gradients(self) -> None:
+        raise AssertionError("an update under ZeRO is never given up")
 
     def step(self, rate: float) -> float | None:
         for group in (*self._base.param_groups, *self._zero.param_groups):

@@ -10,12 +10,16 @@ import itertools
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from msgspec.structs import replace
+
 from memtop.presets import SettingsError, edit_settings
+from memtop.presets.comparing import changes
 from memtop.presets.schema import Settings
 from memtop.supervisor import units, wire
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
 from memtop.supervisor.wire import Phase
+from memtop.tui import demo_recovery as recovery
 from memtop.tui.demo_machine import CONTEXT_BYTES, RUN_SHM_BYTES, Holding, Moment, demo_uuid, host_own_bytes, invent, wave
 from memtop.tui.feed import Connected, FeedMessage, LogLines
 
@@ -24,6 +28,9 @@ START = 1_760_000_000.0
 TOTAL_UPDATES = 1_200
 _UPDATES_PER_TICK = 2
 _RESTART_TICKS = 4
+_DIES_AFTER_TICKS = 3
+"""What does not fit fails at once, but not before it is seen to train."""
+_TREND_FROM_TICK = 120
 _BREATH_TICKS = 30
 
 DEMO_SETTINGS = Settings(
@@ -70,6 +77,10 @@ class DemoFeed:
         self._ended_pids: set[int] = set()
         self._outbox: list[FeedMessage] = []
         self._update = 0
+        self._configurations = recovery.earlier_configurations(DEMO_SETTINGS, START + warm_up - 1500)
+        self._proposal: wire.Proposal | None = None
+        self._dies_tick: int | None = None
+        self._trial = recovery.trial(START + warm_up - 300)
 
     # --- the two directions -----------------------------------------------------------------------------------------
 
@@ -77,9 +88,12 @@ class DemoFeed:
         yield Connected()
         yield LogLines(tuple(_greeting(self._gpus)))
         where = "GPU 1" if self._gpus else "host"
-        self._event("attempt", "attempt 1 started: 16 x 2 x 2", ago=1500)
-        self._event("oom", f"{where} out of memory at update 12: 2.1 GiB asked, 0.9 GiB free", ago=1340)
-        self._event("attempt", "attempt 2: 16 x 2 → 8 x 4, same effective batch 64", ago=1320)
+        self._event("attempt", "attempt 1 started: 2 x 16 x 2", ago=1500)
+        self._event("attempt", "attempt 2: 2 x 16 → 16 x 2, same effective batch 64", ago=1320)
+        self._event("survived", f"{where} had no room in update 137: its samples were redone in halves", ago=1140)
+        self._event("settings", "batch 16 -> 8, accumulation 2 -> 4, same effective batch 64, no restart", ago=1139)
+        self._event("trial", f"undone: {self._trial.title}: {self._trial.reason}", ago=290)
+        self._outbox.append(wire.ConfigurationRows(rows=self._configurations))
         last = None if self._ticks is None else self._warm_up + self._ticks
         while last is None or self._tick < last:
             for message in self._next():
@@ -102,6 +116,11 @@ class DemoFeed:
         yield wire.Answer(id=request.id, outcome=wire.Outcome.ACCEPTED, message=accepted)
         await asyncio.sleep(self._interval)
         yield wire.Answer(id=request.id, outcome=wire.Outcome.DONE, message=done)
+
+    def play(self, scene: str) -> None:
+        """The scene `oom`: the run dies of memory with the next tick, if it trains."""
+        if scene == "oom" and self._phase is Phase.TRAINING:
+            self._dies_tick = self._tick + 1
 
     async def end_processes(self, chosen: Sequence[GpuProcess]) -> str:
         """The demo's processes are invented: nothing real is touched."""
@@ -138,25 +157,77 @@ class DemoFeed:
             self._event("stopped", "stopped by request, checkpoint written")
             return ("stopping: the update is finished and saved first", "stopped: checkpoint written")
         if isinstance(request, wire.Restart):
-            change = request.change
-            self._settings = edit_settings(
-                self._settings,
-                batch=change.batch,
-                accumulation=change.accumulation,
-                seq_len=change.seq_len,
-                preset=change.preset,
-            )
-            self._save()
-            self._attempt += 1
-            self._phase, self._phase_until = Phase.RESTARTING, self._tick + _RESTART_TICKS
-            self._event("attempt", f"attempt {self._attempt}: {self._settings.batch} x {self._settings.accumulation}")
-            return ("restarting from train_latest_state", f"attempt {self._attempt} started")
+            return self._restart(request.change)
+        if isinstance(request, wire.Edit):
+            words = self._take_up(request.change)
+            self._event("settings", f"{words}, no restart")
+            return ("taken up at the next update", f"{words} from update {units.count(self._update + 1)} on, without a restart")
+        if isinstance(request, wire.Try):
+            return self._try(request.change)
         return ("nothing to do", "done")
+
+    def _restart(self, change: wire.Change) -> tuple[str, str]:
+        if self._proposal is None:
+            self._save()
+        self._attempt += 1
+        words = self._take_up(change)
+        if self._proposal is not None:
+            self._event("remedy", f"{change.reason}: {words}")
+        self._proposal = None
+        self._phase, self._phase_until = Phase.RESTARTING, self._tick + _RESTART_TICKS
+        self._event("attempt", f"attempt {self._attempt}: {self._settings.batch} x {self._settings.accumulation}")
+        if recovery.too_large(self._settings):
+            self._dies_tick = self._phase_until + _DIES_AFTER_TICKS
+        return ("restarting from train_latest_state", f"attempt {self._attempt} started")
+
+    def _take_up(self, change: wire.Change) -> str:
+        """Other settings, as a new configuration; says what changed."""
+        before = self._settings
+        if change.configuration is not None:
+            before = next((c.settings or before for c in self._configurations if c.number == change.configuration), before)
+        after = edit_settings(
+            before,
+            batch=change.batch,
+            accumulation=change.accumulation,
+            seq_len=change.seq_len,
+            preset=change.preset,
+            assignments=dict(change.assignments),
+        )
+        words = "; ".join(changes(self._settings, after)) or "the same settings"
+        self._settings = after
+        self._configurations = recovery.after(
+            self._configurations,
+            after,
+            attempt=self._attempt,
+            update=self._update,
+            now=START + self._tick,
+            reason=change.reason or "asked for",
+            outcome="replaced",
+        )
+        self._outbox.append(wire.ConfigurationRows(rows=self._configurations))
+        return words
+
+    def _try(self, change: wire.Change | None) -> tuple[str, str]:
+        title = "; ".join(f"{name} {value}" for name, value in (change.assignments if change is not None else {}).items())
+        self._trial = replace(self._trial, title=title or "another split", started=START + self._tick)
+        self._event("trial", f"undone: {self._trial.title}: {self._trial.reason}")
+        return ("measuring before the change", f"undone: {self._trial.reason}")
+
+    def _die(self) -> None:
+        self._dies_tick, self._phase = None, Phase.FAILED
+        *earlier, last = self._configurations
+        peak = recovery.peak_of(self._settings, updates=0, failed=True)
+        self._configurations = (*earlier, replace(last, until_update=self._update, outcome="gpu_oom", peak=peak))
+        self._proposal = recovery.proposal(self._settings, self._configurations, update=self._update, gpus=self._gpus)
+        self._event("oom", self._proposal.diagnosis.summary)
+        self._outbox.append(wire.ConfigurationRows(rows=self._configurations))
 
     def _next(self) -> list[FeedMessage]:
         self._tick += 1
         if self._phase_until is not None and self._tick >= self._phase_until:
             self._phase, self._phase_until = Phase.TRAINING, None
+        if self._dies_tick is not None and self._tick >= self._dies_tick:
+            self._die()
         rows: list[wire.Metric] = []
         if self._phase is Phase.TRAINING and self._update < TOTAL_UPDATES:
             for _ in range(_UPDATES_PER_TICK):
@@ -212,6 +283,7 @@ class DemoFeed:
             name="qwen-sft",
             folder="runs/qwen-sft",
             state=self._phase,
+            reason=self._proposal.diagnosis.summary if self._proposal is not None else None,
             alive=not self._phase.final,
             trainer_pid=41_205,
             attempt=self._attempt,
@@ -250,6 +322,11 @@ class DemoFeed:
                 size_bytes=int(1.4 * GIB),
                 complete=True,
             ),
+            on_oom="ask",
+            proposal=self._proposal,
+            trends=(recovery.trend(self._tick, update),) if training and self._tick >= _TREND_FROM_TICK else (),
+            advice=recovery.advice(self._settings, self._configurations) if training else None,
+            trial=self._trial,
         )
 
     def _roles(self) -> tuple[wire.RoleMemory, ...]:

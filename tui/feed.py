@@ -68,6 +68,7 @@ FeedMessage = (
     | wire.MetricRows
     | wire.EventRows
     | wire.HistoryRows
+    | wire.ConfigurationRows
     | MachineSnapshot
     | Connected
     | Disconnected
@@ -98,6 +99,14 @@ class Controlled(Protocol):
 
     def control(self, action: str) -> bool:
         """pause, slower, faster, back, forward, start or end; False while there is nothing to control yet."""
+
+
+@runtime_checkable
+class Staged(Protocol):
+    """A feed that plays invented scenes when it is asked to."""
+
+    def play(self, scene: str) -> None:
+        """`oom`: the run dies of memory."""
 
 
 class Wanted(Protocol):
@@ -329,10 +338,10 @@ class RunFeed:
         yield await asyncio.to_thread(self._sampler.sample)
         await asyncio.sleep(max(self._retry_seconds, self._interval))
 
-    def _look(self) -> tuple[wire.RunState, list[wire.MetricRows | wire.EventRows]]:
+    def _look(self) -> tuple[wire.RunState, list[FeedMessage]]:
         """The run's state now, and its history if that is another than at the last look: a long one takes long to read."""
         from memtop.supervisor.run.folder import RunFolder
-        from memtop.supervisor.run.view import read_run, read_state
+        from memtop.supervisor.run.view import read_configurations, read_run, read_state
 
         folder = RunFolder(self._folder)
         wal = folder.ledger_path.with_name(folder.ledger_path.name + "-wal")
@@ -342,7 +351,8 @@ class RunFeed:
             return read_state(folder), []
         run, metrics, events = read_run(self._folder)
         self._read = stamp if stamp[0] is not None else None
-        return run, [wire.MetricRows(rows=tuple(metrics), reset_from=0), wire.EventRows(rows=tuple(events))]
+        told = wire.ConfigurationRows(rows=read_configurations(self._folder))
+        return run, [wire.MetricRows(rows=tuple(metrics), reset_from=0), wire.EventRows(rows=tuple(events)), told]
 
     def _fail_waiting(self) -> None:
         for number, answers in self._waiting.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memtop.supervisor.wire import Phase
+from memtop.supervisor.wire import Phase, RunState
 from memtop.tui.store import Link, Store, holders
 
 
@@ -24,6 +24,8 @@ class Action:
     """"run" and "machine" change something and are gone when read-only; the others are harmless."""
     dangerous: bool = False
     """Asks first, with the focus on Cancel."""
+    gives_way: bool = False
+    """Has a button only where there is room, and only while it can be used."""
 
 
 ACTIONS = (
@@ -77,6 +79,17 @@ ACTIONS = (
         dangerous=True,
     ),
     Action(
+        "undo",
+        ("U",),
+        "U",
+        "Undo",
+        "Undo",
+        "Restart with the configuration before the present one; asks first (u shows them all)",
+        "run",
+        dangerous=True,
+        gives_way=True,
+    ),
+    Action(
         "processes",
         ("o",),
         "o",
@@ -96,6 +109,33 @@ ACTIONS = (
     ),
     Action("host", ("m",), "m", "Host details", "Host", "Host memory, swap, pressure and limits in full", "screen"),
     Action("history", ("h", "H"), "h", "History", "History", "Curves of memory, use and power, with a cursor", "screen"),
+    Action(
+        "way_out",
+        ("w",),
+        "w",
+        "Way out",
+        "Way out",
+        "The run died of memory: what happened, where it went, what can be done; Enter applies the first remedy",
+        "screen",
+    ),
+    Action(
+        "configurations",
+        ("u",),
+        "u",
+        "Roll back…",
+        "Roll back",
+        "All configurations of the run with reason, measured peak and speed; Enter goes back to one",
+        "screen",
+    ),
+    Action(
+        "faster",
+        ("b",),
+        "b",
+        "Speed",
+        "Speed",
+        "What bounds the run's speed, and what would make it faster; Enter tries a proposal and keeps it only if it helps",
+        "screen",
+    ),
     Action("detach", ("d", "q"), "d", "Detach", "Detach", "Close the dashboard; the run goes on (also q)", "session"),
     Action("help", ("question_mark",), "?", "Help", "Help", "All keys, and what the marks mean", "session"),
     Action("follow", ("l",), "l", "Log: follow", "Follow", "Follow the log's end, or hold it still", "view"),
@@ -122,10 +162,12 @@ ACTIONS = (
     Action("replay_forward", ("right",), "→", "Minute on", "On", "One minute forward", "replay"),
     Action("replay_start", ("home",), "Home", "To its start", "Start", "To the run's beginning", "replay"),
     Action("replay_end", ("end",), "End", "To its end", "End", "To the run's end", "replay"),
+    Action("scene", ("x",), "x", "Scene", "Scene", "The invented run dies of memory, to see what is done then", "demo"),
 )
 BY_ID = {action.id: action for action in ACTIONS}
-BAR = tuple(action for action in ACTIONS if action.group not in ("view", "replay"))
-"""Those of the group "screen" only where there is room."""
+BAR = tuple(action for action in ACTIONS if action.group not in ("view", "replay", "demo"))
+"""Those that look deeper, and those that give way, only where there is room."""
+_OF_A_RUN = ("way_out", "configurations", "faster")
 
 
 def offered(action: Action, store: Store) -> bool:
@@ -134,25 +176,54 @@ def offered(action: Action, store: Store) -> bool:
         return False
     if action.group == "replay":
         return store.replaying
-    return action.group != "run" or store.run is not None
+    if action.group == "demo":
+        return store.staged
+    return store.run is not None or (action.group != "run" and action.id not in _OF_A_RUN)
+
+
+def no_changes(store: Store) -> str | None:
+    """Why nothing of the run can be changed from here, in words; None if it can (a run that is over can be taken up again)."""
+    if store.read_only:
+        return "read-only: nothing can be changed from here"
+    if store.link not in (Link.CONNECTED, Link.ENDED):
+        return store.link_reason or "nobody is connected"
+    return None
 
 
 def obstacle(action: Action, store: Store) -> str | None:
     """Why an offered action cannot be done now, in words; None if it can."""
-    if action.group != "run" or store.run is None:
-        return None
     run = store.run
-    takes_up_again = action.id in ("restart", "preset") and store.link is Link.ENDED
+    if run is None:
+        return None
+    if action.id in _OF_A_RUN:
+        return _nothing_to_show(action, run, store)
+    if action.group != "run":
+        return None
+    takes_up_again = action.id in ("restart", "preset", "undo") and store.link is Link.ENDED
     if store.link is not Link.CONNECTED and not takes_up_again:
         return store.link_reason or "nobody is connected"
     if action.id == "preset" and run.settings is None:
         return "presets need a built-in recipe: the settings of this program are not known"
-    if action.id in ("restart", "preset"):
-        return "a restart is under way already" if run.state in (Phase.RESTARTING, Phase.STOPPING) else None
+    if action.id == "undo" and len(store.configurations) < 2:
+        return "the run has had one configuration only: there is none to go back to"
+    if action.id in ("restart", "preset", "undo"):
+        # A restart that memtop has only announced gives way to what a person wants.
+        under_way = run.state is Phase.STOPPING or (run.state is Phase.RESTARTING and store.proposal is None)
+        return "a restart is under way already" if under_way else None
     if run.state.final:
         return f"the run is {run.state.value}"
     if action.id in ("free", "checkpoint") and run.state is not Phase.TRAINING:
         return f"the run is not training yet, it is {run.state.value}"
+    return None
+
+
+def _nothing_to_show(action: Action, run: RunState, store: Store) -> str | None:
+    if action.id == "way_out":
+        return "the run has not died of memory" if store.proposal is None else None
+    if action.id == "configurations":
+        return None if store.configurations else "no configuration of this run is known here"
+    if run.advice is None and run.trial is None:
+        return "what bounds the speed is not known yet: it is judged from updates that were measured"
     return None
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from memtop.supervisor import units, wire
+from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.errors import MemtopError, RunFolderError
 from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.history import HOST, Bucket
@@ -87,6 +88,7 @@ class Recording:
             self.events = ledger.events(newest=100_000)
             self._steps = ledger.steps()
             self._sources = ledger.sources()
+            self._configurations = [record.configuration for record in ledger.configurations()]
             extent = ledger.extent()
         moments = [a.started for a in self.attempts] + [a.ended for a in self.attempts if a.ended is not None]
         moments += [event.time for event in self.events] + [step.time for step in self._steps]
@@ -117,6 +119,15 @@ class Recording:
             taken_back = None if number == before or start is None else start + 1
             found.append(wire.MetricRows(rows=tuple(step.metric() for step in steps), reset_from=taken_back))
         return found
+
+    def configurations(self, now: float) -> tuple[wire.Configuration, ...]:
+        """Those that had begun by then; how the newest of them would go was not known yet, unless its attempt was over."""
+        begun = [row for row in self._configurations if row.started <= now]
+        attempt = self.attempt(now)
+        over = attempt is not None and attempt.ended is not None and attempt.ended <= now
+        if begun and not over:
+            begun[-1] = msgspec.structs.replace(begun[-1], until_update=None, outcome=None)
+        return tuple(begun)
 
     def state(self, now: float) -> wire.RunState:
         """The run as it was then, put together from its attempts and steps. What only lived in memory is unknown."""
@@ -157,6 +168,7 @@ class Recording:
             split=wire.StepSplit(**{name: getattr(step, name) for name in wire.StepSplit.__struct_fields__}),
             eta_seconds=left / rates[0] if alive and rates[0] and left is not None else None,
             exit_status=None if alive else attempt.exit_status,
+            proposal=None if alive else _death(attempt),
         )
 
     def _phase(self, attempt: Attempt, stepped: bool, now: float) -> tuple[wire.Phase, str | None]:
@@ -192,6 +204,17 @@ class Recording:
             gpu_note=note,
             host=_host(found.get(HOST, {})),
         )
+
+
+def _death(attempt: Attempt) -> wire.Proposal | None:
+    """Why an attempt died of memory, as the ledger has it; what could have been done was not kept."""
+    try:
+        diagnosis = msgspec.convert(attempt.diagnosis, Diagnosis)
+    except msgspec.ValidationError:
+        # Written before there were diagnoses, or by a program that never started: nothing of memory is in it.
+        return None
+    words = "a replay only shows: what could be done then was not recorded"
+    return wire.Proposal(diagnosis=diagnosis, waiting=words) if diagnosis.of_memory else None
 
 
 def _at(series: dict[str, list[Bucket]], now: float) -> dict[str, float]:
@@ -319,5 +342,7 @@ def _between(recording: Recording, shown: float, now: float) -> list[FeedMessage
     events = tuple(event for event in recording.events if shown < event.time <= now)
     if events:
         messages.append(wire.EventRows(rows=events))
+    if (rows := recording.configurations(now)) != (recording.configurations(shown) if shown != -math.inf else ()):
+        messages.append(wire.ConfigurationRows(rows=rows))
     messages.append(wire.StateUpdate(run=recording.state(now), machine=recording.machine(now)))
     return messages

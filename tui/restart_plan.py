@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from memtop.presets import SettingsError, edit_settings
 from memtop.presets.comparing import compatibility, describe_split
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
-from memtop.supervisor.wire import Change, RunState
+from memtop.supervisor.wire import Change, Phase, RunState
 
 NUMBER_FIELDS = ("batch", "accumulation", "seq_len")
 
@@ -91,3 +93,10 @@ def where_it_resumes(run: RunState) -> str:
         return "there is no complete checkpoint: starts again from the first update"
     seen = units.count(checkpoint.samples_seen)
     return f"resumes at update {units.count(checkpoint.updates)}, {seen} samples; no sample repeated or skipped"
+
+
+def can_be_live(before: Settings, after: Settings, run: RunState) -> bool:
+    """Whether the trainer can take these settings up while it runs: another split, nothing else, and nothing sharded."""
+    if run.state is not Phase.TRAINING or not run.alive or before.zero.stage or after == before:
+        return False
+    return replace(after, batch=before.batch, accumulation=before.accumulation) == before

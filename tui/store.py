@@ -49,6 +49,8 @@ class Store:
     run: wire.RunState | None = None
     machine: MachineSnapshot | None = None
     metrics: tuple[wire.Metric, ...] = ()
+    configurations: tuple[wire.Configuration, ...] = ()
+    """Oldest first; the last is the present one."""
     events: tuple[wire.Event, ...] = ()
     log: tuple[str, ...] = ()
     log_count: int = 0
@@ -59,6 +61,8 @@ class Store:
     host_history: tuple[Moment, ...] = ()
     host_peak_fraction: float | None = None
     followed: Followed | None = None
+    staged: bool = False
+    """The picture is invented, and its scenes can be asked for."""
     replaying: bool = False
     """The picture is a past one, with a clock of its own."""
     all_pids_visible: bool = False
@@ -74,6 +78,13 @@ class Store:
     def now(self) -> float | None:
         """The time of the newest sample: the picture's own clock."""
         return None if self.machine is None else self.machine.time
+
+    @property
+    def proposal(self) -> wire.Proposal | None:
+        """What can be done, while the run lies dead of memory or waits for its restart; None once it is started again."""
+        if self.run is None or not (self.run.state.final or self.run.state is wire.Phase.RESTARTING):
+            return None
+        return self.run.proposal
 
     @property
     def gpus(self) -> tuple[GpuSample, ...]:
@@ -114,6 +125,8 @@ def fold(store: Store, message: FeedMessage) -> Store:
         kept = {name: getattr(store, name) for name in ("read_only", "link", "events_wanted", "all_pids_visible")}
         begun = Store(**kept)
         return replace(begun if message.rewound else store, label=message.line, replaying=True, quiet_seconds=0.0)
+    if isinstance(message, wire.ConfigurationRows):
+        return replace(store, configurations=message.rows)
     if isinstance(message, wire.HistoryRows):
         # For the dashboard's `History`, which is no picture but a recording.
         return store

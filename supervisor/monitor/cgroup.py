@@ -79,8 +79,10 @@ class CgroupReader:
     """The groups of this process. Where they lie and what they allow is looked up by `refresh`; `memory` reads only the
     usage of those that have a limit."""
 
-    def __init__(self, proc_root: Path, cgroup_root: Path) -> None:
+    def __init__(self, proc_root: Path, cgroup_root: Path, pid: int | None = None) -> None:
+        """Of another process where `pid` is given."""
         self._proc = proc_root
+        self._whose = "self" if pid is None else str(pid)
         self._root = cgroup_root
         self._lines: str | None = None
         self._memory_groups: list[_Group] = []
@@ -94,7 +96,7 @@ class CgroupReader:
         try:
             self._find_groups()
         except OSError as error:
-            self._problem = f"cannot read {self._proc}/self/cgroup: {error.strerror}"
+            self._problem = f"cannot read {self._proc}/{self._whose}/cgroup: {error.strerror}"
             self._lines, self._memory_groups, self._cpu_groups = None, [], []
             return
         for group in self._memory_groups:
@@ -145,7 +147,7 @@ class CgroupReader:
         return CgroupLimits(throttle_bytes=throttle, swap=swap, oom_kills=kills, cpus=cpus, unknown=unknown)
 
     def _find_groups(self) -> None:
-        lines = (self._proc / "self/cgroup").read_text()
+        lines = (self._proc / self._whose / "cgroup").read_text()
         if lines == self._lines:
             return
         mounts = _mounts(self._proc)
@@ -172,8 +174,7 @@ class CgroupReader:
         only in the group that lost the process."""
         limited = [group for group, _ in self._limited if group[1] == 2]
         for directory, version in [*limited[-1:], *self._memory_groups]:
-            name = "memory.events" if version == 2 else "memory.oom_control"
-            count = _keyed(directory / name).get("oom_kill")
+            count = kills_in(directory, version)
             if count is not None:
                 return count
         return None
@@ -190,6 +191,32 @@ def read_cgroup_memory(proc_root: Path, cgroup_root: Path, machine_bytes: int | 
     reader = CgroupReader(proc_root, cgroup_root)
     reader.refresh(machine_bytes)
     return reader.memory()
+
+
+class KillCount(msgspec.Struct, frozen=True, kw_only=True):
+    """How many processes the kernel has ever killed for memory in one group; version 2 counts those of the groups below too."""
+
+    path: str
+    version: int
+    kills: int
+
+
+def kill_counts(proc_root: Path, cgroup_root: Path, lines: str) -> list[KillCount]:
+    """The counters of a group and of those above it, its own first. `lines`: what /proc/PID/cgroup says of the process.
+
+    Groups without a counter (the topmost one, kernels before 4.13) are left out.
+    """
+    found = []
+    for directory, version in dict.fromkeys(_groups(lines, cgroup_root, _mounts(proc_root), "memory")):
+        kills = kills_in(directory, version)
+        if kills is not None:
+            found.append(KillCount(path=str(directory), version=version, kills=kills))
+    return found
+
+
+def kills_in(directory: Path, version: int) -> int | None:
+    """The counter of one group now; None where there is none, or no such group any more."""
+    return _keyed(directory / ("memory.events" if version == 2 else "memory.oom_control")).get("oom_kill")
 
 
 class _Mount(msgspec.Struct, frozen=True):

@@ -63,14 +63,15 @@ class Agents:
                         del self._open[number]
                         _fail(future, rank, "the training process went away before it answered")
 
-    async def call(self, name: str, ranks: set[int]) -> list[AgentAnswer]:
-        """Send a command to these ranks and wait until each has answered or is gone."""
+    async def call(self, name: str, ranks: set[int], values: dict[str, Any] | None = None) -> list[AgentAnswer]:
+        """Send a command (with values, where it has some) to these ranks; wait until each has answered or is gone."""
         futures = []
         for rank in sorted(ranks & self.ranks):
             number = next(self._ids)
             future: asyncio.Future[AgentAnswer] = asyncio.get_running_loop().create_future()
             self._open[number] = (rank, future)
-            self._peers[rank].send({"type": "command", "id": number, "name": name})
+            message: dict[str, Any] = {"type": "command", "id": number, "name": name}
+            self._peers[rank].send(message if values is None else {**message, "values": values})
             futures.append(future)
         return list(await asyncio.gather(*futures))
 

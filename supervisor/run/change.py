@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
 from memtop.presets import SettingsError, edit_settings
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.run.progress import Progress
-from memtop.supervisor.wire import Change, Checkpoint
+from memtop.supervisor.wire import Change, Checkpoint, Configuration
 
 
-def edited(settings: Settings | None, change: Change, checkpoint: Checkpoint | None) -> Settings | None:
-    """The settings that a change gives, counted from that checkpoint if it is complete; UsageError if it cannot be."""
+def edited(
+    settings: Settings | None, change: Change, checkpoint: Checkpoint | None, rows: Sequence[Configuration] = ()
+) -> Settings | None:
+    """The settings that a change gives, counted from that checkpoint if it is complete; UsageError if it cannot be.
+
+    `rows`: the run's configurations, to one of which the change may go back.
+    """
     if settings is None:
-        if change != Change():
-            raise UsageError("this run's program is your own: its settings are not memtop's to change")
+        if replace(change, assignments={}, reason="") != Change() or set(change.assignments) - {"allocator"}:
+            raise UsageError("this run's program is your own: its settings are not memtop's to change (but for allocator)")
         return None
     done = checkpoint if checkpoint is not None and checkpoint.complete else None
     try:
         return edit_settings(
-            settings,
+            _base(settings, change.configuration, rows),
             batch=change.batch,
             accumulation=change.accumulation,
             seq_len=change.seq_len,
@@ -32,14 +41,48 @@ def edited(settings: Settings | None, change: Change, checkpoint: Checkpoint | N
         raise UsageError(str(error)) from None
 
 
+def _base(settings: Settings, number: int | None, rows: Sequence[Configuration]) -> Settings:
+    """What is edited: the present settings, or those of an earlier configuration with the run's present length."""
+    if number is None:
+        return settings
+    earlier = next((row.settings for row in rows if row.number == number), None)
+    if earlier is None:
+        there = f"there are 1 to {rows[-1].number}" if rows else "there is none yet"
+        raise UsageError(f"configuration {number}: this run has no such configuration; {there}")
+    return replace(earlier, target_samples=settings.target_samples, epochs=settings.epochs)
+
+
 def edited_live(
-    settings: Settings | None, change: Change, checkpoint: Checkpoint | None, progress: Progress
+    settings: Settings | None,
+    change: Change,
+    checkpoint: Checkpoint | None,
+    progress: Progress,
+    rows: Sequence[Configuration] = (),
 ) -> Settings | None:
     """The same for a run in progress, counted from where it will have stopped: after one more update."""
     step = progress.step
-    if settings is None or not isinstance(step.get("update"), int):
-        return edited(settings, change, checkpoint)
+    if settings is None or not isinstance(step.get("update"), int) or change.state_before is not None:
+        return edited(settings, change, checkpoint, rows)
     update, seen = step["update"] + 1, (step.get("samples_seen") or 0) + settings.effective_batch
     if change.max_updates is not None and 0 < change.max_updates < update:
         raise UsageError(f"max_updates {change.max_updates}: the run will have done {update} when it stops; give more")
-    return edited(settings, change, Checkpoint(path="", updates=update, samples_seen=seen, complete=True))
+    return edited(settings, change, Checkpoint(path="", updates=update, samples_seen=seen, complete=True), rows)
+
+
+LIVE_FIELDS = ("batch", "accumulation", "eval_batch", "gradient_checkpointing", "workers")
+"""What the built-in trainer can change at an update boundary."""
+
+
+def live_values(before: Settings | None, after: Settings | None, offers: frozenset[str] | None) -> dict[str, object]:
+    """The fields that change, for the running program; UsageError where it takes a restart, with the reason."""
+    if before is None or after is None:
+        raise UsageError("this program is your own: it cannot change while it runs; restart it")
+    if "change" not in (offers or ()):
+        raise UsageError("the training program does not change its settings while it runs; restart it instead")
+    fields = [name for name in before.__struct_fields__ if getattr(before, name) != getattr(after, name)]
+    others = [name for name in fields if name not in LIVE_FIELDS]
+    if others:
+        raise UsageError(f"{', '.join(others)}: cannot change while the program runs; restart it instead")
+    if before.zero.stage:
+        raise UsageError(f"{before.zero}: its engine is built for one split; restart it instead")
+    return {name: getattr(after, name) for name in fields}

@@ -6,13 +6,17 @@ import asyncio
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.run import explain
+from memtop.supervisor.run.change import live_values
 from memtop.supervisor.run.control import Peer
 from memtop.supervisor.wire import (
     Answer,
     CheckpointNow,
+    Edit,
     FreeCache,
     Look,
     Outcome,
@@ -24,6 +28,7 @@ from memtop.supervisor.wire import (
     Status,
     Stop,
     Subscribe,
+    Try,
 )
 
 if TYPE_CHECKING:
@@ -56,6 +61,10 @@ class Commands:
                 self._beside(self._stop(peer, request.id))
             case Restart():
                 self._beside(self._restart(peer, request))
+            case Edit():
+                self._beside(self._edit(peer, request))
+            case Try():
+                self._beside(self._try(peer, request))
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -120,7 +129,7 @@ class Commands:
             settings = supervisor.foreseen(request.change)
             if supervisor.phase is Phase.STOPPING:
                 raise MemtopError("the run is being stopped; restart it when it has stopped")
-            if supervisor.phase is Phase.RESTARTING:
+            if supervisor.phase is Phase.RESTARTING and supervisor.survival.comeback is None:
                 raise MemtopError("a restart is under way already")
             split = explain.split_change(supervisor.settings, settings)
             supervisor.begin_restart(request.change)
@@ -136,6 +145,40 @@ class Commands:
             peer.send(Answer(id=request.id, outcome=Outcome.DONE, message=message, data={"attempt": state.attempt}))
         else:
             _fail(peer, request.id, state.reason or f"the run is {state.state.value}")
+
+    async def _edit(self, peer: Peer, request: Edit) -> None:
+        if not self._agents_ready(peer, request.id):
+            return
+        supervisor = self._supervisor
+        try:
+            after = supervisor.foreseen(request.change)
+            values = live_values(supervisor.settings, after, supervisor.progress.offers)
+        except MemtopError as error:
+            peer.refuse(request.id, str(error), usage=isinstance(error, UsageError))
+            return
+        if not values:
+            peer.send(Answer(id=request.id, outcome=Outcome.DONE, message="nothing changes: the run has these settings"))
+            return
+        _accept(peer, request.id, "from the next update on" + explain.split_change(supervisor.settings, after))
+        answers = await supervisor.agents.call("change", {0}, values)
+        if not answers or not answers[0].ok:
+            _fail(peer, request.id, answers[0].message if answers else "the training process is gone")
+            return
+        answer = answers[0]
+        peer.send(Answer(id=request.id, outcome=Outcome.DONE, message=answer.message or "changed", data=answer.result))
+
+    async def _try(self, peer: Peer, request: Try) -> None:
+        trials = self._supervisor.prevention.trials
+        try:
+            trial = trials.begin(request.change)
+        except MemtopError as error:
+            peer.refuse(request.id, str(error), usage=isinstance(error, UsageError))
+            return
+        _accept(peer, request.id, f"trying {trial.title}: measuring before and after")
+        trial = await trials.finished()
+        message = f"{trial.title}: {trial.state}: {trial.reason}"
+        outcome = Outcome.FAILED if trial.state == "refused" else Outcome.DONE
+        peer.send(Answer(id=request.id, outcome=outcome, message=message, data=msgspec.to_builtins(trial)))
 
     def _agents_ready(self, peer: Peer, number: int) -> bool:
         supervisor = self._supervisor

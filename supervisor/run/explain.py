@@ -8,10 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from memtop.presets.comparing import describe_split
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
+from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
+from memtop.supervisor.recovery.policy import SURE
 from memtop.supervisor.wire import Change, Phase
 
 _TAIL_BYTES = 16_384
@@ -55,6 +59,33 @@ def outcome(
     elif status is not None and status >= 0 and lines:
         summary = f"{summary}: {lines[-1]}"
     return Phase.FAILED, summary, {"summary": summary, "evidence": lines}
+
+
+def with_cause(examined: Diagnosis, told: dict[str, Any] | None, reason: str | None) -> tuple[dict[str, Any], str | None]:
+    """The ledger's diagnosis and the run's reason, from what the evidence says and what the program's end looks like.
+
+    A death of memory is told in the words of its evidence; any other in those of its end, the log's last lines beside it.
+    """
+    values: dict[str, Any] = msgspec.to_builtins(examined)
+    if examined.of_memory and examined.confidence >= SURE:
+        return values, examined.summary
+    return {**values, **(told or {})}, reason
+
+
+def oom_text(rank: int, report: dict[str, Any]) -> str:
+    """An allocation failure in one line."""
+    where = f"rank {rank}, update {report.get('update') or '?'}, {report.get('phase') or 'unknown phase'}"
+    split = f" with batch {report['batch']} x {report.get('accumulation')}" if report.get("batch") else ""
+    words = str(report.get("message") or report.get("error") or "no words").strip().splitlines()
+    then = "; the same samples are done again in smaller pieces" if report.get("survived") else ""
+    return f"out of memory ({where}{split}): {words[0] if words else 'no words'}{then}"
+
+
+def settings_text(before: Settings, after: Settings, report: dict[str, Any]) -> str:
+    """What the running program has changed, and why."""
+    names = [name for name in before.__struct_fields__ if getattr(before, name) != getattr(after, name)]
+    edits = ", ".join(f"{name} {getattr(before, name)} -> {getattr(after, name)}" for name in names) or "nothing"
+    return f"{report.get('reason') or 'changed'} at update {report.get('update')}: {edits}"
 
 
 def not_saved(end: dict[str, Any] | None) -> str | None:
@@ -123,13 +154,18 @@ def report_text(report: dict[str, Any]) -> str:
 
 def restart_reason(change: Change) -> str:
     """Why an attempt begins: `restart with batch 4, accumulation 8`."""
+    prefix = f"{change.reason}: " if change.reason else ""
     edits = [
         f"{name} {value}"
         for name in ("preset", "batch", "accumulation", "seq_len", "max_updates")
         if (value := getattr(change, name)) is not None
     ]
     edits += [f"{key} {value}" for key, value in change.assignments.items()]
-    return f"restart with {', '.join(edits)}" if edits else "restart"
+    if change.configuration is not None:
+        edits.insert(0, f"the settings of configuration {change.configuration}")
+    if change.state_before is not None:
+        edits.append(f"the state at update {change.state_before}")
+    return prefix + (f"restart with {', '.join(edits)}" if edits else "restart")
 
 
 def split_change(before: Settings | None, after: Settings | None) -> str:

@@ -12,6 +12,7 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.run.error_files import error_file_environment
 from memtop.supervisor.run.folder import RunFolder, RunSpec, write_json
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -30,8 +31,13 @@ class LaunchCommand(msgspec.Struct, frozen=True, kw_only=True):
     """Additions to the supervisor's own environment."""
 
 
-def launch(folder: RunFolder, number: int, spec: RunSpec, settings: Settings | None, socket: Path) -> int:
-    """Start attempt `number` under a shim of its own; returns the shim's pid. The shim is a child of this process."""
+def launch(
+    folder: RunFolder, number: int, spec: RunSpec, settings: Settings | None, socket: Path, *, allocator: str = ""
+) -> int:
+    """Start attempt `number` under a shim of its own; returns the shim's pid. The shim is a child of this process.
+
+    `allocator`: options for a program of the user's own; the built-in trainer's are in its settings.
+    """
     attempt = folder.attempt(number)
     try:
         attempt.mkdir(parents=True)
@@ -44,7 +50,7 @@ def launch(folder: RunFolder, number: int, spec: RunSpec, settings: Settings | N
         LaunchCommand(
             argv=_argv(folder, attempt, spec, settings),
             cwd=spec.cwd,
-            environment=_environment(folder, number, spec, settings, socket),
+            environment=_environment(folder, number, spec, settings.allocator if settings else allocator, socket),
         ),
     )
     try:
@@ -91,7 +97,7 @@ def launcher(settings: Settings) -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.world_size))
 
 
-def _environment(folder: RunFolder, number: int, spec: RunSpec, settings: Settings | None, socket: Path) -> dict[str, str]:
+def _environment(folder: RunFolder, number: int, spec: RunSpec, allocator: str, socket: Path) -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH")
     additions = {
         "MEMTOP_RUN": str(folder.path),
@@ -104,8 +110,8 @@ def _environment(folder: RunFolder, number: int, spec: RunSpec, settings: Settin
     if not spec.command:
         # A folder called `tokenizers` where memtop was called must not shadow the library (Python 3.11 and newer).
         additions["PYTHONSAFEPATH"] = "1"
-    if settings is not None:
-        additions |= allocator_environment(settings.allocator, os.environ)
+    additions |= allocator_environment(allocator, os.environ)
+    additions |= error_file_environment(folder.attempt(number))
     if spec.gpus is not None:
         # UUIDs and PCI order agree with what the driver library shows; the default order of CUDA is by speed.
         additions |= {"CUDA_VISIBLE_DEVICES": spec.gpus, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

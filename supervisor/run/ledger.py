@@ -14,7 +14,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.monitor.history import Bucket
 from memtop.supervisor.monitor.values import MachineSnapshot
-from memtop.supervisor.run import tiers
+from memtop.supervisor.run import configurations, tiers
 from memtop.supervisor.wire import Event, Metric
 
 _SCHEMA = """
@@ -98,7 +98,7 @@ class Ledger:
             # WAL lets readers read while we write; file systems without shared memory keep the default.
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
-            tiers.prepare(self._db, _SCHEMA)
+            tiers.prepare(self._db, _SCHEMA + configurations.SCHEMA)
         self._recorder: tiers.Recorder | None = None
 
     @property
@@ -148,6 +148,23 @@ class Ledger:
         row["settings"] = None if row["settings"] is None else msgspec.json.decode(row["settings"], type=Settings)
         row["diagnosis"] = None if row["diagnosis"] is None else msgspec.json.decode(row["diagnosis"])
         return Attempt(**row)
+
+    # --- configurations ---
+
+    def save_configuration(self, record: configurations.Record) -> None:
+        """Raises sqlite3.OperationalError on a full disk."""
+        row = (record.configuration.number, msgspec.json.encode(record).decode())
+        with self._db:
+            self._db.execute("INSERT OR REPLACE INTO configurations VALUES (?, ?)", row)
+
+    def configurations(self) -> list[configurations.Record]:
+        """All of the run, oldest first; of a ledger that has none, what its attempts tell of them."""
+        rows: list[tuple[str]] = []
+        if self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'configurations'").fetchone():
+            rows = self._db.execute("SELECT record FROM configurations ORDER BY number").fetchall()
+        if not rows:
+            return configurations.of_attempts(self.attempts())
+        return [msgspec.json.decode(text, type=configurations.Record) for (text,) in rows]
 
     # --- reports ---
 

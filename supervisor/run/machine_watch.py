@@ -13,7 +13,7 @@ from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.gpu_base import GpuBase, RankReport
 from memtop.supervisor.run.process import alive, resident_bytes
-from memtop.supervisor.run.run_memory import RunMemory
+from memtop.supervisor.run.run_memory import RunMemory, roles
 from memtop.supervisor.run.view import known_runs
 from memtop.supervisor.wire import RoleMemory
 
@@ -37,6 +37,8 @@ class MachineWatch:
         self.machine: MachineSnapshot | None = None
         self.run_rss_bytes: int | None = None
         """Resident bytes of the run's processes together; None while there are none."""
+        self.roles: dict[int, str] = {}
+        """By pid the part that each of the run's processes plays, see run_memory.ROLES."""
         self._runs_dir = runs_dir
         self._find_members = members
         self._rank_reports = rank_reports
@@ -70,6 +72,11 @@ class MachineWatch:
         """By GPU uuid: the least that the run held beside torch's allocator in this attempt."""
         return self._gpu_base.bytes
 
+    @property
+    def member_pids(self) -> frozenset[int]:
+        """The run's processes when they were last looked for."""
+        return frozenset(member.pid for member in self._members)
+
     def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -97,6 +104,7 @@ class MachineWatch:
     def _sample(self, sampler: Sampler, rarely: bool, attempt: int, reports: tuple[RankReport, ...]) -> None:
         if rarely:
             self._members = self._find_members()
+            self.roles = roles([member.pid for member in self._members], {report.pid for report in reports})
         self.machine = sampler.sample()
         living = [member for member in self._members if alive(member)]
         self.run_rss_bytes = resident_bytes(living)

@@ -56,6 +56,14 @@ def newest_checkpoint(latest: Path) -> Checkpoint | None:
     return second if second is not None and second.complete else first or second
 
 
+def kept_states(latest: Path) -> list[Checkpoint]:
+    """All whole states of the run, the newest first: the trainer keeps as many as it is told to."""
+    older = (path for path in latest.parent.glob(f"{latest.name}.*") if ".tmp-" not in path.name)
+    folders = (latest, *older)
+    states = [state for folder in folders if (state := read_checkpoint(folder)) is not None and state.complete]
+    return sorted(states, key=lambda state: state.updates or 0, reverse=True)
+
+
 def _problem(folder: Path, file: _File) -> str | None:
     path = folder / file.name
     try:

@@ -10,6 +10,8 @@ from memtop.supervisor.wire import Metric, RankMemory, StepSplit
 
 # Updates over which speed is averaged: long enough to be steady, short enough to notice a change.
 _WINDOW = 20
+# A program can survive many; the newest say why it ended.
+_FAILURES_KEPT = 256
 _SPLIT = ("data_wait_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds")
 
 
@@ -25,8 +27,12 @@ class Progress:
         self.best_loss = best_loss
         self.peak_bytes: int | None = None
         self.phase: str | None = None
+        self.heard = 0
+        """How many reports there were of all ranks."""
         self.offers: frozenset[str] | None = None
         """The commands that rank 0 carries out; None until it has said so."""
+        self.failures: list[tuple[int, dict[str, Any]]] = []
+        """Allocations that failed: the ranks and their `oom` reports."""
         self._ranks: dict[int, dict[str, Any]] = {}
         self._recent: deque[tuple[float, int, float]] = deque(maxlen=_WINDOW)
 
@@ -36,10 +42,13 @@ class Progress:
 
     def apply(self, rank: int, report: dict[str, Any]) -> None:
         kind = report.get("type")
+        self.heard += 1
         if kind == "hello":
             self._ranks[rank] = {"pid": report.get("pid"), "device_uuid": None}
             if rank == 0:
                 self.offers = frozenset(map(str, report.get("offers") or ()))
+        elif kind == "offers" and rank == 0:
+            self.offers = frozenset(map(str, report.get("offers") or ()))
         elif kind == "plan":
             self._ranks.setdefault(rank, {})["device_uuid"] = report.get("device_uuid")
             if rank == 0:
@@ -48,6 +57,10 @@ class Progress:
             self._ranks.setdefault(rank, {}).update(report)
             if rank == 0:
                 self._apply_step(report)
+        elif kind == "oom":
+            self.failures = [*self.failures[-_FAILURES_KEPT + 1 :], (rank, report)]
+        elif kind == "settings" and rank == 0 and report.get("total_updates") is not None:
+            self.plan = {**self.plan, "total_updates": report["total_updates"]}
         elif kind == "phase" and rank == 0:
             self.phase = report.get("phase")
         elif kind == "end":
@@ -84,6 +97,11 @@ class Progress:
 
     def split(self) -> StepSplit:
         return StepSplit(**{name: self.step.get(name) for name in _SPLIT})
+
+    @property
+    def devices(self) -> dict[int, str]:
+        """The GPU of each rank that has one."""
+        return {rank: known["device_uuid"] for rank, known in self._ranks.items() if known.get("device_uuid")}
 
     def rank_reports(self) -> tuple[RankReport, ...]:
         """What each rank last said of its allocator, and when."""

@@ -11,7 +11,18 @@ import msgspec
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run.control import ControlServer, Peer
 from memtop.supervisor.run.ledger import Ledger
-from memtop.supervisor.wire import Event, EventRows, HistoryRows, Message, Metric, MetricRows, RunState, StateUpdate
+from memtop.supervisor.wire import (
+    Configuration,
+    ConfigurationRows,
+    Event,
+    EventRows,
+    HistoryRows,
+    Message,
+    Metric,
+    MetricRows,
+    RunState,
+    StateUpdate,
+)
 
 _STATE_FILE_SECONDS = 1.0
 _METRIC_FIELDS = Metric.__struct_fields__
@@ -20,9 +31,13 @@ _METRIC_FIELDS = Metric.__struct_fields__
 class Publisher:
     """Collects what is new and sends it to every subscribed peer, encoded once."""
 
-    def __init__(self, ledger: Ledger, server: ControlServer) -> None:
+    def __init__(
+        self, ledger: Ledger, server: ControlServer, configurations: Callable[[], tuple[Configuration, ...]] = tuple
+    ) -> None:
         self._ledger = ledger
         self._server = server
+        self._configurations = configurations
+        self._reconfigured = False
         self._dirty = True
         self._at_once = True
         self._file_written = 0.0
@@ -48,6 +63,10 @@ class Publisher:
     def add_event(self, event: Event) -> None:
         self._events.append(event)
 
+    def configurations_changed(self) -> None:
+        """One has begun or ended."""
+        self._reconfigured = True
+
     def greet(self, peer: Peer, history: int, state: RunState, machine: MachineSnapshot | None) -> None:
         """Start a subscription: the state, the newest metric rows and events, the machine's last hour; then what is new.
 
@@ -57,6 +76,7 @@ class Publisher:
         peer.send(StateUpdate(run=state, machine=machine))
         peer.send(MetricRows(rows=tuple(self._ledger.metrics(history)), reset_from=0))
         peer.send(EventRows(rows=tuple(self._ledger.events())))
+        peer.send(ConfigurationRows(rows=self._configurations()))
         if history:
             for key, label, times, columns in self._ledger.recorder.history.dump():
                 peer.send(HistoryRows(key=key, label=label, times=times, columns=columns))
@@ -67,6 +87,7 @@ class Publisher:
             self._rows.clear()
             self._events.clear()
             self._reset_from = None
+            self._reconfigured = False
             return
         self._flush_rows()
         if self._dirty:
@@ -87,6 +108,9 @@ class Publisher:
         if self._events:
             self._send(EventRows(rows=tuple(self._events)))
             self._events = []
+        if self._reconfigured:
+            self._reconfigured = False
+            self._send(ConfigurationRows(rows=self._configurations()))
 
     def _send(self, message: Message) -> None:
         line = msgspec.json.encode(message) + b"\n"

@@ -62,6 +62,11 @@ def run_state(supervisor: Supervisor) -> RunState:
         exit_status=supervisor.exit_status,
         log_path=str(attempt.log_path) if attempt else None,
         warnings=tuple(supervisor.warnings.values()),
+        on_oom=supervisor.spec.on_oom,
+        proposal=supervisor.survival.proposal,
+        trends=supervisor.prevention.trends if running else (),
+        advice=supervisor.prevention.advice if running else None,
+        trial=supervisor.prevention.trials.newest,
     )
 
 

@@ -16,12 +16,15 @@ from typing import Any, TypeVar
 
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
+from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
-from memtop.supervisor.run import explain
+from memtop.supervisor.recovery.policy import Decision
+from memtop.supervisor.run import explain, going_back
 from memtop.supervisor.run.agents import Agents
 from memtop.supervisor.run.attempt import UNKNOWN_STATUS, ExitFile, RunningAttempt, StopLadder, Waits, clear_leftovers
 from memtop.supervisor.run.change import edited, edited_live
 from memtop.supervisor.run.commands import Commands
+from memtop.supervisor.run.configurations import Record
 from memtop.supervisor.run.control import ControlServer, socket_path
 from memtop.supervisor.run.folder import RunFolder, RunLock, StateFile, write_json
 from memtop.supervisor.run.launch import launch
@@ -29,10 +32,12 @@ from memtop.supervisor.run.ledger import Attempt, open_for_writing
 from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.manifest import newest_checkpoint
+from memtop.supervisor.run.prevention import Prevention
 from memtop.supervisor.run.process import ProcessId, become_subreaper, identify, reap_children, record_rank
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.publish import Publisher
 from memtop.supervisor.run.state import rank_reports, run_state
+from memtop.supervisor.run.survival import Survival
 from memtop.supervisor.wire import Change, Event, Phase, RunState
 
 T = TypeVar("T")
@@ -67,9 +72,13 @@ class Supervisor:
         self.started: float | None = None
         self.ended: float | None = None
         self.exit_status: int | None = None
+        # What the ledger could not take of the present attempt yet (a full disk).
+        self._owed: dict[str, Any] = {}
         self.checkpoint = newest_checkpoint(folder.latest_state)
         self._socket = socket_path(folder.path)
         self.watch = MachineWatch(folder.path.parent, self._members, lambda: rank_reports(self))
+        self.survival = Survival(self, monotonic)
+        self.prevention = Prevention(self)
 
     # --- life -----------------------------------------------------------------------------------------------------------
 
@@ -83,7 +92,8 @@ class Supervisor:
         self._server = ControlServer(
             self._socket, on_request=commands.handle, on_agent=self._on_agent, on_gone=self.agents.gone
         )
-        self._publisher = Publisher(self.ledger, self._server)
+        self._publisher = Publisher(self.ledger, self._server, lambda: self.survival.configurations.rows)
+        self.survival.open(self.ledger.configurations(), self._save_configuration, self._publisher.configurations_changed)
         await self._server.start()
         self.watch.start(self._on_sample, self._on_sampling_failed)
         try:
@@ -109,7 +119,7 @@ class Supervisor:
         last, state = attempts[-1], self.folder.state()
         # An attempt that could not be started never was what this run is.
         begun = [attempt for attempt in attempts if (attempt.diagnosis or {}).get("started", True)]
-        self._remember(begun[-1] if begun else last)
+        self._remember(begun[-1] if begun else last, state)
         if last.ended is None:
             self._adopt(state)
             self.pending = change or self.pending
@@ -120,9 +130,10 @@ class Supervisor:
         if change is not None:
             self._launch(last.number + 1, explain.restart_reason(change), change)
 
-    def _remember(self, last: Attempt) -> None:
+    def _remember(self, last: Attempt, state: StateFile | None) -> None:
         """Know again what an earlier supervisor knew of the run's newest attempt."""
         self.settings = last.settings
+        self.survival.remember(last, state.run.proposal if state is not None else None)
         self.progress.resume_from(self.ledger.metrics())
         self.attempt = RunningAttempt(self.folder, last.number, shim_pid=None)
         self.started, self.ended, self.exit_status = last.started, last.ended, last.exit_status
@@ -135,6 +146,7 @@ class Supervisor:
         self.lifecycle = Lifecycle(phase, self._monotonic)
         self.pending = state.pending if state is not None else None
         self.event("adopted", f"supervisor {os.getpid()} took over attempt {self.attempt.number}")
+        self.prevention.trials.take_up()
         if phase in (Phase.STOPPING, Phase.RESTARTING):
             self.begin_stop(asked=False)
 
@@ -153,14 +165,19 @@ class Supervisor:
     async def _tick(self) -> None:
         if self.attempt is not None and not self.lifecycle.phase.final:
             self.attempt.note_reaped(reap_children())
+            self.survival.look()
             self._read_reports()
             ended = self.attempt.ended()
-            if ended is not None:
+            if self.survival.comeback is not None:
+                self.survival.tick()
+            elif ended is not None:
                 await self._finish(ended)
             elif self.ladder is not None:
                 self.ladder.tick()
             elif self.pending is not None and self.lifecycle.phase in (Phase.STARTING, Phase.TRAINING):
                 self.begin_restart(self.pending)
+            else:
+                self.prevention.tick()
         self._publish()
 
     def _keep_up(self) -> None:
@@ -179,8 +196,13 @@ class Supervisor:
 
         Whatever refuses it (the change, the ledger, the disk) leaves what is known of the attempt before as it is.
         """
+        if self._owed:
+            self._update_attempt()
+        if change.state_before is not None:
+            self._go_back(change.state_before)
         checkpoint = newest_checkpoint(self.folder.latest_state)
-        settings = edited(self.settings, change, checkpoint)
+        settings = edited(self.settings, change, checkpoint, self.survival.configurations.rows)
+        allocator = change.assignments.get("allocator", self.survival.allocator) if settings is None else ""
         started = time.time()
         # A program of the user's own counts its updates from its start; ours says where it resumes.
         start = 0 if settings is None else None
@@ -189,7 +211,7 @@ class Supervisor:
         except sqlite3.OperationalError as error:
             raise RunFolderError(f"{self.folder.ledger_path}: cannot be written: {error}; free some space") from None
         try:
-            shim = launch(self.folder, number, self.spec, settings, self._socket)
+            shim = launch(self.folder, number, self.spec, settings, self._socket, allocator=allocator)
         except MemtopError as error:
             why = str(error)
             self._ledgered(lambda: self.ledger.close_unstarted(number, why, time.time()))
@@ -203,15 +225,19 @@ class Supervisor:
         self.progress = Progress(self.progress.best_loss)
         if start is not None:
             self._publisher.take_back_from(start + 1)
-        self.attempt = RunningAttempt(self.folder, number, shim)
+        self.attempt, self._owed = RunningAttempt(self.folder, number, shim), {}
+        self.survival.begin(number, reason, change, started, allocator)
         self._move(Phase.STARTING)
         self.event("attempt", f"attempt {number}: {reason}{split}")
 
     def foreseen(self, change: Change) -> Settings | None:
         """The settings that a change asked for now will give; UsageError if it cannot be."""
+        rows = self.survival.configurations.rows
+        if change.state_before is not None:
+            going_back.state_at(self.folder.latest_state, change.state_before)
         if self.lifecycle.phase.final:
-            return edited(self.settings, change, self.checkpoint)
-        return edited_live(self.settings, change, self.checkpoint, self.progress)
+            return edited(self.settings, change, self.checkpoint, rows)
+        return edited_live(self.settings, change, self.checkpoint, self.progress, rows)
 
     async def _finish(self, ended: ExitFile) -> None:
         """The program has ended: read its last words, clear what it left behind, decide what the run is now."""
@@ -226,7 +252,14 @@ class Supervisor:
         phase, reason, diagnosis = explain.outcome(
             self.attempt.log_path, self.progress.end, status, self.lifecycle.phase, own_program=self.settings is None
         )
+        if self.survival.stalled is not None and self.pending is None and phase is Phase.STOPPED:
+            phase, reason = Phase.FAILED, f"stood still after: {self.survival.stalled}"
+        examined = await self._examine(ended, status) if phase is Phase.FAILED or explain.not_saved(self.progress.end) else None
+        if examined is not None:
+            diagnosis, reason = explain.with_cause(examined, diagnosis, reason)
+        # Asked for while we read: it counts.
         outcome = "restarted" if self.pending is not None else phase.value
+        self.survival.ended(outcome, examined)
         # If the ledger cannot take it now, the next supervisor finds the attempt open and its exit file, and comes here again.
         self._update_attempt(
             ended=ended.ended,
@@ -238,8 +271,9 @@ class Supervisor:
             peak_bytes=self.progress.peak_bytes,
         )
         if self.pending is None:
-            self._move(phase, reason)
-            self.event(phase.value, reason or phase.value, {"exit_status": status})
+            died = phase is Phase.FAILED and self.lifecycle.phase is not Phase.STOPPING
+            decision = self.survival.decide(examined) if examined is not None and died else None
+            self._end(phase, reason, decision)
             return
         if self.lifecycle.phase is not Phase.RESTARTING:
             self._move(Phase.RESTARTING)
@@ -256,15 +290,55 @@ class Supervisor:
             self._move(phase, str(error))
             self.event(phase.value, str(error))
 
+    async def _examine(self, ended: ExitFile, status: int | None) -> Diagnosis:
+        """Why the program ended; whoever looks on is kept up to date meanwhile."""
+        stalled = self.survival.stalled is not None
+        stopping = self.lifecycle.phase in (Phase.STOPPING, Phase.RESTARTING)
+        asked = stopping or (self.ladder is not None and not stalled)
+        # A program that says itself that it failed to save may still end with status 0, which would prove that all is well;
+        # and one that we ended because it stood still ended of our signal.
+        known = None if status == 0 or stalled else status
+        return await self.survival.examine(ended, known, asked=asked, meanwhile=self._publish)
+
+    def _end(self, phase: Phase, reason: str | None, decision: Decision | None) -> None:
+        """The run is over, unless it is to come back by itself."""
+        self.event(phase.value, reason or phase.value, {"exit_status": self.exit_status})
+        if decision is not None:
+            self.event("remedy", f"{decision.action}: {decision.why}")
+        if self.survival.comeback is not None:
+            self._move(Phase.RESTARTING, reason)
+        else:
+            self._move(phase, reason)
+
+    def come_back(self, change: Change) -> None:
+        """Start again after a death, as it was decided."""
+        assert self.attempt is not None
+        try:
+            self._launch(self.attempt.number + 1, explain.restart_reason(change), change)
+        except MemtopError as error:
+            self.survival.call_off(str(error))
+
+    def fail(self, why: str) -> None:
+        """No restart after all: the run stays as it died."""
+        self._move(Phase.FAILED, why)
+        self.event("failed", why)
+
+    def _go_back(self, update: int) -> None:
+        moved = going_back.go_back(self.folder.latest_state, update)
+        if moved is not None:
+            self.event("rollback", f"states after update {update} moved to {moved}")
+
     # --- commands -------------------------------------------------------------------------------------------------------
 
     def begin_restart(self, change: Change) -> None:
         """Stop the attempt; when it has ended, the next one starts with the change. An ended run starts at once."""
-        if self.lifecycle.phase.final:
+        if self.lifecycle.phase.final or self.survival.comeback is not None:
             assert self.attempt is not None or self.ledger.attempts()
             number = self.ledger.attempts()[-1].number + 1
             self._launch(number, explain.restart_reason(change), change)
             return
+        if change.state_before is not None:
+            going_back.hold(self.folder.latest_state, change.state_before)
         self.pending = change
         if self.lifecycle.phase is not Phase.RESTARTING:
             self._move(Phase.RESTARTING)
@@ -300,6 +374,9 @@ class Supervisor:
 
     def begin_stopping(self) -> None:
         """Stop the run for good (a restart that was waiting is off)."""
+        if self.survival.comeback is not None:
+            self.survival.call_off("called off: it stays as it died")
+            return
         self.pending = None
         self._move(Phase.STOPPING)
         if self.ladder is None:
@@ -344,6 +421,8 @@ class Supervisor:
     def _apply(self, rank: int, report: dict[str, Any]) -> None:
         assert self.attempt is not None
         self.progress.apply(rank, report)
+        self.survival.report(rank, report)
+        self.prevention.report(rank, report)
         self._publisher.changed()
         if rank != 0:
             return
@@ -375,6 +454,8 @@ class Supervisor:
         assert machine is not None
         for crossing in self.watch.crossings():
             self.event("band", crossing)
+        self.survival.sample(keep)
+        self.prevention.sample()
         self.ledger.recorder.add(machine, self.watch.run_rss_bytes)
         if keep:
             number = self.attempt.number if self.attempt else 0
@@ -407,8 +488,14 @@ class Supervisor:
 
     def _update_attempt(self, **values: Any) -> None:
         assert self.attempt is not None
-        number = self.attempt.number
-        self._ledgered(lambda: self.ledger.update_attempt(number, **values))
+        number, self._owed = self.attempt.number, self._owed | values
+
+        def write() -> bool:
+            self.ledger.update_attempt(number, **self._owed)
+            return True
+
+        if self._ledgered(write):
+            self._owed = {}
 
     def _ledgered(self, write: Callable[[], T]) -> T | None:
         """Write to the ledger; None, with a warning to the viewers, if it cannot be written now."""
@@ -419,6 +506,13 @@ class Supervisor:
             return None
         self._warn("ledger", None)
         return done
+
+    def _save_configuration(self, record: Record) -> bool:
+        def write() -> bool:
+            self.ledger.save_configuration(record)
+            return True
+
+        return self._ledgered(write) is not None
 
     def _warn(self, topic: str, text: str | None) -> None:
         if text is None:

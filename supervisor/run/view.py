@@ -20,7 +20,7 @@ from memtop.supervisor.run.folder import RunFolder, RunLock, RunSpec, StateFile,
 from memtop.supervisor.run.ledger import Attempt, Ledger
 from memtop.supervisor.run.manifest import newest_checkpoint
 from memtop.supervisor.run.process import RANKS_FILE, ProcessId, RanksFile, alive
-from memtop.supervisor.wire import Event, Metric, Phase, RunState
+from memtop.supervisor.wire import Configuration, Event, Metric, Phase, RunState
 
 # The shim writes its process file as soon as the program stands.
 _SAME_BOOT_SECONDS = 5.0
@@ -34,7 +34,12 @@ def read_state(folder: RunFolder) -> RunState:
     if file is None:
         spec = folder.spec()
         return RunState(
-            name=folder.name, folder=str(folder.path), state=Phase.CREATED, created=spec.created, settings=spec.settings
+            name=folder.name,
+            folder=str(folder.path),
+            state=Phase.CREATED,
+            created=spec.created,
+            settings=spec.settings,
+            on_oom=spec.on_oom,
         )
     state = file.run
     supervised = _supervisor_alive(folder)
@@ -46,6 +51,9 @@ def read_state(folder: RunFolder) -> RunState:
     changes |= {"alive": training, "checkpoint": newest_checkpoint(folder.latest_state)}
     if not (supervised and training):
         changes |= _of_nobody(state, supervised)
+    if not supervised and state.proposal is not None:
+        # Nobody is there who would do it.
+        changes["proposal"] = msgspec.structs.replace(state.proposal, begins=None)
     if not training:
         changes |= {"trainer_pid": None, "eta_seconds": None}
     if not supervised and not training and not state.state.final:
@@ -77,12 +85,19 @@ def read_run(path: Path) -> tuple[RunState, list[Metric], list[Event]]:
         return read_state(folder), ledger.metrics(), ledger.events()
 
 
+def read_configurations(path: Path) -> tuple[Configuration, ...]:
+    """The configurations of a run, oldest first, without its supervisor."""
+    with reading_ledger(RunFolder(path)) as ledger:
+        return tuple(record.configuration for record in ledger.configurations()) if ledger else ()
+
+
 def show(folder: RunFolder, *, metrics: bool) -> dict[str, Any]:
     """The document of `memtop show --json`."""
     state = read_state(folder)
     with reading_ledger(folder) as ledger:
         attempts = ledger.attempts() if ledger else []
         rows = ledger.metrics() if ledger and metrics else []
+        configurations = [record.configuration for record in ledger.configurations()] if ledger else []
     document: dict[str, Any] = {
         "name": state.name,
         "folder": state.folder,
@@ -105,6 +120,9 @@ def show(folder: RunFolder, *, metrics: bool) -> dict[str, Any]:
         "settings": msgspec.to_builtins(state.settings),
         "command": list(state.command),
         "checkpoint": msgspec.to_builtins(state.checkpoint),
+        "on_oom": state.on_oom,
+        "proposal": msgspec.to_builtins(state.proposal),
+        "configurations": msgspec.to_builtins(configurations),
         "exit_status": state.exit_status,
     }
     if metrics:

@@ -486,7 +486,7 @@ def test_an_attempt_that_cannot_be_started_changes_nothing(tmp_path: Path, obsta
 async def test_a_restart_tells_what_becomes_of_the_effective_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     supervisor = supervisor_at_update(tmp_path, 7)
     supervisor.lifecycle.move(Phase.STOPPED)
-    monkeypatch.setattr("memtop.supervisor.run.supervisor.launch", lambda *_: os.getpid())
+    monkeypatch.setattr("memtop.supervisor.run.supervisor.launch", lambda *_, **__: os.getpid())
     peer = Mock()
     split = f"effective batch {SETTINGS.effective_batch} -> {SETTINGS.accumulation}"
     await Commands(supervisor)._restart(peer, Restart(id=1, change=Change(batch=1)))

@@ -127,7 +127,7 @@ def trainer_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]
         (place / "settings.json").write_bytes(msgspec.json.encode(settings))
         channel = Recorder()
         if stop_after is not None:
-            channel.commands[stop_after] = [(1, "stop")]
+            channel.commands[stop_after] = [(1, "stop", {})]
         with monkeypatch.context() as patch:
             patch.setattr(run, "open_channel", lambda: channel)
             outcome = run.train(place / "settings.json", place / "train_latest_state", resume=True, **options)

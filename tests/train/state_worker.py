@@ -43,7 +43,7 @@ def main() -> None:
     source = position.updates
     channel = Recorder()
     if accelerator.is_main_process:
-        channel.commands[arguments.updates] = [(1, "stop")]
+        channel.commands[arguments.updates] = [(1, "stop", {})]
     trainer = Trainer(settings, engine, samples(), position, arguments.state_dir, channel, PAD)
     trainer.run(Control(channel, accelerator))
     if accelerator.is_main_process:

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from memtop.presets import Settings, edit_settings
+from memtop.train.agent.failures import describe, first_told
 from memtop.train.channel import Unsupervised
 from memtop.train.control import Control
 from memtop.train.corpus import ByteTokens, TokenStore
@@ -53,16 +54,22 @@ class Recorder(Unsupervised):
     def __init__(self) -> None:
         self.reports: list[dict[str, Any]] = []
         self.answers: list[tuple[int, bool, str]] = []
-        self.commands: dict[int, list[tuple[int, str]]] = {}
+        self.results: list[dict[str, Any]] = []
+        self.commands: dict[int, list[tuple[int, str, dict[str, Any]]]] = {}
 
     def report(self, kind: str, **values: Any) -> None:
         self.reports.append({"type": kind, **values})
 
-    def take_commands(self) -> list[tuple[int, str]]:
+    def oom(self, error: BaseException, **values: Any) -> None:
+        if first_told(error):
+            self.report("oom", **describe(error), **values)
+
+    def take_commands(self) -> list[tuple[int, str, dict[str, Any]]]:
         return self.commands.pop(len(self.of("step")), [])
 
     def answer(self, number: int, ok: bool, message: str, result: dict[str, Any] | None = None) -> None:
         self.answers.append((number, ok, message))
+        self.results.append(result or {})
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [report for report in self.reports if report["type"] == kind]
@@ -86,6 +93,7 @@ class Training:
         settings: Settings = TINY,
         channel: Recorder | None = None,
         evaluation: PackedText | None = None,
+        **options: Any,
     ) -> None:
         self.channel = channel or Recorder()
         self.settings = settings
@@ -97,7 +105,9 @@ class Training:
         self.engine: Any = engine
         self.model = engine.model
         self.optimizer: torch.optim.Optimizer = self.engine.bare_optimizer
-        self.trainer = Trainer(settings, engine, self.samples, position, state_dir, self.channel, PAD, evaluation=evaluation)
+        self.trainer = Trainer(
+            settings, engine, self.samples, position, state_dir, self.channel, PAD, evaluation=evaluation, **options
+        )
         self.control = Control(self.channel, accelerator)
 
     def run(self) -> str:

@@ -104,7 +104,7 @@ def test_a_run_goes_on_under_another_optimizer(tmp_path: Path, before: Optimizer
     state = tmp_path / "state"
     settings = edited(optimizer=before, learning_rate=2e-3)
     first = Training(state, settings)
-    first.channel.commands[5] = [(1, "stop")]
+    first.channel.commands[5] = [(1, "stop", {})]
     first.run()
     second = Training(state, msgspec.structs.replace(settings, optimizer=after))
     assert second.run() == "finished"

@@ -75,7 +75,7 @@ def test_a_run_stopped_and_taken_up_again_ends_with_the_same_weights(
     undisturbed: Training, tmp_path: Path, stop_after: int
 ) -> None:
     first = Training(tmp_path / "state")
-    first.channel.commands[stop_after] = [(7, "stop")]
+    first.channel.commands[stop_after] = [(7, "stop", {})]
     assert first.run() == "stopped"
     assert first.channel.answers == [(7, True, "stopping after this update")]
     second = Training(tmp_path / "state")
@@ -89,7 +89,7 @@ def test_a_run_stopped_and_taken_up_again_ends_with_the_same_weights(
 
 def test_a_checkpoint_command_is_answered_when_it_is_on_disk(tmp_path: Path) -> None:
     training = Training(tmp_path / "state")
-    training.channel.commands[2] = [(5, "checkpoint")]
+    training.channel.commands[2] = [(5, "checkpoint", {})]
     training.run()
     ((number, ok, message),) = training.channel.answers
     assert (number, ok) == (5, True)

@@ -30,7 +30,9 @@ def test_every_sign_stays_as_wide_as_it_was() -> None:
     assert to_ascii("日本ü") == "?????"
 
 
-@pytest.mark.parametrize("keys", [(), ("g",), ("m",), ("o",), ("o", "enter"), ("question_mark",), ("r",)])
+@pytest.mark.parametrize(
+    "keys", [(), ("g",), ("m",), ("o",), ("o", "enter"), ("question_mark",), ("r",), ("u",), ("b",), ("U",), ("x",)]
+)
 async def test_every_screen_is_ascii(monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...]) -> None:
     monkeypatch.setenv("MEMTOP_ASCII", "1")
     app = DashboardApp(DemoFeed(interval=0, warm_up=20, ticks=0))

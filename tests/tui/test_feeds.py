@@ -64,6 +64,7 @@ class Supervisors:
         monkeypatch.setattr(client_module.AsyncRunClient, "connect", self.connect)
         monkeypatch.setattr(client_module, "revive", self.revive)
         monkeypatch.setattr(view_module, "read_run", self.read_run)
+        monkeypatch.setattr(view_module, "read_configurations", self.read_configurations)
 
     async def connect(self, folder: Path) -> FakeClient:
         found = self._clients.pop(0) if self._clients else None
@@ -74,6 +75,9 @@ class Supervisors:
     def revive(self, folder: Path) -> bool:
         self.revived += 1
         return self._revives
+
+    def read_configurations(self, folder: Path) -> tuple[wire.Configuration, ...]:
+        return (wire.Configuration(number=1, attempt=1, started=0.0, reason="start"),)
 
     def read_run(self, folder: Path) -> tuple[wire.RunState, list[wire.Metric], list[wire.Event]]:
         return self.run, [wire.Metric(update=1, attempt=1, loss=2.0)], []
@@ -156,9 +160,16 @@ async def test_a_waiting_request_hears_that_the_supervisor_died(monkeypatch: pyt
 async def test_a_run_that_is_over_shows_its_last_state(monkeypatch: pytest.MonkeyPatch) -> None:
     Supervisors(monkeypatch, None)
     feed = run_feed()
-    messages = await take(feed.messages(), 5)
-    assert [type(m) for m in messages] == [wire.MetricRows, wire.EventRows, wire.StateUpdate, Disconnected, MachineSnapshot]
-    ended = messages[3]
+    messages = await take(feed.messages(), 6)
+    assert [type(m) for m in messages] == [
+        wire.MetricRows,
+        wire.EventRows,
+        wire.ConfigurationRows,
+        wire.StateUpdate,
+        Disconnected,
+        MachineSnapshot,
+    ]
+    ended = messages[4]
     assert isinstance(ended, Disconnected)
     assert ended.ended
     assert "memtop restart tiny takes it up again" in ended.reason
@@ -175,26 +186,26 @@ async def test_the_history_of_a_run_that_is_over_is_read_again_only_if_it_change
     state.write_text("{}")
     feed = RunFeed(tmp_path, sampler_factory=FakeSampler, retry_seconds=0.0, interval=0.0)
     stream = feed.messages()
-    whole = [wire.MetricRows, wire.EventRows, wire.StateUpdate, Disconnected, MachineSnapshot]
-    assert [type(m) for m in await take(stream, 5)] == whole
+    whole = [wire.MetricRows, wire.EventRows, wire.ConfigurationRows, wire.StateUpdate, Disconnected, MachineSnapshot]
+    assert [type(m) for m in await take(stream, 6)] == whole
     supervisors.run = run_state(state=wire.Phase.FAILED, alive=False)
     again = await take(stream, 6)
     assert [type(m) for m in again] == [wire.StateUpdate, Disconnected, MachineSnapshot] * 2
     assert isinstance(again[0], wire.StateUpdate)
     assert again[0].run is supervisors.run, "what is alive now is looked at each time"
     state.write_text('{"changed": 1}')
-    assert [type(m) for m in await take(stream, 5)] == whole
+    assert [type(m) for m in await take(stream, 6)] == whole
     (tmp_path / "ledger.sqlite").write_text("a last event")
-    assert [type(m) for m in await take(stream, 5)] == whole
-    assert [type(m) for m in await take(stream, 3)] == whole[2:]
+    assert [type(m) for m in await take(stream, 6)] == whole
+    assert [type(m) for m in await take(stream, 3)] == whole[3:]
 
 
 async def test_read_only_never_starts_a_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
     supervisors = Supervisors(monkeypatch, None, revives=True)
     supervisors.run = run_state()
-    messages = await take(run_feed(read_only=True).messages(), 4)
+    messages = await take(run_feed(read_only=True).messages(), 5)
     assert supervisors.revived == 0
-    assert messages[3] == Disconnected("supervisor is gone, training goes on - reconnecting")
+    assert messages[4] == Disconnected("supervisor is gone, training goes on - reconnecting")
 
 
 async def test_a_run_that_is_over_is_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +218,7 @@ async def test_a_run_that_is_over_is_taken_up_again(monkeypatch: pytest.MonkeyPa
     Supervisors(monkeypatch, None)
     monkeypatch.setattr(client_module, "start_supervisor", start)
     feed = run_feed()
-    await take(feed.messages(), 4)
+    await take(feed.messages(), 5)
     change = wire.Change(batch=2)
     answers = [a async for a in feed.request(lambda number: wire.Restart(id=number, change=change))]
     assert [a.outcome for a in answers] == [wire.Outcome.ACCEPTED, wire.Outcome.DONE]
@@ -221,6 +232,6 @@ async def test_what_keeps_a_run_from_being_taken_up_is_said(monkeypatch: pytest.
     Supervisors(monkeypatch, None)
     monkeypatch.setattr(client_module, "start_supervisor", start)
     feed = run_feed()
-    await take(feed.messages(), 4)
+    await take(feed.messages(), 5)
     answers = [a async for a in feed.request(lambda number: wire.Restart(id=number))]
     assert (answers[-1].outcome, answers[-1].message) == (wire.Outcome.FAILED, "the disk is full")

@@ -18,7 +18,7 @@ from tests.tui.support import GIB, NOW, RecordingFeed, dashboard, gpu, machine, 
 
 WIDE = "訓練 大規模言語モデル"
 NOTE = "no NVIDIA GPU: the NVIDIA driver is not loaded: load it (modprobe nvidia) or reboot after installing it"
-TEXTS = ("mem-safe", "mem-edge", "mem-muted")
+TEXTS = ("mem-safe", "mem-edge", "mem-muted", "mem-alloc")
 
 
 @pytest.mark.parametrize("theme", ["memtop", "textual-light", "textual-dark", "solarized-light"])

@@ -12,6 +12,7 @@ import pytest
 from memtop.supervisor import wire
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
+from memtop.supervisor.run.configurations import Record
 from memtop.supervisor.run.folder import RunFolder, StateFile, create_run, write_json
 from memtop.supervisor.run.ledger import Ledger
 from memtop.supervisor.wire import Event, Phase
@@ -187,3 +188,57 @@ async def test_the_dashboard_plays_it_with_its_keys(over: RunFolder) -> None:
         assert "replay, 02:01:40 of 02:01:40, at its end" in text
         assert "Stop" not in text
         assert app.dashboard.history.end == START + 7295
+
+
+DIED = {"kind": "gpu_oom", "confidence": 0.99, "summary": "GPU 0 ran out of memory.", "evidence": ["CUDA out of memory"]}
+
+
+async def test_a_death_of_memory_and_the_configurations_are_replayed_and_change_nothing(over: RunFolder) -> None:
+    ledger = Ledger(over.path / "ledger.sqlite")
+    ledger.update_attempt(2, outcome="failed", diagnosis=DIED)
+    for number, began in ((1, 10), (2, 210)):
+        row = wire.Configuration(
+            number=number, attempt=number, started=START + began, reason="why", outcome="replaced", until_update=5
+        )
+        ledger.save_configuration(Record(configuration=row))
+    ledger.close()
+    recording = Recording(over.path)
+    assert [len(recording.configurations(START + moment)) for moment in (5, 50, 220)] == [0, 1, 2]
+    # What was to come of the newest one was not known then.
+    assert [row.outcome for row in recording.configurations(START + 220)] == ["replaced", None]
+    assert recording.configurations(START + 7300)[-1].outcome == "replaced"
+    assert recording.state(START + 201).proposal is None
+    proposal = recording.state(START + 7300).proposal
+    assert proposal is not None
+    assert proposal.diagnosis.summary == DIED["summary"]
+    feed = replay(over)
+    app = DashboardApp(feed)
+    async with app.run_test(size=(80, 24)) as pilot:
+        while app.dashboard.store.run is None:
+            await settle(pilot)
+        await pilot.press("end")
+        while app.dashboard.store.proposal is None:
+            await asyncio.sleep(0.01)
+            await settle(pilot)
+        assert app.screen is app.dashboard, "a replay opens no card by itself"
+        await pilot.press("w")
+        await settle(pilot)
+        text = screen_text(app)
+        assert "GPU 0 ran out of memory." in text
+        assert "a replay only shows" in text
+        await pilot.press("enter", "escape", "u", "enter")
+        await settle(pilot)
+        assert "read-only: nothing can be changed from here" in screen_text(app)
+        # Back before it, the card's key has nothing to show.
+        await pilot.press("escape", "home")
+        while app.dashboard.store.proposal is not None:
+            await asyncio.sleep(0.01)
+            await settle(pilot)
+        assert app.dashboard.store.configurations == ()
+
+
+def test_a_diagnosis_of_an_older_ledger_is_no_death_of_memory(over: RunFolder) -> None:
+    ledger = Ledger(over.path / "ledger.sqlite")
+    ledger.update_attempt(2, outcome="failed", diagnosis={"summary": "exit status 1", "evidence": []})
+    ledger.close()
+    assert Recording(over.path).state(START + 7300).proposal is None

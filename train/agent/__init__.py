@@ -5,6 +5,28 @@ Loaded as `memtop_agent` by `site/sitecustomize.py`. Reports go to `$MEMTOP_ATTE
 built-in trainer) calls `report` itself and offers more commands.
 
 The agent never imports torch, never blocks a step, and is silent on failure.
+
+Commands are {"type": "command", "id": n, "name": "change", "values": {...}}; `values` is left out where there are none. The
+built-in trainer carries out `checkpoint`, `stop` and, on its first rank, `change` (batch, accumulation, eval_batch,
+gradient_checkpointing, workers), and answers when it has.
+
+Reports, one JSON object a line, each with `type`, `time` (seconds since the epoch) and `seq`:
+
+* `hello`: {rank, local_rank, world_size, pid, python, offers}, the first one of each process.
+* `offers`: {offers}, where the program offers more after its first report.
+* `step`: {update, samples_seen, epoch, loss, learning_rate, gradient_norm, tokens, sample_digest, dropped, batch,
+  accumulation, data_wait_seconds, forward_seconds, backward_seconds, optimizer_seconds, step_seconds} and what
+  `memory.readings` finds: {allocated_bytes, reserved_bytes, peak_bytes, peak_reserved_bytes, allocation_retries (since the
+  process began), rss_bytes, anonymous_bytes}. Of a program that knows nothing of memtop: {update, learning_rate,
+  step_seconds, data_wait_seconds (inside torch's data loaders), dropped} and the readings.
+* `oom`: {update, phase, error, message, survived, batch, accumulation, allocated_bytes, reserved_bytes, free_bytes,
+  total_bytes, rss_bytes, device_uuid}: an allocation failed, and this is what was held then. `phase` is forward | backward |
+  optimizer | evaluation | data | load | save | unknown; `error` the error's class, `message` its words; `survived` says that
+  the trainer does the work again in smaller pieces. Written at once, also when the failure ends a program of any kind.
+* `settings`: {update, changes: {field: value}, reason, total_updates}: from this update on the trainer runs with these values.
+  `reason` is "allocation failure" | "pressure" | "asked" | "grown back"; `total_updates` what the run comes to with them.
+* `pressure`: {update, allocation_retries}: in two updates running the allocator found room only after it had freed its cache.
+* `plan`, `phase`, `memory`, `evaluation`, `checkpoint`, `warning`, `end`: see `train/run.py` and `train/loop.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +36,7 @@ import os
 import sys
 from typing import Any
 
-from . import memory
+from . import failures, memory
 from .journal import Journal
 from .link import Link
 from .steps import StepWatch
@@ -46,12 +68,21 @@ class Agent:
         self._offers = list(OFFERS_OF_ITS_OWN)
         self._own_program = False
         # Filled by the link's thread, emptied by the program's: every access is one step that cannot be torn apart.
-        self._commands: collections.deque[tuple[int, str]] = collections.deque()
+        self._commands: collections.deque[tuple[int, str, dict[str, Any]]] = collections.deque()
         self._watch = StepWatch(self)
 
     def wait_for_torch(self) -> None:
         """Follow the optimizers of whatever program this is, once it has imported torch."""
         self._watch.install()
+
+    def watch_failures(self) -> None:
+        """Report it when the program, whatever it is, ends for lack of memory."""
+        failures.watch(self)
+
+    @property
+    def update(self) -> int | None:
+        """The update that a program that knows nothing of memtop is in; None before its first step, and for one that knows."""
+        return None if self._own_program else self._watch.present
 
     def start(self) -> bool:
         """Open the journal and the link; False in a forked child, which must not speak for its parent."""
@@ -67,7 +98,7 @@ class Agent:
                     "world_size": self._world_size,
                     "pid": self._pid,
                     "python": sys.version.split()[0],
-                    "offers": self._offers,
+                    "offers": list(self._offers),
                 }
             )
             greeting = {"type": "agent", "attempt": self.attempt, "rank": self.rank, "pid": self._pid}
@@ -80,10 +111,13 @@ class Agent:
     def offer(self, *names: str) -> None:
         """The program itself can carry out these commands (checkpoint, stop); it must call `take_commands`. From now on
         it reports its steps itself."""
+        greeted = self._journal is not None
         self._offers.extend(names)
         self._own_program = True
         self._watch.remove()
-        self.start()
+        if self.start() and greeted and self._journal is not None:
+            # The greeting is written already, without them.
+            self._journal.put({"type": "offers", "offers": list(self._offers)})
 
     def readings(self) -> dict[str, int | None]:
         """The memory of this process; the peak is since the last call where the program offers commands."""
@@ -93,6 +127,13 @@ class Agent:
         """Append one report to the journal; never blocks, never raises."""
         if self.start() and self._journal is not None:
             self._journal.put(dict(values, type=kind))
+
+    def oom(self, error: BaseException, **values: Any) -> None:
+        """Report, once for each error and written at once, that memory ran out. What is held is read now: call it before
+        anything is freed. Keeps nothing of the error."""
+        if failures.first_told(error):
+            self.report("oom", **dict(failures.describe(error), **memory.at_failure()), **values)
+            self.flush()
 
     def flush(self) -> None:
         """Write out all reports so far before anything else happens."""
@@ -104,18 +145,18 @@ class Agent:
         """Reports that were lost because the journal could not be written fast enough, or at all."""
         return 0 if self._journal is None else self._journal.dropped
 
-    def take_commands(self) -> list[tuple[int, str]]:
-        """At a step boundary: carry out what the agent can do itself; hand over the rest as [(id, name)]."""
-        others: list[tuple[int, str]] = []
+    def take_commands(self) -> list[tuple[int, str, dict[str, Any]]]:
+        """At a step boundary: carry out what the agent can do itself; hand over the rest as [(id, name, values)]."""
+        others: list[tuple[int, str, dict[str, Any]]] = []
         if not self._commands or os.getpid() != self._pid:
             return others
         while self._commands:
-            number, name = self._commands.popleft()
+            number, name, values = self._commands.popleft()
             if name == "free_cache":
                 result = memory.free_cache()
                 self.answer(number, True, "cache freed", result)
             else:
-                others.append((number, name))
+                others.append((number, name, values))
         return others
 
     def answer(self, number: int, ok: bool, message: str, result: dict[str, Any] | None = None) -> None:
@@ -127,17 +168,19 @@ class Agent:
         # Runs in the link's thread: only noted here, carried out at the next step boundary.
         if message.get("type") != "command":
             return
-        number, name = int(message.get("id", 0)), str(message.get("name"))
+        number, name, values = int(message.get("id", 0)), str(message.get("name")), message.get("values")
         if name in self._offers:
-            self._commands.append((number, name))
+            self._commands.append((number, name, values if isinstance(values, dict) else {}))
         else:
             self.answer(number, False, "this program does not offer %r: it has never heard of memtop" % (name,))
 
 
 _agent = Agent()
 wait_for_torch = _agent.wait_for_torch
+watch_failures = _agent.watch_failures
 offer = _agent.offer
 report = _agent.report
+oom = _agent.oom
 flush = _agent.flush
 take_commands = _agent.take_commands
 answer = _agent.answer

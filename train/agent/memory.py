@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -9,16 +10,25 @@ import sys
 from typing import Any
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-NAMES = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_reserved_bytes", "rss_bytes")
+NAMES = (
+    *("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_reserved_bytes", "allocation_retries"),
+    *("rss_bytes", "anonymous_bytes"),
+)
 
 
 def rss_bytes() -> int | None:
     """Resident bytes of this process, or None where /proc does not tell."""
+    return _resident()[0]
+
+
+def _resident() -> tuple[int | None, int | None]:
+    """Resident bytes, and those of them that belong to no file and to no shared memory."""
     try:
         with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * _PAGE
-    except (OSError, IndexError, ValueError):
-        return None
+            resident, shared = (int(word) * _PAGE for word in file.read().split()[1:3])
+    except (OSError, ValueError):
+        return None, None
+    return resident, resident - shared
 
 
 def _cuda() -> Any:
@@ -31,16 +41,18 @@ def _cuda() -> Any:
 
 
 def readings(*, reset_peak: bool = False) -> dict[str, int | None]:
-    """Allocated, reserved and peak bytes (of both) on the current device (None without CUDA), and RSS.
+    """Allocated, reserved and peak bytes (of both) on the current device and how often its allocator had to free its cache and
+    try again (None without CUDA); resident bytes and the anonymous ones among them.
 
     The peak counts from when it was last reset. That changes what the program itself would be told, so it is done only for a
     program that leaves it to the agent.
     """
     found: dict[str, int | None] = dict.fromkeys(NAMES)
-    found["rss_bytes"] = rss_bytes()
+    found["rss_bytes"], found["anonymous_bytes"] = _resident()
     cuda = _cuda()
     if cuda is not None:
         found["allocated_bytes"] = cuda.memory_allocated()
+        found["allocation_retries"] = _retries(cuda)
         found["reserved_bytes"] = cuda.memory_reserved()
         found["peak_bytes"] = cuda.max_memory_allocated()
         peak_reserved = getattr(cuda, "max_memory_reserved", None)
@@ -48,6 +60,24 @@ def readings(*, reset_peak: bool = False) -> dict[str, int | None]:
             found["peak_reserved_bytes"] = peak_reserved()
         if reset_peak:
             cuda.reset_peak_memory_stats()
+    return found
+
+
+def _retries(cuda: Any) -> int | None:
+    statistics = getattr(cuda, "memory_stats", None)
+    return None if statistics is None else statistics().get("num_alloc_retries")
+
+
+def at_failure() -> dict[str, Any]:
+    """What is held at this moment: by this process, and on its device by everybody. None for what cannot be told."""
+    found = dict(_held(), free_bytes=None, total_bytes=None, device_uuid=None)
+    cuda = _cuda()
+    if cuda is not None:
+        # A device that has just failed may fail at these questions, too.
+        with contextlib.suppress(Exception):
+            found["free_bytes"], found["total_bytes"] = cuda.mem_get_info()
+        with contextlib.suppress(Exception):
+            found["device_uuid"] = "GPU-%s" % (cuda.get_device_properties(cuda.current_device()).uuid,)
     return found
 
 
@@ -67,7 +97,7 @@ def free_cache() -> dict[str, Any]:
     return result
 
 
-def _held() -> dict[str, int | None]:
+def _held() -> dict[str, Any]:
     cuda = _cuda()
     return {
         "allocated_bytes": None if cuda is None else cuda.memory_allocated(),

@@ -10,6 +10,8 @@ import time
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Callable, Sequence
 
+from . import loading
+
 if TYPE_CHECKING:
     from . import Agent
 
@@ -26,12 +28,19 @@ class StepWatch:
         self._first: int | None = None
         self._updates = 0
         self._last: float | None = None
+        self._loaders = loading.LoaderWatch()
 
     def install(self) -> None:
-        if TARGET in sys.modules:
-            self._hook(sys.modules[TARGET])
-        else:
-            sys.meta_path.insert(0, _Finder(self._hook))
+        for name, then in ((TARGET, self._hook), (loading.TARGET, self._hook_loaders)):
+            if name in sys.modules:
+                then(sys.modules[name])
+            else:
+                sys.meta_path.insert(0, _Finder(name, then))
+
+    @property
+    def present(self) -> int | None:
+        """The update that is under way; None before the first one has ended."""
+        return self._updates + 1 if self._updates else None
 
     def remove(self) -> None:
         """The program reports its steps itself."""
@@ -45,6 +54,13 @@ class StepWatch:
         if register is not None and not self._removed:
             try:
                 self._handle = register(self._after_step)
+            except Exception as error:  # noqa: BLE001 - a guest must not break its host's import, whatever goes wrong
+                self._give_up(error)
+
+    def _hook_loaders(self, module: ModuleType) -> None:
+        if not self._removed:
+            try:
+                self._loaders.hook(module)
             except Exception as error:  # noqa: BLE001 - a guest must not break its host's import, whatever goes wrong
                 self._give_up(error)
 
@@ -68,7 +84,7 @@ class StepWatch:
             self._first = id(optimizer)
         if id(optimizer) != self._first:
             return
-        now = time.monotonic()
+        now, waited = time.monotonic(), self._loaders.taken()
         self._updates += 1
         groups = getattr(optimizer, "param_groups", None) or [{}]
         rate = groups[0].get("lr")
@@ -77,6 +93,7 @@ class StepWatch:
             update=self._updates,
             learning_rate=None if rate is None else float(rate),
             step_seconds=None if self._last is None else now - self._last,
+            data_wait_seconds=waited if self._last is not None else None,
             dropped=self._agent.dropped,
             **self._agent.readings(),
         )
@@ -86,15 +103,16 @@ class StepWatch:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself; has `then(module)` called once the target has been imported by someone else."""
+    """Finds nothing itself; has `then(module)` called once the module of that name has been imported by someone else."""
 
-    def __init__(self, then: Callable[[ModuleType], None]) -> None:
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name = name
         self._then = then
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != TARGET:
+        if fullname != self._name:
             return None
         with contextlib.suppress(ValueError):
             # The program may have put its own list of finders there meanwhile.

@@ -18,11 +18,17 @@ class Share(NamedTuple):
 
 
 def memory_bar(
-    width: int, shares: Sequence[Share], *, peak: float | None = None, limits: bool = True, after: Share | None = None
+    width: int,
+    shares: Sequence[Share],
+    *,
+    peak: float | None = None,
+    limits: bool = True,
+    after: Share | None = None,
+    predicted: float | None = None,
 ) -> Line:
     """A stacked bar with the 85 % and 90 % lines (`┊`) and the highest value so far (`┆`) in its free part.
 
-    `after` follows the shares without hiding those lines: memory that counts as free.
+    `after` follows the shares without hiding those lines: memory that counts as free. `predicted` is marked by `▴` on all.
     """
     if width <= 0:
         return ()
@@ -44,6 +50,9 @@ def memory_bar(
         end = round(done * width)
         cells[start:end] = [(share.glyph, share.role)] * (end - start)
         start = max(start, end)
+    if predicted is not None:
+        # In the last cell that belongs to it, so that the mark stands at the end of what is predicted.
+        cells[max(0, min(width, round(predicted * width)) - 1)] = ("▴", "predictedbar")
     return merged(cells[:width])
 
 

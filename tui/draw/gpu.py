@@ -5,6 +5,7 @@ from __future__ import annotations
 from memtop.supervisor import units
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuSample, GpuTrouble
+from memtop.tui.draw import trends
 from memtop.tui.draw.bands import ROLES, banded, padded_tag
 from memtop.tui.draw.charts import history
 from memtop.tui.draw.line import MUTED, STRONG, Line, dimmed, fact, fit, join, join_fitting, line, spread, width_of, wrap
@@ -124,7 +125,7 @@ def _numbers(store: Store, gpu: GpuSample, width: int) -> Line:
 
 def _state(store: Store, gpu: GpuSample, width: int) -> Line:
     details = gpu.details
-    forecast = _forecast(seconds_until_full(store.gpu_history.get(gpu_key(gpu), ())))
+    forecast = _forecast(store, gpu)
     parts = [
         fact("util", units.percent(gpu.utilization_fraction, 0)),
         line((celsius(gpu.temperature_celsius), STRONG)),
@@ -138,12 +139,15 @@ def _state(store: Store, gpu: GpuSample, width: int) -> Line:
     return spread(join_fitting(parts, room, "   "), forecast, width)
 
 
-def _forecast(seconds: float | None) -> Line:
+def _forecast(store: Store, gpu: GpuSample) -> Line:
+    """When the card is full: of a run as its supervisor judges it, else from what was seen here."""
+    if store.run is not None:
+        trend = trends.of_gpu(store.run, gpu)
+        return () if trend is None else trends.full_in(trend)
+    seconds = seconds_until_full(store.gpu_history.get(gpu_key(gpu), ()))
     if seconds is None:
         return ()
-    minutes = seconds / 60
-    text = f"{minutes:.0f} min" if minutes >= 1 else f"{seconds:.0f} s"
-    return line(("^ full in ", "edge"), (text, "edge"), (" at this rate", MUTED))
+    return line(("^ full in ", "edge"), (trends.minutes(seconds), "edge"), (" at this rate", MUTED))
 
 
 def celsius(value: float | None) -> str:

@@ -22,7 +22,9 @@ _ROLES = {Band.SAFE: "hist", Band.EDGE: "histedge", Band.DANGER: "histdanger", B
 _BITS = ((0x40, 0x80), (0x04, 0x20), (0x02, 0x10), (0x01, 0x08))
 """The dots of a braille cell: rows from the bottom, columns from the left."""
 # What an event has to be for its moment to be marked.
-MARKED = frozenset({"attempt", "adopted", "checkpoint", "warning", "band", "finished", "stopped", "failed", "stop"})
+_LIFE = ("attempt", "adopted", "checkpoint", "warning", "band", "finished", "stopped", "failed", "stop")
+_MEMORY = ("oom", "survived", "remedy", "settings", "trend", "pressure", "trial")
+MARKED = frozenset((*_LIFE, *_MEMORY))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from memtop.supervisor import units, wire
 from memtop.supervisor.monitor.bands import EDGE_FROM
 from memtop.supervisor.monitor.values import HostSample
+from memtop.tui.draw import trends
 from memtop.tui.draw.bands import ROLES, banded, padded_tag
 from memtop.tui.draw.bars import Share, memory_bar
 from memtop.tui.draw.charts import history
@@ -57,6 +58,8 @@ def _rows(store: Store, width: int) -> list[Row]:
         full = (host.shm_fraction or 0.0) > EDGE_FROM
         rows.append(Row(2 if full else 7, shm_row(host, width)))
     rows += [Row(3, swap_row(host, width)), Row(6, _traffic(host, width))]
+    if store.run is not None:
+        rows += [Row(1, fit(line((f"^ {trends.sentence(trend)}", "edge")), width)) for trend in trends.of_host(store.run)]
     alarms = _alarms(host)
     if alarms:
         rows.append(Row(2, join_fitting(alarms, width)))

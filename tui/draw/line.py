@@ -55,6 +55,8 @@ ROLES = (
     "pagecache",
     "cursor",
     "heading",
+    "predicted",
+    "predictedbar",
 )
 """Every role a drawing may use. Widgets map each to the component class `draw--<role>`."""
 

@@ -13,7 +13,8 @@ from memtop.tui.draw.bars import progress_bar
 from memtop.tui.draw.charts import Point, curve
 from memtop.tui.draw.gpu import driver_silence
 from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, grid, join, join_fitting, line, spread, width_of, wrap
-from memtop.tui.draw.words import age
+from memtop.tui.draw.trends import first_full, sentence
+from memtop.tui.draw.words import BOTTLENECKS, age
 from memtop.tui.store import Link, Store
 
 PHASE_MARKS = {
@@ -153,6 +154,7 @@ def draw_compact_training(store: Store, width: int, height: int) -> list[Line]:
             fact("", f"{_thousands(run.tokens_per_second)} tok/s"),
             fact("step", f"{_number(run.step_seconds, '.2f')} s"),
             fact("saved", _ago(store, run)),
+            _bound(run),
         )
     )
     if run.reason:
@@ -178,7 +180,21 @@ def _split_line(run: RunState, width: int) -> Line:
     )
     whole = sum(seconds or 0.0 for _, seconds in parts)
     shares = [(word, None if s is None or whole <= 0 else s / whole) for word, s in parts]
-    return fit(join(fact(word, units.percent(share, 0)) for word, share in shares), width)
+    split = join(fact(word, units.percent(share, 0)) for word, share in shares)
+    bound = _bound(run)
+    if width_of(split) + 2 + width_of(bound) > width:
+        # Short words rather than none: what bounds the speed is worth more than their endings.
+        split = join(fact(_SHORT.get(word, word), units.percent(share, 0)) for word, share in shares)
+    return spread(split, bound, width) if bound else fit(split, width)
+
+
+_SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}
+
+
+def _bound(run: RunState) -> Line:
+    """`data-bound`: what the run spends its time on; nothing where it is not known."""
+    word = BOTTLENECKS.get(run.advice.bottleneck, "") if run.advice is not None else ""
+    return line((word, "accent" if word == "compute-bound" else "edge")) if word else ()
 
 
 def _checkpoint_line(store: Store, run: RunState, width: int) -> Line:
@@ -269,15 +285,27 @@ def _event(event: Event, width: int) -> list[Line]:
     return [(*(indent if number else head), *part) for number, part in enumerate(parts)]
 
 
+_EVENT_LOOKS = {
+    "oom": ("✗", "bad"),
+    "failed": ("✗", "bad"),
+    "error": ("✗", "bad"),
+    "survived": ("✓", "good"),
+    "remedy": ("↻", "accent"),
+    "settings": ("▸", "accent"),
+    "trial": ("◌", "accent"),
+    "trend": ("^", "edge"),
+    "pressure": ("^", "edge"),
+    "warning": ("!", "edge"),
+}
+
+
 def _event_look(event: Event) -> tuple[str, str]:
-    if event.kind in ("oom", "failed", "error"):
-        return ("✗", "bad")
     if event.kind == "band":
         # The message ends in the new band: "GPU 1: safe -> edge, 86.2 %".
         for band, role in ((Band.DANGER, "bad"), (Band.EDGE, "edge"), (Band.SAFE, "safe")):
             if f"-> {band.value}" in event.message:
                 return (mark(band), role)
-    return ("!", "edge") if event.kind == "warning" else ("", "text")
+    return _EVENT_LOOKS.get(event.kind, ("", "text"))
 
 
 def draw_notice(store: Store, width: int, height: int) -> list[Line]:
@@ -288,6 +316,9 @@ def draw_notice(store: Store, width: int, height: int) -> list[Line]:
 
 def notice(store: Store) -> str:
     """The sentence for the line below the header, or nothing."""
+    run = store.run
+    if store.proposal is not None and store.link in (Link.CONNECTED, Link.ENDED):
+        return f"! {store.proposal.diagnosis.summary.rstrip('.')} (w: what can be done)"
     if store.link in (Link.GONE, Link.ENDED):
         return f"! {store.link_reason}" if store.link is Link.GONE else store.link_reason
     if store.link is Link.WAITING:
@@ -296,9 +327,18 @@ def notice(store: Store) -> str:
         return f"! stale: nothing heard for {store.quiet_seconds:.0f} s, these are the last known values"
     if store.machine is not None and store.machine.gpu_age_seconds is not None:
         return f"! {driver_silence(store)}: GPU numbers are old, the rest is live"
-    if store.run is not None and store.run.warnings:
-        more = len(store.run.warnings) - 1
-        return f"! {store.run.warnings[-1]}" + (f"  (and {more} more)" if more else "")
+    return "" if run is None else _notice_of_run(run)
+
+
+def _notice_of_run(run: RunState) -> str:
+    urgent = first_full([trend for trend in run.trends if trend.full_in_seconds is not None])
+    if urgent is not None:
+        return f"^ {sentence(urgent)}"
+    if run.trial is not None and run.trial.state.startswith("measuring"):
+        return f"… trial of {run.trial.title}: {run.trial.state}"
+    if run.warnings:
+        more = len(run.warnings) - 1
+        return f"! {run.warnings[-1]}" + (f"  (and {more} more)" if more else "")
     return ""
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+BOTTLENECKS = {"data": "data-bound", "compute": "compute-bound", "launch": "launch-bound", "swap": "swapping"}
+"""What a run spends its time on, as one word; nothing where it is not known."""
+
 
 def age(seconds: float) -> str:
     """`12 s`, `4 min`, `3 h`, `2 days`: enough to judge, short enough for a line."""

@@ -31,7 +31,7 @@ from memtop.tui.draw import machine as machine_drawing
 from memtop.tui.draw import training as training_drawing
 from memtop.tui.draw.host import draw_host
 from memtop.tui.draw.line import Line, line
-from memtop.tui.feed import Controlled, Feed, FeedMessage, LocalFeed, Replayed, RunFeed
+from memtop.tui.feed import Controlled, Feed, FeedMessage, LocalFeed, Replayed, RunFeed, Staged
 from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
 from memtop.tui.layout import GPU_PANELS, Plan, plan
 from memtop.tui.store import Store, fold, machine_in
@@ -70,7 +70,12 @@ def _gpu_panel(position: int) -> LinePanel:
 def first_store(feed: Feed, label: str | None) -> Store:
     """What is known before anything was heard."""
     here = isinstance(feed, LocalFeed | RunFeed)
-    return Store(read_only=feed.read_only, label=label, all_pids_visible=here and sees_all_pids())
+    return Store(
+        read_only=feed.read_only,
+        label=label,
+        staged=isinstance(feed, Staged),
+        all_pids_visible=here and sees_all_pids(),
+    )
 
 
 class ProcessPanel(LinePanel, can_focus=True):
@@ -113,6 +118,8 @@ class DashboardScreen(Screen[None]):
         self._hand_down_due = False
         self._bands: dict[str, Band] = {}
         self._plan: Plan | None = None
+        self._carded: tuple[str, int] | None = None
+        """The run and the attempt whose card has opened by itself."""
         self._dialog_open = False
         self._flash: Line = ()
         self._presets: dict[str, Preset] = {}
@@ -207,6 +214,7 @@ class DashboardScreen(Screen[None]):
 
     def _hand_down(self) -> None:
         self._hand_down_due = False
+        self._open_card(self.store)
         if self._is_covered():
             return
         store = self.store
@@ -217,6 +225,17 @@ class DashboardScreen(Screen[None]):
             self._colour_borders(store)
             self.action_bar.show(store, width=self.size.width, preset_keys=self._preset_keys(store))
             self._feed_log(store)
+
+    def _open_card(self, store: Store) -> None:
+        """A run that lies dead of memory is not to be overlooked: its card opens by itself, once for each attempt."""
+        run = store.run
+        if run is None or store.proposal is None or store.replaying or self._dialog_open or not self.is_current:
+            return
+        died = (run.folder, run.attempt)
+        if died != self._carded:
+            self._carded = died
+            self._dialog_open = True
+            self._carry_out("way_out", "")
 
     def _is_covered(self) -> bool:
         """Behind a full screen nothing is drawn; dialogs leave the dashboard to be seen."""
@@ -325,6 +344,9 @@ class DashboardScreen(Screen[None]):
             self.dashboard_app.action_detach()
         elif action.group == "view":
             self._view(action_id)
+        elif action.group == "demo":
+            if isinstance(self.feed, Staged):
+                self.feed.play("oom")
         elif action.group == "replay":
             if isinstance(self.feed, Controlled):
                 self.feed.control(action_id.removeprefix("replay_"))
@@ -341,6 +363,8 @@ class DashboardScreen(Screen[None]):
             await flows.FLOWS[action_id](self, key)
         finally:
             self._dialog_open = False
+            # A run may have died of memory while another dialog was open.
+            self._open_card(self.store)
 
     async def ask_supervisor(self, make: Callable[[int], wire.Request]) -> None:
         """Send a request and show each answer to it."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from memtop.presets import apply_preset, presets_for
 from memtop.supervisor import units, wire
+from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Change
 from memtop.tui.screens.dialog import ConfirmDialog
 from memtop.tui.screens.kill import KillDialog, describe
@@ -28,15 +29,28 @@ async def checkpoint(screen: DashboardScreen, key: str) -> None:
 async def stop(screen: DashboardScreen, key: str) -> None:
     run = screen.store.run
     assert run is not None
-    lines = [
+    lines = _stop_words(run) if screen.store.proposal is None else _call_off_words(run)
+    if await screen.app.push_screen_wait(ConfirmDialog("Stop the run", lines, confirm="Stop the run")):
+        screen.dialog_closed()
+        await screen.ask_supervisor(lambda number: wire.Stop(id=number))
+
+
+def _stop_words(run: wire.RunState) -> list[str]:
+    return [
         f"Stop {run.name}?",
         "",
         f"The present update (now {units.count(run.updates)} of {units.count(run.total_updates)}) is finished and saved,",
         f"then the program ends. memtop restart {run.name} takes it up again.",
     ]
-    if await screen.app.push_screen_wait(ConfirmDialog("Stop the run", lines, confirm="Stop the run")):
-        screen.dialog_closed()
-        await screen.ask_supervisor(lambda number: wire.Stop(id=number))
+
+
+def _call_off_words(run: wire.RunState) -> list[str]:
+    return [
+        f"Leave {run.name} as it is?",
+        "",
+        "The restart that was announced is called off: the run stays as it died.",
+        f"memtop restart {run.name} takes it up again.",
+    ]
 
 
 async def restart(screen: DashboardScreen, key: str) -> None:
@@ -44,13 +58,20 @@ async def restart(screen: DashboardScreen, key: str) -> None:
 
     run = screen.store.run
     assert run is not None
-    change: Change | None
     if run.settings is None:
         change = await _restart_unknown_program(screen, run)
+        if change is not None:
+            await _send_restart(screen, change)
+        return
+    presets = tuple(presets_for(run.settings.recipe))
+    asked = await screen.app.push_screen_wait(RestartDialog(screen, run, run.settings, presets))
+    if asked is None:
+        return
+    if asked.live:
+        screen.dialog_closed()
+        await screen.ask_supervisor(lambda number: wire.Edit(id=number, change=asked.change))
     else:
-        change = await screen.app.push_screen_wait(RestartDialog(run, run.settings, tuple(presets_for(run.settings.recipe))))
-    if change is not None:
-        await _send_restart(screen, change)
+        await _send_restart(screen, asked.change)
 
 
 async def _restart_unknown_program(screen: DashboardScreen, run: wire.RunState) -> Change | None:
@@ -183,6 +204,74 @@ async def history(screen: DashboardScreen, key: str) -> None:
     await screen.app.push_screen_wait(HistoryScreen(screen))
 
 
+async def way_out(screen: DashboardScreen, key: str) -> None:
+    """The card of a death of memory. Without a key it opened by itself."""
+    from memtop.supervisor.recovery.applying import change_for
+    from memtop.tui.screens.oom import OomCard
+
+    by_itself = not key
+    while True:
+        remedy = await screen.app.push_screen_wait(OomCard(screen, by_itself=by_itself))
+        if remedy is None:
+            return
+        if not remedy.needs_consent:
+            break
+        agreed = await screen.app.push_screen_wait(_consent(remedy))
+        if agreed:
+            break
+        by_itself = False
+    await _send_restart(screen, change_for(remedy, reason=_reason(screen.store)))
+
+
+def _consent(remedy: Remedy) -> ConfirmDialog:
+    changed = ", ".join(f"{name}={value}" for name, value in remedy.assignments.items()) or f"preset {remedy.preset}"
+    lines = [remedy.title, "", *([remedy.why] if remedy.why else []), f"It sets {changed}."]
+    if not remedy.keeps_math:
+        lines.append("This is other mathematics: what is learnt from here on is not what it would have been.")
+    return ConfirmDialog("This needs your consent", lines, confirm="Restart with it")
+
+
+def _reason(store: Store) -> str:
+    """What goes to the run's memory as the cause of this restart."""
+    if store.run is None or store.proposal is None:
+        return ""
+    return f"{store.proposal.diagnosis.kind.value} at update {units.count(store.run.updates)}"
+
+
+async def configurations(screen: DashboardScreen, key: str) -> None:
+    from memtop.tui.screens.configurations import ConfigurationsScreen
+
+    page = ConfigurationsScreen(screen)
+    await screen.app.push_screen_wait(page)
+    if page.chosen is not None:
+        await _send_restart(screen, page.chosen)
+
+
+async def undo(screen: DashboardScreen, key: str) -> None:
+    from memtop.tui.rollback import consequences, rollback, undone
+
+    store = screen.store
+    row = undone(store.configurations)
+    assert row is not None
+    change = rollback(row, store.configurations, with_state=False)
+    assert isinstance(change, Change)
+    lines = consequences(row, store, with_state=False)
+    if await screen.app.push_screen_wait(ConfirmDialog("Roll back", lines, confirm="Roll back")):
+        await _send_restart(screen, change)
+
+
+async def faster(screen: DashboardScreen, key: str) -> None:
+    from memtop.supervisor.recovery.applying import change_for
+    from memtop.tui.screens.faster import FasterScreen
+
+    page = FasterScreen(screen)
+    await screen.app.push_screen_wait(page)
+    if page.chosen is not None:
+        screen.dialog_closed()
+        change = change_for(page.chosen)
+        await screen.ask_supervisor(lambda number: wire.Try(id=number, change=change))
+
+
 async def show_help(screen: DashboardScreen, key: str) -> None:
     from memtop.tui.screens.help import HelpDialog
 
@@ -200,5 +289,9 @@ FLOWS: dict[str, Callable[[DashboardScreen, str], Awaitable[None]]] = {
     "gpu": gpu,
     "host": host,
     "history": history,
+    "way_out": way_out,
+    "configurations": configurations,
+    "undo": undo,
+    "faster": faster,
     "help": show_help,
 }

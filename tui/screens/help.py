@@ -23,13 +23,16 @@ _GROUPS = (
     ("session", "This dashboard"),
     ("view", "Looking around"),
     ("replay", "The replay"),
+    ("demo", "The demo"),
 )
 _MARKS = """\
 Bars     █ allocated   ▓ cached by the allocator   ▒ CUDA context and libraries
          ░ others and driver   · page cache, given back when needed
          ┆ highest so far   ┊┊ 85 % and 90 %
+         ╍╍▴ and ~ predicted, never measured
 Bands    · safe below 85 %   ^ edge 85 to 90 %   !! danger above 90 %
-Curves   ┊ an attempt begins;  – stands for what is not known
+Curves   ┊ an attempt begins;  – and ? stand for what is not known
+Events   ✗ failed   ✓ survived   ↻ remedy   ▸ settings   ◌ trial   ^ grows   ! warning
 Lists    ✓ ticked   = the same process on another GPU   ▸ ▾ a job, folded and not"""
 
 

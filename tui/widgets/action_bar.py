@@ -83,7 +83,19 @@ class ActionBar(Container):
         # Ways to look deeper give way to what can be done: their keys work all the same.
         grid = width < _TWO_LINES_BELOW
         room = _IN_TWO_LINES if grid else width
-        for button in sorted(buttons, key=lambda one: one.action.group == "screen"):
+        for button in sorted(buttons, key=lambda one: _rank(one.action)):
             takes = 1 if grid else button.wanted_width
-            button.display = offered(button.action, store) and (room >= takes or button.action.group != "screen")
+            fits = not _optional(button.action) or (room >= takes and obstacle(button.action, store) is None)
+            button.display = offered(button.action, store) and fits
             room -= takes if button.display else 0
+
+
+def _optional(action: Action) -> bool:
+    return action.group == "screen" or action.gives_way
+
+
+def _rank(action: Action) -> int:
+    """Who gets room first. The way out of a death of memory comes before all other looks."""
+    if not _optional(action):
+        return 0
+    return 1 if action.id == "way_out" else 3 if action.gives_way else 2

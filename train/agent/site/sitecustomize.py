@@ -34,6 +34,7 @@ def _load_agent() -> None:
     sys.modules["memtop_agent"] = agent
     spec.loader.exec_module(agent)
     agent.wait_for_torch()
+    agent.watch_failures()
 
 
 try:

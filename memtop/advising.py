@@ -1,0 +1,92 @@
+"""`memtop advise`: what a run spends its time on, what would make it faster, and a trial of the first proposal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from memtop.supervisor import units
+from memtop.supervisor.errors import NotRunningError
+from memtop.supervisor.recovery.values import Remedy
+from memtop.supervisor.run.folder import RunFolder
+from memtop.supervisor.run.view import read_state
+from memtop.supervisor.wire import Advice, RunState, Trial
+
+_ROWS = (("samples_per_second", "samples/s"), ("tokens_per_second", "tokens/s"))
+_SIZES = (("peak_bytes", "peak"), ("host_bytes", "host memory of the run"), ("swap_bytes", "swap"))
+
+
+def print_advice(folder: RunFolder, *, as_json: bool) -> int:
+    """The newest advice, what grows, and the newest trial."""
+    state = read_state(folder)
+    if not state.alive:
+        raise NotRunningError(f"run {folder.name!r} is not running: it is {state.state.value}; advice is about a run at work")
+    if as_json:
+        print(json.dumps(document(state), indent=2))
+    else:
+        print("\n".join(lines(state)))
+    return 0
+
+
+def print_trial(answer: dict[str, Any], *, as_json: bool) -> int:
+    """What came of a trial, as the supervisor's answer tells it."""
+    if as_json:
+        print(json.dumps(answer, indent=2))
+    else:
+        print("\n".join(_trial_lines(msgspec.convert(answer, Trial))))
+    return 0
+
+
+def document(state: RunState) -> dict[str, Any]:
+    """The document of `memtop advise --json`; `bottleneck` is null before anything was measured."""
+    advice = state.advice
+    empty = dict.fromkeys(Advice.__struct_fields__)
+    return {
+        **(empty if advice is None else msgspec.to_builtins(advice)),
+        "trends": msgspec.to_builtins(state.trends),
+        "trial": msgspec.to_builtins(state.trial),
+    }
+
+
+def lines(state: RunState) -> Iterator[str]:
+    """The same for a person."""
+    advice = state.advice
+    if advice is None:
+        yield "not known yet: nothing has been measured"
+    else:
+        yield advice.summary
+        yield from (f"  {text}" for text in advice.evidence)
+        for number, remedy in enumerate(advice.proposals, start=1):
+            yield from _proposal(number, remedy)
+        yield from (f"not now: {text}" for text in advice.refused)
+    yield from (f"grows: {trend.message}" for trend in state.trends)
+    if state.trial is not None:
+        yield from _trial_lines(state.trial)
+
+
+def _proposal(number: int, remedy: Remedy) -> Iterator[str]:
+    yield f"{number}. {remedy.title}"
+    forecast = remedy.forecast
+    if forecast is not None:
+        share = f", {units.percent(forecast.fraction)}: {forecast.band.value}"
+        yield f"   predicted peak {units.size(forecast.peak_bytes)}{share} ({forecast.basis})"
+    yield f"   {remedy.why}"
+    if remedy.command is not None:
+        yield f"   {remedy.command}"
+
+
+def _trial_lines(trial: Trial) -> Iterator[str]:
+    yield f"trial of {trial.title}: {trial.state}" + (f": {trial.reason}" if trial.reason else "")
+    for name, words in _ROWS:
+        if name in trial.before and name in trial.after:
+            yield f"  {words:<22} {_speed(trial.before, name)} -> {_speed(trial.after, name)}"
+    for name, words in _SIZES:
+        if name in trial.before and name in trial.after:
+            yield f"  {words:<22} {units.size(trial.before[name])} -> {units.size(trial.after[name])}"
+
+
+def _speed(values: dict[str, float], name: str) -> str:
+    return f"{values[name]:.1f} ± {values.get(f'{name}_spread', 0.0):.1f}"

@@ -1,0 +1,101 @@
+"""From what is known of an attempt's end to a diagnosis: gathers the evidence; what it means is `supervisor.diagnosis`'s."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memtop.presets.schema import Settings
+from memtop.supervisor.diagnosis.engine import diagnose, diagnose_file
+from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, OomRecord
+from memtop.supervisor.run.error_files import error_files
+from memtop.supervisor.run.kernel_log import kernel_lines
+from memtop.supervisor.run.witness import Witness
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True):
+    """How an attempt ended, as far as the supervisor has it at hand."""
+
+    folder: Path
+    log: Path
+    state_folder: Path
+    """Where states are saved: whose disk counts."""
+    ended: float
+    status: int | None
+    asked_to_stop: bool
+    settings: Settings | None
+    reports: Sequence[tuple[int, dict[str, Any]]]
+    """The `oom` reports of the attempt with their ranks."""
+
+
+def examine(end: End, witness: Witness) -> Diagnosis:
+    """Why it ended. Reads the whole log: to be called in a thread."""
+    evidence = evidence_of(end, witness)
+    try:
+        return diagnose_file(end.log, evidence)
+    except OSError:
+        return diagnose((), evidence)  # it wrote none, or it is gone: all else still speaks
+
+
+def evidence_of(end: End, witness: Witness) -> Evidence:
+    """All that speaks beside the log."""
+    sights = witness.sights
+    fractions = [sight.host_fraction for sight in sights if sight.host_fraction is not None]
+    shm = [sight.shm_free_bytes for sight in sights if sight.shm_free_bytes is not None]
+    settings = end.settings
+    return Evidence(
+        exit_status=end.status,
+        asked_to_stop=end.asked_to_stop,
+        records=tuple(record for rank, report in end.reports if (record := oom_record(rank, report)) and not record.survived),
+        error_files=tuple(error_files(end.folder)),
+        cgroup_oom_kills=witness.kills(),
+        kernel_lines=kernel_lines(witness.baseline.started, end.ended, time.time()),
+        member_pids=frozenset(witness.pids),
+        host_limit_bytes=witness.host_limit_bytes,
+        host_peak_fraction=max(fractions, default=None),
+        shm_free_bytes=min(shm, default=None),
+        disk_free_bytes=free_bytes(end.state_folder),
+        gpu_free_bytes=sights[-1].gpu_free_bytes if sights else {},
+        batch=settings.batch if settings else None,
+        seq_len=settings.seq_len if settings else None,
+        vocabulary=vocabulary(settings) if settings else None,
+    )
+
+
+def oom_record(rank: int, report: dict[str, Any]) -> OomRecord | None:
+    """An agent's `oom` report; None where it is not in the shape of one."""
+    known = {name: report[name] for name in OomRecord.__struct_fields__ if report.get(name) is not None}
+    try:
+        return msgspec.convert({**known, "rank": rank}, OomRecord, strict=False)
+    except msgspec.ValidationError:
+        return None
+
+
+def model_config(settings: Settings) -> dict[str, Any] | None:
+    """The model's configuration; None where only the trainer can know it (a hub name)."""
+    config, path = settings.model.get("config"), settings.model.get("path")
+    if config is None and isinstance(path, str):
+        try:
+            config = msgspec.json.decode((Path(path) / "config.json").read_bytes())
+        except (OSError, msgspec.DecodeError):
+            return None  # no folder, or nothing that could be read
+    return config if isinstance(config, dict) else None
+
+
+def vocabulary(settings: Settings) -> int | None:
+    """V of the model; None where only the trainer can know it."""
+    size = (model_config(settings) or {}).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Of the disk where the folder lies."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None

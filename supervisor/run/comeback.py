@@ -1,0 +1,90 @@
+"""A restart that waits: for a moment in which it can be called off, for what the dead program held to be free again, or for
+room on the disk. Then it goes, or finds that it cannot and says why."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal
+
+from memtop.supervisor import units
+from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
+from memtop.supervisor.recovery.values import Forecast
+from memtop.supervisor.wire import Change
+
+NOTICE_SECONDS = 3.0
+"""Time to read what will be done, and to call it off."""
+VRAM_SECONDS = 50.0
+"""Drivers take a while to give back what a killed process held; whoever holds it after that will go on holding it."""
+DISK_SECONDS = 24 * 3600.0
+_TOLERANCE_BYTES = 64 << 20
+
+Verdict = Literal["wait", "go", "ask"]
+
+
+class Comeback:
+    """Decides at each look whether the restart may begin. `problem` says who or what is in its way."""
+
+    def __init__(
+        self,
+        change: Change,
+        *,
+        gpus_before: dict[str, int],
+        forecast: Forecast | None = None,
+        disk: tuple[Path, int] | None = None,
+        monotonic: Callable[[], float],
+    ) -> None:
+        """`gpus_before`: by uuid, what was taken of the run's GPUs before it took its part. `disk`: a folder, and how much must
+        be free where it lies."""
+        self.change = change
+        self.problem: str | None = None
+        self._before = gpus_before
+        self._forecast = forecast
+        self._disk = disk
+        self._monotonic = monotonic
+        self._began = monotonic()
+
+    def look(self, machine: MachineSnapshot | None) -> Verdict:
+        waited = self._monotonic() - self._began
+        if waited < NOTICE_SECONDS:
+            return "wait"
+        if self._disk is not None:
+            return self._look_at_disk(*self._disk, waited)
+        taken = self._still_taken(machine)
+        if not taken:
+            self.problem = None
+            return "go"
+        self.problem = "; ".join(_holders(gpu, more) for gpu, more in taken)
+        if waited < VRAM_SECONDS:
+            return "wait"
+        wanted = self._forecast.peak_bytes if self._forecast is not None else None
+        if wanted is not None and any(gpu.free_bytes is not None and gpu.free_bytes < wanted for gpu, _ in taken):
+            self.problem += f"; the next try is expected to need {units.size(wanted)}"
+            return "ask"
+        return "go"
+
+    def _look_at_disk(self, folder: Path, needed: int, waited: float) -> Verdict:
+        free = shutil.disk_usage(folder).free
+        if free >= needed:
+            self.problem = None
+            return "go"
+        self.problem = f"{folder}: {units.size(free)} free, {units.size(needed)} needed; free some space"
+        return "wait" if waited < DISK_SECONDS else "ask"
+
+    def _still_taken(self, machine: MachineSnapshot | None) -> list[tuple[GpuSample, int]]:
+        """The run's GPUs of which more is taken than before the run, and how much more."""
+        gpus: Iterable[GpuSample] = machine.gpus if machine is not None else ()
+        found = []
+        for gpu in gpus:
+            before = self._before.get(gpu.uuid or "")
+            if before is not None and gpu.used_bytes is not None and gpu.used_bytes > before + _TOLERANCE_BYTES:
+                found.append((gpu, gpu.used_bytes - before))
+        return found
+
+
+def _holders(gpu: GpuSample, more: int) -> str:
+    rows = sorted((row for row in gpu.processes if not row.gone), key=lambda row: -(row.used_bytes or 0))
+    who = ", ".join(f"{row.name or row.command or '?'} (pid {row.pid}, {units.size(row.used_bytes)})" for row in rows[:4])
+    who = who or "nobody that the driver names"
+    return f"GPU {gpu.index} has {units.size(more)} more taken than before the run, held by {who}"

@@ -1,0 +1,283 @@
+"""What the supervisor does about memory that runs out: sees it coming to its end, finds out why, decides, and comes back.
+
+Deciding is `supervisor.recovery`'s, explaining `supervisor.diagnosis`'s; here both meet the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec.structs import replace
+
+from memtop.presets.schema import Settings
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.recovery.applying import change_for
+from memtop.supervisor.recovery.forecast import settings_key
+from memtop.supervisor.recovery.policy import SURE, Decision
+from memtop.supervisor.run import autopsy, explain, proposing
+from memtop.supervisor.run.attempt import ExitFile
+from memtop.supervisor.run.autopsy import End
+from memtop.supervisor.run.comeback import NOTICE_SECONDS, Comeback
+from memtop.supervisor.run.configurations import Configurations, Record
+from memtop.supervisor.run.ledger import Attempt
+from memtop.supervisor.run.stall import StallWatch
+from memtop.supervisor.run.witness import Witness
+from memtop.supervisor.wire import Change, Proposal
+
+if TYPE_CHECKING:
+    from memtop.supervisor.run.supervisor import Supervisor
+
+# A state that is written needs its own size once more, and a little for everything beside it.
+_DISK_MARGIN, _DISK_BYTES = 1.1, 1 << 20
+# Where no state was ever written, nobody knows how large one is.
+_DISK_UNKNOWN_BYTES = 1 << 30
+
+
+class Survival:
+    """Belongs to one supervisor, which calls it at each turn of the run's life."""
+
+    def __init__(self, supervisor: Supervisor, monotonic: Callable[[], float]) -> None:
+        self._supervisor = supervisor
+        self._monotonic = monotonic
+        self.configurations = Configurations((), lambda record: True, lambda: None)
+        self.proposal: Proposal | None = None
+        self.comeback: Comeback | None = None
+        self.allocator = ""
+        """Options that memtop gives to a program of the user's own."""
+        self.witness: Witness | None = None
+        self.stalled: str | None = None
+        """After which words the program stood still, where memtop ended it for that."""
+        self._stall: StallWatch | None = None
+        self._said: str | None = None
+        self._keyed: tuple[Settings | None, bool, str] = None, False, ""
+
+    # --- the run's life -------------------------------------------------------------------------------------------------
+
+    def open(self, records: Iterable[Record], save: Callable[[Record], bool], tell: Callable[[], None]) -> None:
+        """Go on with the configurations that the ledger knows; see `Configurations`."""
+        self.configurations = Configurations(records, save, tell)
+
+    def remember(self, attempt: Attempt, proposal: Proposal | None) -> None:
+        """Know again what an earlier supervisor knew of the run's newest attempt."""
+        self.proposal = proposal
+        folder = self._supervisor.folder.attempt(attempt.number)
+        self.witness = Witness(folder, attempt.started)
+        self._stall = StallWatch(folder / "output.log", self._monotonic)
+        present = self.configurations.present
+        if present is not None:
+            self.allocator = present.allocator
+            if present.configuration.settings is not None:
+                # Later than the attempt's: the program may have gone on with others.
+                self._supervisor.settings = present.configuration.settings
+
+    def begin(self, attempt: int, reason: str, change: Change, started: float, allocator: str) -> None:
+        """An attempt was started, by the comeback if there is one."""
+        supervisor, self.allocator = self._supervisor, allocator
+        folder = supervisor.folder.attempt(attempt)
+        self.witness = Witness(folder, started, supervisor.watch.machine)
+        self._stall, self.stalled = StallWatch(folder / "output.log", self._monotonic), None
+        saved = supervisor.checkpoint
+        self.configurations.begin_attempt(
+            attempt,
+            reason,
+            supervisor.settings,
+            allocator=self.allocator,
+            by_memtop=self.comeback is not None and self.comeback.change is change,
+            saved=saved.updates if saved is not None and saved.complete else None,
+        )
+        self.comeback, self._said = None, None
+
+    def look(self) -> None:
+        """Between samples: the program may enter a memory group of its own, and be killed there, within a second."""
+        attempt = self._supervisor.attempt
+        if self.witness is not None and attempt is not None and attempt.trainer is not None:
+            self.witness.look(attempt.trainer.pid)
+
+    def sample(self, keep: bool) -> None:
+        """The machine was sampled; `keep` from time to time."""
+        watch, attempt = self._supervisor.watch, self._supervisor.attempt
+        if self.witness is None or attempt is None or watch.machine is None or self._supervisor.phase.final:
+            return
+        if self.comeback is None and attempt.trainer is not None:
+            self.witness.sample(watch.machine, watch.member_pids, attempt.trainer.pid)
+        self.configurations.note_host(watch.run_rss_bytes, self._key())
+        self._look_for_a_stall()
+        if keep:
+            self.configurations.keep()
+
+    def _look_for_a_stall(self) -> None:
+        supervisor = self._supervisor
+        if self._stall is None or supervisor.ladder is not None or self.comeback is not None:
+            return
+        words = self._stall.look(supervisor.progress.heard, supervisor.progress.step.get("step_seconds"))
+        if words is not None:
+            self.stalled = words
+            supervisor.event("stalled", f"nothing has come from the program since: {words}; it is ended")
+            supervisor.begin_stop(asked=False)
+
+    def report(self, rank: int, report: dict[str, Any]) -> None:
+        """A rank has said something."""
+        kind = report.get("type")
+        if kind == "step":
+            base = self._supervisor.watch.gpu_base_bytes.get(self._supervisor.progress.devices.get(rank, ""))
+            self.configurations.note_step(rank, report, base, self._key())
+            if self.proposal is not None and rank == 0:
+                self.proposal = None
+        elif kind == "oom":
+            self._supervisor.event(
+                "survived" if report.get("survived") else "oom", explain.oom_text(rank, report), _data(report)
+            )
+        elif kind == "settings" and rank == 0:
+            self._changed(report)
+        elif kind == "plan" and rank == 0:
+            self.configurations.resumed(int(report.get("updates") or 0))
+
+    def _changed(self, report: dict[str, Any]) -> None:
+        """The running program goes on with other settings: they are the run's from now on."""
+        supervisor, changes = self._supervisor, report.get("changes")
+        if supervisor.settings is None or not isinstance(changes, dict):
+            return
+        try:
+            after = msgspec.convert({**msgspec.to_builtins(supervisor.settings), **changes}, Settings)
+        except msgspec.ValidationError as error:
+            supervisor.event("warning", f"the program reports settings that cannot be: {error}")
+            return
+        text = explain.settings_text(supervisor.settings, after, report)
+        supervisor.settings = after
+        failed = report.get("reason") == "allocation failure"
+        died = self._kind_of_last_failure() if failed else None
+        self.configurations.change(int(report.get("update") or 0), text, after, died=died, saved=self._saved())
+        supervisor.event("settings", text, _data(report))
+
+    def _kind_of_last_failure(self) -> str:
+        """What the trainer, which caught it, ran out of."""
+        on_gpu = any(report.get("device_uuid") for _, report in self._supervisor.progress.failures[-1:])
+        return str(Kind.GPU_OOM.value if on_gpu else Kind.HOST_OOM_ALLOC.value)
+
+    # --- its end --------------------------------------------------------------------------------------------------------
+
+    async def examine(self, ended: ExitFile, status: int | None, *, asked: bool, meanwhile: Callable[[], None]) -> Diagnosis:
+        """Why the attempt ended. Its log may be large: it is read beside, `meanwhile` is called every now and then."""
+        supervisor = self._supervisor
+        assert supervisor.attempt is not None
+        witness = self.witness or Witness(supervisor.attempt.folder, supervisor.started or ended.ended)
+        end = End(
+            folder=supervisor.attempt.folder,
+            log=supervisor.attempt.log_path,
+            state_folder=supervisor.folder.path,
+            ended=ended.ended,
+            status=status,
+            asked_to_stop=asked,
+            settings=supervisor.settings,
+            reports=tuple(supervisor.progress.failures),
+        )
+        work = asyncio.ensure_future(asyncio.to_thread(autopsy.examine, end, witness))
+        while not work.done():
+            await asyncio.wait({work}, timeout=0.2)
+            meanwhile()
+        return work.result()
+
+    def ended(self, outcome: str, diagnosis: Diagnosis | None) -> None:
+        """The attempt is over: so is its configuration."""
+        update = self._supervisor.progress.step.get("update")
+        died = diagnosis is not None and diagnosis.of_memory and diagnosis.confidence >= SURE
+        # A full disk is nothing that a smaller configuration would mend: it may be tried again when there is room.
+        room = diagnosis is not None and diagnosis.kind is Kind.DISK_FULL
+        name = diagnosis.kind.value if died and diagnosis is not None else outcome
+        self.configurations.end(name, update, self._saved(), died_of_memory=died and not room)
+
+    def decide(self, diagnosis: Diagnosis) -> Decision | None:
+        """What follows a death: a comeback that waits its turn, or a question; None where memory was not the reason."""
+        if not diagnosis.of_memory or diagnosis.confidence < SURE:
+            return None
+        proposal, decision = proposing.propose(self._supervisor, diagnosis)
+        self.proposal = proposal
+        if decision.action in ("restart", "wait"):
+            self._prepare(diagnosis, decision)
+        return decision
+
+    def _prepare(self, diagnosis: Diagnosis, decision: Decision) -> None:
+        supervisor = self._supervisor
+        update = supervisor.progress.step.get("update")
+        reason = f"{diagnosis.kind.value} at update {update}" if update is not None else diagnosis.kind.value
+        change = Change(reason=reason) if decision.remedy is None else change_for(decision.remedy, reason=reason)
+        uuids = set(supervisor.progress.devices.values())
+        before = self.witness.baseline.gpu_used_bytes if self.witness is not None else {}
+        self.comeback = Comeback(
+            change,
+            gpus_before={uuid: taken for uuid, taken in before.items() if uuid in uuids},
+            forecast=decision.remedy.forecast if decision.remedy is not None else None,
+            disk=(supervisor.folder.path, self._room_needed()) if decision.action == "wait" else None,
+            monotonic=self._monotonic,
+        )
+        assert self.proposal is not None
+        self.proposal = replace(self.proposal, begins=time.time() + NOTICE_SECONDS)
+
+    def tick(self) -> None:
+        """While a comeback waits."""
+        supervisor, comeback = self._supervisor, self.comeback
+        assert comeback is not None
+        verdict = comeback.look(supervisor.watch.machine)
+        if comeback.problem is not None and comeback.problem != self._said:
+            # Who holds the memory, once for each answer; the numbers of a disk that fills and empties are no news each.
+            if self._said is None or verdict != "wait":
+                supervisor.event("remedy", f"waiting: {comeback.problem}" if verdict == "wait" else comeback.problem)
+            self._said = comeback.problem
+        if verdict == "go":
+            supervisor.come_back(comeback.change)
+        elif verdict == "ask":
+            self.call_off(comeback.problem or "it cannot be restarted by itself")
+
+    def call_off(self, why: str) -> None:
+        """No comeback: the run lies as it died, until a person says what to do."""
+        self.comeback = None
+        if self.proposal is not None:
+            self.proposal = replace(self.proposal, waiting=why, begins=None)
+        self._supervisor.fail(why)
+
+    # --- numbers --------------------------------------------------------------------------------------------------------
+
+    def _saved(self) -> int | None:
+        saved = self._supervisor.checkpoint
+        return saved.updates if saved is not None and saved.complete else None
+
+    def _room_needed(self) -> int:
+        saved = self._supervisor.checkpoint
+        known = saved.size_bytes if saved is not None and saved.complete else None
+        return int(known * _DISK_MARGIN) + _DISK_BYTES if known else _DISK_UNKNOWN_BYTES
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self._supervisor.progress.devices)
+
+    def _key(self) -> str:
+        settings, on_gpu = self._supervisor.settings, self.on_gpu
+        if settings is None:
+            return ""
+        # Asked for at every update: it is worked out once for each settings.
+        known, where, key = self._keyed
+        if known is not settings or where is not on_gpu:
+            key = settings_key(settings, on_gpu=on_gpu)
+            self._keyed = settings, on_gpu, key
+        return key
+
+    def disk_free_bytes(self) -> int | None:
+        return autopsy.free_bytes(self._supervisor.folder.path)
+
+    def base_bytes(self) -> int | None:
+        """What the fullest GPU of the run holds without a batch: contexts, weights, optimizer, as measured between updates."""
+        watch, progress = self._supervisor.watch, self._supervisor.progress
+        held = [
+            watch.gpu_base_bytes[rank.device_uuid] + rank.allocated_bytes
+            for rank in progress.ranks(set())
+            if rank.device_uuid in watch.gpu_base_bytes and rank.device_uuid and rank.allocated_bytes is not None
+        ]
+        return max(held, default=None)
+
+
+def _data(report: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in report.items() if key not in ("type", "message")}

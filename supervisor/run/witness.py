@@ -1,0 +1,185 @@
+"""What the supervisor sees of one attempt while it lives, so that its end can be explained.
+
+What a later supervisor could not see any more is kept in `attempts/NNNN/baseline.json`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.monitor.cgroup import CgroupReader, KillCount, kill_counts, kills_in
+from memtop.supervisor.monitor.processes import PROC
+from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
+from memtop.supervisor.run.folder import read_json, write_json
+
+CGROUPS = Path("/sys/fs/cgroup")
+_KEPT_SECONDS = 30.0
+_MOST_PIDS = 4096
+# A group's limits change rarely: they are looked up at every fifth sample.
+_RARELY = 5
+
+
+class Baseline(msgspec.Struct, kw_only=True):
+    """How things stood before the attempt took its part."""
+
+    started: float
+    """Seconds since the epoch."""
+    gpu_used_bytes: dict[str, int] = {}
+    """By uuid, without what the run itself held."""
+    groups: dict[str, tuple[KillCount, ...]] = {}
+    """By its path each memory group that a process of the run was found in: it and those above it, with their counters then."""
+
+
+class Sight(msgspec.Struct, frozen=True, kw_only=True):
+    """One moment before the end."""
+
+    time: float
+    host_fraction: float | None
+    shm_free_bytes: int | None
+    gpu_free_bytes: dict[str, int]
+
+
+class Witness:
+    """Follows one attempt. `folder` is the attempt's; one that a supervisor left behind goes on there."""
+
+    def __init__(self, folder: Path, started: float, machine: MachineSnapshot | None = None) -> None:
+        self.pids: set[int] = set()
+        self.host_limit_bytes: int | None = None
+        self.in_own_group = False
+        """The program's memory is limited by another group than the supervisor's own."""
+        self._path = folder / "baseline.json"
+        self._sights: deque[Sight] = deque()
+        self._own: dict[int, str] = {}
+        """The group that each process was last seen in, as /proc words it."""
+        self._groups: dict[str, str] = {}
+        """The first path of each such group."""
+        self._reader: CgroupReader | None = None
+        self._samples = 0
+        self.baseline = self._read(started)
+        if machine is not None and not self.baseline.gpu_used_bytes:
+            self.baseline.gpu_used_bytes = gpus_without(machine, ())
+            self._write()
+
+    def _read(self, started: float) -> Baseline:
+        if self._path.exists():
+            with contextlib.suppress(RunFolderError):  # damaged: what it knew is lost, what is seen from now on is not
+                return read_json(self._path, Baseline)
+        return Baseline(started=started)
+
+    def _write(self) -> None:
+        with contextlib.suppress(RunFolderError):
+            # A full disk costs a later supervisor what this one knows, not the run.
+            write_json(self._path, self.baseline)
+
+    def look(self, pid: int) -> None:
+        """Note in which memory group a process of the run is. Called often: a group can be entered, filled and left quickly."""
+        try:
+            lines = (PROC / str(pid) / "cgroup").read_text()
+        except OSError:
+            return  # it has ended: it stays in the group where it was last seen
+        if self._own.get(pid) == lines:
+            return
+        self._own[pid] = lines
+        self.pids.add(pid)
+        if lines in self._groups:
+            return
+        counts = _readable(lines)
+        self._groups[lines] = counts[0].path if counts else ""
+        if counts and counts[0].path not in self.baseline.groups:
+            self.baseline.groups[counts[0].path] = tuple(counts)
+            self._write()
+
+    def sample(self, machine: MachineSnapshot, members: Iterable[int], trainer: int | None) -> None:
+        """Take one sample of the machine in while the program lives."""
+        members = set(members)
+        if len(self.pids) < _MOST_PIDS:
+            self.pids |= members
+        for pid in members:
+            self.look(pid)
+        if not self.baseline.gpu_used_bytes and machine.gpus:
+            self.baseline.gpu_used_bytes = gpus_without(machine, members)
+            self._write()
+        host = machine.host
+        fractions = [
+            fraction for fraction in (host.used_fraction, self._group_fraction(machine, trainer)) if fraction is not None
+        ]
+        free = (
+            None if host.shm_total_bytes is None or host.shm_used_bytes is None else host.shm_total_bytes - host.shm_used_bytes
+        )
+        self._sights.append(
+            Sight(
+                time=machine.time,
+                host_fraction=max(fractions, default=None),
+                shm_free_bytes=free,
+                gpu_free_bytes={gpu.uuid: gpu.free_bytes for gpu in machine.gpus if gpu.uuid and gpu.free_bytes is not None},
+            )
+        )
+        while self._sights[0].time < machine.time - _KEPT_SECONDS:
+            self._sights.popleft()
+
+    def _group_fraction(self, machine: MachineSnapshot, trainer: int | None) -> float | None:
+        """How full the program's own group is: it may be another than ours, which the machine's sample tells of."""
+        self.host_limit_bytes = machine.host.limit_bytes or machine.host.total_bytes
+        if trainer is None:
+            return None
+        if self._reader is None:
+            self._reader = CgroupReader(PROC, CGROUPS, trainer)
+        if self._samples % _RARELY == 0:
+            self._reader.refresh(machine.host.total_bytes)
+        self._samples += 1
+        memory = self._reader.memory()
+        if memory is None or isinstance(memory, str):
+            return None
+        self.in_own_group = memory.path != machine.host.limit_path
+        self.host_limit_bytes = memory.limit_bytes
+        return memory.used_bytes / memory.limit_bytes
+
+    @property
+    def sights(self) -> tuple[Sight, ...]:
+        """The last half minute, oldest first."""
+        return tuple(self._sights)
+
+    def kills(self) -> int | None:
+        """How many processes the kernel has killed for memory in the run's groups since it was first seen there; None if that
+        cannot be known."""
+        own = {self._groups[lines] for lines in self._own.values() if self._groups.get(lines)} or set(self.baseline.groups)
+        found = [_since(self.baseline.groups[path]) for path in own if path in self.baseline.groups]
+        return max((count for count in found if count is not None), default=None)
+
+
+def _since(before: tuple[KillCount, ...]) -> int | None:
+    """By how much the counter of a group has grown. One that is gone (a scope ends with its program) is answered for by the one
+    above it, where the kernel counts there as well."""
+    for count in before:
+        with contextlib.suppress(OSError, ValueError):
+            now = kills_in(Path(count.path), count.version)
+            if now is not None:
+                return max(0, now - count.kills)
+        if count.version == 1:
+            return None
+    return None
+
+
+def _readable(lines: str) -> list[KillCount]:
+    try:
+        return kill_counts(PROC, CGROUPS, lines)
+    except (OSError, ValueError):
+        return []  # the hierarchy may not be read here: its counters are not known
+
+
+def gpus_without(machine: MachineSnapshot, pids: Iterable[int]) -> dict[str, int]:
+    """By uuid what is taken of each GPU, less what these processes hold."""
+    pids = frozenset(pids)
+
+    def used(gpu: GpuSample) -> int | None:
+        if gpu.used_bytes is None:
+            return None
+        return max(0, gpu.used_bytes - sum(row.used_bytes or 0 for row in gpu.processes if row.pid in pids))
+
+    return {gpu.uuid: taken for gpu in machine.gpus if gpu.uuid and (taken := used(gpu)) is not None}

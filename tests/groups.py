@@ -1,0 +1,98 @@
+"""Memory groups of the kernel for tests: real limits, real kills, version 1 and 2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path("/sys/fs/cgroup")
+_ROOM = 64 << 20
+# Grows until the kernel ends somebody; itself it never chooses.
+_BALLAST = """
+import os, time
+open("/proc/self/oom_score_adj", "w").write("-1000")
+held = []
+while not os.path.exists({stop!r}):
+    held.append(bytearray(os.urandom(1 << 12)) * 256)
+    time.sleep(0.002)
+"""
+
+
+class MemoryGroup:
+    """A group with a limit; `enter` is what a shell runs to go into it."""
+
+    def __init__(self, path: Path, version: int) -> None:
+        self.path = path
+        self._limit = path / ("memory.max" if version == 2 else "memory.limit_in_bytes")
+        self._events = path / ("memory.events" if version == 2 else "memory.oom_control")
+        self._usage = path / ("memory.current" if version == 2 else "memory.usage_in_bytes")
+        self._swap = path / ("memory.swap.max" if version == 2 else "memory.memsw.limit_in_bytes")
+
+    def limit(self, size: int) -> None:
+        self._limit.write_text(str(size))
+        if self._swap.exists():
+            # Or the machine's swap would take what does not fit.
+            self._swap.write_text("0" if self._swap.name == "memory.swap.max" else str(size))
+
+    @property
+    def enter(self) -> str:
+        return f"echo $$ > {self.path}/cgroup.procs"
+
+    def inside(self, *command: str) -> tuple[str, ...]:
+        """The command as a program that goes into the group first."""
+        return ("sh", "-c", f'{self.enter}; exec "$@"', "sh", *command)
+
+    def pids(self) -> list[int]:
+        return [int(word) for word in (self.path / "cgroup.procs").read_text().split()]
+
+    def kills(self) -> int:
+        rows = dict(line.split() for line in self._events.read_text().splitlines())
+        return int(rows["oom_kill"])
+
+    def make_the_kernel_kill(self, pid: int, stop: Path, seconds: float = 60) -> None:
+        """Let the group run out of memory with this process as the kernel's choice."""
+        self.limit(int(self._usage.read_text()) + _ROOM)
+        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
+        before = self.kills()
+        ballast = subprocess.Popen(self.inside(sys.executable, "-c", _BALLAST.format(stop=str(stop))))
+        try:
+            deadline = time.monotonic() + seconds
+            while self.kills() == before:
+                assert time.monotonic() < deadline, "the kernel killed nobody"
+                time.sleep(0.02)
+        finally:
+            stop.touch()
+            assert ballast.wait(timeout=30) == 0
+
+
+def memory_group() -> Iterator[MemoryGroup]:
+    """A group of its own; skips the test where this user may make none."""
+    version = 1 if (ROOT / "memory" / "memory.limit_in_bytes").exists() or (ROOT / "memory").is_dir() else 2
+    path = (ROOT / "memory" if version == 1 else ROOT) / f"memtop-test-{uuid.uuid4().hex[:8]}"
+    try:
+        path.mkdir()
+    except OSError as error:
+        pytest.skip(f"memory cgroups cannot be written here: {path}: {error.strerror}")
+    if not (path / ("memory.max" if version == 2 else "memory.limit_in_bytes")).exists():
+        path.rmdir()
+        pytest.skip(f"memory cgroups cannot be written here: {path} has no memory controller")
+    group = MemoryGroup(path, version)
+    yield group
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            path.rmdir()
+        except OSError:
+            for pid in group.pids():
+                os.kill(pid, 9)  # only what the test itself has put there
+            assert time.monotonic() < deadline, f"{path} cannot be removed"
+            time.sleep(0.1)
+        else:
+            return

@@ -1,0 +1,165 @@
+"""What a run's series make of reports and samples: each leak once, under the name of whoever holds it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSample, MachineSnapshot
+from memtop.supervisor.monitor.vram import RankUse
+from memtop.supervisor.run.trends import Member, TrendWatch, anonymous_bytes
+from tests.conftest import Runs
+from tests.recovery.test_trend_live import events
+
+GIB, MIB = 1 << 30, 1 << 20
+ME = os.getpid()
+RANK = Member(ME, "rank", 0)
+
+
+def card(used: int, *, band: Band = Band.SAFE) -> GpuSample:
+    return GpuSample(
+        index=0,
+        uuid="GPU-a",
+        total_bytes=10 * GIB,
+        used_bytes=used,
+        free_bytes=10 * GIB - used,
+        used_fraction=used / (10 * GIB),
+        band=band,
+        processes=(GpuProcess(pid=ME, used_bytes=used, started_ticks=1),),
+    )
+
+
+def machine(time: float, *gpus: GpuSample, swap: float | None = None) -> MachineSnapshot:
+    host = HostSample(total_bytes=16 * GIB, available_bytes=8 * GIB, used_bytes=8 * GIB, swap_in_bytes_per_second=swap)
+    return MachineSnapshot(time=time, gpus=gpus, host=host)
+
+
+def train(watch: TrendWatch, updates: int, **grows: int) -> list[tuple[str, dict[str, Any]]]:
+    """So many updates, one a second, in which these numbers grow by so much each; what is told of them."""
+    told = []
+    for update in range(1, updates + 1):
+        values = {name: GIB + step * update for name, step in grows.items()}
+        watch.step(0, {"update": update, "time": 1000.0 + update, **values})
+        used = values.get("reserved_bytes")
+        gpus = () if used is None else (card(used + GIB),)
+        ranks = [RankUse(pid=ME, device_uuid="GPU-a", reserved_bytes=used)]
+        watch.sample(machine(1000.0 + update, *gpus), [RANK], ranks, {})
+        watch.look(1000.0 + update, [RANK])
+        told += watch.news()
+    return told
+
+
+def test_one_leak_of_a_card_is_named_once_by_who_allocates() -> None:
+    watch = TrendWatch()
+    told = train(watch, 1000, allocated_bytes=MIB, reserved_bytes=MIB, anonymous_bytes=0)
+    assert [trend.what for trend in watch.trends] == ["GPU 0 allocated by rank 0"]
+    assert [data["what"] for _, data in told] == ["GPU 0 allocated by rank 0"]
+    (trend,) = watch.trends
+    # 10 GiB less what the run has taken, 2.98 GiB by now.
+    assert trend.full_at_update is not None
+    assert abs(trend.full_at_update - (1000 + 8 * 1024 - 1000)) < 100
+
+
+def test_a_growing_cache_is_named_as_such() -> None:
+    watch = TrendWatch()
+    train(watch, 150, allocated_bytes=0, reserved_bytes=MIB)
+    assert [trend.what for trend in watch.trends] == ["GPU 0 reserved by rank 0"]
+
+
+def test_host_memory_of_a_rank() -> None:
+    watch = TrendWatch()
+    train(watch, 150, anonymous_bytes=3 * MIB)
+    (trend,) = watch.trends
+    assert (trend.what, trend.bytes_per_update) == ("anonymous memory of rank 0", 3 * MIB)
+    assert trend.full_in_seconds is not None
+    assert abs(trend.full_in_seconds - 8 * 1024 / 3) < 1
+    assert watch.own == watch.trends
+
+
+def test_what_fills_a_card_from_outside_is_told_but_is_not_the_runs_own() -> None:
+    watch = TrendWatch()
+    for second in range(1, 700):
+        ranks = [RankUse(pid=ME, device_uuid="GPU-a", reserved_bytes=GIB)]
+        watch.sample(machine(1000.0 + second, card(GIB + 4 * MIB * second)), [RANK], ranks, {})
+    assert [trend.what for trend in watch.trends] == ["GPU 0"]
+    assert watch.own == ()
+
+
+def test_what_grows_while_the_program_loads_is_what_it_loads() -> None:
+    watch = TrendWatch()
+    for second in range(1, 700):
+        watch.sample(machine(1000.0 + second, card(GIB + 4 * MIB * second)), [RANK], [], {}, loading=True)
+    assert watch.trends == ()
+
+
+def test_swapping_is_told_while_it_lasts() -> None:
+    watch = TrendWatch()
+    told = []
+    for second in range(120):
+        swap = 5.0 * MIB if 20 <= second < 70 else 0.0
+        watch.sample(machine(1000.0 + second, swap=swap), [RANK], [], {})
+        told += [message for message, _ in watch.news()]
+    assert [message[:40] for message in told] == ["5.0 MiB/s are read back from swap, in 53", "swapping in has ended"]
+
+
+def test_a_leak_that_was_none_is_taken_back_once() -> None:
+    watch = TrendWatch()
+    told = []
+    for update in range(1, 800):
+        values = {"anonymous_bytes": GIB + MIB * min(update, 150)}
+        watch.step(0, {"update": update, "time": 1000.0 + update, **values})
+        watch.look(1000.0 + update, [RANK])
+        told += [message for message, _ in watch.news()]
+    assert len(told) == 2
+    assert told[1] == "anonymous memory of rank 0 no longer grows: it was no leak, or it has ended"
+    assert watch.trends == ()
+
+
+def test_a_rank_that_does_not_tell_its_memory_is_read_by_us() -> None:
+    watch, kept = TrendWatch(), []
+    for update in range(1, 101):
+        watch.step(0, {"update": update, "time": 1000.0 + update})
+        watch.look(1000.0 + update, [RANK])
+        kept.append(bytearray(b"x") * MIB)
+    assert [trend.what for trend in watch.trends] == ["anonymous memory of rank 0"]
+
+
+def test_a_program_that_counts_from_one_again_begins_anew() -> None:
+    """torchrun starts its processes again within an attempt."""
+    watch = TrendWatch()
+    for start in (0, 60):
+        for update in range(1, 61):
+            report = {"update": update, "time": 1000.0 + start + update, "anonymous_bytes": GIB + MIB * (start + update)}
+            watch.step(0, report)
+            watch.look(1000.0 + start + update, [RANK])
+    assert watch.trends == ()
+
+
+def test_danger_of_a_card_is_explained() -> None:
+    watch, told = TrendWatch(), []
+    for second in range(60):
+        reserved = 5 * GIB + min(second, 40) * 100 * MIB
+        ranks = [RankUse(pid=ME, device_uuid="GPU-a", allocated_bytes=5 * GIB, reserved_bytes=reserved)]
+        band = Band.DANGER if second >= 40 else Band.SAFE
+        told += watch.sample(machine(1000.0 + second, card(reserved + 256 * MIB, band=band)), [RANK], ranks, {})
+    (line,) = told
+    assert line.startswith("GPU 0 stays in danger")
+    assert "cache grew 3.9 GiB in 3" in line
+
+
+def test_memory_of_no_process_is_not_known() -> None:
+    assert anonymous_bytes([]) is None
+    assert anonymous_bytes([1 << 22]) is None
+    mine = anonymous_bytes([ME])
+    assert mine is not None
+    assert anonymous_bytes([ME, 1 << 22]) is not None
+    assert mine > MIB
+
+
+def test_allocator_retries_are_an_event(runs: Runs) -> None:
+    code = "import memtop_agent as a; a.report('pressure', update=7, allocation_retries=3)"
+    runs.memtop("train", "--headless", "--name", "a", "--", sys.executable, "-c", code)
+    (event,) = events(runs, "pressure")
+    assert "update 7" in event.message
+    assert event.data == {"rank": 0, "retries": 3}

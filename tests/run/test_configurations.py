@@ -1,0 +1,128 @@
+"""Stretches under the same settings: when one ends and another begins, what each needed, and what an older ledger tells."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from memtop.presets import load_presets, load_recipes, resolve
+from memtop.supervisor.run.configurations import Configurations, Record, before_the_present
+from memtop.supervisor.run.ledger import Ledger
+from memtop.supervisor.run.view import read_configurations
+
+SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
+HALF = replace(SETTINGS, batch=SETTINGS.batch // 2, accumulation=SETTINGS.accumulation * 2)
+
+
+class Book:
+    """What was written down, as the ledger would have it; `full`: nothing can be."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Record] = {}
+        self.told = 0
+        self.full = False
+
+    def save(self, record: Record) -> bool:
+        if not self.full:
+            self.rows[record.configuration.number] = record
+        return not self.full
+
+    def tell(self) -> None:
+        self.told += 1
+
+
+def step(update: int, **more: Any) -> dict[str, Any]:
+    return {"type": "step", "update": update, "samples_seen": update * 32, "step_seconds": 0.5, **more}
+
+
+def test_a_stretch_has_its_reason_peak_speed_and_outcome() -> None:
+    book = Book()
+    all_of_them = Configurations((), book.save, book.tell)
+    all_of_them.begin_attempt(1, "start", SETTINGS, saved=None)
+    all_of_them.resumed(0)
+    for update in range(1, 5):
+        for rank, peak in ((0, 100), (1, 300 + update)):
+            all_of_them.note_step(
+                rank, step(update, peak_reserved_bytes=peak, step_seconds=9 if update == 1 else 0.5), 50, "key"
+            )
+    all_of_them.note_host(10**12, "key")
+    all_of_them.end("gpu_oom", 4, 3, died_of_memory=True)
+    (row,) = all_of_them.rows
+    assert (row.number, row.reason, row.since_update, row.until_update, row.outcome) == (1, "start", 1, 4, "gpu_oom")
+    assert row.peak is not None
+    # The worst rank, with its context; host memory is not what a run on GPUs is measured by.
+    assert (row.peak.bytes, row.peak.batch, row.peak.updates, row.peak.failed) == (354, SETTINGS.batch, 4, True)
+    # The first update warms up.
+    assert row.samples_per_second == 64
+    assert book.rows[1].configuration == row
+    assert book.rows[1].saved_after == 3
+
+
+def test_the_same_settings_go_on_and_others_begin_anew() -> None:
+    book = Book()
+    all_of_them = Configurations((), book.save, book.tell)
+    all_of_them.begin_attempt(1, "start", SETTINGS)
+    all_of_them.end("failed", 3, 2)
+    all_of_them.begin_attempt(2, "restart", replace(SETTINGS, target_samples=SETTINGS.target_samples * 2))
+    (row,) = all_of_them.rows
+    assert (row.attempt, row.outcome, row.until_update) == (1, None, None)
+    all_of_them.begin_attempt(3, "restart with batch", HALF)
+    assert [row.outcome for row in all_of_them.rows] == ["replaced", None]
+    all_of_them.end("host_oom_killed", 9, 8, died_of_memory=True)
+    all_of_them.begin_attempt(4, "restart", HALF)
+    assert len(all_of_them.rows) == 3, "what died of memory is not the same stretch when a person tries it again"
+    before = before_the_present(all_of_them.rows)
+    assert before is not None
+    assert before.number == 1
+
+
+def test_a_failure_survived_in_the_process_is_a_stretch_of_its_own() -> None:
+    book = Book()
+    all_of_them = Configurations((), book.save, book.tell)
+    all_of_them.begin_attempt(1, "start", SETTINGS)
+    all_of_them.note_host(500, "key")
+    all_of_them.change(7, "allocation failure at update 7", HALF, died="host_oom_alloc", saved=5)
+    first, second = all_of_them.rows
+    assert (first.outcome, first.until_update, second.since_update, second.settings) == ("host_oom_alloc", 6, 7, HALF)
+    assert first.peak is not None
+    assert first.peak.failed
+    assert book.rows[1].died_of_memory
+    assert not book.rows[2].by_memtop
+
+
+def test_what_could_not_be_written_is_written_later() -> None:
+    book = Book()
+    all_of_them = Configurations((), book.save, book.tell)
+    all_of_them.begin_attempt(1, "start", SETTINGS)
+    book.full = True
+    all_of_them.begin_attempt(2, "restart", HALF)
+    assert list(book.rows) == [1]
+    book.full = False
+    all_of_them.keep()
+    assert [row.configuration.outcome for row in book.rows.values()] == ["replaced", None]
+
+
+def test_an_older_ledger_tells_its_configurations_from_its_attempts(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
+    for number, settings, start in ((1, SETTINGS, 0), (2, SETTINGS, 10), (3, HALF, 20)):
+        ledger.add_attempt(number, f"attempt {number}", settings, float(number), start)
+    ledger.close()
+    with sqlite3.connect(path) as db:
+        db.execute("DROP TABLE configurations")
+    (tmp_path / "run.json").touch()
+    rows = read_configurations(tmp_path)
+    assert [(row.attempt, row.since_update, row.until_update, row.settings) for row in rows] == [
+        (1, 1, 20, SETTINGS),
+        (3, 21, None, HALF),
+    ]
+    reopened = Ledger(path)
+    kept = Configurations(
+        reopened.configurations(), lambda record: bool(reopened.save_configuration(record) or 1), lambda: None
+    )
+    kept.begin_attempt(4, "restart", SETTINGS)
+    assert [record.configuration.number for record in reopened.configurations()] == [1, 2, 3]
+    reopened.close()

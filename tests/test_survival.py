@@ -1,0 +1,270 @@
+"""Real deaths of memory under `memtop train`, on the CPU: each told from the others, each with its own remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from tests.conftest import Runs
+from tests.groups import MemoryGroup, memory_group
+from tests.train.support import edited
+
+MIB = 1 << 20
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 260,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+}
+
+
+def toml(values: dict[str, Any]) -> str:
+    return "\n".join(f"{name} = {json.dumps(value)}" for name, value in values.items())
+
+
+# What one sample takes is 3 MiB: a batch of 256 needs half a GiB more than one of 128.
+RECIPE = f"""
+[recipes.hungry]
+title = "t"
+description = "d"
+preset = "standard"
+batch = 256
+accumulation = 1
+seq_len = 64
+max_updates = 3
+save_every = 1
+learning_rate = 2e-3
+[recipes.hungry.data]
+source = "python-stdlib"
+max_bytes = 300000
+[recipes.hungry.model.config]
+{toml(MODEL)}
+[recipes.small]
+title = "t"
+description = "d"
+preset = "standard"
+batch = 8
+accumulation = 4
+seq_len = 32
+max_updates = 40
+save_every = 5
+learning_rate = 2e-3
+[recipes.small.data]
+source = "python-stdlib"
+max_bytes = 300000
+[recipes.small.model.config]
+{toml(MODEL | {"hidden_size": 64, "intermediate_size": 128})}
+"""
+PROBE = """
+import re, sys
+sys.argv = ["train", "--settings", sys.argv[1], "--state-dir", sys.argv[2]]
+from memtop.train.__main__ import main
+assert main() == 0
+status = open("/proc/self/status").read()
+print(*(int(re.search(name + r":\\s+(\\d+)", status)[1]) * 1024 for name in ("VmPeak", "VmHWM")))
+"""
+
+
+class Needs(NamedTuple):
+    """What the hungry run takes at batch 128 and at 256, in bytes: of addresses, and of memory."""
+
+    addresses: tuple[int, int]
+    memory: tuple[int, int]
+
+    @property
+    def addresses_between(self) -> int:
+        return sum(self.addresses) // 2
+
+    @property
+    def memory_between(self) -> int:
+        return sum(self.memory) // 2
+
+
+def arguments(runs: Runs, recipe: str, *more: str) -> tuple[str, ...]:
+    (runs.root / "memtop.toml").write_text(RECIPE)
+    return ("train", recipe, "--name", "a", *more)
+
+
+@pytest.fixture(scope="module")
+def needs(tmp_path_factory: pytest.TempPathFactory) -> Needs:
+    """Measured here: torch and its threads take another size on every machine."""
+    place = tmp_path_factory.mktemp("needs")
+    measured = []
+    for batch in (64, 128):
+        settings = edited(batch=batch, accumulation=1, target_samples=batch, save_every=9, seq_len=64, model={"config": MODEL})
+        (place / "settings.json").write_bytes(msgspec.json.encode(settings))
+        command = [sys.executable, "-c", PROBE, str(place / "settings.json"), str(place / f"state-{batch}")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        measured.append([int(word) for word in done.stdout.split()[-2:]])
+    # A line through the two: what comes beyond them grows with the batch.
+    (small_addresses, small_memory), (addresses, memory) = measured
+    return Needs((addresses, addresses + 2 * (addresses - small_addresses)), (memory, memory + 2 * (memory - small_memory)))
+
+
+@pytest.fixture
+def group() -> Iterator[MemoryGroup]:
+    yield from memory_group()
+
+
+def memtop_in(runs: Runs, prefix: tuple[str, ...], *words: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
+    """`memtop ...` under a command that limits it first."""
+    return subprocess.run(
+        [*prefix, sys.executable, "-m", "memtop", *words],
+        cwd=runs.root,
+        env=runs.environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def assert_whole(document: dict[str, Any], updates: int, effective: int) -> None:
+    """Every update once, each with its samples."""
+    assert document["state"] == "finished"
+    assert [row["update"] for row in document["metrics"]] == list(range(1, updates + 1))
+    assert [row["samples_seen"] for row in document["metrics"]] == [effective * n for n in range(1, updates + 1)]
+    assert len({row["sample_digest"] for row in document["metrics"]}) == updates
+
+
+def test_an_address_space_limit_is_survived_in_the_process(runs: Runs, needs: Needs) -> None:
+    limited = ("sh", "-c", f'ulimit -v {needs.addresses_between // 1024}; exec "$@"', "sh")
+    done = memtop_in(runs, limited, *arguments(runs, "hungry", "--headless"))
+    assert done.returncode == 0, done.stderr
+    document = runs.show("a", metrics=True)
+    assert_whole(document, 3, 256)
+    assert len(document["attempts"]) == 1, "no restart was needed"
+    first, *_, last = document["configurations"]
+    assert (first["outcome"], first["settings"]["batch"], first["peak"]["failed"]) == ("host_oom_alloc", 256, True)
+    assert last["outcome"] == "finished"
+    assert last["settings"]["batch"] * last["settings"]["accumulation"] == 256
+    # The run is what it has become: so a restart starts.
+    assert document["settings"]["batch"] == last["settings"]["batch"] < 256
+    assert "out of memory (rank 0" in done.stderr
+    assert "allocation failure at update" in done.stderr
+
+
+def test_a_kernel_kill_restarts_with_a_smaller_batch(runs: Runs, needs: Needs, group: MemoryGroup) -> None:
+    # The supervisor and the command itself live in the group as well.
+    group.limit(needs.memory_between + 100 * MIB)
+    done = memtop_in(runs, group.inside(), *arguments(runs, "hungry", "--headless"))
+    assert done.returncode == 0, done.stderr
+    document = runs.show("a", metrics=True)
+    assert_whole(document, 3, 256)
+    first, second = document["attempts"]
+    assert (first["exit_status"], first["diagnosis"]["kind"], first["diagnosis"]["source"]) == (-9, "host_oom_killed", "kernel")
+    assert (second["settings"]["batch"], second["settings"]["accumulation"]) == (128, 2)
+    assert "host_oom_killed" in second["reason"]
+    assert [row["outcome"] for row in document["configurations"]] == ["host_oom_killed", "finished"]
+    assert document["proposal"] is None
+
+
+def test_a_worker_killed_by_the_kernel_leads_to_no_workers(runs: Runs, group: MemoryGroup) -> None:
+    words = arguments(runs, "small", "--detach", "--max-updates", "400", "--set", "workers=1")
+    assert memtop_in(runs, group.inside(), *words).returncode == 0
+    document = runs.wait("a", lambda d: (d["updates"] or 0) >= 6)
+    worker = child_of(document["trainer_pid"])
+    group.make_the_kernel_kill(worker, runs.root / "enough")
+    document = runs.wait("a", lambda d: len(d["attempts"]) == 2 and (d["updates"] or 0) > 6)
+    diagnosis = document["attempts"][0]["diagnosis"]
+    assert (diagnosis["kind"], diagnosis["phase"]) == ("host_oom_killed", "data")
+    assert document["settings"]["workers"] == 0
+    assert document["settings"]["batch"] == 8, "the batch is not what it was about"
+    runs.memtop("stop", "a")
+
+
+def test_one_rank_of_two_killed_by_the_kernel(runs: Runs, group: MemoryGroup) -> None:
+    words = arguments(runs, "small", "--detach", "--max-updates", "300", "--batch", "4", "--gpus", "0,1", "--set", "device=cpu")
+    started = memtop_in(runs, group.inside(), *words)
+    assert started.returncode == 0, started.stderr
+    document = runs.wait("a", lambda d: (d["updates"] or 0) >= 6 and len(d["ranks"]) == 2, seconds=180)
+    before = document["settings"]
+    group.make_the_kernel_kill(document["ranks"][1]["pid"], runs.root / "enough")
+    document = runs.wait("a", lambda d: len(d["attempts"]) == 2 and (d["updates"] or 0) > 6, seconds=180)
+    diagnosis = document["attempts"][0]["diagnosis"]
+    assert (diagnosis["kind"], diagnosis["rank"]) == ("host_oom_killed", 1)
+    assert document["settings"]["batch"] == before["batch"] // 2
+    assert document["effective_batch"] == before["batch"] * before["accumulation"] * 2
+    runs.memtop("stop", "a")
+
+
+def child_of(pid: int) -> int:
+    """The newest child of a process: of a trainer its loader worker."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    assert children, f"{pid} has no children"
+    return int(children[-1])
+
+
+def test_a_full_shm_leads_to_no_workers(runs: Runs) -> None:
+    """A batch of 64 x 128 tokens is 64 KiB a tensor: it does not fit beside the locks of the worker's queues."""
+    if os.getuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("a /dev/shm of its own takes a mount namespace, which only root may make")
+    prefix = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=128k tmpfs /dev/shm && exec "$@"', "sh")
+    if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("a /dev/shm of its own cannot be mounted here")
+    words = arguments(runs, "small", "--headless", "--batch", "64", "--accum", "1", "--seq-len", "128", "--max-updates", "4")
+    done = memtop_in(runs, prefix, *words, "--set", "workers=1")
+    assert done.returncode == 0, done.stderr
+    document = runs.show("a", metrics=True)
+    assert_whole(document, 4, 64)
+    first, second = document["attempts"]
+    assert first["diagnosis"]["kind"] == "shm_exhausted"
+    assert (second["settings"]["workers"], second["settings"]["batch"]) == (0, 64)
+
+
+def test_a_full_disk_is_waited_for(runs: Runs, small_disk: Path) -> None:
+    """The run cannot save its end; when somebody makes room it takes up its last state and finishes."""
+    place = str(small_disk / "runs")
+    words = (*arguments(runs, "small"), "--runs-dir", place)
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "memtop", *words, "--headless"],
+        cwd=runs.root,
+        env=runs.environment,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    filler = small_disk / "filler"
+    assert follower.stderr is not None
+    said = []
+    for line in follower.stderr:
+        said.append(line)
+        if "starts at update" in line:
+            # It is training: from now on nothing fits.
+            fill(filler)
+        if re.search(r"waiting: .* free, .* needed; free some space", line):
+            break
+    else:
+        raise AssertionError("".join(said))
+    filler.unlink()
+    rest = follower.stderr.read()
+    assert follower.wait(timeout=120) == 0, rest
+    document = json.loads(runs.memtop("show", "a", "--json", "--metrics", "--runs-dir", place).stdout)
+    assert_whole(document, 40, 32)
+    assert document["attempts"][0]["diagnosis"]["kind"] == "disk_full"
+    assert document["attempts"][-1]["settings"] == document["attempts"][0]["settings"], "nothing is made smaller for a disk"
+    assert document["checkpoint"]["updates"] == 40
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"x" * 65536)
+        except OSError as full:
+            print(f"filled: {full}")

@@ -1,0 +1,162 @@
+"""What would make a run faster: the judgement, proposals and refusals, a trial's comparison, and sending one."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from memtop.supervisor import wire
+from memtop.supervisor.wire import Change, Try
+from memtop.tui.draw.advice import advice_lines, trial_lines
+from memtop.tui.draw.line import plain
+from memtop.tui.draw.training import draw_compact_training, draw_training
+from memtop.tui.screens.faster import FasterScreen
+from memtop.tui.store import Store, fold
+from tests.tui.dying import BY_HAND, SMALLER
+from tests.tui.support import GIB, NOW, RecordingFeed, dashboard, gpu, run_state, running, screen_text, settle
+
+SIZES = [(80, 24), (160, 50)]
+GROW = replace(SMALLER, id="grow", title="batch 8 -> 10, accumulation 5 -> 4", assignments={"batch": "10", "accumulation": "4"})
+ADVICE = wire.Advice(
+    bottleneck="data",
+    summary="The GPU waits for data in 62 % of the time.",
+    evidence=("data wait 0.71 s of 1.15 s (median of 50 updates)", "host memory 75 %: safe"),
+    proposals=(GROW, BY_HAND),
+    refused=("batch 16 -> 32: predicted at 100.8 % of the card",),
+)
+TRIAL = wire.Trial(
+    title="workers 2 -> 4",
+    started=NOW,
+    state="kept",
+    reason="samples/s rose by 12.0 %, the spread is 2.1 %",
+    before={"samples_per_second": 30.0, "samples_per_second_spread": 0.6, "peak_bytes": 16.0 * GIB, "swap_bytes": 0.0},
+    after={"samples_per_second": 33.6, "samples_per_second_spread": 0.5, "peak_bytes": 16.5 * GIB},
+)
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_the_screen_says_what_bounds_it_what_would_help_and_what_would_not(size: tuple[int, int]) -> None:
+    app = dashboard(RecordingFeed(running(gpu(), advice=ADVICE, trial=TRIAL)))
+    async with app.run_test(size=size) as pilot:
+        await settle(pilot)
+        await pilot.press("b")
+        await settle(pilot)
+        assert isinstance(app.screen, FasterScreen)
+        text = screen_text(app)
+        await pilot.press("pagedown")
+        await settle(pilot)
+        text += screen_text(app)
+        for expected in (
+            "The run is data-bound",
+            ADVICE.summary,
+            ADVICE.evidence[0],
+            f"▸ 1  {GROW.title}",
+            "~12.0 of 20.0 GiB",
+            "✗ batch 16 -> 32: predicted at 100.8 % of the card",
+            "✓ kept",
+            "30.0 ± 0.6",
+            "33.6 ± 0.5",
+            "+12.0 %",
+            "16.5 GiB",
+        ):
+            assert expected in text, expected
+        await pilot.press("escape")
+        await settle(pilot)
+        assert app.screen is app.dashboard
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_enter_tries_the_marked_proposal_and_tells_what_came_of_it(size: tuple[int, int]) -> None:
+    feed = RecordingFeed(running(gpu(), advice=ADVICE))
+    feed.answers = ((wire.Outcome.ACCEPTED, "measuring before"), (wire.Outcome.DONE, "kept: samples/s rose by 12.0 %"))
+    app = dashboard(feed)
+    async with app.run_test(size=size) as pilot:
+        await settle(pilot)
+        await pilot.press("b", "enter")
+        await settle(pilot)
+        assert feed.requests == [Try(id=1, change=Change(batch=10, accumulation=4))]
+        assert app.screen is app.dashboard
+        assert "✓ kept: samples/s rose by 12.0 %" in screen_text(app)
+
+
+async def test_what_a_person_must_do_is_only_told() -> None:
+    feed = RecordingFeed(running(gpu(), advice=ADVICE))
+    app = dashboard(feed)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        await pilot.press("b", "down", "enter")
+        await settle(pilot)
+        assert "memtop does not do this by itself; type: sudo fallocate" in screen_text(app)
+        assert feed.requests == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"state": wire.Phase.STOPPED, "alive": False}, "a trial measures a run that trains: this one is stopped"),
+        ({"advice": replace(ADVICE, proposals=())}, "there is no proposal to try"),
+    ],
+)
+async def test_where_nothing_can_be_tried_the_reason_is_given(fields: dict[str, object], said: str) -> None:
+    feed = RecordingFeed(running(gpu(), **{"advice": ADVICE, **fields}))
+    app = dashboard(feed)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await pilot.press("b", "t")
+        await settle(pilot)
+        assert f"✗ {said}" in screen_text(app)
+        assert feed.requests == []
+
+
+async def test_read_only_shows_the_advice_and_tries_nothing() -> None:
+    feed = RecordingFeed(running(gpu(), advice=ADVICE), read_only=True)
+    app = dashboard(feed)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await pilot.press("b", "enter")
+        await settle(pilot)
+        assert "✗ read-only: nothing can be changed from here" in screen_text(app)
+        assert feed.requests == []
+
+
+async def test_before_anything_was_measured_the_key_says_so() -> None:
+    app = dashboard(RecordingFeed(running(gpu())))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        await pilot.press("b")
+        await settle(pilot)
+        assert app.screen is app.dashboard
+        assert "✗ Speed: what bounds the speed is not known yet" in screen_text(app)
+
+
+@pytest.mark.parametrize(
+    ("bottleneck", "word"),
+    [("data", "data-bound"), ("compute", "compute-bound"), ("launch", "launch-bound"), ("swap", "swapping")],
+)
+def test_the_training_panel_has_the_word(bottleneck: str, word: str) -> None:
+    split = wire.StepSplit(data_wait_seconds=0.1, forward_seconds=0.4, backward_seconds=0.4, optimizer_seconds=0.1)
+    store = fold(Store(), running(gpu(), advice=replace(ADVICE, bottleneck=bottleneck), split=split))
+    for width in (54, 70):
+        (line,) = [plain(one) for one in draw_training(store, width, 12) if word in plain(one)]
+        assert "40 %" in line
+        assert "10 %" in line
+    assert word in "".join(plain(one) for one in draw_compact_training(store, 80, 3))
+    unknown = fold(Store(), running(gpu(), advice=replace(ADVICE, bottleneck="unknown"), split=split))
+    assert "bound" not in "".join(plain(one) for one in draw_training(unknown, 54, 12))
+
+
+def test_what_is_not_known_of_a_trial_is_a_dash_and_has_no_change() -> None:
+    lines = [plain(one) for one in trial_lines(TRIAL, 80)]
+    (swap,) = [one for one in lines if one.startswith("swap")]
+    assert swap.split() == ["swap", "0", "B", "–"]
+    (peak,) = [one for one in lines if one.startswith("peak")]
+    assert peak.split() == ["peak", "16.0", "GiB", "16.5", "GiB", "+3.1", "%"]
+    assert not any(one.startswith("tokens/s") for one in lines)
+
+
+def test_a_trial_that_still_measures_has_one_side() -> None:
+    half = replace(TRIAL, state="measuring after", reason=None, after={})
+    text = "\n".join(plain(one) for one in trial_lines(half, 80))
+    assert "measuring after" in text
+    assert "–" in text
+    assert "?" in plain(advice_lines(run_state(), 80)[0])

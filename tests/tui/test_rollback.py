@@ -1,0 +1,208 @@
+"""The history of configurations: what the table says, going back, with and without the checkpoint, and one key to undo."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from memtop.supervisor import wire
+from memtop.supervisor.recovery.values import Peak
+from memtop.supervisor.wire import Change, Restart
+from memtop.tui.draw.configurations import facts, heading, peak_words, row
+from memtop.tui.draw.line import plain
+from memtop.tui.rollback import consequences, rollback, undone
+from memtop.tui.screens.configurations import ConfigurationsScreen
+from memtop.tui.screens.dialog import ConfirmDialog
+from memtop.tui.store import Store, fold
+from tests.tui.dying import CONFIGURATIONS, configuration
+from tests.tui.support import GIB, RecordingFeed, dashboard, gpu, running, screen_text, settle
+
+SIZES = [(80, 24), (160, 50)]
+ROWS = CONFIGURATIONS.rows
+
+
+def feed_of(*rows: wire.Configuration, **options: bool) -> RecordingFeed:
+    return RecordingFeed(running(gpu()), wire.ConfigurationRows(rows=rows or ROWS), **options)
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_the_table_begins_with_the_newest_and_the_cursor_on_the_one_before(
+    size: tuple[int, int],
+) -> None:
+    app = dashboard(feed_of())
+    async with app.run_test(size=size) as pilot:
+        await settle(pilot)
+        await pilot.press("u")
+        await settle(pilot)
+        assert isinstance(app.screen, ConfigurationsScreen)
+        lines = screen_text(app).splitlines()
+        assert all(word in lines[1] for word in ("#", "att", "since", "B x A x W", "T", "peak", "samp/s", "outcome", "reason"))
+        assert ("preset" in lines[1]) is (size[0] >= 110)
+        assert lines[2].split()[:2] == ["●", "3"]
+        assert all(word in lines[2] for word in ("8 x 4 x 1", "128", "10.0 GiB", "present"))
+        assert lines[3].startswith(" ▸  2")
+        assert all(word in lines[3] for word in ("4 x 8 x 1", "6.0 GiB", "32.0", "replaced"))
+        assert all(word in lines[4] for word in ("16 x 2 x 1", "18.0 GiB", "gpu_oom"))
+        text = "\n".join(lines)
+        assert "configuration 2, from update 20  to update 30" in text
+        assert "why: reason 2" in text
+        assert "to go back: split 8 x 4 x 1 -> 4 x 8 x 1" in text
+        await pilot.press("escape")
+        await settle(pilot)
+        assert app.screen is app.dashboard
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_enter_goes_back_after_a_question_that_tells_the_consequences(size: tuple[int, int]) -> None:
+    feed = feed_of()
+    app = dashboard(feed)
+    async with app.run_test(size=size) as pilot:
+        await settle(pilot)
+        await pilot.press("u", "down", "enter")
+        await settle(pilot)
+        assert isinstance(app.screen, ConfirmDialog)
+        assert app.focused is not None
+        assert app.focused.id == "cancel"
+        text = screen_text(app)
+        for expected in (
+            "with the settings of configuration 1?",
+            "Changes: split 8 x 4 x 1 -> 16 x 2 x 1.",
+            "Effective batch 32 -> 32: same mathematics.",
+            "Its peak was 18.0 GiB (measured).",
+            "! It ended in gpu_oom: that may happen again.",
+        ):
+            assert expected in text, expected
+        await pilot.press("enter")
+        await settle(pilot)
+        assert feed.requests == []
+        await pilot.press("enter")
+        await settle(pilot)
+        await pilot.press("y")
+        await settle(pilot)
+        assert feed.requests == [Restart(id=1, change=Change(configuration=1))]
+        assert app.screen is app.dashboard
+
+
+async def test_with_its_checkpoint_the_state_goes_back_too() -> None:
+    feed = feed_of()
+    app = dashboard(feed)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        await pilot.press("u", "c")
+        await settle(pilot)
+        text = " ".join(screen_text(app).replace("│", " ").split())
+        assert "newest kept state at or before update 30" in text
+        await pilot.press("y")
+        await settle(pilot)
+        assert feed.requests == [Restart(id=1, change=Change(configuration=2, state_before=30))]
+
+
+@pytest.mark.parametrize("keys", [("U",), ("u", "u")])
+async def test_one_key_undoes_after_one_question(keys: tuple[str, ...]) -> None:
+    feed = feed_of()
+    app = dashboard(feed)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await pilot.press(*keys)
+        await settle(pilot)
+        assert "configuration 2?" in screen_text(app)
+        await pilot.press("y")
+        await settle(pilot)
+        assert feed.requests == [Restart(id=1, change=Change(configuration=2))]
+
+
+async def test_the_present_one_is_nothing_to_go_back_to() -> None:
+    feed = feed_of()
+    app = dashboard(feed)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await pilot.press("u", "up", "enter")
+        await settle(pilot)
+        assert "✗ configuration 3 is the present one" in screen_text(app)
+        assert feed.requests == []
+
+
+async def test_a_configuration_that_begins_while_the_table_is_open_is_in_it() -> None:
+    feed = feed_of()
+    app = dashboard(feed)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await pilot.press("u")
+        ended = replace(ROWS[2], outcome="replaced", until_update=40)
+        feed.say(wire.ConfigurationRows(rows=(*ROWS[:2], ended, configuration(4, 2, outcome=None, until_update=None))))
+        await settle(pilot)
+        lines = screen_text(app).splitlines()
+        assert lines[2].split()[:2] == ["●", "4"]
+        # The cursor stays on its row.
+        assert lines[4].startswith(" ▸  2")
+
+
+async def test_without_a_configuration_before_it_there_is_nothing_to_undo() -> None:
+    feed = feed_of(ROWS[2])
+    app = dashboard(feed)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await pilot.press("U")
+        await settle(pilot)
+        assert "✗ Undo: the run has had one configuration only" in screen_text(app)
+        assert app.screen is app.dashboard
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_read_only_shows_the_table_and_goes_nowhere(size: tuple[int, int]) -> None:
+    feed = feed_of(read_only=True)
+    app = dashboard(feed)
+    async with app.run_test(size=size) as pilot:
+        await settle(pilot)
+        await pilot.press("U", "u", "enter")
+        await settle(pilot)
+        assert "✗ read-only: nothing can be changed from here" in screen_text(app)
+        await pilot.press("c", "u")
+        await settle(pilot)
+        assert isinstance(app.screen, ConfigurationsScreen)
+        assert feed.requests == []
+
+
+def test_a_peak_that_was_cut_short_is_a_lower_bound_and_an_unknown_one_a_dash() -> None:
+    peak = Peak(batch=8, bytes=19 * GIB, updates=3, failed=True)
+    assert peak_words(peak) == "≥ 19.0 GiB"
+    assert peak_words(replace(peak, failed=False)) == "19.0 GiB"
+    assert peak_words(None) == "–"
+
+
+def test_columns_stand_below_their_names() -> None:
+    for width in (80, 120, 160):
+        head, places = heading(width)
+        line = plain(row(ROWS[0], width, present=False))
+        for place in places:
+            assert plain(head)[place.start : place.end].strip()
+            assert line[place.start - 1] == " "
+        peak = next(place for place in places if place.id == "peak")
+        assert line[peak.start : peak.end].strip() == "18.0 GiB"
+
+
+def test_of_a_program_of_the_users_own_nothing_is_claimed() -> None:
+    bare = wire.Configuration(number=1, attempt=1, started=0.0, reason="start")
+    text = plain(row(bare, 120, present=True))
+    assert text.count("–") >= 4
+    assert "it is the present one" in plain(facts(bare, bare, 100)[-1])
+    other = replace(bare, number=2)
+    assert "settings of this program are its own" in " ".join(plain(one) for one in facts(bare, other, 100))
+
+
+def test_a_rollback_whose_end_is_not_known_cannot_choose_a_checkpoint() -> None:
+    rows = (replace(ROWS[0], until_update=None), *ROWS[1:])
+    assert rollback(rows[0], rows, with_state=False) == Change(configuration=1)
+    answer = rollback(rows[0], rows, with_state=True)
+    assert isinstance(answer, str)
+    assert "is not known" in answer
+    assert undone(ROWS) is ROWS[1]
+    assert undone(ROWS[:1]) is None
+
+
+def test_a_survived_failure_is_named_before_going_back_to_it() -> None:
+    peak = ROWS[1].peak
+    assert peak is not None
+    halved = replace(ROWS[1], peak=replace(peak, failed=True))
+    store = fold(fold(Store(), running(gpu())), wire.ConfigurationRows(rows=(ROWS[0], halved, ROWS[2])))
+    assert "! It ran out of memory then: that may happen again." in consequences(halved, store, with_state=False)

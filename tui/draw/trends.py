@@ -1,0 +1,56 @@
+"""What grows steadily in a run, as its supervisor found it: one line each, with when the memory is full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memtop.supervisor import units
+from memtop.supervisor.monitor.values import GpuSample
+from memtop.supervisor.wire import RunState, Trend
+from memtop.tui.draw.line import MUTED, Line, line
+
+
+def of_gpu(run: RunState, gpu: GpuSample) -> Trend | None:
+    """The trend of this card that fills it first."""
+    name = f"GPU {gpu.index}"
+    found = [trend for trend in run.trends if trend.what == name or trend.what.startswith(f"{name} ")]
+    return first_full(found)
+
+
+def of_host(run: RunState) -> list[Trend]:
+    """Those of host memory and swap."""
+    return [trend for trend in run.trends if not trend.what.startswith("GPU ")]
+
+
+def first_full(trends: Sequence[Trend]) -> Trend | None:
+    """The most urgent one; those without a limit come last."""
+    return min(trends, key=_urgency, default=None)
+
+
+def _urgency(trend: Trend) -> float:
+    return float("inf") if trend.full_in_seconds is None else trend.full_in_seconds
+
+
+def full_in(trend: Trend) -> Line:
+    """`^ full in 14 min (update 1 520) at this rate`: short enough for a panel's line."""
+    if trend.full_in_seconds is None:
+        return line(("^ grows ", "edge"), (f"{units.size(trend.bytes_per_second)}/s", "edge"))
+    return line(("^ full in ", "edge"), (minutes(trend.full_in_seconds), "edge"), (f"{_where(trend)} at this rate", MUTED))
+
+
+def sentence(trend: Trend) -> str:
+    """`GPU 0 reserved: full in 14 min (update 1 520) at this rate`; where there is no limit, the supervisor's own words."""
+    if trend.full_in_seconds is None:
+        return trend.message
+    return f"{trend.what}: full in {minutes(trend.full_in_seconds)}{_where(trend)} at this rate"
+
+
+def _where(trend: Trend) -> str:
+    return "" if trend.full_at_update is None else f" (update {units.count(trend.full_at_update)})"
+
+
+def minutes(seconds: float) -> str:
+    """`14 min`, `40 s`, `3.5 h`."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
