@@ -39,6 +39,7 @@ CONTRACT = {
     "runs": {"--json", "--runs-dir"},
     "show": {"run_name", "--json", "--metrics", "--runs-dir"},
     "export": {"run_name", "out", "--adapter", "--merge", "--runs-dir"},
+    "advise": {"run_name", "--json", "--try", "--runs-dir"},
     "strays": {"--json", "--kill", "--runs-dir"},
     "presets": {"name", "--json"},
     "doctor": {"--json", "--runs-dir"},
