@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from memtop.supervisor.diagnosis.engine import chunks_of, diagnose, diagnose_fil
 from memtop.supervisor.diagnosis.sentences import size
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.recovery.offline import remedies_for
 from memtop.supervisor.recovery.values import Remedy
 
 _CONFIDENCE = (
@@ -30,7 +30,7 @@ def command(log: str | None, exit_code: int | None, *, as_json: bool) -> int:
     """Print the diagnosis of a file, or of standard input. Whatever it is, the exit status is 0; UsageError where there is
     nothing to read."""
     diagnosis = _diagnosis(log, Evidence(exit_status=exit_code))
-    remedies = _remedies(diagnosis)
+    remedies = remedies_for(diagnosis)
     if as_json:
         print(json.dumps(_document(diagnosis, remedies), indent=2))
     else:
@@ -56,14 +56,7 @@ def _diagnosis(log: str | None, evidence: Evidence) -> Diagnosis:
         raise UsageError(f"LOG {log!r}: cannot be read: {reason}") from None
 
 
-def _remedies(diagnosis: Diagnosis) -> list[Remedy]:
-    name = "memtop.supervisor.recovery.offline"
-    if importlib.util.find_spec(name) is None:
-        return []
-    return list(importlib.import_module(name).remedies_for(diagnosis))
-
-
-def _document(diagnosis: Diagnosis, remedies: list[Remedy]) -> dict[str, Any]:
+def _document(diagnosis: Diagnosis, remedies: Sequence[Remedy]) -> dict[str, Any]:
     document: dict[str, Any] = msgspec.to_builtins(diagnosis)
     document["remedies"] = [
         {
@@ -82,7 +75,7 @@ def _document(diagnosis: Diagnosis, remedies: list[Remedy]) -> dict[str, Any]:
     return document
 
 
-def _text(diagnosis: Diagnosis, remedies: list[Remedy]) -> list[str]:
+def _text(diagnosis: Diagnosis, remedies: Sequence[Remedy]) -> list[str]:
     name = diagnosis.kind.value + (f": {diagnosis.reason}" if diagnosis.reason else "")
     lines = [name, diagnosis.summary]
     card = _card(diagnosis)
@@ -115,5 +108,7 @@ def _card(diagnosis: Diagnosis) -> str | None:
         ("other processes", diagnosis.other_process_bytes),
         ("free", diagnosis.free_bytes),
     )
-    shown = [f"{name} {size(part)} ({units.percent(part / total)})" for name, part in parts if part is not None and part <= total]
+    shown = [
+        f"{name} {size(part)} ({units.percent(part / total)})" for name, part in parts if part is not None and part <= total
+    ]
     return f"{size(total)}: {' | '.join(shown)}" if shown else None

@@ -64,7 +64,7 @@ class GradientSum:
             return
         lengths = [len(gradient) for gradient in gradients]
         whole = self._bucket[: sum(lengths)]
-        parts = list(whole.split(lengths))
+        parts = list(torch.split(whole, lengths))
         torch._foreach_copy_(parts, gradients)
         torch.distributed.all_reduce(whole)
         torch._foreach_copy_(gradients, parts)

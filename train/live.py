@@ -27,9 +27,7 @@ def edit_live(settings: Settings, values: dict[str, Any]) -> Settings:
         raise SettingsError("change", "{}", f"names nothing; there are {', '.join(LIVE)}")
     for name, text in given.items():
         if name not in LIVE:
-            raise SettingsError(
-                name, text, f"cannot change while the program runs; there are {', '.join(LIVE)}. Restart with it"
-            )
+            raise SettingsError(name, text, f"cannot change in a running program, only {', '.join(LIVE)} can; restart with it")
     after = _hold_effective_batch(settings, assign(settings, given), given)
     for name in _FIXED_UNDER_ZERO:
         if settings.zero.stage and getattr(after, name) != getattr(settings, name):
@@ -44,11 +42,8 @@ def _hold_effective_batch(before: Settings, after: Settings, given: dict[str, st
             value = getattr(after, name)
             if value < 1 or share % value:
                 near = " or ".join(f"{b} x {a}" for b, a in nearest_splits(before.effective_batch, before.world_size, value))
-                raise SettingsError(
-                    name,
-                    value,
-                    f"does not divide the effective batch {before.effective_batch} exactly; take {near}, or give both",
-                )
+                why = f"does not divide the effective batch {before.effective_batch}; take {near}, or give both"
+                raise SettingsError(name, value, why)
             return msgspec.structs.replace(after, **{other: share // value})
     return after
 

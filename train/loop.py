@@ -71,7 +71,8 @@ class Trainer:
         self._guard = Guard(channel, retries=engine.retries)
         self._growth = Growth(gauge or open_gauge(self._accelerator.device), patience)
         self._most_batch = settings.batch
-        self._feed = Feed(samples, pad, self._accelerator.process_index)
+        self._order, ahead = (SampleOrder(samples, settings.seed, position.cuts) for _ in range(2))
+        self._feed = Feed(samples, (self._order, ahead), pad, self._accelerator.process_index)
         self._gradients = Gradients(engine, self._feed, self._ranks, self._guard, self._growth)
         self._evaluator = Evaluator(settings, engine, evaluation, pad) if settings.eval_every and evaluation else None
         self._evaluated: Evaluation | None = None
@@ -79,7 +80,6 @@ class Trainer:
         self._saved_at: int | None = None
         self.save_problem: str | None = None
         """Why the newest save failed; None if it did not."""
-        self._order = SampleOrder(samples, settings.seed, position.cuts)
         self.target_samples = settings.target_samples or self._order.end_of(settings.epochs)
 
     @property
@@ -127,6 +127,7 @@ class Trainer:
         self._guard.update = plan.number
         while (computed := self._gradients(plan, self.settings, stopwatch)) is None:
             self._engine.drop_gradients()
+            free_cache()
             self._shrink("allocation failure")
             # The same samples, in smaller pieces.
             self._feed.plan()
@@ -178,7 +179,8 @@ class Trainer:
                 set_checkpointing(self._engine.model, on=after.gradient_checkpointing)
         except (SettingsError, BadInputError) as error:
             return False, str(error), {}
-        self._most_batch = after.batch
+        if after.batch != self.settings.batch or values.get("batch") is not None:
+            self._most_batch = after.batch
         before, update = self.settings, self.position.updates + 1
         changes = {name: getattr(after, name) for name in LIVE if getattr(after, name) != getattr(before, name)}
         if not changes:
@@ -193,8 +195,8 @@ class Trainer:
         if "workers" in changes:
             workers = decide(self.settings, self._accelerator).workers
             self._host = msgspec.structs.replace(self._host, workers=workers)
-        # What the old split held is of no use to the new one, and in pieces of the wrong size.
-        free_cache()
+        # What the allocator kept for the old split comes in pieces of the wrong size.
+        torch.cuda.empty_cache()
         if changes.keys() & {"batch", "accumulation"}:
             self._growth.changed(grown=reason == "grown back", forget=reason == "asked")
         elif "gradient_checkpointing" in changes:
@@ -241,6 +243,7 @@ class Trainer:
         while (found := self._evaluator(self._evaluation_batch, self._guard, self._ranks)) is None:
             if self._evaluation_batch == 1:
                 self._guard.give_up(f"evaluation after update {update}")
+            free_cache()
             self._change("allocation failure", eval_batch=self._evaluation_batch // 2)
         self._guard.phase, self._evaluated = "unknown", found
         self._channel.report("evaluation", update=update, **msgspec.to_builtins(found))

@@ -1,4 +1,4 @@
-"""What happens when memory runs out inside an update: it is reported, nothing of the try is kept, and it is done again smaller."""
+"""When memory runs out inside an update: it is reported, nothing of the try is kept, and the update is done again smaller."""
 
 from __future__ import annotations
 

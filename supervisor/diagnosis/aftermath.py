@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 
 from memtop.supervisor.diagnosis.cleaning import Line
 from memtop.supervisor.diagnosis.finding import Finding, Weight
@@ -13,24 +14,38 @@ from memtop.supervisor.diagnosis.values import Kind
 _BUFFER = 8 << 10
 _NEAR = 12
 
+# Of a lack of memory in its own words.
 _RECOVERY = re.compile(
-    r"(?i)batch[ _-]?size (?:will be |is |was )?(?:automatically )?(?:decreased|reduced|halved|lowered)|(?:decreas|reduc|halv|lower)ing (?:the )?(?:auto )?(?:micro)?[ _-]?batch(?:[ _-]?size)? (?:from|to|by)"
-    r"|(?:recover(?:ed|ing)?|attempting to recover) from (?:an? )?(?:cuda )?(?:oom|out[- ]of[- ]memory)|batch size \d+ (?:failed|succeeded), trying|trying (?:with )?(?:a )?(?:smaller )?batch[ _-]?size|"
-    r"(?<!not )(?<!no )\bretry(?:ing)?\b(?! (?:limit|count|failed|exceeded))|skip(?:ping|ped) (?:this |the )?(?:batch|sample|step|update|request|image|file|item)|trigger(?:ing|ed) (?:global )?restart|restart(?:ed)? (?:completed|succeeded|successful)"
-    r"|fall(?:ing|s)? back to|falling back|will (?:be )?retr(?:y|ied)|switching to (?:cpu|tiled|smaller)|continuing (?:with|training|without)|ignored?,? continuing"
+    r"(?i)batch[ _-]?size (?:will be |is |was )?(?:automatically )?(?:decreased|reduced|halved|lowered)"
+    r"|(?:decreas|reduc|halv|lower)ing (?:the )?(?:auto )?(?:micro)?[ _-]?batch(?:[ _-]?size)? (?:from|to|by)"
+    r"|(?:recover(?:ed|ing)?|attempting to recover) from (?:an? )?(?:cuda )?(?:oom|out[- ]of[- ]memory)"
+    r"|batch size \d+ (?:failed|succeeded), trying|trying (?:with )?(?:a )?(?:smaller )?batch[ _-]?size"
+    r"|trigger(?:ing|ed) (?:global )?restart|restart(?:ed)? (?:completed|succeeded|successful)|attempts? left; will restart"
+)
+# Of anything, so they count on the message's own line or where the program is seen to go on.
+_ANOTHER_TRY = re.compile(
+    r"(?i)(?<!not )(?<!no )\bretry(?:ing)?\b(?! (?:limit|count|failed|exceeded))|will (?:be )?retr(?:y|ied)"
+    r"|(?:skip(?:ping|ped)|discard(?:ing|ed)?) (?:this |the )?(?:batch|sample|step|update|request|image|file|item)"
+    r"|fall(?:ing|s)? back to|falling back|switching to (?:cpu|tiled|smaller)|continuing (?:with|training|without)"
+    r"|ignored?,? continuing"
 )
 _GAVE_UP = re.compile(
-    r"(?i)giving up|gave up|retr(?:y|ies) (?:limit|exhausted|failed|exceeded)|max(?:imum)? retries|no executable batch size|could not recover|unable to recover|failed after \d+"
+    r"(?i)giving up|gave up|retr(?:y|ies) (?:limit|exhausted|failed|exceeded)|max(?:imum)? retries|no"
+    r" executable batch size|could not recover|unable to recover|failed after \d+"
 )
 _COMPLETED = re.compile(
-    r"(?i)\bcompleted: true\b|training (?:has |is |was )?(?:successfully )?(?:complete|completed|finished|done)\b|'train_runtime'|\btrain_runtime\s*=|training completed|finished training|`?max_(?:steps|epochs)=\d+`? reached|all epochs (?:done|completed)"
+    r"(?i)\bcompleted: true\b|training (?:has |is |was )?(?:successfully )?(?:complete|completed"
+    r"|finished|done)\b|'train_runtime'|\btrain_runtime\s*=|training completed|finished training"
+    r"|`?max_(?:steps|epochs)=\d+`? reached|all epochs (?:done|completed)"
 )
 _STEP = re.compile(
-    r"(?i)(?:\b(?:step|iter|iteration|update|epoch|global_step|batch)s?\b[^0-9a-z]{0,4}\d+.*(?:loss|ppl|acc|lr|it/s|s/it|wps|tokens|time|elapsed|eta|\d\s*%))|^\W{0,2}\s*\d+\s*/\s*\d+\W|[\[(]\s*\d+\s*/\s*\d+\s*[\])]|'loss':|\"loss\":|\btrain_loss\b\W{1,3}\d"
+    r"(?i)(?:\b(?:step|iter|iteration|update|epoch|global_step|batch)s?\b[^0-9a-z]{0,4}\d+.*(?:loss"
+    r"|ppl|acc|lr|it/s|s/it|wps|tokens|time|elapsed|eta|\d\s*%))|^\W{0,2}\s*\d+\s*/\s*\d+\W"
+    r"|[\[(]\s*\d+\s*/\s*\d+\s*[\])]|'loss':|\"loss\":|\btrain_loss\b\W{1,3}\d"
 )
 _BAR_COUNT = re.compile(r"%\|[^|]*\|\s*(\d+)")
 _RAISED = re.compile(r"^(?:E\s+)?(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b")
-_MILD = re.compile(r"\b(?:WARNING|WARN|INFO|DEBUG|UserWarning|RuntimeWarning)\b")
+_MILD = re.compile(r"\b(?:WARNING|WARN|INFO|DEBUG|\w*Warning)\b|\[W\b|: [WI] (?=\w)|^[WI]\d{4} |dlerror")
 
 _FROM_OUTSIDE = (Kind.HOST_OOM_KILLED,)
 # Ends by their nature, whatever other ranks or buffers print after them.
@@ -49,31 +64,57 @@ _ENDS = frozenset(
 )
 
 
-def completed(page: Page) -> bool:
-    return any(_COMPLETED.search(line.text) for line in page.lines)
+class Progress:
+    """Where a log shows that the program computes."""
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._steps = [index for index, line in enumerate(page.lines) if _is_step(line)]
+        self.completed = any(_COMPLETED.search(line.text) for line in page.lines)
+        """By the program's own words."""
+
+    def between(self, start: int, end: int) -> tuple[int, int]:
+        """How many steps are seen from one line to another, and about how many bytes after the first line the last of them."""
+        first, last = bisect_left(self._steps, start), bisect_left(self._steps, end)
+        if first == last:
+            return 0, 0
+        return last - first, self._page.lines[self._steps[last - 1]].at - self._page.lines[start - 1].at
 
 
-def went_on(page: Page, finding: Finding, until: int) -> str | None:
-    """`oom_retried`, `oom_handled`, or None where it may have ended the program. `until`: where the next failure begins."""
+def is_mild(line: Line) -> bool:
+    """Logged as no more than a warning."""
+    return _MILD.search(line.shown[:120]) is not None
+
+
+def went_on(page: Page, progress: Progress, finding: Finding, until: int, *, failed: bool) -> str | None:
+    """`oom_retried`, `oom_handled`, or None where it may have ended the program. `until`: where the next failure begins;
+    `failed`: the program is known to have ended badly."""
     if finding.kind in _FROM_OUTSIDE or (finding.reason in _ENDS) or finding.weight < Weight.BROKEN:
         return None
     here = page.lines[finding.line]
-    after = page.lines[finding.last_line + 1 : until]
-    near = [*page.lines[max(0, finding.line - 1) : finding.last_line + 1], *after[:_NEAR]]
-    if finding.kind is not Kind.NOT_MEMORY and any(_RECOVERY.search(line.text) for line in near):
+    own = page.lines[max(0, finding.line - 1) : finding.last_line + 1]
+    after = finding.last_line + 1
+    steps, distance = progress.between(after, until)
+    if finding.kind is not Kind.NOT_MEMORY:
         # The words of giving up may also come after the last of several tries.
-        if not any(_GAVE_UP.search(line.text) for line in [*near, *page.lines[until : until + _NEAR]]):
+        near, late = page.lines[after : min(until, after + _NEAR)], page.lines[until : until + _NEAR]
+        tried = _says(_RECOVERY, [*own, *near]) or _says(_ANOTHER_TRY, [*own, *near] if steps else own)
+        if tried and not _says(_GAVE_UP, [*own, *near, *late]):
             return "oom_retried"
-    steps = sum(_is_step(line) for line in after)
-    raised = _RAISED.match(here.text) is not None and not _MILD.search(here.shown[:120])
-    if not raised:
-        return "oom_handled" if steps else None
-    distance = after[-1].at - page.lines[finding.last_line].at if after else 0
+    if _RAISED.match(here.text) is None or is_mild(here):
+        return "oom_handled" if steps >= (3 if failed else 1) else None
+    # What standard output still held when the error was written follows it; more than that was computed later.
     return "oom_handled" if steps >= 2 and distance > _BUFFER else None
 
 
 def _is_step(line: Line) -> bool:
+    if line.text.startswith("wandb:"):
+        return False  # the last values once more, in a summary
     if line.bar:
         count = _BAR_COUNT.search(line.text)
         return count is not None and int(count[1]) > 0
     return _STEP.search(line.text) is not None
+
+
+def _says(pattern: re.Pattern[str], lines: list[Line]) -> bool:
+    return any(pattern.search(line.text) for line in lines)

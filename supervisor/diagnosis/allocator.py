@@ -16,7 +16,7 @@ from memtop.supervisor.diagnosis.values import Kind
 _LONGEST_MESSAGE = 1600
 
 _HEAD = re.compile(
-    r"outofmemory\.?(?:\((?=MPSallocated)|Triedtoallocate\d)|outofmemory\.Tri|(?<!memory\.)(?<!memory)Triedtoallocate\d"
+    r"outofmemory\.?(?:\((?=MPSallocated)|Triedtoallocate\d)|outofmemory\.Tri|(?<!outofmemory\.)(?<!outofmemory)Triedtoallocate\d"
     r"|GPU\d*hasatotalcapac|Oftheallocatedmemory\d"
 )
 
@@ -84,6 +84,12 @@ def _read(view: View, start: int, message: str) -> Finding | None:
     told = tuple((int(pid), parse_size(held)) for pid, held in _OTHERS.findall(message))
     others = _without_self(told, pool, process, complete="thisprocesshas" in message or "llocatedmemory" in message)
     outside = _outside(total, free, process, pool, told)
+    kind = kind_of(requested, total, spare, outside)
+    if process is None and not told and kind is not Kind.GPU_OOM_OTHER_PROCESS:
+        outside = None  # it would hold the run's own context, too
+    context = None
+    if process is not None and allocated is not None and unallocated is not None and process >= allocated + unallocated:
+        context = process - allocated - unallocated
     device = _DEVICE.search(message)
     figures = Figures(
         device_index=None if device is None else int(device[1]),
@@ -96,14 +102,12 @@ def _read(view: View, start: int, message: str) -> Finding | None:
         allowed=_bytes(_ALLOWED, message),
         other_pids=others,
         other=outside,
-        context=process - allocated - spare
-        if None not in (process, allocated, spare) and process >= allocated + spare
-        else None,  # type: ignore[operator]
+        context=context,
     )
     line = view.line_at(start)
     last = max(line, view.line_at(min(start + _said_until(message), len(view.text) - 1)))
     confidence = 0.97 if total is not None else 0.95 if requested is not None else 0.85
-    return Finding(line, kind_of(requested, total, spare, outside), None, Weight.CAUSE, confidence, None, figures, last)
+    return Finding(line, kind, None, Weight.CAUSE, confidence, None, figures, last)
 
 
 def _bytes(pattern: re.Pattern[str], message: str) -> int | None:
@@ -124,8 +128,8 @@ def _said_until(message: str) -> int:
 def _without_self(
     told: tuple[tuple[int, int | None], ...], pool: int | None, process: int | None, *, complete: bool
 ) -> tuple[int, ...]:
-    """The processes that are not the run. In a container the allocator does not know its own pid: then there is no sentence about
-    "this process", and the one whose memory just covers what the allocator holds is the run."""
+    """The processes that are not the run. In a container the allocator does not know its own pid: then there is no sentence
+    about "this process", and the one whose memory just covers what the allocator holds is the run."""
     pids = tuple(pid for pid, _ in told)
     if process is not None or not told:
         return pids

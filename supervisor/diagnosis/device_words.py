@@ -1,4 +1,4 @@
-"""How everything but PyTorch's allocator says that a device has no memory left: CUDA itself, its libraries, JAX, TensorFlow, ..."""
+"""How everything but PyTorch's allocator says that a device has no memory left: CUDA, its libraries, JAX, TensorFlow, ..."""
 
 from __future__ import annotations
 
@@ -27,14 +27,19 @@ SHAPES: tuple[Shape, ...] = (
     # CUDA, HIP and others without figures. Whether it was pinned memory is for the frames to say.
     shape(r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU)(?: driver)? error:? out of memory", _OOM, confidence=0.85, needle="outofmemory"),
     shape(
-        r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU|MPS backend|GPU) out of memory(?!\.Tri|\(MPS|detected)",
+        r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU|MPS backend|GPU) out of(?: the)? memory"
+        r"(?!\.Tri|\(MPS|detected|errors|issues|problems|handling)",
         _OOM,
         confidence=0.8,
-        needle="outofmemory",
+        needle="outof",
+        asserted=True,
     ),
     shape(r"CUDA out of memory detected", _OOM, confidence=0.8),
     shape(r"(?i:(?:cuda|hip) runtime error \(?2\)?:? out of memory)", _OOM, confidence=0.9, needle="outofmemory"),
     shape(r"(?:CUDA|hip|HIP)_?E(?:RROR|rror)_?[Oo](?:UT_OF_MEMORY|utOfMemory)", _OOM, confidence=0.85),
+    shape(r"Error 2: out of memory", _OOM, confidence=0.85, needle="Error2"),
+    shape(r"THCudaCheck FAIL .{0,160}? error=2 : out of memory", _OOM, confidence=0.85, needle="THCudaCheck"),
+    shape(r"cudaSuccess \(2 vs\. 0\) out of memory", _OOM, confidence=0.9, needle="cudaSuccess"),
     shape(r"cudaErrorMemoryAllocation", _OOM, confidence=0.85, needle="cudaErrorMem"),
     shape(r"Triton Error \[\w+\]: out of memory", _OOM, confidence=0.9, needle="TritonError"),
     shape(
@@ -57,7 +62,11 @@ SHAPES: tuple[Shape, ...] = (
     shape(r"Allocation on device (?P<gpu>\d{0,2}) would exceed allowed memory", _OOM, confidence=0.9, needle="wouldexceed"),
     shape(r"torch\.(?:cuda\.)?OutOfMemoryError(?!:?\w*out of memory|,|\))", _OOM, confidence=0.7, at_start=True),
     shape(r"RayTaskError\(OutOfMemoryError\)", _OOM, confidence=0.6, needle="RayTaskError(O"),
-    shape(r"[Rr]an out of (?:GPU|CUDA|VRAM|device|video)? memory (?:when|while|during|on|in|with)", _OOM, confidence=0.6),
+    shape(
+        r"[Rr]an out of (?:GPU|CUDA|VRAM|device|video)? memory (?:when|while|during|on|in(?!memoryspace)|with)",
+        _OOM,
+        confidence=0.6,
+    ),
     shape(r"No executable batch size found, reached zero", _OOM, confidence=0.85, needle="reachedzero"),
     shape(r"No available memory for the cache blocks", _OOM, confidence=0.6, needle="cacheblocks", phase="load"),
     # Libraries that allocate for themselves.
@@ -81,14 +90,16 @@ SHAPES: tuple[Shape, ...] = (
     shape(r"Failed to CUDA (?:host)?[cm]alloc", _OOM, confidence=0.75, needle="FailedtoCUDA"),
     # XLA: JAX and TensorFlow.
     shape(
-        r"(?:RESOURCE_EXHAUSTED:|ResourceExhaustedError:?)? (?:\w+:)? Out of memory (?:while)?(?:trying to)? alloc(?:ate|ating) (?P<size>SIZE)",
+        r"(?:RESOURCE_EXHAUSTED:|ResourceExhaustedError:?)? (?:\w+:)? Out of memory (?:while)?(?:trying"
+        r" to)? alloc(?:ate|ating) (?P<size>SIZE)",
         _OOM,
         confidence=0.95,
         needle="Outofmemory",
     ),
     shape(r"Failed to allocate request for (?P<size>SIZE) (?:\(\d+B\))? on device ordinal (?P<gpu>\d+)", _OOM, confidence=0.95),
     shape(
-        r"RESOURCE_EXHAUSTED:?(?:\w+:)? (?:Attempting to (?:allocate|reserve)|Error allocating|Failed to allocate) [^.\d]{0,40}? (?P<size>SIZE)",
+        r"RESOURCE_EXHAUSTED:?(?:\w+:)? (?:Attempting to (?:allocate|reserve)|Error allocating|Failed to"
+        r" allocate) [^.\d]{0,40}? (?P<size>SIZE)",
         _OOM,
         confidence=0.95,
         needle="EXHAUSTED",
@@ -115,7 +126,8 @@ SHAPES: tuple[Shape, ...] = (
         needle="ranoutofmemory",
     ),
     not_memory(
-        r"Allocator \(\w+\) ran out of memory trying to allocate [\w.]{1,20}(?:\(\w+\))?(?:rounded to \w+)?.{0,80}? not a failure",
+        r"Allocator \(\w+\) ran out of memory trying to allocate [\w.]{1,20}(?:\(\w+\))?(?:rounded to"
+        r" \w+)?.{0,80}? not a failure",
         "allocator_warning",
         weight=Weight.HINT,
         confidence=0.95,
@@ -133,6 +145,7 @@ SHAPES: tuple[Shape, ...] = (
 )
 
 PIN_FRAMES = re.compile(
-    r"in pin memory thread|pin_memory\.py|in pin_memory\b|\.pin_memory\(|cuda(?:Host|MallocHost)|CachingHostAllocator|host_allocator"
+    r"in pin memory thread|pin_memory\.py|in pin_memory\b|\.pin_memory\(|cuda(?:Host|MallocHost)"
+    r"|CachingHostAllocator|host_allocator"
 )
 PIN_DEVICE = re.compile(r"pin memory thread for device (\d{1,4})")

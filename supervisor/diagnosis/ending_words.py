@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
-from memtop.supervisor.diagnosis.finding import Finding, Shape, Weight, not_memory, shape
+from memtop.supervisor.diagnosis.finding import MOST_OF_A_KIND, Finding, Shape, Weight, not_memory, shape
 from memtop.supervisor.diagnosis.page import Page, View
 from memtop.supervisor.diagnosis.values import Kind
 
@@ -18,7 +19,8 @@ SHAPES: tuple[Shape, ...] = (
     shape(r"(?i:detected \d+ oom[-_]?kill events?)", _KILLED, confidence=0.97),
     shape(r"(?i:task \d+:? out of memory|tasks have been oom killed)", _KILLED, confidence=0.95),
     shape(
-        r"(?i:(?:exceeded|over|above) (?:the )?(?:job|step|virtual|requested|its)? (?:memory|vmem|mem) (?:limit|usage limit|request))",
+        r"(?i:(?:exceeded|over|above) (?:the )?(?:job|step|virtual|requested|its)? (?:memory|vmem|mem)"
+        r" (?:limit|usage limit|request))",
         _KILLED,
         confidence=0.93,
     ),
@@ -44,6 +46,7 @@ SHAPES: tuple[Shape, ...] = (
     shape(
         r"DataLoader worker \(pid\(?s?\)? [\d,]+\) is killed by signal:? Killed",
         _KILLED,
+        weight=Weight.ERROR,  # a launcher kills the workers, too, when it ends a program for another reason
         confidence=0.75,
         phase="data",
         needle="signal:Killed",
@@ -85,26 +88,34 @@ SHAPES: tuple[Shape, ...] = (
         phase="data",
         needle="abruptly",
     ),
+    not_memory(
+        r"DataLoader worker \(pid\(?s?\)? [\d,]+\) exited unexpectedly",
+        "worker_died",
+        weight=Weight.BROKEN,
+        confidence=0.5,
+        phase="data",
+        needle="exitedunexpectedly",
+    ),
     # A time limit, a preemption, a person.
     not_memory(
         r"DUE TO PREEMPTION|(?:instance|VM|job|node|pod) (?:was |has been |is being )?(?i:preempt(?:ed|ing))|TERM_PREEMPT",
         "preempted",
-        weight=Weight.ERROR,
         confidence=0.95,
     ),
-    not_memory(r"(?i:spot instance (?:interruption|termination|reclaim))", "preempted", weight=Weight.ERROR, confidence=0.9),
+    not_memory(r"(?i:spot instance (?:interruption|termination|reclaim))", "preempted", confidence=0.9),
     not_memory(
-        r"DUE TO TIME LIMIT|TERM_RUNLIMIT|(?i:walltime \S{0,24}? exceeded|exceeded (?:its )?wall-?(?:clock)?time)|DeadlineExceeded(?!:)",
+        r"DUE TO TIME LIMIT|TERM_RUNLIMIT|(?i:walltime \S{0,24}? exceeded|exceeded (?:its"
+        r" )?wall-?(?:clock)?time)|DeadlineExceeded(?!:)",
         "time_limit",
-        weight=Weight.ERROR,
         confidence=0.95,
     ),
-    not_memory(r"DUE TO NODE FAILURE|NODE_FAIL", "node_failure", weight=Weight.ERROR, confidence=0.95),
+    not_memory(r"DUE TO NODE FAILURE|NODE_FAIL", "node_failure", confidence=0.95),
     not_memory(r"CANCELLED AT|TERM_OWNER|TERM_FORCE_OWNER|TERM_ADMIN", "cancelled", weight=Weight.TERMINATED, confidence=0.8),
-    not_memory(r"KeyboardInterrupt", "keyboard_interrupt", weight=Weight.ERROR, confidence=0.93, at_start=True),
+    not_memory(r"KeyboardInterrupt", "keyboard_interrupt", confidence=0.93, at_start=True),
     not_memory(r"\[\d+\][+-] Interrupt", "keyboard_interrupt", weight=Weight.TERMINATED, confidence=0.9, needle="Interrupt"),
     not_memory(
-        r"got signal:? (?:15|SIGTERM)|SIGTERM death signal|signal:? 15|signal:? terminated|exit(?:ed)? (?:with )?(?:status|code):? 143|exitcode:? -15|Signal 15 \(SIGTERM\)|Received SIGTERM",
+        r"got signal:? (?:15|SIGTERM)|SIGTERM death signal|signal:? 15|signal:? terminated|exit(?:ed)?"
+        r" (?:with )?(?:status|code):? 143|(?:exitcode:?|return code =) ?-15|Signal 15 \(SIGTERM\)|Received SIGTERM",
         "sigterm",
         weight=Weight.TERMINATED,
         confidence=0.85,
@@ -122,10 +133,22 @@ SHAPES: tuple[Shape, ...] = (
         confidence=0.85,
     ),
     not_memory(
-        r"Segmentation fault|SIGSEGV|signal 11|exitcode:? -11|exit(?:ed)? (?:with )?(?:status|code):? 139",
+        r"Segmentation fault|SIGSEGV|signal 11|(?:exitcode:?|return code =) ?-11|exit(?:ed)? (?:with )?(?:status|code):? 139",
         "segfault",
         weight=Weight.BROKEN,
         confidence=0.85,
+    ),
+    not_memory(
+        r"\d Bus error|SIGBUS|(?:exitcode:?|return code =) ?-7|exit(?:ed)? (?:with )?(?:status|code):? 135",
+        "bus_error",
+        weight=Weight.BROKEN,
+        confidence=0.5,
+    ),
+    not_memory(
+        r"SIGABRT|(?:exitcode:?|return code =) ?-6|exit(?:ed)? (?:with )?(?:status|code):? 134",
+        "aborted",
+        weight=Weight.TERMINATED,
+        confidence=0.6,
     ),
 )
 
@@ -143,7 +166,10 @@ def kernel_kills(view: View, page: Page, member_pids: frozenset[int]) -> Iterato
     matches = list(_VICTIM.finditer(view.text))[:60]
     if not matches:
         return
-    indices = {view.line_at(match.start()) for match in matches}
+    # The record's own lines, folded as they may be.
+    indices = {
+        index for match in matches for index in range(view.line_at(match.start()) - 1, view.line_at(match.end() - 1) + 3)
+    }
     known = member_pids | _pids(line.text for index, line in enumerate(page.lines) if index not in indices)
     for match in matches:
         pid, name = int(match[1] or match[4]), match[2] or match[3]
@@ -168,14 +194,13 @@ def _pids(texts: Iterable[str]) -> set[int]:
     return found
 
 
+_KILLED_LINE = re.compile(r"Killed(?:: 9)?$|zsh: killed\b|Killed (?!process\b)\S+ ?\S{0,40}$")
+
+
 def bare_killed(view: View) -> Iterator[Finding]:
-    """The one word that a shell prints."""
-    if "Killed" not in view.text:
+    """The one word that a shell prints, perhaps with the command."""
+    if "illed" not in view.text:
         return
-    for index, line in enumerate(view.lines):
-        if (
-            line.text in ("Killed", "Killed: 9", "zsh: killed")
-            or line.text.startswith(("zsh: killed ", "Killed "))
-            and "process" not in line.text
-        ):
-            yield Finding(index, _KILLED, None, Weight.KILLED, SUSPECTED, "unknown", last_line=index)
+    found = (index for index, line in enumerate(view.lines) if "illed" in line.text and _KILLED_LINE.match(line.text))
+    for index in islice(found, MOST_OF_A_KIND):
+        yield Finding(index, _KILLED, None, Weight.KILLED, SUSPECTED, "unknown", last_line=index)

@@ -19,7 +19,7 @@ def diagnose(chunks: Iterable[bytes], evidence: Evidence | None = None) -> Diagn
     Never raises for what the log holds; what the chunks' own source raises passes through.
     """
     evidence = evidence or Evidence()
-    return judge(read(Page(excerpt(chunks)), evidence.member_pids), evidence)
+    return judge(read(Page(excerpt(chunks)), evidence.member_pids, failed=evidence.exit_status not in (None, 0)), evidence)
 
 
 def diagnose_file(path: Path, evidence: Evidence | None = None) -> Diagnosis:

@@ -19,25 +19,15 @@ HEAD, TAIL = 32 << 10, 192 << 10
 BEFORE, AFTER = 16 << 10, 8 << 10
 _KEPT = max(TAIL, BEFORE + AFTER + _LONGEST_WORD)
 
-# What names a lack of memory or room, or an end by force. Each stands in an ordinary log rarely or never; a message that is cut or
-# folded inside one of them mostly holds another. Plain words, since each is found at the speed of memory, unlike a pattern.
+# What names a lack of memory or room, or an end by force. Each stands in an ordinary log rarely or never; a message that is cut
+# or folded inside one of them mostly holds another. Plain words, since each is found at the speed of memory, unlike a pattern,
+# and as few as will do: what only ends a log (schedulers, shells) stands in its tail, which is read anyway.
 _STRONG = (
-    *(
-        b" allocate ",
-        b"ut of memory",
-        b"ut Of Memory",
-        b"emoryError",
-        b"EXHAUSTED",
-        b"ALLOC",
-        b"alloc ",
-        b"bad_alloc",
-        b"malloc of",
-    ),
-    *(b"Killed", b"killed ", b"oom-kill", b"oom_kill", b"OOM", b"No space", b"SIGKILL", b"Writer failed", b"StorageFull"),
-    *(b"us error", b"shared memory", b"quota exceeded", b"CANCELLED", b"TERM_"),
+    *(b" allocate ", b"ut of memory", b"emoryError", b"EXHAUSTED", b"ALLOC", b"bad_alloc", b"Killed", b"killed ", b"oom-kill"),
+    *(b"oom_kill", b"SIGKILL", b"No space", b"Writer failed", b"StorageFull", b"us error", b"shared memory", b"quota exceeded"),
 )
 # What names any other failure.
-_WEAK = (b"Traceback (", b"Error: ", b"CUDA error", b"Assertion", b"Interrupt", b"Watchdog")
+_WEAK = (b"Traceback (", b"Error: ", b"CUDA error", b"Assertion", b"Watchdog")
 
 
 class Piece(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 from memtop.supervisor.diagnosis.page import View
@@ -51,6 +51,9 @@ class Figures:
         return sum(value is not None for value in (self.requested, self.total, self.free, self.allocated, self.process))
 
 
+NO_FIGURES = Figures()
+
+
 @dataclass(frozen=True)
 class Finding:
     line: int
@@ -60,10 +63,8 @@ class Finding:
     confidence: float
     phase: str | None = None
     """None: to be read from the lines before."""
-    figures: Figures = field(default_factory=Figures)
+    figures: Figures = NO_FIGURES
     last_line: int = 0
-    survives: bool = False
-    """The message itself says that the program goes on."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Shape:
     phase: str | None
     at_start: bool
     needle: str
+    asserted: bool
 
     def find(self, view: View) -> Iterator[Finding]:
         if self.needle and self.needle not in view.text:
@@ -87,7 +89,8 @@ class Shape:
                 return
             if self.at_start and not view.starts_line(match.start()):
                 continue
-            if _SUPPOSED.search(view.before(match.start())[-60:]):
+            before = view.before(match.start())[-80:]
+            if _SUPPOSED.search(before) or (self.asserted and not _ASSERTED.search(before)):
                 continue
             if _cuts_number(view, match.end()):
                 continue
@@ -102,8 +105,8 @@ class Shape:
 
 
 def _cuts_number(view: View, end: int) -> bool:
-    """Whether a match that ends in a digit ends within a number: `exitcode: -9` is not in `exitcode: -93`, but the next line may
-    well begin with a digit."""
+    """Whether a match that ends in a digit ends within a number: `exitcode: -9` is not in `exitcode: -93`, but the next line
+    may well begin with a digit."""
     around = view.text[end - 1 : end + 1]
     return len(around) == 2 and around.isdigit() and not view.starts_line(end)
 
@@ -120,12 +123,18 @@ def _device(view: View, match: re.Match[str]) -> int | None:
 
 MOST_OF_A_KIND = 40
 
+# At the beginning of what is said: of a line, after an error's class, in quotes; or as what something failed with.
+_ASSERTED = re.compile(
+    r"(?:^|[:\"'`(\[>=!\].,;*–—-]|\b(?:failed|crashed|died|aborted|stopped|ended|killed)\b.{0,30})\s*$", re.IGNORECASE
+)
+
 # "try this if you run out of memory" names no failure.
 _SUPPOSED = re.compile(
     r"\b(?:if|avoid|avoids|prevent|prevents|may|might|can|could|would|when|whenever|in case of|to fix|reduces?|lest|without|"
     r"instead of|help|helps|helpful|except|catch|catches|catching|handle|handles|handling|handler|detects?|check(?:s|ing)? for|"
     r"against|likely|risk(?:s|ing)?|no|not|isinstance|class|def|import|assertRaises|pytest\.raises)\W{0,3}"
-    r"(?:(?:you|we|it|the|an?|any|this|run|runs|running|get|see|hit|encounter|getting|of|possible|potential|torch\.(?:cuda\.)?)\W{0,2}){0,4}$",
+    r"(?:(?:you|we|it|the|an?|any|this|run|runs|running|get|see|hit|encounter|getting|of|possible"
+    r"|potential|torch\.(?:cuda\.)?)\W{0,2}){0,4}$",
     re.IGNORECASE,
 )
 
@@ -140,22 +149,26 @@ def shape(
     phase: str | None = None,
     at_start: bool = False,
     needle: str = "",
+    asserted: bool = False,
 ) -> Shape:
-    """`needle` is a plain part of every text that can match: a fast way to say no."""
+    """`needle` is a plain part of every text that can match: a fast way to say no. `asserted`: only where the line says it, not
+    where it speaks about it."""
     compiled = re.compile(pattern.replace(" ", "").replace("SIZE", SIZE))
-    return Shape(compiled, kind, reason, weight, confidence, phase, at_start, needle.replace(" ", ""))
+    return Shape(compiled, kind, reason, weight, confidence, phase, at_start, needle.replace(" ", ""), asserted)
 
 
 def not_memory(
     pattern: str,
     reason: str,
     *,
-    weight: Weight = Weight.CAUSE,
+    weight: Weight = Weight.ERROR,
     confidence: float = 0.9,
     phase: str | None = None,
     at_start: bool = False,
     needle: str = "",
 ) -> Shape:
+    """Mostly of the weight of any error, since many are warnings of something that a program does without: a lack of memory
+    that follows weighs more."""
     return shape(
         pattern, Kind.NOT_MEMORY, reason, weight=weight, confidence=confidence, phase=phase, at_start=at_start, needle=needle
     )
@@ -169,8 +182,8 @@ _WRAPPED = 1 << 60
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of a printed size, rounded half up; GB is 2**30 as GiB is, since the programs that print it mean that. None where it
-    is no size."""
+    """Bytes of a printed size, rounded half up; GB is 2**30 as GiB is, since the programs that print it mean that. None where
+    it is no size."""
     parts = _SIZE_PARTS.match(text)
     if parts is None:
         return None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 
-from memtop.supervisor.diagnosis.finding import Finding, Shape, Weight, not_memory, shape
+from memtop.supervisor.diagnosis.finding import MOST_OF_A_KIND, Finding, Shape, Weight, not_memory, shape
 from memtop.supervisor.diagnosis.page import View
 from memtop.supervisor.diagnosis.values import Kind
 
@@ -34,7 +35,8 @@ SHAPES: tuple[Shape, ...] = (
     shape(r"\[WinError (?:1455|8)\]|\(os error 1455\)|paging file is too small", _REFUSED, confidence=0.95),
     shape(r"os error 12\)", _REFUSED, needle="oserror12)"),
     shape(
-        r"(?:fork|mmap|malloc|calloc|sbrk|clone|vfork|pthread_create)\(?\)?(?: failed)?:?(?: retry:)?(?: Resource)? Cannot allocate memory",
+        r"(?:fork|mmap|malloc|calloc|sbrk|clone|vfork|pthread_create)\(?\)?(?: failed)?:?(?: retry:)?(?:"
+        r" Resource)? Cannot allocate memory",
         _REFUSED,
         needle="Cannotallocatememory",
     ),
@@ -71,11 +73,12 @@ SHAPES: tuple[Shape, ...] = (
         "triton_shared_memory",
     ),
     not_memory(
-        r"(?i:ResourceExhausted|RESOURCE_EXHAUSTED)\W{1,6} (?:desc=)?(?i:grpc:|Received message larger|Quota|Resource has been|Too many)",
+        r"(?i:ResourceExhausted|RESOURCE_EXHAUSTED)\W{1,6} (?:desc=)?(?i:grpc:|Received message larger"
+        r"|Quota|Resource has been|Too many)",
         "grpc_limit",
     ),
     not_memory(r"(?i:received message larger than max)", "grpc_limit"),
-    not_memory(r"GC overhead limit", "python_error", weight=Weight.ERROR),
+    not_memory(r"GC overhead limit", "python_error"),
 )
 
 _MEMORY_ERROR = re.compile(r"(?:[\w.]+\.)?_?(?:Array|Arrow)?MemoryError(?::.*)?$")
@@ -85,7 +88,10 @@ def memory_errors(view: View) -> Iterator[Finding]:
     """Python's own, which mostly says nothing more."""
     if "MemoryError" not in view.text:
         return
-    for index, line in enumerate(view.lines):
-        match = _MEMORY_ERROR.match(line.text)
-        if match is not None and "OutOfMemoryError" not in match[0]:
-            yield Finding(index, _REFUSED, None, Weight.CAUSE, 0.9, last_line=index)
+    found = (index for index, line in enumerate(view.lines) if _is_memory_error(line.text))
+    for index in islice(found, MOST_OF_A_KIND):
+        yield Finding(index, _REFUSED, None, Weight.CAUSE, 0.9, last_line=index)
+
+
+def _is_memory_error(text: str) -> bool:
+    return "MemoryError" in text and "OutOfMemoryError" not in text and _MEMORY_ERROR.match(text) is not None

@@ -15,16 +15,21 @@ ASYNCHRONOUS = frozenset({"illegal_memory_access", "device_side_assert", "gpu_lo
 
 SHAPES: tuple[Shape, ...] = (
     # CUDA's other errors.
-    not_memory(r"device-side assert triggered", "device_side_assert", confidence=0.95, needle="assert"),
+    not_memory(r"device-side assert triggered", "device_side_assert", weight=Weight.CAUSE, confidence=0.95, needle="assert"),
     not_memory(
-        r"block: \[\d+,\d+,\d+\],? thread: \[\d+,\d+,\d+\] Assertion", "device_side_assert", confidence=0.95, needle="Assertion"
+        r"block: \[\d+,\d+,\d+\],? thread: \[\d+,\d+,\d+\] Assertion",
+        "device_side_assert",
+        weight=Weight.CAUSE,
+        confidence=0.95,
+        needle="Assertion",
     ),
     not_memory(
         r"an illegal memory access was encountered|CUDA_ERROR_ILLEGAL_ADDRESS|cudaErrorIllegalAddress|misaligned address",
         "illegal_memory_access",
+        weight=Weight.CAUSE,
         confidence=0.95,
     ),
-    not_memory(r"(?i:memory access fault by GPU)", "illegal_memory_access", confidence=0.95),
+    not_memory(r"(?i:memory access fault by GPU)", "illegal_memory_access", weight=Weight.CAUSE, confidence=0.95),
     not_memory(r"invalid device ordinal", "invalid_device", confidence=0.95, needle="ordinal"),
     not_memory(
         r"[Nn]o kernel image is available|is not compatible with the current PyTorch installation",
@@ -32,8 +37,10 @@ SHAPES: tuple[Shape, ...] = (
         confidence=0.95,
     ),
     not_memory(
-        r"unspecified launch failure|uncorrectable ECC|fallen off the bus|GPU is lost|CUDA_ERROR_ECC|NVRM: Xid|hardware error was encountered",
+        r"unspecified launch failure|uncorrectable ECC|fallen off the bus|GPU is lost|CUDA_ERROR_ECC|NVRM:"
+        r" Xid|hardware error was encountered",
         "gpu_lost",
+        weight=Weight.CAUSE,
         confidence=0.9,
     ),
     not_memory(
@@ -42,29 +49,29 @@ SHAPES: tuple[Shape, ...] = (
         confidence=0.95,
     ),
     not_memory(
-        r"CUDA driver version is insufficient|NVIDIA driver on your system is too old|Found no NVIDIA driver|no CUDA-capable device is detected",
+        r"CUDA driver version is insufficient|NVIDIA driver on your system is too old|Found no NVIDIA"
+        r" driver|no CUDA-capable device is detected",
         "driver_mismatch",
         confidence=0.9,
     ),
-    not_memory(
-        r"CU[A-Z]{3,8}_STATUS_(?!ALLOC_FAILED)[A-Z_]+", "cuda_error", confidence=0.7, weight=Weight.ERROR, needle="_STATUS_"
-    ),
+    not_memory(r"CU[A-Z]{3,8}_STATUS_(?!ALLOC_FAILED)[A-Z_]+", "cuda_error", confidence=0.7, needle="_STATUS_"),
     not_memory(
         r"(?:CUDA|HIP) error: (?!out of memory|CU[A-Z]+_STATUS_ALLOC)[A-Za-z]",
         "cuda_error",
         confidence=0.7,
-        weight=Weight.ERROR,
         needle="error:",
     ),
     # Ranks that wait for another.
     not_memory(
-        r"Watchdog caught collective operation timeout|(?:NCCL|c10d) .{0,40}? [Tt]imed out after|ran for \d+ milliseconds before timing out",
+        r"Watchdog caught collective operation timeout|(?:NCCL|c10d) .{0,40}? [Tt]imed out after|ran for"
+        r" \d+ milliseconds before timing out",
         "nccl_timeout",
         weight=Weight.BROKEN,
         confidence=0.9,
     ),
     not_memory(
-        r"\[Gloo\] Timed out|gloo/transport\S{0,80}? Timed out|Timed out waiting \d+ms for (?:recv|send)|(?:DistStore|DistNetwork)Error.{0,200}?[Tt]imed? ?out|wait timeout after \d+",
+        r"\[Gloo\] Timed out|gloo/transport\S{0,80}? Timed out|Timed out waiting \d+ms for (?:recv|send)"
+        r"|(?:DistStore|DistNetwork)Error.{0,200}?[Tt]imed? ?out|wait timeout after \d+",
         "nccl_timeout",
         weight=Weight.BROKEN,
         confidence=0.85,
@@ -90,7 +97,8 @@ SHAPES: tuple[Shape, ...] = (
     not_memory(r"EADDRINUSE|[Aa]ddress already in use", "port_in_use", confidence=0.93),
     # Programs that do not fit together.
     not_memory(
-        r"Error building extension|Ninja is required to load|MissingCUDAException|CUDA_HOME (?:environment variable is not set|does not exist)|unable to compile CUDA",
+        r"Error building extension|Ninja is required to load|MissingCUDAException|CUDA_HOME (?:environment"
+        r" variable is not set|does not exist)|unable to compile CUDA",
         "extension_build",
         confidence=0.95,
     ),
@@ -103,23 +111,28 @@ SHAPES: tuple[Shape, ...] = (
     not_memory(
         r"(?:ModuleNotFoundError|ImportError):",
         "import_error",
-        weight=Weight.ERROR,
         confidence=0.9,
         phase="load",
         at_start=True,
     ),
     not_memory(
-        r"(?:should|must|to) (?:be|have) the same (?:d?type)?.{0,40}?(?:Half|Float|BFloat|Double|dtype)|Input type \([\w:.]+\) and (?:bias|weight) type|expected (?:m1 and m2|scalar type|mat1 and mat2).{0,40}?(?:dtype|but found|same)|expected scalar type \w+ but found",
+        r"(?:should|must|to) (?:be|have) the same (?:d?type)?.{0,40}?(?:Half|Float|BFloat|Double|dtype)"
+        r"|Input type \([\w:.]+\) and (?:bias|weight) type|expected (?:m1 and m2|scalar type|mat1 and"
+        r" mat2).{0,40}?(?:dtype|but found|same)|expected scalar type \w+ but found",
         "dtype_mismatch",
         confidence=0.93,
     ),
     not_memory(
-        r"mat1 and mat2 must have the same dtype|(?:Half|BFloat16|Float) did not match|\"\w+\" not implemented for '(?:Half|BFloat16|Long|Int)'",
+        r"mat1 and mat2 must have the same dtype|(?:Half|BFloat16|Float) did not match|\"\w+\" not"
+        r" implemented for '(?:Half|BFloat16|Long|Int)'",
         "dtype_mismatch",
         confidence=0.9,
     ),
     not_memory(
-        r"shapes cannot be multiplied|size mismatch(?: for|,)|[Ss]izes of tensors must match|The size of tensor \w+ \(\d+\) must match|Trying to set a tensor of shape|shape '\[[^\]]{1,60}\]' is invalid for input|Expected (?:input|target) (?:batch_)?size|expand.{0,40}? must match the existing size",
+        r"shapes cannot be multiplied|size mismatch(?: for|,)|[Ss]izes of tensors must match|The size of"
+        r" tensor \w+ \(\d+\) must match|Trying to set a tensor of shape|shape '\[[^\]]{1,60}\]' is"
+        r" invalid for input|Expected (?:input|target) (?:batch_)?size|expand.{0,40}? must match the"
+        r" existing size",
         "shape_mismatch",
         confidence=0.93,
     ),
@@ -127,56 +140,60 @@ SHAPES: tuple[Shape, ...] = (
     not_memory(
         r"(?:Error\(s\) in loading state_dict|Missing key\(s\) in state_dict|Unexpected key\(s\))",
         "state_mismatch",
-        weight=Weight.ERROR,
         confidence=0.85,
         phase="load",
     ),
     not_memory(
-        r"(?:unrecognized arguments:|the following arguments are required:|ConfigAttributeError|ConfigKeyError|MissingMandatoryValue|ValidationError)",
+        r"(?:unrecognized arguments:|the following arguments are required:|ConfigAttributeError"
+        r"|ConfigKeyError|MissingMandatoryValue|ValidationError)",
         "config_error",
-        weight=Weight.ERROR,
         confidence=0.85,
     ),
     # Numbers.
     not_memory(r"(?i:loss (?:is|was|became|value is)\W{0,3}(?:nan|inf\b|not finite|diverg))", "loss_nan", confidence=0.9),
     not_memory(
-        r"(?i:(?:nan|non-finite|infinite) (?:or inf )?(?:loss|values? in loss|detected in loss|gradients?) (?:detected|encountered|found|,?\s*stop))",
+        r"(?i:(?:nan|non-finite|infinite) (?:or inf )?(?:loss|values? in loss|detected in loss|gradients?)"
+        r" (?:detected|encountered|found|,?\s*stop))",
         "loss_nan",
-        weight=Weight.ERROR,
         confidence=0.85,
     ),
     not_memory(
         r"Minimum loss scale reached|[Cc]urrent loss scale already at minimum|FloatingPointError:",
         "loss_nan",
-        weight=Weight.ERROR,
         confidence=0.9,
     ),
     # The network and rights.
-    not_memory(r"(?:Permission denied|\[Errno 13\]|PermissionError:)", "permission", weight=Weight.ERROR, confidence=0.85),
+    not_memory(r"(?:Permission denied|\[Errno 13\]|PermissionError:)", "permission", confidence=0.85),
     not_memory(
-        r"(?:HTTPError|ConnectionError|MaxRetryError|ReadTimeout(?:Error)?|ConnectTimeout|SSLError|LocalEntryNotFoundError|GatedRepoError|RepositoryNotFoundError)\b",
+        r"(?:HTTPError|ConnectionError|MaxRetryError|ReadTimeout(?:Error)?|ConnectTimeout|SSLError"
+        r"|LocalEntryNotFoundError|GatedRepoError|RepositoryNotFoundError)\b",
         "network",
-        weight=Weight.ERROR,
         confidence=0.8,
     ),
-    not_memory(r"recursion depth exceeded", "recursion", weight=Weight.ERROR, confidence=0.9),
+    not_memory(r"recursion depth exceeded", "recursion", confidence=0.9),
 )
 
 _ERROR_LINE = re.compile(
-    r"((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupted|NotFound|Failure|Timeout|Expired|StopIteration))(?::(?:\s|$)|$)"
+    r"((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupted|NotFound|Failure|Timeout|Expired"
+    r"|StopIteration))(?::(?:\s|$)|$)"
 )
 # What others raise when one has failed, or around the error proper.
 _AROUND = re.compile(
-    r"(?:.*\.)?(?:ChildFailedError|SignalException|DistBackendError|DistNetworkError|DistStoreError|BrokenPipeError|ConnectionResetError"
-    r"|ConnectionRefusedError|EOFError|CalledProcessError|ProcessExitedException|ProcessRaisedException|RayTaskError|RayActorError|ActorDiedError"
-    r"|WorkerCrashedError|BrokenProcessPool|TerminatedWorkerError|OutOfMemoryError|MemoryError|ResourceExhaustedError|XlaRuntimeError|JaxRuntimeError)$"
+    r"(?:.*\.)?(?:ChildFailedError|SignalException|DistBackendError|DistNetworkError|DistStoreError"
+    r"|BrokenPipeError|ConnectionResetError"
+    r"|ConnectionRefusedError|EOFError|CalledProcessError|ProcessExitedException"
+    r"|ProcessRaisedException|RayTaskError|RayActorError|ActorDiedError"
+    r"|WorkerCrashedError|BrokenProcessPool|TerminatedWorkerError|OutOfMemoryError|MemoryError"
+    r"|ResourceExhaustedError|XlaRuntimeError|JaxRuntimeError)$"
 )
 _AROUND_WORDS = re.compile(
-    r"DataLoader worker|Caught \w+ in |died unexpectedly|exited unexpectedly|[Oo]ut of memory|handed over"
+    r"DataLoader worker|Caught \w+ in |died unexpectedly|exited unexpectedly|[Oo]ut of memory|SIGKILL|exit code:? (?:137|-9)\b"
 )
 _LEADERS = re.compile(r"^(?:- |\* |`|E\s{2,}|[A-Z]\d{4} |\S+ ERROR:?\s|ERROR:?\s|\[ERROR\]\s|\[rank\d+\]:?\s?)+")
 _DATA = re.compile(
-    r"torch/utils/data/|datasets/|data\.reraise\(\)|in DataLoader worker process|webdataset|LibsndfileError|UnidentifiedImageError|JSONDecodeError|UnicodeDecodeError|ArrowInvalid|BadZipFile|EmptyDataError|ParserError"
+    r"torch/utils/data/|datasets/|data\.reraise\(\)|in DataLoader worker process|webdataset"
+    r"|LibsndfileError|UnidentifiedImageError|JSONDecodeError|UnicodeDecodeError|ArrowInvalid"
+    r"|BadZipFile|EmptyDataError|ParserError"
 )
 _CONFIG = re.compile(r"deepspeed/|accelerate/|argparse|hydra|omegaconf|config", re.IGNORECASE)
 _CONFIG_WORDS = re.compile(

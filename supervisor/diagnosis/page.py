@@ -1,4 +1,4 @@
-"""An excerpt as what the recognisers read: lines, and the same without any white space, so that no folding can hide a message."""
+"""An excerpt as the recognisers read it: lines, and the same without any white space, so that no folding hides a message."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Page:
 
     @cached_property
     def views(self) -> list[View]:
-        """As it stands; and with several ranks each rank's lines together, since they may have been written between another's."""
+        """As it stands; and with several ranks each rank's lines together: they may have been written between another's."""
         ranks = {line.rank for line in self.lines}
         order = list(range(len(self.lines)))
         views = [View(self.lines, order)]
@@ -69,7 +69,7 @@ class Page:
         return views
 
     def context(self, index: int, most: int = 120) -> list[Line]:
-        """The lines of the same rank before and with `index`, innermost last, no further back than the traceback's beginning."""
+        """The lines of the same rank up to `index`, the innermost last, no further back than the traceback's beginning."""
         rank = self.lines[index].rank
         found = []
         for line in reversed(self.lines[max(0, index - most * 4) : index + 1]):

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from memtop.supervisor.diagnosis import allocator, device_words, ending_words, host_words, other_words, room_words
-from memtop.supervisor.diagnosis.aftermath import completed, went_on
+from memtop.supervisor.diagnosis.aftermath import Progress, is_mild, went_on
 from memtop.supervisor.diagnosis.finding import Finding, Weight
 from memtop.supervisor.diagnosis.page import Page, View
 from memtop.supervisor.diagnosis.phase import phase_of
 from memtop.supervisor.diagnosis.values import Kind
 
-_SHAPES = (
+SHAPES = (
     *device_words.SHAPES,
     *host_words.SHAPES,
     *room_words.SHAPES,
@@ -32,15 +32,15 @@ class Reading:
     findings: tuple[Finding, ...]
 
 
-def read(page: Page, member_pids: frozenset[int] = frozenset()) -> Reading:
+def read(page: Page, member_pids: frozenset[int] = frozenset(), *, failed: bool = False) -> Reading:
     findings = _findings(page, member_pids)
     fatal, survived = [], []
-    is_over = completed(page)
+    progress = Progress(page)
     for index, finding in enumerate(findings):
         how = (
             _KILLED_IN_TEARDOWN
-            if is_over and _is_worker_death(page, finding)
-            else went_on(page, finding, _until(page, findings, index))
+            if progress.completed and _is_worker_death(page, finding)
+            else went_on(page, progress, finding, _until(page, findings, index), failed=failed)
         )
         if how is None:
             fatal.append(finding)
@@ -49,7 +49,7 @@ def read(page: Page, member_pids: frozenset[int] = frozenset()) -> Reading:
     if any(how == _KILLED_IN_TEARDOWN for _, how in survived):
         fatal = [finding for finding in fatal if finding.weight >= Weight.CAUSE]
     cause = min(fatal, key=lambda finding: (-finding.weight, finding.line), default=None)
-    return Reading(page, _with_figures(cause, fatal), tuple(survived), tuple(findings))
+    return Reading(page, _told_best(cause, fatal), tuple(survived), tuple(findings))
 
 
 def _until(page: Page, findings: list[Finding], index: int) -> int:
@@ -65,12 +65,19 @@ def _is_worker_death(page: Page, finding: Finding) -> bool:
     return finding.kind in (Kind.HOST_OOM_KILLED, Kind.SHM_EXHAUSTED) and "DataLoader worker" in page.lines[finding.line].text
 
 
-def _with_figures(cause: Finding | None, fatal: list[Finding]) -> Finding | None:
-    """The same failure is often told more than once, first by whoever passes it on: take the telling with the figures."""
-    if cause is None or not cause.kind.of_gpu or cause.figures.known > 1:
+def _told_best(cause: Finding | None, fatal: list[Finding]) -> Finding | None:
+    """The same failure is often told more than once, first by whoever passes it on: take the telling with the figures, and the
+    phase from whoever knows it."""
+    if cause is None:
+        return None
+    same = [other for other in fatal if other.kind is cause.kind or (other.kind.of_gpu and cause.kind.of_gpu)]
+    if cause.kind is Kind.HOST_OOM_KILLED and cause.phase == "unknown":
+        phase = next((other.phase for other in same if other.phase != "unknown"), "unknown")
+        return replace(cause, phase=phase)
+    if not cause.kind.of_gpu or cause.figures.known > 1:
         return cause
-    fuller = [other for other in fatal if other.kind.of_gpu and other.figures.known > cause.figures.known]
     requested = cause.figures.requested
+    fuller = (other for other in same if other.figures.known > cause.figures.known)
     return next((other for other in fuller if requested in (None, other.figures.requested)), cause)
 
 
@@ -87,13 +94,13 @@ def _findings(page: Page, member_pids: frozenset[int]) -> list[Finding]:
     return [_placed(page, best[line]) for line in sorted(best)]
 
 
-def _worth(finding: Finding) -> tuple[int, int, int]:
-    return finding.weight, finding.figures.known, 0
+def _worth(finding: Finding) -> tuple[int, int]:
+    return finding.weight, finding.figures.known
 
 
 def _of_view(view: View, page: Page, member_pids: frozenset[int]) -> Iterator[Finding]:
     yield from allocator.find(view)
-    for shape in _SHAPES:
+    for shape in SHAPES:
         yield from shape.find(view)
     yield from host_words.memory_errors(view)
     yield from ending_words.kernel_kills(view, page, member_pids)
@@ -116,6 +123,8 @@ def _placed(page: Page, finding: Finding) -> Finding:
             finding = replace(finding, kind=Kind.PINNED_HOST_OOM, figures=figures)
     if finding.kind is Kind.DISK_FULL and any(room_words.SHARED_FRAMES.search(text) for text in texts[-8:]):
         finding = replace(finding, kind=Kind.SHM_EXHAUSTED, phase="data")
+    if finding.kind is Kind.NOT_MEMORY and finding.weight is Weight.ERROR and is_mild(page.lines[finding.line]):
+        finding = replace(finding, weight=Weight.HINT)
     return finding if finding.phase is not None else replace(finding, phase=_phase(finding, page))
 
 

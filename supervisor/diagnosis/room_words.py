@@ -32,7 +32,8 @@ SHAPES: tuple[Shape, ...] = (
     shape(rf"{_FULL}.{{0,30}}?/dev/shm|/dev/shm/\S{{0,120}}? {_FULL}", _SHM, confidence=0.95, needle="/dev/shm"),
     shape(rf"{_FULL}:? '?/(?:psm_|torch_|sem\.|loky)", _SHM, confidence=0.9),
     shape(
-        r"(?:failed to|unable to|Error while) (?:extend|creating|attach\w* to|open|allocate) (?:shared memory segment)? [^:]{0,20}?/dev/shm/nccl",
+        r"(?:failed to|unable to|Error while) (?:extend|creating|attach\w* to|open|allocate) (?:shared"
+        r" memory segment)? [^:]{0,20}?/dev/shm/nccl",
         _SHM,
         confidence=0.85,
         needle="/dev/shm/nccl",

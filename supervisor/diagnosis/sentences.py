@@ -17,8 +17,10 @@ PHASES = {
 }
 
 REASONS = {
+    "aborted": "the program aborted itself",
     "allocator_warning": "an allocator warned that it could do with more memory; by its own words that is no failure",
     "asked_to_stop": "the program was asked to stop",
+    "bus_error": "the program crashed (bus error): a mapped file was cut short, or /dev/shm was full",
     "cancelled": "the job was cancelled",
     "config_error": "the configuration was refused",
     "connection_lost": "a connection to another process was lost",
@@ -49,7 +51,7 @@ REASONS = {
     "node_failure": "the node failed",
     "oom_handled": "memory ran out for a moment; the program caught that and went on",
     "oom_kill_of_other_process": "the kernel killed another program for lack of memory, not this one",
-    "oom_retried": "memory ran out for a moment; the program tried again smaller and went on",
+    "oom_retried": "memory ran out for a moment; the program tried again or left something out, and went on",
     "permission": "a file or device may not be used by this user",
     "port_in_use": "a network port is in use already",
     "preempted": "the scheduler took the machine for another job",
@@ -62,9 +64,8 @@ REASONS = {
     "teardown_noise": "workers were killed while a completed run was put away",
     "thread_limit": "no more threads or processes may be started: a limit (ulimit -u), not of memory",
     "time_limit": "the job's time was up",
-    "triton_shared_memory": "a kernel needs more of the GPU's on-chip memory than there is: another block size helps, a smaller batch does not",
-    "aborted": "the program aborted itself",
-    "bus_error": "the program crashed (bus error): a mapped file was cut short, or /dev/shm was full",
+    "worker_died": "a data loader's worker ended, and nothing here says why",
+    "triton_shared_memory": "a kernel needs more on-chip memory than the GPU has: smaller blocks help, smaller batches do not",
 }
 
 
@@ -125,8 +126,8 @@ def _refused_with_room(diagnosis: Diagnosis) -> bool:
 
 
 def _host_alloc(diagnosis: Diagnosis, phase: str) -> str:
-    amount = "" if diagnosis.requested_bytes is None else f": {_size(diagnosis.requested_bytes)} was refused"
-    return f"The host's memory ran out{phase}{amount}."
+    amount = "An allocation" if diagnosis.requested_bytes is None else _size(diagnosis.requested_bytes)
+    return f"{amount} of host memory was refused{phase}."
 
 
 def _host_killed(diagnosis: Diagnosis, phase: str) -> str:
@@ -151,7 +152,7 @@ def _shm(diagnosis: Diagnosis, phase: str) -> str:
 
 def _disk(diagnosis: Diagnosis, phase: str) -> str:
     if diagnosis.confidence < 0.8:
-        return f"A file could not be written{phase}: probably the disk is full; a network folder that allows no seeking says the same."
+        return f"A file could not be written{phase}: probably the disk is full; a folder on the network may say the same."
     return f"The disk was full{phase}."
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from memtop.supervisor.diagnosis import allocator
 from memtop.supervisor.diagnosis.excerpt import Piece
-from memtop.supervisor.diagnosis.finding import Figures, Weight
+from memtop.supervisor.diagnosis.finding import NO_FIGURES, Figures, Weight
 from memtop.supervisor.diagnosis.page import Page
 from memtop.supervisor.diagnosis.reading import read
 from memtop.supervisor.diagnosis.values import Evidence, Kind, OomRecord
@@ -27,7 +27,7 @@ class Witness:
     reason: str | None = None
     phase: str = "unknown"
     rank: int | None = None
-    figures: Figures = Figures()
+    figures: Figures = NO_FIGURES
     device_uuid: str | None = None
 
 
@@ -39,7 +39,7 @@ def from_records(evidence: Evidence) -> Witness | None:
 
 def _of_record(record: OomRecord) -> Witness:
     cause = read(_page(f"{record.error}: {record.message}")).cause
-    kind, figures, phase = _kind_of_class(record.error), Figures(), "unknown"
+    kind, figures, phase = _kind_of_class(record.error), NO_FIGURES, "unknown"
     if cause is not None and cause.kind is not Kind.NOT_MEMORY:
         kind, figures, phase = cause.kind, cause.figures, cause.phase or "unknown"
     if kind.of_gpu:
@@ -130,21 +130,27 @@ def _of_error_file(text: str) -> tuple[float, str]:
 
 def from_kernel(evidence: Evidence) -> Witness | None:
     """A kill that the kernel counted in the program's group, or recorded of one of its processes."""
-    reading = read(_page("\n".join(evidence.kernel_lines)), evidence.member_pids)
-    recorded = (
-        [finding for finding in reading.findings if finding.kind is Kind.HOST_OOM_KILLED and finding.confidence >= 0.95]
-        if evidence.member_pids
-        else []
-    )
-    kills = evidence.cgroup_oom_kills or 0
-    if not recorded and not kills:
+    kills, records = evidence.cgroup_oom_kills or 0, _kernel_records(evidence)
+    if not kills and not records:
         return None
-    lines = tuple(reading.page.lines[finding.line].shown[:500] for finding in recorded[:4])
+    lines = tuple(line for line, _ in records[:4])
     if kills:
         count = "1 process" if kills == 1 else f"{kills} processes"
         lines = (f"the kernel killed {count} of the program's memory group for lack of memory", *lines)
-    phase = next((finding.phase for finding in recorded if finding.phase), "unknown")
+    phase = next((phase for _, phase in records), "unknown")
     return Witness(source="kernel", kind=Kind.HOST_OOM_KILLED, confidence=0.98, lines=lines, phase=phase)
+
+
+def _kernel_records(evidence: Evidence) -> list[tuple[str, str]]:
+    """The kernel's lines about processes of the run, each with the phase that the victim's name tells."""
+    if not evidence.kernel_lines or not evidence.member_pids:
+        return []
+    reading = read(_page("\n".join(evidence.kernel_lines)), evidence.member_pids)
+    return [
+        (reading.page.lines[finding.line].shown[:500], finding.phase or "unknown")
+        for finding in reading.findings
+        if finding.kind is Kind.HOST_OOM_KILLED and finding.confidence >= 0.95
+    ]
 
 
 def _page(text: str) -> Page:

@@ -44,7 +44,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
     """One sentence for a person, sizes included."""
     phase: str = "unknown"
-    """load | forward | backward | optimizer | evaluation | save | data | unknown"""
+    """load | forward | loss | backward | optimizer | evaluation | save | data | unknown"""
     rank: int | None = None
     """The rank that failed first, where there are several."""
     device_index: int | None = None

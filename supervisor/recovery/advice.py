@@ -14,8 +14,8 @@ from memtop.supervisor.monitor.bands import EDGE_FROM
 from memtop.supervisor.recovery.gpu_ladder import offload_bytes
 from memtop.supervisor.recovery.host_ladder import offload_off
 from memtop.supervisor.recovery.learning import model_words
-from memtop.supervisor.recovery.own_program import remedies_for_program
 from memtop.supervisor.recovery.parameters import TRAINED_BYTES, smaller_model
+from memtop.supervisor.recovery.remedies import ladder
 from memtop.supervisor.recovery.situation import HostFacts, Situation, restart_command, train_command
 from memtop.supervisor.recovery.to_copy import commands_to_copy
 from memtop.supervisor.recovery.values import Remedy
@@ -30,7 +30,7 @@ def last_advice(situation: Situation) -> tuple[str, ...]:
         return (_others(situation), _smaller(situation), _short(situation), *_no_evaluation(situation))
     if not situation.diagnosis.of_memory:
         return ()
-    return tuple(f"{one.title}: {one.why}" for one in remedies_for_program(situation.diagnosis) if one.resumable == "none")
+    return tuple(f"{one.title}: {one.why}" for one in ladder(situation).remedies if one.resumable == "none")
 
 
 def _others(situation: Situation) -> str:

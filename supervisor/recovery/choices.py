@@ -133,9 +133,10 @@ def choices(
     *,
     base_bytes: int | None = None,
     speeds: Mapping[int, float] | None = None,
+    on_gpu: bool | None = None,
 ) -> tuple[Choice, ...]:
     """The guides' proposals for runs of their kind: () for others. `speeds`: samples per second as measured, by batch."""
-    line = line_through(peaks_of(settings, peaks), base_bytes=base_bytes)
+    line = line_through(peaks_of(settings, peaks, on_gpu=on_gpu), base_bytes=base_bytes)
     present = _Present(settings=settings, line=line, total_bytes=total_bytes, speeds=speeds or {})
     makers = {"pretrain-t5": _of_t5, "sft-qlora": _of_qlora}
     return tuple(makers[settings.recipe](present)) if settings.recipe in makers else ()

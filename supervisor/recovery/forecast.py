@@ -148,6 +148,8 @@ def line_through(peaks: Sequence[Peak], *, base_bytes: int | None = None) -> Lin
 
 def _by_batch(peaks: Iterable[Peak]) -> tuple[dict[int, int], dict[int, int]]:
     """Batch to the most that was measured there: apart where it never failed, and where it did."""
+    # A configuration that ended before its first update was never seen at its peak.
+    peaks = [peak for peak in peaks if peak.updates or peak.failed]
     exact: dict[int, int] = {}
     broken = {peak.batch for peak in peaks if peak.failed}
     failed: dict[int, int] = {}

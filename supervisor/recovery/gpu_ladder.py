@@ -189,8 +189,6 @@ def offload_bytes(situation: Situation) -> int | None:
 def _host_refuses(situation: Situation) -> str | None:
     """Why host memory does not allow an offload; None where it does, or is not known."""
     host, needed = situation.host, offload_bytes(situation)
-    if situation.settings.pin_memory is False and situation.diagnosis.kind is Kind.PINNED_HOST_OOM:
-        return "page-locked memory ran out, of which an offload wants more"
     if needed is None or host.available_bytes is None:
         return None
     spare = host.available_bytes - int((1 - EDGE_FROM) * (host.limit_bytes or host.available_bytes))

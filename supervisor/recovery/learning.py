@@ -39,7 +39,6 @@ def shorter(situation: Situation) -> Remedy | str:
         {"seq_len": str(length)},
         title=f"sequence length {now} -> {length}: the data change",
         estimate=_at_length(situation, length),
-        consent=True,
     )
 
 
@@ -69,7 +68,6 @@ def smaller_rank(situation: Situation) -> Remedy | str:
         f"smaller adapters{saved}; other shapes, so a new run: what was trained does not fit",
         {"lora.r": str(r), "lora.alpha": str(lora.alpha // 2)},
         title=f"LoRA r {lora.r} -> {r}, alpha {lora.alpha} -> {lora.alpha // 2}: a new run",
-        consent=True,
     )
 
 
@@ -100,7 +98,6 @@ def other_model(situation: Situation) -> Remedy | str:
         f"{model_words(config, values)}; a new run",
         {f"model.config.{name}": str(value) for name, value in values.items()},
         title=f"a smaller model ({', '.join(f'{name} {value}' for name, value in values.items())}): a new run",
-        consent=True,
     )
 
 

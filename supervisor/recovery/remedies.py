@@ -93,7 +93,22 @@ def ladder(situation: Situation) -> Ladder:
             left_out.append(rung)
         elif rung is not None and all((rung.id, rung.assignments) != (one.id, one.assignments) for one in found):
             found.append(rung)
-    return Ladder(remedies=tuple(found), left_out=tuple(dict.fromkeys(left_out)))
+    return Ladder(remedies=_what_fits_first(found), left_out=tuple(dict.fromkeys(left_out)))
+
+
+def _what_fits_first(found: Sequence[Remedy]) -> tuple[Remedy, ...]:
+    """What is forecast to run out again comes after all else that can be done without asking, and before what must be asked."""
+    hopeless = [one for one in found if not one.needs_consent and _runs_out(one)]
+    rest = [one for one in found if one not in hopeless]
+    free = [place for place, one in enumerate(rest) if not one.needs_consent]
+    learnt = [place for place, one in enumerate(rest) if not one.keeps_math]
+    at = free[-1] + 1 if free else min(learnt, default=len(rest))
+    return (*rest[:at], *hopeless, *rest[at:])
+
+
+def _runs_out(remedy: Remedy) -> bool:
+    fraction = remedy.forecast.fraction if remedy.forecast is not None else None
+    return fraction is not None and fraction >= 1
 
 
 def situation_of(

@@ -20,14 +20,14 @@ def situation(diagnosis: Diagnosis = S1, settings: Any = T5, **more: Any) -> Sit
 
 
 def test_3_1_row_16_the_guides_last_advice_in_its_order_with_estimates() -> None:
-    long = replace(T5, seq_len=1024, eval_every=100, load_best_at_end=True)
+    long = replace(T5, seq_len=2048, eval_every=100, load_best_at_end=True)
     lines = (peak(long, 1, 6.0), peak(long, 32, 19.73))
     crowded = replace(S1, other_process_bytes=gib(3), other_process_pids=(99,))
     others, model, shorter, evaluation = last_advice(situation(crowded, long, peaks=lines, run="night"))
     assert others == "see who else holds the card (`memtop strays`): 3.0 GiB by pid 99 would come back"
     assert "196.6 -> 46.4 M parameters: 2.2 GiB less" in model
     assert "model.config.d_model=384" in model
-    assert shorter.startswith("sequences of 512 tokens instead of 1024: at least 7.1 GiB less by estimate")
+    assert shorter.startswith("sequences of 512 tokens instead of 2048: at least 10.6 GiB less by estimate")
     assert shorter.endswith("`memtop restart night --seq-len 512`")
     assert "it failed in forward" in evaluation
     assert evaluation.endswith("`memtop restart night --set eval_every=0 --set load_best_at_end=false`")
@@ -48,7 +48,11 @@ def test_a_model_by_path_has_the_guides_example() -> None:
 
 def test_other_deaths_have_their_own_last_advice() -> None:
     shared = last_advice(situation(died(Kind.SHM_EXHAUSTED)))
-    assert any("shared memory" in line for line in shared)
+    assert [line.partition(":")[0] for line in shared] == [
+        "more shared memory",
+        "more shared memory in the container (64 MiB by default)",
+    ]
+    assert not any("your program" in line for line in last_advice(situation(died(Kind.HOST_OOM_KILLED))))
     assert last_advice(situation(died(Kind.NOT_MEMORY, reason="python_error"))) == ()
 
 

@@ -104,6 +104,13 @@ def test_a_failure_alone_is_a_lower_bound_and_called_that() -> None:
     assert not found.measured
 
 
+def test_what_ended_before_its_first_update_was_never_at_its_peak() -> None:
+    loading = Peak(batch=16, bytes=gib(1), updates=0)
+    real = [Peak(batch=batch, bytes=gib(size), updates=1) for batch, size in ((4, 3.0), (8, 5.0))]
+    assert line_through([*real, loading]) == line_through(real)
+    assert isinstance(line_through([real[0], loading]), str)
+
+
 def test_nothing_measured_is_said() -> None:
     assert why() == "nothing was measured yet under these settings"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from memtop.presets.schema import Lora, Zero
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.applying import applied, key
-from memtop.supervisor.recovery.remedies import HostFacts, remedies
+from memtop.supervisor.recovery.remedies import HostFacts, remedies, situation_of
 from memtop.supervisor.recovery.values import Remedy
 from tests.recovery.support import (
     CARD,
@@ -150,6 +151,7 @@ def test_memory_of_others_counts() -> None:
     assert split.assignments["batch"] == "8"
     assert split.forecast is not None
     assert split.forecast.basis.endswith("beside 6.0 GiB of other processes")
+    assert split.forecast.fraction == pytest.approx((split.forecast.peak_bytes + gib(6)) / CARD)
 
 
 def test_a_limit_that_was_set_on_purpose_is_the_limit() -> None:
@@ -171,6 +173,23 @@ def test_row_11_exact_split_and_checkpointing_come_before_anything_that_is_learn
         assert not remedy.needs_consent
         assert (after[remedy.id].effective_batch, after[remedy.id].seq_len) == (192, 256)
     assert all(remedy.needs_consent and not remedy.keeps_math for remedy in found.remedies[5:])
+
+
+def test_row_11_what_is_forecast_to_run_out_again_comes_last_of_what_needs_no_asking() -> None:
+    one = replace(T5, batch=1, accumulation=64, eval_every=100)
+    found = climb(replace(S1, phase="unknown"), one, host=ROOMY, peaks=(peak(one, 1, 30.0, failed=True),), base_bytes=gib(3))
+    assert ids(found) == ["allocator", "checkpointing", "offload_optimizer", "seq_len", "smaller_model"]
+    fits = climb(replace(S1, phase="unknown"), replace(one, batch=2, accumulation=32), host=ROOMY, base_bytes=gib(3))
+    assert ids(fits)[:3] == ["allocator", "smaller_batch", "checkpointing"]
+    # Checkpointing alone would take 22 of 19.6 GiB: what may fit is tried before it.
+    two = replace(T5, batch=2, accumulation=32, eval_every=100)
+    tight = climb(replace(S1, phase="unknown"), two, host=ROOMY, peaks=(peak(two, 2, 30.0, failed=True),), base_bytes=gib(3))
+    order = ids(tight)
+    assert order.index("smaller_batch") < order.index("eval_batch") < order.index("checkpointing") < order.index("seq_len")
+    others = climb(
+        replace(S1, kind=Kind.GPU_OOM_OTHER_PROCESS), one, peaks=(peak(one, 1, 30.0, failed=True),), base_bytes=gib(3)
+    )
+    assert ids(others)[0] == "strays"
 
 
 def test_row_23_the_ladder_in_order() -> None:
@@ -271,6 +290,16 @@ def test_the_evaluation_comes_first_where_it_failed() -> None:
     assert "eval_batch" not in ids(climb(died(phase="backward"), evaluating))
     assert "eval_batch" not in ids(climb(died(phase="evaluation"), T5)), "nothing is evaluated"
     assert why_not(climb(died(phase="evaluation"), replace(evaluating, eval_batch=1)), "evaluation batch: 1")
+
+
+def test_an_evaluation_that_failed_says_nothing_of_trainings_peak() -> None:
+    evaluating = replace(T5, eval_every=100)
+    trained = (peak(evaluating, 16, 8.0), peak(evaluating, 32, 14.0))
+    forecast = named(climb(replace(S1, phase="evaluation"), evaluating, peaks=trained), "smaller_batch").forecast
+    assert forecast is not None
+    assert forecast.basis == "measured at B 16"
+    assert situation_of(replace(S1, phase="evaluation"), evaluating, peaks=trained).peaks == trained
+    assert len(situation_of(S1, evaluating, peaks=trained).peaks) == 3
 
 
 def test_a_model_that_does_not_load_is_not_helped_by_a_smaller_batch() -> None:
@@ -460,15 +489,26 @@ def assert_class(now: Settings, after: Settings, remedy: Remedy) -> None:
     assert remedy.command.startswith("memtop train" if remedy.resumable == "new run" else "memtop restart RUN")
 
 
-def test_the_commands_are_ones_that_memtop_takes() -> None:
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("now", [T5, LORA, QLORA, replace(T5, zero=Zero(stage=2), preset="deepspeed", save_total_limit=5)])
+def test_the_commands_are_ones_that_memtop_takes(kind: Kind, now: Settings) -> None:
     from memtop.cli import app
 
-    options = {option for command in ("train", "restart") for one in app.commands[command].params for option in one.opts}
-    found = climb(died(), replace(LORA, workers=2), host=ROOMY)
-    for remedy in found.remedies:
-        words = (remedy.command or "").split()
-        assert words[0] == "memtop"
-        assert {word for word in words if word.startswith("--")} <= options
+    busy = replace(now, workers=2, eval_every=50, loss_chunk=0, pin_memory=None, data={"train": "my data/rows.parquet"})
+    seen = 0
+    for remedy in climb(died(kind, phase="unknown"), busy, host=ROOMY).remedies:
+        words = shlex.split(remedy.command or "")
+        if words[0] == "memtop":
+            # click refuses an option that there is not, or a value of the wrong type.
+            app.commands[words[1]].make_context(words[1], words[2:])
+            seen += 1
+    assert seen or kind is Kind.NOT_MEMORY
+
+
+def test_a_rung_that_changes_the_effective_batch_says_so_and_asks() -> None:
+    found = situation_of(S1, T5).rung("x", "why", {"batch": "24", "accumulation": "2"})
+    assert not isinstance(found, str)
+    assert (found.keeps_math, found.needs_consent) == (False, True)
 
 
 def test_settings_that_refuse_a_rung_say_why() -> None:

@@ -142,8 +142,11 @@ def test_a_command_with_both_options_is_rewritten(command: str, halved: str) -> 
 
 @pytest.mark.parametrize(
     "command",
-    ["python t.py", "python t.py --batch_size 8", "python t.py --batch_size=7 --gradient_accumulation_steps=2"]
-    + ["python t.py --batch_size auto --gradient_accumulation_steps 2", "python t.py batch_size --gradient_accumulation_steps"],
+    [
+        *("python t.py", "python t.py --batch_size 8", "python t.py --batch_size=7 --gradient_accumulation_steps=2"),
+        "python t.py --batch_size auto --gradient_accumulation_steps 2",
+        "python t.py batch_size --gradient_accumulation_steps",
+    ],
 )
 def test_a_command_that_cannot_be_rewritten_exactly_is_not(command: str) -> None:
     assert half_batch(command.split()) is None

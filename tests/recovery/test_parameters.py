@@ -14,8 +14,14 @@ from tests.recovery.support import FIRST, LORA, T5
 
 T5_CONFIG = T5.model["config"]
 QWEN_7B = {
-    **{"model_type": "qwen2", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 151936},
-    **{"num_attention_heads": 32, "num_key_value_heads": 32, "tie_word_embeddings": False},
+    "model_type": "qwen2",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
 }
 SMALL = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 500}
 CONFIGS: list[dict[str, Any]] = [

@@ -1,0 +1,179 @@
+"""How well and how fast logs are understood: the failure logs, mutations of them, and a log of 200 MB.
+
+python -m bench.diagnose [--size-mb 200] [--mutations 20000] > bench/results/DATE-diagnose.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from bench.common import report
+from memtop.supervisor.diagnosis.engine import diagnose
+from memtop.supervisor.diagnosis.values import Evidence
+from tests.diagnosis import logs
+from tests.diagnosis.logs import Log
+from tests.diagnosis.mutations import HARMLESS, mutate
+
+_MESSAGE = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.23 GiB. GPU 0 has a total capacity of 19.58 GiB "
+    "of which 1.06 GiB is free. Including non-PyTorch memory, this process has 18.50 GiB memory in use. Of the allocated "
+    "memory 14.94 GiB is allocated by PyTorch, and 3.18 GiB is reserved by PyTorch but unallocated."
+)
+_MEASURE = """
+import json, resource, sys, time
+from pathlib import Path
+from memtop.supervisor.diagnosis.engine import diagnose, diagnose_file
+from memtop.supervisor.diagnosis.values import Evidence
+diagnose([b"warm"])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+begun, processor = time.perf_counter(), time.process_time()
+found = diagnose_file(Path(sys.argv[1]), Evidence(exit_status=1))
+spent = {"seconds": time.perf_counter() - begun, "processor_seconds": time.process_time() - processor}
+print(json.dumps({name: round(value, 2) for name, value in spent.items()} | {
+    "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "rss_before_bytes": before,
+    "kind": found.kind.value, "phase": found.phase, "requested_bytes": found.requested_bytes}))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size-mb", type=int, default=200)
+    parser.add_argument("--mutations", type=int, default=20_000)
+    asked = parser.parse_args()
+    report(
+        "diagnose",
+        {
+            "failure_logs": score(logs.read("failure_logs.jsonl")),
+            "failure_logs_without_exit_status": score(logs.read("failure_logs.jsonl"), with_status=False),
+            "more_logs": score(logs.read("more_logs.jsonl")),
+            "mutations": mutations(logs.read("failure_logs.jsonl"), asked.mutations),
+            "large_log": large(asked.size_mb),
+        },
+    )
+
+
+def score(read: list[Log], *, with_status: bool = True) -> dict[str, Any]:
+    """Shares of the logs of which each part of the diagnosis is right, and what was missed."""
+    right: Counter[str] = Counter()
+    misses = []
+    fields = wrong_fields = called_memory = 0
+    for log in read:
+        found = diagnose([log.data], Evidence(exit_status=log.exit_code if with_status else None))
+        wrong = log.wrong_bytes(found)
+        fields += len(logs.BYTES)
+        wrong_fields += len(wrong)
+        called_memory += log.kind == "not_memory" and found.of_memory
+        parts = {
+            "kind": found.kind.value == log.kind,
+            "reason": log.reason is None or found.reason == log.reason,
+            "phase": found.phase == log.phase,
+            "device": found.device_index == log.expected.device_index,
+            "other_processes": found.other_process_pids == log.expected.other_process_pids,
+        }
+        right.update(name for name, good in parts.items() if good)
+        if wrong or not all(parts.values()):
+            missed = [name for name, good in parts.items() if not good]
+            misses.append({"id": log.id, "missed": missed + wrong, "said": f"{found.kind.value} {found.reason} {found.phase}"})
+    shares = {f"{name}_right_fraction": round(count / len(read), 4) for name, count in right.items()}
+    return {
+        "logs": len(read),
+        **shares,
+        "bytes_right_fraction": round(1 - wrong_fields / fields, 4),
+        "not_memory_called_memory": called_memory,
+        "misses": misses,
+    }
+
+
+def mutations(read: list[Log], count: int) -> dict[str, Any]:
+    """Exceptions over random mutations, and the kinds kept where a mutation changes nothing of what is said."""
+    texts = [log.text for log in read]
+    raised: list[str] = []
+    longest = 0.0
+    begun = time.process_time()
+    for seed in range(count):
+        rng = random.Random(seed)
+        index = rng.randrange(len(texts))
+        names, data = mutate(texts, index, rng)
+        started = time.process_time()
+        try:
+            diagnose([data], Evidence(exit_status=read[index].exit_code))
+        except Exception as error:  # noqa: BLE001 - that none is raised is what is measured
+            raised.append(f"seed {seed}: {names} of {read[index].id}: {error!r}")
+        longest = max(longest, time.process_time() - started)
+    spent = time.process_time() - begun
+    return {
+        "count": count,
+        "raised": len(raised),
+        "first_raised": raised[:5],
+        "processor_seconds": round(spent, 1),
+        "longest_seconds": round(longest, 3),
+        "kind_kept_fraction": {name: _kept(read, name) for name in sorted(HARMLESS)},
+    }
+
+
+def _kept(read: list[Log], name: str, rounds: int = 5) -> float:
+    kept = 0
+    for seed in range(rounds):
+        rng = random.Random(seed)
+        for log in read:
+            found = diagnose([HARMLESS[name](log.text, rng)], Evidence(exit_status=log.exit_code))
+            kept += found.kind.value == log.kind
+    return round(kept / rounds / len(read), 4)
+
+
+def large(size_mb: int) -> dict[str, Any]:
+    """Progress bars and step lines, a lack of memory that was survived in the middle and one at the end. Three readings."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "output.log"
+        write_large(path, size_mb * 1_000_000)
+        command = [sys.executable, "-c", _MEASURE, str(path)]
+        runs = [json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(3)]
+        fastest = min(runs, key=lambda run: run["seconds"])
+        size = path.stat().st_size
+    return {
+        "bytes": size,
+        **fastest,
+        "seconds_per_100_mb": round(fastest["seconds"] * 1e8 / size, 2),
+        "processor_seconds_per_100_mb": round(fastest["processor_seconds"] * 1e8 / size, 2),
+        "seconds_of_each_run": [run["seconds"] for run in runs],
+        "other_load": "other programs ran on the machine" if _busy() else "nothing else ran",
+    }
+
+
+def write_large(path: Path, size: int) -> None:
+    written = number = 0
+    in_the_middle = False
+    with path.open("wb") as file:
+        while written < size:
+            rows = []
+            for number in range(number + 1, number + 2001):  # noqa: B020 - goes on where the last block ended
+                rows.append(
+                    f"\rEpoch 3:  37%|███▋      | {number}/3000000 [06:11<10:33,  2.98it/s, loss=2.31, lr=1e-4, gpu_mem=12.3G]"
+                )
+                if number % 5 == 0:
+                    rows.append(
+                        f"\n2026-03-25 10:34:07,123 INFO trainer.py:88] step {number}/3000000 | loss 3.22 | max mem 12.3 GiB\n"
+                    )
+            written += file.write("".join(rows).encode())
+            if not in_the_middle and written > size // 2:
+                in_the_middle = True
+                file.write(f"\n[WARNING] evaluation skipped: {_MESSAGE.replace('1.23', '9.99')}\n".encode())
+        frame = '  File "/v/lib/python3.11/site-packages/torch/_tensor.py", line 492, in backward\n'
+        file.write(f"\nTraceback (most recent call last):\n{frame}{_MESSAGE}\n".encode())
+
+
+def _busy() -> bool:
+    return float(Path("/proc/loadavg").read_text().split()[0]) > 1.5
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Logs as they reach people: prefixed by launchers, coloured, folded by terminals, saved in other encodings, cut, mixed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+Random = random.Random
+
+_PREFIXES = (
+    "[rank{rank}]: ",
+    "[default{rank}]:[rank{rank}]: ",
+    "{rank}: [1,{rank}]<stderr>:",
+    "(TrainWorker pid=4711{rank}, ip=10.0.0.{rank}) ",
+    "2025-03-02T04:11:3{rank}.123456789Z ",
+    "[2025-03-02 04:11:3{rank},123] ",
+    "trainer-{rank}  | ",
+    "# ",
+    "> ",
+    "> > ",
+)
+_COLOURS = ("\x1b[31m", "\x1b[1;91m", "\x1b[38;5;204m", "\x1b[0m", "\x1b[K", "\x1b]0;training\x07")
+
+
+def prefix(text: str, rng: Random) -> bytes:
+    front = rng.choice(_PREFIXES).format(rank=rng.randrange(8))
+    return "\n".join(front + line for line in text.split("\n")).encode()
+
+
+def colour(text: str, rng: Random) -> bytes:
+    words = text.split(" ")
+    return " ".join(rng.choice(_COLOURS) + word + "\x1b[0m" if rng.random() < 0.2 else word for word in words).encode()
+
+
+def fold(text: str, rng: Random) -> bytes:
+    """At a terminal's width, in the middle of words and numbers."""
+    width = rng.randrange(40, 160)
+    rows = []
+    for line in text.split("\n"):
+        rows += [line[at : at + width] for at in range(0, len(line), width)] or [""]
+    return "\n".join(rows).encode()
+
+
+def re_encode(text: str, rng: Random) -> bytes:
+    encoding = rng.choice(("utf-16", "utf-16-le", "utf-16-be", "utf-8-sig", "latin-1", "cp1252"))
+    return text.encode(encoding, "replace")
+
+
+def windows_ends(text: str, rng: Random) -> bytes:
+    return text.replace("\n", "\r\n").encode()
+
+
+def cut(text: str, rng: Random) -> bytes:
+    data = text.encode()
+    start, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
+    return data[start:end]
+
+
+def bars(text: str, rng: Random) -> bytes:
+    """A progress bar that shares lines with whatever is written between its frames."""
+    rows = []
+    for line in text.split("\n"):
+        if rng.random() < 0.4:
+            done = rng.randrange(1, 99)
+            line = f"Epoch 2:  {done}%|{'█' * (done // 10):10}| {done}/100 [00:{done:02}<01:00,  1.00it/s, loss=1.9]\r{line}"
+        rows.append(line)
+    return "\n".join(rows).encode()
+
+
+def interleave(text: str, rng: Random, other: str = "") -> bytes:
+    """Two programs that write to one file, line by line, each in its own order."""
+    queues = [text.split("\n"), other.split("\n")]
+    rows = []
+    while any(queues):
+        queue = rng.choice([queue for queue in queues if queue])
+        rows.append(queue.pop(0))
+    return "\n".join(rows).encode()
+
+
+def scramble(text: str, rng: Random) -> bytes:
+    """Bytes lost, doubled and changed."""
+    data = bytearray(text.encode())
+    for _ in range(rng.randrange(1, 30)):
+        if data:
+            at = rng.randrange(len(data))
+            data[at : at + rng.randrange(3)] = bytes(rng.randrange(256) for _ in range(rng.randrange(3)))
+    return bytes(data)
+
+
+HARMLESS: dict[str, Callable[[str, Random], bytes]] = {
+    "prefix": prefix,
+    "colour": colour,
+    "fold": fold,
+    "re-encode": re_encode,
+    "line ends": windows_ends,
+}
+"""What changes nothing of what a log says."""
+
+HARMFUL: dict[str, Callable[[str, Random], bytes]] = {"cut": cut, "bars": bars, "scramble": scramble}
+
+
+def mutate(texts: list[str], index: int, rng: Random) -> tuple[str, bytes]:
+    """One mutation of log `index`, or several on top of each other; and the names of what was done."""
+    text = texts[index]
+    names = []
+    for _ in range(rng.randrange(1, 4)):
+        choice = rng.randrange(9)
+        if choice == 0:
+            name, data = "interleave", interleave(text, rng, rng.choice(texts))
+        elif choice < 4:
+            name, change = rng.choice(sorted(HARMFUL.items()))
+            data = change(text, rng)
+        else:
+            name, change = rng.choice(sorted(HARMLESS.items()))
+            data = change(text, rng)
+        names.append(name)
+        if name == "re-encode":
+            return "+".join(names), data
+        text = data.decode("utf-8", "replace")
+    return "+".join(names), data

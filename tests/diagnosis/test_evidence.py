@@ -1,0 +1,191 @@
+"""What the supervisor knows outranks what the log says: record, error file, kernel, samples, words, status."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from memtop.supervisor.diagnosis.engine import diagnose
+from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind, OomRecord
+
+GIB = 1 << 30
+DISK = "OSError: [Errno 28] No space left on device: '/data/x'\n"
+
+
+def of(text: str = "", **evidence: Any) -> Diagnosis:
+    return diagnose([text.encode()], Evidence(**evidence))
+
+
+def record(**about: Any) -> OomRecord:
+    message = "CUDA out of memory. Tried to allocate 1.23 GiB."
+    return OomRecord(**({"rank": 2, "time": 10.0, "message": message, "error": "torch.OutOfMemoryError"} | about))
+
+
+def error_file(message: str, time: int = 100, stack: str = "") -> str:
+    return json.dumps({"message": {"message": message, "extraInfo": {"py_callstack": stack, "timestamp": str(time)}}})
+
+
+def test_the_order_of_evidence() -> None:
+    whole: dict[str, Any] = {
+        "exit_status": -9,
+        "records": (record(),),
+        "error_files": (error_file("MemoryError: "),),
+        "cgroup_oom_kills": 1,
+        "host_peak_fraction": 0.99,
+    }
+    assert of(DISK, **whole, asked_to_stop=True).reason == "asked_to_stop"
+    found = of(DISK, **whole)
+    assert (found.source, found.kind, found.rank) == ("record", Kind.GPU_OOM, 2)
+    del whole["records"]
+    found = of(DISK, **whole)
+    assert (found.source, found.kind) == ("error_file", Kind.HOST_OOM_ALLOC)
+    del whole["error_files"]
+    found = of(DISK, **whole)
+    assert (found.source, found.kind) == ("kernel", Kind.HOST_OOM_KILLED)
+    assert found.confidence > 0.95
+    whole["cgroup_oom_kills"] = 0
+    found = of(DISK, **whole)
+    assert (found.source, found.kind) == ("words", Kind.DISK_FULL)
+    del whole["cgroup_oom_kills"]
+    found = of("step 1/9 loss 2.0\n", **whole)
+    assert (found.source, found.kind) == ("samples", Kind.HOST_OOM_KILLED)
+    del whole["host_peak_fraction"]
+    found = of("step 1/9 loss 2.0\n", **whole)
+    assert (found.source, found.kind) == ("exit_status", Kind.HOST_OOM_KILLED)
+    assert found.confidence < 0.5
+
+
+@pytest.mark.parametrize("status", [-9, 137])
+@pytest.mark.parametrize(
+    "text", ["", "Killed\n", "  exitcode  : -9 (pid: 8158)\n", "step 3/9 loss 1.0\nValueError: caught before\n" * 3]
+)
+def test_a_bare_kill_is_a_suspicion_offline_and_something_with_evidence(status: int, text: str) -> None:
+    alone = of(text, exit_status=status)
+    assert alone.kind is Kind.HOST_OOM_KILLED
+    assert alone.confidence < 0.5
+    assert "by hand" in alone.summary
+    for known in ({"cgroup_oom_kills": 0}, {"host_peak_fraction": 0.41}, {"cgroup_oom_kills": 0, "host_peak_fraction": 0.99}):
+        found = of(text, exit_status=status, **known)
+        assert (found.kind, found.reason) == (Kind.NOT_MEMORY, "killed_by_something"), known
+    near = of(text, exit_status=status, host_peak_fraction=0.97)
+    assert near.kind is Kind.HOST_OOM_KILLED
+    assert near.confidence > 0.5
+    between = of(text, exit_status=status, host_peak_fraction=0.9)
+    assert (between.kind, between.confidence < 0.5) == (Kind.HOST_OOM_KILLED, True)
+
+
+def test_words_of_the_kernel_stand_against_samples() -> None:
+    line = "slurmstepd: error: Detected 1 oom_kill event in StepId=1.batch. Some of the step tasks have been OOM Killed.\n"
+    assert of(line, exit_status=-9, cgroup_oom_kills=0, host_peak_fraction=0.2).kind is Kind.HOST_OOM_KILLED
+
+
+def test_a_record_that_was_survived_is_no_cause() -> None:
+    survived = record(survived=True)
+    assert of("KeyError: 'labels'\n", exit_status=1, records=(survived,)).reason == "python_error"
+    assert of(exit_status=0, records=(survived,)).reason == "finished"
+    found = of(exit_status=1, records=(survived, record(time=30.0, rank=1), record(time=20.0, rank=0)))
+    assert found.rank == 0, "the first that was fatal"
+
+
+def test_a_record_adds_what_its_message_does_not_print() -> None:
+    figures = {"total_bytes": 20 * GIB, "free_bytes": GIB, "allocated_bytes": 14 * GIB, "reserved_bytes": 18 * GIB}
+    found = of(records=(record(**figures, phase="backward", device_uuid="GPU-1"),), batch=32, seq_len=252, vocabulary=40960)
+    assert found.kind is Kind.GPU_OOM_FRAGMENTED
+    assert found.reserved_unallocated_bytes == 4 * GIB
+    assert (found.phase, found.device_uuid, found.total_bytes) == ("backward", "GPU-1", 20 * GIB)
+    assert found.requested_for is not None
+    other = of(records=(record(**{**figures, "allocated_bytes": GIB, "reserved_bytes": GIB}),))
+    assert (other.kind, other.other_process_bytes) == (Kind.GPU_OOM_OTHER_PROCESS, 18 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "kind"),
+    [
+        ("MemoryError", "", Kind.HOST_OOM_ALLOC),
+        (
+            "numpy._core._exceptions._ArrayMemoryError",
+            "Unable to allocate 8.00 GiB for an array with shape (1,)",
+            Kind.HOST_OOM_ALLOC,
+        ),
+        (
+            "RuntimeError",
+            "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.",
+            Kind.HOST_OOM_ALLOC,
+        ),
+        ("torch.AcceleratorError", "CUDA error: out of memory", Kind.GPU_OOM),
+        ("torch.OutOfMemoryError", "", Kind.GPU_OOM),
+    ],
+)
+def test_records_of_every_class(error: str, message: str, kind: Kind) -> None:
+    found = of(records=(record(error=error, message=message, total_bytes=8 * GIB, free_bytes=GIB),))
+    assert found.kind is kind
+    assert (found.total_bytes is None) == (kind is Kind.HOST_OOM_ALLOC)
+
+
+def test_the_earliest_error_file_that_tells_a_cause() -> None:
+    oom = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    late = error_file(oom, 200, 'Traceback (most recent call last):\n  File "/v/torch/_tensor.py", line 5, in backward\n')
+    early = error_file("torch.distributed.DistBackendError: NCCL error: unhandled system error", 100)
+    found = of(error_files=(late, early), exit_status=1)
+    assert (found.kind, found.source, found.phase) == (Kind.GPU_OOM, "error_file", "backward")
+    first = of(error_files=(late, error_file("ValueError: bad label", 100)), exit_status=1)
+    assert (first.kind, first.reason) == (Kind.NOT_MEMORY, "python_error")
+
+
+@pytest.mark.parametrize(
+    "broken", ["", "{", "[1, 2]", '"MemoryError"', '{"message": 3}', '{"message": {"extraInfo": []}}', "\x00\ud800"]
+)
+def test_broken_error_files_are_no_evidence(broken: str) -> None:
+    found = of(DISK, error_files=(broken,), exit_status=1)
+    assert found.kind in (Kind.DISK_FULL, Kind.HOST_OOM_ALLOC)
+    assert (found.source == "error_file") == ("MemoryError" in broken)
+
+
+def test_kernel_records_are_compared_by_pid() -> None:
+    line = "Memory cgroup out of memory: Killed process 30211 (pt_data_worker) total-vm:118220340kB, anon-rss:66012344kB"
+    ours = of(exit_status=1, kernel_lines=(line,), member_pids=frozenset({30211}))
+    assert (ours.kind, ours.source, ours.phase) == (Kind.HOST_OOM_KILLED, "kernel", "data")
+    assert line in ours.evidence
+    strangers = of("KeyError: 'x'\n", exit_status=1, kernel_lines=(line,), member_pids=frozenset({5}))
+    assert strangers.reason == "python_error"
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (-15, "sigterm"),
+        (143, "sigterm"),
+        (130, "keyboard_interrupt"),
+        (-11, "segfault"),
+        (134, "aborted"),
+        (3, "no_evidence"),
+        (-7, "bus_error"),
+    ],
+)
+def test_an_exit_status_alone(status: int, reason: str) -> None:
+    found = of("step 1/9 loss 2.0\n", exit_status=status)
+    assert (found.kind, found.reason) == (Kind.NOT_MEMORY, reason)
+
+
+def test_a_bus_error_with_a_full_shm() -> None:
+    assert of(exit_status=-7, shm_free_bytes=4096).kind is Kind.SHM_EXHAUSTED
+    assert of(exit_status=-7, shm_free_bytes=4 * GIB).reason == "bus_error"
+    launcher = "  exitcode  : -7 (pid: 8158)\n  traceback : Signal 7 (SIGBUS) received by PID 8158\n"
+    assert of(launcher, exit_status=1).reason == "bus_error"
+    assert of(launcher, exit_status=1, shm_free_bytes=4096).kind is Kind.SHM_EXHAUSTED
+
+
+@pytest.mark.parametrize(("status", "reason"), [(-6, "aborted"), (-11, "segfault"), (-15, "sigterm")])
+def test_a_launcher_tells_the_signal(status: int, reason: str) -> None:
+    for words in (
+        f"failed (exitcode: {status}) local_rank: 0 (pid: 438) of binary: python",
+        f"exits with return code = {status}",
+    ):
+        assert of(words + "\n2024 next line\n", exit_status=1).reason == reason
+
+
+def test_nothing_at_all() -> None:
+    found = diagnose([])
+    assert (found.kind, found.reason, found.evidence) == (Kind.NOT_MEMORY, "no_evidence", ())

@@ -1,0 +1,73 @@
+"""Every log of the data files: what it says must be understood, whether or not the exit status is known."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from memtop.supervisor.diagnosis.engine import diagnose
+from memtop.supervisor.diagnosis.reading import SHAPES
+from memtop.supervisor.diagnosis.sentences import REASONS
+from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind
+from tests.diagnosis import logs
+from tests.diagnosis.logs import Log
+
+LOGS = [*logs.read("failure_logs.jsonl"), *logs.read("more_logs.jsonl")]
+
+
+def check(log: Log, found: Diagnosis) -> None:
+    assert found.kind.value == log.kind, found
+    assert log.wrong_bytes(found) == []
+    assert found.device_index == log.expected.device_index
+    assert found.other_process_pids == log.expected.other_process_pids
+    assert found.phase == log.phase, found
+    if log.reason is not None:
+        assert found.reason == log.reason
+    assert 0 < found.confidence < 1
+    assert found.summary.endswith(".")
+    assert "\n" not in found.summary
+
+
+def test_the_files_are_there() -> None:
+    assert len(LOGS) == 170
+    assert sum(log.kind == "not_memory" for log in LOGS) > 50
+
+
+@pytest.mark.parametrize("log", LOGS, ids=[log.id for log in LOGS])
+def test_log_with_its_exit_status(log: Log) -> None:
+    check(log, diagnose([log.data], Evidence(exit_status=log.exit_code)))
+
+
+@pytest.mark.parametrize("log", LOGS[:130], ids=[log.id for log in LOGS[:130]])
+def test_log_alone(log: Log) -> None:
+    check(log, diagnose([log.data]))
+
+
+@pytest.mark.parametrize("log", LOGS, ids=[log.id for log in LOGS])
+def test_evidence_is_what_the_log_says(log: Log) -> None:
+    """Each line that is shown as proof stands in the log (or is the exit status)."""
+    found = diagnose([log.data], Evidence(exit_status=log.exit_code))
+    squeezed = "".join(re.sub(r"\x1b\[[\d;]*m", "", log.text).split())
+    for line in found.evidence:
+        if not line.startswith("exit status"):
+            parts = [part for part in line.split() if "[" not in part and "\\n" not in part]
+            assert all(part in squeezed for part in parts[:6]), line
+
+
+def test_suspicion_is_never_a_reason_to_shrink() -> None:
+    for log in LOGS:
+        found = diagnose([log.data], Evidence(exit_status=log.exit_code))
+        bare = "SIGKILL alone" in log.text or log.id in ("elastic-sigkill-vila", "re-deepspeed-launcher-minus9")
+        if bare:
+            assert found.kind is Kind.HOST_OOM_KILLED
+            assert found.confidence < 0.5
+            assert "by hand" in found.summary
+
+
+def test_every_reason_has_its_sentence() -> None:
+    shapes = {shape.reason for shape in SHAPES if shape.reason is not None}
+    assert shapes <= set(REASONS)
+    for log in LOGS:
+        found = diagnose([log.data], Evidence(exit_status=log.exit_code))
+        assert found.reason is None or found.reason in REASONS

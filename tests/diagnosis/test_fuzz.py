@@ -1,0 +1,69 @@
+"""No log, however mangled, raises anything; and what changes nothing of what it says does not change the diagnosis.
+
+4 000 mutations by default; MEMTOP_FUZZ=20000 takes as many (`bench/diagnose.py` does).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memtop.supervisor.diagnosis.engine import diagnose
+from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind
+from tests.diagnosis import logs
+from tests.diagnosis.mutations import HARMLESS, mutate
+
+LOGS = logs.read("failure_logs.jsonl")
+MUTATIONS = int(os.environ.get("MEMTOP_FUZZ", "4000"))
+
+
+def valid(found: Diagnosis) -> None:
+    """As it will be sent and stored."""
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Diagnosis) == found
+    assert 0 < found.confidence < 1
+    assert found.summary
+    assert (found.kind is Kind.NOT_MEMORY) == (found.reason is not None)
+    sizes = (found.requested_bytes, found.total_bytes, found.free_bytes, found.process_bytes, found.allocated_bytes)
+    assert all(size is None or 0 <= size < 1 << 60 for size in sizes)
+    assert all(len(line) < 1000 for line in found.evidence)
+
+
+def test_mutations_raise_nothing() -> None:
+    texts = [log.text for log in LOGS]
+    for seed in range(MUTATIONS):
+        rng = random.Random(seed)
+        index = rng.randrange(len(texts))
+        names, data = mutate(texts, index, rng)
+        try:
+            valid(diagnose([data], Evidence(exit_status=LOGS[index].exit_code)))
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {names} of {LOGS[index].id}") from error
+
+
+@pytest.mark.parametrize("name", sorted(HARMLESS))
+def test_what_changes_nothing_of_what_is_said_keeps_the_kind(name: str) -> None:
+    wrong = []
+    for seed in range(3):
+        rng = random.Random(seed)
+        for log in LOGS:
+            found = diagnose([HARMLESS[name](log.text, rng)], Evidence(exit_status=log.exit_code))
+            if found.kind.value != log.kind:
+                wrong.append(f"{log.id} (seed {seed}): {found.kind.value}, {found.reason}")
+    assert len(wrong) <= 3 * len(LOGS) * 0.03, wrong
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=3000))
+def test_any_bytes(data: bytes) -> None:
+    valid(diagnose([data]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=600), st.integers(-300, 300))
+def test_any_text_and_status(text: str, status: int) -> None:
+    valid(diagnose([text.encode("utf-8", "surrogatepass")], Evidence(exit_status=status)))

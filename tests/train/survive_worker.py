@@ -1,0 +1,150 @@
+"""One of two ranks that train on the CPU while memory runs out on the one or the other; torchrun starts it.
+
+    torchrun --nproc-per-node 2 -m tests.train.survive_worker FOLDER
+
+Runs several trainings one after the other, in folders of their own, and leaves `rank-R.json`: what each of them reported, and a
+digest of the weights of each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from memtop.train.gradients import GradientSum
+from tests.train.failing import Failing, Failure, Scripted, drawn, following, fresh, measured, small, splits_of
+from tests.train.support import Training
+from tests.train.test_evaluation import held_out
+
+UPDATES, FAILURES = 200, 30
+FEWER_UPDATES, FEWER_FAILURES = 80, 12
+
+
+def failures_of(rank: int, count: int, updates: int) -> list[Failure]:
+    """This rank's part: each failure hits one of the two, and every fourth the backward pass of the last micro-batch."""
+    chosen = drawn(3, count, updates)
+    chosen = [Failure(f.update, 0.999, True) if number % 4 == 0 else f for number, f in enumerate(chosen)]
+    hit = random.Random(11)
+    return [failure for failure in chosen if hit.randrange(2) == rank]
+
+
+def disturbed(folder: Path, dropout: float, count: int, updates: int) -> Training:
+    settings = small(dropout=dropout, batch=16, accumulation=1, world_size=2, target_samples=32 * updates)
+    training = measured(folder, settings, Scripted(), patience=1)
+    failing = Failing(training, failures_of(Accelerator().process_index, count, updates))
+    training.run()
+    assert failing.left == 0
+    return training
+
+
+def told(training: Training) -> dict[str, Any]:
+    """What is compared between the ranks and between trainings."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(training.weights().items()):
+        digest.update(name.encode() + weight.numpy().tobytes())
+    return {
+        "losses": training.losses,
+        "digests": training.digests,
+        "splits": sorted(splits_of(training.channel).items()),
+        "oom": [(record["update"], record["phase"], record["survived"]) for record in training.channel.of("oom")],
+        "settings": [(r["update"], r["changes"], r["reason"]) for r in training.channel.of("settings")],
+        "answers": training.channel.answers,
+        "evaluations": [report["loss"] for report in training.channel.of("evaluation")],
+        "weights": digest.hexdigest(),
+    }
+
+
+def one_rank_is_full(folder: Path, rank: int) -> Training:
+    """Both ranks shrink; one of them has room to grow back, the other has not."""
+    settings = small(dropout=0.1, batch=8, accumulation=1, world_size=2, target_samples=16 * 12)
+    training = measured(folder, settings, Scripted(limit=1_000_000 if rank else 200), patience=2)
+    Failing(training, [Failure(2, 0.0, False)] if rank else [])
+    training.run()
+    return training
+
+
+def evaluated(folder: Path, rank: int) -> Training:
+    """An evaluation that does not fit on the second rank, and an edit that only the first one hears of."""
+    settings = small(dropout=0.1, batch=4, accumulation=2, world_size=2, target_samples=16 * 6, eval_every=3, eval_batch=4)
+    training = fresh(folder, settings, evaluation=held_out())
+
+    def short(module: torch.nn.Module, args: Any, values: Any) -> None:
+        if rank and not module.training and len(values["input_ids"]) > 2:
+            torch.empty(2**46)
+
+    training.model.register_forward_pre_hook(short, with_kwargs=True)
+    if rank == 0:
+        training.channel.commands[1] = [
+            (1, "change", {"batch": 2, "gradient_checkpointing": "true"}),
+            (2, "change", {"batch": 5}),
+        ]
+    training.run()
+    return training
+
+
+def check_exchange(rank: int) -> None:
+    """Gradients of every shape and size come out as the sum; those that only one rank has are zeros on the other."""
+    draw = torch.Generator().manual_seed(5)
+    model = torch.nn.Module()
+    shapes = [(3,), (40, 30), (7, 5), (1,), (200, 100), (64,), (2, 2)]
+    for number, shape in enumerate(shapes):
+        model.register_parameter(f"p{number}", torch.nn.Parameter(torch.full(shape, float(rank))))
+    model.register_buffer("flags", torch.tensor([rank == 0, True]))
+    # Buckets of 8 KB: some gradients are larger, several fit into one.
+    exchange = GradientSum(Accelerator(), model, bucket_bytes=8192)
+    assert all(bool((p == 0).all()) for p in model.parameters()), "the first rank's weights"
+    assert model.get_buffer("flags").tolist() == [True, True]
+    parts = [[torch.randn(shape, generator=draw) for shape in shapes] for _ in range(2)]
+    for number, parameter in enumerate(model.parameters()):
+        # p2 only on the first rank, p6 on none; p1 with its dimensions stored in the other order.
+        if number == 6 or (number == 2 and rank == 1):
+            continue
+        mine = parts[rank][number]
+        parameter.grad = mine.t().contiguous().t() if number == 1 else mine.clone()
+    assert exchange.gaps() == (1 if rank == 0 else 2)
+    exchange.fill_gaps()
+    held = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
+    exchange()
+    assert held == [p.grad.data_ptr() for p in model.parameters() if p.grad is not None], "summed where they lie"
+    for number, parameter in enumerate(model.parameters()):
+        if number == 6:
+            assert parameter.grad is None
+            continue
+        assert parameter.grad is not None
+        expected = parts[0][2] if number == 2 else parts[0][number] + parts[1][number]
+        assert torch.equal(parameter.grad, expected), number
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    rank = Accelerator(cpu=True).process_index
+    check_exchange(rank)
+    found: dict[str, Any] = {}
+    first = disturbed(folder / "disturbed", 0.1, FAILURES, UPDATES)
+    found["disturbed"] = told(first)
+    calm = following(folder / "calm", first.settings, splits_of(first.channel))
+    if rank:
+        # Only the first rank is asked.
+        calm.channel.commands.clear()
+    calm.run()
+    found["calm"] = told(calm)
+    for name, count in (("plain-disturbed", FEWER_FAILURES), ("plain", 0)):
+        training = disturbed(folder / name, 0.0, count, FEWER_UPDATES)
+        found[name] = told(training)
+        if rank == 0:
+            torch.save(training.weights(), folder / f"{name}.pt")
+    found["full"] = told(one_rank_is_full(folder / "full", rank))
+    found["evaluated"] = told(evaluated(folder / "evaluated", rank))
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""Failures in processes of their own: two ranks, a real limit of address space, and programs that know nothing of memtop."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from memtop.presets.schema import Lora
+from tests.train.failing import distance
+from tests.train.launching import run_trainer
+from tests.train.support import edited
+from tests.train.survive_worker import FAILURES, FEWER_FAILURES
+from tests.train.test_processes import environment, reports, trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+SURROUNDINGS = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """What two ranks told of all trainings of the worker. That they end at all is part of what is shown."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.train.survive_worker"]
+    done = subprocess.run(
+        [sys.executable, *command, str(folder)],
+        env=SURROUNDINGS,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=290,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    return folder, [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_two_ranks_survive_together(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    first, second = (told["disturbed"] for told in ranks[1])
+    failures = first["oom"] + second["oom"]
+    assert len(failures) == FAILURES
+    assert min(len(first["oom"]), len(second["oom"])) > FAILURES / 4, "both of them fail"
+    assert all(survived for _, _, survived in failures)
+    assert {phase for _, phase, _ in failures} == {"forward", "backward"}
+    # A rank that did not fail itself goes along.
+    for name in ("weights", "losses", "digests", "splits", "settings"):
+        assert first[name] == second[name], name
+    assert len({tuple(split) for _, split in first["splits"]}) >= 3
+
+
+def test_two_ranks_end_as_those_that_used_the_same_splits(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    for told in ranks[1]:
+        assert told["calm"]["oom"] == []
+        for name in ("weights", "losses", "digests", "splits"):
+            assert told["disturbed"][name] == told["calm"][name], name
+
+
+def test_two_ranks_without_dropout_end_as_the_undisturbed_up_to_rounding(
+    ranks: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    folder, both = ranks
+    assert sum(len(told["plain-disturbed"]["oom"]) for told in both) == FEWER_FAILURES
+    assert both[0]["plain-disturbed"]["digests"] == both[0]["plain"]["digests"]
+    disturbed, undisturbed = (torch.load(folder / f"{name}.pt") for name in ("plain-disturbed", "plain"))
+    assert distance(disturbed, undisturbed) < 1e-5
+
+
+def test_the_fullest_rank_decides_whether_the_split_grows(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    for told in ranks[1]:
+        assert told["full"]["settings"] == [[2, {"batch": 4, "accumulation": 2}, "allocation failure"]]
+
+
+def test_all_ranks_halve_an_evaluation_and_take_up_an_edit(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    first, second = (told["evaluated"] for told in ranks[1])
+    assert (len(first["oom"]), [phase for _, phase, _ in second["oom"]]) == (0, ["evaluation"])
+    changes = [
+        [2, {"batch": 2, "accumulation": 4, "gradient_checkpointing": True}, "asked"],
+        [4, {"eval_batch": 2}, "allocation failure"],
+    ]
+    for told in (first, second):
+        assert sorted(told["settings"][0][1].items()) == sorted(changes[0][1].items())
+        assert told["settings"][1] == changes[1]
+    assert first["evaluations"] == second["evaluations"]
+    assert len(first["evaluations"]) == 2
+    assert first["weights"] == second["weights"]
+    assert [(number, ok) for number, ok, _ in first["answers"]] == [(1, True), (2, False)]
+    assert second["answers"] == [], "only the first rank was asked"
+
+
+def test_adapters_in_16_bits_train_on_two_ranks_what_they_train_on_one(tmp_path: Path) -> None:
+    adapters = {"method": "lora", "lora": Lora(r=4, alpha=8), "precision": "bf16", "learning_rate": 2e-2}
+    # The last update is short: the second rank has no samples of its own then.
+    alone = run_trainer(tmp_path / "1", edited(batch=4, accumulation=2, target_samples=84, **adapters))
+    together = run_trainer(tmp_path / "2", edited(batch=4, accumulation=1, world_size=2, target_samples=84, **adapters))
+    assert len(alone.losses) == 11
+    assert alone.losses[-2] < alone.losses[0] - 0.1
+    assert together.losses == pytest.approx(alone.losses, rel=1e-2)
+
+
+def test_a_model_that_does_not_fit_while_it_is_loaded_leaves_a_record(tmp_path: Path) -> None:
+    settings = edited()
+    wide = {**settings.model["config"], "intermediate_size": 1 << 42}
+    process = trainer(tmp_path, msgspec.structs.replace(settings, model={"config": wide}))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "DefaultCPUAllocator: can't allocate memory" in err
+    (record,) = [report for report in reports(tmp_path) if report["type"] == "oom"]
+    assert (record["phase"], record["survived"], record["update"]) == ("load", False, None)
+    assert reports(tmp_path)[-1]["outcome"] == "failed"
+
+
+# --- a limit of the address space ---------------------------------------------------------------------------------------
+
+LIMITED = """
+import json, resource, sys
+from pathlib import Path
+import torch
+from tests.train.failing import fresh, small, splits_of
+torch.set_num_threads(1)
+folder = Path(sys.argv[1])
+config = {"model_type": "gpt2", "vocab_size": 260, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 512}
+ends = {"bos_token_id": 0, "eos_token_id": 0}
+settings = small(dropout=0.1, batch=64, accumulation=1, seq_len=16, target_samples=64 * 3, model={"config": {**config, **ends}})
+training = fresh(folder, settings)
+
+def hungry(module, args, output):
+    # As much for each sample as a long sequence would take.
+    output[0].register_hook(lambda gradient: gradient + 0 * torch.ones(len(gradient), 1 << 20).sum())
+
+training.model.base_model.register_forward_hook(hungry)
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+limit = pages * resource.getpagesize() + (192 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+outcome = training.run()
+records = [[r["update"], r["batch"], r["phase"], r["survived"], r["message"]] for r in training.channel.of("oom")]
+print(json.dumps({"outcome": outcome, "records": records, "splits": splits_of(training.channel)}))
+"""
+
+
+def test_a_batch_that_does_not_fit_under_a_real_limit_is_survived(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path)],
+        env=SURROUNDINGS,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["outcome"] == "finished"
+    # 4 MB for each sample: 64 need 256 MB and 32 half of that, with 192 MB to be had.
+    assert told["records"]
+    assert told["records"][0][:4] == [1, 64, "backward", True]
+    assert "can't allocate memory" in told["records"][0][4]
+    assert {batch for batch, _ in told["splits"].values()} <= {32, 16, 8}
+    assert [int(update) for update in told["splits"]] == [1, 2, 3]
+
+
+# --- programs of one's own ----------------------------------------------------------------------------------------------
+
+
+def run_dying(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment(folder), capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_a_program_of_ones_own_that_dies_of_memory_leaves_a_record(tmp_path: Path) -> None:
+    done = run_dying("import sys\nx = bytearray(1 << 60)", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("MemoryError"), "the program's own last words are untouched"
+    hello, record = reports(tmp_path)
+    assert (hello["type"], record["type"]) == ("hello", "oom")
+    assert (record["error"], record["survived"], record["phase"], record["update"]) == ("MemoryError", False, "unknown", None)
+    assert record["rss_bytes"] > 1_000_000
+    assert record["allocated_bytes"] is record["total_bytes"] is record["device_uuid"] is None, "no CUDA: not known, not 0"
+
+
+@pytest.mark.parametrize(
+    ("at", "phase"),
+    [
+        ("forward", "forward"),
+        ("backward", "backward"),
+        ("optimizer", "optimizer"),
+    ],
+)
+def test_the_record_says_in_which_update_and_where(tmp_path: Path, at: str, phase: str) -> None:
+    code = f"""
+import torch
+at, update = {at!r}, 0
+def fail(*_):
+    if update == 2:
+        torch.empty(2**46)
+class Layer(torch.nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        if at == "forward":
+            fail()
+        if at == "backward":
+            x.register_hook(fail)
+        return x
+model = Layer(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+if at == "optimizer":
+    optimizer.register_step_pre_hook(fail)
+for update in range(5):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+    done = run_dying(code, tmp_path)
+    assert done.returncode == 1
+    record = reports(tmp_path)[-1]
+    assert (record["type"], record["update"], record["phase"]) == ("oom", 3, phase)
+    assert (record["error"], record["survived"]) == ("RuntimeError", False)
+    assert "DefaultCPUAllocator: can't allocate memory" in record["message"]
+
+
+def test_hooks_that_were_there_are_called_and_other_errors_leave_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nbefore = sys.excepthook\nsys.excepthook = lambda *a: (print('theirs', flush=True), before(*a))\n"
+    )
+    env = environment(tmp_path)
+    env["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    for code, lines in (("bytearray(1 << 60)", 2), ("1 / 0", 0)):
+        (tmp_path / "rank-0.jsonl").unlink(missing_ok=True)
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert done.stdout == "theirs\n"
+        path = tmp_path / "rank-0.jsonl"
+        assert len(path.read_text().splitlines() if path.exists() else []) == lines
+
+
+def test_a_thread_that_dies_of_memory_is_recorded_and_the_program_goes_on(tmp_path: Path) -> None:
+    code = """
+import sys, threading
+thread = threading.Thread(target=lambda: bytearray(1 << 60))
+thread.start(); thread.join()
+print("torch" in sys.modules)
+"""
+    done = run_dying(code, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "False\n")
+    assert [report["type"] for report in reports(tmp_path)] == ["hello", "oom"]
+
+
+def test_the_record_never_disturbs_the_programs_end(tmp_path: Path) -> None:
+    code = """
+import memtop_agent
+class Odd(MemoryError):
+    def __str__(self): raise RuntimeError("no words")
+    def __setattr__(self, name, value): raise RuntimeError("no marks")
+memtop_agent._agent.report = lambda *a, **k: 1 / 0
+raise Odd()
+"""
+    done = run_dying(code, tmp_path)
+    assert done.returncode == 1
+    assert "Odd" in done.stderr
+    assert "ZeroDivisionError" not in done.stderr
+
+
+def test_one_error_is_recorded_once(tmp_path: Path) -> None:
+    code = """
+import memtop_agent as a
+a.offer("stop")
+try:
+    bytearray(1 << 60)
+except MemoryError as error:
+    a.oom(error, update=7, phase="load", survived=False, batch=None, accumulation=None)
+    raise
+"""
+    run_dying(code, tmp_path)
+    (record,) = [report for report in reports(tmp_path) if report["type"] == "oom"]
+    assert (record["update"], record["phase"]) == (7, "load")
