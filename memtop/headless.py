@@ -24,7 +24,7 @@ _REVIVALS = 5
 _EVIDENCE_LINES = 3
 # Events that a person wants to read as they happen; the rest is in the ledger.
 _SPOKEN = {
-    *("attempt", "plan", "adopted", "warning", "band", "stop", "leftovers"),
+    *("attempt", "plan", "adopted", "warning", "band", "stop", "leftovers", "stalled"),
     *("oom", "survived", "settings", "remedy", "rollback"),
 }
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path("/sys/fs/cgroup")
+_ROOM = 64 << 20
 # Grows until the kernel ends somebody; itself it never chooses.
 _BALLAST = """
 import os, time
@@ -31,6 +32,7 @@ class MemoryGroup:
         self.path = path
         self._limit = path / ("memory.max" if version == 2 else "memory.limit_in_bytes")
         self._events = path / ("memory.events" if version == 2 else "memory.oom_control")
+        self._usage = path / ("memory.current" if version == 2 else "memory.usage_in_bytes")
         self._swap = path / ("memory.swap.max" if version == 2 else "memory.memsw.limit_in_bytes")
 
     def limit(self, size: int) -> None:
@@ -56,6 +58,7 @@ class MemoryGroup:
 
     def make_the_kernel_kill(self, pid: int, stop: Path, seconds: float = 60) -> None:
         """Let the group run out of memory with this process as the kernel's choice."""
+        self.limit(int(self._usage.read_text()) + _ROOM)
         Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
         before = self.kills()
         ballast = subprocess.Popen(self.inside(sys.executable, "-c", _BALLAST.format(stop=str(stop))))

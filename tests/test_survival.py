@@ -1,4 +1,4 @@
-"""Real deaths of memory under `memtop train`, on the CPU: each is told from the others, has its own remedy, the run finishes."""
+"""Real deaths of memory under `memtop train`, on the CPU: each told from the others, each with its own remedy."""
 
 from __future__ import annotations
 
@@ -175,7 +175,6 @@ def test_a_kernel_kill_restarts_with_a_smaller_batch(runs: Runs, needs: Needs, g
 
 
 def test_a_worker_killed_by_the_kernel_leads_to_no_workers(runs: Runs, group: MemoryGroup) -> None:
-    group.limit(1 << 30)
     words = arguments(runs, "small", "--detach", "--max-updates", "400", "--set", "workers=1")
     assert memtop_in(runs, group.inside(), *words).returncode == 0
     document = runs.wait("a", lambda d: (d["updates"] or 0) >= 6)
@@ -190,7 +189,6 @@ def test_a_worker_killed_by_the_kernel_leads_to_no_workers(runs: Runs, group: Me
 
 
 def test_one_rank_of_two_killed_by_the_kernel(runs: Runs, group: MemoryGroup) -> None:
-    group.limit(2 << 30)
     words = arguments(runs, "small", "--detach", "--max-updates", "300", "--batch", "4", "--gpus", "0,1", "--set", "device=cpu")
     started = memtop_in(runs, group.inside(), *words)
     assert started.returncode == 0, started.stderr

@@ -31,8 +31,10 @@ class Position(msgspec.Struct, kw_only=True):
 class Feed:
     """What one rank is trained on. `start` may be called again at any time: the same position gives the same samples."""
 
-    def __init__(self, samples: Samples, pad: int, rank: int) -> None:
+    def __init__(self, samples: Samples, orders: tuple[SampleOrder, SampleOrder], pad: int, rank: int) -> None:
         self._samples = samples
+        # An order of its own for the loader: with worker processes it runs ahead of the updates.
+        self._order, self._order_ahead = orders
         self._pad = pad
         self._rank = rank
         self._plans: Iterator[UpdatePlan] = iter(())
@@ -42,12 +44,11 @@ class Feed:
         """Begin anew at this position; `target` is the number of samples at which the training ends."""
         # The old loader's workers end before new ones start: two sets would not fit where memory is short.
         self._batches = iter(())
-        self._plans = self._planned(settings, position, target)
+        self._plans = _planned(self._order, settings, position, target)
         samples: Any = self._samples
         loader: DataLoader[Any] = DataLoader(
             samples,
-            # An order of its own: with worker processes the loader runs ahead of the updates.
-            batch_sampler=self._micro_batches(settings, self._planned(settings, position, target)),
+            batch_sampler=self._micro_batches(settings, _planned(self._order_ahead, settings, position, target)),
             num_workers=host.workers,
             collate_fn=partial(collate, pad=self._pad),
             pin_memory=host.pin_memory,
@@ -69,17 +70,18 @@ class Feed:
             found.append(batch)
         return found
 
-    def _planned(self, settings: Settings, position: Position, target: int) -> Iterator[UpdatePlan]:
-        return plan_updates(
-            SampleOrder(self._samples, settings.seed, position.cuts),
-            updates=position.updates,
-            position=position.samples_seen,
-            target=target,
-            effective_batch=settings.effective_batch,
-        )
-
     def _micro_batches(self, settings: Settings, plans: Iterator[UpdatePlan]) -> Any:
         for plan in plans:
             for keys in plan.micro_batches(settings.batch, settings.world_size, self._rank):
                 # A rank without samples in a short last update takes one along and masks it, to stay in step with the others.
                 yield keys or plan.keys[:1]
+
+
+def _planned(order: SampleOrder, settings: Settings, position: Position, target: int) -> Iterator[UpdatePlan]:
+    return plan_updates(
+        order,
+        updates=position.updates,
+        position=position.samples_seen,
+        target=target,
+        effective_batch=settings.effective_batch,
+    )

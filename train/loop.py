@@ -71,7 +71,8 @@ class Trainer:
         self._guard = Guard(channel, retries=engine.retries)
         self._growth = Growth(gauge or open_gauge(self._accelerator.device), patience)
         self._most_batch = settings.batch
-        self._feed = Feed(samples, pad, self._accelerator.process_index)
+        self._order, ahead = (SampleOrder(samples, settings.seed, position.cuts) for _ in range(2))
+        self._feed = Feed(samples, (self._order, ahead), pad, self._accelerator.process_index)
         self._gradients = Gradients(engine, self._feed, self._ranks, self._guard, self._growth)
         self._evaluator = Evaluator(settings, engine, evaluation, pad) if settings.eval_every and evaluation else None
         self._evaluated: Evaluation | None = None
@@ -79,7 +80,6 @@ class Trainer:
         self._saved_at: int | None = None
         self.save_problem: str | None = None
         """Why the newest save failed; None if it did not."""
-        self._order = SampleOrder(samples, settings.seed, position.cuts)
         self.target_samples = settings.target_samples or self._order.end_of(settings.epochs)
 
     @property
@@ -179,7 +179,8 @@ class Trainer:
                 set_checkpointing(self._engine.model, on=after.gradient_checkpointing)
         except (SettingsError, BadInputError) as error:
             return False, str(error), {}
-        self._most_batch = after.batch
+        if after.batch != self.settings.batch or values.get("batch") is not None:
+            self._most_batch = after.batch
         before, update = self.settings, self.position.updates + 1
         changes = {name: getattr(after, name) for name in LIVE if getattr(after, name) != getattr(before, name)}
         if not changes:

@@ -25,7 +25,7 @@ _RECOVERY = re.compile(
 # Of anything, so they count on the message's own line or where the program is seen to go on.
 _ANOTHER_TRY = re.compile(
     r"(?i)(?<!not )(?<!no )\bretry(?:ing)?\b(?! (?:limit|count|failed|exceeded))|will (?:be )?retr(?:y|ied)"
-    r"|skip(?:ping|ped) (?:this |the )?(?:batch|sample|step|update|request|image|file|item)"
+    r"|(?:skip(?:ping|ped)|discard(?:ing|ed)?) (?:this |the )?(?:batch|sample|step|update|request|image|file|item)"
     r"|fall(?:ing|s)? back to|falling back|switching to (?:cpu|tiled|smaller)|continuing (?:with|training|without)"
     r"|ignored?,? continuing"
 )

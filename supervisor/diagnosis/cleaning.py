@@ -39,6 +39,7 @@ _FRONT = re.compile(
     | \[\d{1,4},\s?(?P<mpi>\d{1,5})\](?:<\w{3,7}>)?:?      # mpirun
     | \((?:[A-Za-z_][\w.<>:]*\s)?pid=\d+[^)\n]{0,80}\)     # ray
     | [#>](?=\s|$)                                         # quoted, commented
+    | \^C                                                  # a terminal's echo
     | [│┃║|╎](?=\s|$)                                      # boxes, tables
     | \d{4}-\d\d-\d\d[T\s]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?(?=\s|$)
     | \[\d{4}-\d\d-\d\d[T\s]\d\d:\d\d:\d\d(?:[.,]\d+)?\]

@@ -115,7 +115,7 @@ SHAPES: tuple[Shape, ...] = (
     not_memory(r"\[\d+\][+-] Interrupt", "keyboard_interrupt", weight=Weight.TERMINATED, confidence=0.9, needle="Interrupt"),
     not_memory(
         r"got signal:? (?:15|SIGTERM)|SIGTERM death signal|signal:? 15|signal:? terminated|exit(?:ed)?"
-        r" (?:with )?(?:status|code):? 143|exitcode:? -15|Signal 15 \(SIGTERM\)|Received SIGTERM",
+        r" (?:with )?(?:status|code):? 143|(?:exitcode:?|return code =) ?-15|Signal 15 \(SIGTERM\)|Received SIGTERM",
         "sigterm",
         weight=Weight.TERMINATED,
         confidence=0.85,
@@ -133,10 +133,22 @@ SHAPES: tuple[Shape, ...] = (
         confidence=0.85,
     ),
     not_memory(
-        r"Segmentation fault|SIGSEGV|signal 11|exitcode:? -11|exit(?:ed)? (?:with )?(?:status|code):? 139",
+        r"Segmentation fault|SIGSEGV|signal 11|(?:exitcode:?|return code =) ?-11|exit(?:ed)? (?:with )?(?:status|code):? 139",
         "segfault",
         weight=Weight.BROKEN,
         confidence=0.85,
+    ),
+    not_memory(
+        r"\d Bus error|SIGBUS|(?:exitcode:?|return code =) ?-7|exit(?:ed)? (?:with )?(?:status|code):? 135",
+        "bus_error",
+        weight=Weight.BROKEN,
+        confidence=0.5,
+    ),
+    not_memory(
+        r"SIGABRT|(?:exitcode:?|return code =) ?-6|exit(?:ed)? (?:with )?(?:status|code):? 134",
+        "aborted",
+        weight=Weight.TERMINATED,
+        confidence=0.6,
     ),
 )
 

@@ -33,14 +33,14 @@ def judge(reading: Reading, evidence: Evidence) -> Diagnosis:
         return _finish(_ended_well(reading), evidence)
     witness = from_records(evidence) or from_error_files(evidence) or from_kernel(evidence)
     if witness is not None:
-        return _finish(_of_witness(witness, reading, evidence), evidence)
+        return _finish(_of_witness(witness, reading), evidence)
     cause = reading.cause
     if cause is not None and _signal_explains_more(status, cause):
         cause = None
     if cause is not None:
-        return _finish(_with_samples(_of_finding(reading, cause), evidence, cause.weight), evidence)
+        return _finish(_with_samples(_of_finding(reading, cause), evidence), evidence)
     if status is not None and status < 0:
-        return _finish(_of_signal(-status, reading, evidence), evidence)
+        return _finish(_of_signal(-status, evidence), evidence)
     if reading.survived:
         finding, how = reading.survived[-1]
         confidence = 0.85 if status is None else 0.5
@@ -114,7 +114,7 @@ def _of_finding(reading: Reading, finding: Finding) -> _Draft:
     )
 
 
-def _of_witness(witness: Witness, reading: Reading, evidence: Evidence) -> _Draft:
+def _of_witness(witness: Witness, reading: Reading) -> _Draft:
     draft = _Draft(
         witness.kind,
         witness.reason,
@@ -152,17 +152,15 @@ def _ended_well(reading: Reading) -> _Draft:
     return _Draft(Kind.NOT_MEMORY, "finished", 0.95, source="exit_status")
 
 
-def _of_signal(number: int, reading: Reading, evidence: Evidence) -> _Draft:
+def _of_signal(number: int, evidence: Evidence) -> _Draft:
     if number == 9:
-        return _with_samples(_Draft(Kind.HOST_OOM_KILLED, None, SUSPECTED, source="exit_status"), evidence, Weight.KILLED)
-    if number == 7 and evidence.shm_free_bytes is not None and evidence.shm_free_bytes < _SPARSE:
-        line = f"{units.size(evidence.shm_free_bytes)} were free in /dev/shm"
-        return _Draft(Kind.SHM_EXHAUSTED, None, 0.8, phase="data", lines=(line,), source="samples")
+        return _with_samples(_Draft(Kind.HOST_OOM_KILLED, None, SUSPECTED, source="exit_status"), evidence)
     reason = _BY_SIGNAL.get(number, "killed_by_something")
-    return _Draft(Kind.NOT_MEMORY, reason, 0.85 if number in _BY_SIGNAL else 0.6, source="exit_status")
+    draft = _Draft(Kind.NOT_MEMORY, reason, 0.85 if number in _BY_SIGNAL else 0.6, source="exit_status")
+    return _with_samples(draft, evidence)
 
 
-def _with_samples(draft: _Draft, evidence: Evidence, weight: Weight) -> _Draft:
+def _with_samples(draft: _Draft, evidence: Evidence) -> _Draft:
     """What the supervisor measured makes a suspicion stronger or takes it back."""
     if draft.kind is Kind.HOST_OOM_KILLED and draft.confidence < 0.9:
         kills, share = evidence.cgroup_oom_kills, evidence.host_peak_fraction
@@ -175,6 +173,9 @@ def _with_samples(draft: _Draft, evidence: Evidence, weight: Weight) -> _Draft:
         if share is not None and share >= _NEAR:
             draft.confidence, draft.source = max(0.75, draft.confidence), "samples"
             draft.lines += (f"{units.percent(share)} of the host's memory was seen in use shortly before",)
+    elif draft.reason == "bus_error" and evidence.shm_free_bytes is not None and evidence.shm_free_bytes < _SPARSE:
+        line = f"{units.size(evidence.shm_free_bytes)} were free in /dev/shm"
+        return _Draft(Kind.SHM_EXHAUSTED, None, 0.8, phase="data", lines=(line, *draft.lines), source="samples")
     elif draft.kind is Kind.DISK_FULL and draft.confidence < 0.9 and evidence.disk_free_bytes is not None:
         scarce = evidence.disk_free_bytes < _SPARSE
         draft.confidence = 0.95 if scarce else SUSPECTED

@@ -27,6 +27,8 @@ class Progress:
         self.best_loss = best_loss
         self.peak_bytes: int | None = None
         self.phase: str | None = None
+        self.heard = 0
+        """How many reports there were of all ranks."""
         self.offers: frozenset[str] | None = None
         """The commands that rank 0 carries out; None until it has said so."""
         self.failures: list[tuple[int, dict[str, Any]]] = []
@@ -40,6 +42,7 @@ class Progress:
 
     def apply(self, rank: int, report: dict[str, Any]) -> None:
         kind = report.get("type")
+        self.heard += 1
         if kind == "hello":
             self._ranks[rank] = {"pid": report.get("pid"), "device_uuid": None}
             if rank == 0:

@@ -252,6 +252,8 @@ class Supervisor:
         phase, reason, diagnosis = explain.outcome(
             self.attempt.log_path, self.progress.end, status, self.lifecycle.phase, own_program=self.settings is None
         )
+        if self.survival.stalled is not None and self.pending is None and phase is Phase.STOPPED:
+            phase, reason = Phase.FAILED, f"stood still after: {self.survival.stalled}"
         examined = await self._examine(ended, status) if phase is Phase.FAILED or explain.not_saved(self.progress.end) else None
         if examined is not None:
             diagnosis, reason = explain.with_cause(examined, diagnosis, reason)
@@ -290,9 +292,12 @@ class Supervisor:
 
     async def _examine(self, ended: ExitFile, status: int | None) -> Diagnosis:
         """Why the program ended; whoever looks on is kept up to date meanwhile."""
-        asked = self.ladder is not None or self.lifecycle.phase in (Phase.STOPPING, Phase.RESTARTING)
-        # A program that says itself that it failed to save may still end with status 0, which would prove that all is well.
-        known = None if status == 0 else status
+        stalled = self.survival.stalled is not None
+        stopping = self.lifecycle.phase in (Phase.STOPPING, Phase.RESTARTING)
+        asked = stopping or (self.ladder is not None and not stalled)
+        # A program that says itself that it failed to save may still end with status 0, which would prove that all is well;
+        # and one that we ended because it stood still ended of our signal.
+        known = None if status == 0 or stalled else status
         return await self.survival.examine(ended, known, asked=asked, meanwhile=self._publish)
 
     def _end(self, phase: Phase, reason: str | None, decision: Decision | None) -> None:

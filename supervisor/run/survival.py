@@ -24,6 +24,7 @@ from memtop.supervisor.run.autopsy import End
 from memtop.supervisor.run.comeback import NOTICE_SECONDS, Comeback
 from memtop.supervisor.run.configurations import Configurations, Record
 from memtop.supervisor.run.ledger import Attempt
+from memtop.supervisor.run.stall import StallWatch
 from memtop.supervisor.run.witness import Witness
 from memtop.supervisor.wire import Change, Proposal
 
@@ -48,6 +49,9 @@ class Survival:
         self.allocator = ""
         """Options that memtop gives to a program of the user's own."""
         self.witness: Witness | None = None
+        self.stalled: str | None = None
+        """After which words the program stood still, where memtop ended it for that."""
+        self._stall: StallWatch | None = None
         self._said: str | None = None
         self._keyed: tuple[Settings | None, bool, str] = None, False, ""
 
@@ -60,7 +64,9 @@ class Survival:
     def remember(self, attempt: Attempt, proposal: Proposal | None) -> None:
         """Know again what an earlier supervisor knew of the run's newest attempt."""
         self.proposal = proposal
-        self.witness = Witness(self._supervisor.folder.attempt(attempt.number), attempt.started)
+        folder = self._supervisor.folder.attempt(attempt.number)
+        self.witness = Witness(folder, attempt.started)
+        self._stall = StallWatch(folder / "output.log", self._monotonic)
         present = self.configurations.present
         if present is not None:
             self.allocator = present.allocator
@@ -71,7 +77,9 @@ class Survival:
     def begin(self, attempt: int, reason: str, change: Change, started: float, allocator: str) -> None:
         """An attempt was started, by the comeback if there is one."""
         supervisor, self.allocator = self._supervisor, allocator
-        self.witness = Witness(supervisor.folder.attempt(attempt), started, supervisor.watch.machine)
+        folder = supervisor.folder.attempt(attempt)
+        self.witness = Witness(folder, started, supervisor.watch.machine)
+        self._stall, self.stalled = StallWatch(folder / "output.log", self._monotonic), None
         saved = supervisor.checkpoint
         self.configurations.begin_attempt(
             attempt,
@@ -97,8 +105,19 @@ class Survival:
         if self.comeback is None and attempt.trainer is not None:
             self.witness.sample(watch.machine, watch.member_pids, attempt.trainer.pid)
         self.configurations.note_host(watch.run_rss_bytes, self._key())
+        self._look_for_a_stall()
         if keep:
             self.configurations.keep()
+
+    def _look_for_a_stall(self) -> None:
+        supervisor = self._supervisor
+        if self._stall is None or supervisor.ladder is not None or self.comeback is not None:
+            return
+        words = self._stall.look(supervisor.progress.heard, supervisor.progress.step.get("step_seconds"))
+        if words is not None:
+            self.stalled = words
+            supervisor.event("stalled", f"nothing has come from the program since: {words}; it is ended")
+            supervisor.begin_stop(asked=False)
 
     def report(self, rank: int, report: dict[str, Any]) -> None:
         """A rank has said something."""

@@ -172,6 +172,18 @@ def test_an_exit_status_alone(status: int, reason: str) -> None:
 def test_a_bus_error_with_a_full_shm() -> None:
     assert of(exit_status=-7, shm_free_bytes=4096).kind is Kind.SHM_EXHAUSTED
     assert of(exit_status=-7, shm_free_bytes=4 * GIB).reason == "bus_error"
+    launcher = "  exitcode  : -7 (pid: 8158)\n  traceback : Signal 7 (SIGBUS) received by PID 8158\n"
+    assert of(launcher, exit_status=1).reason == "bus_error"
+    assert of(launcher, exit_status=1, shm_free_bytes=4096).kind is Kind.SHM_EXHAUSTED
+
+
+@pytest.mark.parametrize(("status", "reason"), [(-6, "aborted"), (-11, "segfault"), (-15, "sigterm")])
+def test_a_launcher_tells_the_signal(status: int, reason: str) -> None:
+    for words in (
+        f"failed (exitcode: {status}) local_rank: 0 (pid: 438) of binary: python",
+        f"exits with return code = {status}",
+    ):
+        assert of(words + "\n2024 next line\n", exit_status=1).reason == reason
 
 
 def test_nothing_at_all() -> None:

@@ -271,3 +271,38 @@ def test_trap_16_mentions_of_memory_are_no_failure(text: str) -> None:
 )
 def test_printed_sizes(text: str, size: int | None) -> None:
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "reason"),
+    [
+        ("memory allocation of memory allocation of 20971522097152 bytes failed\n bytes failed\n", Kind.HOST_OOM_ALLOC, None),
+        ("syncedmem.cpp:56] Check failed: error == cudaSuccess (2 vs. 0)  out of memory\n", Kind.GPU_OOM, None),
+        ("RuntimeError: CUDA out of the memory. Tried to allocate 360.00 MiB\n", Kind.GPU_OOM, None),
+        ("  exits with return code = -9\n2024-01-01 next line begins with a digit\n", Kind.HOST_OOM_KILLED, None),
+        ("exit code: 1371\n", Kind.NOT_MEMORY, "no_evidence"),
+        ("zsh: killed     python train.py\n", Kind.HOST_OOM_KILLED, None),
+        ("dlerror: libnvinfer.so.7: cannot open shared object file\n" + RAISED, Kind.GPU_OOM_FRAGMENTED, None),
+        ("ModuleNotFoundError: No module named 'flash_attn' (falling back)\n" + RAISED, Kind.GPU_OOM_FRAGMENTED, None),
+        ('{"log":"' + MESSAGE + '\\n","stream":"stderr"}\n', Kind.GPU_OOM_FRAGMENTED, None),
+        (f"[ERROR] failed: {MESSAGE}\nwandb:   train/loss 2.1\nwandb:   epoch 3 loss 1\n", Kind.GPU_OOM_FRAGMENTED, None),
+        (RAISED + "wandb: Network error, entering retry loop.\nretrying request in 1.0s\n", Kind.GPU_OOM_FRAGMENTED, None),
+        (
+            "^CKeyboardInterrupt\nRuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.\n",
+            Kind.NOT_MEMORY,
+            "keyboard_interrupt",
+        ),
+        ("RuntimeError: DataLoader worker (pid(s) 20027) exited unexpectedly\n", Kind.NOT_MEMORY, "worker_died"),
+    ],
+)
+def test_other_wordings(text: str, kind: Kind, reason: str | None) -> None:
+    found = of(text)
+    assert (found.kind, found.reason) == (kind, reason)
+
+
+def test_a_rank_that_dies_while_another_computes_on() -> None:
+    """The others print a few steps and then wait: thousands of lines of their watchdog are no progress."""
+    others = "".join(f"[rank0]: step {number}/9 loss 2.0\n" for number in range(4))
+    waiting = "[rank0]:[E1003 PG.cpp:607] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)\n" * 300
+    found = of(f"[rank1]: Traceback (most recent call last):\n[rank1]: {MESSAGE}\n{others}{waiting}", exit_status=1)
+    assert (found.kind, found.rank) == (Kind.GPU_OOM_FRAGMENTED, 1)

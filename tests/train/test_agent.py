@@ -215,3 +215,14 @@ def test_a_trainer_that_offers_commands_has_its_peak_counted_anew_each_time(tmp_
         "print([a.readings()['peak_bytes'] for _ in range(2)], a.readings()['reserved_bytes'], cuda.resets)"
     )
     assert run(CUDA + code, tmp_path) == "[15, 0] 20 3\n"
+
+
+def test_a_command_brings_its_values(tmp_path: Path) -> None:
+    code = """
+import memtop_agent as a
+a.offer("change")
+for values in ({"values": {"batch": 4}}, {}, {"values": "nonsense"}):
+    a._agent._receive(dict(values, type="command", id=1, name="change"))
+print(a.take_commands())
+"""
+    assert run(code, tmp_path) == "[(1, 'change', {'batch': 4}), (1, 'change', {}), (1, 'change', {})]\n"

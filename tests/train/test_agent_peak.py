@@ -22,3 +22,50 @@ def test_a_program_of_ones_own_reports_it_with_each_step(tmp_path: Path) -> None
 def test_a_torch_that_cannot_tell_leaves_it_unknown(tmp_path: Path) -> None:
     run(CUDA + TORCH + "optimizer.step()", tmp_path)
     assert [report["peak_reserved_bytes"] for report in reports(tmp_path)[1:]] == [None]
+
+
+def test_retries_of_the_allocator_are_reported_and_unknown_without_it(tmp_path: Path) -> None:
+    told = "Cuda.memory_stats = lambda self: {'num_alloc_retries': 4, 'other': 1}\n"
+    run(CUDA + told + TORCH + "optimizer.step()", tmp_path)
+    assert [report["allocation_retries"] for report in reports(tmp_path)[1:]] == [4]
+    (tmp_path / "none").mkdir()
+    run(TORCH + "optimizer.step()", tmp_path / "none")
+    assert [report["allocation_retries"] for report in reports(tmp_path / "none")[1:]] == [None]
+
+
+def test_anonymous_memory_is_told_apart_from_mapped_files(tmp_path: Path) -> None:
+    code = """
+import mmap, os, memtop_agent as a
+SIZE = 64 << 20
+def anonymous(): return a.readings()["anonymous_bytes"]
+first, resident = anonymous(), a.readings()["rss_bytes"]
+shared = mmap.mmap(-1, SIZE)
+for page in range(0, SIZE, 4096):
+    shared[page] = 1
+second = anonymous()
+private = bytearray(os.urandom(1) * SIZE)
+third = anonymous()
+print(first <= resident, abs(second - first) < SIZE // 4, third - second > SIZE // 2)
+"""
+    assert run(code, tmp_path) == "True True True\n"
+
+
+def test_a_failure_is_reported_with_what_the_card_held(tmp_path: Path) -> None:
+    card = """
+import types
+Cuda.mem_get_info = lambda self: (5, 100)
+Cuda.current_device = lambda self: 0
+Cuda.get_device_properties = lambda self, index: types.SimpleNamespace(uuid="abc")
+"""
+    code = "import memtop_agent as a\na.oom(MemoryError('x' * 9000), update=3, phase='forward', survived=True)"
+    run(CUDA + card + code, tmp_path)
+    record = reports(tmp_path)[1]
+    names = ("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "device_uuid")
+    assert [record[name] for name in names] == [10, 20, 5, 100, "GPU-abc"]
+    assert (record["message"], record["error"], record["update"]) == ("x" * 4000, "MemoryError", 3)
+    # A card that answers nothing any more: what is not known is null, and the report is there all the same.
+    sick = "def gone(self, *_): raise RuntimeError('CUDA error')\nCuda.mem_get_info = Cuda.current_device = gone\n"
+    (tmp_path / "sick").mkdir()
+    run(CUDA + sick + code, tmp_path / "sick")
+    record = reports(tmp_path / "sick")[1]
+    assert [record[name] for name in names] == [10, 20, None, None, None]

@@ -175,3 +175,11 @@ def test_a_batch_that_was_asked_for_is_the_new_most(tmp_path: Path) -> None:
     training.run()
     splits = splits_of(training.channel)
     assert (splits[1], splits[2], splits[4], splits[14]) == ((8, 1), (4, 2), (2, 4), (4, 2))
+
+
+def test_another_edit_does_not_take_the_small_batch_for_what_was_asked(tmp_path: Path) -> None:
+    training = measured(tmp_path, settings_of(8), Scripted(), patience=3)
+    training.channel.commands[2] = [(1, "change", {"eval_batch": 2})]
+    Failing(training, [Failure(2, 0.0, False)])
+    training.run()
+    assert splits_of(training.channel)[8] == (8, 1)

@@ -9,12 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from memtop.presets.schema import Lora
 from tests.train.failing import distance
+from tests.train.launching import run_trainer
+from tests.train.support import edited
 from tests.train.survive_worker import FAILURES, FEWER_FAILURES
-from tests.train.test_processes import environment, reports
+from tests.train.test_processes import environment, reports, trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 SURROUNDINGS = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -88,6 +92,28 @@ def test_all_ranks_halve_an_evaluation_and_take_up_an_edit(ranks: tuple[Path, li
     assert first["weights"] == second["weights"]
     assert [(number, ok) for number, ok, _ in first["answers"]] == [(1, True), (2, False)]
     assert second["answers"] == [], "only the first rank was asked"
+
+
+def test_adapters_in_16_bits_train_on_two_ranks_what_they_train_on_one(tmp_path: Path) -> None:
+    adapters = {"method": "lora", "lora": Lora(r=4, alpha=8), "precision": "bf16", "learning_rate": 2e-2}
+    # The last update is short: the second rank has no samples of its own then.
+    alone = run_trainer(tmp_path / "1", edited(batch=4, accumulation=2, target_samples=84, **adapters))
+    together = run_trainer(tmp_path / "2", edited(batch=4, accumulation=1, world_size=2, target_samples=84, **adapters))
+    assert len(alone.losses) == 11
+    assert alone.losses[-2] < alone.losses[0] - 0.1
+    assert together.losses == pytest.approx(alone.losses, rel=1e-2)
+
+
+def test_a_model_that_does_not_fit_while_it_is_loaded_leaves_a_record(tmp_path: Path) -> None:
+    settings = edited()
+    wide = {**settings.model["config"], "intermediate_size": 1 << 42}
+    process = trainer(tmp_path, msgspec.structs.replace(settings, model={"config": wide}))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "DefaultCPUAllocator: can't allocate memory" in err
+    (record,) = [report for report in reports(tmp_path) if report["type"] == "oom"]
+    assert (record["phase"], record["survived"], record["update"]) == ("load", False, None)
+    assert reports(tmp_path)[-1]["outcome"] == "failed"
 
 
 # --- a limit of the address space ---------------------------------------------------------------------------------------
