@@ -39,7 +39,7 @@ _COMPLETED = re.compile(
     r"|`?max_(?:steps|epochs)=\d+`? reached|all epochs (?:done|completed)"
 )
 _STEP = re.compile(
-    r"(?i)(?:\b(?:step|iter|iteration|update|epoch|global_step|batch)s?\b[^0-9a-z]{0,4}\d+.*(?:loss"
+    r"(?i)(?:\b(?:step|iter|iteration|update|epoch|global_step|batch)s?\b[^0-9a-z]{0,4}\d+.{0,300}(?:loss"
     r"|ppl|acc|lr|it/s|s/it|wps|tokens|time|elapsed|eta|\d\s*%))|^\W{0,2}\s*\d+\s*/\s*\d+\W"
     r"|[\[(]\s*\d+\s*/\s*\d+\s*[\])]|'loss':|\"loss\":|\btrain_loss\b\W{1,3}\d"
 )
