@@ -186,8 +186,10 @@ class Trainer:
         if not changes:
             return True, "nothing to change: it is so already", {"update": update, "changes": {}}
         self._change("asked", **changes)
+        short = "workers" in changes and self._host.workers != after.workers
+        note = f" ({self._host.workers} workers for now: host memory is short)" if short else ""
         told = ", ".join(f"{name} {getattr(before, name)} -> {value}" for name, value in changes.items())
-        return True, f"from update {update} on: {told}", {"update": update, "changes": changes}
+        return True, f"from update {update} on: {told}{note}", {"update": update, "changes": changes}
 
     def _change(self, reason: str, **changes: Any) -> None:
         """Other settings from here on. The position stays: the next update takes the very samples it would have taken."""

@@ -110,17 +110,22 @@ def swap_trend(rate: float, share: float) -> Trend:
     )
 
 
-def must_act(found: Iterable[Trend], *, update: int | None, start_update: int, save_every: int | None) -> Trend | None:
+def must_act(
+    found: Iterable[Trend], *, update: int | None, start_update: int, seconds: float, save_every: int | None
+) -> Trend | None:
     """The leak that will have filled its memory before the next save and its margin, or within two minutes; None if there is
-    none, or if this attempt is too young to be restarted for it.
+    none, or if this attempt is too young to be restarted for it: it must have lasted for as long as it still would.
 
-    `update` and `start_update`: where the attempt is and where it began; `save_every`: updates between two saves.
+    `update` and `start_update`: where the attempt is and where it began; `seconds`: for how long it has run; `save_every`:
+    updates between two saves.
     """
     if update is None or update - start_update < FEWEST_UPDATES:
         return None
     last = None if not save_every else (update // save_every + 1) * save_every + SAVE_MARGIN
     for trend in found:
-        soon = trend.full_in_seconds is not None and trend.full_in_seconds <= SOON_SECONDS
+        if trend.full_in_seconds is None or trend.full_in_seconds > seconds:
+            continue
+        soon = trend.full_in_seconds <= SOON_SECONDS
         before_save = last is not None and trend.full_at_update is not None and trend.full_at_update <= last
         if soon or before_save:
             return trend

@@ -73,12 +73,10 @@ LIVE_FIELDS = ("batch", "accumulation", "eval_batch", "gradient_checkpointing", 
 """What the built-in trainer can change at an update boundary."""
 
 
-def live_values(before: Settings | None, after: Settings | None, offers: frozenset[str] | None) -> dict[str, object]:
+def live_values(before: Settings | None, after: Settings | None) -> dict[str, object]:
     """The fields that change, for the running program; UsageError where it takes a restart, with the reason."""
     if before is None or after is None:
         raise UsageError("this program is your own: it cannot change while it runs; restart it")
-    if "change" not in (offers or ()):
-        raise UsageError("the training program does not change its settings while it runs; restart it instead")
     fields = [name for name in before.__struct_fields__ if getattr(before, name) != getattr(after, name)]
     others = [name for name in fields if name not in LIVE_FIELDS]
     if others:

@@ -152,7 +152,7 @@ class Commands:
         supervisor = self._supervisor
         try:
             after = supervisor.foreseen(request.change)
-            values = live_values(supervisor.settings, after, supervisor.progress.offers)
+            values = live_values(supervisor.settings, after)
         except MemtopError as error:
             peer.refuse(request.id, str(error), usage=isinstance(error, UsageError))
             return

@@ -126,6 +126,7 @@ class Prevention:
             self._trends.own,
             update=step.get("update"),
             start_update=int(plan.get("updates") or 0),
+            seconds=time.time() - (supervisor.started or time.time()),
             save_every=settings.save_every if settings is not None else None,
         )
         if trend is None:

@@ -33,13 +33,16 @@ class StallWatch:
     def look(self, heard: int, update_seconds: float | None) -> str | None:
         """The words after which nothing more came for too long, else None. `heard`: how many reports the program has made;
         `update_seconds`: of its newest update, None before the first."""
-        words = self._new_words()
+        before, words = self._offset, self._new_words()
         if words is not None:
             self._since, self._words, self._heard = self._monotonic(), words, heard
-        elif heard != self._heard:
+        elif self._since is not None and self._offset != before:
+            self._since = self._monotonic()  # it still says something
+        if words is None and heard != self._heard:
             # It goes on: whatever it was, it got over it.
             self._since, self._heard = None, heard
-        if self._since is None:
+        # Of a program that never reports anything its silence says nothing.
+        if self._since is None or not heard:
             return None
         patience = FIRST_SECONDS if update_seconds is None else max(SECONDS, _UPDATES * update_seconds)
         return self._words if self._monotonic() - self._since > patience else None

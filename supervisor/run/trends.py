@@ -55,7 +55,8 @@ class TrendWatch:
         self.trends: tuple[Trend, ...] = ()
         """What grows, the nearest end first."""
         self.own: tuple[Trend, ...] = ()
-        """Those of them that end with the run's processes: what fills a card from outside is not theirs."""
+        """Those of them that a new start of the run's processes would end: what fills a card from outside is not theirs, and an
+        allocator's growing cache is given back before anything fails."""
         self.swap_in = Sustained()
         self._series: dict[Key, Growth] = {}
         self._pools: dict[str, Pool] = {}
@@ -172,7 +173,7 @@ class TrendWatch:
                 continue
             spare = self._cached.get(int(key.who.removeprefix("rank ")), 0) if key.kind == "allocated" else 0
             found.append(Leak(_words(key, self._pools), key.pool, slope, key.kind in _BY_UPDATE, spare))
-            if key.kind == "used":
+            if key.kind in ("used", "reserved"):
                 outside.add(found[-1].what)
         said = list(trends(found, self._pools, self._update))
         self.own = tuple(trend for trend in said if trend.what not in outside)

@@ -14,9 +14,9 @@ if "memtop.train" in sys.orig_argv:
 LEAK = """
     from torch.optim.optimizer import register_optimizer_step_post_hook
     kept = []
-    register_optimizer_step_post_hook(lambda *_: kept.append(bytearray(b"x") * (1 << 20)))
+    register_optimizer_step_post_hook(lambda *_: kept.append(bytearray(b"x") * (8 << 20)))
 """
-"""1 MiB more after each update."""
+"""8 MiB more after each update."""
 TOO_LARGE = """
     plain = torch.nn.Embedding.forward
     def forward(self, ids):
@@ -44,6 +44,8 @@ def inject(runs: Runs, fault: str) -> None:
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(_GUARD + fault)
     runs.environment["PYTHONPATH"] = str(folder)
+
+
 FATAL = """
     from torch.optim.optimizer import register_optimizer_step_pre_hook
     plain, seen = torch.nn.Embedding.forward, [0]

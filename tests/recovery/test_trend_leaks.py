@@ -69,21 +69,28 @@ def trend(seconds: float | None, at: int | None) -> Trend:
 def test_it_acts_when_the_memory_does_not_last_to_the_next_save(
     seconds: float | None, at: int | None, save_every: int | None, acts: bool
 ) -> None:
-    found = must_act([trend(seconds, at)], update=350, start_update=0, save_every=save_every)
+    found = must_act([trend(seconds, at)], update=350, start_update=0, seconds=9999, save_every=save_every)
     assert (found is not None) is acts
 
 
 def test_an_attempt_has_100_updates_before_a_leak_restarts_it() -> None:
-    assert must_act([trend(5, 360)], update=350, start_update=251, save_every=100) is None
-    assert must_act([trend(5, 360)], update=350, start_update=250, save_every=100) is not None
-    assert must_act([trend(5, 360)], update=None, start_update=0, save_every=100) is None
+    assert must_act([trend(5, 360)], update=350, start_update=251, seconds=99, save_every=100) is None
+    assert must_act([trend(5, 360)], update=350, start_update=250, seconds=99, save_every=100) is not None
+    assert must_act([trend(5, 360)], update=None, start_update=0, seconds=99, save_every=100) is None
+
+
+def test_an_attempt_is_not_restarted_before_half_of_its_memory_is_gone() -> None:
+    """However rare the saves are: a restart saves by itself, and one that comes too soon only costs time."""
+    far_off = trend(5000, 9000)
+    assert must_act([far_off], update=350, start_update=0, seconds=4999, save_every=1_000_000) is None
+    assert must_act([far_off], update=350, start_update=0, seconds=5000, save_every=1_000_000) is far_off
 
 
 def test_swap_has_no_end_and_is_never_acted_on() -> None:
     swapping = swap_trend(3.5 * MIB, 0.9)
     assert swapping.full_in_seconds is None
     assert "3.5 MiB/s are read back from swap, in 90 %" in swapping.message
-    assert must_act([swapping], update=350, start_update=0, save_every=10) is None
+    assert must_act([swapping], update=350, start_update=0, seconds=9999, save_every=10) is None
 
 
 def danger(samples: list[tuple[Band, int]]) -> list[str]:

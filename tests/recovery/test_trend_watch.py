@@ -65,6 +65,7 @@ def test_a_growing_cache_is_named_as_such() -> None:
     watch = TrendWatch()
     train(watch, 150, allocated_bytes=0, reserved_bytes=MIB)
     assert [trend.what for trend in watch.trends] == ["GPU 0 reserved by rank 0"]
+    assert watch.own == ()  # it is given back before anything fails
 
 
 def test_host_memory_of_a_rank() -> None:

@@ -52,6 +52,21 @@ def test_silence_without_such_words_is_none_of_our_business(tmp_path: Path) -> N
     assert watch.look(1, 0.5) is None
 
 
+def test_a_program_that_never_reports_or_goes_on_talking_is_left_alone(tmp_path: Path) -> None:
+    clock, log = Clock(), tmp_path / "output.log"
+    watch = StallWatch(log, clock)
+    say(log, "No space left on device: the cache is not written")
+    assert watch.look(0, None) is None
+    clock.now += 10 * FIRST_SECONDS
+    assert watch.look(0, None) is None
+    other = StallWatch(tmp_path / "other.log", clock)
+    say(tmp_path / "other.log", "out of memory")
+    for _ in range(20):
+        assert other.look(3, 0.5) is None
+        clock.now += SECONDS / 2
+        say(tmp_path / "other.log", "still compiling")
+
+
 def test_slow_programs_and_first_updates_are_given_their_time(tmp_path: Path) -> None:
     clock, log = Clock(), tmp_path / "output.log"
     say(log, "out of memory")

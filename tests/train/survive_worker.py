@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from memtop.train.errors import TrainingError
 from memtop.train.gradients import GradientSum
 from tests.train.failing import Failing, Failure, Scripted, drawn, following, fresh, measured, small, splits_of
 from tests.train.support import Training
@@ -89,6 +90,18 @@ def evaluated(folder: Path, rank: int) -> Training:
     return training
 
 
+def nothing_smaller(folder: Path, rank: int) -> list[Any]:
+    """The second rank's memory runs out at batch 1: how each of them ends."""
+    settings = small(dropout=0.1, batch=1, accumulation=4, world_size=2, target_samples=8 * 5)
+    training = fresh(folder, settings)
+    Failing(training, [Failure(3, 0.999, True)] if rank else [])
+    try:
+        training.run()
+    except (RuntimeError, TrainingError) as error:
+        return [type(error).__name__, str(error).splitlines()[0], training.channel.of("oom")]
+    raise AssertionError("it trained on")
+
+
 def check_exchange(rank: int) -> None:
     """Gradients of every shape and size come out as the sum; those that only one rank has are zeros on the other."""
     draw = torch.Generator().manual_seed(5)
@@ -143,6 +156,7 @@ def main() -> None:
             torch.save(training.weights(), folder / f"{name}.pt")
     found["full"] = told(one_rank_is_full(folder / "full", rank))
     found["evaluated"] = told(evaluated(folder / "evaluated", rank))
+    found["ended"] = nothing_smaller(folder / "ended", rank)
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 

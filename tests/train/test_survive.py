@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from memtop.train.engine import PlainEngine
 from memtop.train.errors import TrainingError
 from memtop.train.gradients import GradientSum
 from memtop.train.survive import is_allocation_failure, larger_split, smaller_split
@@ -135,6 +136,20 @@ def test_a_failure_in_the_optimizer_step_is_not_survived(tmp_path: Path) -> None
         training.run()
     (record,) = training.channel.of("oom")
     assert (record["phase"], record["survived"], record["update"]) == ("optimizer", False, 1)
+    assert training.channel.of("settings") == []
+
+
+def test_under_zero_the_failure_is_reported_and_left_to_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memtop.train.zero import ZeroEngine
+
+    assert not ZeroEngine.retries
+    monkeypatch.setattr(PlainEngine, "retries", ZeroEngine.retries)
+    training = fresh(tmp_path, small(dropout=0.1, target_samples=80))
+    Failing(training, [Failure(2, 0.9, True)])
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator: can't allocate"):
+        training.run()
+    (record,) = training.channel.of("oom")
+    assert (record["phase"], record["survived"], record["batch"]) == ("backward", False, 4)
     assert training.channel.of("settings") == []
 
 

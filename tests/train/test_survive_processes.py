@@ -94,6 +94,18 @@ def test_all_ranks_halve_an_evaluation_and_take_up_an_edit(ranks: tuple[Path, li
     assert second["answers"] == [], "only the first rank was asked"
 
 
+def test_where_nothing_smaller_is_left_all_ranks_end(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    (kind, words, nothing), (error, message, records) = (told["ended"] for told in ranks[1])
+    assert (kind, words, nothing) == (
+        "TrainingError",
+        "update 3: another rank is out of memory, and no smaller batch is left",
+        [],
+    )
+    assert error == "RuntimeError"
+    assert "can't allocate memory" in message
+    assert [(record["update"], record["phase"], record["survived"]) for record in records] == [(3, "backward", False)]
+
+
 def test_adapters_in_16_bits_train_on_two_ranks_what_they_train_on_one(tmp_path: Path) -> None:
     adapters = {"method": "lora", "lora": Lora(r=4, alpha=8), "precision": "bf16", "learning_rate": 2e-2}
     # The last update is short: the second rank has no samples of its own then.

@@ -1,0 +1,16 @@
+"""The short version of `bench/chaos.py`: random SIGKILLs, and training comes out as if there had been none."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.chaos import torment
+from tests.conftest import Runs
+
+
+@pytest.mark.timeout(600)
+def test_random_kills_change_nothing_of_the_training(runs: Runs) -> None:
+    found = torment(runs, kills=6, seed=5)
+    assert found["wrong"] == []
+    assert found["kills"] == 6
+    assert sum(found["killed"].values()) == 6
