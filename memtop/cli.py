@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from memtop import __version__
+from memtop import __version__, requesting
 from memtop.options import (
     CSV_HELP,
     PATH,
@@ -27,10 +27,10 @@ from memtop.options import (
     run_argument,
     runs_dir_option,
 )
-from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
+from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.recovery.policy import ON_OOM
 from memtop.supervisor.run.folder import RunFolder, RunSpec, create_run, default_runs_dir
-from memtop.supervisor.wire import Answer, Change, CheckpointNow, Edit, FreeCache, Outcome, Request, Restart, Stop, Try
+from memtop.supervisor.wire import Change, CheckpointNow, Edit, FreeCache, Stop, Try
 
 
 @click.group(
@@ -160,7 +160,7 @@ def train(
     )
     folder = create_run(where, spec, fresh=fresh)
     start_supervisor(folder)
-    return _follow(folder, begun, headless=headless, detach=detach)
+    return requesting.follow(folder, begun, headless=headless, detach=detach)
 
 
 @app.command(epilog=RUN_HELP)
@@ -223,7 +223,7 @@ def watch(
 @runs_dir_option
 def free(run_name: str, runs_dir: Path | None) -> int:
     """Free the training process's cache (gc, torch's empty_cache, malloc_trim inside it) and say what came back."""
-    return _ask(_find(run_name, runs_dir), lambda number: FreeCache(id=number))
+    return requesting.ask(_find(run_name, runs_dir), lambda number: FreeCache(id=number))
 
 
 @app.command(epilog=RUN_HELP)
@@ -231,7 +231,7 @@ def free(run_name: str, runs_dir: Path | None) -> int:
 @runs_dir_option
 def checkpoint(run_name: str, runs_dir: Path | None) -> int:
     """Write train_latest_state after the present update."""
-    return _ask(_find(run_name, runs_dir), lambda number: CheckpointNow(id=number))
+    return requesting.ask(_find(run_name, runs_dir), lambda number: CheckpointNow(id=number))
 
 
 @app.command(epilog=RUN_HELP)
@@ -239,7 +239,7 @@ def checkpoint(run_name: str, runs_dir: Path | None) -> int:
 @runs_dir_option
 def stop(run_name: str, runs_dir: Path | None) -> int:
     """Stop a run gracefully: finish the update, save, exit; signals follow only if that does not help."""
-    return _ask(_find(run_name, runs_dir), lambda number: Stop(id=number))
+    return requesting.ask(_find(run_name, runs_dir), lambda number: Stop(id=number))
 
 
 @app.command(epilog=RUN_HELP)
@@ -274,10 +274,10 @@ def restart(
         assignments=_pairs(assignments),
     )
     if not live:
-        return _restart(folder, change, headless=headless, detach=detach)
+        return requesting.restart(folder, change, headless=headless, detach=detach)
     if headless or detach:
         raise UsageError("--live: the run goes on as it is followed now; leave --headless and --detach out")
-    return _ask(folder, lambda number: Edit(id=number, change=change))
+    return requesting.ask(folder, lambda number: Edit(id=number, change=change))
 
 
 @app.command(epilog=RUN_HELP)
@@ -293,7 +293,7 @@ def rollback(run_name: str, number: int | None, state: bool, headless: bool, det
 
     _exclude(headless, detach)
     folder = _find(run_name, runs_dir)
-    return _restart(folder, change_to(folder, number, with_state=state), headless=headless, detach=detach)
+    return requesting.restart(folder, change_to(folder, number, with_state=state), headless=headless, detach=detach)
 
 
 @app.command(epilog=RUN_HELP)
@@ -308,7 +308,7 @@ def advise(run_name: str, as_json: bool, try_it: bool, runs_dir: Path | None) ->
     folder = _find(run_name, runs_dir)
     if not try_it:
         return advising.print_advice(folder, as_json=as_json)
-    return advising.print_trial(_asked(folder, lambda number: Try(id=number)).data, as_json=as_json)
+    return advising.print_trial(requesting.asked(folder, lambda number: Try(id=number)).data, as_json=as_json)
 
 
 @app.command()
@@ -396,60 +396,6 @@ def _find(reference: str, runs_dir: Path | None) -> RunFolder:
     from memtop.finding import find_run
 
     return find_run(reference, runs_dir or default_runs_dir())
-
-
-def _restart(folder: RunFolder, change: Change, *, headless: bool, detach: bool) -> int:
-    """By the run's supervisor, or by a new one where the run is over."""
-    from memtop.supervisor.run import client
-    from memtop.supervisor.run.view import needs_supervisor
-
-    begun = time.time()
-    if needs_supervisor(folder):
-        client.revive(folder.path)
-    try:
-        answer = _asked(folder, lambda number: Restart(id=number, change=change))
-        print(answer.message, file=sys.stderr)
-    except NotRunningError:
-        client.start_supervisor(folder, change)
-    return _follow(folder, begun, headless=headless, detach=detach)
-
-
-def _ask(folder: RunFolder, make: Callable[[int], Request]) -> int:
-    from memtop.supervisor.run import client
-    from memtop.supervisor.run.view import needs_supervisor
-
-    if needs_supervisor(folder):
-        client.revive(folder.path)
-    print(_asked(folder, make).message)
-    return 0
-
-
-def _asked(folder: RunFolder, make: Callable[[int], Request]) -> Answer:
-    """The final answer of the run's supervisor."""
-    from memtop.supervisor.run import client
-
-    try:
-        return client.ask(folder, make, on_accepted=_say, until=Outcome.DONE)
-    except ConnectionError:
-        # It was leaving as we wrote; that is its end, not that of our own output.
-        raise NotRunningError(f"the supervisor of run {folder.name!r} went away: memtop watch {folder.name}") from None
-
-
-def _say(answer: object) -> None:
-    print(getattr(answer, "message", answer), file=sys.stderr)
-
-
-def _follow(folder: RunFolder, begun: float, *, headless: bool, detach: bool) -> int:
-    if detach:
-        print(folder.name)
-        return 0
-    if headless or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        from memtop.headless import follow
-
-        return follow(folder, since=begun)
-    from memtop.opening import open_run
-
-    return open_run(folder, started_here=True)
 
 
 def _exclude(headless: bool, detach: bool) -> None:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
+import memtop
+from memtop.supervisor.run.folder import RunSpec, create_run
 from tests.conftest import Runs
 from tests.groups import MemoryGroup, memory_group
 from tests.train.support import edited
@@ -189,9 +191,14 @@ def test_a_worker_killed_by_the_kernel_leads_to_no_workers(runs: Runs, group: Me
 
 
 def test_one_rank_of_two_killed_by_the_kernel(runs: Runs, group: MemoryGroup) -> None:
-    words = arguments(runs, "small", "--detach", "--max-updates", "300", "--batch", "4", "--gpus", "0,1", "--set", "device=cpu")
-    started = memtop_in(runs, group.inside(), *words)
-    assert started.returncode == 0, started.stderr
+    settings = edited(batch=4, accumulation=4, world_size=2, target_samples=32 * 2000, save_every=5, seq_len=32)
+    spec = RunSpec(
+        name="a", created=1.0, settings=settings, cwd=str(runs.root), on_oom="auto", memtop_version=memtop.__version__
+    )
+    folder = create_run(runs.path, spec, fresh=False)
+    # `--gpus` is for GPUs: two ranks on the CPU are only started by hand.
+    command = group.inside(sys.executable, "-m", "memtop.supervisor", str(folder.path))
+    supervisor = subprocess.Popen(command, env=runs.environment, stdin=subprocess.DEVNULL)
     document = runs.wait("a", lambda d: (d["updates"] or 0) >= 6 and len(d["ranks"]) == 2, seconds=180)
     before = document["settings"]
     group.make_the_kernel_kill(document["ranks"][1]["pid"], runs.root / "enough")
@@ -201,6 +208,7 @@ def test_one_rank_of_two_killed_by_the_kernel(runs: Runs, group: MemoryGroup) ->
     assert document["settings"]["batch"] == before["batch"] // 2
     assert document["effective_batch"] == before["batch"] * before["accumulation"] * 2
     runs.memtop("stop", "a")
+    assert supervisor.wait(timeout=60) == 0
 
 
 def child_of(pid: int) -> int:
@@ -230,7 +238,7 @@ def test_a_full_shm_leads_to_no_workers(runs: Runs) -> None:
 def test_a_full_disk_is_waited_for(runs: Runs, small_disk: Path) -> None:
     """The run cannot save its end; when somebody makes room it takes up its last state and finishes."""
     place = str(small_disk / "runs")
-    words = (*arguments(runs, "small"), "--runs-dir", place)
+    words = (*arguments(runs, "small"), "--runs-dir", place, "--max-updates", "300")
     follower = subprocess.Popen(
         [sys.executable, "-m", "memtop", *words, "--headless"],
         cwd=runs.root,
@@ -244,8 +252,9 @@ def test_a_full_disk_is_waited_for(runs: Runs, small_disk: Path) -> None:
     said = []
     for line in follower.stderr:
         said.append(line)
-        if "starts at update" in line:
-            # It is training: from now on nothing fits.
+        reached = re.search(r"update (\d+)/300", line)
+        if reached and int(reached[1]) > 5 and not filler.exists():
+            # It has saved once: from now on nothing fits.
             fill(filler)
         if re.search(r"waiting: .* free, .* needed; free some space", line):
             break
@@ -255,10 +264,10 @@ def test_a_full_disk_is_waited_for(runs: Runs, small_disk: Path) -> None:
     rest = follower.stderr.read()
     assert follower.wait(timeout=120) == 0, rest
     document = json.loads(runs.memtop("show", "a", "--json", "--metrics", "--runs-dir", place).stdout)
-    assert_whole(document, 40, 32)
+    assert_whole(document, 300, 32)
     assert document["attempts"][0]["diagnosis"]["kind"] == "disk_full"
     assert document["attempts"][-1]["settings"] == document["attempts"][0]["settings"], "nothing is made smaller for a disk"
-    assert document["checkpoint"]["updates"] == 40
+    assert document["checkpoint"]["updates"] == 300
 
 
 def fill(path: Path) -> None:

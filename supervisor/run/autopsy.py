@@ -11,11 +11,15 @@ from typing import Any
 import msgspec
 
 from memtop.presets.schema import Settings
+from memtop.supervisor import units
 from memtop.supervisor.diagnosis.engine import diagnose, diagnose_file
-from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, OomRecord
+from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind, OomRecord
 from memtop.supervisor.run.error_files import error_files
 from memtop.supervisor.run.kernel_log import kernel_lines
 from memtop.supervisor.run.witness import Witness
+
+# A disk with less than this free takes no output and no exit file.
+_FULL_BYTES = 1 << 20
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,9 +41,26 @@ def examine(end: End, witness: Witness) -> Diagnosis:
     """Why it ended. Reads the whole log: to be called in a thread."""
     evidence = evidence_of(end, witness)
     try:
-        return diagnose_file(end.log, evidence)
+        found = diagnose_file(end.log, evidence)
     except OSError:
-        return diagnose((), evidence)  # it wrote none, or it is gone: all else still speaks
+        found = diagnose((), evidence)  # it wrote none, or it is gone: all else still speaks
+    free = evidence.disk_free_bytes
+    if found.reason == "no_evidence" and evidence.exit_status is None and free is not None and free < _FULL_BYTES:
+        return _silenced(end.state_folder, free)
+    return found
+
+
+def _silenced(folder: Path, free: int) -> Diagnosis:
+    """Nobody could write anything any more, not even the shim how the program ended: the full disk itself is the witness."""
+    summary = f"The disk of {folder} is full ({units.size(free)} free): neither states nor output could be written."
+    return Diagnosis(
+        kind=Kind.DISK_FULL,
+        confidence=0.6,
+        summary=summary,
+        phase="save",
+        source="samples",
+        evidence=(f"{units.size(free)} free on the run's disk", "no exit status and no words were written"),
+    )
 
 
 def evidence_of(end: End, witness: Witness) -> Evidence:

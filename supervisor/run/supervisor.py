@@ -15,19 +15,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from memtop.presets.schema import Settings
-from memtop.supervisor import units
-from memtop.supervisor.diagnosis.values import Diagnosis
-from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
-from memtop.supervisor.recovery.policy import Decision
+from memtop.supervisor.errors import MemtopError, RunFolderError
 from memtop.supervisor.run import explain, going_back
 from memtop.supervisor.run.agents import Agents
-from memtop.supervisor.run.attempt import UNKNOWN_STATUS, ExitFile, RunningAttempt, StopLadder, Waits, clear_leftovers
+from memtop.supervisor.run.attempt import RunningAttempt, StopLadder, Waits
 from memtop.supervisor.run.change import edited, edited_live
 from memtop.supervisor.run.commands import Commands
 from memtop.supervisor.run.configurations import Record
 from memtop.supervisor.run.control import ControlServer, socket_path
+from memtop.supervisor.run.ending import finish
 from memtop.supervisor.run.folder import RunFolder, RunLock, StateFile, write_json
-from memtop.supervisor.run.launch import launch
+from memtop.supervisor.run.launch import launch as start_program
 from memtop.supervisor.run.ledger import Attempt, open_for_writing
 from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.machine_watch import MachineWatch
@@ -36,6 +34,7 @@ from memtop.supervisor.run.prevention import Prevention
 from memtop.supervisor.run.process import ProcessId, become_subreaper, identify, reap_children, record_rank
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.publish import Publisher
+from memtop.supervisor.run.reports import read_reports
 from memtop.supervisor.run.state import rank_reports, run_state
 from memtop.supervisor.run.survival import Survival
 from memtop.supervisor.wire import Change, Event, Phase, RunState
@@ -92,8 +91,8 @@ class Supervisor:
         self._server = ControlServer(
             self._socket, on_request=commands.handle, on_agent=self._on_agent, on_gone=self.agents.gone
         )
-        self._publisher = Publisher(self.ledger, self._server, lambda: self.survival.configurations.rows)
-        self.survival.open(self.ledger.configurations(), self._save_configuration, self._publisher.configurations_changed)
+        self.publisher = Publisher(self.ledger, self._server, lambda: self.survival.configurations.rows)
+        self.survival.open(self.ledger.configurations(), self._save_configuration, self.publisher.configurations_changed)
         await self._server.start()
         self.watch.start(self._on_sample, self._on_sampling_failed)
         try:
@@ -108,13 +107,13 @@ class Supervisor:
             self.watch.stop()
             self._save_state()
             await self._server.close()
-            self._ledgered(self.ledger.close)
+            self.ledgered(self.ledger.close)
             self._lock.release()
 
     def _take_over(self, change: Change | None) -> None:
         attempts = self.ledger.attempts()
         if not attempts:
-            self._launch(1, "start", change or Change())
+            self.launch(1, "start", change or Change())
             return
         last, state = attempts[-1], self.folder.state()
         # An attempt that could not be started never was what this run is.
@@ -128,7 +127,7 @@ class Supervisor:
         self.lifecycle = Lifecycle(phase, self._monotonic)
         self.lifecycle.reason = state.run.reason if state is not None else None
         if change is not None:
-            self._launch(last.number + 1, explain.restart_reason(change), change)
+            self.launch(last.number + 1, explain.restart_reason(change), change)
 
     def _remember(self, last: Attempt, state: StateFile | None) -> None:
         """Know again what an earlier supervisor knew of the run's newest attempt."""
@@ -166,38 +165,38 @@ class Supervisor:
         if self.attempt is not None and not self.lifecycle.phase.final:
             self.attempt.note_reaped(reap_children())
             self.survival.look()
-            self._read_reports()
+            read_reports(self)
             ended = self.attempt.ended()
             if self.survival.comeback is not None:
                 self.survival.tick()
             elif ended is not None:
-                await self._finish(ended)
+                await finish(self, ended)
             elif self.ladder is not None:
                 self.ladder.tick()
             elif self.pending is not None and self.lifecycle.phase in (Phase.STARTING, Phase.TRAINING):
                 self.begin_restart(self.pending)
             else:
                 self.prevention.tick()
-        self._publish()
+        self.publish()
 
-    def _keep_up(self) -> None:
-        self._read_reports()
-        self._publish()
+    def keep_up(self) -> None:
+        read_reports(self)
+        self.publish()
 
-    def _publish(self) -> None:
-        self._publisher.tick(self.state, self.watch.machine)
-        if self._publisher.state_file_due():
+    def publish(self) -> None:
+        self.publisher.tick(self.state, self.watch.machine)
+        if self.publisher.state_file_due():
             self._save_state()
 
     # --- attempts -------------------------------------------------------------------------------------------------------
 
-    def _launch(self, number: int, reason: str, change: Change) -> None:
+    def launch(self, number: int, reason: str, change: Change) -> None:
         """Start the next attempt from the newest complete checkpoint, with the changed settings.
 
         Whatever refuses it (the change, the ledger, the disk) leaves what is known of the attempt before as it is.
         """
         if self._owed:
-            self._update_attempt()
+            self.update_attempt()
         if change.state_before is not None:
             self._go_back(change.state_before)
         checkpoint = newest_checkpoint(self.folder.latest_state)
@@ -211,10 +210,10 @@ class Supervisor:
         except sqlite3.OperationalError as error:
             raise RunFolderError(f"{self.folder.ledger_path}: cannot be written: {error}; free some space") from None
         try:
-            shim = launch(self.folder, number, self.spec, settings, self._socket, allocator=allocator)
+            shim = start_program(self.folder, number, self.spec, settings, self._socket, allocator=allocator)
         except MemtopError as error:
             why = str(error)
-            self._ledgered(lambda: self.ledger.close_unstarted(number, why, time.time()))
+            self.ledgered(lambda: self.ledger.close_unstarted(number, why, time.time()))
             raise
         split = explain.split_change(self.settings, settings)
         self.checkpoint, self.settings = checkpoint, settings
@@ -224,10 +223,10 @@ class Supervisor:
         self.agents.reset()
         self.progress = Progress(self.progress.best_loss)
         if start is not None:
-            self._publisher.take_back_from(start + 1)
+            self.publisher.take_back_from(start + 1)
         self.attempt, self._owed = RunningAttempt(self.folder, number, shim), {}
         self.survival.begin(number, reason, change, started, allocator)
-        self._move(Phase.STARTING)
+        self.move(Phase.STARTING)
         self.event("attempt", f"attempt {number}: {reason}{split}")
 
     def foreseen(self, change: Change) -> Settings | None:
@@ -239,88 +238,17 @@ class Supervisor:
             return edited(self.settings, change, self.checkpoint, rows)
         return edited_live(self.settings, change, self.checkpoint, self.progress, rows)
 
-    async def _finish(self, ended: ExitFile) -> None:
-        """The program has ended: read its last words, clear what it left behind, decide what the run is now."""
-        assert self.attempt is not None
-        self._read_reports(to_the_end=True)
-        # Among them may be the trainer itself, whose launcher or wrapper has ended: what it still says counts.
-        await clear_leftovers(self.attempt, lambda text: self.event("leftovers", text), self.ladder, self._keep_up)
-        self._read_reports(to_the_end=True)
-        status = None if ended.status == UNKNOWN_STATUS else ended.status
-        self.ended, self.exit_status = ended.ended, status
-        self.checkpoint = newest_checkpoint(self.folder.latest_state)
-        phase, reason, diagnosis = explain.outcome(
-            self.attempt.log_path, self.progress.end, status, self.lifecycle.phase, own_program=self.settings is None
-        )
-        if self.survival.stalled is not None and self.pending is None and phase is Phase.STOPPED:
-            phase, reason = Phase.FAILED, f"stood still after: {self.survival.stalled}"
-        examined = await self._examine(ended, status) if phase is Phase.FAILED or explain.not_saved(self.progress.end) else None
-        if examined is not None:
-            diagnosis, reason = explain.with_cause(examined, diagnosis, reason)
-        # Asked for while we read: it counts.
-        outcome = "restarted" if self.pending is not None else phase.value
-        self.survival.ended(outcome, examined)
-        # If the ledger cannot take it now, the next supervisor finds the attempt open and its exit file, and comes here again.
-        self._update_attempt(
-            ended=ended.ended,
-            exit_status=status,
-            outcome=outcome,
-            diagnosis=diagnosis,
-            updates=self.progress.step.get("update"),
-            samples_seen=self.progress.step.get("samples_seen"),
-            peak_bytes=self.progress.peak_bytes,
-        )
-        if self.pending is None:
-            died = phase is Phase.FAILED and self.lifecycle.phase is not Phase.STOPPING
-            decision = self.survival.decide(examined) if examined is not None and died else None
-            self._end(phase, reason, decision)
-            return
-        if self.lifecycle.phase is not Phase.RESTARTING:
-            self._move(Phase.RESTARTING)
-        if unsaved := explain.not_saved(self.progress.end):
-            self.event("warning", f"attempt {self.attempt.number} {unsaved}; it is resumed from the checkpoint before")
-        change, number = self.pending, self.attempt.number + 1
-        try:
-            self._launch(number, explain.restart_reason(change), change)
-        except MemtopError as error:
-            # A change that cannot be made after all leaves a run that has stopped as it was asked to.
-            phase = Phase.STOPPED if isinstance(error, UsageError) else Phase.FAILED
-            self.pending = None
-            self._update_attempt(outcome=phase.value)
-            self._move(phase, str(error))
-            self.event(phase.value, str(error))
-
-    async def _examine(self, ended: ExitFile, status: int | None) -> Diagnosis:
-        """Why the program ended; whoever looks on is kept up to date meanwhile."""
-        stalled = self.survival.stalled is not None
-        stopping = self.lifecycle.phase in (Phase.STOPPING, Phase.RESTARTING)
-        asked = stopping or (self.ladder is not None and not stalled)
-        # A program that says itself that it failed to save may still end with status 0, which would prove that all is well;
-        # and one that we ended because it stood still ended of our signal.
-        known = None if status == 0 or stalled else status
-        return await self.survival.examine(ended, known, asked=asked, meanwhile=self._publish)
-
-    def _end(self, phase: Phase, reason: str | None, decision: Decision | None) -> None:
-        """The run is over, unless it is to come back by itself."""
-        self.event(phase.value, reason or phase.value, {"exit_status": self.exit_status})
-        if decision is not None:
-            self.event("remedy", f"{decision.action}: {decision.why}")
-        if self.survival.comeback is not None:
-            self._move(Phase.RESTARTING, reason)
-        else:
-            self._move(phase, reason)
-
     def come_back(self, change: Change) -> None:
         """Start again after a death, as it was decided."""
         assert self.attempt is not None
         try:
-            self._launch(self.attempt.number + 1, explain.restart_reason(change), change)
+            self.launch(self.attempt.number + 1, explain.restart_reason(change), change)
         except MemtopError as error:
             self.survival.call_off(str(error))
 
     def fail(self, why: str) -> None:
         """No restart after all: the run stays as it died."""
-        self._move(Phase.FAILED, why)
+        self.move(Phase.FAILED, why)
         self.event("failed", why)
 
     def _go_back(self, update: int) -> None:
@@ -335,13 +263,13 @@ class Supervisor:
         if self.lifecycle.phase.final or self.survival.comeback is not None:
             assert self.attempt is not None or self.ledger.attempts()
             number = self.ledger.attempts()[-1].number + 1
-            self._launch(number, explain.restart_reason(change), change)
+            self.launch(number, explain.restart_reason(change), change)
             return
         if change.state_before is not None:
             going_back.hold(self.folder.latest_state, change.state_before)
         self.pending = change
         if self.lifecycle.phase is not Phase.RESTARTING:
-            self._move(Phase.RESTARTING)
+            self.move(Phase.RESTARTING)
         if self.ladder is None:
             self.ask_to_stop()
 
@@ -378,7 +306,7 @@ class Supervisor:
             self.survival.call_off("called off: it stays as it died")
             return
         self.pending = None
-        self._move(Phase.STOPPING)
+        self.move(Phase.STOPPING)
         if self.ladder is None:
             self.ask_to_stop()
 
@@ -387,62 +315,14 @@ class Supervisor:
         return self.lifecycle.phase
 
     def add_viewer(self, peer: Any, history: int) -> None:
-        self._publisher.greet(peer, history, self.state(), self.watch.machine)
+        self.publisher.greet(peer, history, self.state(), self.watch.machine)
 
     # --- reports --------------------------------------------------------------------------------------------------------
 
     def _on_agent(self, peer: Any, message: dict[str, Any]) -> None:
         if self.agents.receive(peer, message, self.attempt.number if self.attempt else 0) and self.attempt:
             record_rank(self.attempt.folder, peer.pid)
-        self._publisher.changed()
-
-    def _read_reports(self, *, to_the_end: bool = False) -> None:
-        assert self.attempt is not None
-        number = self.attempt.number
-        for journal in self.attempt.journals(lambda rank: self.ledger.journal_offset(number, rank)):
-            while True:
-                reports, end = journal.read_new()
-                if end == journal.offset or not self._store(number, journal.rank, reports, end):
-                    break
-                journal.offset = end
-                for report in reports:
-                    self._apply(journal.rank, report)
-                if not to_the_end:
-                    break
-
-    def _store(self, number: int, rank: int, reports: list[dict[str, Any]], end: int) -> bool:
-        """Put step reports into the ledger; False if it cannot be written now (they stay in the journal for later)."""
-        steps = [r for r in reports if rank == 0 and r.get("type") == "step" and isinstance(r.get("update"), int)]
-        stored = self._ledgered(lambda: self.ledger.add_reports(number, rank, steps, end))
-        if stored is not None and steps:
-            self._publisher.add_steps(number, steps)
-        return stored is not None
-
-    def _apply(self, rank: int, report: dict[str, Any]) -> None:
-        assert self.attempt is not None
-        self.progress.apply(rank, report)
-        self.survival.report(rank, report)
-        self.prevention.report(rank, report)
-        self._publisher.changed()
-        if rank != 0:
-            return
-        kind = report.get("type")
-        if kind == "plan":
-            start = int(report.get("updates") or 0)
-            self._update_attempt(start_updates=start)
-            self._publisher.take_back_from(start + 1)
-            where = f"resumes at update {start}" if report.get("resumed") else "starts at update 0"
-            self.event("plan", f"attempt {self.attempt.number} {where} of {report.get('total_updates')}")
-        elif kind == "checkpoint":
-            self.checkpoint = newest_checkpoint(self.folder.latest_state)
-            size = units.size(report.get("size_bytes"))
-            self.event("checkpoint", f"checkpoint at update {report.get('updates')}: {size} in {report.get('seconds'):.1f} s")
-        elif kind == "step" and self.lifecycle.phase is Phase.STARTING:
-            self._move(Phase.TRAINING)
-        elif kind == "warning":
-            self.event("warning", str(report.get("message")))
-        elif kind in ("memory", "evaluation"):
-            self.event(kind, explain.report_text(report), {k: v for k, v in report.items() if k not in ("type", "message")})
+        self.publisher.changed()
 
     # --- machine --------------------------------------------------------------------------------------------------------
 
@@ -459,9 +339,9 @@ class Supervisor:
         self.ledger.recorder.add(machine, self.watch.run_rss_bytes)
         if keep:
             number = self.attempt.number if self.attempt else 0
-            self._ledgered(lambda: self.ledger.recorder.write(machine, number))
+            self.ledgered(lambda: self.ledger.recorder.write(machine, number))
         self._warn("sampling", None)
-        self._publisher.changed()
+        self.publisher.changed()
 
     def _on_sampling_failed(self, error: BaseException | None) -> None:
         why = f"the machine could not be sampled: {error!r}"
@@ -483,10 +363,10 @@ class Supervisor:
             message=message,
             data=data or {},
         )
-        numbered = self._ledgered(lambda: self.ledger.add_event(event))
-        self._publisher.add_event(numbered or event)
+        numbered = self.ledgered(lambda: self.ledger.add_event(event))
+        self.publisher.add_event(numbered or event)
 
-    def _update_attempt(self, **values: Any) -> None:
+    def update_attempt(self, **values: Any) -> None:
         assert self.attempt is not None
         number, self._owed = self.attempt.number, self._owed | values
 
@@ -494,10 +374,10 @@ class Supervisor:
             self.ledger.update_attempt(number, **self._owed)
             return True
 
-        if self._ledgered(write):
+        if self.ledgered(write):
             self._owed = {}
 
-    def _ledgered(self, write: Callable[[], T]) -> T | None:
+    def ledgered(self, write: Callable[[], T]) -> T | None:
         """Write to the ledger; None, with a warning to the viewers, if it cannot be written now."""
         try:
             done = write()
@@ -512,7 +392,7 @@ class Supervisor:
             self.ledger.save_configuration(record)
             return True
 
-        return self._ledgered(write) is not None
+        return self.ledgered(write) is not None
 
     def _warn(self, topic: str, text: str | None) -> None:
         if text is None:
@@ -520,9 +400,9 @@ class Supervisor:
         else:
             self.warnings[topic] = text
 
-    def _move(self, phase: Phase, reason: str | None = None) -> None:
+    def move(self, phase: Phase, reason: str | None = None) -> None:
         self.lifecycle.move(phase, reason)
-        self._publisher.changed(at_once=True)
+        self.publisher.changed(at_once=True)
 
     def _save_state(self) -> None:
         me = identify(os.getpid())

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 # A state that is written needs its own size once more, and a little for everything beside it.
 _DISK_MARGIN, _DISK_BYTES = 1.1, 1 << 20
-# Where no state was ever written, nobody knows how large one is.
+# Weights and two moments in fp32.
+_STATE_BYTES = 12
+# Where no state was ever written and the program has not said how large its model is, nobody knows how large one is.
 _DISK_UNKNOWN_BYTES = 1 << 30
 
 
@@ -248,6 +250,9 @@ class Survival:
     def _room_needed(self) -> int:
         saved = self._supervisor.checkpoint
         known = saved.size_bytes if saved is not None and saved.complete else None
+        if known is None:
+            trained = self._supervisor.progress.plan.get("trained_parameters")
+            known = trained * _STATE_BYTES if isinstance(trained, int) else None
         return int(known * _DISK_MARGIN) + _DISK_BYTES if known else _DISK_UNKNOWN_BYTES
 
     @property

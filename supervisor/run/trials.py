@@ -241,7 +241,7 @@ class Trials:
         """At the next update boundary where the program can do it, else by a restart; the first update with it."""
         supervisor = self._supervisor
         try:
-            values = live_values(supervisor.settings, after, supervisor.progress.offers)
+            values = live_values(supervisor.settings, after)
         except UsageError:
             return await self._restart(change)
         if supervisor.phase is not Phase.TRAINING or 0 not in supervisor.agents.ranks:

@@ -27,6 +27,7 @@ from memtop.supervisor.run import explain, shim
 from memtop.supervisor.run.attempt import ExitFile, RunningAttempt, StopLadder, Waits
 from memtop.supervisor.run.commands import Commands
 from memtop.supervisor.run.control import ControlServer, socket_path
+from memtop.supervisor.run.ending import finish
 from memtop.supervisor.run.folder import RunFolder, RunLock, RunSpec, StateFile, create_run, find_run, list_runs, write_json
 from memtop.supervisor.run.journal import Journal
 from memtop.supervisor.run.launch import allocator_environment
@@ -423,7 +424,7 @@ def supervisor_at_update(tmp_path: Path, update: int) -> Supervisor:
     supervisor = Supervisor(folder)
     supervisor.ledger = Ledger(folder.ledger_path)
     server = ControlServer(tmp_path / "socket", on_request=AsyncMock(), on_agent=Mock(), on_gone=Mock())
-    supervisor._publisher = Publisher(supervisor.ledger, server)
+    supervisor.publisher = Publisher(supervisor.ledger, server)
     supervisor.ledger.add_attempt(1, "start", SETTINGS, 1.0)
     supervisor.attempt = RunningAttempt(folder, 1, shim_pid=None)
     supervisor.lifecycle = Lifecycle(Phase.TRAINING, Clock())
@@ -450,7 +451,7 @@ async def test_a_change_that_turns_out_impossible_leaves_a_stopped_run(tmp_path:
     saved(tmp_path / "later", 9).rename(supervisor.folder.latest_state.with_name("new"))
     shutil.rmtree(supervisor.folder.latest_state)
     supervisor.folder.latest_state.with_name("new").rename(supervisor.folder.latest_state)
-    await supervisor._finish(ExitFile(0, 2.0))
+    await finish(supervisor, ExitFile(0, 2.0))
     assert supervisor.phase is Phase.STOPPED
     assert supervisor.lifecycle.reason == "max_updates 6: 9 updates are done already; give more"
     assert [attempt.outcome for attempt in supervisor.ledger.attempts()] == ["stopped"]
@@ -486,7 +487,7 @@ def test_an_attempt_that_cannot_be_started_changes_nothing(tmp_path: Path, obsta
 async def test_a_restart_tells_what_becomes_of_the_effective_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     supervisor = supervisor_at_update(tmp_path, 7)
     supervisor.lifecycle.move(Phase.STOPPED)
-    monkeypatch.setattr("memtop.supervisor.run.supervisor.launch", lambda *_, **__: os.getpid())
+    monkeypatch.setattr("memtop.supervisor.run.supervisor.start_program", lambda *_, **__: os.getpid())
     peer = Mock()
     split = f"effective batch {SETTINGS.effective_batch} -> {SETTINGS.accumulation}"
     await Commands(supervisor)._restart(peer, Restart(id=1, change=Change(batch=1)))

@@ -1,0 +1,67 @@
+"""Commands that ask a run's supervisor for something, and what they do until it is over."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+from memtop.supervisor.errors import NotRunningError
+from memtop.supervisor.run.folder import RunFolder
+from memtop.supervisor.wire import Answer, Change, Outcome, Request, Restart
+
+
+def restart(folder: RunFolder, change: Change, *, headless: bool, detach: bool) -> int:
+    """By the run's supervisor, or by a new one where the run is over."""
+    from memtop.supervisor.run import client
+    from memtop.supervisor.run.view import needs_supervisor
+
+    begun = time.time()
+    if needs_supervisor(folder):
+        client.revive(folder.path)
+    try:
+        answer = asked(folder, lambda number: Restart(id=number, change=change))
+        print(answer.message, file=sys.stderr)
+    except NotRunningError:
+        client.start_supervisor(folder, change)
+    return follow(folder, begun, headless=headless, detach=detach)
+
+
+def ask(folder: RunFolder, make: Callable[[int], Request]) -> int:
+    """Send a request, to a new supervisor where the old one died, and print what came of it."""
+    from memtop.supervisor.run import client
+    from memtop.supervisor.run.view import needs_supervisor
+
+    if needs_supervisor(folder):
+        client.revive(folder.path)
+    print(asked(folder, make).message)
+    return 0
+
+
+def asked(folder: RunFolder, make: Callable[[int], Request]) -> Answer:
+    """The final answer of the run's supervisor."""
+    from memtop.supervisor.run import client
+
+    try:
+        return client.ask(folder, make, on_accepted=_say, until=Outcome.DONE)
+    except ConnectionError:
+        # It was leaving as we wrote; that is its end, not that of our own output.
+        raise NotRunningError(f"the supervisor of run {folder.name!r} went away: memtop watch {folder.name}") from None
+
+
+def _say(answer: object) -> None:
+    print(getattr(answer, "message", answer), file=sys.stderr)
+
+
+def follow(folder: RunFolder, begun: float, *, headless: bool, detach: bool) -> int:
+    """Stay with a run that was just started: in its dashboard, or without one; or only say what it is called."""
+    if detach:
+        print(folder.name)
+        return 0
+    if headless or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        from memtop.headless import follow as stay
+
+        return stay(folder, since=begun)
+    from memtop.opening import open_run
+
+    return open_run(folder, started_here=True)
