@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from memtop.train.live import edit_live
 from tests.train.failing import fresh, small, splits_of
 from tests.train.support import Training, edited
 from tests.train.test_evaluation import held_out
+from tests.train.test_processes import converse, environment, reports
+from tests.train.test_processes import listener as listener
 
 AT, UPDATES = 4, 9
 
@@ -145,3 +150,35 @@ def test_a_checkpoint_that_is_asked_for_with_a_change_has_the_new_settings(tmp_p
     saved = msgspec.json.decode((tmp_path / "train_latest_state" / "manifest.json").read_bytes())
     assert (saved["updates"], saved["settings"]["batch"], saved["settings"]["accumulation"]) == (AT, 2, 4)
     assert {number: ok for number, ok, _ in training.channel.answers} == {7: True, 8: True, 9: True}
+
+
+def test_a_running_process_is_changed_over_its_socket(tmp_path: Path, listener: socket.socket) -> None:
+    settings = edited(target_samples=8 * 100_000, save_every=100_000)
+    (tmp_path / "settings.json").write_bytes(msgspec.json.encode(settings))
+    module = ("-m", "memtop.train", "--settings", str(tmp_path / "settings.json"), "--state-dir", str(tmp_path / "state"))
+    process = subprocess.Popen(
+        [sys.executable, *module],
+        env=environment(tmp_path, MEMTOP_SOCKET=listener.getsockname()),
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        _, changed, refused, stopped = converse(
+            listener,
+            {"type": "command", "id": 1, "name": "change", "values": {"batch": 2, "accumulation": None}},
+            {"type": "command", "id": 2, "name": "change", "values": {"batch": 3}},
+            {"type": "command", "id": 3, "name": "stop"},
+        )
+        assert process.wait(timeout=120) == 0
+    finally:
+        process.kill()
+        process.wait()
+    answers = {answer["id"]: answer for answer in (changed, refused, stopped)}
+    assert answers[1]["ok"]
+    assert answers[1]["result"]["changes"] == {"batch": 2, "accumulation": 4}
+    assert not answers[2]["ok"]
+    told = reports(tmp_path)
+    assert told[0]["offers"] == ["free_cache", "checkpoint", "stop", "change"]
+    (change,) = [report for report in told if report["type"] == "settings"]
+    assert change["update"] == answers[1]["result"]["update"]
+    saved = msgspec.json.decode((tmp_path / "state" / "manifest.json").read_bytes())
+    assert (saved["settings"]["batch"], saved["settings"]["accumulation"]) == (2, 4)
