@@ -18,6 +18,7 @@ from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
 from memtop.supervisor.wire import Phase
 from memtop.tui.demo_machine import CONTEXT_BYTES, RUN_SHM_BYTES, Holding, Moment, demo_uuid, host_own_bytes, invent, wave
 from memtop.tui.feed import Connected, FeedMessage, LogLines
+from memtop.tui.hands import Told
 
 GIB = units.GIB
 START = 1_760_000_000.0
@@ -103,12 +104,12 @@ class DemoFeed:
         await asyncio.sleep(self._interval)
         yield wire.Answer(id=request.id, outcome=wire.Outcome.DONE, message=done)
 
-    async def end_processes(self, chosen: Sequence[GpuProcess]) -> str:
+    async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> Told:
         """The demo's processes are invented: nothing real is touched."""
         self._ended_pids |= {process.pid for process in chosen}
         returned = sum(process.used_bytes or 0 for process in chosen)
         word = "process" if len(chosen) == 1 else "processes"
-        return f"{len(chosen)} {word} ended, {units.size(returned)} returned"
+        return Told(f"{len(chosen)} {word} ended, {units.size(returned)} returned", good=True)
 
     async def environment_of(self, process: GpuProcess) -> dict[str, str]:
         if process.user != "ada":

@@ -319,9 +319,7 @@ def _holder(meter: Meter, first: tuple[GpuSample, ...] | None, patience: float) 
     return holds
 
 
-def _settled(
-    meter: Meter, over: set[int], seconds: float, sleep: Callable[[float], None]
-) -> tuple[GpuSample, ...] | None:
+def _settled(meter: Meter, over: set[int], seconds: float, sleep: Callable[[float], None]) -> tuple[GpuSample, ...] | None:
     """The GPUs once the driver no longer lists the ended processes, or as they are after `seconds`, whichever is sooner;
     None where the driver has not answered until then."""
     newest: tuple[GpuSample, ...] | None = None

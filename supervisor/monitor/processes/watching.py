@@ -91,7 +91,9 @@ class ProcessWatch:
         judged = Judged(runs, self._own_uid, own_family())
         made = agreed(
             [
-                tuple(gpu_process(gpu, row, facts[row.pid], self._rows.get(row.pid), self._cpu, judged) for row in gpu.processes)
+                tuple(
+                    gpu_process(gpu, row, facts[row.pid], self._rows.get(row.pid), self._cpu, judged) for row in gpu.processes
+                )
                 for gpu in gpus
             ]
         )
