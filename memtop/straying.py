@@ -35,7 +35,8 @@ def command(runs_dir: Path, *, as_json: bool, kill: list[int]) -> int:
     machine = _sample(sampler, kill)
     if kill:
         return _end([_chosen(pid, machine) for pid in kill], machine, as_json)
-    for reason in untold(machine):
+    # Without GPUs an empty document says it all.
+    for reason in [] if as_json and _nobody_can(machine) else untold(machine):
         print(reason, file=sys.stderr)
     status = 1 if _nothing_listed(machine) else 0
     rows = sorted(_rows(machine), key=lambda row: (not row[1].stray, row[0], row[1].pid))
@@ -48,10 +49,15 @@ def command(runs_dir: Path, *, as_json: bool, kill: list[int]) -> int:
     return status
 
 
+def _nobody_can(machine: MachineSnapshot) -> bool:
+    """Whether there is no GPU that anybody could use: no driver, none that it finds, or all asleep."""
+    return not machine.gpus and (machine.gpu_note in _NOBODY_CAN or machine.driver_version is not None)
+
+
 def _nothing_listed(machine: MachineSnapshot) -> bool:
     """Whether there is not one GPU whose processes are told, though somebody may use one."""
     if not machine.gpus:
-        return machine.gpu_note is not None and machine.gpu_note not in _NOBODY_CAN and machine.driver_version is None
+        return not _nobody_can(machine)
     return all(untold_of(gpu) and not gpu.processes for gpu in machine.gpus)
 
 
@@ -110,7 +116,7 @@ def _rows(machine: MachineSnapshot) -> list[tuple[int, GpuProcess]]:
 def _chosen(pid: int, machine: MachineSnapshot) -> ProcessId:
     """The process of that pid, if it holds a GPU and may be ended; RefusedError says why not."""
     if all(row.pid != pid for row in rows_of(machine)):
-        why = "; ".join(untold(machine)) if machine.gpus or machine.gpu_note not in _NOBODY_CAN else ""
+        why = "" if _nobody_can(machine) else "; ".join(untold(machine))
         raise RefusedError(f"--kill {pid}: no GPU lists this process{f' ({why})' if why else ''}; see `memtop strays`")
     reason = forbidden(rows_of(machine)).get(pid)
     if reason is not None:

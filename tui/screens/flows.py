@@ -153,9 +153,9 @@ async def end_chosen(
     finally:
         app.ending = False
     # Who has left the screen gets the report where they are.
-    (speaker if any(screen is speaker for screen in app.screen_stack) else app.dashboard).say(
-        told.text, "good" if told.good else "failed"
-    )
+    still_open: Sequence[object] = app.screen_stack
+    teller: Speaker = speaker if speaker in still_open else app.dashboard
+    teller.say(told.text, "good" if told.good else "failed")
 
 
 def _named(holder: Holder, now: float | None) -> tuple[str, str]:
