@@ -18,6 +18,7 @@ from memtop.supervisor.monitor.bands import mark
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.selecting import only
+from memtop.supervisor.monitor.unlisted import untold_of
 from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot
 from memtop.supervisor.run import view
 from memtop.supervisor.run.client import revive
@@ -170,6 +171,8 @@ def _memory_lines(state: RunState) -> Iterator[str]:
 def _machine_lines(machine: MachineSnapshot) -> Iterator[str]:
     for gpu in machine.gpus:
         yield from _gpu_lines(gpu)
+    if machine.gpus and machine.gpu_age_seconds is not None:
+        yield f"the driver has not answered for {units.duration(machine.gpu_age_seconds)}: the GPUs' numbers are as old"
     if machine.gpu_note:
         yield machine.gpu_note
     host = machine.host
@@ -196,6 +199,8 @@ def _gpu_lines(gpu: GpuSample) -> Iterator[str]:
         stray = "stray: " if process.stray else ""
         who = f"{process.pid:>8} {process.user or '?':<10} {units.size(process.used_bytes):>9}"
         yield f"  {who}  {stray}{process.command or process.name or process.reason or '?'}"
+    if why := untold_of(gpu):
+        yield f"  {why}"
 
 
 def _banded(fraction: float | None, band: Band) -> str:

@@ -12,32 +12,53 @@ import msgspec
 
 from memtop.supervisor import units
 from memtop.supervisor.errors import RefusedError
+from memtop.supervisor.monitor.choosing import choose, forbidden, rows_of
+from memtop.supervisor.monitor.ending import end_and_measure
+from memtop.supervisor.monitor.nvml import errors as codes
+from memtop.supervisor.monitor.nvml.sleep import ASLEEP
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.processes import ProcessId
 from memtop.supervisor.monitor.sampler import Sampler
-from memtop.supervisor.monitor.strays import choose, end_and_measure
+from memtop.supervisor.monitor.unlisted import untold, untold_of
 from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
 from memtop.supervisor.run.view import known_runs
 
 _LOOK_AGAIN_SECONDS = 0.6
+# Without a driver, and while the GPUs sleep, nobody computes on one: nothing is hidden then.
+_NOBODY_CAN = (ASLEEP, codes.no_gpu_note(codes.LIBRARY_NOT_FOUND), codes.no_gpu_note(codes.DRIVER_NOT_LOADED))
 
 
 def command(runs_dir: Path, *, as_json: bool, kill: list[int]) -> int:
-    """List the GPU processes, strays first; or end the processes in `kill`. Exit status 1 if one was refused or survived."""
+    """List the GPU processes, strays first; or end the processes in `kill`. Exit status 1 if one was refused or survived,
+    or if the driver told no list at all. Why some may be missing goes to stderr."""
     sampler = Sampler(lambda: known_runs(runs_dir), patience=ONCE_SECONDS)
     machine = _sample(sampler, kill)
     if kill:
-        return _end([_chosen(pid, machine) for pid in kill], sampler, as_json)
+        return _end([_chosen(pid, machine) for pid in kill], machine, as_json)
+    # Without GPUs an empty document says it all.
+    for reason in [] if as_json and _nobody_can(machine) else untold(machine):
+        print(reason, file=sys.stderr)
+    status = 1 if _nothing_listed(machine) else 0
     rows = sorted(_rows(machine), key=lambda row: (not row[1].stray, row[0], row[1].pid))
     if as_json:
         print(json.dumps([_document(gpu, process, machine) for gpu, process in rows], indent=2))
-        return 0
-    if machine.gpu_note:
-        print(machine.gpu_note, file=sys.stderr)
+        return status
     for gpu, process in rows:
         print(_line(gpu, process, machine))
     _print_summary([process for _, process in rows])
-    return 0
+    return status
+
+
+def _nobody_can(machine: MachineSnapshot) -> bool:
+    """Whether there is no GPU that anybody could use: no driver, none that it finds, or all asleep."""
+    return not machine.gpus and (machine.gpu_note in _NOBODY_CAN or machine.driver_version is not None)
+
+
+def _nothing_listed(machine: MachineSnapshot) -> bool:
+    """Whether there is not one GPU whose processes are told, though somebody may use one."""
+    if not machine.gpus:
+        return not _nobody_can(machine)
+    return all(untold_of(gpu) and not gpu.processes for gpu in machine.gpus)
 
 
 def _sample(sampler: Sampler, kill: list[int]) -> MachineSnapshot:
@@ -51,8 +72,8 @@ def _sample(sampler: Sampler, kill: list[int]) -> MachineSnapshot:
     return sampler.sample()
 
 
-def _end(chosen: list[ProcessId], sampler: Sampler, as_json: bool) -> int:
-    report = end_and_measure(chosen, sampler.nvml)
+def _end(chosen: list[ProcessId], machine: MachineSnapshot, as_json: bool) -> int:
+    report = end_and_measure(chosen, machine)
     if as_json:
         print(json.dumps(msgspec.to_builtins(report) | {"text": report.text}, indent=2))
     else:
@@ -94,10 +115,11 @@ def _rows(machine: MachineSnapshot) -> list[tuple[int, GpuProcess]]:
 
 def _chosen(pid: int, machine: MachineSnapshot) -> ProcessId:
     """The process of that pid, if it holds a GPU and may be ended; RefusedError says why not."""
-    found = [process for _, process in _rows(machine) if process.pid == pid]
-    if not found:
-        raise RefusedError(f"--kill {pid}: no GPU lists this process; see `memtop strays`")
-    if not all(process.choosable for process in found):
-        raise RefusedError(f"--kill {pid}: not yours to end: {found[0].reason}")
+    if all(row.pid != pid for row in rows_of(machine)):
+        why = "" if _nobody_can(machine) else "; ".join(untold(machine))
+        raise RefusedError(f"--kill {pid}: no GPU lists this process{f' ({why})' if why else ''}; see `memtop strays`")
+    reason = forbidden(rows_of(machine)).get(pid)
+    if reason is not None:
+        raise RefusedError(f"--kill {pid}: not yours to end: {reason}")
     # As sampled: a pid that goes to another process after this is refused when it comes to the signal.
     return choose(machine, [pid])[0]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from memtop import straying
+from memtop.looking import print_once
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.processes.proc import sees_all_pids
 from tests.nvml_double.double import Script, driver, nvml_library
@@ -124,3 +125,57 @@ def test_memtop_itself_is_refused(driver: Script, tmp_path: Path) -> None:
     driver.gpu(0, total=24 * GIB).process(0, pid=os.getpid(), used=GIB).write()
     with pytest.raises(RefusedError, match=f"--kill {os.getpid()}: not yours to end: memtop itself"):
         straying.command(tmp_path, as_json=False, kill=[os.getpid()])
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_refused_list_is_no_empty_list(
+    as_json: bool, driver: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver.gpu(0, total=24 * GIB, used=9 * GIB).fail("nvmlDeviceGetComputeRunningProcesses_v3", 0, 4).write()
+    assert straying.command(tmp_path, as_json=as_json, kill=[]) == 1
+    said = capsys.readouterr()
+    assert said.out == ("[]\n" if as_json else "")
+    assert said.err.startswith("GPU 0: not all of its processes are known: no permission")
+
+
+def test_of_two_gpus_the_one_that_tells_its_processes_is_enough(
+    driver: Script, tmp_path: Path, program: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver.gpu(0, total=24 * GIB, error=15).gpu(1, total=24 * GIB).process(1, pid=program.pid, used=2 * GIB).write()
+    assert straying.command(tmp_path, as_json=False, kill=[]) == 0
+    said = capsys.readouterr()
+    assert str(program.pid) in said.out
+    assert said.err.startswith("GPU 0: its processes are not known: the GPU is lost")
+    with pytest.raises(RefusedError, match=r"no GPU lists this process \(GPU 0: its processes are not known"):
+        straying.command(tmp_path, as_json=False, kill=[os.getpid()])
+
+
+def test_another_version_of_the_library_is_no_empty_list(
+    driver: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver.init_error(18).write()
+    assert straying.command(tmp_path, as_json=True, kill=[]) == 1
+    assert "different versions" in capsys.readouterr().err
+    driver.clear().init_error(9).write()
+    assert straying.command(tmp_path, as_json=True, kill=[]) == 0, "without a driver nobody computes"
+
+
+def test_the_row_that_forbids_it_gives_the_reason(
+    driver: Script, tmp_path: Path, program: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver.gpu(0, total=24 * GIB).gpu(1, total=24 * GIB).process(0, pid=program.pid, used=2 * GIB)
+    driver.process(1, pid=program.pid, used=GIB, kind="graphics").write()
+    with pytest.raises(RefusedError, match=f"--kill {program.pid}: not yours to end: draws on the screen"):
+        straying.command(tmp_path, as_json=False, kill=[program.pid])
+    assert program.poll() is None
+    straying.command(tmp_path, as_json=True, kill=[])
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["choosable"], "draws on the screen" in row["reason"]) for row in rows] == [(False, True)] * 2
+
+
+def test_one_look_at_the_machine_says_where_processes_may_be_missing(
+    driver: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver.gpu(0, total=24 * GIB, used=9 * GIB).fail("nvmlDeviceGetComputeRunningProcesses_v3", 0, 999).write()
+    print_once(tmp_path, None, pid=None, gpus=None, as_json=False, read_only=True)
+    assert "  not all of its processes are known: unknown error in the driver" in capsys.readouterr().out

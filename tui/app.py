@@ -102,6 +102,8 @@ class DashboardApp(App[DashboardResult]):
         self.feed = feed
         self.interval = interval
         self.hands: Hands = hands or (feed if isinstance(feed, Hands) else RealHands())
+        self.ending = False
+        """Processes are being ended just now."""
         self._ascii = (AsciiFilter(),) if ascii_wanted() else ()
         self._dashboard = DashboardScreen(feed, label=title or feed.label, interval=interval)
         # A monitor must not spend processor time on movement.
@@ -163,6 +165,8 @@ def run_dashboard(feed: Feed, *, title: str | None = None, interval: float = 1.0
     """Show the dashboard until the user leaves it. Leaving never stops a run."""
     app = DashboardApp(feed, title=title, interval=interval)
     result = app.run()
+    if app.ending:
+        print("left while processes were being ended: `memtop strays` shows what still holds a GPU", file=sys.stderr)
     if result is None:
         # Textual gives no result when it crashed; it has printed why.
         return DashboardResult("detach", exit_status=app.return_code or 0)

@@ -22,6 +22,7 @@ from memtop.supervisor.wire import Phase
 from memtop.tui import demo_recovery as recovery
 from memtop.tui.demo_machine import CONTEXT_BYTES, RUN_SHM_BYTES, Holding, Moment, demo_uuid, host_own_bytes, invent, wave
 from memtop.tui.feed import Connected, FeedMessage, LogLines
+from memtop.tui.hands import Told
 
 GIB = units.GIB
 START = 1_760_000_000.0
@@ -117,17 +118,21 @@ class DemoFeed:
         await asyncio.sleep(self._interval)
         yield wire.Answer(id=request.id, outcome=wire.Outcome.DONE, message=done)
 
+<<<<<<< HEAD
     def play(self, scene: str) -> None:
         """The scene `oom`: the run dies of memory with the next tick, if it trains."""
         if scene == "oom" and self._phase is Phase.TRAINING:
             self._dies_tick = self._tick + 1
 
     async def end_processes(self, chosen: Sequence[GpuProcess]) -> str:
+=======
+    async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> Told:
+>>>>>>> s-hands
         """The demo's processes are invented: nothing real is touched."""
         self._ended_pids |= {process.pid for process in chosen}
         returned = sum(process.used_bytes or 0 for process in chosen)
         word = "process" if len(chosen) == 1 else "processes"
-        return f"{len(chosen)} {word} ended, {units.size(returned)} returned"
+        return Told(f"{len(chosen)} {word} ended, {units.size(returned)} returned", good=True)
 
     async def environment_of(self, process: GpuProcess) -> dict[str, str]:
         if process.user != "ada":

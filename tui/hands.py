@@ -6,21 +6,32 @@ Behind one small protocol, so that tests and the demo touch no real one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from memtop.supervisor.errors import RefusedError
-from memtop.supervisor.monitor.values import GpuProcess
+from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
+
+T = TypeVar("T")
+
+
+class Told(NamedTuple):
+    """What became of an ending, in one line for a person."""
+
+    text: str
+    good: bool
+    """Every chosen process is over."""
 
 
 @runtime_checkable
 class Hands(Protocol):
-    """Whatever ends processes. The answer is one line for a person.
+    """Whatever ends processes. `machine` is the newest picture of all: what may be ended is decided on it once more.
 
     A feed whose processes are not this machine's real ones is its own hands (the demo's processes are invented).
     """
 
-    async def end_processes(self, chosen: Sequence[GpuProcess]) -> str: ...
+    async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> Told: ...
 
     async def environment_of(self, process: GpuProcess) -> dict[str, str]:
         """The environment variables that it was started with. Raises RefusedError with the reason."""
@@ -39,15 +50,40 @@ class Eyes(Protocol):
 class RealHands:
     """Ends real processes through the monitor, which checks identity and owner of each once more."""
 
-    async def end_processes(self, chosen: Sequence[GpuProcess]) -> str:
-        return await asyncio.to_thread(_end, tuple(chosen))
+    async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> Told:
+        return await beside(lambda: _end(tuple(chosen), machine))
 
     async def environment_of(self, process: GpuProcess) -> dict[str, str]:
         return await asyncio.to_thread(_environment, process)
 
 
-def _environment(process: GpuProcess) -> dict[str, str]:
+async def beside(work: Callable[[], T]) -> T:
+    """What `work` gives, done on a daemon thread: unlike one of asyncio's it does not hold up leaving the dashboard."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
 
+    def finish(result: T | None, failure: BaseException | None) -> None:
+        if answer.cancelled():
+            return
+        if failure is not None:
+            answer.set_exception(failure)
+        else:
+            answer.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the answer
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(finish, result, failure)
+
+    threading.Thread(target=run, name="memtop-hands", daemon=True).start()
+    return await answer
+
+
+def _environment(process: GpuProcess) -> dict[str, str]:
     from memtop.supervisor.monitor.processes import ProcessId, environment_of
 
     if process.started_ticks is None:
@@ -58,17 +94,25 @@ def _environment(process: GpuProcess) -> dict[str, str]:
     return found
 
 
-def _end(chosen: tuple[GpuProcess, ...]) -> str:
-    from memtop.supervisor.monitor.nvml import NvmlReader
+def _end(chosen: tuple[GpuProcess, ...], machine: MachineSnapshot) -> Told:
+    from memtop.supervisor.monitor.choosing import choose
+    from memtop.supervisor.monitor.ending import end_and_measure
     from memtop.supervisor.monitor.processes import ProcessId
-    from memtop.supervisor.monitor.strays import end_and_measure
 
-    # A pid without its start time could be another program by now.
-    known = [ProcessId(p.pid, p.started_ticks) for p in chosen if p.started_ticks is not None]
-    doubtful = [str(p.pid) for p in chosen if p.started_ticks is None]
-    reader = NvmlReader()
-    try:
-        text = end_and_measure(known, reader).text
-    finally:
-        reader.close()
-    return f"{text}; left alone, start time not known: {', '.join(doubtful)}" if doubtful else text
+    known, refused = [], []
+    for process in chosen:
+        try:
+            (now,) = choose(machine, [process.pid])
+            # A pid without its start time could be another program by now.
+            if process.started_ticks is None:
+                raise RefusedError(f"process {process.pid}: its start time is not known, it could be another one by now")
+            if now.started_ticks != process.started_ticks:
+                raise RefusedError(f"process {process.pid} is not the one that was chosen: the number has been used again")
+            known.append(ProcessId(process.pid, process.started_ticks))
+        except RefusedError as refusal:
+            refused.append(str(refusal))
+    if not known:
+        return Told("; ".join(refused), good=False)
+    report = end_and_measure(known, machine)
+    good = not refused and all(process.is_over for process in report.processes)
+    return Told("; ".join([report.text, *refused]), good)

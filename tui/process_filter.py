@@ -37,6 +37,7 @@ _WORDS: Mapping[str, Callable[[Row], str]] = {
     "job": lambda row: row.job_name,
     "run": lambda row: (row.process.run if row.process is not None else None) or "",
     "role": lambda row: (row.process.role if row.process is not None else None) or "",
+    "kind": lambda row: row.process.kind if row.process is not None else "",
     "container": lambda row: row.container,
     "command": lambda row: row.command,
     "is": lambda row: row.marks,
@@ -45,19 +46,23 @@ _WHOLE = ("pid", "gpu")
 """Keys whose value must be the whole: GPU 1 is not GPU 11."""
 
 
+Term = Callable[[Row], "bool | None"]
+"""Whether a row meets one word of the filter; None: not known. Then it meets neither the word nor its opposite."""
+
+
 @dataclass(frozen=True)
 class Filter:
     """A filter that was understood; without terms everything passes."""
 
-    terms: tuple[Callable[[Row], bool], ...] = ()
+    terms: tuple[Term, ...] = ()
 
     def matches(self, row: Row) -> bool:
-        return all(term(row) for term in self.terms)
+        return all(term(row) is True for term in self.terms)
 
 
 def parse(text: str) -> Filter | str:
     """The filter, or one line that says what in the text is not understood."""
-    terms: list[Callable[[Row], bool]] = []
+    terms: list[Term] = []
     for word in text.casefold().split():
         negated = word.startswith("-") and len(word) > 1
         term = _term(word[1:] if negated else word)
@@ -67,7 +72,7 @@ def parse(text: str) -> Filter | str:
     return Filter(tuple(terms))
 
 
-def _term(word: str) -> Callable[[Row], bool] | str:
+def _term(word: str) -> Term | str:
     key, colon, value = word.partition(":")
     if key == "is" and colon and not any(value in mark for mark in MARKS):
         return f"filter: nothing is {value!r}; there are {', '.join(f'is:{mark}' for mark in MARKS)}"
@@ -84,7 +89,7 @@ def _term(word: str) -> Callable[[Row], bool] | str:
     return _anywhere(word)
 
 
-def _comparison(key: str, sign: str, number: float, unit: str) -> Callable[[Row], bool] | str:
+def _comparison(key: str, sign: str, number: float, unit: str) -> Term | str:
     if key not in _NUMBERS:
         return f"filter: {key!r} is no number; there are {', '.join(_NUMBERS)}"
     column, scales = _NUMBERS[key]
@@ -92,23 +97,23 @@ def _comparison(key: str, sign: str, number: float, unit: str) -> Callable[[Row]
         return f"filter: {key} has no unit {unit!r}; there are {', '.join(u for u in scales if u)}"
     limit = number * scales[unit]
 
-    def holds(row: Row) -> bool:
+    def holds(row: Row) -> bool | None:
         value = row.number(column)
         # What is not known is neither more nor less than anything.
-        return value is not None and _SIGNS[sign](value, limit)
+        return None if value is None else _SIGNS[sign](value, limit)
 
     return holds
 
 
-def _anywhere(word: str) -> Callable[[Row], bool]:
+def _anywhere(word: str) -> Term:
     return lambda row: word in row.searchable
 
 
-def _within(of: Callable[[Row], str], value: str) -> Callable[[Row], bool]:
+def _within(of: Callable[[Row], str], value: str) -> Term:
     return lambda row: value in of(row).casefold()
 
 
-def _equal(of: Callable[[Row], str], value: str) -> Callable[[Row], bool]:
+def _equal(of: Callable[[Row], str], value: str) -> Term:
     def holds(row: Row) -> bool:
         whole = of(row).casefold().split(",")
         # `gpu:0` is all of the card, its MIG instances included; `gpu:0:2` is one of them.
@@ -117,5 +122,9 @@ def _equal(of: Callable[[Row], str], value: str) -> Callable[[Row], bool]:
     return holds
 
 
-def _not(term: Callable[[Row], bool]) -> Callable[[Row], bool]:
-    return lambda row: not term(row)
+def _not(term: Term) -> Term:
+    def holds(row: Row) -> bool | None:
+        met = term(row)
+        return None if met is None else not met
+
+    return holds

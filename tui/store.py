@@ -8,6 +8,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from memtop.supervisor import wire
+from memtop.supervisor.monitor.choosing import forbidden, overruled, rows_of
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines, Replayed
@@ -208,15 +209,25 @@ class Holder(NamedTuple):
     gpu_indices: tuple[int, ...]
     used_bytes: int | None
 
+    @property
+    def where(self) -> str:
+        """`0`, or `0,1`."""
+        return ",".join(map(str, self.gpu_indices))
+
 
 def holders(machine: MachineSnapshot | None) -> tuple[Holder, ...]:
-    """All GPU processes, each once: strays first, then by memory."""
+    """All GPU processes, each once: strays first, then by memory. Choosable is what is so on each of its GPUs."""
+    reasons = forbidden(rows_of(machine)) if machine else {}
     found: dict[tuple[int, float | None], list[tuple[int, GpuProcess]]] = {}
     for gpu in machine.gpus if machine else ():
         for process in gpu.processes:
             found.setdefault((process.pid, process.started), []).append((gpu.index, process))
     rows = [
-        Holder(seen[0][1], tuple(index for index, _ in seen), total_of(process.used_bytes for _, process in seen))
+        Holder(
+            overruled(seen[0][1], reasons),
+            tuple(index for index, _ in seen),
+            total_of(process.used_bytes for _, process in seen),
+        )
         for seen in found.values()
     ]
     return tuple(sorted(rows, key=lambda h: (not h.process.stray, -(h.used_bytes or 0), h.process.pid)))

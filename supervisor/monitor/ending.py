@@ -13,7 +13,8 @@ from contextlib import ExitStack
 import msgspec
 
 from memtop.supervisor import units
-from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.meter import Meter, Reader
+from memtop.supervisor.monitor.nvml.holdings import HoldingsReader
 from memtop.supervisor.monitor.processes import ProcessDescriber
 from memtop.supervisor.monitor.processes.proc import ProcessId
 from memtop.supervisor.monitor.processes.signals import (
@@ -25,18 +26,22 @@ from memtop.supervisor.monitor.processes.signals import (
     open_process,
     send_signal,
 )
-from memtop.supervisor.monitor.values import GpuSample
+from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 WAITS = (5.0, 5.0, 2.0)
 """Seconds given to each signal in turn."""
 SETTLE_SECONDS = 3.0
 """How long the driver may take to take an ended process off its list."""
+PATIENCE_SECONDS = 1.0
+"""How long a signal waits for the driver: a GPU in trouble is a reason to end a process, never one to spare it."""
 UNFREED_ADVICE = "end what shares its GPU context (its parent, its workers); if nobody has the GPU open, only a reset frees it"
 _SETTLE_STEP = 0.1
 # Drivers count in pages of 2 MiB and keep some for themselves: less than this share missing is not worth a word.
 _NEARLY = 0.9
 _LOOK_SECONDS = 0.5
+_NOT_ON_A_GPU = "no chosen process was on a GPU"
+_SILENT = "the driver did not answer in time"
 
 StillHolds = Callable[[ProcessId], "bool | None"]
 
@@ -151,8 +156,21 @@ def _open(identity: ProcessId, descriptors: ExitStack, kernel: Kernel) -> int:
         raise SignalRefused(f"process {identity.pid} is memtop itself, a program that it runs in, or the system")
     descriptor = open_process(identity, kernel)
     descriptors.callback(kernel.close, descriptor)
-    check_owner(identity.pid, kernel)
+    _check_owner(identity, descriptor, kernel)
     return descriptor
+
+
+def _check_owner(identity: ProcessId, descriptor: int, kernel: Kernel) -> None:
+    """Raises SignalRefused unless the process is wholly this user's own, ProcessGone if it has ended."""
+    try:
+        check_owner(identity.pid, kernel)
+    except ProcessGone:
+        raise
+    except SignalRefused:
+        # The owner goes by the number. Only while ours lives is that number its own, and the refusal about it.
+        if kernel.has_ended(descriptor):
+            raise ProcessGone(f"process {identity.pid} has already ended") from None
+        raise
 
 
 def _signal_all(
@@ -171,7 +189,7 @@ def _signal_all(
             continue
         try:
             # Anew before every signal: between two of them it may have become another user's (setuid).
-            check_owner(identity.pid, kernel)
+            _check_owner(identity, descriptor, kernel)
             send_signal(descriptor, identity.pid, number, kernel)
         except ProcessGone as gone:
             outcome = "ended" if last else "gone"
@@ -206,38 +224,58 @@ def _name(number: signal.Signals | None) -> str | None:
 
 def end_and_measure(
     chosen: Sequence[ProcessId],
-    reader: NvmlReader,
+    machine: MachineSnapshot,
     *,
     waits: Sequence[float] = WAITS,
+    patience: float = PATIENCE_SECONDS,
     settle_seconds: float = SETTLE_SECONDS,
     sleep: Callable[[float], None] = time.sleep,
+    reader: Callable[[Sequence[GpuSample]], Reader] = HoldingsReader,
 ) -> EndReport:
-    """End the chosen processes and measure, on the GPUs where they were, how much memory came back."""
-    pids = {identity.pid for identity in chosen}
-    before = {gpu.uuid: gpu for gpu in _fresh(reader) if pids & _pids(gpu)}
+    """End the chosen processes and measure, on the GPUs where `machine` shows them, how much memory came back.
 
-    processes = tuple(end_processes(chosen, waits=waits, still_holds=_holder(reader)))
-    over = {process.identity.pid for process in processes if process.is_over}
-    after = _settled(reader, over, settle_seconds, sleep)
-    now = {gpu.uuid: gpu for gpu in after}
+    Only these GPUs are asked, for memory and processes alone. No signal waits for the driver longer than `patience`
+    seconds, the report no longer than `settle_seconds`: what it has not told by then is not known.
+    """
+    pids = {identity.pid for identity in chosen}
+    where = tuple(gpu for gpu in machine.gpus if pids & _pids(gpu))
+    meter = Meter(reader(where or machine.gpus))
+    try:
+        first = meter.look(patience)
+        # On the other GPUs none of them was seen; where that could not be seen, nothing is concluded from it.
+        elsewhere_known = all(_is_listed(gpu) for gpu in machine.gpus if gpu not in where)
+        still_holds = _holder(meter, first, patience) if elsewhere_known else nobody_knows
+        processes = tuple(end_processes(chosen, waits=waits, still_holds=still_holds))
+        over = {process.identity.pid for process in processes if process.is_over}
+        after = _settled(meter, over, settle_seconds, sleep)
+    finally:
+        meter.close()
+    places = {gpu.index for gpu in where}
+    before = [gpu for gpu in first or where if gpu.index in places or pids & _pids(gpu)]
+    if after is None or (first is None and machine.gpu_age_seconds is not None):
+        return EndReport(processes=processes, unknown={"returned_bytes": _SILENT if before else _NOT_ON_A_GPU})
+    now = {gpu.index: gpu for gpu in after}
+    returned = {gpu.index: _returned(gpu, now[gpu.index], pids) for gpu in before}
     holders = tuple(
         holder
-        for uuid, gpu in before.items()
-        if uuid in now and _is_short(gpu, now[uuid], over)
-        for holder in _holders(now[uuid], over)
+        for gpu in before
+        if _is_short(gpu, now[gpu.index], over, returned[gpu.index])
+        for holder in _holders(now[gpu.index], over)
     )
-    returned = _returned(before, now)
-    if isinstance(returned, str):
-        return EndReport(processes=processes, holders=holders, unknown={"returned_bytes": returned})
-    return EndReport(processes=processes, returned_bytes=returned, holders=holders)
+    total = _total(returned.values())
+    if isinstance(total, str):
+        return EndReport(processes=processes, holders=holders, unknown={"returned_bytes": total})
+    return EndReport(processes=processes, returned_bytes=total, holders=holders)
 
 
-def _is_short(before: GpuSample, after: GpuSample, over: set[int]) -> bool:
-    """Whether clearly less is free now than the ended processes should have given back."""
+def _is_short(before: GpuSample, after: GpuSample, over: set[int], returned: int | str) -> bool:
+    """Whether clearly less came back than the ended processes had held."""
     expected = sum(row.used_bytes or 0 for row in before.processes if row.pid in over)
-    if not expected or before.free_bytes is None or after.free_bytes is None:
-        return False
-    return after.free_bytes - before.free_bytes < _NEARLY * expected
+    if isinstance(returned, str):
+        if before.free_bytes is None or after.free_bytes is None:
+            return False
+        returned = after.free_bytes - before.free_bytes
+    return bool(expected) and returned < _NEARLY * expected
 
 
 def _holders(gpu: GpuSample, over: set[int]) -> list[Holder]:
@@ -262,50 +300,70 @@ def _holders(gpu: GpuSample, over: set[int]) -> list[Holder]:
     return sorted(found, key=lambda holder: (-(holder.used_bytes or 0), holder.pid or 0))
 
 
-def _holder(reader: NvmlReader) -> StillHolds:
-    """Whether the driver lists a process; None where a list could not be read in full. One look serves a whole round of
-    signals, since process lists are dear."""
-    looked: tuple[float, tuple[GpuSample, ...]] = (float("-inf"), ())
+def _holder(meter: Meter, first: tuple[GpuSample, ...] | None, patience: float) -> StillHolds:
+    """Whether the driver lists a process; None where it does not say in time, or not in full. One look serves a whole
+    round of signals, since process lists are dear; `first` serves the first round."""
+    looked = (time.monotonic(), first)
 
     def holds(identity: ProcessId) -> bool | None:
         nonlocal looked
         if time.monotonic() > looked[0] + _LOOK_SECONDS:
-            looked = (time.monotonic(), _fresh(reader))
+            gpus = meter.look(patience)
+            # Counted from the end of the look: a slow one is not too old for the next process at once.
+            looked = (time.monotonic(), gpus)
         gpus = looked[1]
-        if any(identity.pid in _pids(gpu) for gpu in gpus):
+        if gpus is not None and any(identity.pid in _pids(gpu) for gpu in gpus):
             return True
-        return None if not gpus or any(gpu.error or "processes" in gpu.unknown for gpu in gpus) else False
+        return False if gpus and all(_is_listed(gpu) for gpu in gpus) else None
 
     return holds
 
 
-def _settled(reader: NvmlReader, over: set[int], seconds: float, sleep: Callable[[float], None]) -> tuple[GpuSample, ...]:
-    """The GPUs once the driver no longer lists the ended processes, or after `seconds`, whichever is sooner."""
-    for _ in range(round(seconds / _SETTLE_STEP)):
-        gpus = _fresh(reader)
-        if not any(over & _pids(gpu) for gpu in gpus):
-            return gpus
+def _settled(meter: Meter, over: set[int], seconds: float, sleep: Callable[[float], None]) -> tuple[GpuSample, ...] | None:
+    """The GPUs once the driver no longer lists the ended processes, or as they are after `seconds`, whichever is sooner;
+    None where the driver has not answered until then."""
+    newest: tuple[GpuSample, ...] | None = None
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        newest = meter.look(left) or newest
+        if newest is not None and all(_is_listed(gpu) and not over & _pids(gpu) for gpu in newest):
+            break
         sleep(_SETTLE_STEP)
-    return _fresh(reader)
+    return newest
 
 
-def _fresh(reader: NvmlReader) -> tuple[GpuSample, ...]:
-    reader.refresh()
-    return reader.read().gpus
+def _is_listed(gpu: GpuSample) -> bool:
+    """Whether the driver tells all who use the GPU."""
+    return gpu.error is None and "processes" not in gpu.unknown
 
 
 def _pids(gpu: GpuSample) -> set[int]:
     return {process.pid for process in gpu.processes}
 
 
-def _returned(before: dict[str | None, GpuSample], after: dict[str | None, GpuSample]) -> int | str:
-    """Bytes free now that were not before, or the reason why that cannot be told."""
-    if not before:
-        return "no chosen process was on a GPU"
-    total = 0
-    for uuid, gpu in before.items():
-        now = after.get(uuid)
-        if gpu.free_bytes is None or now is None or now.free_bytes is None:
-            return f"GPU {gpu.index} does not tell its memory"
-        total += now.free_bytes - gpu.free_bytes
-    return total if total >= 0 else "other processes took more memory in the meantime"
+def _returned(before: GpuSample, after: GpuSample, chosen: set[int]) -> int | str:
+    """Bytes of one GPU that the chosen gave back, or why that cannot be told: what is free now and was not, less what
+    others let go in the meantime, and what they took on top."""
+    if before.free_bytes is None or after.free_bytes is None:
+        return f"GPU {before.index} does not tell its memory"
+    if not (_is_listed(before) and _is_listed(after)):
+        return f"GPU {before.index} does not tell all of its processes"
+    had, have = (_others(gpu.processes, chosen) for gpu in (before, after))
+    if had is None or have is None:
+        return f"GPU {before.index} does not tell what its other processes have let go or taken meanwhile"
+    returned = after.free_bytes - before.free_bytes - (had - have)
+    return returned if returned >= 0 else "other processes took more memory in the meantime"
+
+
+def _others(rows: Iterable[GpuProcess], chosen: set[int]) -> int | None:
+    """Bytes of all other processes, None where the driver does not tell them of each."""
+    sizes = [row.used_bytes for row in rows if row.pid not in chosen]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
+def _total(returned: Iterable[int | str]) -> int | str:
+    """The sum over all GPUs, or the reason why one of them cannot be told."""
+    every = list(returned)
+    reason = next((one for one in every if isinstance(one, str)), None if every else _NOT_ON_A_GPU)
+    return sum(one for one in every if isinstance(one, int)) if reason is None else reason

@@ -7,10 +7,9 @@ from pathlib import PurePosixPath
 
 import msgspec
 
-from memtop.supervisor.errors import RefusedError
+from memtop.supervisor.monitor.choosing import choose
 from memtop.supervisor.monitor.ending import Ended, EndReport, end_and_measure, end_processes
 from memtop.supervisor.monitor.processes import ProcessFacts, ProcessId, own_family, user_name
-from memtop.supervisor.monitor.values import MachineSnapshot
 
 __all__ = [
     "GPU_SERVICES",
@@ -213,23 +212,6 @@ def _obstacle(process: ProcessFacts, kind: str, own_uid: int, protected: frozens
     if process.name is not None and (process.name in GPU_SERVICES or process.name in _CUT_SERVICES):
         return "a service of the machine"
     return None
-
-
-def choose(snapshot: MachineSnapshot, pids: Iterable[int]) -> list[ProcessId]:
-    """The identities of the processes that a user picked by number, as sampled. Raises RefusedError for the first that
-    is not on a GPU or must not be ended, with the reason; then none is to be ended."""
-    listed = {process.pid: process for gpu in snapshot.gpus for process in gpu.processes}
-    # A process on several GPUs has a row on each; one that forbids it (graphics) is enough.
-    forbidden = {row.pid: row.reason for gpu in snapshot.gpus for row in gpu.processes if not row.choosable}
-    chosen = []
-    for pid in dict.fromkeys(pids):
-        row = listed.get(pid)
-        if row is None:
-            raise RefusedError(f"process {pid} is not on a GPU")
-        if pid in forbidden or row.started_ticks is None:
-            raise RefusedError(f"process {pid} is not to be ended from here: {forbidden.get(pid) or row.reason}")
-        chosen.append(ProcessId(pid, row.started_ticks))
-    return chosen
 
 
 def stray_count(verdicts: Iterable[Verdict]) -> int:

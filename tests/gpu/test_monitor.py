@@ -108,7 +108,7 @@ def test_ending_it_gives_its_memory_back(sampler: Sampler, holder: tuple[subproc
     gpu_of(sampler, uuid)
     identity = identify(process.pid)
     assert identity is not None
-    report = end_and_measure([identity], sampler.nvml)
+    report = end_and_measure([identity], sampler.sample())
     assert report.processes[0].outcome == "ended"
     assert process.wait(10) != 0
     if report.returned_bytes is None:

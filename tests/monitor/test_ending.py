@@ -6,6 +6,7 @@ import os
 import pwd
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from memtop.supervisor.monitor.nvml import NvmlReader
 from memtop.supervisor.monitor.processes.proc import Owners, ProcessId, identify
 from memtop.supervisor.monitor.processes.signals import Kernel
 from memtop.supervisor.monitor.strays import end_processes
+from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from tests.monitor.conftest import Start
 from tests.nvml_double.double import Script
 
@@ -26,6 +28,11 @@ SHORT = (0.2, 0.2, 20.0)
 NAME = Path("/proc/self/comm").read_text().strip()
 """What the kernel calls an interpreter like ours."""
 IGNORE = "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+def seen(reader: NvmlReader) -> MachineSnapshot:
+    """What the processes are chosen from."""
+    return MachineSnapshot(time=0.0, gpus=reader.read().gpus)
 
 
 def known(pid: int) -> ProcessId:
@@ -138,7 +145,7 @@ def test_the_memory_that_came_back(start: Start, driver: Script, reader: NvmlRea
         """The driver takes a moment until it takes ended processes off its list."""
         driver.clear().gpu(0, total=24 * GIB, used=12 * GIB).gpu(1, total=24 * GIB, used=9 * GIB).write()
 
-    report = end_and_measure([known(one.pid), known(two.pid)], reader, waits=PATIENT, sleep=later)
+    report = end_and_measure([known(one.pid), known(two.pid)], seen(reader), waits=PATIENT, sleep=later)
     assert report.returned_bytes == 8 * GIB, "only the GPU where they were"
     assert report.text == "2 processes ended, 8.0 GiB returned"
 
@@ -152,7 +159,7 @@ def test_memory_that_another_took_meanwhile_is_not_reported_as_returned(
     def later(seconds: float) -> None:
         driver.clear().gpu(0, total=24 * GIB, used=16 * GIB).write()
 
-    report = end_and_measure([known(process.pid)], reader, waits=PATIENT, sleep=later)
+    report = end_and_measure([known(process.pid)], seen(reader), waits=PATIENT, sleep=later)
     assert report.returned_bytes is None
     assert report.text == (
         "1 process ended, memory returned not known: other processes took more memory in the meantime; "
@@ -163,7 +170,7 @@ def test_memory_that_another_took_meanwhile_is_not_reported_as_returned(
 def test_a_chosen_process_without_gpu_memory_is_left_alone(start: Start, driver: Script, reader: NvmlReader) -> None:
     process = start()
     driver.gpu(0, total=24 * GIB, used=10 * GIB).write()
-    report = end_and_measure([known(process.pid)], reader, waits=PATIENT, sleep=lambda seconds: None)
+    report = end_and_measure([known(process.pid)], seen(reader), waits=PATIENT, sleep=lambda seconds: None)
     assert report.processes[0].outcome == "released"
     assert process.poll() is None
     assert report.text.startswith("no process ended; ")
@@ -246,6 +253,28 @@ def test_one_that_ends_and_is_replaced_between_look_and_signal(start: Start) -> 
     assert bystanders[0].poll() is None
 
 
+@pytest.mark.parametrize("signals_before", [0, 1])
+def test_one_whose_number_went_to_another_user_has_ended_and_is_not_called_theirs(signals_before: int, start: Start) -> None:
+    """The owner is looked up by the number; meanwhile that may be another's."""
+    process = start(IGNORE)
+
+    class OthersNumber(Kernel):
+        looks = 0
+
+        def owners(self, pid: int) -> Owners | None:
+            self.looks += 1
+            # Looked at when it is opened, then before every signal.
+            if self.looks <= 1 + signals_before:
+                return super().owners(pid)
+            process.kill()
+            process.wait()
+            return Owners(65534, 65534)
+
+    (ended,) = end_processes([known(process.pid)], waits=(0.0, 0.0, 0.0), kernel=OthersNumber())
+    assert (ended.outcome, ended.signal) == (("ended", "SIGINT") if signals_before else ("gone", None))
+    assert "belongs to" not in ended.reason
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can change a process's user")
 def test_one_that_becomes_another_users_gets_no_second_signal(start: Start) -> None:
     become = "def other(*_):\n os.setuid(65534)\n os.write(1, b'changed\\n')\nsignal.signal(signal.SIGINT, other)"
@@ -280,7 +309,7 @@ def test_who_still_holds_what_did_not_come_back(start: Start, driver: Script, re
     def later(seconds: float) -> None:
         driver.clear().gpu(0, total=24 * GIB, used=8 * GIB).process(0, pid=rank.pid, used=3 * GIB).write()
 
-    report = end_and_measure([known(ended.pid)], reader, waits=PATIENT, sleep=later)
+    report = end_and_measure([known(ended.pid)], seen(reader), waits=PATIENT, sleep=later)
     user = pwd.getpwuid(os.getuid()).pw_name
     assert [(holder.pid, holder.user, holder.used_bytes) for holder in report.holders] == [(rank.pid, user, 3 * GIB)]
     assert report.text == f"1 process ended, 0 B returned; GPU 0: 3.0 GiB still held by pid {rank.pid} ({user}, {NAME})"
@@ -289,7 +318,7 @@ def test_who_still_holds_what_did_not_come_back(start: Start, driver: Script, re
 def test_memory_that_stays_under_an_ended_process(start: Start, driver: Script, reader: NvmlReader) -> None:
     process = start()
     driver.gpu(0, total=24 * GIB, used=8 * GIB).process(0, pid=process.pid, used=4 * GIB).write()
-    report = end_and_measure([known(process.pid)], reader, waits=PATIENT, settle_seconds=0.1, sleep=lambda seconds: None)
+    report = end_and_measure([known(process.pid)], seen(reader), waits=PATIENT, settle_seconds=0.1, sleep=lambda seconds: None)
     assert report.returned_bytes == 0
     (holder,) = report.holders
     assert holder.ended
@@ -304,5 +333,92 @@ def test_memory_that_came_back_needs_no_word_on_the_others(start: Start, driver:
     def later(seconds: float) -> None:
         driver.clear().gpu(0, total=24 * GIB, used=4 * GIB).process(0, pid=other.pid, used=3 * GIB).write()
 
-    report = end_and_measure([known(ended.pid)], reader, waits=PATIENT, sleep=later)
+    report = end_and_measure([known(ended.pid)], seen(reader), waits=PATIENT, sleep=later)
     assert report.text == "1 process ended, 4.0 GiB returned"
+
+
+def test_what_others_let_go_or_took_meanwhile_is_not_counted_as_returned(
+    start: Start, driver: Script, reader: NvmlReader
+) -> None:
+    ended, other = start(), start()
+    driver.gpu(0, total=24 * GIB, used=16 * GIB).gpu(1, total=24 * GIB, used=6 * GIB)
+    driver.process(0, pid=ended.pid, used=4 * GIB).process(0, pid=other.pid, used=8 * GIB)
+    driver.process(1, pid=ended.pid, used=2 * GIB).process(1, pid=other.pid, used=4 * GIB).write()
+
+    def later(seconds: float) -> None:
+        """On GPU 0 the other lets 5 GiB go, on GPU 1 it takes 3 more."""
+        driver.clear().gpu(0, total=24 * GIB, used=7 * GIB).gpu(1, total=24 * GIB, used=7 * GIB)
+        driver.process(0, pid=other.pid, used=3 * GIB).process(1, pid=other.pid, used=7 * GIB).write()
+
+    report = end_and_measure([known(ended.pid)], seen(reader), waits=PATIENT, settle_seconds=60.0, sleep=later)
+    assert report.text == "1 process ended, 6.0 GiB returned"
+
+
+def test_what_came_back_beside_others_that_do_not_tell_their_memory_is_not_known(
+    start: Start, driver: Script, reader: NvmlReader
+) -> None:
+    ended, other = start(), start()
+    driver.gpu(0, total=24 * GIB, used=16 * GIB).process(0, pid=ended.pid, used=4 * GIB)
+    driver.process(0, pid=other.pid, used=None).write()
+
+    def later(seconds: float) -> None:
+        driver.clear().gpu(0, total=24 * GIB, used=2 * GIB).process(0, pid=other.pid, used=None).write()
+
+    report = end_and_measure([known(ended.pid)], seen(reader), waits=PATIENT, settle_seconds=60.0, sleep=later)
+    assert report.returned_bytes is None
+    assert "GPU 0 does not tell what its other processes have let go" in report.text
+
+
+def test_a_driver_that_does_not_answer_holds_up_no_signal(start: Start, driver: Script, reader: NvmlReader) -> None:
+    """It is in a call for ever (as long as this test lasts), the process that is to be ended lives on until it gets SIGTERM."""
+    process = start("signal.signal(signal.SIGINT, signal.SIG_IGN)")
+    driver.gpu(0, total=24 * GIB, used=9 * GIB).process(0, pid=process.pid, used=4 * GIB).write()
+    machine = seen(reader)
+    release = threading.Event()
+
+    class Hung:
+        def __init__(self, gpus: object) -> None:
+            pass
+
+        def read(self) -> tuple[GpuSample, ...]:
+            release.wait()
+            return ()
+
+        def close(self) -> None:
+            pass
+
+    try:
+        report = end_and_measure(
+            [known(process.pid)], machine, waits=(0.2, 20.0, 20.0), patience=0.1, settle_seconds=0.1, reader=Hung
+        )
+    finally:
+        release.set()
+    assert process.wait() == -signal.SIGTERM
+    assert report.text == "1 process ended, memory returned not known: the driver did not answer in time"
+
+
+def test_a_slow_driver_is_asked_for_the_gpus_concerned_alone_and_once_a_round(
+    start: Start, driver: Script, reader: NvmlReader
+) -> None:
+    several = [start() for _ in range(4)]
+    for index in range(4):
+        driver.gpu(index, total=24 * GIB, used=20 * GIB)
+    for process in several:
+        driver.process(2, pid=process.pid, used=4 * GIB)
+    driver.write()
+    machine = seen(reader)
+    lists, sensors = (f"nvmlDeviceGet{name}" for name in ("ComputeRunningProcesses_v3", "PowerUsage"))
+    before = driver.calls(lists), driver.calls(sensors)
+
+    def later(seconds: float) -> None:
+        driver.clear().gpu(2, total=24 * GIB, used=4 * GIB).write()
+
+    # Longer than a look may be old: each process would have cost another one.
+    driver.delay(700, lists).write()
+    report = end_and_measure(
+        [known(process.pid) for process in several], machine, waits=PATIENT, patience=30.0, settle_seconds=60.0, sleep=later
+    )
+    assert all(ended.outcome == "ended" for ended in report.processes)
+    assert driver.calls(sensors) == before[1]
+    # Before the signals, and until the ended ones are off the list.
+    assert driver.calls(lists) - before[0] <= 3

@@ -19,6 +19,7 @@ from memtop.supervisor.monitor.nvml import NvmlReader
 from memtop.supervisor.monitor.processes import ProcessDescriber
 from memtop.supervisor.monitor.processes.proc import read_row
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
+from memtop.supervisor.monitor.selecting import only
 from memtop.supervisor.monitor.strays import KnownRun
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.monitor.vram import vram_parts
@@ -68,6 +69,17 @@ def test_every_value_of_a_process_that_is_none_has_its_reason(driver: Script, re
     for value in values:
         missing = {field for field in value.__struct_fields__ if getattr(value, field) is None} - plain - driver_says
         assert missing <= set(value.unknown), missing - set(value.unknown)
+
+
+def test_a_process_is_choosable_on_all_of_its_gpus_or_on_none(driver: Script, reader: NvmlReader, start: Start) -> None:
+    """Also for whoever is shown one of the GPUs only."""
+    process = start()
+    driver.gpu(0, total=GIB).gpu(1, total=GIB).process(0, pid=process.pid, used=9)
+    driver.process(1, pid=process.pid, used=8, kind="graphics").write()
+    (row,) = only(sampler(reader).sample(), [0]).gpus[0].processes
+    assert not row.choosable
+    assert row.reason is not None
+    assert "draws on the screen" in row.reason
 
 
 def test_a_stray_in_the_list(driver: Script, reader: NvmlReader, start: Start) -> None:

@@ -145,6 +145,10 @@ class ModelKernel(Kernel):
         self._happens()
         return {descriptor for descriptor in descriptors if id(self.open_[descriptor]) in self.dead}
 
+    def has_ended(self, descriptor: int) -> bool:
+        self._happens()
+        return id(self.open_[descriptor]) in self.dead
+
     def close(self, descriptor: int) -> None:
         del self.open_[descriptor]
 

@@ -14,6 +14,7 @@ from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.tui.app import DashboardApp, DashboardResult
 from memtop.tui.feed import Connected, FeedMessage
+from memtop.tui.hands import Told
 
 GIB = units.GIB
 NOW = 1_760_000_000.0
@@ -149,11 +150,13 @@ class RecordingHands:
 
     def __init__(self) -> None:
         self.ended: list[int] = []
+        self.told = Told("{} processes ended, 7.8 GiB returned", good=True)
         self.environment: dict[str, str] | None = {"HOME": "/home/ada", "HF_TOKEN": "hf_secret"}
 
-    async def end_processes(self, chosen: Sequence[GpuProcess]) -> str:
+    async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> Told:
         self.ended += [one.pid for one in chosen]
-        return f"{len(chosen)} processes ended, 7.8 GiB returned"
+        self.seen = machine
+        return self.told._replace(text=self.told.text.format(len(chosen)))
 
     async def environment_of(self, process: GpuProcess) -> dict[str, str]:
         if self.environment is None:

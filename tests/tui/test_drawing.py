@@ -17,8 +17,9 @@ from memtop.tui.draw.host import draw_host
 from memtop.tui.draw.line import fit, join_fitting, line, plain, spread, width_of, wrap
 from memtop.tui.draw.machine import draw_compact_machine, draw_processes
 from memtop.tui.draw.training import PHASE_MARKS, draw_events, draw_header, draw_loss, draw_training, notice
+from memtop.tui.draw.vram import vram_legend
 from memtop.tui.draw.words import age
-from memtop.tui.feed import Connected, Disconnected, Followed
+from memtop.tui.feed import Connected, Disconnected, Followed, Replayed
 from memtop.tui.store import Store, fold
 from tests.tui.support import GIB, HOST, NOW, gpu, machine, process, run_state, running
 
@@ -437,3 +438,36 @@ def test_a_mig_gpu_shows_its_instances() -> None:
     text = text_of(draw_gpu(store_of(machine(card)), card, 70, 8))
     assert [row.split()[0] for row in text.splitlines()[4:]] == ["0", "2", "5"]
     assert "2 more MIG instances" in text_of(draw_gpu(store_of(machine(card)), card, 70, 6))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+@pytest.mark.parametrize("name", ["tiny", "a-run-with-a-name-that-takes-the-whole-line-of-a-small-terminal"])
+def test_a_replay_never_looks_live(width: int, name: str) -> None:
+    update = running(gpu(), name=name, attempt=12, state=wire.Phase.RESTARTING)
+    played = Replayed("replay, 00:03:11 of 00:41:02, 60x", rewound=False)
+    (header,) = draw_header(dataclasses.replace(store_of(update, played), read_only=True), width, 1)
+    assert "replay" in plain(header)
+    assert "60x" in plain(header)
+    assert width_of(header) <= width
+
+
+def test_a_live_run_that_is_only_looked_at_says_so_at_80_columns() -> None:
+    (header,) = draw_header(dataclasses.replace(store_of(running(gpu())), read_only=True), 80, 1)
+    assert "read-only" in plain(header)
+
+
+def test_no_process_is_said_only_where_the_driver_lists_none() -> None:
+    refused = gpu(0, unknown={"processes": "no permission"})
+    lost = gpu(1, error="the GPU is lost")
+    legend = {one.index: plain(vram_legend(store_of(machine(one)), one, 200)) for one in (refused, gpu(2))}
+    assert "processes not known" in legend[0]
+    assert "processes none" in legend[2]
+    assert "no process uses a GPU" in text_of(draw_processes(store_of(machine(gpu(2))), 100, 5))
+    text = text_of(draw_processes(store_of(machine(refused, lost, gpu(2))), 100, 5))
+    assert "no process" not in text
+    assert "GPU 0: not all of its processes are known: no permission" in text
+    assert "GPU 1: its processes are not known: the GPU is lost" in text
+    silent = replace(machine(gpu(2, processes=(process(5),))), gpu_age_seconds=75.0)
+    text = text_of(draw_processes(store_of(silent), 100, 5))
+    assert "the driver has not answered for 00:01:15" in text
+    assert "job-5.py" in text

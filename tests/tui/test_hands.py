@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.processes import identify
-from memtop.tui.hands import RealHands
-from tests.tui.support import process
+from memtop.tui.hands import RealHands, Told, beside
+from tests.tui.support import gpu, machine, process
 
 WAITING = "import sys; print('up', flush=True); sys.stdin.read()"
 
@@ -37,3 +39,56 @@ async def test_the_environment_of_a_living_process_and_of_one_that_has_ended() -
 async def test_a_process_without_a_start_time_could_be_another() -> None:
     with pytest.raises(RefusedError, match="its start time is not known"):
         await RealHands().environment_of(process(os.getpid(), started_ticks=None))
+
+
+async def test_what_one_row_forbids_is_not_ended_and_its_neighbour_is() -> None:
+    """Its own last look: whatever the screen has offered."""
+    programs = [
+        subprocess.Popen([sys.executable, "-S", "-c", WAITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in "ab"
+    ]
+    try:
+        rows = []
+        for program in programs:
+            assert program.stdout is not None
+            assert program.stdout.readline() == b"up\n"
+            identity = identify(program.pid)
+            assert identity is not None
+            rows.append(process(program.pid, started_ticks=identity.started_ticks))
+        drawing = process(rows[0].pid, choosable=False, kind="graphics", reason="draws on the screen")
+        seen = machine(gpu(0, processes=tuple(rows)), gpu(1, processes=(drawing,)))
+        told = await RealHands().end_processes([rows[0]], seen)
+        assert told == Told(f"process {rows[0].pid} is not to be ended from here: draws on the screen", good=False)
+        elsewhere = await RealHands().end_processes([process(1 << 22)], seen)
+        assert elsewhere == Told(f"process {1 << 22} is not on a GPU", good=False)
+        other = await RealHands().end_processes([process(rows[1].pid, started_ticks=1)], seen)
+        assert "the number has been used again" in other.text
+        assert programs[1].poll() is None
+        told = await RealHands().end_processes(rows, seen)
+        assert not told.good
+        assert told.text.startswith("1 process ended")
+        assert told.text.endswith("draws on the screen")
+        assert programs[0].poll() is None
+        assert programs[1].wait() != 0
+    finally:
+        for program in programs:
+            program.kill()
+            program.communicate()
+
+
+async def test_a_hand_that_is_stuck_does_not_hold_up_leaving() -> None:
+    release = threading.Event()
+    task = asyncio.create_task(beside(release.wait))
+    while not any(thread.name == "memtop-hands" for thread in threading.enumerate()):
+        await asyncio.sleep(0)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "memtop-hands")
+    assert thread.daemon, "Python waits for all others before it ends"
+    release.set()
+    assert await task is True
+
+
+async def test_what_goes_wrong_beside_is_raised_here() -> None:
+    def fail() -> None:
+        raise RefusedError("no")
+
+    with pytest.raises(RefusedError, match="no"):
+        await beside(fail)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
@@ -9,6 +12,7 @@ from textual.widgets import Input
 from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
 from memtop.supervisor.wire import Checkpoint, StateUpdate
 from memtop.tui.app import DashboardApp, DashboardResult
+from memtop.tui.hands import Told
 from memtop.tui.screens.dialog import ConfirmDialog
 from memtop.tui.screens.environment import EnvironmentDialog, is_secret
 from memtop.tui.screens.process import ProcessScreen
@@ -351,3 +355,154 @@ async def test_the_short_list_opens_the_full_one(by: str) -> None:
             await pilot.press("enter")
         await settle(pilot)
         assert isinstance(app.screen, ProcessesScreen)
+
+
+class SlowHands(RecordingHands):
+    """Ends when the test says so."""
+
+    def __init__(self, told: Told) -> None:
+        super().__init__()
+        self.told = told
+        self.release = asyncio.Event()
+
+    async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> Told:
+        await self.release.wait()
+        return await super().end_processes(chosen, machine)
+
+
+@pytest.mark.parametrize("keys", [("escape",), ("q",), ("enter", "k", "y", "escape", "escape")])
+async def test_an_ending_goes_on_and_is_told_when_its_screen_is_left(keys: tuple[str, ...]) -> None:
+    hands = SlowHands(Told("1 process ended, 7.8 GiB returned", good=True))
+    app = dashboard(RecordingFeed(small(grown(1, 1))), hands)
+    async with app.run_test(size=SIZE) as pilot:
+        await opened(pilot)
+        for key in (*(("k", "y") if "k" not in keys else ()), *keys):
+            await pilot.press(key)
+            await settle(pilot)
+        assert app.screen is app.dashboard
+        assert app.ending
+        hands.release.set()
+        await settle(pilot)
+        assert hands.ended == [1]
+        assert "✓ 1 process ended, 7.8 GiB returned" in screen_text(app)
+        assert not app.ending
+
+
+async def test_one_ending_at_a_time() -> None:
+    hands = SlowHands(Told("done", good=True))
+    app = dashboard(RecordingFeed(small(grown(1, 1))), hands)
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await opened(pilot)
+        await pilot.press("k", "y", "k")
+        await settle(pilot)
+        assert app.screen is screen
+        assert "✗ processes are being ended already" in screen_text(app)
+        hands.release.set()
+        await settle(pilot)
+        assert hands.ended == [1]
+
+
+async def test_what_draws_on_another_gpu_can_be_neither_ticked_nor_ended() -> None:
+    drawing = process(1, kind="graphics", choosable=False, reason="draws on the screen (graphics)")
+    hands = RecordingHands()
+    app = dashboard(RecordingFeed(machine(gpu(0, processes=(grown(1, 2),)), gpu(1, processes=(drawing,)))), hands)
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await opened(pilot)
+        for key in ("k", "space"):
+            await pilot.press(key)
+            await settle(pilot)
+            assert app.screen is screen
+            assert "draws on the screen (graphics)" in screen_text(app)
+        await pilot.press("enter", "k")
+        await settle(pilot)
+        assert isinstance(app.screen, ProcessScreen)
+        assert "draws on the screen (graphics)" in screen_text(app)
+        assert hands.ended == []
+
+
+async def test_what_became_of_an_ending_is_marked_whole_and_stays() -> None:
+    words = (
+        "no process ended; process 1 does not react even to SIGKILL: it is stuck in the kernel or in the driver, see THE-END"
+    )
+    hands = RecordingHands()
+    hands.told = Told(words, good=False)
+    app = dashboard(RecordingFeed(small(grown(1, 2), grown(2, 1))), hands)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot)
+        await pilot.press("k", "y")
+        await settle(pilot)
+        for _ in range(2):
+            text = screen_text(app)
+            assert "✗ no process ended" in text
+            assert "THE-END" in text
+            assert "✓" not in text
+            await pilot.press("down")
+            await settle(pilot)
+        assert "your own process" in screen_text(app), "the row under the cursor has its line, too"
+        screen.say("something else")
+        await settle(pilot)
+        assert "THE-END" not in screen_text(app)
+
+
+async def test_the_question_names_the_gpus() -> None:
+    app = dashboard(RecordingFeed(machine(gpu(0, processes=(grown(1, 2),)), gpu(3, processes=(grown(1, 2),)))))
+    async with app.run_test(size=SIZE) as pilot:
+        await opened(pilot)
+        await pilot.press("k")
+        await settle(pilot)
+        assert isinstance(app.screen, ConfirmDialog)
+        assert "on GPU 0, 3: python job-1.py" in screen_text(app)
+
+
+async def test_a_list_that_the_driver_refuses_is_not_called_empty() -> None:
+    refused = gpu(0, unknown={"processes": "no permission: this user may not read it"})
+    app = dashboard(RecordingFeed(machine(refused)))
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        words = "! GPU 0: not all of its processes are known: no permission"
+        assert words in screen_text(app)
+        assert "no process uses a GPU" not in screen_text(app)
+        await opened(pilot)
+        assert words in screen_text(app)
+        assert "no process uses a GPU" not in screen_text(app)
+        await pilot.press("escape", "k")
+        await settle(pilot)
+        assert "GPU 0: not all of its processes are known" in screen_text(app)
+        assert "uses a GPU" not in screen_text(app).partition("Cancel")[0].rpartition("Processes that hold")[2]
+
+
+async def test_a_filter_that_is_not_understood_is_not_taken_with_enter() -> None:
+    app = dashboard(RecordingFeed(small(grown(1, 3), process(2, kind="mps"))))
+    async with app.run_test(size=SIZE) as pilot:
+        await opened(pilot)
+        await pilot.press("f", *"kind:mps", "enter")
+        await settle(pilot)
+        assert order_of(app) == [2]
+        await pilot.press("f", *" usr:x", "enter")
+        await settle(pilot)
+        assert app.screen.query_one("#processes-input", Input).display
+        assert "no key 'usr'" in screen_text(app)
+        assert "usr:x" not in screen_text(app).splitlines()[0], "what is shown is not chosen by that"
+        await pilot.press("escape")
+        await settle(pilot)
+        assert order_of(app) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "secret"),
+    [
+        ("DATABASE_URL", "postgres://ada:s3cret@db/x", True),
+        ("https_proxy", "http://ada:s3cret@proxy:3128", True),
+        ("PIP_INDEX_URL", "https://ghp_token@github.com/x", True),
+        ("https_proxy", "http://proxy:3128", False),
+        ("MYSQL_PWD", "x", True),
+        ("GPG_PASSPHRASE", "x", True),
+        ("SENTRY_DSN", "x", True),
+        ("SMTP_PASS", "x", True),
+        ("PWD", "/home/ada", False),
+        ("OLDPWD", "/home", False),
+        ("PASSIVE", "1", False),
+    ],
+)
+def test_secret_values(name: str, value: str, secret: bool) -> None:
+    assert is_secret(name, value) is secret

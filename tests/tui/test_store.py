@@ -90,3 +90,10 @@ def test_a_late_sample_or_a_slow_interval_is_no_gap() -> None:
         for moment in moments:
             store = fold(store, machine(gpu(), time=NOW + moment))
         assert len(store.host_history) == len(moments)
+
+
+def test_a_process_may_be_ended_only_where_each_of_its_rows_allows_it() -> None:
+    drawing = process(5, choosable=False, kind="graphics", reason="draws on the screen")
+    (holder,) = holders(machine(gpu(0, processes=(process(5),)), gpu(1, processes=(drawing,))))
+    assert (holder.process.choosable, holder.process.reason) == (False, "draws on the screen")
+    assert holder.where == "0,1"

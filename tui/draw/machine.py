@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memtop.supervisor import units
+from memtop.supervisor.monitor.unlisted import untold
 from memtop.tui.draw.bands import ROLES, banded, padded_tag
 from memtop.tui.draw.gpu import LABEL, draw_gpu_note, draw_gpu_row, short_name
 from memtop.tui.draw.host import ram_bar, swap_row
@@ -58,8 +59,11 @@ def compact_rows(gpu_count: int) -> int:
 def draw_processes(store: Store, width: int, height: int) -> list[Line]:
     """All GPU processes of the machine, strays first."""
     rows = holders(store.machine)
+    missing = [] if store.machine is None else [fit(line((f"! {why}", "edge")), width) for why in untold(store.machine)]
     if not rows:
-        return [line(("no process uses a GPU", MUTED))]
+        return missing[:height] or [line(("no process uses a GPU", MUTED))]
+    missing = missing[: max(0, height - 2)]
+    height -= len(missing)
     header = f"{'pid':>8}  {'user':<10} {'GPU':<6} {'VRAM':>9}  {'run':<14} command"
     lines = [line((header, MUTED))]
     for row in rows[: height - 1]:
@@ -74,4 +78,4 @@ def draw_processes(store: Store, width: int, height: int) -> list[Line]:
     hidden = len(rows) - (len(lines) - 1)
     if hidden > 0:
         lines[-1] = line((f"{hidden + 1} more", MUTED))
-    return lines
+    return [*missing, *lines]

@@ -46,12 +46,13 @@ def draw_header(store: Store, width: int, height: int) -> list[Line]:
         )
     )
     clock = line((units.duration(run_seconds(store)), STRONG), " ")
-    label = _label(store)
-    # The fullest right side that fits; the label of an invented picture outlives the settings.
-    choices = [join((label, _settings_words(run, wide), clock)) for wide in (True, False)] + [join((label, clock)), clock]
+    label, short = _label(store), _short_label(store)
+    # The fullest right side that fits. What says that the picture is not live outlives everything else.
+    choices = [join((label, _settings_words(run, wide), clock)) for wide in (True, False)]
+    choices += [join((label, clock)), label, join((short, clock)), short]
     room = width - width_of(left) - 2
-    right = next((choice for choice in choices if width_of(choice) <= room), ())
-    return [spread(left, right, width)]
+    right = next((choice for choice in choices if width_of(choice) <= room), short)
+    return [spread(fit(left, max(0, width - width_of(right) - 2)), right, width)]
 
 
 def _followed(store: Store) -> str:
@@ -68,6 +69,17 @@ def _label(store: Store) -> Line:
     if store.read_only:
         words.append("read-only")
     return line((" · ".join(words), "edge")) if words else ()
+
+
+def _short_label(store: Store) -> Line:
+    """`replay 60x`, `demo`, `read-only`: the least that says that this is not the present, or not to be acted on."""
+    label = store.label or ""
+    if store.replaying:
+        # The clock's own line, "replay, 00:03:11 of 00:41:02, 60x".
+        words = f"replay {label.rpartition(', ')[2]}"
+    else:
+        words = label.partition(" - ")[0] or ("read-only" if store.read_only else "")
+    return line((f"{words} ", "edge")) if words else ()
 
 
 def _machine_words(store: Store) -> Line:

@@ -43,7 +43,8 @@ from memtop.tui.widgets.log import LogPanel
 if TYPE_CHECKING:
     from memtop.tui.app import DashboardApp, DashboardResult
 
-_FLASH_ROLES = {"busy": ("…", "accent"), "good": ("✓", "good"), "bad": ("✗", "bad"), "note": ("·", "muted")}
+_FLASH_ROLES = {"busy": ("…", "accent"), "good": ("✓", "good"), "note": ("·", "muted")}
+_FLASH_ROLES |= dict.fromkeys(("bad", "failed"), ("✗", "bad"))
 _QUIET_INTERVALS = 6
 
 
@@ -284,11 +285,11 @@ class DashboardScreen(Screen[None]):
     def say(self, text: str, kind: str = "note") -> None:
         """Tell the user something on the line above the buttons; what does not fit or is hidden there also as a toast."""
         mark, role = _FLASH_ROLES[kind]
-        self._flash = line((f"{mark} ", role), (text, "bad" if kind == "bad" else "text"))
+        self._flash = line((f"{mark} ", role), (text, "bad" if role == "bad" else "text"))
         self.query_one("#flash", LinePanel).show(self.store)
         # A toast lies over the end of that line, so there is none where the line says it all.
         said = self.is_current and cell_len(text) <= self.query_one("#flash").size.width - len(mark) - 1
-        if kind in ("good", "bad") and not said:
+        if kind in ("good", "bad", "failed") and not said:
             self.notify(text, severity="information" if kind == "good" else "error", markup=False)
 
     def _draw_flash(self, store: Store, width: int, height: int) -> list[Line]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,12 +19,19 @@ from memtop.tui.screens.dialog import Dialog
 if TYPE_CHECKING:
     from memtop.tui.app import DashboardApp
 
-_SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "AUTH")
+_SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "PWD", "DSN", "CREDENTIAL", "AUTH")
+_FOLDERS = ("PWD", "OLDPWD")
+_PASS = re.compile(r"(^|_)PASS(_|$)")
+# scheme://user:password@host, and a token in the user's place.
+_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^\s@]+@", re.IGNORECASE)
 
 
-def is_secret(name: str) -> bool:
-    """Whether a variable's name says that its value is nobody else's business."""
-    return any(word in name.upper() for word in _SECRET_WORDS)
+def is_secret(name: str, value: str = "") -> bool:
+    """Whether a variable's name, or the form of its value, says that the value is nobody else's business."""
+    name = name.upper()
+    if _WITH_PASSWORD.search(value):
+        return True
+    return name not in _FOLDERS and (any(word in name for word in _SECRET_WORDS) or _PASS.search(name) is not None)
 
 
 async def show_environment(app: DashboardApp, process: GpuProcess, say: Callable[[str, str], None]) -> None:
@@ -56,7 +64,7 @@ class EnvironmentDialog(Dialog[None]):
             box.border_title = f"Environment of process {self._process.pid}"
             yield Static(self._text(), id="variables")
             with Horizontal(classes="buttons"):
-                if any(is_secret(name) for name in self._variables):
+                if any(is_secret(name, value) for name, value in self._variables.items()):
                     yield Button("Show hidden (v)", id="reveal", compact=True)
                 yield Button("Close", id="cancel", compact=True)
 
@@ -71,7 +79,7 @@ class EnvironmentDialog(Dialog[None]):
     def _text(self) -> Text:
         text = Text(overflow="fold")
         for name, value in sorted(self._variables.items()):
-            hidden = is_secret(name) and not self._revealed
+            hidden = is_secret(name, value) and not self._revealed
             text.append(f"{name}=", "bold")
             text.append("hidden\n" if hidden else f"{value}\n", "italic" if hidden else "")
         return text if self._variables else Text("it has none")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from memtop.presets import apply_preset, presets_for
 from memtop.supervisor import units, wire
+from memtop.supervisor.monitor.unlisted import untold
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Change
 from memtop.tui.screens.dialog import ConfirmDialog
@@ -112,21 +113,44 @@ async def _send_restart(screen: DashboardScreen, change: Change) -> None:
 
 async def kill(screen: DashboardScreen, key: str) -> None:
     store = screen.store
-    chosen = await screen.app.push_screen_wait(KillDialog(candidates(store), store.now))
+    missing = untold(store.machine) if store.machine is not None else []
+    chosen = await screen.app.push_screen_wait(KillDialog(candidates(store), store.now, missing))
     if chosen:
-        await end_chosen(screen.dashboard_app, store, chosen, screen.say, screen.dialog_closed)
+        await end_chosen(screen.dashboard_app, store, chosen, screen, screen.dialog_closed)
+
+
+class Speaker(Protocol):
+    """A screen that tells what an action came to."""
+
+    def say(self, text: str, kind: str = "note") -> None: ...
+
+
+def begin_ending(
+    app: DashboardApp, store: Store, chosen: Sequence[Holder], speaker: Speaker, answered: Callable[[bool], None]
+) -> bool:
+    """Ask and end in a worker of the application: it goes on, and its report is told, when the screen is left. False
+    where an ending is already under way."""
+    if app.ending:
+        speaker.say("processes are being ended already: their report comes first", "bad")
+        return False
+    app.run_worker(
+        end_chosen(app, store, chosen, speaker, lambda: answered(True), lambda: answered(False)), group="ending", exclusive=True
+    )
+    return True
 
 
 async def end_chosen(
     app: DashboardApp,
     store: Store,
     chosen: Sequence[Holder],
-    say: Callable[[str, str], None],
+    speaker: Speaker,
     answered: Callable[[], None],
-) -> bool:
-    """Name each chosen process and what its end would cost, ask, end them, say what came of it; False where refused.
+    refused: Callable[[], None] = lambda: None,
+) -> None:
+    """Name each chosen process and what its end would cost, ask, end them, say what came of it.
 
-    `answered` is called once the dialog is closed, while the ending may still take its time.
+    `answered` is called once the dialog is closed with yes, while the ending may still take its time; `refused` where it
+    was closed with no.
     """
     one = len(chosen) == 1
     lines = [
@@ -138,17 +162,31 @@ async def end_chosen(
     ]
     label = "End it" if one else f"End {len(chosen)}"
     if not await app.push_screen_wait(ConfirmDialog("End processes", lines, confirm=label)):
-        return False
+        refused()
+        return
     answered()
-    say("ending: interrupt first, kill last, up to 12 s", "busy")
-    say(await app.hands.end_processes([holder.process for holder in chosen]), "good")
-    return True
+    machine = app.dashboard.store.machine
+    assert machine is not None
+    app.ending = True
+    try:
+        speaker.say("ending: interrupt first, kill last, up to 20 s", "busy")
+        told = await app.hands.end_processes([holder.process for holder in chosen], machine)
+    finally:
+        app.ending = False
+    # Who has left the screen gets the report where they are.
+    still_open: Sequence[object] = app.screen_stack
+    teller: Speaker = speaker if speaker in still_open else app.dashboard
+    teller.say(told.text, "good" if told.good else "failed")
 
 
 def _named(holder: Holder, now: float | None) -> tuple[str, str]:
     """Who it is, and below it the whole command: two runs may differ in its last word only."""
     process = holder.process
-    return (describe(holder, now, command_width=0).rstrip(), f"{'':>10}{process.command or process.name or units.UNKNOWN}")
+    gpus = f"on GPU {', '.join(map(str, holder.gpu_indices))}: "
+    return (
+        describe(holder, now, command_width=0).rstrip(),
+        f"{'':>10}{gpus}{process.command or process.name or units.UNKNOWN}",
+    )
 
 
 def consequences(chosen: Sequence[Holder], store: Store) -> list[str]:

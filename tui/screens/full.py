@@ -20,6 +20,11 @@ class FullScreen(Screen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "keys", "Help", show=False)]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is anything to draw on: a screen that was left has no widgets any more."""
+        return self.is_mounted and self in self.app.screen_stack
+
     def action_keys(self) -> None:
         self.app.push_screen(KeysDialog(self))
 

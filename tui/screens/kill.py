@@ -22,18 +22,20 @@ from memtop.tui.store import Holder
 
 _DIALOG_WIDTH = 88
 # What stands before the command: the box and the columns.
-_BEFORE = 45
+_BEFORE = 52
+_GPU_WIDTH = 5
 # Frame, padding and scroll bar of the dialog.
 _AROUND = 8
 
 
 def describe(holder: Holder, now: float | None, *, command_width: int) -> str:
-    """pid, user, age, VRAM and command of one process, in columns."""
+    """pid, user, age, GPUs, VRAM and command of one process, in columns."""
     process = holder.process
     old = units.UNKNOWN if process.started is None or now is None else age(now - process.started)
     command = cropped(process.command or process.name or units.UNKNOWN, command_width)
     user = cropped(process.user or units.UNKNOWN, 10)
-    return f"{process.pid:>8}  {user} {old:>7}  {units.size(holder.used_bytes):>9}  {command}"
+    where = cropped(holder.where, _GPU_WIDTH)
+    return f"{process.pid:>8}  {user} {old:>7}  {where}  {units.size(holder.used_bytes):>9}  {command}"
 
 
 def _prompt(holder: Holder, now: float | None, width: int, *, ticked: bool) -> Text:
@@ -78,16 +80,20 @@ class TickList(OptionList):
 class KillDialog(Dialog[tuple[Holder, ...]]):
     """Dismissed with what was ticked, or None."""
 
-    def __init__(self, rows: Sequence[Holder], now: float | None) -> None:
+    def __init__(self, rows: Sequence[Holder], now: float | None, missing: Sequence[str] = ()) -> None:
+        """`missing`: why there may be processes that are not in the list, a sentence each."""
         super().__init__()
+        self._missing = tuple(missing)
         self._rows = tuple(rows)
         self._now = now
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog -dangerous") as box:
             box.border_title = "Processes that hold GPU memory"
-            header = f"    {'pid':>8}  {'user':<10} {'age':>7}  {'VRAM':>9}  command"
-            yield Static(header if self._rows else "no process but this run's uses a GPU", classes="muted", markup=False)
+            header = f"    {'pid':>8}  {'user':<10} {'age':>7}  {'GPU':<{_GPU_WIDTH}}  {'VRAM':>9}  command"
+            nobody = [] if self._missing else ["no process but this run's uses a GPU"]
+            above = [*self._missing, *([header] if self._rows else nobody)]
+            yield Static("\n".join(above), classes="muted", markup=False)
             yield TickList(self._rows, self._now, min(_DIALOG_WIDTH, self.app.size.width * 96 // 100) - _AROUND)
             note = "Space ticks. Other users' processes and services of the machine cannot be chosen."
             yield Static(note, classes="muted", markup=False)

@@ -14,6 +14,7 @@ from memtop.supervisor.monitor.values import GpuProcess
 from memtop.tui.draw.charts import trail
 from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, spread, wrap
 from memtop.tui.draw.process_list import roles_in_words
+from memtop.tui.draw.report import report_lines
 from memtop.tui.draw.words import age
 from memtop.tui.process_rows import Row, rows_of
 from memtop.tui.screens.full import FullScreen
@@ -44,7 +45,7 @@ class ProcessScreen(FullScreen):
         self.dashboard = dashboard
         self._row = row
         self._ended = False
-        self._flash: Line = ()
+        self._said: tuple[str, str] | None = None
 
     def compose(self) -> ComposeResult:
         yield LinePanel(self._draw_title, id="processes-title")
@@ -153,13 +154,15 @@ class ProcessScreen(FullScreen):
         return [join((left, right)) for pair in (charts[:2], charts[2:]) for left, right in zip(pair[0], pair[1], strict=False)]
 
     def _draw_flash(self, store: Store, width: int, height: int) -> list[Line]:
-        return [self._flash]
+        return report_lines(*self._said, width) if self._said else [()]
 
     def say(self, text: str, kind: str = "note") -> None:
         """Tell the user something on the line above the keys."""
-        self._flash = line((f"{'✗ ' if kind == 'bad' else ''}{text}", "bad" if kind == "bad" else "text"))
-        if self.is_mounted:
-            self.query_one("#processes-flash", LinePanel).show(self.dashboard.store)
+        self._said = (text, kind)
+        if self.is_open:
+            panel = self.query_one("#processes-flash", LinePanel)
+            panel.styles.height = max(1, len(report_lines(text, kind, self.size.width - 2)))
+            panel.show(self.dashboard.store)
 
     def action_leave(self) -> None:
         self.dismiss(None)
@@ -178,13 +181,15 @@ class ProcessScreen(FullScreen):
         else:
             self._end()
 
-    @work(group="actions", exclusive=True)
-    async def _end(self) -> None:
-        from memtop.tui.screens.flows import end_chosen
+    def _end(self) -> None:
+        from memtop.tui.screens.flows import begin_ending
 
         process, store = self._process, self.dashboard.store
         chosen = [h for h in holders(store.machine) if (h.process.pid, h.process.started) == (process.pid, process.started)]
-        await end_chosen(self.dashboard.dashboard_app, store, chosen, self.say, lambda: None)
+        if not all(holder.process.choosable for holder in chosen):
+            self.say(f"not to be ended: {chosen[0].process.reason}", "bad")
+        else:
+            begin_ending(self.dashboard.dashboard_app, store, chosen, self, lambda yes: None)
 
 
 def _percent(value: float | None) -> str:

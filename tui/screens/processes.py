@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from textual import on, work
@@ -11,9 +11,13 @@ from textual.binding import Binding, BindingType
 from textual.events import Resize
 from textual.widgets import Input
 
+from memtop.supervisor.monitor.choosing import NOT_YOURS, forbidden
+from memtop.supervisor.monitor.choosing import rows_of as gpu_rows
+from memtop.supervisor.monitor.unlisted import untold
 from memtop.supervisor.monitor.values import GpuProcess
 from memtop.tui.draw.line import MUTED, Line, fact, fit, join, join_fitting, line, spread, width_of
 from memtop.tui.draw.process_list import SORTABLE, columns_for, draw_row, heading, roles_in_words
+from memtop.tui.draw.report import REPORTS, report_lines
 from memtop.tui.process_filter import Filter, parse
 from memtop.tui.process_rows import Order, Row, RowKey, View, arranged, rows_of
 from memtop.tui.screens.full import FullScreen
@@ -26,7 +30,6 @@ if TYPE_CHECKING:
     from memtop.tui.screens.dashboard import DashboardScreen
 
 _VIEWS = (View.JOBS, View.TREE, View.FLAT)
-_FLASH = {"busy": ("…", "accent"), "good": ("✓", "good"), "bad": ("✗", "bad"), "note": ("·", "muted")}
 
 
 class ProcessesScreen(FullScreen):
@@ -66,7 +69,10 @@ class ProcessesScreen(FullScreen):
         self._frozen: list[RowKey] | None = None
         self._rows: list[Row] = []
         self._total = 0
+        self._applied_text = ""
+        """The filter as it was last understood: what the rows were chosen by."""
         self._flash: Line = ()
+        self._report: tuple[str, str] | None = None
 
     def compose(self) -> ComposeResult:
         yield LinePanel(self._draw_title, id="processes-title")
@@ -99,7 +105,7 @@ class ProcessesScreen(FullScreen):
         self._show()
 
     def _show(self) -> None:
-        if not self.is_mounted:
+        if not self.is_open:
             return
         table = self.query_one(LineTable)
         every = rows_of(self._store.machine)
@@ -119,14 +125,18 @@ class ProcessesScreen(FullScreen):
         with self.app.batch_update():
             table.show(head, places, [row.key for row in self._rows], lines)
             self.query_one("#processes-title", LinePanel).show(self._store)
+            self._show_flash()
 
     def _draw_title(self, store: Store, width: int, height: int) -> list[Line]:
         shown = sum(row.process is not None for row in self._rows)
         count = f"{shown} of {self._total}" if self._filter.terms else str(self._total)
         left = join((line((" memtop ", "accent")), fact("GPU processes", count), fact("", self._view.value)))
-        if self._filter_text:
-            left = join((left, fact("filter", self._filter_text, "edge")))
-        if not self._total:
+        if self._applied_text:
+            left = join((left, fact("filter", self._applied_text, "edge")))
+        missing = untold(store.machine) if store.machine is not None else ["waiting for the first sample"]
+        if missing:
+            left = join((left, line((f"! {missing[0]}", "edge"))))
+        elif not self._total:
             left = join((left, line(("no process uses a GPU", MUTED))))
         sums = [fact("ticked", str(len(self._ticked)))] if self._ticked else []
         sums += [line(("order held still", "edge"))] if self._frozen is not None else []
@@ -138,11 +148,18 @@ class ProcessesScreen(FullScreen):
             return [fit(line(("✗ ", "bad"), (self._problem, "bad")), width)]
         if self._flash:
             return [fit(self._flash, width)]
+        report = [] if self._report is None else report_lines(*self._report, width)
         row = self.row
         if row is None:
-            return [()]
+            return [*report, ()]
         where = self._where_words(row)
-        return [spread(self._row_words(row, width - width_of(where) - 2), where, width)]
+        return [*report, spread(self._row_words(row, width - width_of(where) - 2), where, width)]
+
+    def _show_flash(self) -> None:
+        panel = self.query_one("#processes-flash", LinePanel)
+        width = self.size.width - 2
+        panel.styles.height = max(1, len(self._draw_flash(self._store, width, 1)))
+        panel.show(self._store)
 
     def _where_words(self, row: Row) -> Line:
         """Where the cursor is in a list that goes beyond the screen."""
@@ -163,10 +180,10 @@ class ProcessesScreen(FullScreen):
 
     def say(self, text: str, kind: str = "note") -> None:
         """Tell the user something on the line above the keys."""
-        mark, role = _FLASH[kind]
-        self._flash = line((f"{mark} ", role), (text, "bad" if kind == "bad" else "text"))
-        if self.is_mounted:
-            self.query_one("#processes-flash", LinePanel).show(self._store)
+        self._report = (text, kind) if kind in REPORTS else None
+        self._flash = () if self._report else report_lines(text, kind, 2 * len(text) + 2)[0]
+        if self.is_open:
+            self._show_flash()
 
     @property
     def row(self) -> Row | None:
@@ -177,7 +194,7 @@ class ProcessesScreen(FullScreen):
     @on(LineTable.Moved)
     def _moved(self) -> None:
         self._flash = ()
-        self.query_one("#processes-flash", LinePanel).show(self._store)
+        self._show_flash()
 
     # --- order ------------------------------------------------------------------------------------------------------
 
@@ -215,7 +232,9 @@ class ProcessesScreen(FullScreen):
     # --- typing -----------------------------------------------------------------------------------------------------
 
     def action_filter(self) -> None:
-        self._open_input("filter", self._filter_text, "user:bob gpu:1 vram>2g is:stray -word   Enter keeps, Esc clears")
+        self._open_input(
+            "filter", self._filter_text, "user:bob gpu:1 kind:compute vram>2g is:stray -word   Enter keeps, Esc clears"
+        )
 
     def action_search(self) -> None:
         self._open_input("search", "", "find in the list; Enter searches, Esc leaves")
@@ -243,6 +262,9 @@ class ProcessesScreen(FullScreen):
     @on(Input.Submitted, "#processes-input")
     def _submitted(self, message: Input.Submitted) -> None:
         purpose = self._typing
+        if purpose == "filter" and self._problem:
+            # Not taken: the reason stands below, and the line stays open to be mended or given up.
+            return
         self._close_input()
         if purpose == "search":
             self._search = message.value.strip().casefold()
@@ -256,9 +278,8 @@ class ProcessesScreen(FullScreen):
         self._filter_text = text.strip()
         if isinstance(found, Filter):
             # While a word is half typed and not understood, the last one that was goes on.
-            self._filter = found
+            self._filter, self._applied_text = found, text.strip()
         self._show()
-        self.query_one("#processes-flash", LinePanel).show(self._store)
 
     def action_next(self, step: int) -> None:
         self._go_to_match(step)
@@ -300,6 +321,7 @@ class ProcessesScreen(FullScreen):
         self.dismiss(None)
 
     def _freeze(self) -> None:
+        self._report = None
         self._frozen = [row.key for row in self._rows]
         self._show()
 
@@ -345,9 +367,9 @@ class ProcessesScreen(FullScreen):
         row = self.row
         if row is None:
             return
-        keys = [r.key for r in rows_of(self._store.machine) if self._belongs(r, row) and _may_end(r)]
+        keys = [r.key for r in rows_of(self._store.machine) if self._belongs(r, row) and self._may_end(r)]
         if not keys:
-            self.say(f"not to be chosen: {_why_not(row)}", "bad")
+            self.say(f"not to be chosen: {self._why_not(row)}", "bad")
             return
         if (row.process is not None and self._ticked.issuperset(keys)) or self._ticked.issuperset(keys):
             self._ticked.difference_update(keys)
@@ -367,7 +389,7 @@ class ProcessesScreen(FullScreen):
         if not chosen:
             row = self.row
             if row is not None:
-                self.say(f"not to be ended: {_why_not(row)}", "bad")
+                self.say(f"not to be ended: {self._why_not(row)}", "bad")
             return
         self._end(chosen)
 
@@ -380,29 +402,30 @@ class ProcessesScreen(FullScreen):
             wanted = (r for r in every if self._belongs(r, row))
         else:
             wanted = ()
-        pids = {(r.key[1], r.key[2]) for r in wanted if _may_end(r)}
+        pids = {(r.key[1], r.key[2]) for r in wanted}
         found = holders(self._store.machine)
-        return tuple(h for h in found if (h.process.pid, h.process.started_ticks or h.process.started) in pids)
+        mine = (h for h in found if h.process.choosable)
+        return tuple(h for h in mine if (h.process.pid, h.process.started_ticks or h.process.started) in pids)
 
-    @work(group="actions", exclusive=True)
-    async def _end(self, chosen: tuple[Holder, ...]) -> None:
-        from memtop.tui.screens.flows import end_chosen
+    def _end(self, chosen: tuple[Holder, ...]) -> None:
+        from memtop.tui.screens.flows import begin_ending
+
+        def answered(yes: bool) -> None:
+            if yes:
+                self._ticked.clear()
+            self._thaw()
 
         self._freeze()
-        try:
-            ended = await end_chosen(self.dashboard.dashboard_app, self._store, chosen, self.say, self._thaw)
-        finally:
+        if not begin_ending(self.dashboard.dashboard_app, self._store, chosen, self, answered):
             self._thaw()
-        if ended:
-            self._ticked.clear()
-            self._show()
 
+    def _may_end(self, row: Row) -> bool:
+        return row.pid not in self._forbidden() and row.process is not None
 
-def _may_end(row: Row) -> bool:
-    return row.process is not None and row.process.choosable
+    def _why_not(self, row: Row) -> str:
+        if row.process is None:
+            return f"none of {row.job_name}'s processes is yours to end"
+        return self._forbidden().get(row.pid, NOT_YOURS)
 
-
-def _why_not(row: Row) -> str:
-    if row.process is None:
-        return f"none of {row.job_name}'s processes is yours to end"
-    return row.process.reason or "it is not yours"
+    def _forbidden(self) -> Mapping[int, str]:
+        return {} if self._store.machine is None else forbidden(gpu_rows(self._store.machine))

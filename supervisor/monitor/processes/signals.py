@@ -50,6 +50,11 @@ class Kernel:
             poller.register(descriptor, select.POLLIN)
         return {descriptor for descriptor, _ in poller.poll(max(0.0, seconds) * 1000)}
 
+    def has_ended(self, descriptor: int) -> bool:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        return bool(poller.poll(0))
+
     def close(self, descriptor: int) -> None:
         os.close(descriptor)
 

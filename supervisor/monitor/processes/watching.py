@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from memtop.supervisor.monitor.choosing import agreed
 from memtop.supervisor.monitor.processes.facts import JOB_VARIABLES, ProcessDescriber, ProcessFacts
 from memtop.supervisor.monitor.processes.filling import Judged, gpu_process, job_names, make_job
 from memtop.supervisor.monitor.processes.jobs import About, Draft, Grouping, about
@@ -89,9 +90,13 @@ class ProcessWatch:
             self._cpu = self._meter.update((self._rows[pid] for pid in self._relatives if pid in self._rows), now)
         runs = self._runs() if self._may_be_of_a_run(facts) else ()
         judged = Judged(runs, self._own_uid, own_family())
-        made = tuple(
-            tuple(gpu_process(gpu, row, facts[row.pid], self._rows.get(row.pid), self._cpu, judged) for row in gpu.processes)
-            for gpu in gpus
+        made = agreed(
+            [
+                tuple(
+                    gpu_process(gpu, row, facts[row.pid], self._rows.get(row.pid), self._cpu, judged) for row in gpu.processes
+                )
+                for gpu in gpus
+            ]
         )
         names = job_names(drafts, {row.pid: row for rows in made for row in rows}, facts)
         on_gpus: dict[int, list[tuple[int, GpuProcess]]] = {}
