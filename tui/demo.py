@@ -118,16 +118,12 @@ class DemoFeed:
         await asyncio.sleep(self._interval)
         yield wire.Answer(id=request.id, outcome=wire.Outcome.DONE, message=done)
 
-<<<<<<< HEAD
     def play(self, scene: str) -> None:
         """The scene `oom`: the run dies of memory with the next tick, if it trains."""
         if scene == "oom" and self._phase is Phase.TRAINING:
             self._dies_tick = self._tick + 1
 
-    async def end_processes(self, chosen: Sequence[GpuProcess]) -> str:
-=======
     async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> Told:
->>>>>>> s-hands
         """The demo's processes are invented: nothing real is touched."""
         self._ended_pids |= {process.pid for process in chosen}
         returned = sum(process.used_bytes or 0 for process in chosen)
