@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from memtop.train.live import edit_live
 from tests.train.failing import fresh, small, splits_of
 from tests.train.support import Training, edited
 from tests.train.test_evaluation import held_out
-from tests.train.test_processes import converse, environment, reports
+from tests.train.test_processes import converse, environment
 from tests.train.test_processes import listener as listener
 
 AT, UPDATES = 4, 9
@@ -152,6 +153,13 @@ def test_a_checkpoint_that_is_asked_for_with_a_change_has_the_new_settings(tmp_p
     assert {number: ok for number, ok, _ in training.channel.answers} == {7: True, 8: True, 9: True}
 
 
+def whole_reports(folder: Path) -> list[dict[str, Any]]:
+    """The journal as far as its lines are complete; it may not be there yet."""
+    path = folder / "rank-0.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [msgspec.json.decode(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
 def test_a_running_process_is_changed_over_its_socket(tmp_path: Path, listener: socket.socket) -> None:
     settings = edited(target_samples=8 * 100_000, save_every=100_000)
     (tmp_path / "settings.json").write_bytes(msgspec.json.encode(settings))
@@ -162,6 +170,12 @@ def test_a_running_process_is_changed_over_its_socket(tmp_path: Path, listener: 
         stdout=subprocess.DEVNULL,
     )
     try:
+        # The agent speaks up before the trainer has anything to offer.
+        until = time.monotonic() + 120
+        while not any(report["type"] == "step" for report in whole_reports(tmp_path)):
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.1)
         _, changed, refused, stopped = converse(
             listener,
             {"type": "command", "id": 1, "name": "change", "values": {"batch": 2, "accumulation": None}},
@@ -176,8 +190,7 @@ def test_a_running_process_is_changed_over_its_socket(tmp_path: Path, listener: 
     assert answers[1]["ok"]
     assert answers[1]["result"]["changes"] == {"batch": 2, "accumulation": 4}
     assert not answers[2]["ok"]
-    told = reports(tmp_path)
-    assert told[0]["offers"] == ["free_cache", "checkpoint", "stop", "change"]
+    told = whole_reports(tmp_path)
     (change,) = [report for report in told if report["type"] == "settings"]
     assert change["update"] == answers[1]["result"]["update"]
     saved = msgspec.json.decode((tmp_path / "state" / "manifest.json").read_bytes())
