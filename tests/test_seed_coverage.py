@@ -309,5 +309,6 @@ def test_what_the_guides_run_as_root_or_by_force_is_never_run(word: str) -> None
 def test_the_cache_is_emptied_only_inside_the_training_process() -> None:
     # A new process that empties its own cache frees nothing of another's, and opens a context of some hundred MB.
     found = {path for path, text in sources().items() if re.search(r"\bempty_cache\(", text)}
+    # The agent when it is asked, the built-in trainer after a failed allocation: both within the process that has the cache.
     assert found
-    assert {Path(path).parts[:2] for path in found} == {("train", "agent")}
+    assert {Path(path).parts[0] for path in found} == {"train"}
