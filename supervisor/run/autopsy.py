@@ -15,6 +15,7 @@ from memtop.supervisor import units
 from memtop.supervisor.diagnosis.engine import diagnose, diagnose_file
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind, OomRecord
 from memtop.supervisor.run.error_files import error_files
+from memtop.supervisor.run.explain import first_dead_rank
 from memtop.supervisor.run.kernel_log import kernel_lines
 from memtop.supervisor.run.witness import Witness
 
@@ -47,6 +48,10 @@ def examine(end: End, witness: Witness) -> Diagnosis:
     free = evidence.disk_free_bytes
     if found.reason == "no_evidence" and evidence.exit_status is None and free is not None and free < _FULL_BYTES:
         return _silenced(end.state_folder, free)
+    first = first_dead_rank(end.log)
+    if found.of_memory and found.rank is None and first is not None:
+        # The kernel names a process; torchrun knows whose it was.
+        found = msgspec.structs.replace(found, rank=first[0])
     return found
 
 
