@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 ROOT = Path("/sys/fs/cgroup")
 _ROOM = 64 << 20
+_STEP = 16 << 20
 # Grows until the kernel ends somebody; itself it never chooses.
 _BALLAST = """
 import os, time
@@ -40,6 +42,20 @@ class MemoryGroup:
         if self._swap.exists():
             # Or the machine's swap would take what does not fit.
             self._swap.write_text("0" if self._swap.name == "memory.swap.max" else str(size))
+
+    def squeeze(self, size: int) -> None:
+        """Leave the group so many bytes less than it uses now, step by step; swap takes them."""
+        goal = int(self._usage.read_text()) - size
+        for _ in range(200):
+            wanted = max(goal, int(self._usage.read_text()) - _STEP)
+            try:
+                self._limit.write_text(str(wanted))
+            except OSError as error:
+                assert error.errno == errno.EBUSY  # noqa: PT017 - not yet: the pages are on their way out
+            if wanted == goal:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"the group still uses more than {goal} bytes")
 
     @property
     def enter(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from memtop.supervisor.run.ledger import Ledger
 from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import Change, Try
 from tests.conftest import Runs
+from tests.groups import MemoryGroup, memory_group
 
 PROGRAM = str(Path(__file__).with_name("waiting.py"))
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -48,9 +50,29 @@ def test_what_a_program_of_somebodys_own_spends_its_time_on(runs: Runs, kind: st
     runs.kill(read_state(find_run("a", runs.path)).trainer_pid or 0)
 
 
+@pytest.fixture
+def group() -> Iterator[MemoryGroup]:
+    yield from memory_group()
+
+
+def free_swap() -> int:
+    rows = [line.split() for line in Path("/proc/swaps").read_text().splitlines()[1:]]
+    return sum(int(size) - int(used) for _, _, size, used, _ in rows) << 10
+
+
+def test_a_program_that_swaps(runs: Runs, group: MemoryGroup) -> None:
+    if free_swap() < 768 << 20:
+        pytest.skip("this machine has no swap to use (768 MiB needed), and to make some is for root to decide")
+    runs.memtop("train", "--detach", "--name", "a", "--", *group.inside(sys.executable, PROGRAM, "swap", "100000"))
+    runs.wait("a", lambda document: (document["updates"] or 0) > 10)
+    group.squeeze(320 << 20)  # torch itself has some 200 MiB that nobody reads again
+    document = advised(runs, "swap")
+    assert any("swap" in text for text in document["evidence"])
+    runs.kill(read_state(find_run("a", runs.path)).trainer_pid or 0)
+
+
 def test_a_machine_that_swaps_is_told_from_both(tmp_path: Path) -> None:
-    """Swapping cannot be made here without harm to the machine: /proc/vmstat as a machine writes it that reads 3000 pages a
-    second back goes through the real reader."""
+    """For machines without swap: /proc/vmstat as one writes it that reads 3000 pages a second back, through the real reader."""
     now, pages = [0.0], 0
     for name in ("meminfo", "stat", "loadavg", "uptime"):
         (tmp_path / name).write_text(Path("/proc", name).read_text())
