@@ -22,6 +22,8 @@ _SAMPLE_SECONDS = 1.0
 _AGAIN_SECONDS = 5.0
 # Walking /proc for the run's members and writing to the ledger are done at every fifth sample.
 _RARELY = 5
+# In which the processes of an attempt appear: so long they are looked for at every sample.
+_YOUNG_SECONDS = 60.0
 
 
 class MachineWatch:
@@ -46,6 +48,8 @@ class MachineWatch:
         self._gpu_base = GpuBase()
         self._members: list[ProcessId] = []
         self._bands: dict[str, Band] = {}
+        self._attempt = 0
+        self._attempt_since = time.monotonic()
         self._sampler: Sampler | None = None
         self._task: asyncio.Task[None] | None = None
         self._again: asyncio.TimerHandle | None = None
@@ -102,7 +106,10 @@ class MachineWatch:
             await asyncio.sleep(max(0.1, _SAMPLE_SECONDS - (time.monotonic() - started)))
 
     def _sample(self, sampler: Sampler, rarely: bool, attempt: int, reports: tuple[RankReport, ...]) -> None:
-        if rarely:
+        now = time.monotonic()
+        if attempt != self._attempt:
+            self._attempt, self._attempt_since = attempt, now
+        if rarely or now - self._attempt_since < _YOUNG_SECONDS:
             self._members = self._find_members()
             self.roles = roles([member.pid for member in self._members], {report.pid for report in reports})
         self.machine = sampler.sample()

@@ -130,7 +130,8 @@ def test_a_growth_step_is_tried_measured_and_kept_or_undone(runs: Runs) -> None:
     assert show["effective_batch"] == 40
     assert len(show["attempts"]) == 1  # nothing was restarted
     assert [row["state"] for row in trials(runs)] == ["measuring before", "measuring after", trial["state"]]
-    assert msgspec.to_builtins(read_state(find_run("a", runs.path)).trial) == trials(runs)[-1]
+    # state.json follows within moments.
+    runs.wait("a", lambda _: msgspec.to_builtins(read_state(find_run("a", runs.path)).trial) == trials(runs)[-1])
     text = runs.memtop("advise", "a").stdout
     assert "trial of batch 8 -> 10, accumulation 5 -> 4" in text
     runs.memtop("stop", "a")

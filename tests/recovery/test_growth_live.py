@@ -54,7 +54,8 @@ def test_memory_that_runs_out_in_a_trial_undoes_it_for_good(runs: Runs) -> None:
 
 
 def test_a_trial_whose_supervisor_dies_is_undone_by_the_next(runs: Runs) -> None:
-    start(runs)
+    # Updates that last long enough for the supervisor to die in the middle of the trial.
+    start(runs, "--seq-len", "256", "--set", "model.config.hidden_size=128", "--set", "model.config.intermediate_size=512")
     folder = find_run("a", runs.path)
     ask(folder, lambda number: Try(id=number, change=GROW), until=Outcome.ACCEPTED)
     runs.wait("a", lambda d: d["settings"]["batch"] == 10)
