@@ -283,13 +283,16 @@ class Trainer:
             self.save_problem = str(error)
             done = (False, str(error))
         else:
-            self._saved_at, self.save_problem = self.position.updates, None
-            if best and self._evaluated is not None:
-                self._best = self._evaluated.loss
+            self.save_problem = None
             if manifest is not None:
                 if best:
                     checkpoint.keep_best(self._state_dir)
                 done = (True, self._say_saved(manifest, watch.lap()["step_seconds"]))
+        # The first rank writes for all: what it could not write is saved for nobody, and all must know it alike.
+        if not self._ranks.any(not done[0]):
+            self._saved_at = self.position.updates
+            if best and self._evaluated is not None:
+                self._best = self._evaluated.loss
         self._accelerator.wait_for_everyone()
         self._guard.phase = "unknown"
         return done

@@ -90,7 +90,7 @@ SHAPES: tuple[Shape, ...] = (
     shape(r"Failed to CUDA (?:host)?[cm]alloc", _OOM, confidence=0.75, needle="FailedtoCUDA"),
     # XLA: JAX and TensorFlow.
     shape(
-        r"(?:RESOURCE_EXHAUSTED:|ResourceExhaustedError:?)? (?:\w+:)? Out of memory (?:while)?(?:trying"
+        r"Out of memory (?:while)?(?:trying"
         r" to)? alloc(?:ate|ating) (?P<size>SIZE)",
         _OOM,
         confidence=0.95,

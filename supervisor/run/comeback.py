@@ -65,7 +65,11 @@ class Comeback:
         return "go"
 
     def _look_at_disk(self, folder: Path, needed: int, waited: float) -> Verdict:
-        free = shutil.disk_usage(folder).free
+        try:
+            free = shutil.disk_usage(folder).free
+        except OSError as error:
+            self.problem = f"{folder}: its free space cannot be read: {error.strerror}"
+            return "wait" if waited < DISK_SECONDS else "ask"
         if free >= needed:
             self.problem = None
             return "go"

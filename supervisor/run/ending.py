@@ -31,7 +31,7 @@ async def finish(supervisor: Supervisor, ended: ExitFile) -> None:
     phase, reason, diagnosis = explain.outcome(
         attempt.log_path, progress.end, status, supervisor.lifecycle.phase, own_program=supervisor.settings is None
     )
-    if supervisor.survival.stalled is not None and supervisor.pending is None and phase is Phase.STOPPED:
+    if supervisor.survival.stalled is not None and supervisor.pending is None and phase in (Phase.STOPPED, Phase.FINISHED):
         phase, reason = Phase.FAILED, f"stood still after: {supervisor.survival.stalled}"
     examined = await _examine(supervisor, ended, status) if phase is Phase.FAILED or explain.not_saved(progress.end) else None
     if examined is not None:

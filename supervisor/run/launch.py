@@ -122,10 +122,14 @@ def _environment(folder: RunFolder, number: int, spec: RunSpec, allocator: str, 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
+def inherited_allocator(inherited: Mapping[str, str]) -> str:
+    """The allocator options that the user's own environment holds; empty for none."""
+    return next((inherited[name] for name in reversed(_ALLOCATOR) if inherited.get(name)), "")
+
+
 def allocator_environment(wanted: str, inherited: Mapping[str, str]) -> dict[str, str]:
     """What to add to the environment for these allocator options. What the user has set already wins, option by option."""
-    theirs = next((inherited[name] for name in reversed(_ALLOCATOR) if inherited.get(name)), "")
-    options = [option for option in theirs.split(",") if option]
+    options = [option for option in inherited_allocator(inherited).split(",") if option]
     names = {option.partition(":")[0] for option in options}
     added = [option for option in wanted.split(",") if option and option.partition(":")[0] not in names]
     return dict.fromkeys(_ALLOCATOR, ",".join([*options, *added])) if added else {}

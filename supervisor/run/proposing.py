@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from memtop.supervisor.recovery.remedies import HostFacts, KeptState, remedies, 
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run.autopsy import model_config
 from memtop.supervisor.run.configurations import Record
+from memtop.supervisor.run.launch import inherited_allocator
 from memtop.supervisor.run.manifest import kept_states
 from memtop.supervisor.wire import Proposal
 
@@ -74,7 +76,8 @@ def _remedies(supervisor: Supervisor, diagnosis: Diagnosis, records: Iterable[Re
     settings, survival = supervisor.settings, supervisor.survival
     if settings is None:
         program = supervisor.spec.command
-        return remedies(diagnosis, None, run=supervisor.folder.name, command=program, allocator=survival.allocator)
+        present = ",".join(filter(None, (inherited_allocator(os.environ), survival.allocator)))
+        return remedies(diagnosis, None, run=supervisor.folder.name, command=program, allocator=present)
     return remedies(
         diagnosis,
         settings,
@@ -87,7 +90,7 @@ def _remedies(supervisor: Supervisor, diagnosis: Diagnosis, records: Iterable[Re
         failed=_failed(records),
         on_gpu=survival.on_gpu,
         deepspeed=importlib.util.find_spec("deepspeed") is not None,
-        allocator=settings.allocator,
+        allocator=inherited_allocator(os.environ),
         model_config=model_config(settings),
     )
 

@@ -7,12 +7,16 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from memtop.supervisor.diagnosis.engine import diagnose
+from memtop.supervisor.recovery.policy import SURE
+
 _WORDS = re.compile(
     rb"out of memory|OutOfMemoryError|MemoryError|allocate memory|allocate shared memory|insufficient shared memory"
     rb"|No space left on device|Bus error",
     re.IGNORECASE,
 )
 _BLOCK_BYTES = 1 << 20
+_TAIL_BYTES = 64 << 10
 SECONDS, FIRST_SECONDS = 30.0, 60.0
 """How long nothing may be heard after such words, and before the first update, which takes longer than the others."""
 _UPDATES = 5.0
@@ -46,6 +50,19 @@ class StallWatch:
             return None
         patience = FIRST_SECONDS if update_seconds is None else max(SECONDS, _UPDATES * update_seconds)
         return self._words if self._monotonic() - self._since > patience else None
+
+    def is_of_memory(self) -> bool:
+        """Whether the end of the output, read as a whole, tells of a lack of memory, and not only mentions it.
+
+        Where it does not, the words are forgotten.
+        """
+        with self._log.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+            found = diagnose([file.read()])
+        if found.of_memory and found.confidence >= SURE:
+            return True
+        self._since = None
+        return False
 
     def _new_words(self) -> str | None:
         """The newest line with such words in what was written since the last look (of very much only the end)."""

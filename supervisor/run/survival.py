@@ -6,6 +6,7 @@ Deciding is `supervisor.recovery`'s, explaining `supervisor.diagnosis`'s; here b
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
+from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.recovery.applying import change_for
 from memtop.supervisor.recovery.forecast import settings_key
@@ -49,6 +51,8 @@ class Survival:
         self.proposal: Proposal | None = None
         self.comeback: Comeback | None = None
         self.allocator = ""
+        self._waited_at: int | None = None
+        """The newest saved update when a restart last waited for room on the disk."""
         """Options that memtop gives to a program of the user's own."""
         self.witness: Witness | None = None
         self.stalled: str | None = None
@@ -106,17 +110,24 @@ class Survival:
             return
         if self.comeback is None and attempt.trainer is not None:
             self.witness.sample(watch.machine, watch.member_pids, attempt.trainer.pid)
-        self.configurations.note_host(watch.run_rss_bytes, self._key())
+        if self._trains_on_the_cpu():
+            self.configurations.note_host(watch.run_rss_bytes, self._key())
         self._look_for_a_stall()
         if keep:
             self.configurations.keep()
+
+    def _trains_on_the_cpu(self) -> bool:
+        """Whether it is certain: before the trainer has said where it trains, its host memory is not its peak."""
+        progress = self._supervisor.progress
+        said = progress.plan if self._supervisor.settings is not None else progress.step
+        return bool(said) and not self.on_gpu
 
     def _look_for_a_stall(self) -> None:
         supervisor = self._supervisor
         if self._stall is None or supervisor.ladder is not None or self.comeback is not None:
             return
         words = self._stall.look(supervisor.progress.heard, supervisor.progress.step.get("step_seconds"))
-        if words is not None:
+        if words is not None and self._stall.is_of_memory():
             self.stalled = words
             supervisor.event("stalled", f"nothing has come from the program since: {words}; it is ended")
             supervisor.begin_stop(asked=False)
@@ -197,10 +208,24 @@ class Survival:
         if not diagnosis.of_memory or diagnosis.confidence < SURE:
             return None
         proposal, decision = proposing.propose(self._supervisor, diagnosis)
+        if decision.action == "wait" and (why := self._no_use_to_wait()) is not None:
+            decision = replace(decision, action="ask", why=why)
+            proposal = replace(proposal, waiting=why)
         self.proposal = proposal
         if decision.action in ("restart", "wait"):
             self._prepare(diagnosis, decision)
         return decision
+
+    def _no_use_to_wait(self) -> str | None:
+        """Why room on the run's own disk would not help; None where it would."""
+        saved = self._saved() or 0
+        if self._waited_at is not None and saved <= self._waited_at:
+            return "it has waited for room on the disk before, and nothing newer could be saved since"
+        free = shutil.disk_usage(self._supervisor.folder.path).free
+        if free >= self._room_needed():
+            return f"the disk of the run has {units.size(free)} free: another one is full, or a quota is used up"
+        self._waited_at = saved
+        return None
 
     def _prepare(self, diagnosis: Diagnosis, decision: Decision) -> None:
         supervisor = self._supervisor

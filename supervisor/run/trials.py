@@ -253,6 +253,7 @@ class Trials:
 
     async def _restart(self, change: Change) -> int:
         supervisor = self._supervisor
+        self._refuse_restart()
         before = supervisor.state().attempt
         supervisor.begin_restart(change)
         while supervisor.state().attempt == before or supervisor.phase is Phase.STARTING:
@@ -260,6 +261,15 @@ class Trials:
                 raise _Disturbed(f"the run is {supervisor.phase.value}", undo=False)
             await asyncio.sleep(_LOOK_SECONDS)
         return int(supervisor.progress.plan.get("updates") or 0) + 1
+
+    def _refuse_restart(self) -> None:
+        """Raise where a person has stopped or restarted the run, or where it ended for another reason than the trial."""
+        supervisor, phase = self._supervisor, self._supervisor.phase
+        died = supervisor.survival.comeback is not None or phase is Phase.FAILED
+        if died and self._last_words is None and supervisor.survival.proposal is None:
+            raise _Disturbed("the program died, and not of memory", undo=False)
+        if not died and phase not in (Phase.STARTING, Phase.TRAINING):
+            raise _Disturbed(f"the run is {phase.value}", undo=False)
 
     # --- what is said -------------------------------------------------------------------------------------------------------
 

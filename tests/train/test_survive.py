@@ -267,6 +267,11 @@ class OutOfMemoryError(RuntimeError):
     """As torch names its own."""
 
 
+_EVERY_CUDA_ERROR = """CUDA kernel errors might be asynchronously reported at some other API call.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."""
+
+
 @pytest.mark.parametrize(
     ("error", "memory"),
     [
@@ -278,6 +283,8 @@ class OutOfMemoryError(RuntimeError):
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (RuntimeError(f"CUDA error: out of memory\n{_EVERY_CUDA_ERROR}"), True),
+        (RuntimeError(f"CUDA error: device-side assert triggered\n{_EVERY_CUDA_ERROR}"), False),
         (RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled cuda error: CUDA error: out of memory"), False),
         (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
         (ValueError("CUDA error: out of memory"), False),

@@ -18,6 +18,7 @@ _WORDS = (
     "DefaultCPUAllocator: not enough memory",
     "CUDA out of memory",
     "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
     "HIP out of memory",
     "HIP error: out of memory",
     "XPU out of memory",
@@ -25,8 +26,8 @@ _WORDS = (
     "std::bad_alloc",
 )
 """What a RuntimeError about memory says: of the allocators, and of libraries that allocate beside them (cuBLAS, cuDNN)."""
-_NOT_MEMORY = ("NCCL", "device-side assert")
-"""Errors of communication and of kernels come late and may quote another error's words."""
+_NOT_MEMORY = ("NCCL", "device-side assert triggered")
+"""Errors of communication and of kernels come late and may quote another error's words. (Every CUDA error names assertions.)"""
 _MARK = "_memtop_told"
 # Which part of an update the frames of a traceback belong to: file and function, "" for any.
 _PHASES = (
