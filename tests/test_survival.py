@@ -204,7 +204,9 @@ def test_one_rank_of_two_killed_by_the_kernel(runs: Runs, group: MemoryGroup) ->
     document = runs.wait("a", lambda d: (d["updates"] or 0) >= 6 and len(d["ranks"]) == 2, seconds=180)
     before = document["settings"]
     group.make_the_kernel_kill(document["ranks"][1]["pid"], runs.root / "enough")
-    document = runs.wait("a", lambda d: len(d["attempts"]) == 2 and (d["updates"] or 0) > 6, seconds=180)
+    document = runs.wait(
+        "a", lambda d: len(d["attempts"]) == 2 and d["settings"] != before and (d["updates"] or 0) > 6, seconds=180
+    )
     diagnosis = document["attempts"][0]["diagnosis"]
     assert (diagnosis["kind"], diagnosis["rank"]) == ("host_oom_killed", 1)
     assert document["settings"]["batch"] == before["batch"] // 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 from typing import Any
@@ -117,12 +118,19 @@ def test_a_leak_that_was_none_is_taken_back_once() -> None:
     assert watch.trends == ()
 
 
+def fresh_megabyte() -> mmap.mmap:
+    """Pages of its own: what the heap has left over from other tests would not make the process grow."""
+    pages = mmap.mmap(-1, MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.write(b"x" * MIB)
+    return pages
+
+
 def test_a_rank_that_does_not_tell_its_memory_is_read_by_us() -> None:
     watch, kept = TrendWatch(), []
     for update in range(1, 101):
         watch.step(0, {"update": update, "time": 1000.0 + update})
         watch.look(1000.0 + update, [RANK])
-        kept.append(bytearray(b"x") * MIB)
+        kept.append(fresh_megabyte())
     assert [trend.what for trend in watch.trends] == ["anonymous memory of rank 0"]
 
 
