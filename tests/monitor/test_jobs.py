@@ -108,6 +108,12 @@ def test_what_never_leads(command: str) -> None:
     assert {job.leader: job.parts for job in table.drafts()} == {20: {20: "process"}, 21: {21: "process"}}
 
 
+def test_subshells_of_a_script_do_not_make_one_job_of_its_programs() -> None:
+    table = Table().add(10, 1, "bash all.sh").add(11, 10, "bash all.sh").add(12, 10, "bash all.sh").add(13, 10, "bash all.sh")
+    table.add(20, 11, TRAIN, gpu=True).add(21, 12, "python other.py", gpu=True).add(22, 13, "sleep 9")
+    assert {job.leader: job.parts for job in table.drafts()} == {20: {20: "process"}, 21: {21: "process"}}
+
+
 def test_a_shell_between_a_launcher_and_its_ranks() -> None:
     table = Table().add(10, 1, "mpirun -np 2 bash run.sh").add(11, 10, "bash run.sh").add(12, 10, "bash run.sh")
     table.add(20, 11, TRAIN, gpu=True, OMPI_COMM_WORLD_RANK="0").add(21, 12, TRAIN, gpu=True, OMPI_COMM_WORLD_RANK="1")

@@ -144,7 +144,8 @@ class Grouping:
         mine = self._about(child)
         if self._rows[child].comm == "pt_data_worker" or mine.helper == "spawn" or roles.is_part_of_parent(mine.title):
             return True
-        return bool(mine.words) and mine.words == self._about(parent).words
+        # The subshells of a script have its words too, and may run programs that have nothing to do with each other.
+        return bool(mine.words) and not mine.is_passage and mine.words == self._about(parent).words
 
     # --- who belongs to it ---
 
