@@ -65,15 +65,14 @@ class Comeback:
         return "go"
 
     def _look_at_disk(self, folder: Path, needed: int, waited: float) -> Verdict:
-        try:
-            free = shutil.disk_usage(folder).free
-        except OSError as error:
-            self.problem = f"{folder}: its free space cannot be read: {error.strerror}"
-            return "wait" if waited < DISK_SECONDS else "ask"
-        if free >= needed:
+        free = free_bytes(folder)
+        if isinstance(free, str):
+            self.problem = free
+        elif free >= needed:
             self.problem = None
             return "go"
-        self.problem = f"{folder}: {units.size(free)} free, {units.size(needed)} needed; free some space"
+        else:
+            self.problem = f"{folder}: {units.size(free)} free, {units.size(needed)} needed; free some space"
         return "wait" if waited < DISK_SECONDS else "ask"
 
     def _still_taken(self, machine: MachineSnapshot | None) -> list[tuple[GpuSample, int]]:
@@ -85,6 +84,14 @@ class Comeback:
             if before is not None and gpu.used_bytes is not None and gpu.used_bytes > before + _TOLERANCE_BYTES:
                 found.append((gpu, gpu.used_bytes - before))
         return found
+
+
+def free_bytes(folder: Path) -> int | str:
+    """What is free where a folder lies, or why that is not known."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError as error:
+        return f"{folder}: its free space cannot be read: {error.strerror}"
 
 
 def _holders(gpu: GpuSample, more: int) -> str:

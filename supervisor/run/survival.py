@@ -6,7 +6,6 @@ Deciding is `supervisor.recovery`'s, explaining `supervisor.diagnosis`'s; here b
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from memtop.supervisor.recovery.policy import SURE, Decision
 from memtop.supervisor.run import autopsy, explain, proposing
 from memtop.supervisor.run.attempt import ExitFile
 from memtop.supervisor.run.autopsy import End
-from memtop.supervisor.run.comeback import NOTICE_SECONDS, Comeback
+from memtop.supervisor.run.comeback import NOTICE_SECONDS, Comeback, free_bytes
 from memtop.supervisor.run.configurations import Configurations, Record
 from memtop.supervisor.run.ledger import Attempt
 from memtop.supervisor.run.stall import StallWatch
@@ -221,8 +220,8 @@ class Survival:
         saved = self._saved() or 0
         if self._waited_at is not None and saved <= self._waited_at:
             return "it has waited for room on the disk before, and nothing newer could be saved since"
-        free = shutil.disk_usage(self._supervisor.folder.path).free
-        if free >= self._room_needed():
+        free = free_bytes(self._supervisor.folder.path)
+        if isinstance(free, int) and free >= self._room_needed():
             return f"the disk of the run has {units.size(free)} free: another one is full, or a quota is used up"
         self._waited_at = saved
         return None
