@@ -21,12 +21,13 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Picture:
-    """One screenshot: terminal size, number of GPUs, and the keys pressed before it is taken."""
+    """One screenshot: terminal size, number of GPUs, the scene played and the keys pressed before it is taken."""
 
     name: str
     size: tuple[int, int]
     gpus: int = 2
     keys: tuple[str, ...] = ()
+    scene: str | None = None
 
 
 PICTURES = (
@@ -41,13 +42,19 @@ PICTURES = (
     Picture("gpu", (120, 50), keys=("g",)),
     Picture("history", (120, 40), gpus=4, keys=("h", "u")),
     Picture("kill-strays", (120, 40), keys=("k", "space")),
+    Picture("way-out", (120, 40), scene="oom"),
+    Picture("configurations", (120, 40), keys=("u",)),
+    Picture("faster", (120, 40), keys=("b",)),
     Picture("help", (120, 40), keys=("question_mark",)),
 )
 
 
 async def take(picture: Picture) -> str:
     """The screen as SVG, with ids that do not depend on chance."""
-    app = DashboardApp(DemoFeed(interval=0, gpus=picture.gpus, ticks=0))
+    feed = DemoFeed(interval=0, gpus=picture.gpus, ticks=2 if picture.scene else 0)
+    if picture.scene is not None:
+        feed.play(picture.scene)
+    app = DashboardApp(feed)
     async with app.run_test(size=picture.size) as pilot:
         for _ in range(10):
             await pilot.pause()

@@ -119,9 +119,9 @@ class DemoFeed:
         yield wire.Answer(id=request.id, outcome=wire.Outcome.DONE, message=done)
 
     def play(self, scene: str) -> None:
-        """The scene `oom`: the run dies of memory with the next tick, if it trains."""
+        """The scene `oom`: the run dies of memory with the next tick after the warm-up, if it trains."""
         if scene == "oom" and self._phase is Phase.TRAINING:
-            self._dies_tick = self._tick + 1
+            self._dies_tick = max(self._tick, self._warm_up) + 1
 
     async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> Told:
         """The demo's processes are invented: nothing real is touched."""
