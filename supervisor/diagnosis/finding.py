@@ -153,6 +153,7 @@ def both_ends(
             back.append(finding)
     return front + back[::-1]
 
+
 # At the beginning of what is said: of a line, after an error's class, in quotes; or as what something failed with.
 _ASSERTED = re.compile(
     r"(?:^|[:\"'`(\[>=!\].,;*–—-]|\b(?:failed|crashed|died|aborted|stopped|ended|killed)\b.{0,30})\s*$", re.IGNORECASE

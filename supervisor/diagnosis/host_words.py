@@ -20,7 +20,10 @@ SHAPES: tuple[Shape, ...] = (
     ),
     shape(r"DefaultCPUAllocator:? (?:can't allocate|not enough) memory", _REFUSED, needle="CPUAllocator"),
     shape(
-        r"Unable to allocate (?P<size>\d[\d.]{0,40}(?:[KMGTP]iB|bytes)) for an array", _REFUSED, confidence=0.97, needle="foranarray"
+        r"Unable to allocate (?P<size>\d[\d.]{0,40}(?:[KMGTP]iB|bytes)) for an array",
+        _REFUSED,
+        confidence=0.97,
+        needle="foranarray",
     ),
     shape(r"(?:Arrow)?MemoryError:? (?:re|c|m)?alloc of size (?P<size>\d+) failed", _REFUSED, confidence=0.97, needle="ofsize"),
     shape(r"memory allocation of (?P<size>\d+bytes) failed", _REFUSED, confidence=0.97, needle="memoryallocationof"),
