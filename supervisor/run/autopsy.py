@@ -55,7 +55,7 @@ def examine(end: End, witness: Witness) -> Diagnosis:
 
 
 def _not_examined(end: End, error: Exception) -> Diagnosis:
-    words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    words = " ".join(": ".join(filter(None, (type(error).__name__, str(error)))).split())[:300]
     place = traceback.extract_tb(error.__traceback__)[-1:]
     return Diagnosis(
         kind=Kind.NOT_MEMORY,

@@ -260,9 +260,10 @@ def test_the_runs_other_ranks_on_the_card_are_no_strangers() -> None:
 
 def test_processes_that_a_message_names_may_be_the_runs() -> None:
     text = (
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB of which "
-        "1.00 GiB is free. Process 77 has 16.00 GiB memory in use. Including non-PyTorch memory, this process has 7.00 GiB memory "
-        "in use. Of the allocated memory 6.00 GiB is allocated by PyTorch, and 0.50 GiB is reserved by PyTorch but unallocated."
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+        "24.00 GiB of which 1.00 GiB is free. Process 77 has 16.00 GiB memory in use. Including non-PyTorch memory, this "
+        "process has 7.00 GiB memory in use. Of the allocated memory 6.00 GiB is allocated by PyTorch, and 0.50 GiB is "
+        "reserved by PyTorch but unallocated."
     )
     offline = of(text, exit_status=1)
     assert (offline.kind, offline.other_process_pids) == (Kind.GPU_OOM_OTHER_PROCESS, (77,))
