@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.run import autopsy, witness
 from memtop.supervisor.run.autopsy import End, evidence_of, examine
+from memtop.supervisor.run.kills import RELATED_SECONDS
 from memtop.supervisor.run.witness import Witness
 
 LOGITS = 8 * 252 * 40960 * 4
@@ -103,6 +105,29 @@ def test_a_log_that_is_gone_leaves_the_rest_of_the_evidence(folder: Path) -> Non
     (folder / "output.log").unlink()
     found = examine(end_of(folder, status=-9), Witness(folder, time.time()))
     assert (found.kind, found.confidence < 0.5) == (Kind.HOST_OOM_KILLED, True)
+
+
+def test_of_torchruns_tries_only_the_last_one_counts(folder: Path) -> None:
+    """With --max-restarts it goes on after a failure by itself; the folders of all its tries stay."""
+    for place, words in (
+        ("torchelastic/none_x1/attempt_2/0", "MemoryError: "),
+        ("torchelastic/none_x1/attempt_10/1", "KeyError: 'labels'"),
+    ):
+        (folder / place).mkdir(parents=True)
+        (folder / place / "error.json").write_text(json.dumps({"message": words}))
+    found = examine(end_of(folder), Witness(folder, time.time()))
+    assert (found.source, found.reason) == ("error_file", "python_error")
+    (folder / "torchelastic/none_x1/attempt_10/1/error.json").unlink()
+    assert evidence_of(end_of(folder), Witness(folder, time.time())).error_files == ()
+
+
+def test_of_the_kernel_s_log_only_the_end_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that was killed an hour ago, and replaced, is a member's death as well."""
+    asked: list[tuple[float, float]] = []
+    monkeypatch.setattr(autopsy, "kernel_lines", lambda since, until, now: asked.append((since, until)) or ())
+    ended = time.time()
+    evidence_of(end_of(folder, ended=ended), Witness(folder, ended - 3600))
+    assert asked == [(ended - RELATED_SECONDS, ended)]
 
 
 def test_only_a_kill_near_the_end_is_evidence_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
