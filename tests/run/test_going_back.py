@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.run.going_back import go_back, hold, state_at
+from memtop.supervisor.run.going_back import gone_back, hold, let_go, state_at
 from memtop.supervisor.run.manifest import newest_checkpoint
 
 
