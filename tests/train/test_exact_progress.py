@@ -58,7 +58,7 @@ def expected(settings: Settings) -> list[str]:
     return [sample_digest(plan.ids) for plan in plans]
 
 
-@pytest.mark.timeout(900)  # eleven processes start, one after the other
+@pytest.mark.timeout(900)  # six trainings start, one after the other
 def test_samples_per_update_are_the_same_for_every_split_across_kills(tmp_path: Path) -> None:
     saved = 0
     for split in SPLITS[:-1]:
