@@ -256,6 +256,9 @@ class Trials:
         except MemtopError:
             # It does not take them while it runs.
             await self._restart(self._undo)
+        # The answer comes sooner than the report that makes them the run's again.
+        while not same(self._supervisor.settings, settings) and self._supervisor.phase is Phase.TRAINING:
+            await asyncio.sleep(_LOOK_SECONDS)
 
     async def _until_over(self) -> None:
         """Until the run has ended, or somebody has started it again from the settings before."""

@@ -152,6 +152,28 @@ def test_a_trial_of_another_version_costs_a_warning_not_the_supervisor(tmp_path:
     assert "the run's last trial cannot be understood" in warning
 
 
+async def test_a_change_just_after_the_program_took_it_back_starts_from_the_settings_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer comes over the socket, the report that makes the settings the run's through a file, later."""
+    supervisor = on_trial(tmp_path, Phase.TRAINING)
+
+    async def answered(*_: object) -> int:
+        return 8
+
+    trials = supervisor.prevention.trials
+    monkeypatch.setattr(trials, "_apply", answered)
+    trials.before, trials.newest, trials._undo = SETTINGS, TRIAL, UNDO
+    trials._go(trials._give_up("slower"))
+    await asyncio.sleep(0.2)
+    assert supervisor.foreseen(Change()) == SETTINGS
+    report = {"type": "settings", "update": 8, "reason": "asked"}
+    changes = {"batch": SETTINGS.batch, "accumulation": SETTINGS.accumulation}
+    supervisor.survival.report(0, {**report, "changes": changes})
+    assert (await trials.finished()).state == "undone"
+    assert supervisor.foreseen(Change()) == SETTINGS
+
+
 async def test_an_error_while_a_trial_is_taken_back_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     supervisor = on_trial(tmp_path, Phase.TRAINING)
 
