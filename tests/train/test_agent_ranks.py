@@ -228,3 +228,21 @@ a.report("warning", message="here")
 """
     run(code, tmp_path)
     assert [report["type"] for report in journals(tmp_path)[0]] == ["hello", "warning"]
+
+
+def test_threads_that_speak_first_at_once_greet_once(tmp_path: Path) -> None:
+    code = """
+import threading, time, memtop_agent as a
+find = a.ranks.find
+def slowly(said):
+    time.sleep(0.2)
+    return find(said)
+a.ranks.find = slowly
+threads = [threading.Thread(target=a.report, args=("warning",), kwargs={"message": str(number)}) for number in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+    run(code, tmp_path)
+    (found,) = journals(tmp_path).values()
+    assert [report["type"] for report in found] == ["hello", "warning", "warning", "warning", "warning"]
+    assert {report["message"] for report in found[1:]} == {"0", "1", "2", "3"}

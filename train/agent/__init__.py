@@ -38,6 +38,7 @@ from __future__ import annotations
 import collections
 import os
 import sys
+import threading
 from typing import Any
 
 from . import failures, memory, ranks
@@ -65,6 +66,7 @@ class Agent:
         self._launcher = ranks.said_by_launcher()
         self.attempt = _number("MEMTOP_ATTEMPT")
         self._pid = os.getpid()
+        self._beginning = threading.RLock()
         self._journal: Journal | None = None
         self._link: Link | None = None
         self._offers = list(OFFERS_OF_ITS_OWN)
@@ -90,7 +92,7 @@ class Agent:
         """Called by a process that trains. A forked one (a notebook's ranks, a fork server's) speaks for itself then, unless
         its parent has spoken: the journal and its threads would be the parent's."""
         if os.getpid() != self._pid and self._journal is None:
-            self._pid = os.getpid()
+            self._pid, self._beginning = os.getpid(), threading.RLock()
             util: Any = sys.modules.get("multiprocessing.util")
             if util is not None:
                 # Such a child ends without atexit.
@@ -101,7 +103,10 @@ class Agent:
         if self._folder is None or os.getpid() != self._pid:
             return False
         if self._journal is None:
-            self._greet(self._folder)
+            # A step and a thread that runs out of memory may both be the first to speak; so may a signal's handler.
+            with self._beginning:
+                if self._journal is None:
+                    self._greet(self._folder)
         assert self._journal is not None
         self._journal.start()
         if self._link is not None:
@@ -111,11 +116,11 @@ class Agent:
     def _greet(self, folder: str) -> None:
         # Not before there is something to tell: by then a process group is formed, and the rank known.
         place = ranks.find(self._launcher)
-        self._journal = Journal(folder, place.rank, place.world_size)
+        journal = Journal(folder, place.rank, place.world_size)
         # It may be that it can be opened only later, under another number; then the file's name is right, not the greeting.
-        self._journal.claim()
-        number = self._journal.number
-        self._journal.put(
+        journal.claim()
+        number = journal.number
+        journal.put(
             {
                 "type": "hello",
                 "rank": number,
@@ -129,6 +134,7 @@ class Agent:
         )
         greeting = {"type": "agent", "attempt": self.attempt, "rank": number, "pid": self._pid}
         self._link = Link(self._socket, greeting, self._receive)
+        self._journal = journal
 
     def offer(self, *names: str) -> None:
         """The program itself can carry out these commands (checkpoint, stop); it must call `take_commands`. From now on
