@@ -165,7 +165,7 @@ def check_connected() -> None:
     finally:
         torch.distributed.all_reduce = all_reduce
     assert at_start[0] == max(exchanged) == 20_000
-    assert at_start[-1] == 1
+    assert at_start[-1] < 8
 
 
 def check_exchange(rank: int) -> None:
