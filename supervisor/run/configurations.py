@@ -50,7 +50,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     """What its speed is made of: samples and the time of their updates."""
 
-
     @property
     def newest_attempt(self) -> int:
         return self.starts[-1].attempt if self.starts else self.configuration.attempt

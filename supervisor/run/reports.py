@@ -34,8 +34,8 @@ def _journals(supervisor: Supervisor) -> list[Journal]:
 
 
 def _read_on(supervisor: Supervisor, journal: Journal) -> bool:
-    """The next piece: stored first, so that nothing of it is told twice, but acted upon whether or not the disk is full. Whether
-    there was any."""
+    """The next piece, stored first and acted upon even where that fails: a full disk must not hide what the program says.
+    Whether there was any."""
     _store_owed(supervisor, journal)
     reports, end = journal.read_new()
     if end == journal.offset:

@@ -26,7 +26,7 @@ from memtop.supervisor.run.control import ControlServer, socket_path
 from memtop.supervisor.run.ending import finish
 from memtop.supervisor.run.folder import RunFolder, RunLock, StateFile, write_json
 from memtop.supervisor.run.launch import launch as start_program
-from memtop.supervisor.run.ledger import Attempt, open_for_writing
+from memtop.supervisor.run.ledger import open_for_writing
 from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.manifest import newest_checkpoint
@@ -34,9 +34,10 @@ from memtop.supervisor.run.prevention import Prevention
 from memtop.supervisor.run.process import ProcessId, become_subreaper, identify, reap_children, record_rank
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.publish import Publisher
-from memtop.supervisor.run.reports import read_reports
+from memtop.supervisor.run.reports import read_reports, store_owed
 from memtop.supervisor.run.state import rank_reports, run_state
 from memtop.supervisor.run.survival import Survival
+from memtop.supervisor.run.taking_over import take_over
 from memtop.supervisor.wire import Change, Event, Phase, RunState
 
 T = TypeVar("T")
@@ -97,7 +98,7 @@ class Supervisor:
         self.watch.start(self._on_sample, self._on_sampling_failed)
         try:
             try:
-                self._take_over(change)
+                take_over(self, change)
             except MemtopError:
                 # Whoever waits for this supervisor takes its socket and state.json together for its start.
                 await self._server.close()
@@ -105,49 +106,15 @@ class Supervisor:
             await self._loop()
         finally:
             self.watch.stop()
-            self._save_state()
+            self.save_state()
             await self._server.close()
             self.ledgered(self.ledger.close)
             self._lock.release()
 
-    def _take_over(self, change: Change | None) -> None:
-        attempts = self.ledger.attempts()
-        if not attempts:
-            self.launch(1, "start", change or Change())
-            return
-        last, state = attempts[-1], self.folder.state()
-        # An attempt that could not be started never was what this run is.
-        begun = [attempt for attempt in attempts if (attempt.diagnosis or {}).get("started", True)]
-        self._remember(begun[-1] if begun else last, state)
-        if last.ended is None:
-            self._adopt(state)
-            self.pending = change or self.pending
-            return
-        phase = state.run.state if state is not None and state.run.state.final else Phase.FAILED
+    def resume_in(self, phase: Phase, reason: str | None = None) -> None:
+        """Begin where an earlier supervisor has left the run."""
         self.lifecycle = Lifecycle(phase, self._monotonic)
-        self.lifecycle.reason = state.run.reason if state is not None else None
-        if change is not None:
-            self.launch(last.number + 1, explain.restart_reason(change), change)
-
-    def _remember(self, last: Attempt, state: StateFile | None) -> None:
-        """Know again what an earlier supervisor knew of the run's newest attempt."""
-        self.settings = last.settings
-        self.survival.remember(last, state.run.proposal if state is not None else None)
-        self.progress.resume_from(self.ledger.metrics())
-        self.attempt = RunningAttempt(self.folder, last.number, shim_pid=None)
-        self.started, self.ended, self.exit_status = last.started, last.ended, last.exit_status
-        self.attempt.replay(lambda rank: self.ledger.journal_offset(last.number, rank), self.progress.apply)
-
-    def _adopt(self, state: StateFile | None) -> None:
-        assert self.attempt is not None
-        self.adopted = True
-        phase = state.run.state if state is not None and not state.run.state.final else Phase.STARTING
-        self.lifecycle = Lifecycle(phase, self._monotonic)
-        self.pending = state.pending if state is not None else None
-        self.event("adopted", f"supervisor {os.getpid()} took over attempt {self.attempt.number}")
-        self.prevention.trials.take_up()
-        if phase in (Phase.STOPPING, Phase.RESTARTING):
-            self.begin_stop(asked=False)
+        self.lifecycle.reason = reason
 
     async def _loop(self) -> None:
         linger_until: float | None = None
@@ -162,7 +129,9 @@ class Supervisor:
                 return
 
     async def _tick(self) -> None:
-        if self.attempt is not None and not self.lifecycle.phase.final:
+        if self.attempt is not None and self.lifecycle.phase.final:
+            self._settle()
+        elif self.attempt is not None:
             self.attempt.note_reaped(reap_children())
             self.survival.look()
             read_reports(self)
@@ -179,6 +148,13 @@ class Supervisor:
                 self.prevention.tick()
         self.publish()
 
+    def _settle(self) -> None:
+        """Give the ledger what it could not take before: the disk may have room again."""
+        store_owed(self)
+        if self._owed:
+            self.update_attempt()
+        self.survival.configurations.keep()
+
     def keep_up(self) -> None:
         read_reports(self)
         self.publish()
@@ -186,7 +162,7 @@ class Supervisor:
     def publish(self) -> None:
         self.publisher.tick(self.state, self.watch.machine)
         if self.publisher.state_file_due():
-            self._save_state()
+            self.save_state()
 
     # --- attempts -------------------------------------------------------------------------------------------------------
 
@@ -195,8 +171,8 @@ class Supervisor:
 
         Whatever refuses it (the change, the ledger, the disk) leaves what is known of the attempt before as it is.
         """
-        if self._owed:
-            self.update_attempt()
+        if self.attempt is not None:
+            self._settle()
         if change.state_before is not None:
             self._go_back(change.state_before)
         checkpoint = newest_checkpoint(self.folder.latest_state)
@@ -238,6 +214,9 @@ class Supervisor:
             return edited(self.settings, change, self.checkpoint, rows)
         return edited_live(self.settings, change, self.checkpoint, self.progress, rows)
 
+    def next_number(self) -> int:
+        return self.ledger.attempts()[-1].number + 1
+
     def come_back(self, change: Change) -> None:
         """Start again after a death, as it was decided."""
         assert self.attempt is not None
@@ -261,15 +240,15 @@ class Supervisor:
     def begin_restart(self, change: Change) -> None:
         """Stop the attempt; when it has ended, the next one starts with the change. An ended run starts at once."""
         if self.lifecycle.phase.final or self.survival.comeback is not None:
-            assert self.attempt is not None or self.ledger.attempts()
-            number = self.ledger.attempts()[-1].number + 1
-            self.launch(number, explain.restart_reason(change), change)
+            self.launch(self.next_number(), explain.restart_reason(change), change)
             return
         if change.state_before is not None:
             going_back.hold(self.folder.latest_state, change.state_before)
         self.pending = change
         if self.lifecycle.phase is not Phase.RESTARTING:
             self.move(Phase.RESTARTING)
+        else:
+            self.save_state()
         if self.ladder is None:
             self.ask_to_stop()
 
@@ -401,17 +380,23 @@ class Supervisor:
             self.warnings[topic] = text
 
     def move(self, phase: Phase, reason: str | None = None) -> None:
+        """To the next phase, which state.json tells before anything else happens: what was decided outlives its supervisor."""
         self.lifecycle.move(phase, reason)
-        self.publisher.changed(at_once=True)
+        self.publisher.changed()
+        self.save_state()
 
-    def _save_state(self) -> None:
+    def save_state(self) -> None:
         me = identify(os.getpid())
         state = StateFile(
             run=self.state(),
             socket=str(self._socket),
             supervisor_started_ticks=me.started_ticks if me else None,
             pending=self.pending,
+            waiting=self.survival.comeback.waiting if self.survival.comeback is not None else None,
+            waited_at=self.survival.waited_at,
+            stalled=self.survival.stalled,
         )
+        self.publisher.state_file_written()
         try:
             write_json(self.folder.state_path, state)
         except RunFolderError as error:
