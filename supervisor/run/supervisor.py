@@ -11,6 +11,7 @@ import itertools
 import os
 import sqlite3
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -43,6 +44,8 @@ from memtop.supervisor.wire import Change, Event, Phase, RunState
 T = TypeVar("T")
 
 _TICK_SECONDS = 0.2
+# While the ledger cannot be written; the oldest give way.
+_EVENTS_KEPT = 1000
 # After the run has ended: how long to stay for viewers that are just connecting.
 _LINGER_SECONDS = 3.0
 
@@ -74,6 +77,7 @@ class Supervisor:
         self.exit_status: int | None = None
         # What the ledger could not take of the present attempt yet (a full disk).
         self._owed: dict[str, Any] = {}
+        self._unwritten: deque[Event] = deque(maxlen=_EVENTS_KEPT)
         self.checkpoint = newest_checkpoint(folder.latest_state)
         self._socket = socket_path(folder.path)
         self.watch = MachineWatch(folder.path.parent, self._members, lambda: rank_reports(self))
@@ -129,8 +133,10 @@ class Supervisor:
                 return
 
     async def _tick(self) -> None:
+        if self.attempt is not None:
+            self._pay()
         if self.attempt is not None and self.lifecycle.phase.final:
-            self._settle()
+            self.survival.configurations.keep()
         elif self.attempt is not None:
             self.attempt.note_reaped(reap_children())
             self.survival.look()
@@ -148,12 +154,16 @@ class Supervisor:
                 self.prevention.tick()
         self.publish()
 
-    def _settle(self) -> None:
+    def _pay(self) -> None:
         """Give the ledger what it could not take before: the disk may have room again."""
         store_owed(self)
         if self._owed:
             self.update_attempt()
-        self.survival.configurations.keep()
+        while self._unwritten:
+            event = self._unwritten[0]
+            if self.ledgered(lambda: self.ledger.add_event(event)) is None:  # noqa: B023 - called at once
+                return
+            self._unwritten.popleft()
 
     def keep_up(self) -> None:
         read_reports(self)
@@ -172,7 +182,8 @@ class Supervisor:
         Whatever refuses it (the change, the ledger, the disk) leaves what is known of the attempt before as it is.
         """
         if self.attempt is not None:
-            self._settle()
+            self._pay()
+            self.survival.configurations.keep()
         if change.state_before is not None:
             self._go_back(change.state_before)
         checkpoint = newest_checkpoint(self.folder.latest_state)
@@ -332,7 +343,7 @@ class Supervisor:
     # --- state ----------------------------------------------------------------------------------------------------------
 
     def event(self, kind: str, message: str, data: dict[str, Any] | None = None) -> None:
-        """Remember something and tell the viewers. A ledger that cannot be written costs the memory, not the news."""
+        """Remember something and tell the viewers. What a ledger cannot take now it is given later."""
         event = Event(
             # Below zero while the ledger has not numbered it: viewers tell events apart by their number.
             id=next(self._unnumbered),
@@ -342,7 +353,9 @@ class Supervisor:
             message=message,
             data=data or {},
         )
-        numbered = self.ledgered(lambda: self.ledger.add_event(event))
+        numbered = None if self._unwritten else self.ledgered(lambda: self.ledger.add_event(event))
+        if numbered is None:
+            self._unwritten.append(event)
         self.publisher.add_event(numbered or event)
 
     def update_attempt(self, **values: Any) -> None:

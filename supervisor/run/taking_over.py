@@ -12,6 +12,7 @@ from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.attempt import RunningAttempt
 from memtop.supervisor.run.folder import StateFile
+from memtop.supervisor.run.launch import was_begun
 from memtop.supervisor.run.ledger import Attempt
 from memtop.supervisor.run.reports import read_reports
 from memtop.supervisor.wire import Change, Phase
@@ -44,10 +45,10 @@ def take_over(supervisor: Supervisor, change: Change | None) -> None:
 
 
 def _close_never_begun(supervisor: Supervisor) -> None:
-    """An attempt that is in the ledger and nowhere else: its supervisor died before it could start it."""
+    """An attempt that is in the ledger and has no program: its supervisor died before it could start it."""
     ledger = supervisor.ledger
     last = next(reversed(ledger.attempts()), None)
-    if last is not None and last.ended is None and not supervisor.folder.attempt(last.number).exists():
+    if last is not None and last.ended is None and not was_begun(supervisor.folder.attempt(last.number)):
         number, why = last.number, "its supervisor ended before it could start it"
         supervisor.ledgered(lambda: ledger.close_unstarted(number, why, time.time()))
 
@@ -85,7 +86,8 @@ def _adopt(supervisor: Supervisor, state: StateFile | None) -> None:
 
 def _take_up(supervisor: Supervisor, last: Attempt, state: StateFile | None, change: Change | None) -> None:
     """The program has ended: begin anew with the change, or with what an earlier supervisor had still to do."""
-    reason = state.run.reason if state is not None else None
+    # Where the supervisor died before it had put both together, the ledger knows why the program ended.
+    reason = (state.run.reason if state is not None else None) or (last.diagnosis or {}).get("summary")
     if state is not None and state.waiting is not None:
         supervisor.resume_in(Phase.RESTARTING, reason)
         supervisor.event("adopted", f"supervisor {os.getpid()} took over: the restart after attempt {last.number} waits again")

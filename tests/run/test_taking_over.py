@@ -172,6 +172,7 @@ def next_supervisor(folder: RunFolder, change: Change | None = None) -> Supervis
 def tell(folder: RunFolder, attempt: int, *reports: dict[str, Any]) -> int:
     """What rank 0 of an attempt has said; the length of its journal then."""
     folder.attempt(attempt).mkdir(parents=True, exist_ok=True)
+    (folder.attempt(attempt) / "command.json").touch()
     journal = folder.attempt(attempt) / "rank-0.jsonl"
     with journal.open("a") as file:
         for report in reports:
@@ -265,6 +266,7 @@ def test_an_attempt_that_is_only_in_the_ledger_was_never_begun(tmp_path: Path) -
     first.ledger.update_attempt(1, ended=10.0, outcome="failed")
     first.ledger.add_attempt(2, "restart", HALF, 20.0)
     first.ledger.close()
+    folder.attempt(2).mkdir()
     state = RunState(name="a", folder=str(folder.path), state=Phase.TRAINING, reason="died", created=1.0, attempt=1)
     waiting = Waiting(change=Change(batch=4, accumulation=8), disk_bytes=5)
     write_json(folder.state_path, StateFile(run=state, socket="", waiting=waiting))
@@ -349,8 +351,11 @@ def test_a_full_disk_hides_nothing_of_what_the_program_says(tmp_path: Path) -> N
     assert supervisor.progress.end["message"] == "no room"
     assert supervisor.settings == HALF
     assert supervisor.ledger.metrics() == []
+    assert [event.kind for event in supervisor.ledger.events()] == ["adopted"]
     supervisor.ledger._db.execute("PRAGMA query_only=OFF")
-    supervisor._settle()
+    supervisor._pay()
+    supervisor.survival.configurations.keep()
+    assert [event.kind for event in supervisor.ledger.events()] == ["adopted", "plan", "survived", "settings"]
     assert [row.update for row in supervisor.ledger.metrics()] == [1]
     assert supervisor.ledger.journal_offset(1, 0) == size
     assert len(supervisor.ledger.configurations()) == 2
