@@ -51,7 +51,7 @@ def read_state(folder: RunFolder) -> RunState:
         changes["proposal"] = msgspec.structs.replace(state.proposal, begins=None)
     if not training:
         changes |= {"trainer_pid": None, "eta_seconds": None}
-    if not supervised and not training and file is not None and _owes_restart(file, newest):
+    if not supervised and not training and file is not None and _owes_restart(folder, file, newest):
         changes |= {
             "state": Phase.RESTARTING,
             "reason": f"its restart waits, but its supervisor is gone: memtop watch {folder.name} takes it up",
@@ -345,12 +345,12 @@ def needs_supervisor(folder: RunFolder) -> bool:
     if _supervisor_alive(folder):
         return False
     told = file.run.attempt if file is not None else 0
-    return trainer_alive(folder, max(told, newest)) or (file is not None and _owes_restart(file, newest))
+    return trainer_alive(folder, max(told, newest)) or (file is not None and _owes_restart(folder, file, newest))
 
 
-def _owes_restart(file: StateFile, newest: int) -> bool:
-    """A restart was decided, and no program was started since."""
-    return file.restarts and newest <= file.run.attempt
+def _owes_restart(folder: RunFolder, file: StateFile, newest: int) -> bool:
+    """A restart was decided, and no program was started since. Of a run that was moved aside nobody wants it any more."""
+    return file.restarts and newest <= file.run.attempt and file.run.folder == str(folder.path)
 
 
 def _supervisor_alive(folder: RunFolder) -> bool:

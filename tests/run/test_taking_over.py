@@ -21,6 +21,7 @@ from memtop.supervisor.monitor.processes import identify
 from memtop.supervisor.recovery.policy import decide
 from memtop.supervisor.run import autopsy
 from memtop.supervisor.run.attempt import ExitFile, ProcessFile
+from memtop.supervisor.run.client import ask
 from memtop.supervisor.run.comeback import Waiting
 from memtop.supervisor.run.configurations import Start
 from memtop.supervisor.run.control import ControlServer
@@ -33,7 +34,7 @@ from memtop.supervisor.run.reports import read_reports
 from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.run.taking_over import take_over
 from memtop.supervisor.run.view import known_runs, needs_supervisor, read_state
-from memtop.supervisor.wire import Change, Phase, RunState
+from memtop.supervisor.wire import Change, Phase, RunState, Stop
 from tests.conftest import Runs
 from tests.run.test_deaths import FRAGMENTED
 
@@ -61,7 +62,7 @@ asyncio.run(Killed(RunFolder(pathlib.Path(sys.argv[1]))).run(None))
 
 
 def test_a_program_whose_supervisor_died_before_it_told_of_it_is_found(runs: Runs) -> None:
-    program = (sys.executable, "-c", "import time; time.sleep(8)")
+    program = (sys.executable, "-c", "import time; time.sleep(20)")
     spec = RunSpec(name="a", created=1.0, settings=None, command=program, cwd=str(runs.root), memtop_version="0")
     folder = create_run(runs.path, spec, fresh=False)
     command = [sys.executable, "-c", KILLED, str(folder.path), "1"]
@@ -116,7 +117,7 @@ def test_a_person_may_have_something_else_done_about_it(runs: Runs) -> None:
 
 def test_what_was_called_off_is_not_taken_up(runs: Runs) -> None:
     folder, supervisor = waits_for_its_restart(runs)
-    runs.memtop("stop", "a")
+    ask(folder, lambda number: Stop(id=number))
     runs.kill(supervisor)
     assert not needs_supervisor(folder)
     document = runs.show("a")
@@ -125,7 +126,7 @@ def test_what_was_called_off_is_not_taken_up(runs: Runs) -> None:
 
 def test_a_remedy_that_was_just_begun_is_not_begun_twice(runs: Runs) -> None:
     """The supervisor dies after it has started the second attempt and before it has told of it."""
-    program = (sys.executable, "-c", FRAGMENTED.replace('print("done")', "__import__('time').sleep(6)"))
+    program = (sys.executable, "-c", FRAGMENTED.replace('print("done")', "__import__('time').sleep(20)"))
     spec = RunSpec(name="a", created=1.0, settings=None, command=program, cwd=str(runs.root), on_oom="auto", memtop_version="0")
     folder = create_run(runs.path, spec, fresh=False)
     command = [sys.executable, "-c", KILLED, str(folder.path), "2"]
@@ -296,6 +297,11 @@ def test_a_restart_that_was_asked_for_is_carried_out_by_the_next(tmp_path: Path,
     write_json(folder.state_path, StateFile(run=state, socket="", pending=Change(batch=1)))
     assert needs_supervisor(folder)
     assert read_state(folder).state is Phase.RESTARTING
+    # Moved aside, it is not to come back beside the run that took its place.
+    aside = RunFolder(folder.path.rename(folder.path.with_name("b")))
+    assert not needs_supervisor(aside)
+    assert read_state(aside).state is Phase.FAILED
+    aside.path.rename(folder.path)
     monkeypatch.setattr("memtop.supervisor.run.supervisor.start_program", lambda *_, **__: os.getpid())
     supervisor = next_supervisor(folder)
     assert supervisor.settings is not None
@@ -305,7 +311,16 @@ def test_a_restart_that_was_asked_for_is_carried_out_by_the_next(tmp_path: Path,
     assert (kept.run.attempt, kept.restarts) == (2, False)
 
 
-def test_a_damaged_or_older_state_hides_no_living_trainer(tmp_path: Path) -> None:
+def test_a_program_that_was_being_ended_for_standing_still_is_ended(tmp_path: Path) -> None:
+    folder = training(tmp_path).folder
+    state = RunState(name="a", folder=str(folder.path), state=Phase.TRAINING, created=1.0, attempt=1)
+    write_json(folder.state_path, StateFile(run=state, socket="", stalled="Bus error"))
+    supervisor = next_supervisor(folder)
+    assert supervisor.survival.stalled == "Bus error"
+    assert supervisor.ladder is not None
+
+
+def test_an_older_state_hides_no_living_trainer(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     state = RunState(
         name="a", folder=str(folder.path), state=Phase.FAILED, created=1.0, attempt=1, reason="died", exit_status=1
