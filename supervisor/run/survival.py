@@ -256,6 +256,7 @@ class Survival:
             asked_to_stop=asked,
             settings=supervisor.settings,
             reports=tuple(supervisor.progress.failures),
+            newest_step=supervisor.progress.step.get("time"),
         )
         work = asyncio.ensure_future(asyncio.to_thread(autopsy.examine, end, witness))
         while not work.done():
