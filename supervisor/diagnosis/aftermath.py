@@ -38,6 +38,7 @@ _COMPLETED = re.compile(
     r"|finished|done)\b|'train_runtime'|\btrain_runtime\s*=|training completed|finished training"
     r"|`?max_(?:steps|epochs)=\d+`? reached|all epochs (?:done|completed)"
 )
+_EPOCH_DONE = re.compile(r"(?i)\bepoch\W{0,4}\d+\b.{0,60}?\b(?:done|finished|completed?)\b|\bcompleted epoch \d+")
 _STEP = re.compile(
     r"(?i)(?:\b(?:step|iter|iteration|update|epoch|global_step|batch)s?\b[^0-9a-z]{0,4}\d+.{0,300}(?:loss"
     r"|ppl|acc|lr|it/s|s/it|wps|tokens|time|elapsed|eta|\d\s*%))|^\W{0,2}\s*\d+\s*/\s*\d+\W"
@@ -81,6 +82,16 @@ class Progress:
         if first == last:
             return 0, 0
         return last - first, self._page.lines[self._steps[last - 1]].at - self._page.lines[start - 1].at
+
+
+def seems_survived(page: Page, finding: Finding) -> str | None:
+    """The last line behind a failure by which the program may have gone on to its end after it: a suspicion, since words
+    of before may come late, and others may have been those that completed. None where nothing sounds like it."""
+    raised = _RAISED.match(page.lines[finding.line].text) is not None and not is_mild(page.lines[finding.line])
+    for line in reversed(page.lines[finding.last_line + 1 :]):
+        if _COMPLETED.search(line.text) or (not raised and _EPOCH_DONE.search(line.text)):
+            return line.shown.strip()
+    return None
 
 
 def is_mild(line: Line) -> bool:
