@@ -115,6 +115,13 @@ def test_a_compiler_that_was_killed_is_a_suspicion_that_evidence_settles(text: s
     assert of(text, exit_status=1, cgroup_oom_kills=0).reason == "killed_by_something"
 
 
+def test_a_program_that_trained_without_what_the_compiler_was_to_build() -> None:
+    steps = "".join(f"step {number}/9000 loss 2.0\n" for number in range(500))
+    assert of(COMPILER + steps + "KeyError: 'labels'\n", exit_status=1).reason == "python_error"
+    assert of(COMPILER + steps, exit_status=-9).reason == "killed_by_something"
+    assert of(steps + COMPILER + "KeyError: 'labels'\n", exit_status=1).kind is Kind.HOST_OOM_KILLED
+
+
 def test_a_terminated_program_is_still_told() -> None:
     for text in ("signal: terminated\n", "exit status 143\n", "[1]+  Terminated    python train.py\n"):
         assert of(text).reason == "sigterm"
