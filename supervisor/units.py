@@ -20,7 +20,11 @@ def size(size_bytes: float | None) -> str:
         if abs(value) < 1024:
             return f"{value:.0f} {unit}"
         value /= 1024
-    return f"{value:.1f} GiB"
+    for unit in ("GiB", "TiB"):
+        if abs(value) < 1024:
+            return f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} PiB"
 
 
 def percent(fraction: float | None, digits: int = 1) -> str:

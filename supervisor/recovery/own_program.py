@@ -169,6 +169,9 @@ def _host(of: Diagnosis) -> Iterator[Remedy]:
     if of.confidence < PROVEN:
         yield copied("who_killed")
         return
+    if of.reason in _HEAPS:
+        yield _larger_heap(*_HEAPS[of.reason])
+        return
     yield _typed("workers", "no data-loader workers (num_workers 0), or fewer", "each holds its own copy of what it touches")
     yield _typed("pin_memory", "pin_memory off", "page-locked buffers come out of host memory and cannot be swapped")
     yield _typed(
@@ -178,6 +181,20 @@ def _host(of: Diagnosis) -> Iterator[Remedy]:
     if of.allowed_bytes is not None:
         yield copied("memory_limit")
     yield copied("swap")
+
+
+# Whose heap, the option that sets its limit, and a command that sets it for the program and its children.
+_HEAPS = {
+    "java_heap": ("Java", "-Xmx; for Spark --driver-memory and --executor-memory", "export JAVA_TOOL_OPTIONS=-Xmx8g"),
+    "node_heap": ("node", "--max-old-space-size, in MiB", "export NODE_OPTIONS=--max-old-space-size=8192"),
+}
+
+
+def _larger_heap(whose: str, option: str, command: str) -> Remedy:
+    why = (
+        f"the limit is {whose}'s own ({option}): swap and smaller batches do not move it; 8 GiB here, leave the host its share"
+    )
+    return _typed("heap_limit", f"a larger heap for {whose}", why, command=command)
 
 
 def _shm() -> tuple[Remedy, ...]:
