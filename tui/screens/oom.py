@@ -73,7 +73,7 @@ class OomCard(Dialog[Remedy]):
                 yield Button("Apply (Enter)", id="confirm", variant="primary", compact=True)
 
     def on_mount(self) -> None:
-        self.watch(self._dashboard, "store", self._take)
+        self.follow(self._dashboard, self._take)
 
     def on_resize(self, event: Resize) -> None:
         self._take(self._dashboard.store)
