@@ -286,7 +286,7 @@ async def test_a_digit_without_a_preset_says_which_there_are() -> None:
         await settle(pilot)
         await pilot.press("9")
         await settle(pilot)
-        assert "no preset for first-run has key 9: there are 1 deepspeed, 2 stage2_offload" in screen_text(app)
+        assert "no preset of the recipe first-run has key 9: there are 1 deepspeed, 2 stage2_offload" in screen_text(app)
 
 
 STRAY = process(51, stray=True, reason="left over from run old, which ended", used_bytes=5 << 30)

@@ -13,7 +13,7 @@ from memtop.tui.draw.bands import ROLES, banded, padded_tag
 from memtop.tui.draw.bars import Share, memory_bar
 from memtop.tui.draw.charts import history
 from memtop.tui.draw.gpu import LABEL
-from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, spread, width_of
+from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, spread, width_of, wrap
 from memtop.tui.draw.words import age
 from memtop.tui.store import Store
 
@@ -59,7 +59,7 @@ def _rows(store: Store, width: int) -> list[Row]:
         rows.append(Row(2 if full else 7, shm_row(host, width)))
     rows += [Row(3, swap_row(host, width)), Row(6, _traffic(host, width))]
     if store.run is not None:
-        rows += [Row(1, fit(line((f"^ {trends.sentence(trend)}", "edge")), width)) for trend in trends.of_host(store.run)]
+        rows += [row for trend in trends.of_host(store.run) for row in _trend(trend, store.run, width)]
     alarms = _alarms(host)
     if alarms:
         rows.append(Row(2, join_fitting(alarms, width)))
@@ -69,6 +69,13 @@ def _rows(store: Store, width: int) -> list[Row]:
     if store.run is None and (host.load_average is not None or host.uptime_seconds is not None):
         rows.append(Row(8, join_fitting(_load(host), width)))
     return rows
+
+
+def _trend(trend: wire.Trend, run: wire.RunState, width: int) -> list[Row]:
+    """Its first line stays where room is short, what goes on below it does not."""
+    urgent = trend.full_in_seconds is None or trends.before_the_end(trend, run)
+    parts = wrap(f"^ {trends.sentence(trend, run, width - 2)}", width, "edge" if urgent else MUTED)
+    return [Row(8 if number else 1, part) for number, part in enumerate(parts)]
 
 
 def ram_bar(store: Store, width: int) -> Line:

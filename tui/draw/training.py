@@ -13,7 +13,7 @@ from memtop.tui.draw.bars import progress_bar
 from memtop.tui.draw.charts import Point, curve
 from memtop.tui.draw.gpu import driver_silence
 from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, grid, join, join_fitting, line, spread, width_of, wrap
-from memtop.tui.draw.trends import first_full, sentence
+from memtop.tui.draw.trends import before_the_end, first_full, sentence
 from memtop.tui.draw.words import BOTTLENECKS, age
 from memtop.tui.store import Link, Store
 
@@ -322,12 +322,12 @@ def _event_look(event: Event) -> tuple[str, str]:
 
 def draw_notice(store: Store, width: int, height: int) -> list[Line]:
     """What is wrong with the picture itself: nobody at the other end, old values, warnings of the run."""
-    words = notice(store)
+    words = notice(store, width - 1)
     return [fit(line((f" {words}", "edge")), width)] if words else []
 
 
-def notice(store: Store) -> str:
-    """The sentence for the line below the header, or nothing."""
+def notice(store: Store, width: int = 160) -> str:
+    """The sentence for the line below the header, in fewer words where `width` cells hold no more; or nothing."""
     run = store.run
     if store.proposal is not None and store.link in (Link.CONNECTED, Link.ENDED):
         return f"! {store.proposal.diagnosis.summary.rstrip('.')} (w: what can be done)"
@@ -339,13 +339,13 @@ def notice(store: Store) -> str:
         return f"! stale: nothing heard for {store.quiet_seconds:.0f} s, these are the last known values"
     if store.machine is not None and store.machine.gpu_age_seconds is not None:
         return f"! {driver_silence(store)}: GPU numbers are old, the rest is live"
-    return "" if run is None else _notice_of_run(run)
+    return "" if run is None else _notice_of_run(run, width)
 
 
-def _notice_of_run(run: RunState) -> str:
-    urgent = first_full([trend for trend in run.trends if trend.full_in_seconds is not None])
+def _notice_of_run(run: RunState, width: int) -> str:
+    urgent = first_full([trend for trend in run.trends if before_the_end(trend, run)])
     if urgent is not None:
-        return f"^ {sentence(urgent)}"
+        return f"^ {sentence(urgent, run, width - 2)}"
     if run.trial is not None and run.trial.state.startswith("measuring"):
         return f"… trial of {run.trial.title}: {run.trial.state}"
     if run.warnings:
