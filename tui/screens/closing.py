@@ -51,4 +51,6 @@ class Closing(Screen[T]):
             if self.is_open:
                 take(store)
 
-        self.watch(dashboard, "store", hand)
+        # While it is being mounted it does not count as open yet, but all that it draws on is there.
+        take(dashboard.store)
+        self.watch(dashboard, "store", hand, init=False)
