@@ -13,6 +13,7 @@ from memtop.tui.screens.dialog import ConfirmDialog
 from memtop.tui.screens.help import HelpDialog
 from memtop.tui.screens.kill import KillDialog, TickList
 from memtop.tui.screens.presets import PresetDialog
+from memtop.tui.screens.processes import ProcessesScreen
 from memtop.tui.screens.restart import RestartDialog
 from memtop.tui.widgets.action_bar import ActionButton
 from tests.tui.support import SETTINGS, RecordingFeed, RecordingHands, dashboard, gpu, process, running, screen_text, settle
@@ -438,7 +439,7 @@ async def test_what_is_said_takes_the_lines_that_it_needs_and_no_toast(size: tup
     async with app.run_test(size=size) as pilot:
         await settle(pilot)
         for length, lines in ((width, 1), (width + 20, 2), (10 * width, 3 if size[1] > 20 else 2)):
-            words = " ".join(["word"] * (length // 5)) + " end"
+            words = ("of " * length)[: length - 4].strip() + " end"
             feed.answers = ((wire.Outcome.DONE, words),)
             await pilot.press("f")
             await settle(pilot)
@@ -462,6 +463,7 @@ async def test_what_is_said_under_another_screen_is_a_toast() -> None:
         await settle(pilot)
         await pilot.press("o")
         await settle(pilot)
+        assert isinstance(app.screen, ProcessesScreen)
         app.dashboard.say("checkpoint at update 40", "good")
         await settle(pilot)
         assert [one.message for one in app._notifications] == ["checkpoint at update 40"]

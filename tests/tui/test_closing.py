@@ -55,6 +55,23 @@ async def test_a_card_under_another_screen_leaves_that_one_alone() -> None:
         assert card not in app.screen_stack
 
 
+async def test_a_card_waits_for_a_terminal_that_can_show_it() -> None:
+    app = dashboard(RecordingFeed(running(gpu())))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await pilot.resize_terminal(20, 5)
+        await settle(pilot)
+        at_once(app, dead(), dead())
+        await settle(pilot)
+        assert isinstance(app.screen, TooSmallScreen)
+        await pilot.resize_terminal(80, 24)
+        await settle(pilot)
+        assert isinstance(app.screen, OomCard)
+        await pilot.press("escape")
+        await settle(pilot)
+        assert app.screen is app.dashboard
+
+
 @pytest.mark.parametrize("key", ["w", "u", "b", "o", "g", "m", "h", "r", "s", "k", "1", "U", "question_mark"])
 async def test_every_screen_takes_being_closed_twice_while_the_run_moves(key: str) -> None:
     state = dead() if key == "w" else running(gpu(), advice=ADVICE)

@@ -236,7 +236,9 @@ class DashboardScreen(Screen[None]):
     def _open_card(self, store: Store) -> None:
         """A run that lies dead of memory is not to be overlooked: its card opens by itself, once for each attempt."""
         run = store.run
-        if run is None or store.proposal is None or store.replaying or self._dialog_open or not self.is_current:
+        # Textual calls a screen current, too, that lies right below the topmost one.
+        covered = self.app.screen is not self
+        if run is None or store.proposal is None or store.replaying or self._dialog_open or covered:
             return
         died = (run.folder, run.attempt)
         if died != self._carded:
@@ -293,7 +295,7 @@ class DashboardScreen(Screen[None]):
         self._said = (text, kind)
         self._show_flash(_FLASH_LINES if self.size.height >= _TALL else _FLASH_LINES_LOW)
         # A toast lies over the log and over these lines: there is none where they can be seen.
-        if kind in ("good", "bad", "failed") and not self.is_current:
+        if kind in ("good", "bad", "failed") and self.app.screen is not self:
             self.notify(text, severity="information" if kind == "good" else "error", markup=False)
 
     def _show_flash(self, most: int) -> None:
