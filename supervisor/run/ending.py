@@ -33,9 +33,11 @@ async def finish(supervisor: Supervisor, ended: ExitFile) -> None:
     )
     if supervisor.survival.stalled is not None and supervisor.pending is None and phase in (Phase.STOPPED, Phase.FINISHED):
         phase, reason = Phase.FAILED, f"stood still after: {supervisor.survival.stalled}"
-    examined = await _examine(supervisor, ended, status) if phase is Phase.FAILED or explain.not_saved(progress.end) else None
+    examined = await _examine(supervisor, ended, status) if phase is Phase.FAILED else None
     if examined is not None:
-        diagnosis, reason = explain.with_cause(examined, diagnosis, reason)
+        diagnosis, cause = explain.with_cause(examined, diagnosis, reason)
+        # A program that says itself what is not saved says it best.
+        reason = explain.not_saved(progress.end) or cause
     # Asked for while we read: it counts.
     outcome = "restarted" if supervisor.pending is not None else phase.value
     supervisor.survival.ended(outcome, examined)
@@ -50,7 +52,9 @@ async def finish(supervisor: Supervisor, ended: ExitFile) -> None:
         peak_bytes=progress.peak_bytes,
     )
     if supervisor.pending is None:
-        died = phase is Phase.FAILED and supervisor.lifecycle.phase is not Phase.STOPPING
+        # Whoever told it to stop, be it from outside memtop, does not want it to come back.
+        told = supervisor.lifecycle.phase is Phase.STOPPING or (progress.end or {}).get("outcome") == "stopped"
+        died = phase is Phase.FAILED and not told
         decision = supervisor.survival.decide(examined) if examined is not None and died else None
         _end(supervisor, phase, reason, decision)
     else:
@@ -63,7 +67,7 @@ def _restart(supervisor: Supervisor, change: Change) -> None:
     if supervisor.lifecycle.phase is not Phase.RESTARTING:
         supervisor.move(Phase.RESTARTING)
     if unsaved := explain.not_saved(supervisor.progress.end):
-        supervisor.event("warning", f"attempt {supervisor.attempt.number} {unsaved}; it is resumed from the checkpoint before")
+        supervisor.event("warning", f"attempt {supervisor.attempt.number}: {unsaved}")
     number = supervisor.attempt.number + 1
     try:
         supervisor.launch(number, explain.restart_reason(change), change)

@@ -27,6 +27,8 @@ class Progress:
         self.best_loss = best_loss
         self.peak_bytes: int | None = None
         self.phase: str | None = None
+        self.unsaved: str | None = None
+        """Why the newest save failed; None where it did not."""
         self.heard = 0
         """How many reports there were of all ranks."""
         self.offers: frozenset[str] | None = None
@@ -61,6 +63,8 @@ class Progress:
             self.failures = [*self.failures[-_FAILURES_KEPT + 1 :], (rank, report)]
         elif kind == "settings" and rank == 0 and report.get("total_updates") is not None:
             self.plan = {**self.plan, "total_updates": report["total_updates"]}
+        elif kind in ("save_failed", "checkpoint") and rank == 0:
+            self.unsaved = report.get("message") if kind == "save_failed" else None
         elif kind == "phase" and rank == 0:
             self.phase = report.get("phase")
         elif kind == "end":

@@ -61,7 +61,8 @@ def run_state(supervisor: Supervisor) -> RunState:
         checkpoint=supervisor.checkpoint,
         exit_status=supervisor.exit_status,
         log_path=str(attempt.log_path) if attempt else None,
-        warnings=tuple(supervisor.warnings.values()),
+        # The last one is what a dashboard shows first.
+        warnings=(*supervisor.warnings.values(), *([progress.unsaved] if progress.unsaved else [])),
         on_oom=supervisor.spec.on_oom,
         proposal=supervisor.survival.proposal,
         trends=supervisor.prevention.trends if running else (),

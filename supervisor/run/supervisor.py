@@ -61,6 +61,8 @@ class Supervisor:
         self.ladder: StopLadder | None = None
         self._asking: asyncio.Task[None] | None = None
         self.pending: Change | None = None
+        self.again: str | None = None
+        """What the present attempt does once more, since it was not saved."""
         self.warnings: dict[str, str] = {}
         self._unnumbered = itertools.count(-1, -1)
         self._waits = waits or Waits()
@@ -217,6 +219,7 @@ class Supervisor:
             self.ledgered(lambda: self.ledger.close_unstarted(number, why, time.time()))
             raise
         split = explain.split_change(self.settings, settings)
+        self.again = self._done_again(change, checkpoint)
         self.checkpoint, self.settings = checkpoint, settings
         self._warn("checkpoint", checkpoint.problem if checkpoint else None)
         self.started, self.ended, self.exit_status = started, None, None
@@ -232,7 +235,13 @@ class Supervisor:
         self.move(Phase.STARTING)
         if aside is not None:
             self.event("rollback", f"states after update {change.state_before} moved to {aside}")
-        self.event("attempt", f"attempt {number}: {reason}{split}")
+        self.event("attempt", f"attempt {number}: {reason}{split}" + (f"; {self.again}" if self.again else ""))
+
+    def _done_again(self, change: Change, checkpoint: Checkpoint | None) -> str | None:
+        """What is lost of the attempt before; of a program that memtop does not know, or gone back on purpose, nothing is."""
+        if self.settings is None or change.state_before is not None:
+            return None
+        return explain.done_again(self.progress.step.get("update"), checkpoint)
 
     def foreseen(self, change: Change) -> Settings | None:
         """The settings that a change asked for now will give; UsageError if it cannot be."""
