@@ -33,7 +33,8 @@ class NoSpaceError(Exception):
 
     def __init__(self, folder: Path, needed_bytes: int, why: str = "") -> None:
         free = shutil.disk_usage(folder).free
-        text = f"{needed_bytes / 2**20:.0f} MiB needed, {free / 2**20:.0f} MiB free in {folder}"
+        # Rounded up and down: never as much needed as there is free.
+        text = f"{-(-needed_bytes // 2**20)} MiB needed, {free // 2**20} MiB free in {folder}"
         super().__init__(f"{text} ({why})" if why else text)
         self.folder = folder
         """Where it would lie."""
@@ -113,7 +114,7 @@ def _write_state(
     except OSError as error:
         shutil.rmtree(beside, ignore_errors=True)
         if error.errno in NO_ROOM:
-            why = "the quota is used up" if error.errno == errno.EDQUOT else "disk full while saving"
+            why = "the quota is used up" if error.errno == errno.EDQUOT else "the disk took no more while saving"
             raise NoSpaceError(state_dir.parent, state_bytes(engine.model), why) from None
         raise
     return manifest
