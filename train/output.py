@@ -10,15 +10,20 @@ from memtop.train.errors import NO_ROOM
 
 
 class _Passing(io.FileIO):
-    """What does not fit is lost."""
+    """What does not fit is lost; the line after one that was cut stands alone again."""
+
+    _cut = False
 
     def write(self, data: Any) -> int:
+        text = b"\n" + data if self._cut else bytes(data)
         try:
-            return super().write(data)
+            written = super().write(text)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            return len(data)
+        else:
+            self._cut = written < len(text)
+        return len(data)
 
 
 def outlive_a_full_disk() -> None:

@@ -250,12 +250,13 @@ def test_on_oom_stop_does_not_wait(tmp_path: Path, small_disk: Path) -> None:
 def test_a_log_that_takes_no_line_ends_no_training(tmp_path: Path, small_disk: Path) -> None:
     """The disk is full to its last byte, and the trainer's output goes there, too."""
     log = small_disk / "log"
-    log.touch()
+    # Of the file's only page six bytes are left.
+    log.write_bytes(b"x" * (os.sysconf("SC_PAGE_SIZE") - 6))
     filler = fill(small_disk, leave=0)
     assert os.statvfs(small_disk).f_bavail == 0
     process = start(tmp_path, small_disk / "state", edited(), log)
     wait_for_the_wait(tmp_path, process)
-    assert log.stat().st_size == 0
+    assert log.stat().st_size == os.sysconf("SC_PAGE_SIZE")
     filler.unlink()
     assert process.wait(timeout=60) == 0
     assert read_manifest(small_disk / "state").updates == 10
