@@ -97,6 +97,7 @@ def test_a_stop_ends_the_wait_and_a_restart_says_what_is_done_again(cramped: Run
     assert words in stopped.stderr
     document = cramped.show("a")
     assert (document["state"], document["reason"], document["exit_status"]) == ("failed", words, 1)
+    assert document["warnings"] == [], "nobody waits any more"
     again = "12 updates since the last saved state (none) are done again"
     assert again in cramped.memtop("restart", "a", "--detach").stderr
     cramped.wait("a", lambda d: len(d["attempts"]) == 2 and waits(d))

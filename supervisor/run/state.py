@@ -61,8 +61,8 @@ def run_state(supervisor: Supervisor) -> RunState:
         checkpoint=supervisor.checkpoint,
         exit_status=supervisor.exit_status,
         log_path=str(attempt.log_path) if attempt else None,
-        # The last one is what a dashboard shows first.
-        warnings=(*supervisor.warnings.values(), *([progress.unsaved] if progress.unsaved else [])),
+        # The last one is what a dashboard shows first. Of a program that has ended the reason tells it.
+        warnings=(*supervisor.warnings.values(), *([progress.unsaved] if running and progress.unsaved else [])),
         on_oom=supervisor.spec.on_oom,
         proposal=supervisor.survival.proposal,
         trends=supervisor.prevention.trends if running else (),

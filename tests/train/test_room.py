@@ -22,6 +22,7 @@ from memtop.train import checkpoint, shards
 from memtop.train.manifest import newest_update, read_manifest
 from memtop.train.room import Room
 from tests.train.support import Recorder, Training, edited
+from tests.train.test_evaluation import held_out
 from tests.train.test_processes import environment, reports
 
 KIB = 1 << 10
@@ -178,6 +179,21 @@ def test_a_wait_is_told_again_when_it_has_news_but_once_a_minute(tmp_path: Path)
     assert not room.due(at_once=True), "the last try would only fail once more"
     clock.now += 1
     assert room.due()
+
+
+def test_without_room_for_the_best_state_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.os, "link", full)
+    channel = Recorder()
+    training = Training(tmp_path / "state", edited(eval_every=5), channel, evaluation=held_out())
+    assert training.run() == "finished"
+    assert training.trainer.unsaved is None
+    assert read_manifest(tmp_path / "state").updates == 10
+    assert "the best state is not kept: 1 MiB needed" in channel.of("warning")[0]["message"]
+    assert not checkpoint.best_state(tmp_path / "state").exists()
+    assert list(tmp_path.glob("*.tmp-*")) == []
 
 
 # --- processes of their own -------------------------------------------------------------------------------------------------
