@@ -116,6 +116,17 @@ def test_a_stop_that_comes_with_the_room_saves(small_disk: Path) -> None:
     assert newest_update(small_disk / "state") == 10
 
 
+def test_a_stop_in_the_middle_does_not_wait(small_disk: Path) -> None:
+    fill(small_disk, leave=512 * KIB)
+    channel = Recorder()
+    channel.commands[4] = [(1, "stop", {})]
+    training = Training(small_disk / "state", channel=channel, waits=True)
+    assert training.run() == "stopped"
+    assert training.trainer.unsaved is not None
+    assert training.trainer.unsaved.startswith("stopped at update 4, not saved: 2 MiB needed")
+    assert [(told["update"], told["waiting"]) for told in channel.of("save_failed")] == [(3, False), (4, False)]
+
+
 def test_who_is_not_to_wait_says_so_at_once(small_disk: Path) -> None:
     fill(small_disk, leave=512 * KIB)
     training = Training(small_disk / "state", edited(save_every=100))
