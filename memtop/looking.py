@@ -56,7 +56,10 @@ def print_once(
     if tree is not None:
         rss = units.size(sum(process.rss_bytes or 0 for process in tree))
         lines.append(f"pid {pid}: {len(tree)} processes, {rss} resident: {tree[0].command}")
-    lines += [_run_line(state) for state in states if run_name or isinstance(state, Unreadable) or state.alive]
+    for state in states:
+        if run_name or isinstance(state, Unreadable) or state.alive:
+            lines.append(_run_line(state))
+            lines += [] if isinstance(state, Unreadable) else [f"  warning: {warning}" for warning in state.warnings]
     print("\n".join(lines))
     return 0
 
@@ -130,6 +133,8 @@ def print_run(folder: RunFolder, *, as_json: bool, metrics: bool) -> int:
         print(f"  checkpoint  update {saved.updates}, {units.size(saved.size_bytes)}, {saved.path}")
     else:
         print(f"  checkpoint  incomplete: {saved.problem}")
+    for warning in state.warnings:
+        print(f"  warning     {warning}")
     for line in _memory_lines(state):
         print(f"  {line}")
     if len(told["configurations"]) > 1:

@@ -23,8 +23,22 @@ def restart(folder: RunFolder, change: Change, *, headless: bool, detach: bool) 
         answer = asked(folder, lambda number: Restart(id=number, change=change))
         print(answer.message, file=sys.stderr)
     except NotRunningError:
+        again = _done_again(folder, change) if detach else None
         client.start_supervisor(folder, change)
+        if again:
+            print(again, file=sys.stderr)
     return follow(folder, begun, headless=headless, detach=detach)
+
+
+def _done_again(folder: RunFolder, change: Change) -> str | None:
+    """For those who do not stay to be told by the run: what its next attempt does once more."""
+    from memtop.supervisor.run import explain
+    from memtop.supervisor.run.view import read_state
+
+    state = read_state(folder)
+    if state.settings is None or change.state_before is not None:
+        return None
+    return explain.done_again(state.updates, state.checkpoint)
 
 
 def ask(folder: RunFolder, make: Callable[[int], Request]) -> int:

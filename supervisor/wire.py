@@ -218,6 +218,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """The training program's own exit status; negative is the signal that ended it; None if unknown or still running."""
     log_path: str | None = None
     warnings: tuple[str, ...] = ()
+    """Oldest first; that of a save that failed is the last one."""
+    unsaved: str | None = None
+    """Why the newest save failed, and what that means; None where it did not."""
     on_oom: str = "auto"
     """auto | ask | stop"""
     proposal: Proposal | None = None

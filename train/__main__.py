@@ -19,7 +19,10 @@ def main() -> int:
     parser.add_argument("--resume", choices=("auto", "never"), default="auto")
     arguments = parser.parse_args()
 
+    from memtop.train.output import outlive_a_full_disk
     from memtop.train.run import launched_alone, train
+
+    outlive_a_full_disk()
 
     try:
         outcome = train(arguments.settings, arguments.state_dir, resume=arguments.resume == "auto")

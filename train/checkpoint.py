@@ -20,7 +20,7 @@ import torch
 
 from memtop.presets import Settings
 from memtop.train.engine import Engine, trained_parameters
-from memtop.train.errors import BadInputError
+from memtop.train.errors import NO_ROOM, BadInputError
 from memtop.train.manifest import FILE, Cut, Manifest, older_states, previous_of
 from memtop.train.shards import SHARD_BYTES, ShardReader, ShardWriter, sync
 
@@ -29,7 +29,18 @@ _MARGIN_BYTES = 1 << 20
 
 
 class NoSpaceError(Exception):
-    """The disk cannot hold another state; the old ones are untouched."""
+    """The disk cannot hold another state; the old ones are untouched. The text says how much is needed, free, and where."""
+
+    def __init__(self, folder: Path, needed_bytes: int, why: str = "") -> None:
+        free = shutil.disk_usage(folder).free
+        # Rounded up and down: never as much needed as there is free.
+        text = f"{-(-needed_bytes // 2**20)} MiB needed, {free // 2**20} MiB free in {folder}"
+        super().__init__(f"{text} ({why})" if why else text)
+        self.folder = folder
+        """Where it would lie."""
+        self.needed_bytes = needed_bytes
+        self.hidden = bool(why) and free >= needed_bytes
+        """True where the disk claims to have that room: a quota, or another limit."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +65,8 @@ def save_state(state_dir: Path, engine: Engine, progress: Progress, settings: Se
         return None
     tensors = engine.saved_tensors()
     try:
+        # What a killed save has left would count as taken.
+        _sweep(state_dir)
         _check_space(state_dir, state_bytes(engine.model))
         return _write_state(state_dir, tensors, progress, settings, engine)
     except (NoSpaceError, OSError):
@@ -71,7 +84,6 @@ def _write_state(
 ) -> Manifest:
     beside = state_dir.with_name(f"{state_dir.name}.tmp-{os.getpid()}")
     try:
-        _sweep(state_dir)
         beside.mkdir()
         writer = ShardWriter(beside, SHARD_BYTES)
         for name, parts in tensors:
@@ -101,8 +113,9 @@ def _write_state(
         _swap_in(beside, state_dir, keep=settings.save_total_limit)
     except OSError as error:
         shutil.rmtree(beside, ignore_errors=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpaceError(f"{state_dir}: disk full while saving; the state before is kept, free some space") from None
+        if error.errno in NO_ROOM:
+            why = "the quota is used up" if error.errno == errno.EDQUOT else "the disk took no more while saving"
+            raise NoSpaceError(state_dir.parent, state_bytes(engine.model), why) from None
         raise
     return manifest
 
@@ -148,12 +161,8 @@ def state_bytes(model: torch.nn.Module) -> int:
 
 
 def _check_space(state_dir: Path, needed: int) -> None:
-    free = shutil.disk_usage(state_dir.parent).free
-    if free < needed:
-        raise NoSpaceError(
-            f"{state_dir}: not saved: {needed / 2**20:.0f} MiB needed, {free / 2**20:.0f} MiB free; "
-            "the state before is kept, free some space"
-        )
+    if shutil.disk_usage(state_dir.parent).free < needed:
+        raise NoSpaceError(state_dir.parent, needed)
 
 
 def _swap_in(beside: Path, state_dir: Path, *, keep: int) -> None:
@@ -194,13 +203,24 @@ def best_loss(state_dir: Path) -> float | None:
 
 
 def keep_best(state_dir: Path) -> None:
-    """Keep the newest state as the best one: hard links, which cost no space while both exist."""
+    """Keep the newest state as the best one: hard links, which cost hardly any space while both exist.
+
+    NoSpaceError where even those do not fit; the best one before stays then.
+    """
     target = best_state(state_dir)
     beside = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     for leftover in target.parent.glob(f"{target.name}.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    shutil.copytree(state_dir, beside, copy_function=os.link)
-    sync(beside)
+    try:
+        beside.mkdir()
+        for file in state_dir.iterdir():
+            os.link(file, beside / file.name)
+        sync(beside)
+    except OSError as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        if error.errno in NO_ROOM:
+            raise NoSpaceError(target.parent, _MARGIN_BYTES, "no links to the best state can be made") from None
+        raise
     if target.exists():
         shutil.rmtree(target)
     beside.rename(target)

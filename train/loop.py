@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from memtop.train.gauge import Gauge, open_gauge
 from memtop.train.growth import PATIENCE, SAFE_FRACTION, Growth
 from memtop.train.host import RECORD_EVERY, MemoryRecord, decide
 from memtop.train.live import LIVE, edit_live
-from memtop.train.manifest import Manifest
+from memtop.train.manifest import Manifest, newest_update
 from memtop.train.model import set_checkpointing
 from memtop.train.order import SampleOrder, Samples, UpdatePlan, sample_digest
 from memtop.train.packed import PackedText, RowSamples
 from memtop.train.ranks import Ranks
+from memtop.train.room import ROUND_SECONDS, Room
 from memtop.train.schedule import learning_rate
 from memtop.train.stopwatch import Stopwatch
 from memtop.train.survive import Guard, free_cache, larger_split, smaller_split
@@ -39,7 +41,8 @@ __all__ = ["Position", "Trainer"]
 class Trainer:
     """`run` trains from a position to the target, or to a stop at an update boundary.
 
-    `gauge` and `patience` (updates) are for the micro-batch that a failure made smaller: when it may grow back.
+    `gauge` and `patience` (updates) are for the micro-batch that a failure made smaller: when it may grow back. `waits`: a
+    finished training whose state does not fit on the disk stays in memory until it does, or until it is stopped.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class Trainer:
         evaluation: PackedText | RowSamples | None = None,
         gauge: Gauge | None = None,
         patience: int = PATIENCE,
+        waits: bool = False,
+        room: Room | None = None,
     ) -> None:
         self.settings = settings
         """As they are now: the split changes when memory runs out, and what a person may change while it runs."""
@@ -78,9 +83,12 @@ class Trainer:
         self._evaluator = Evaluator(settings, engine, evaluation, pad) if settings.eval_every and evaluation else None
         self._evaluated: Evaluation | None = None
         self._best = checkpoint.best_loss(state_dir)
-        self._saved_at: int | None = None
+        self._waits = waits
+        self._room = room or Room()
+        # What was taken up is saved already.
+        self._saved_at = position.updates
         self.save_problem: str | None = None
-        """Why the newest save failed; None if it did not."""
+        """Why the newest save failed; None if it did not, and on all ranks but the first."""
         self.target_samples = settings.target_samples or self._order.end_of(settings.epochs)
 
     @property
@@ -89,8 +97,20 @@ class Trainer:
         left = max(0, self.target_samples - self.position.samples_seen)
         return self.position.updates + math.ceil(left / self.settings.effective_batch)
 
+    @property
+    def _at_target(self) -> bool:
+        return self.position.samples_seen >= self.target_samples
+
+    @property
+    def unsaved(self) -> str | None:
+        """That the present state is not on the disk, and why; None where it is."""
+        if self._saved_at == self.position.updates:
+            return None
+        how = "finished" if self._at_target else "stopped at"
+        return f"{how} update {self.position.updates}, not saved: {self.save_problem or 'the first rank tells why'}"
+
     def run(self, control: Control) -> str:
-        """Train; "finished" or "stopped". The state is saved in both cases."""
+        """Train; "finished" or "stopped". The state is saved in both cases, or `unsaved` says why not."""
         try:
             return self._run(control)
         except Exception as error:
@@ -101,23 +121,36 @@ class Trainer:
         stopwatch = Stopwatch(self._accelerator.device)
         self._engine.objective.train()
         self._start_feed()
-        trained = False
         while (plan := self._feed.plan()) is not None:
             self._update(plan, stopwatch)
-            trained = True
             better = self._evaluate(plan.number)
             asked = control.at_boundary()
             for number, values in asked.changes:
                 control.answer(number, *self._edit(values))
             self._adapt()
-            if asked.save or asked.stop or better or plan.number % self.settings.save_every == 0:
+            due = plan.number % self.settings.save_every == 0 and not self._at_target
+            if asked.save or asked.stop or better or due:
                 control.saved(asked, self._save(best=better))
             if plan.number % RECORD_EVERY == 0:
                 self._record(f"update {plan.number}")
             if asked.stop:
                 return "stopped"
-        if trained and self._saved_at != self.position.updates:
-            self._save()
+        return self._finish(control)
+
+    def _finish(self, control: Control) -> str:
+        """Save the end. Without room for it the work stays in memory, on all ranks, until there is some or it is stopped."""
+        if self.unsaved is not None:
+            self._save(end=True)
+        while self.unsaved is not None and self._waits:
+            time.sleep(ROUND_SECONDS)
+            # All ranks come here every second: none waits for another for longer than a process group allows.
+            asked = control.at_boundary()
+            for number, _ in asked.changes:
+                control.answer(number, False, "training is finished: it waits for room to be saved", {})
+            if self._ranks.any(asked.save or self._room.due(at_once=asked.stop)):
+                control.saved(asked, self._save(end=True))
+            if asked.stop and self.unsaved is not None:
+                return "stopped"
         return "finished"
 
     def _start_feed(self) -> None:
@@ -157,7 +190,7 @@ class Trainer:
 
     def _adapt(self) -> None:
         """At a boundary: a smaller split before memory runs out, or a larger one after a stable stretch where it would fit."""
-        if not self._engine.retries or self.position.samples_seen >= self.target_samples:
+        if not self._engine.retries or self._at_target:
             return
         if self._growth.pressed:
             if smaller_split(self.settings) is not None:
@@ -263,12 +296,12 @@ class Trainer:
     def _evaluation_batch(self) -> int:
         return self.settings.eval_batch or self.settings.batch
 
-    def _save(self, *, best: bool = False) -> tuple[bool, str]:
+    def _save(self, *, best: bool = False, end: bool = False) -> tuple[bool, str]:
         """Write train_latest_state; whether it worked, and what happened in words. All ranks take part."""
         with self._growth.aside():
-            return self._write(best=best)
+            return self._write(best=best, end=end)
 
-    def _write(self, *, best: bool) -> tuple[bool, str]:
+    def _write(self, *, best: bool, end: bool) -> tuple[bool, str]:
         self._guard.phase = "save"
         self._accelerator.wait_for_everyone()
         # Every update that a checkpoint covers is in the journal before the checkpoint exists.
@@ -286,16 +319,13 @@ class Trainer:
         try:
             manifest = checkpoint.save_state(self._state_dir, self._engine, progress, self.settings)
         except checkpoint.NoSpaceError as error:
-            self._channel.report("warning", message=str(error))
-            print(f"memtop: {error}", flush=True)
-            self.save_problem = str(error)
-            done = (False, str(error))
+            done = (False, self._say_no_room(error, waiting=end and self._waits))
         else:
             self.save_problem = None
             if manifest is not None:
-                if best:
-                    checkpoint.keep_best(self._state_dir)
                 done = (True, self._say_saved(manifest, watch.lap()["step_seconds"]))
+                if best:
+                    self._keep_best()
         # The first rank writes for all: what it could not write is saved for nobody, and all must know it alike.
         if not self._ranks.any(not done[0]):
             self._saved_at = self.position.updates
@@ -304,6 +334,29 @@ class Trainer:
         self._accelerator.wait_for_everyone()
         self._guard.phase = "unknown"
         return done
+
+    def _keep_best(self) -> None:
+        try:
+            checkpoint.keep_best(self._state_dir)
+        except checkpoint.NoSpaceError as error:
+            text = f"the best state is not kept: {error}"
+            self._channel.report("warning", message=text)
+            print(f"memtop: {text}", flush=True)
+
+    def _say_no_room(self, error: checkpoint.NoSpaceError, *, waiting: bool) -> str:
+        """Remember and tell that this save failed; in words."""
+        self._room.failed(error)
+        update, kept = self.position.updates, newest_update(self._state_dir)
+        kept_words = "nothing saved yet" if kept is None else f"the state of update {kept} is kept"
+        self.save_problem = f"{error}; {kept_words}"
+        if waiting:
+            text = f"finished update {update}, waiting for room: {error}; free some, or stop the run"
+        else:
+            text = f"update {update} not saved: {error}; {kept_words}; free some space"
+        if not waiting or self._room.is_news(text):
+            self._channel.report("save_failed", update=update, message=text, waiting=waiting)
+            print(f"memtop: {text}", flush=True)
+        return text
 
     def _say_saved(self, manifest: Manifest, seconds: float) -> str:
         size = sum(file.size_bytes for file in manifest.files)

@@ -73,7 +73,18 @@ def describe_file(path: Path) -> StateFile:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest, after every file it names was found whole; BrokenStateError says which is not."""
-    path = folder / FILE
+    manifest = _decode(folder / FILE)
+    for expected in manifest.files:
+        try:
+            found = describe_file(folder / expected.name)
+        except OSError as error:
+            raise BrokenStateError(f"{folder / expected.name}: {error.strerror}") from None
+        if found != expected:
+            raise BrokenStateError(f"{folder / expected.name}: not what was saved (size or checksum differ)")
+    return manifest
+
+
+def _decode(path: Path) -> Manifest:
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError:
@@ -82,13 +93,6 @@ def read_manifest(folder: Path) -> Manifest:
         raise BrokenStateError(f"{path}: cannot be understood: {error}") from None
     if manifest.format != 2:
         raise BrokenStateError(f"{path}: format {manifest.format}, this memtop reads format 2")
-    for expected in manifest.files:
-        try:
-            found = describe_file(folder / expected.name)
-        except OSError as error:
-            raise BrokenStateError(f"{folder / expected.name}: {error.strerror}") from None
-        if found != expected:
-            raise BrokenStateError(f"{folder / expected.name}: not what was saved (size or checksum differ)")
     return manifest
 
 
@@ -120,3 +124,13 @@ def newest_complete(state_dir: Path) -> tuple[Path, Manifest, str | None] | None
     if problem is None:
         return None
     raise BrokenStateError(problem)
+
+
+def newest_update(state_dir: Path) -> int | None:
+    """The update of the newest saved state, by its manifest alone; None if nothing was ever saved."""
+    for folder in (state_dir, previous_of(state_dir), *older_states(state_dir)):
+        try:
+            return _decode(folder / FILE).updates
+        except BrokenStateError:
+            continue  # the one before it counts, as it does for who resumes
+    return None

@@ -23,7 +23,7 @@ from memtop.train.compiling import await_compiled
 from memtop.train.control import Control
 from memtop.train.data import OpenedData, open_data
 from memtop.train.engine import Engine, LossScale, PlainEngine, trained_parameters
-from memtop.train.errors import BadInputError, TrainingError
+from memtop.train.errors import BadInputError, TrainingError, UnsavedError
 from memtop.train.host import MemoryRecord, decide
 from memtop.train.loop import Position, Trainer
 from memtop.train.manifest import BrokenStateError, Cut, Manifest, newest_complete
@@ -37,7 +37,8 @@ from memtop.train.zero_config import zero_config
 
 
 def train(settings_path: Path, state_dir: Path, *, resume: bool, trackers: Sequence[GeneralTracker] = ()) -> str:
-    """Train to the target or to a stop; "finished" or "stopped". TrainingError for what a person can mend.
+    """Train to the target or to a stop; "finished" or "stopped", and its state is saved. TrainingError for what a person can
+    mend, UnsavedError where there was no room for the state.
 
     `trackers` get the metrics, besides those that the settings name.
     """
@@ -55,13 +56,15 @@ def train(settings_path: Path, state_dir: Path, *, resume: bool, trackers: Seque
         raise
     channel.report("end", outcome=outcome, saved=problem is None, message=problem or "")
     channel.flush()
+    if problem is not None:
+        raise UnsavedError(problem)
     return outcome
 
 
 def _train(
     settings: Settings, state_dir: Path, resume: bool, channel: Channel, trackers: Sequence[GeneralTracker]
 ) -> tuple[str, str | None]:
-    """The outcome, and why the last state could not be saved if it could not."""
+    """The outcome, and that the last state could not be saved, and why, if it could not; alike on all ranks but for the why."""
     channel.report("phase", phase="loading")
     tokens, config = tokens_and_config(settings)
     folder = Path(os.environ.get("MEMTOP_ATTEMPT_DIR") or state_dir.parent)
@@ -80,7 +83,16 @@ def _train(
     for note in (*data.notes, *_host_notes(settings, host), *_evaluation_notes(settings, data)):
         say(note)
     trainer = Trainer(
-        settings, engine, data.train, position, state_dir, channel, tokens.pad, host=host, evaluation=data.evaluation
+        settings,
+        engine,
+        data.train,
+        position,
+        state_dir,
+        channel,
+        tokens.pad,
+        host=host,
+        evaluation=data.evaluation,
+        waits=os.environ.get("MEMTOP_ON_OOM") != "stop",
     )
     if found is not None:
         _say_resumed(*found, settings, say)
@@ -112,7 +124,7 @@ def _train(
     accelerator.wait_for_everyone()
     # The trackers too write what they hold.
     accelerator.end_training()
-    return outcome, trainer.save_problem
+    return outcome, trainer.unsaved
 
 
 class _Speaker:

@@ -43,6 +43,8 @@ SHAPES: tuple[Shape, ...] = (
     shape(_FULL, _DISK, confidence=0.92),
     shape(r"\[Errno 28\](?! inotify)|\[Errno 122\]|\[WinError 112\]", _DISK, confidence=0.95),
     shape(r"not enough space on the disk|Not enough disk space|(?:database or )?disk is full|(?i:disk full)", _DISK),
+    # memtop's own trainer, when that was its end.
+    shape(r"(?:finished|stopped at) update \d+, not saved: \d+ MiB needed", _DISK, phase="save", needle="MiB needed"),
     shape(r"PytorchStreamWriter failed", _DISK, confidence=0.7, phase="save", needle="StreamWriter"),
     shape(r"inline_container.{0,30}? unexpected pos \d+ vs \d+", _DISK, confidence=0.7, phase="save", needle="unexpectedpos"),
     shape(r"(?:ephemeral|local ephemeral|emptyDir).{0,40}?(?:storage|usage).{0,40}? exceeds", _DISK, confidence=0.85),

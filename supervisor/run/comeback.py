@@ -16,7 +16,9 @@ from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.wire import Change
 
 NOTICE_SECONDS = 3.0
-"""Time to read what will be done, and to call it off."""
+"""Time to call it off."""
+WATCHED_NOTICE_SECONDS = 10.0
+"""The same where a dashboard shows it: somebody may want to read the card first."""
 VRAM_SECONDS = 50.0
 """Drivers take a while to give back what a killed process held; whoever holds it after that will go on holding it."""
 DISK_SECONDS = 24 * 3600.0
@@ -42,8 +44,11 @@ class Comeback:
     One that a supervisor left behind begins its waiting anew: it can be called off once more.
     """
 
-    def __init__(self, waiting: Waiting, folder: Path, monotonic: Callable[[], float]) -> None:
+    def __init__(
+        self, waiting: Waiting, folder: Path, monotonic: Callable[[], float], notice_seconds: float = NOTICE_SECONDS
+    ) -> None:
         """`folder`: the run's, whose disk may have to be waited for."""
+        self.notice_seconds = notice_seconds
         self.waiting = waiting
         self.problem: str | None = None
         self._folder = folder
@@ -56,7 +61,7 @@ class Comeback:
 
     def look(self, machine: MachineSnapshot | None) -> Verdict:
         waited = self._monotonic() - self._began
-        if waited < NOTICE_SECONDS:
+        if waited < self.notice_seconds:
             return "wait"
         if self.waiting.disk_bytes is not None:
             return self._look_at_disk(self._folder, self.waiting.disk_bytes, waited)

@@ -113,9 +113,11 @@ class Commands:
         _accept(peer, number, "stopping: the program finishes its update, saves and exits")
         state = await self._ended()
         word, reason = state.state.value, state.reason or ""
-        # "stopped, NOT saved: ..." says already what the run is.
+        # "stopped at update 7, ..." says already what the run is.
         message = f"{word}: {reason}" if reason and not reason.startswith(word) else reason or word
-        peer.send(Answer(id=number, outcome=Outcome.DONE, message=message))
+        # That it has ended is what was asked for; that its state went with it is not.
+        outcome = Outcome.FAILED if explain.not_saved(supervisor.progress.end) else Outcome.DONE
+        peer.send(Answer(id=number, outcome=outcome, message=message))
 
     async def _ended(self) -> RunState:
         while not (state := self._supervisor.state()).state.final:
@@ -141,7 +143,7 @@ class Commands:
             await asyncio.sleep(0.1)
         state = supervisor.state()
         if state.attempt > before:
-            message = f"attempt {state.attempt} started"
+            message = f"attempt {state.attempt} started" + (f"; {supervisor.again}" if supervisor.again else "")
             peer.send(Answer(id=request.id, outcome=Outcome.DONE, message=message, data={"attempt": state.attempt}))
         else:
             _fail(peer, request.id, state.reason or f"the run is {state.state.value}")

@@ -54,6 +54,8 @@ class Peer:
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self.subscribed = False
+        self.has_screen = False
+        """It is a dashboard's."""
         self.agent: dict[str, Any] | None = None
         """The agent's greeting (attempt, rank, pid), or None for a client."""
         self.pid = _credentials(writer)[0]

@@ -33,9 +33,11 @@ async def finish(supervisor: Supervisor, ended: ExitFile) -> None:
     )
     if supervisor.survival.stalled is not None and supervisor.pending is None and phase in (Phase.STOPPED, Phase.FINISHED):
         phase, reason = Phase.FAILED, f"stood still after: {supervisor.survival.stalled}"
-    examined = await _examine(supervisor, ended, status) if phase is Phase.FAILED or explain.not_saved(progress.end) else None
+    examined = await _examine(supervisor, ended, status) if phase is Phase.FAILED else None
     if examined is not None:
-        diagnosis, reason = explain.with_cause(examined, diagnosis, reason)
+        diagnosis, cause = explain.with_cause(examined, diagnosis, reason)
+        # A program that says itself what is not saved says it best.
+        reason = explain.not_saved(progress.end) or cause
         if (examined.reason or "").startswith("not_examined"):
             supervisor.event("warning", examined.summary)
     # Asked for while we read: it counts.
@@ -63,7 +65,9 @@ async def finish(supervisor: Supervisor, ended: ExitFile) -> None:
 
 def _decision(supervisor: Supervisor, phase: Phase, examined: Diagnosis | None) -> Decision | None:
     """What is done about the death by itself; None where it was none, or somebody has asked for something else."""
-    died = phase is Phase.FAILED and supervisor.lifecycle.phase is not Phase.STOPPING
+    # Whoever told it to stop, be it from outside memtop, does not want it to come back.
+    told = supervisor.lifecycle.phase is Phase.STOPPING or (supervisor.progress.end or {}).get("outcome") == "stopped"
+    died = phase is Phase.FAILED and not told
     return supervisor.survival.decide(examined) if examined is not None and died and supervisor.pending is None else None
 
 
@@ -73,7 +77,7 @@ def _restart(supervisor: Supervisor, change: Change) -> None:
     if supervisor.lifecycle.phase is not Phase.RESTARTING:
         supervisor.move(Phase.RESTARTING)
     if unsaved := explain.not_saved(supervisor.progress.end):
-        supervisor.event("warning", f"attempt {supervisor.attempt.number} {unsaved}; it is resumed from the checkpoint before")
+        supervisor.event("warning", f"attempt {supervisor.attempt.number}: {unsaved}")
     number = supervisor.attempt.number + 1
     try:
         supervisor.launch(number, explain.restart_reason(change), change)

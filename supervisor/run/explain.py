@@ -16,7 +16,7 @@ from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.recovery.policy import SURE
-from memtop.supervisor.wire import Change, Phase
+from memtop.supervisor.wire import Change, Checkpoint, Phase
 
 _TAIL_BYTES = 16_384
 _EVIDENCE_LINES = 8
@@ -32,10 +32,8 @@ def outcome(
     """
     said = end.get("outcome") if end else None
     unsaved = not_saved(end)
-    if unsaved and said == "finished":
-        return Phase.FAILED, unsaved, {"summary": unsaved, "evidence": last_lines(log)}
     if unsaved:
-        return Phase.STOPPED, unsaved, None
+        return Phase.FAILED, unsaved, {"summary": unsaved, "evidence": last_lines(log)}
     if said == "finished" and status in (0, None):
         return Phase.FINISHED, None, None
     if phase in (Phase.STOPPING, Phase.RESTARTING):
@@ -89,10 +87,22 @@ def settings_text(before: Settings, after: Settings, report: dict[str, Any]) -> 
 
 
 def not_saved(end: dict[str, Any] | None) -> str | None:
-    """That a program which came to its end could not save its state, and why; None where it could, or says nothing."""
+    """That a program which came to its end, or was told to stop, could not save its state, and why, in its own words; None
+    where it could, or says nothing."""
     if end is None or end.get("outcome") not in ("finished", "stopped") or end.get("saved", True):
         return None
-    return f"{end['outcome']}, NOT saved: {end.get('message') or 'no reason given'}"
+    return str(end.get("message") or f"{end['outcome']}, not saved: no reason given")
+
+
+def done_again(reached: int | None, saved: Checkpoint | None) -> str | None:
+    """What of an ended attempt is lost to the next one; None where nothing is, or nobody knows."""
+    if reached is None or (saved is not None and not saved.complete):
+        return None
+    since = (saved.updates or 0) if saved is not None else 0
+    if reached <= since:
+        return None
+    lost, at = reached - since, "none" if saved is None else f"at update {since}"
+    return f"{lost} update{'s' if lost > 1 else ''} since the last saved state ({at}) {'are' if lost > 1 else 'is'} done again"
 
 
 _ROOT_CAUSE = "Root Cause (first observed failure):"

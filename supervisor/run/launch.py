@@ -116,6 +116,8 @@ def _environment(folder: RunFolder, number: int, spec: RunSpec, allocator: str, 
     if not spec.command:
         # A folder called `tokenizers` where memtop was called must not shadow the library (Python 3.11 and newer).
         additions["PYTHONSAFEPATH"] = "1"
+        # Whether a finished training whose state does not fit on the disk waits for room.
+        additions["MEMTOP_ON_OOM"] = spec.on_oom
     additions |= allocator_environment(allocator, os.environ)
     additions |= error_file_environment(folder.attempt(number))
     if spec.gpus is not None:

@@ -28,6 +28,10 @@ class Progress:
         self.best_loss = best_loss
         self.peak_bytes: int | None = None
         self.phase: str | None = None
+        self.unsaved: str | None = None
+        """Why the newest save failed; None where it did not."""
+        self.waits_for_room = False
+        """It is done but for its last save, which waits: then it has no more to say."""
         self.heard = 0
         """How many reports there were of all ranks."""
         self.longest_pause = 0.0
@@ -72,7 +76,10 @@ class Progress:
         elif kind == "evaluation" and rank == 0:
             self._evaluated = report.get("update")
         elif kind == "checkpoint" and rank == 0:
-            self._saved = report.get("updates")
+            self.unsaved, self.waits_for_room, self._saved = None, False, report.get("updates")
+        elif kind == "save_failed" and rank == 0:
+            self.unsaved, self.waits_for_room = report.get("message"), bool(report.get("waiting"))
+            self._saved = report.get("update")
         elif kind == "phase" and rank == 0:
             self.phase = report.get("phase")
         elif kind == "end":

@@ -93,7 +93,7 @@ def _apply(supervisor: Supervisor, rank: int, report: dict[str, Any]) -> None:
         supervisor.event("checkpoint", f"checkpoint at update {report.get('updates')}: {size} in {report.get('seconds'):.1f} s")
     elif kind == "step" and supervisor.lifecycle.phase is Phase.STARTING:
         supervisor.move(Phase.TRAINING)
-    elif kind == "warning":
+    elif kind in ("warning", "save_failed"):
         supervisor.event("warning", str(report.get("message")))
     elif kind in ("memory", "evaluation"):
         supervisor.event(kind, explain.report_text(report), {k: v for k, v in report.items() if k not in ("type", "message")})

@@ -62,7 +62,9 @@ def run_state(supervisor: Supervisor) -> RunState:
         checkpoint=supervisor.checkpoint,
         exit_status=supervisor.exit_status,
         log_path=str(attempt.log_path) if attempt else None,
-        warnings=tuple(supervisor.warnings.values()),
+        # Of a program that has ended the reason tells what is not saved.
+        warnings=(*supervisor.warnings.values(), *([progress.unsaved] if running and progress.unsaved else [])),
+        unsaved=progress.unsaved if running else None,
         on_oom=supervisor.spec.on_oom,
         proposal=supervisor.survival.proposal,
         trends=supervisor.prevention.trends if running else (),

@@ -12,7 +12,7 @@ import os
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from memtop.presets.schema import Settings
@@ -23,7 +23,7 @@ from memtop.supervisor.run.attempt import RunningAttempt, StopLadder, Waits
 from memtop.supervisor.run.change import edited, edited_live
 from memtop.supervisor.run.commands import Commands
 from memtop.supervisor.run.configurations import Record
-from memtop.supervisor.run.control import ControlServer, socket_path
+from memtop.supervisor.run.control import ControlServer, Peer, socket_path
 from memtop.supervisor.run.ending import finish
 from memtop.supervisor.run.folder import RunFolder, RunLock, StateFile, write_json
 from memtop.supervisor.run.launch import launch as start_program
@@ -65,6 +65,8 @@ class Supervisor:
         self.ladder: StopLadder | None = None
         self._asking: asyncio.Task[None] | None = None
         self.pending: Change | None = None
+        self.again: str | None = None
+        """What the present attempt does once more, since it was not saved."""
         self.warnings: dict[str, str] = {}
         self._unnumbered = itertools.count(-1, -1)
         self._waits = waits or Waits()
@@ -81,6 +83,7 @@ class Supervisor:
         self.checkpoint = newest_checkpoint(folder.latest_state)
         self._socket = socket_path(folder.path)
         self.watch = MachineWatch(folder.path.parent, self._members, lambda: rank_reports(self))
+        self._peers: Collection[Peer] = ()
         self.survival = Survival(self, monotonic)
         self.prevention = Prevention(self)
 
@@ -96,6 +99,7 @@ class Supervisor:
         self._server = ControlServer(
             self._socket, on_request=commands.handle, on_agent=self._on_agent, on_gone=self.agents.gone
         )
+        self._peers = self._server.peers
         self.publisher = Publisher(self.ledger, self._server, lambda: self.survival.configurations.rows)
         self.survival.open(self.ledger.configurations(), self._save_configuration, self.publisher.configurations_changed)
         await self._server.start()
@@ -203,6 +207,7 @@ class Supervisor:
             self.ledgered(lambda: self.ledger.close_unstarted(number, why, time.time()))
             raise
         split = explain.split_change(self.settings, settings)
+        self.again = self._done_again(change, checkpoint)
         self.checkpoint, self.settings = checkpoint, settings
         self._warn("checkpoint", checkpoint.problem if checkpoint else None)
         self.started, self.ended, self.exit_status = started, None, None
@@ -218,7 +223,13 @@ class Supervisor:
         self.move(Phase.STARTING)
         if aside is not None:
             self.event("rollback", f"states after update {change.state_before} moved to {aside}")
-        self.event("attempt", f"attempt {number}: {reason}{split}")
+        self.event("attempt", f"attempt {number}: {reason}{split}" + (f"; {self.again}" if self.again else ""))
+
+    def _done_again(self, change: Change, checkpoint: Checkpoint | None) -> str | None:
+        """What is lost of the attempt before; of a program that memtop does not know, or gone back on purpose, nothing is."""
+        if self.settings is None or change.state_before is not None:
+            return None
+        return explain.done_again(self.progress.step.get("update"), checkpoint)
 
     def foreseen(self, change: Change) -> Settings | None:
         """The settings that a change asked for now will give; UsageError if it cannot be."""
@@ -313,7 +324,13 @@ class Supervisor:
     def phase(self) -> Phase:
         return self.lifecycle.phase
 
+    @property
+    def is_watched(self) -> bool:
+        """A dashboard shows the run: who wants its history has a screen, who only follows its events has none."""
+        return any(peer.has_screen for peer in self._peers)
+
     def add_viewer(self, peer: Any, history: int) -> None:
+        peer.has_screen = history > 0
         self.publisher.greet(peer, history, self.state(), self.watch.machine)
 
     # --- reports --------------------------------------------------------------------------------------------------------

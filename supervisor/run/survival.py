@@ -22,7 +22,7 @@ from memtop.supervisor.recovery.policy import SURE, Decision
 from memtop.supervisor.run import autopsy, explain, proposing
 from memtop.supervisor.run.attempt import ExitFile
 from memtop.supervisor.run.autopsy import End
-from memtop.supervisor.run.comeback import NOTICE_SECONDS, Comeback, Waiting, free_bytes
+from memtop.supervisor.run.comeback import NOTICE_SECONDS, WATCHED_NOTICE_SECONDS, Comeback, Waiting, free_bytes
 from memtop.supervisor.run.configurations import Configurations, Record
 from memtop.supervisor.run.folder import StateFile
 from memtop.supervisor.run.ledger import Attempt
@@ -164,6 +164,8 @@ class Survival:
     def _look_for_a_stall(self) -> None:
         supervisor = self._supervisor
         if self._stall is None or supervisor.ladder is not None or self.comeback is not None:
+            return
+        if supervisor.progress.waits_for_room:
             return
         progress, settings = supervisor.progress, supervisor.settings
         words = self._stall.look(
@@ -322,9 +324,11 @@ class Survival:
         )
 
     def _come_back(self, waiting: Waiting) -> None:
-        self.comeback, self._said = Comeback(waiting, self._supervisor.folder.path, self._monotonic), None
+        notice = WATCHED_NOTICE_SECONDS if self._supervisor.is_watched else NOTICE_SECONDS
+        self.comeback = Comeback(waiting, self._supervisor.folder.path, self._monotonic, notice)
+        self._said = None
         if self.proposal is not None:
-            self.proposal = replace(self.proposal, begins=time.time() + NOTICE_SECONDS)
+            self.proposal = replace(self.proposal, begins=time.time() + notice)
 
     def tick(self) -> None:
         """While a comeback waits."""

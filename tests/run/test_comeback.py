@@ -9,7 +9,7 @@ import pytest
 
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 from memtop.supervisor.recovery.values import Forecast
-from memtop.supervisor.run.comeback import DISK_SECONDS, NOTICE_SECONDS, VRAM_SECONDS, Comeback, Waiting
+from memtop.supervisor.run.comeback import DISK_SECONDS, NOTICE_SECONDS, VRAM_SECONDS, WATCHED_NOTICE_SECONDS, Comeback, Waiting
 from memtop.supervisor.wire import Change
 
 GIB = 1 << 30
@@ -34,6 +34,15 @@ def card(used: int, *processes: GpuProcess) -> MachineSnapshot:
 def comeback(clock: Clock, forecast: Forecast | None = None) -> Comeback:
     waiting = Waiting(change=Change(batch=4), gpus_before={"GPU-0": GIB}, forecast=forecast)
     return Comeback(waiting, Path("/"), clock)
+
+
+def test_where_somebody_looks_there_is_time_to_read() -> None:
+    clock = Clock()
+    waiting = Comeback(Waiting(change=Change()), Path("/"), clock, WATCHED_NOTICE_SECONDS)
+    clock.now += NOTICE_SECONDS
+    assert waiting.look(None) == "wait"
+    clock.now += WATCHED_NOTICE_SECONDS
+    assert waiting.look(None) == "go"
 
 
 def test_it_goes_once_it_could_be_called_off_and_the_memory_is_back() -> None:

@@ -39,7 +39,7 @@ from memtop.supervisor.run.publish import Publisher
 from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.run.taking_over import take_over
 from memtop.supervisor.run.view import known_runs, read_run, read_state, show
-from memtop.supervisor.wire import Change, Event, Outcome, Phase, Restart
+from memtop.supervisor.wire import Change, Checkpoint, Event, Outcome, Phase, Restart
 
 SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
 
@@ -358,7 +358,7 @@ def test_who_declines_to_stop_gets_signals_at_once_but_only_once(tmp_path: Path)
         ({"outcome": "finished"}, 0, Phase.TRAINING, False, Phase.FINISHED),
         ({"outcome": "finished", "saved": True, "message": ""}, 0, Phase.TRAINING, False, Phase.FINISHED),
         ({"outcome": "finished", "saved": False, "message": "loss is NaN"}, 0, Phase.STOPPING, False, Phase.FAILED),
-        ({"outcome": "stopped", "saved": False, "message": "loss is NaN"}, 1, Phase.STOPPING, False, Phase.STOPPED),
+        ({"outcome": "stopped", "saved": False, "message": "loss is NaN"}, 1, Phase.STOPPING, False, Phase.FAILED),
         ({"outcome": "stopped"}, 0, Phase.STOPPING, False, Phase.STOPPED),
         ({"outcome": "stopped"}, 0, Phase.TRAINING, False, Phase.STOPPED),
         ({"outcome": "failed", "message": "loss is NaN"}, 1, Phase.TRAINING, False, Phase.FAILED),
@@ -383,12 +383,46 @@ def test_how_an_attempt_ended(
 
 
 def test_a_state_that_could_not_be_saved_is_not_hidden(tmp_path: Path) -> None:
-    end = {"outcome": "stopped", "saved": False, "message": "disk full"}
+    words = "stopped at update 7, not saved: 16 MiB needed, 7 MiB free in /runs/a; nothing saved yet"
+    end = {"outcome": "stopped", "saved": False, "message": words}
     for phase in (Phase.STOPPING, Phase.TRAINING):
-        found = explain.outcome(tmp_path / "log", end, 0, phase, own_program=False)
-        assert found == (Phase.STOPPED, "stopped, NOT saved: disk full", None)
-    finished = explain.outcome(tmp_path / "log", {**end, "outcome": "finished"}, 0, Phase.TRAINING, own_program=False)
-    assert finished[:2] == (Phase.FAILED, "finished, NOT saved: disk full")
+        # Whatever its exit status, which an older trainer has left at 0.
+        for status in (0, 1):
+            assert explain.outcome(tmp_path / "log", end, status, phase, own_program=False)[:2] == (Phase.FAILED, words)
+    silent = {"outcome": "finished", "saved": False}
+    finished = explain.outcome(tmp_path / "log", silent, 1, Phase.TRAINING, own_program=False)
+    assert finished[:2] == (Phase.FAILED, "finished, not saved: no reason given")
+
+
+@pytest.mark.parametrize(
+    ("reached", "saved", "words"),
+    [
+        (12, None, "12 updates since the last saved state (none) are done again"),
+        (12, 9, "3 updates since the last saved state (at update 9) are done again"),
+        (10, 9, "1 update since the last saved state (at update 9) is done again"),
+        (9, 9, None),
+        (3, 9, None),
+        (None, 9, None),
+        (None, None, None),
+    ],
+)
+def test_what_is_done_again_is_counted(reached: int | None, saved: int | None, words: str | None) -> None:
+    state = None if saved is None else Checkpoint(path="", updates=saved, complete=True)
+    assert explain.done_again(reached, state) == words
+
+
+def test_of_a_state_that_is_not_whole_nobody_knows_what_is_done_again() -> None:
+    assert explain.done_again(12, Checkpoint(path="", updates=None, complete=False)) is None
+
+
+def test_a_save_that_failed_is_known_until_one_works() -> None:
+    progress = Progress()
+    progress.apply(1, {"type": "save_failed", "message": "of another rank"})
+    assert progress.unsaved is None
+    progress.apply(0, {"type": "save_failed", "message": "update 3 not saved"})
+    assert progress.unsaved == "update 3 not saved"
+    progress.apply(0, {"type": "checkpoint", "updates": 6})
+    assert progress.unsaved is None
 
 
 @pytest.mark.parametrize(

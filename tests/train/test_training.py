@@ -209,10 +209,11 @@ def test_a_full_disk_keeps_the_old_state_and_training_goes_on(
     assert len(training.losses) == 7
     assert read_manifest(state) == before
     assert list(tmp_path.glob("*.tmp-*")) == []
-    assert training.trainer.save_problem is not None
-    warnings = [warning["message"] for warning in channel.of("warning")]
-    assert warnings
-    assert all("the state before is kept, free some space" in warning for warning in warnings)
+    assert training.trainer.unsaved is not None
+    assert training.trainer.unsaved.startswith("finished update 10, not saved: 2 MiB needed, ")
+    failed = channel.of("save_failed")
+    assert [(told["update"], told["waiting"]) for told in failed] == [(6, False), (9, False), (10, False)]
+    assert all(told["message"].endswith("; the state of update 3 is kept; free some space") for told in failed)
 
 
 def test_a_changed_byte_is_noticed_and_the_state_before_is_used(tmp_path: Path) -> None:

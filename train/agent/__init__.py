@@ -30,6 +30,8 @@ Reports, one JSON object a line, each with `type`, `time` (seconds since the epo
 * `settings`: {update, changes: {field: value}, reason, total_updates}: from this update on the trainer runs with these values.
   `reason` is "allocation failure" | "pressure" | "asked" | "grown back"; `total_updates` what the run comes to with them.
 * `pressure`: {update, allocation_retries}: in two updates running the allocator found room only after it had freed its cache.
+* `save_failed`: {update, message, waiting}: there was no room for the state of this update. `waiting` is true at the end of
+  training, where the trainer stays until there is some, or until it is stopped.
 * `plan`, `phase`, `memory`, `evaluation`, `checkpoint`, `warning`, `end`: see `train/run.py` and `train/loop.py`.
 """
 

@@ -181,7 +181,7 @@ def draw_compact_training(store: Store, width: int, height: int) -> list[Line]:
             fact("", f"{units.rate(run.samples_per_second)} samples/s"),
             fact("", f"{_thousands(run.tokens_per_second)} tok/s"),
             fact("step", _step(run.step_seconds)),
-            fact("saved", _ago(store, run), "bad" if unsaved(store) else STRONG),
+            fact("saved", _ago(store, run), "bad" if run.unsaved else STRONG),
             _bound(run),
         )
     )
@@ -371,23 +371,11 @@ def notice(store: Store, width: int = 160) -> str:
     return "" if run is None else _notice_of_run(store, run, width)
 
 
-_UNSAVED = re.compile(r": (?:not saved: ([^;]+)|(disk full)[^;]*)")
-
-
-def unsaved(store: Store) -> str | None:
-    """Why the newest save of this attempt came to nothing, in the trainer's words; None once one has succeeded."""
-    for event in reversed(store.events):
-        if event.kind == "checkpoint" or store.run is None or event.attempt != store.run.attempt:
-            return None
-        if event.kind == "warning" and (found := _UNSAVED.search(event.message)):
-            return found[1] or found[2]
-    return None
-
-
 def _notice_of_run(store: Store, run: RunState, width: int) -> str:
-    lost = unsaved(store)
-    if lost is not None:
-        return f"! not saved: {lost}; free some space on the disk"
+    if run.unsaved is not None:
+        whole = f"! {run.unsaved}"
+        # Where there is no room for it, what is wrong goes before where.
+        return whole if cell_len(whole) <= width else cropped(re.sub(r" in /[^;]*", "", whole), width)
     urgent = first_full([trend for trend in run.trends if before_the_end(trend, run)])
     if urgent is not None:
         return f"^ {sentence(urgent, run, width - 2)}"

@@ -1,0 +1,129 @@
+"""A run whose state is larger than its disk: a small file system, which is made larger while the run waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Runs
+
+# 1.4 million parameters: a state of 18 MiB, on a disk of 12.
+RECIPE = """
+[recipes.wide]
+title = "t"
+description = "d"
+preset = "standard"
+batch = 8
+accumulation = 1
+seq_len = 32
+max_updates = 12
+save_every = 3
+learning_rate = 2e-3
+[recipes.wide.model.config]
+model_type = "llama"
+vocab_size = 260
+hidden_size = 256
+intermediate_size = 512
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 4
+max_position_embeddings = 256
+[recipes.wide.data]
+source = "python-stdlib"
+max_bytes = 300000
+"""
+
+
+@pytest.fixture
+def cramped(runs: Runs, small_disk: Path) -> Runs:
+    """Runs whose folder lies on the small disk."""
+    runs.path = small_disk / "runs"
+    runs.environment["MEMTOP_RUNS_DIR"] = str(runs.path)
+    (runs.root / "memtop.toml").write_text(RECIPE)
+    return runs
+
+
+def enlarge(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,size=80m", str(disk)], check=True)
+
+
+def waits(document: dict[str, Any]) -> bool:
+    return any("waiting for room" in warning for warning in document["warnings"])
+
+
+def test_a_run_waits_for_room_and_finishes_with_every_sample_once(cramped: Runs, small_disk: Path) -> None:
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "memtop", "train", "wide", "--name", "a", "--headless"],
+        cwd=cramped.root,
+        env=cramped.environment,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert follower.stderr is not None
+    said = []
+    for line in follower.stderr:
+        said.append(line)
+        if "waiting for room" in line:
+            break
+    wanted = f"18 MiB needed, 11 MiB free in {cramped.path / 'a'}"
+    assert said[-1] == f"memtop: finished update 12, waiting for room: {wanted}; free some, or stop the run\n", said
+    assert any(f"update 3 not saved: {wanted}; nothing saved yet; free some space" in line for line in said), said
+    document = cramped.wait("a", waits)
+    assert (document["state"], document["alive"], document["checkpoint"]) == ("training", True, None)
+    for command in (("show", "a"), ("watch", "a", "--once")):
+        assert "waiting for room: 18 MiB needed" in cramped.memtop(*command).stdout
+    enlarge(small_disk)
+    rest = follower.stderr.read()
+    assert follower.wait(timeout=60) == 0, rest
+    document = cramped.show("a", metrics=True)
+    assert (document["state"], len(document["attempts"]), document["warnings"]) == ("finished", 1, [])
+    assert [row["update"] for row in document["metrics"]] == list(range(1, 13))
+    assert len({row["sample_digest"] for row in document["metrics"]}) == 12
+    assert document["checkpoint"]["updates"] == 12
+
+
+def test_a_stop_ends_the_wait_and_a_restart_says_what_is_done_again(cramped: Runs, small_disk: Path) -> None:
+    cramped.memtop("train", "wide", "--name", "a", "--detach")
+    cramped.wait("a", waits)
+    stopped = cramped.memtop("stop", "a", status=1)
+    words = f"finished update 12, not saved: 18 MiB needed, 11 MiB free in {cramped.path / 'a'}; nothing saved yet"
+    assert words in stopped.stderr
+    document = cramped.show("a")
+    assert (document["state"], document["reason"], document["exit_status"]) == ("failed", words, 1)
+    assert document["warnings"] == [], "nobody waits any more"
+    again = "12 updates since the last saved state (none) are done again"
+    assert again in cramped.memtop("restart", "a", "--detach").stderr
+    cramped.wait("a", lambda d: len(d["attempts"]) == 2 and waits(d))
+    # Once more, now while it waits.
+    restarted = cramped.memtop("restart", "a", "--detach").stderr
+    assert f"attempt 3 started; {again}" in restarted
+    enlarge(small_disk)
+    document = cramped.wait("a", lambda d: d["state"] == "finished")
+    assert document["checkpoint"]["updates"] == 12
+    assert [attempt["outcome"] for attempt in document["attempts"]] == ["failed", "restarted", "finished"]
+
+
+def test_a_signal_from_outside_ends_the_wait_for_good(cramped: Runs) -> None:
+    cramped.memtop("train", "wide", "--name", "a", "--detach")
+    document = cramped.wait("a", waits)
+    os.kill(document["trainer_pid"], signal.SIGTERM)
+    document = cramped.wait("a", lambda d: d["state"] not in ("training", "starting"))
+    assert (document["state"], document["exit_status"], len(document["attempts"])) == ("failed", 1, 1)
+    assert document["reason"].startswith("finished update 12, not saved: 18 MiB needed")
+    assert document["attempts"][0]["diagnosis"]["kind"] == "disk_full"
+
+
+def test_a_run_that_only_reports_does_not_wait(cramped: Runs) -> None:
+    done = cramped.memtop("train", "wide", "--name", "a", "--headless", "--on-oom", "stop", status=1)
+    assert "run a: failed (finished update 12, not saved: 18 MiB needed" in done.stderr
+    assert "waiting for room" not in done.stderr
+    document = cramped.show("a")
+    assert (document["state"], document["exit_status"]) == ("failed", 1)
+    assert document["attempts"][0]["diagnosis"]["kind"] == "disk_full"
