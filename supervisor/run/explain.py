@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from memtop.presets.comparing import describe_split
+from memtop.presets.risks import risk
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
+from memtop.supervisor.recovery.applying import ran_out
 from memtop.supervisor.recovery.policy import SURE
-from memtop.supervisor.wire import Change, Phase
+from memtop.supervisor.wire import Change, Configuration, Phase
 
 _TAIL_BYTES = 16_384
 _EVIDENCE_LINES = 8
@@ -173,6 +175,12 @@ def split_change(before: Settings | None, after: Settings | None) -> str:
     if before is None or after is None or _split(before) == _split(after):
         return ""
     return f"; {describe_split(before, after)}"
+
+
+def risk_of(after: Settings | None, rows: Iterable[Configuration]) -> str:
+    """That a person's change leads to what has died of memory, to be put behind another text; empty where it does not."""
+    found = None if after is None else risk(after, ran_out(rows))
+    return f"; ! {found}" if found else ""
 
 
 def _split(settings: Settings) -> tuple[int, int, int]:
