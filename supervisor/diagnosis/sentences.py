@@ -127,7 +127,9 @@ def _refused_with_room(diagnosis: Diagnosis) -> bool:
 
 def _host_alloc(diagnosis: Diagnosis, phase: str) -> str:
     amount = "An allocation" if diagnosis.requested_bytes is None else _size(diagnosis.requested_bytes)
-    return f"{amount} of host memory was refused{phase}."
+    limit = diagnosis.address_space_bytes
+    why = "" if limit is None else f": its address space is limited to {_size(limit)} (ulimit -v)"
+    return f"{amount} of host memory was refused{phase}{why}."
 
 
 def _host_killed(diagnosis: Diagnosis, phase: str) -> str:

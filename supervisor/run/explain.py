@@ -14,10 +14,11 @@ from memtop.presets.comparing import describe_split
 from memtop.presets.risks import risk
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
+from memtop.supervisor.diagnosis.sentences import PHASES
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.recovery.applying import ran_out
-from memtop.supervisor.recovery.policy import SURE
+from memtop.supervisor.recovery.policy import SURE, Decision
 from memtop.supervisor.wire import Change, Configuration, Phase
 
 _TAIL_BYTES = 16_384
@@ -76,11 +77,19 @@ def with_cause(examined: Diagnosis, told: dict[str, Any] | None, reason: str | N
 
 def oom_text(rank: int, report: dict[str, Any]) -> str:
     """An allocation failure in one line."""
-    where = f"rank {rank}, update {report.get('update') or '?'}, {report.get('phase') or 'unknown phase'}"
+    update, phase = report.get("update"), report.get("phase")
+    during = PHASES.get(str(phase))
+    where = ", ".join(filter(None, (f"rank {rank}", f"update {update}" if update else None, during)))
     split = f" with batch {report['batch']} x {report.get('accumulation')}" if report.get("batch") else ""
     words = str(report.get("message") or report.get("error") or "no words").strip().splitlines()
     then = "; the same samples are done again in smaller pieces" if report.get("survived") else ""
     return f"out of memory ({where}{split}): {words[0] if words else 'no words'}{then}"
+
+
+def decided(decision: Decision) -> str:
+    """What follows a death of memory, in one line."""
+    words = {"restart": "it goes on with", "wait": "it waits", "ask": "nothing is done by itself", "stop": "nothing is done"}
+    return f"{words[decision.action]}: {decision.why}"
 
 
 def settings_text(before: Settings, after: Settings, report: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from memtop.supervisor.monitor.processes import PROC
 from memtop.supervisor.monitor.values import Band, HostSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankUse, VramParts, placed, ranks_on, vram_parts
 from memtop.supervisor.recovery.danger import DangerWatch
-from memtop.supervisor.recovery.leaks import Leak, Pool, swap_trend, trends
+from memtop.supervisor.recovery.leaks import OF_HOST_MEMORY, Leak, Pool, swap_trend, trends
 from memtop.supervisor.recovery.trend import BY_SECOND, BY_UPDATE, Growth, Sustained
 from memtop.supervisor.wire import Trend
 
@@ -223,7 +223,7 @@ def _same(key: Key, other: Key) -> bool:
 
 def _words(key: Key, pools: Mapping[str, Pool]) -> str:
     if key.pool == _HOST:
-        return f"anonymous memory of {key.who}"
+        return f"{OF_HOST_MEMORY} of {key.who}"
     pool = pools.get(key.pool)
     card = pool.name if pool is not None else "the card"
     if key.kind == "used":
