@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from memtop.supervisor.run.supervisor import Supervisor
 
 
-_OWN = "it is your own program, in which memtop changes nothing: what is left is for you to do"
+_OWN = "it is your own program: memtop never starts it again with something changed"
 
 
 def propose(supervisor: Supervisor, diagnosis: Diagnosis) -> tuple[Proposal, Decision]:
@@ -39,18 +39,19 @@ def propose(supervisor: Supervisor, diagnosis: Diagnosis) -> tuple[Proposal, Dec
     settings, allocator = supervisor.settings, supervisor.survival.allocator
     candidates = [Candidate(remedy=remedy, key=_key_after(settings, remedy)) for remedy in found]
     beyond = beyond_all_memory(diagnosis, _host(supervisor))
-    otherwise = (beyond or _OWN) if settings is None else None
+    otherwise = _OWN if settings is None else None
     past = tried(records, settings, allocator)
     decision = decide(diagnosis, past, candidates, supervisor.spec.on_oom, otherwise=otherwise)
     if decision.remedy is not None:
         # The first one shown is the one that is applied.
         found = (decision.remedy, *(remedy for remedy in found if remedy is not decision.remedy))
     fitting = any(not remedy.needs_consent and remedy.resumable in ("live", "resumes", "converts") for remedy in found)
+    advice = () if fitting else _last_advice(supervisor, diagnosis, records)
     causes = cause_of_death(supervisor.prevention.trends, diagnosis.kind)
-    first = causes if beyond is None else (beyond, *causes)
-    advice = first if fitting else (*first, *_last_advice(supervisor, diagnosis, records))
+    if beyond is not None:
+        causes = (beyond, *causes)
     waiting = None if decision.action == "restart" else decision.why
-    return Proposal(diagnosis=diagnosis, remedies=found, last_advice=advice, waiting=waiting), decision
+    return Proposal(diagnosis=diagnosis, causes=causes, remedies=found, last_advice=advice, waiting=waiting), decision
 
 
 def tried(records: Sequence[Record], settings: Settings | None, allocator: str) -> list[Tried]:
