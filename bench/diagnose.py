@@ -56,6 +56,7 @@ def main() -> None:
             "failure_logs_without_exit_status": score(logs.read("failure_logs.jsonl"), with_status=False),
             "more_logs": score(logs.read("more_logs.jsonl")),
             "mutations": mutations(logs.read("failure_logs.jsonl"), asked.mutations),
+            "lines_without_end": lines_without_end(),
             "large_log": large(asked.size_mb),
         },
     )
@@ -118,6 +119,21 @@ def mutations(read: list[Log], count: int) -> dict[str, Any]:
         "longest_seconds": round(longest, 3),
         "kind_kept_fraction": {name: _kept(read, name) for name in sorted(HARMLESS)},
     }
+
+
+def lines_without_end() -> dict[str, dict[str, float]]:
+    """Processor seconds for logs of 1 and 2 MB that are one line of what a pattern begins with, again and again: twice the log
+    must cost twice the time at most. Words that name a failure stand everywhere, so that all that is kept is kept."""
+    found = {}
+    for unit in ("1", " ", "line1", "│ ", "step 1 ", "Killed ", "CUDA out of memory", "Aa.", "pid=1 ", "Tried to allocate 2"):
+        spent = []
+        for size in (1_000_000, 2_000_000):
+            part = unit * (60_000 // len(unit)) + "\nKilled by nobody line"
+            started = time.process_time()
+            diagnose([(part * (size // len(part))).encode()], Evidence(exit_status=1))
+            spent.append(time.process_time() - started)
+        found[unit] = {"seconds_1_mb": round(spent[0], 2), "seconds_2_mb": round(spent[1], 2)}
+    return found
 
 
 def _kept(read: list[Log], name: str, rounds: int = 5) -> float:

@@ -101,13 +101,20 @@ def print_runs(runs_dir: Path, *, as_json: bool) -> int:
     return 0
 
 
-def print_run(folder: RunFolder, *, as_json: bool, metrics: bool) -> int:
+def document(folder: RunFolder, *, metrics: bool = False) -> dict[str, Any]:
+    """What `memtop show --json` prints, as builtin types. MemtopError if the run's folder or ledger cannot be read."""
     with readable_ledger(folder):
-        document = view.show(folder, metrics=metrics)
-    state = view.read_state(folder)
+        told = view.show(folder, metrics=metrics)
+    return told | _measured(view.read_state(folder))
+
+
+def print_run(folder: RunFolder, *, as_json: bool, metrics: bool) -> int:
     if as_json:
-        print_json(document | _measured(state))
+        print_json(document(folder, metrics=metrics))
         return 0
+    with readable_ledger(folder):
+        told = view.show(folder, metrics=metrics)
+    state = view.read_state(folder)
     print(_run_line(state))
     if state.reason:
         print(f"  reason      {state.reason}")
@@ -127,10 +134,10 @@ def print_run(folder: RunFolder, *, as_json: bool, metrics: bool) -> int:
         print(f"  checkpoint  incomplete: {saved.problem}")
     for line in _memory_lines(state):
         print(f"  {line}")
-    if len(document["configurations"]) > 1:
-        for row in document["configurations"]:
+    if len(told["configurations"]) > 1:
+        for row in told["configurations"]:
             print(f"  {_configuration_line(row)}")
-    for attempt in document["attempts"]:
+    for attempt in told["attempts"]:
         status = "" if attempt["exit_status"] is None else f", exit status {attempt['exit_status']}"
         where = "" if attempt["start_updates"] is None else f" from update {attempt['start_updates']}"
         print(f"  attempt {attempt['number']}   {attempt['reason']}{where}: {attempt['outcome'] or 'running'}{status}")

@@ -131,7 +131,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     started: float
     """Seconds since the epoch."""
     state: str
-    """measuring before | measuring after | kept | undone | refused"""
+    """measuring before | measuring after | kept | undone | refused (never begun to change anything) | failed (an error of
+    memtop's own; undone all the same)"""
     reason: str | None = None
     before: dict[str, float] = {}
     """Medians and spreads by name: samples_per_second, samples_per_second_spread, tokens_per_second, peak_bytes, host_bytes,

@@ -14,11 +14,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from memtop import looking
 from memtop.supervisor.monitor.processes import SignalRefused, identify, run_processes, signal_process
+from memtop.supervisor.run.folder import find_run
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Before anything imports torch. Models of these sizes take many times longer on two threads than on one as soon as other
+# programs want the cores: threads wait for each other, spinning.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 class Runs:
@@ -55,10 +61,13 @@ class Runs:
         return dict(json.loads(self.memtop("show", name, "--json", *extra).stdout))
 
     def wait(self, name: str, condition: Callable[[dict[str, Any]], bool], seconds: float = 90) -> dict[str, Any]:
-        """Poll `show` until the condition holds; the document then."""
-        deadline = time.monotonic() + seconds
+        """Look at what `show --json` tells until the condition holds; the document then.
+
+        In this process: a command each time would take more of the machine than the run that is waited for.
+        """
+        folder, deadline = find_run(name, self.path), time.monotonic() + seconds
         while True:
-            document = self.show(name)
+            document = json.loads(msgspec.json.encode(looking.document(folder)))
             if condition(document):
                 return document
             assert time.monotonic() < deadline, f"{name} after {seconds} s: {json.dumps(document, indent=1)}"

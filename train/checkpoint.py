@@ -76,6 +76,7 @@ def _write_state(
         writer = ShardWriter(beside, SHARD_BYTES)
         for name, parts in tensors:
             writer.add(name, parts)
+        scale = engine.loss_scale()
         manifest = Manifest(
             updates=progress.updates,
             samples_seen=progress.samples_seen,
@@ -87,7 +88,9 @@ def _write_state(
             seq_len=settings.seq_len,
             optimizer=settings.optimizer,
             precision=engine.accelerator.mixed_precision,
-            loss_scale=engine.loss_scale(),
+            loss_scale=None if scale is None else scale.scale,
+            loss_scale_stable=None if scale is None else scale.stable,
+            loss_scale_hysteresis=None if scale is None else scale.hysteresis,
             saved_at=time.time(),
             settings=msgspec.to_builtins(settings),
             files=writer.close(),

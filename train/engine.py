@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+import msgspec
 import torch
 from accelerate import Accelerator
 
@@ -16,6 +17,16 @@ from memtop.train.optimizers import Moments, read_moments, write_moments
 
 ReadSaved = Callable[[str], dict[str, torch.Tensor]]
 """A parameter's name to its saved tensors: weight, step and moments."""
+
+
+class LossScale(msgspec.Struct, frozen=True):
+    """By what fp16 losses are multiplied, so that small gradients do not vanish, and what decides when that changes next."""
+
+    scale: float
+    stable: int | None = None
+    """Updates without an overflow since the scale changed (DeepSpeed: since the last overflow); None where it was not kept."""
+    hysteresis: int | None = None
+    """Overflows until DeepSpeed lowers the scale; None elsewhere."""
 
 
 class Engine(Protocol):
@@ -37,10 +48,13 @@ class Engine(Protocol):
         """Add the gradient of this rank's part of the loss. `last`: the update's last micro-batch."""
 
     def gaps(self) -> int:
-        """Parameters of which other ranks may have a gradient and this one has none."""
+        """Parameters of which other ranks may have a gradient and this one has none. May fail for lack of memory."""
+
+    def share_gaps(self) -> None:
+        """Hear what gradients the others have, in memory that `gaps` has prepared. For all ranks, if any has gaps."""
 
     def fill_gaps(self) -> None:
-        """Make room for those that others have. For all ranks, if any has gaps; may fail for lack of memory."""
+        """Make room for those that others have. Waits for nobody; may fail for lack of memory."""
 
     def drop_gradients(self) -> None:
         """Forget the gradients of an update that was given up."""
@@ -57,10 +71,11 @@ class Engine(Protocol):
     def strategy(self) -> Zero:
         """What really runs, read back from the machinery."""
 
-    def loss_scale(self) -> float | None:
-        """The scale of fp16 gradients; None without fp16."""
+    def loss_scale(self) -> LossScale | None:
+        """The scale of fp16 losses; None without fp16."""
 
-    def set_loss_scale(self, scale: float) -> None: ...
+    def set_loss_scale(self, saved: LossScale) -> None:
+        """Go on with a scale that was saved; nothing without fp16."""
 
 
 def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -91,6 +106,9 @@ class PlainEngine:
 
     def gaps(self) -> int:
         return self._sum_gradients.gaps()
+
+    def share_gaps(self) -> None:
+        self._sum_gradients.share_gaps()
 
     def fill_gaps(self) -> None:
         self._sum_gradients.fill_gaps()
@@ -123,11 +141,17 @@ class PlainEngine:
     def strategy(self) -> Zero:
         return Zero()
 
-    def loss_scale(self) -> float | None:
+    def loss_scale(self) -> LossScale | None:
         scaler = self.accelerator.scaler
-        return None if scaler is None else float(scaler.get_scale())
+        if scaler is None:
+            return None
+        state = scaler.state_dict()
+        return LossScale(float(state["scale"]), int(state["_growth_tracker"]))
 
-    def set_loss_scale(self, scale: float) -> None:
+    def set_loss_scale(self, saved: LossScale) -> None:
         scaler = self.accelerator.scaler
         if scaler is not None:
-            scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
+            state = scaler.state_dict()
+            # It grows when the count is reached: DeepSpeed's, which goes on counting, would be beyond it for ever.
+            state |= {"scale": saved.scale, "_growth_tracker": (saved.stable or 0) % state["growth_interval"]}
+            scaler.load_state_dict(state)

@@ -13,6 +13,9 @@ class Gauge(Protocol):
     def peak_bytes(self) -> int | None:
         """The most that the allocator held since it was last reset, by this or by whoever else resets torch's counters."""
 
+    def held_bytes(self) -> int | None:
+        """What is in use of what the allocator holds now: between two updates that is what a batch of any size needs."""
+
     def share(self, peak_bytes: int) -> float | None:
         """How full the memory would be (0-1) if the allocator came to hold so much now, with all that others hold."""
 
@@ -20,13 +23,16 @@ class Gauge(Protocol):
         """How often the allocator had to free its cache and try again, since the process began."""
 
     def reset(self) -> None:
-        """Count the peak anew from here on."""
+        """Count the peak anew from here on, without what is only cached: it would count as if the next work had taken it."""
 
 
 class Unmeasured:
     """The CPU: what a micro-batch takes of the host's memory cannot be told from what everything else takes."""
 
     def peak_bytes(self) -> int | None:
+        return None
+
+    def held_bytes(self) -> int | None:
         return None
 
     def share(self, peak_bytes: int) -> float | None:
@@ -48,6 +54,9 @@ class CudaGauge:
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_reserved(self._device)
 
+    def held_bytes(self) -> int | None:
+        return torch.cuda.memory_allocated(self._device)
+
     def share(self, peak_bytes: int) -> float | None:
         free, total = torch.cuda.mem_get_info(self._device)
         # The context of this process and all that others hold: on the card, but not in the allocator's hands.
@@ -62,6 +71,7 @@ class CudaGauge:
         return found
 
     def reset(self) -> None:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 
 

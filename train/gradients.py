@@ -26,15 +26,40 @@ class GradientSum:
             small = sum(p.numel() for p in self._parameters if p.numel() * 4 < bucket_bytes)
             self._bucket = torch.zeros(min(bucket_bytes // 4, small), device=accelerator.device)
             self._held = torch.zeros(len(self._parameters), device=accelerator.device)
+            self._connect(accelerator.device)
+
+    def _connect(self, device: torch.device) -> None:
+        """Exchange zeros once, of all sizes up to the largest that will come.
+
+        NCCL connects the ranks at the first exchange of each kind, of which it chooses one by the size, and takes memory for
+        that: here, where there is room, and not in the middle of an update that just fits.
+        """
+        alone = (p.numel() * p.element_size() for p in self._parameters)
+        length = max(len(self._bucket), -(-max(alone, default=0) // self._bucket.element_size()))
+        zeros = torch.zeros(length, device=device)
+        while length:
+            torch.distributed.all_reduce(zeros[:length])
+            length //= 8
 
     def gaps(self) -> int:
-        """How many parameters this rank has no gradient of; 0 where there is nobody to exchange with."""
-        return sum(parameter.grad is None for parameter in self._parameters) if self._several else 0
+        """How many parameters this rank has no gradient of; 0 where there is nobody to exchange with. Which they are is noted
+        for `share_gaps`: that takes memory, and may fail for lack of it."""
+        if not self._several:
+            return 0
+        held = [parameter.grad is not None for parameter in self._parameters]
+        if all(held):
+            self._held.fill_(1.0)
+        else:
+            self._held.copy_(torch.tensor(held))
+        return held.count(False)
+
+    def share_gaps(self) -> None:
+        """Have every rank know of which parameters any rank has a gradient; takes no memory. After `gaps` on all ranks."""
+        torch.distributed.all_reduce(self._held)
 
     def fill_gaps(self) -> None:
-        """Give this rank a gradient of zeros wherever another rank has one. This takes memory, and may fail for lack of it."""
-        held = torch.tensor([parameter.grad is not None for parameter in self._parameters])
-        torch.distributed.all_reduce(self._held.copy_(held))
+        """Give this rank a gradient of zeros wherever another rank has one, after `share_gaps`. This takes memory, and may fail
+        for lack of it, but waits for nobody."""
         for parameter, ranks in zip(self._parameters, self._held.tolist(), strict=True):
             if ranks and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from memtop.train.gauge import Gauge
 
@@ -26,8 +28,11 @@ class Growth:
         self._stable = 0
         self._pressed = 0
         self._on_trial = False
+        # What loading took is no update's.
+        gauge.reset()
         self.retries = gauge.retries()
         """How often the allocator had freed its cache when `new_retries` was last asked; None: not known."""
+        self._not_counted = 0
 
     @property
     def pressed(self) -> bool:
@@ -42,7 +47,18 @@ class Growth:
     def new_retries(self) -> bool:
         """Whether the allocator had to free its cache since this was last asked."""
         before, self.retries = self.retries, self._gauge.retries()
-        return before is not None and self.retries is not None and self.retries > before
+        others, self._not_counted = self._not_counted, 0
+        return before is not None and self.retries is not None and self.retries > before + others
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around work between two updates (evaluation, a save): neither its peak nor its retries are those of an update."""
+        before = self._gauge.retries()
+        yield
+        after = self._gauge.retries()
+        if before is not None and after is not None:
+            self._not_counted += after - before
+        self._gauge.reset()
 
     def updated(self, batch: int, *, pressed: bool) -> bool:
         """An update was done with this batch; `pressed` if any rank had new retries. True when that becomes a warning."""
@@ -62,13 +78,15 @@ class Growth:
         self._on_trial = False
 
     def changed(self, *, grown: bool = False, forget: bool = False) -> None:
-        """Another split is used from here on; `grown` if it is on trial, `forget` if earlier peaks say nothing any more."""
-        self._stable = self._pressed = 0
+        """Another split is used from here on; `grown` if it is on trial, `forget` if earlier peaks say nothing any more: what
+        they predicted is then predicted from the next ones."""
+        self._stable = self._pressed = self._not_counted = 0
+        # A try that failed has made the allocator retry; the next one begins anew.
+        self.retries = self._gauge.retries()
         self._on_trial = grown
         if forget:
             self._peaks.clear()
             self._wait = self._patience
-        self._gauge.reset()
 
     def refused(self) -> None:
         """A larger batch would not fit now: ask again after another stable stretch."""
@@ -78,11 +96,17 @@ class Growth:
         """How full this rank's memory would be with this batch (0-1); infinite where that is not known.
 
         By the line through the peaks that this process measured at two batches or more, and at least what was measured at this
-        batch or a smaller one.
+        batch or a smaller one. To be asked between two updates: a single peak is joined with what is held then, without any
+        batch. That lacks the gradients, which do not grow with the batch, so such a line is too steep rather than too flat.
         """
-        if len(self._peaks) < 2:
+        points = dict(self._peaks)
+        if len(points) == 1:
+            held = self._gauge.held_bytes()
+            if held is not None:
+                points[0] = held
+        if len(points) < 2:
             return math.inf
-        line = statistics.linear_regression(list(self._peaks), list(self._peaks.values()))
+        line = statistics.linear_regression(list(points), list(points.values()))
         measured = max((peak for size, peak in self._peaks.items() if size <= batch), default=0)
         share = self._gauge.share(max(measured, math.ceil(line.intercept + line.slope * batch)))
         return math.inf if share is None else share

@@ -69,7 +69,8 @@ class Trainer:
         self._tracking = Tracking(self._accelerator)
         self._ranks = Ranks(self._accelerator)
         self._guard = Guard(channel, retries=engine.retries)
-        self._growth = Growth(gauge or open_gauge(self._accelerator.device), patience)
+        self._gauge = gauge or open_gauge(self._accelerator.device)
+        self._growth = Growth(self._gauge, patience)
         self._most_batch = settings.batch
         self._order, ahead = (SampleOrder(samples, settings.seed, position.cuts) for _ in range(2))
         self._feed = Feed(samples, (self._order, ahead), pad, self._accelerator.process_index)
@@ -197,8 +198,8 @@ class Trainer:
         if "workers" in changes:
             workers = decide(self.settings, self._accelerator).workers
             self._host = msgspec.structs.replace(self._host, workers=workers)
-        # What the allocator kept for the old split comes in pieces of the wrong size.
-        torch.cuda.empty_cache()
+        # What the allocator kept for the old split comes in pieces of the wrong size, and its peak is not the new one's.
+        self._gauge.reset()
         if changes.keys() & {"batch", "accumulation"}:
             self._growth.changed(grown=reason == "grown back", forget=reason == "asked")
         elif "gradient_checkpointing" in changes:
@@ -242,13 +243,16 @@ class Trainer:
         if self._evaluator is None or update % self.settings.eval_every:
             return False
         self._guard.phase = "evaluation"
-        while (found := self._evaluator(self._evaluation_batch, self._guard, self._ranks)) is None:
-            if self._evaluation_batch == 1:
-                self._guard.give_up(f"evaluation after update {update}")
-            free_cache()
-            self._change("allocation failure", eval_batch=self._evaluation_batch // 2)
+        with self._growth.aside():
+            while (found := self._evaluator(self._evaluation_batch, self._guard, self._ranks)) is None:
+                if self._evaluation_batch == 1:
+                    self._guard.give_up(f"evaluation after update {update}")
+                free_cache()
+                self._change("allocation failure", eval_batch=self._evaluation_batch // 2)
+            read = self._channel.readings()
         self._guard.phase, self._evaluated = "unknown", found
-        self._channel.report("evaluation", update=update, **msgspec.to_builtins(found))
+        peaks = {name: read.get(name) for name in ("peak_bytes", "peak_reserved_bytes")}
+        self._channel.report("evaluation", update=update, **msgspec.to_builtins(found), **peaks)
         self._tracking.evaluation(update, found.loss)
         if self._accelerator.is_main_process:
             print(f"update {update}  evaluation loss {found.loss:.4f} over {found.samples} samples", flush=True)
@@ -261,6 +265,10 @@ class Trainer:
 
     def _save(self, *, best: bool = False) -> tuple[bool, str]:
         """Write train_latest_state; whether it worked, and what happened in words. All ranks take part."""
+        with self._growth.aside():
+            return self._write(best=best)
+
+    def _write(self, *, best: bool) -> tuple[bool, str]:
         self._guard.phase = "save"
         self._accelerator.wait_for_everyone()
         # Every update that a checkpoint covers is in the journal before the checkpoint exists.

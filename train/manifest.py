@@ -44,7 +44,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     precision: str = ""
     """What the settings' precision came to on that machine: "no" (fp32), "bf16" or "fp16"; empty in older states."""
     loss_scale: float | None = None
-    """The scale of fp16 gradients, where there was one."""
+    """The scale of fp16 losses, where there was one."""
+    loss_scale_stable: int | None = None
+    """Updates without overflow since the scale changed; None in older states."""
+    loss_scale_hysteresis: int | None = None
+    """Overflows until DeepSpeed lowers the scale."""
     evaluation_loss: float | None = None
     """Of the newest evaluation, in nats per token."""
     saved_at: float

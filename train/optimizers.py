@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memtop.presets import Settings
+from memtop.train.compiling import await_compiled
 from memtop.train.errors import BadInputError
 
 Moments = dict[str, torch.Tensor]
@@ -53,6 +54,7 @@ def _cpu_adam(trained: list[torch.nn.Parameter], rate: float, decay: float) -> t
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+        await_compiled("cpu_adam", what="optimizer cpu_adam")
         return DeepSpeedCPUAdam(trained, lr=rate, weight_decay=decay, adamw_mode=True)  # type: ignore[no-any-return]
     except (ImportError, RuntimeError) as error:
         # It is compiled at its first use.

@@ -19,9 +19,10 @@ from memtop.presets.editing import check
 from memtop.presets.host_memory import HostPlan
 from memtop.train.channel import Channel, open_channel
 from memtop.train.checkpoint import load_weights
+from memtop.train.compiling import await_compiled
 from memtop.train.control import Control
 from memtop.train.data import OpenedData, open_data
-from memtop.train.engine import Engine, PlainEngine, trained_parameters
+from memtop.train.engine import Engine, LossScale, PlainEngine, trained_parameters
 from memtop.train.errors import BadInputError, TrainingError
 from memtop.train.host import MemoryRecord, decide
 from memtop.train.loop import Position, Trainer
@@ -170,8 +171,8 @@ def open_engine(
         raise TrainingError(f"zero: asked for {settings.zero}, DeepSpeed runs {engine.strategy()}")
     if found is not None and read is not None:
         engine.load_moments(read)
-        if found[1].loss_scale is not None:
-            engine.set_loss_scale(found[1].loss_scale)
+        if (scale := found[1].loss_scale) is not None:
+            engine.set_loss_scale(LossScale(scale, found[1].loss_scale_stable, found[1].loss_scale_hysteresis))
     return engine, position
 
 
@@ -236,6 +237,8 @@ def _with_deepspeed(
 ) -> Accelerator:
     if not on_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
+        # What DeepSpeed's ranks on the CPU exchange data by.
+        await_compiled("deepspeed_shm_comm", what="DeepSpeed on the CPU")
     # DeepSpeed calls torch by names that are about to change: nothing that a person could do about it.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs

@@ -52,11 +52,10 @@ class Gradients:
         if failed or mine is None:
             return None
         batches, tokens = mine[0], max(1, int(counted))
-        loss = self._guard.attempt(lambda: self._backward(batches, tokens, stopwatch, device), **split)
-        failed, total, gaps, pressed = self._ranks.sums(
-            loss is None, loss or 0.0, self._engine.gaps(), self._growth.new_retries()
-        )
+        done = self._guard.attempt(lambda: (self._backward(batches, tokens, stopwatch, device), self._engine.gaps()), **split)
+        failed, total, gaps, pressed = self._ranks.sums(done is None, *(done or (0.0, 0)), self._growth.new_retries())
         if not failed and gaps:
+            self._engine.share_gaps()
             filled = self._guard.attempt(self._fill_gaps, **split)
             failed = self._ranks.sums(filled is None)[0]
         return None if failed else Computed(total, tokens, pressed > 0)

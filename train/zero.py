@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from memtop.presets import Settings
 from memtop.presets.schema import Zero
-from memtop.train.engine import ReadSaved, trained_parameters
+from memtop.train.engine import LossScale, ReadSaved, trained_parameters
 from memtop.train.objective import Objective
 from memtop.train.optimizers import MOMENTS, full_moments
 
@@ -44,8 +44,11 @@ class ZeroEngine:
     def gaps(self) -> int:
         return 0
 
-    def fill_gaps(self) -> None:
+    def share_gaps(self) -> None:
         """DeepSpeed exchanges gradients itself."""
+
+    def fill_gaps(self) -> None:
+        """There are none."""
 
     def drop_gradients(self) -> None:
         raise AssertionError("an update under ZeRO is never given up")
@@ -120,9 +123,18 @@ class ZeroEngine:
             offload_parameters=parameters is not None and str(getattr(parameters.device, "value", parameters.device)) == "cpu",
         )
 
-    def loss_scale(self) -> float | None:
-        return float(self._zero.loss_scale) if self._engine.fp16_enabled() else None
+    def loss_scale(self) -> LossScale | None:
+        if not self._engine.fp16_enabled():
+            return None
+        scaler = self._zero.loss_scaler
+        return LossScale(float(scaler.cur_scale), scaler.cur_iter - scaler.last_overflow_iter - 1, scaler.cur_hysteresis)
 
-    def set_loss_scale(self, scale: float) -> None:
-        if self._engine.fp16_enabled():
-            self._zero.loss_scaler.cur_scale = scale
+    def set_loss_scale(self, saved: LossScale) -> None:
+        if not self._engine.fp16_enabled():
+            return
+        scaler = self._zero.loss_scaler
+        scaler.cur_scale = saved.scale
+        if saved.stable is not None:
+            scaler.last_overflow_iter = scaler.cur_iter - 1 - saved.stable
+        if saved.hysteresis is not None:
+            scaler.cur_hysteresis = saved.hysteresis

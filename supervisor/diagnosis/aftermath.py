@@ -43,6 +43,8 @@ _STEP = re.compile(
     r"|ppl|acc|lr|it/s|s/it|wps|tokens|time|elapsed|eta|\d\s*%))|^\W{0,2}\s*\d+\s*/\s*\d+\W"
     r"|[\[(]\s*\d+\s*/\s*\d+\s*[\])]|'loss':|\"loss\":|\btrain_loss\b\W{1,3}\d"
 )
+# Characters of a line: who reports a step says so soon, and a long line may count a thousand times without a loss.
+_STEP_WITHIN = 1000
 _BAR_COUNT = re.compile(r"%\|[^|]*\|\s*(\d+)")
 _RAISED = re.compile(r"^(?:E\s+)?(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b")
 _MILD = re.compile(r"\b(?:WARNING|WARN|INFO|DEBUG|\w*Warning)\b|\[W\b|: [WI] (?=\w)|^[WI]\d{4} |dlerror")
@@ -113,7 +115,7 @@ def _is_step(line: Line) -> bool:
     if line.bar:
         count = _BAR_COUNT.search(line.text)
         return count is not None and int(count[1]) > 0
-    return _STEP.search(line.text) is not None
+    return _STEP.search(line.text, 0, _STEP_WITHIN) is not None
 
 
 def _says(pattern: re.Pattern[str], lines: list[Line]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from memtop.supervisor.diagnosis.finding import MOST_OF_A_KIND, SIZE, Figures, Finding, Weight, parse_size
+from memtop.supervisor.diagnosis.finding import MOST_OF_A_KIND, SIZE, Figures, Finding, Weight, both_ends, parse_size
 from memtop.supervisor.diagnosis.page import View
 from memtop.supervisor.diagnosis.values import Kind
 
@@ -17,7 +17,7 @@ _LONGEST_MESSAGE = 1600
 
 _HEAD = re.compile(
     r"outofmemory\.?(?:\((?=MPSallocated)|Triedtoallocate\d)|outofmemory\.Tri|(?<!outofmemory\.)(?<!outofmemory)Triedtoallocate\d"
-    r"|GPU\d*hasatotalcapac|Oftheallocatedmemory\d"
+    r"|GPU\d{0,20}hasatotalcapac|Oftheallocatedmemory\d"
 )
 
 
@@ -39,11 +39,8 @@ _ALLOWED = _figure(r"(?:SIZE allowed;|max allowed:SIZE)")
 
 def find(view: View) -> Iterator[Finding]:
     starts = [match.start() for match in _HEAD.finditer(view.text)]
-    groups = _grouped(view, starts)[: 2 * MOST_OF_A_KIND]
-    for start, end in groups:
-        finding = _read(view, start, view.text[start:end])
-        if finding is not None:
-            yield finding
+    groups = _grouped(view, starts)
+    yield from both_ends(groups, lambda group: _read(view, group[0], view.text[slice(*group)]), 2 * MOST_OF_A_KIND)
 
 
 def _grouped(view: View, starts: list[int]) -> list[tuple[int, int]]:

@@ -50,7 +50,7 @@ _FRONT = re.compile(
     )""",
     re.VERBOSE,
 )
-_RIGHT_BORDER = re.compile(r"\s*[│┃║╎]\s*$")
+_RIGHT_BORDER = re.compile(r"[│┃║╎]\s*$")
 
 
 _LATIN_1 = {0xDC00 + byte: byte for byte in range(0x80, 0x100)}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from itertools import islice
 
-from memtop.supervisor.diagnosis.finding import MOST_OF_A_KIND, Finding, Shape, Weight, not_memory, shape
+from memtop.supervisor.diagnosis.finding import Finding, Shape, Weight, both_ends, not_memory, shape
 from memtop.supervisor.diagnosis.page import Page, View
 from memtop.supervisor.diagnosis.values import Kind
 
@@ -25,7 +24,7 @@ SHAPES: tuple[Shape, ...] = (
         confidence=0.93,
     ),
     shape(
-        r"(?i:(?:memory|vmem|mem|rss|pmem|pvmem) (?:usage )?\(?\d[\d.]*[kmg]?b?\)? exceeded (?:the )?(?:limit|request))",
+        r"(?i:(?:memory|vmem|mem|rss|pmem|pvmem) (?:usage )?\(?\d[\d.]{0,40}[kmg]?b?\)? exceeded (?:the )?(?:limit|request))",
         _KILLED,
         confidence=0.93,
     ),
@@ -44,7 +43,7 @@ SHAPES: tuple[Shape, ...] = (
     shape(r"using all (?:of (?:the|your) )?available RAM", _KILLED, confidence=0.9, needle="availableRAM"),
     shape(r"(?i:cgroup out[- ]of[- ]memory handler)", _KILLED, confidence=0.95),
     shape(
-        r"DataLoader worker \(pid\(?s?\)? [\d,]+\) is killed by signal:? Killed",
+        r"DataLoader worker \(pid\(?s?\)? [\d,]{1,400}\) is killed by signal:? Killed",
         _KILLED,
         weight=Weight.ERROR,  # a launcher kills the workers, too, when it ends a program for another reason
         confidence=0.75,
@@ -89,7 +88,7 @@ SHAPES: tuple[Shape, ...] = (
         needle="abruptly",
     ),
     not_memory(
-        r"DataLoader worker \(pid\(?s?\)? [\d,]+\) exited unexpectedly",
+        r"DataLoader worker \(pid\(?s?\)? [\d,]{1,400}\) exited unexpectedly",
         "worker_died",
         weight=Weight.BROKEN,
         confidence=0.5,
@@ -153,6 +152,7 @@ SHAPES: tuple[Shape, ...] = (
 )
 
 _VICTIM = re.compile(r"Kill(?:ed)?process(\d{1,10}),?\(([^)]{1,40})\)|oom-kill:.{0,400}?task=([^,]{1,40}),pid=(\d{1,10})")
+_MOST_VICTIMS = 60
 _OURS = re.compile(
     r"python|pt_data|pt_main|torchrun|deepspeed|ray::|train|accelerate|jupyter|ipykernel|mpirun|horovod", re.IGNORECASE
 )
@@ -163,7 +163,9 @@ _NAMED_PIDS = re.compile(
 
 def kernel_kills(view: View, page: Page, member_pids: frozenset[int]) -> Iterator[Finding]:
     """The kernel's own records. Its victim may be a stranger's process: compared by pid, else by name."""
-    matches = list(_VICTIM.finditer(view.text))[:60]
+    matches = list(_VICTIM.finditer(view.text))
+    if len(matches) > _MOST_VICTIMS:
+        matches = matches[: _MOST_VICTIMS // 2] + matches[-_MOST_VICTIMS // 2 :]
     if not matches:
         return
     # The record's own lines, folded as they may be.
@@ -201,6 +203,7 @@ def bare_killed(view: View) -> Iterator[Finding]:
     """The one word that a shell prints, perhaps with the command."""
     if "illed" not in view.text:
         return
-    found = (index for index, line in enumerate(view.lines) if "illed" in line.text and _KILLED_LINE.match(line.text))
-    for index in islice(found, MOST_OF_A_KIND):
-        yield Finding(index, _KILLED, None, Weight.KILLED, SUSPECTED, "unknown", last_line=index)
+    found = [index for index, line in enumerate(view.lines) if "illed" in line.text and _KILLED_LINE.match(line.text)]
+    yield from both_ends(
+        found, lambda index: Finding(index, _KILLED, None, Weight.KILLED, SUSPECTED, "unknown", last_line=index)
+    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeVar
 
 from memtop.supervisor.diagnosis.page import View
 from memtop.supervisor.diagnosis.values import Kind
@@ -69,7 +70,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Shape:
-    """A pattern over text without white space. It is written with single spaces for the reader; they are dropped."""
+    """A pattern over text without white space. It is written with single spaces for the reader; they are dropped. It repeats
+    nothing without an end, so that no text costs it more than its length."""
 
     pattern: re.Pattern[str]
     kind: Kind
@@ -84,24 +86,24 @@ class Shape:
     def find(self, view: View) -> Iterator[Finding]:
         if self.needle and self.needle not in view.text:
             return
-        for count, match in enumerate(self.pattern.finditer(view.text)):
-            if count >= MOST_OF_A_KIND:
-                return
-            if self.at_start and not view.starts_line(match.start()):
-                continue
-            before = view.before(match.start())[-80:]
-            if _SUPPOSED.search(before) or (self.asserted and not _ASSERTED.search(before)):
-                continue
-            if _cuts_number(view, match.end()):
-                continue
-            groups = match.groupdict()
-            figures = Figures(
-                device_index=_device(view, match) if groups.get("gpu") else None,
-                requested=None if not groups.get("size") else parse_size(groups["size"]),
-            )
-            line = view.line_at(match.start())
-            last = max(line, view.line_at(match.end() - 1))
-            yield Finding(line, self.kind, self.reason, self.weight, self.confidence, self.phase, figures, last)
+        yield from both_ends(list(self.pattern.finditer(view.text)), lambda match: self._accepted(view, match))
+
+    def _accepted(self, view: View, match: re.Match[str]) -> Finding | None:
+        if self.at_start and not view.starts_line(match.start()):
+            return None
+        before = view.before(match.start(), _BEFORE)
+        if _SUPPOSED.search(before) or (self.asserted and not _ASSERTED.search(before)):
+            return None
+        if _cuts_number(view, match.end()):
+            return None
+        groups = match.groupdict()
+        figures = Figures(
+            device_index=_device(view, match) if groups.get("gpu") else None,
+            requested=None if not groups.get("size") else parse_size(groups["size"]),
+        )
+        line = view.line_at(match.start())
+        last = max(line, view.line_at(match.end() - 1))
+        return Finding(line, self.kind, self.reason, self.weight, self.confidence, self.phase, figures, last)
 
 
 def _cuts_number(view: View, end: int) -> bool:
@@ -122,6 +124,35 @@ def _device(view: View, match: re.Match[str]) -> int | None:
 
 
 MOST_OF_A_KIND = 40
+_TRIES = 1000
+"""How many candidates of either end are looked at: a log may hold a hundred thousand that are none."""
+_BEFORE = 80
+"""Characters in front of a match that say whether it is meant."""
+
+Candidate = TypeVar("Candidate")
+
+
+def both_ends(
+    candidates: Sequence[Candidate], accepted: Callable[[Candidate], Finding | None], most: int = MOST_OF_A_KIND
+) -> list[Finding]:
+    """What is accepted of the candidates, in order: of many the first and the last, half of `most` each. A log may tell of a
+    hundred failures that were survived before the one that ended the program."""
+    front: list[Finding] = []
+    back: list[Finding] = []
+    taken = 0
+    while taken < min(len(candidates), _TRIES) and len(front) < most // 2:
+        finding = accepted(candidates[taken])
+        taken += 1
+        if finding is not None:
+            front.append(finding)
+    for index in range(len(candidates) - 1, max(taken, len(candidates) - _TRIES) - 1, -1):
+        if len(back) >= most // 2:
+            break
+        finding = accepted(candidates[index])
+        if finding is not None:
+            back.append(finding)
+    return front + back[::-1]
+
 
 # At the beginning of what is said: of a line, after an error's class, in quotes; or as what something failed with.
 _ASSERTED = re.compile(
@@ -153,8 +184,16 @@ def shape(
 ) -> Shape:
     """`needle` is a plain part of every text that can match: a fast way to say no. `asserted`: only where the line says it, not
     where it speaks about it."""
-    compiled = re.compile(pattern.replace(" ", "").replace("SIZE", SIZE))
+    compiled = re.compile(bounded(pattern.replace(" ", "").replace("SIZE", SIZE)))
     return Shape(compiled, kind, reason, weight, confidence, phase, at_start, needle.replace(" ", ""), asserted)
+
+
+def bounded(pattern: str) -> str:
+    """The pattern with numbers and names of a length that numbers and names have: one of any length costs the square of the
+    text's length where it stands beside another, and a text without white space can be one number from end to end."""
+    for token, longest in (("\\d", 20), ("\\w", 80)):
+        pattern = pattern.replace(f"{token}+", f"{token}{{1,{longest}}}").replace(f"{token}*", f"{token}{{0,{longest}}}")
+    return pattern
 
 
 def not_memory(

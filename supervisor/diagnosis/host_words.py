@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import islice
 
-from memtop.supervisor.diagnosis.finding import MOST_OF_A_KIND, Finding, Shape, Weight, not_memory, shape
+from memtop.supervisor.diagnosis.finding import Finding, Shape, Weight, both_ends, not_memory, shape
 from memtop.supervisor.diagnosis.page import View
 from memtop.supervisor.diagnosis.values import Kind
 
@@ -21,7 +20,10 @@ SHAPES: tuple[Shape, ...] = (
     ),
     shape(r"DefaultCPUAllocator:? (?:can't allocate|not enough) memory", _REFUSED, needle="CPUAllocator"),
     shape(
-        r"Unable to allocate (?P<size>\d[\d.]*(?:[KMGTP]iB|bytes)) for an array", _REFUSED, confidence=0.97, needle="foranarray"
+        r"Unable to allocate (?P<size>\d[\d.]{0,40}(?:[KMGTP]iB|bytes)) for an array",
+        _REFUSED,
+        confidence=0.97,
+        needle="foranarray",
     ),
     shape(r"(?:Arrow)?MemoryError:? (?:re|c|m)?alloc of size (?P<size>\d+) failed", _REFUSED, confidence=0.97, needle="ofsize"),
     shape(r"memory allocation of (?P<size>\d+bytes) failed", _REFUSED, confidence=0.97, needle="memoryallocationof"),
@@ -88,9 +90,8 @@ def memory_errors(view: View) -> Iterator[Finding]:
     """Python's own, which mostly says nothing more."""
     if "MemoryError" not in view.text:
         return
-    found = (index for index, line in enumerate(view.lines) if _is_memory_error(line.text))
-    for index in islice(found, MOST_OF_A_KIND):
-        yield Finding(index, _REFUSED, None, Weight.CAUSE, 0.9, last_line=index)
+    found = [index for index, line in enumerate(view.lines) if _is_memory_error(line.text)]
+    yield from both_ends(found, lambda index: Finding(index, _REFUSED, None, Weight.CAUSE, 0.9, last_line=index))
 
 
 def _is_memory_error(text: str) -> bool:

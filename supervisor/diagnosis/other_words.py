@@ -4,10 +4,10 @@ shrunk for it."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
-from memtop.supervisor.diagnosis.finding import Finding, Shape, Weight, not_memory
-from memtop.supervisor.diagnosis.page import Page, View
+from memtop.supervisor.diagnosis.finding import Finding, Shape, Weight, both_ends, not_memory
+from memtop.supervisor.diagnosis.page import Page
 from memtop.supervisor.diagnosis.values import Kind
 
 ASYNCHRONOUS = frozenset({"illegal_memory_access", "device_side_assert", "gpu_lost", "cuda_error"})
@@ -54,9 +54,9 @@ SHAPES: tuple[Shape, ...] = (
         "driver_mismatch",
         confidence=0.9,
     ),
-    not_memory(r"CU[A-Z]{3,8}_STATUS_(?!ALLOC_FAILED)[A-Z_]+", "cuda_error", confidence=0.7, needle="_STATUS_"),
+    not_memory(r"CU[A-Z]{3,8}_STATUS_(?!ALLOC_FAILED)[A-Z_]{1,80}", "cuda_error", confidence=0.7, needle="_STATUS_"),
     not_memory(
-        r"(?:CUDA|HIP) error: (?!out of memory|CU[A-Z]+_STATUS_ALLOC)[A-Za-z]",
+        r"(?:CUDA|HIP) error: (?!out of memory|CU[A-Z]{1,80}_STATUS_ALLOC)[A-Za-z]",
         "cuda_error",
         confidence=0.7,
         needle="error:",
@@ -117,7 +117,7 @@ SHAPES: tuple[Shape, ...] = (
     ),
     not_memory(
         r"(?:should|must|to) (?:be|have) the same (?:d?type)?.{0,40}?(?:Half|Float|BFloat|Double|dtype)"
-        r"|Input type \([\w:.]+\) and (?:bias|weight) type|expected (?:m1 and m2|scalar type|mat1 and"
+        r"|Input type \([\w:.]{1,80}\) and (?:bias|weight) type|expected (?:m1 and m2|scalar type|mat1 and"
         r" mat2).{0,40}?(?:dtype|but found|same)|expected scalar type \w+ but found",
         "dtype_mismatch",
         confidence=0.93,
@@ -153,7 +153,7 @@ SHAPES: tuple[Shape, ...] = (
     not_memory(r"(?i:loss (?:is|was|became|value is)\W{0,3}(?:nan|inf\b|not finite|diverg))", "loss_nan", confidence=0.9),
     not_memory(
         r"(?i:(?:nan|non-finite|infinite) (?:or inf )?(?:loss|values? in loss|detected in loss|gradients?)"
-        r" (?:detected|encountered|found|,?\s*stop))",
+        r" (?:detected|encountered|found|,?stop))",
         "loss_nan",
         confidence=0.85,
     ),
@@ -173,6 +173,7 @@ SHAPES: tuple[Shape, ...] = (
     not_memory(r"recursion depth exceeded", "recursion", confidence=0.9),
 )
 
+_MOST_ERRORS = 60
 _ERROR_LINE = re.compile(
     r"((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupted|NotFound|Failure|Timeout|Expired"
     r"|StopIteration))(?::(?:\s|$)|$)"
@@ -189,7 +190,7 @@ _AROUND = re.compile(
 _AROUND_WORDS = re.compile(
     r"DataLoader worker|Caught \w+ in |died unexpectedly|exited unexpectedly|[Oo]ut of memory|SIGKILL|exit code:? (?:137|-9)\b"
 )
-_LEADERS = re.compile(r"^(?:- |\* |`|E\s{2,}|[A-Z]\d{4} |\S+ ERROR:?\s|ERROR:?\s|\[ERROR\]\s|\[rank\d+\]:?\s?)+")
+_LEADERS = re.compile(r"^(?:- |\* |`|E\s{2,}|[A-Z]\d{4} |\S{1,80} ERROR:?\s|ERROR:?\s|\[ERROR\]\s|\[rank\d+\]:?\s?)+")
 _DATA = re.compile(
     r"torch/utils/data/|datasets/|data\.reraise\(\)|in DataLoader worker process|webdataset"
     r"|LibsndfileError|UnidentifiedImageError|JSONDecodeError|UnicodeDecodeError|ArrowInvalid"
@@ -202,23 +203,28 @@ _CONFIG_WORDS = re.compile(
 _NOT_A_NUMBER = re.compile(r"(?:loss|grad_norm|ppl|perplexity)['\"]?\s*[:=]\s*-?(?:nan|inf)\b", re.IGNORECASE)
 
 
-def python_errors(view: View, page: Page) -> Iterator[Finding]:
-    """Any exception's last line, where no shape knows it."""
-    count = 0
-    for index, line in enumerate(view.lines):
-        if line.bar or count >= 60 or not ("rror" in line.text or "xception" in line.text or "Timeout" in line.text):
-            continue
-        match = _ERROR_LINE.match(_LEADERS.sub("", line.text))
-        if match is None or _AROUND.match(match[1]) or _AROUND_WORDS.search(line.text) or "Warning" in match[1]:
-            continue
-        count += 1
-        above = "\n".join(each.text for each in page.context(index, 30))
-        reason, phase, confidence = "python_error", None, 0.8
-        if _DATA.search(above):
-            reason, phase, confidence = "data_error", "data", 0.85
-        elif "AssertionError" in match[1] and _CONFIG.search(above) and _CONFIG_WORDS.search(line.text):
-            reason, phase = "config_error", "unknown"
-        yield Finding(index, Kind.NOT_MEMORY, reason, Weight.ERROR, confidence, phase, last_line=index)
+def python_errors(page: Page, known: Container[int]) -> list[Finding]:
+    """Any exception's last line, where nothing else knows it: `known` are the lines of which a shape says more."""
+    candidates = [
+        index
+        for index, line in enumerate(page.lines)
+        if index not in known and not line.bar and any(part in line.text for part in ("rror", "xception", "Timeout"))
+    ]
+    return both_ends(candidates, lambda index: _python_error(page, index), _MOST_ERRORS)
+
+
+def _python_error(page: Page, index: int) -> Finding | None:
+    text = page.lines[index].text
+    match = _ERROR_LINE.match(_LEADERS.sub("", text))
+    if match is None or _AROUND.match(match[1]) or _AROUND_WORDS.search(text) or "Warning" in match[1]:
+        return None
+    above = "\n".join(each.text for each in page.context(index, 30))
+    reason, phase, confidence = "python_error", None, 0.8
+    if _DATA.search(above):
+        reason, phase, confidence = "data_error", "data", 0.85
+    elif "AssertionError" in match[1] and _CONFIG.search(above) and _CONFIG_WORDS.search(text):
+        reason, phase = "config_error", "unknown"
+    return Finding(index, Kind.NOT_MEMORY, reason, Weight.ERROR, confidence, phase, last_line=index)
 
 
 def not_a_number(page: Page) -> Iterator[Finding]:

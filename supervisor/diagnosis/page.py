@@ -26,6 +26,8 @@ class View:
             self._starts.append(position)
             position += len(part)
         self.text = "".join(parts)
+        self._columns_of = -1
+        self._known_columns: list[int] = []
 
     def line_at(self, position: int) -> int:
         """The index of the line that holds this position of `text`."""
@@ -34,16 +36,21 @@ class View:
     def starts_line(self, position: int) -> bool:
         return self._starts[bisect_right(self._starts, position) - 1] == position
 
-    def before(self, position: int) -> str:
-        """What stands in front of a position on its line, with its white space."""
+    def before(self, position: int, most: int) -> str:
+        """What stands in front of a position on its line, with its white space: at most so many characters."""
         slot = bisect_right(self._starts, position) - 1
-        wanted = position - self._starts[slot]
         text = self.lines[self._order[slot]].text
-        for index, character in enumerate(text):
-            if wanted == 0 and not character.isspace():
-                return text[:index]
-            wanted -= not character.isspace()
-        return text
+        column = self._columns(slot)[position - self._starts[slot]]
+        return text[max(0, column - most) : column]
+
+    def _columns(self, slot: int) -> list[int]:
+        """Where on its line each character stands that is no white space. Of the last line that was asked about it is kept: a
+        long one may hold many matches."""
+        if self._columns_of != slot:
+            text = self.lines[self._order[slot]].text
+            self._known_columns = [index for index, character in enumerate(text) if not character.isspace()]
+            self._columns_of = slot
+        return self._known_columns
 
 
 class Page:

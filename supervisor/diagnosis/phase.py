@@ -10,12 +10,12 @@ from memtop.supervisor.diagnosis.cleaning import Line
 _BACKWARD = re.compile(
     r"torch[/\\]autograd[/\\]|run_backward|_tensor\.py\", line \d+, in backward|[/\\]tensor\.py\","
     r" line \d+, in backward|(?:loss|engine|accelerator|scaler\.scale\(\w+\)|fabric|self)\.backward\("
-    r"|_grad_\w*ops?\.cc|Gradient\w*Op|in backward\b|value_and_grad|tape\.gradient"
+    r"|_grad_\w{0,80}ops?\.cc|Gradient\w{0,80}Op|in backward\b|value_and_grad|tape\.gradient"
 )
 _OPTIMIZER = re.compile(
     r"torch[/\\]optim[/\\](?!lr_scheduler)|bitsandbytes[/\\]optim|apex[/\\]optimizers|ops[/\\]adam"
     r"|transformers[/\\]optimization\.py|optimizer\.step\(|optim\.step\("
-    r"|_foreach_\w+\(|in _(?:multi|single)_tensor_\w+|in _init_group|scaler\.step\("
+    r"|_foreach_\w{1,80}\(|in _(?:multi|single)_tensor_\w+|in _init_group|scaler\.step\("
     r"|optimizer\.apply_gradients|optax|optimizers?[/\\]\w+\.py\", line \d+, in step"
 )
 _LOSS = re.compile(

@@ -89,6 +89,8 @@ def _findings(page: Page, member_pids: frozenset[int]) -> list[Finding]:
             # Of one line's readings the one that says more; of equals the first, which is the more special shape.
             if known is None or _worth(finding) > _worth(known):
                 best[finding.line] = finding
+    for finding in other_words.python_errors(page, best):
+        best[finding.line] = finding
     for finding in other_words.not_a_number(page):
         best.setdefault(finding.line, finding)
     return [_placed(page, best[line]) for line in sorted(best)]
@@ -105,7 +107,6 @@ def _of_view(view: View, page: Page, member_pids: frozenset[int]) -> Iterator[Fi
     yield from host_words.memory_errors(view)
     yield from ending_words.kernel_kills(view, page, member_pids)
     yield from ending_words.bare_killed(view)
-    yield from other_words.python_errors(view, page)
 
 
 def _placed(page: Page, finding: Finding) -> Finding:

@@ -22,7 +22,7 @@ SHAPES: tuple[Shape, ...] = (
     shape(r"unable to allocate shared memory\(shm\)", _SHM, confidence=0.85, phase="data", needle="(shm)"),
     shape(r"(?i:insufficient shared memory|out of shared memory(?!,))", _SHM, confidence=0.85, phase="data"),
     shape(
-        r"DataLoader worker \(pid\(?s?\)? [\d,]+\) is killed by signal:? Bus error",
+        r"DataLoader worker \(pid\(?s?\)? [\d,]{1,400}\) is killed by signal:? Bus error",
         _SHM,
         confidence=0.9,
         phase="data",

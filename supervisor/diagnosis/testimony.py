@@ -29,6 +29,7 @@ class Witness:
     rank: int | None = None
     figures: Figures = NO_FIGURES
     device_uuid: str | None = None
+    batch: int | None = None
 
 
 def from_records(evidence: Evidence) -> Witness | None:
@@ -54,6 +55,7 @@ def _of_record(record: OomRecord) -> Witness:
         rank=record.rank,
         figures=figures,
         device_uuid=record.device_uuid if kind.of_gpu else None,
+        batch=record.batch,
     )
 
 
@@ -83,7 +85,9 @@ def _measured(kind: Kind, figures: Figures, record: OomRecord) -> tuple[Kind, Fi
     outside = None
     if None not in (figures.total, figures.free, record.reserved_bytes):
         outside = max(0, figures.total - figures.free - record.reserved_bytes)  # type: ignore[operator]
-    return allocator.kind_of(figures.requested, figures.total, spare, outside), replace(figures, other=outside)
+    found = allocator.kind_of(figures.requested, figures.total, spare, outside)
+    # Less than that may be the process's own context.
+    return found, replace(figures, other=outside if found is Kind.GPU_OOM_OTHER_PROCESS else None)
 
 
 def from_error_files(evidence: Evidence) -> Witness | None:
@@ -102,7 +106,7 @@ def from_error_files(evidence: Evidence) -> Witness | None:
         source="error_file",
         kind=cause.kind,
         reason=cause.reason,
-        confidence=max(cause.confidence, 0.95),
+        confidence=cause.confidence,
         lines=(f"error file: {first.strip()[:500]}",),
         phase=cause.phase or "unknown",
         figures=cause.figures,
@@ -128,17 +132,34 @@ def _of_error_file(text: str) -> tuple[float, str]:
     return time, (stack if str(message) and str(message) in stack else f"{stack}\n{message}")[-_LONGEST:]
 
 
-def from_kernel(evidence: Evidence) -> Witness | None:
-    """A kill that the kernel counted in the program's group, or recorded of one of its processes."""
-    kills, records = evidence.cgroup_oom_kills or 0, _kernel_records(evidence)
-    if not kills and not records:
+def from_kernel(evidence: Evidence, *, by_sigkill: bool, otherwise: bool) -> Witness | None:
+    """A kill for lack of memory that this end can have come of.
+
+    One shortly before the end is believed where it is proven to be of the run (by a pid, or in a group that nobody shares), and
+    where nothing speaks against it (`otherwise`: the end tells of a cause of its own). When it was may be unknown; then it is
+    believed where nothing speaks against it, and proven where the program itself was ended `by_sigkill`.
+    """
+    records, counted = _kernel_records(evidence), bool(evidence.cgroup_oom_kills)
+    near = evidence.cgroup_killed_near_end
+    ours = bool(records) or (counted and near is True and evidence.in_own_group)
+    if not ours and (not counted or near is False or otherwise):
         return None
-    lines = tuple(line for line, _ in records[:4])
-    if kills:
-        count = "1 process" if kills == 1 else f"{kills} processes"
-        lines = (f"the kernel killed {count} of the program's memory group for lack of memory", *lines)
+    lines = (kills_line(evidence), *(line for line, _ in records[:4]))
     phase = next((phase for _, phase in records), "unknown")
-    return Witness(source="kernel", kind=Kind.HOST_OOM_KILLED, confidence=0.98, lines=lines, phase=phase)
+    confidence = 0.98 if ours or near or by_sigkill else 0.8
+    told = tuple(line for line in lines if line is not None)
+    return Witness(source="kernel", kind=Kind.HOST_OOM_KILLED, confidence=confidence, lines=told, phase=phase)
+
+
+def kills_line(evidence: Evidence) -> str | None:
+    """What the counter of the program's group says, in words."""
+    kills = evidence.cgroup_oom_kills
+    if not kills:
+        return None
+    count = "1 process" if kills == 1 else f"{kills} processes"
+    near = evidence.cgroup_killed_near_end
+    when = "" if near is None else ", shortly before the end" if near else ", none of them shortly before the end"
+    return f"the kernel killed {count} of the program's memory group for lack of memory{when}"
 
 
 def _kernel_records(evidence: Evidence) -> list[tuple[str, str]]:

@@ -89,6 +89,8 @@ class OomRecord(msgspec.Struct, frozen=True, kw_only=True):
     """True where the trainer redid the update in smaller pieces and went on."""
     phase: str = "unknown"
     update: int | None = None
+    batch: int | None = None
+    """B of the work that failed; None where the rank did not say."""
     device_uuid: str | None = None
     total_bytes: int | None = None
     free_bytes: int | None = None
@@ -109,8 +111,12 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """torchrun's error files of the ranks, as text (JSON)."""
     cgroup_oom_kills: int | None = None
     """How many processes the kernel killed in the program's memory group during the attempt."""
+    cgroup_killed_near_end: bool | None = None
+    """Whether one of them was killed shortly before the end: an earlier one is not what the program died of."""
+    in_own_group: bool = False
+    """That group holds the program and nobody else; others may have been killed in one that is shared."""
     kernel_lines: tuple[str, ...] = ()
-    """Records of the kernel's log about kills during the attempt, where this user may read it."""
+    """Records of the kernel's log about kills shortly before the end, where this user may read it."""
     member_pids: frozenset[int] = frozenset()
     """Pids that the run had: whether a kernel record is about it."""
     host_limit_bytes: int | None = None
@@ -122,6 +128,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     disk_free_bytes: int | None = None
     gpu_free_bytes: dict[str, int] = {}
     """By uuid, our last sample."""
+    gpu_run_bytes: dict[str, int] = {}
+    """By uuid the most that the run's processes together were seen to hold shortly before the end, where the driver tells."""
     batch: int | None = None
     """B, T and V of the program where they are known: a request of B x T x V x 2 or 4 bytes is the logits."""
     seq_len: int | None = None

@@ -1,5 +1,5 @@
 """From what is known to one diagnosis. Evidence outranks words: a rank's own record, torchrun's error file, the counters and
-records of the kernel for this attempt, our samples, then the log, then the exit status."""
+records of the kernel for this end, our samples, then the log, then the exit status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from memtop.supervisor.diagnosis.finding import NO_FIGURES, Figures, Finding, We
 from memtop.supervisor.diagnosis.logits import requested_for
 from memtop.supervisor.diagnosis.reading import Reading
 from memtop.supervisor.diagnosis.sentences import summary
-from memtop.supervisor.diagnosis.testimony import Witness, from_error_files, from_kernel, from_records
+from memtop.supervisor.diagnosis.sharing import without_the_run
+from memtop.supervisor.diagnosis.testimony import Witness, from_error_files, from_kernel, from_records, kills_line
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind
 
 _MOST_LINES, _LONGEST = 8, 600
@@ -22,6 +23,8 @@ _FAR, _NEAR = 0.85, 0.95
 """Shares of host memory in use that our samples saw before a kill: it can hardly have been the kernel, or it probably was."""
 _SPARSE = 64 << 20
 _FROM_OUTSIDE = frozenset({"keyboard_interrupt", "preempted", "time_limit", "node_failure"})
+_AFTER_A_KILL = frozenset({"nccl_timeout", "nccl_error", "worker_died"})
+_CLEAR = 0.8
 _BY_SIGNAL = {2: "keyboard_interrupt", 15: "sigterm", 11: "segfault", 6: "aborted", 7: "bus_error"}
 
 
@@ -31,24 +34,52 @@ def judge(reading: Reading, evidence: Evidence) -> Diagnosis:
         return _finish(_Draft(Kind.NOT_MEMORY, "asked_to_stop", 0.99, source="record"), evidence)
     if status == 0:
         return _finish(_ended_well(reading), evidence)
-    witness = from_records(evidence) or from_error_files(evidence) or from_kernel(evidence)
-    if witness is not None:
-        return _finish(_of_witness(witness, reading), evidence)
+    record = from_records(evidence)
+    if record is not None:
+        return _finish(_of_witness(record, reading), evidence)
     cause = reading.cause
     if cause is not None and _signal_explains_more(status, cause):
         cause = None
+    file = from_error_files(evidence)
+    kernel = from_kernel(evidence, by_sigkill=status == -9, otherwise=_tells_otherwise(status, file, cause))
+    if file is not None and (kernel is None or file.kind is not Kind.HOST_OOM_KILLED):
+        return _finish(_confirmed(_with_samples(_of_witness(file, reading), evidence)), evidence)
+    if kernel is not None:
+        return _finish(_of_witness(kernel, reading), evidence)
+    return _finish(_with_samples(_of_words(reading, cause, status), evidence), evidence)
+
+
+def _of_words(reading: Reading, cause: Finding | None, status: int | None) -> _Draft:
+    """What the log says, else what the exit status does."""
     if cause is not None:
-        return _finish(_with_samples(_of_finding(reading, cause), evidence), evidence)
+        return _of_finding(reading, cause)
     if status is not None and status < 0:
-        return _finish(_of_signal(-status, evidence), evidence)
+        return _of_signal(-status)
     if reading.survived:
         finding, how = reading.survived[-1]
-        confidence = 0.85 if status is None else 0.5
-        draft = _Draft(Kind.NOT_MEMORY, how, confidence, lines=_told(reading, finding), rank=_rank(reading, finding))
         if finding.kind is Kind.NOT_MEMORY:
-            draft = _Draft(Kind.NOT_MEMORY, "no_evidence", 0.3)
-        return _finish(draft, evidence)
-    return _finish(_Draft(Kind.NOT_MEMORY, "no_evidence", 0.3, source="words" if status is None else "exit_status"), evidence)
+            return _Draft(Kind.NOT_MEMORY, "no_evidence", 0.3)
+        confidence = 0.85 if status is None else 0.5
+        return _Draft(Kind.NOT_MEMORY, how, confidence, lines=_told(reading, finding), rank=_rank(reading, finding))
+    return _Draft(Kind.NOT_MEMORY, "no_evidence", 0.3, source="words" if status is None else "exit_status")
+
+
+def _tells_otherwise(status: int | None, file: Witness | None, cause: Finding | None) -> bool:
+    """Whether the end looks like anything but a kill for memory, or what the others say when one of them was killed."""
+    if status is not None and status < 0:
+        return status != -9
+    if file is not None:
+        return file.kind is not Kind.HOST_OOM_KILLED
+    if cause is None or cause.kind is Kind.HOST_OOM_KILLED or cause.reason in _AFTER_A_KILL:
+        return False
+    return cause.weight >= Weight.BROKEN
+
+
+def _confirmed(draft: _Draft) -> _Draft:
+    """An error file proves that the program ended of what it says; what that means is as sure as its words are."""
+    if draft.source == "error_file" and draft.confidence >= _CLEAR:
+        draft.confidence = max(draft.confidence, 0.95)
+    return draft
 
 
 @dataclass
@@ -63,10 +94,16 @@ class _Draft:
     source: str = "words"
     device_uuid: str | None = None
     detail: str | None = None
+    batch: int | None = None
 
 
 def _finish(draft: _Draft, evidence: Evidence) -> Diagnosis:
     about: dict[str, Any] = {}
+    if draft.kind.of_gpu:
+        draft.kind, draft.figures = without_the_run(draft.kind, draft.figures, draft.device_uuid, evidence)
+    if draft.batch is not None:
+        # The settings may have changed since; a rank says what it was doing.
+        evidence = replace(evidence, batch=draft.batch)
     if draft.kind is not Kind.NOT_MEMORY:
         figures = draft.figures
         about = {
@@ -133,6 +170,7 @@ def _of_witness(witness: Witness, reading: Reading) -> _Draft:
         source=witness.source,
         device_uuid=witness.device_uuid,
         detail=witness.lines[0] if witness.lines else None,
+        batch=witness.batch,
     )
     cause = reading.cause
     if cause is not None and cause.kind is witness.kind:
@@ -159,12 +197,11 @@ def _ended_well(reading: Reading) -> _Draft:
     return _Draft(Kind.NOT_MEMORY, "finished", 0.95, source="exit_status")
 
 
-def _of_signal(number: int, evidence: Evidence) -> _Draft:
+def _of_signal(number: int) -> _Draft:
     if number == 9:
-        return _with_samples(_Draft(Kind.HOST_OOM_KILLED, None, SUSPECTED, source="exit_status"), evidence)
+        return _Draft(Kind.HOST_OOM_KILLED, None, SUSPECTED, source="exit_status")
     reason = _BY_SIGNAL.get(number, "killed_by_something")
-    draft = _Draft(Kind.NOT_MEMORY, reason, 0.85 if number in _BY_SIGNAL else 0.6, source="exit_status")
-    return _with_samples(draft, evidence)
+    return _Draft(Kind.NOT_MEMORY, reason, 0.85 if number in _BY_SIGNAL else 0.6, source="exit_status")
 
 
 def _with_samples(draft: _Draft, evidence: Evidence) -> _Draft:
@@ -172,8 +209,8 @@ def _with_samples(draft: _Draft, evidence: Evidence) -> _Draft:
     if draft.kind is Kind.HOST_OOM_KILLED and draft.confidence < 0.9:
         kills, share = evidence.cgroup_oom_kills, evidence.host_peak_fraction
         seen = () if share is None else (f"at most {units.percent(share)} of the host's memory was seen in use",)
-        if kills == 0:
-            told = "the kernel counted no kill for lack of memory in the program's group"
+        if kills == 0 or evidence.cgroup_killed_near_end is False:
+            told = kills_line(evidence) or "the kernel counted no kill for lack of memory in the program's group"
             return _not_for_memory(draft, 0.75, (told, *seen))
         if share is not None and share < _FAR:
             return _not_for_memory(draft, 0.6, seen)
@@ -187,6 +224,9 @@ def _with_samples(draft: _Draft, evidence: Evidence) -> _Draft:
         scarce = evidence.disk_free_bytes < _SPARSE
         draft.confidence = 0.95 if scarce else SUSPECTED
         draft.lines += (f"{units.size(evidence.disk_free_bytes)} were free on the disk",)
+    elif evidence.cgroup_killed_near_end:
+        # Not what this end tells of, in a group that others share: a person may know better.
+        draft.lines += tuple(filter(None, [kills_line(evidence)]))
     return draft
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind, OomRec
 from memtop.supervisor.run.error_files import error_files
 from memtop.supervisor.run.explain import first_dead_rank
 from memtop.supervisor.run.kernel_log import kernel_lines
-from memtop.supervisor.run.witness import Witness
+from memtop.supervisor.run.kills import RELATED_SECONDS
+from memtop.supervisor.run.witness import Sight, Witness
 
 # A disk with less than this free takes no output and no exit file.
 _FULL_BYTES = 1 << 20
@@ -39,7 +42,32 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examine(end: End, witness: Witness) -> Diagnosis:
-    """Why it ended. Reads the whole log: to be called in a thread."""
+    """Why it ended. Reads the whole log: to be called in a thread.
+
+    Never raises: whatever a log holds must not end the supervisor. An error of ours becomes a diagnosis that names it.
+    """
+    try:
+        return _examine(end, witness)
+    except Exception as error:  # noqa: BLE001 - which error we have not foreseen, nobody knows
+        with contextlib.suppress(OSError):  # the disk of the supervisor's own output may be full; the diagnosis tells it, too
+            traceback.print_exc()
+        return _not_examined(end, error)
+
+
+def _not_examined(end: End, error: Exception) -> Diagnosis:
+    words = " ".join(": ".join(filter(None, (type(error).__name__, str(error)))).split())[:300]
+    place = traceback.extract_tb(error.__traceback__)[-1:]
+    return Diagnosis(
+        kind=Kind.NOT_MEMORY,
+        reason=f"not_examined ({words})",
+        confidence=0.1,
+        summary=f"Why the program ended could not be found out: memtop itself failed over {end.log} ({words}).",
+        source="exit_status",
+        evidence=tuple(f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}: {words}" for frame in place),
+    )
+
+
+def _examine(end: End, witness: Witness) -> Diagnosis:
     evidence = evidence_of(end, witness)
     try:
         found = diagnose_file(end.log, evidence)
@@ -73,14 +101,16 @@ def evidence_of(end: End, witness: Witness) -> Evidence:
     sights = witness.sights
     fractions = [sight.host_fraction for sight in sights if sight.host_fraction is not None]
     shm = [sight.shm_free_bytes for sight in sights if sight.shm_free_bytes is not None]
-    settings = end.settings
+    settings, kills = end.settings, witness.kills()
     return Evidence(
         exit_status=end.status,
         asked_to_stop=end.asked_to_stop,
         records=tuple(record for rank, report in end.reports if (record := oom_record(rank, report)) and not record.survived),
         error_files=tuple(error_files(end.folder)),
-        cgroup_oom_kills=witness.kills(),
-        kernel_lines=kernel_lines(witness.baseline.started, end.ended, time.time()),
+        cgroup_oom_kills=kills,
+        cgroup_killed_near_end=witness.killed_near(end.ended),
+        in_own_group=witness.in_own_group,
+        kernel_lines=kernel_lines(max(witness.baseline.started, end.ended - RELATED_SECONDS), end.ended, time.time()),
         member_pids=frozenset(witness.pids),
         host_limit_bytes=witness.host_limit_bytes,
         host_peak_fraction=max(fractions, default=None),
@@ -88,10 +118,17 @@ def evidence_of(end: End, witness: Witness) -> Evidence:
         shm_free_bytes=min(shm, default=None),
         disk_free_bytes=free_bytes(end.state_folder),
         gpu_free_bytes=sights[-1].gpu_free_bytes if sights else {},
+        gpu_run_bytes=_most_held(sights),
         batch=settings.batch if settings else None,
         seq_len=settings.seq_len if settings else None,
         vocabulary=vocabulary(settings) if settings else None,
     )
+
+
+def _most_held(sights: Sequence[Sight]) -> dict[str, int]:
+    """By uuid the most that the run's processes were seen to hold: when it ended, some of them may have been gone already."""
+    uuids = {uuid for sight in sights for uuid in sight.gpu_run_bytes}
+    return {uuid: max(sight.gpu_run_bytes.get(uuid, 0) for sight in sights) for uuid in uuids}
 
 
 def oom_record(rank: int, report: dict[str, Any]) -> OomRecord | None:

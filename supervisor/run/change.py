@@ -63,7 +63,7 @@ def edited_live(
 ) -> Settings | None:
     """The same for a run in progress, counted from where it will have stopped: after one more update."""
     step = progress.step
-    if settings is None or not isinstance(step.get("update"), int) or change.state_before is not None:
+    if settings is None or not isinstance(step.get("update"), int):
         return edited(settings, change, checkpoint, rows)
     update, seen = step["update"] + 1, (step.get("samples_seen") or 0) + settings.effective_batch
     if change.max_updates is not None and 0 < change.max_updates < update:

@@ -182,7 +182,7 @@ class Commands:
         _accept(peer, request.id, f"trying {trial.title}: measuring before and after")
         trial = await trials.finished()
         message = f"{trial.title}: {trial.state}: {trial.reason}"
-        outcome = Outcome.FAILED if trial.state == "refused" else Outcome.DONE
+        outcome = Outcome.FAILED if trial.state in ("refused", "failed") else Outcome.DONE
         peer.send(Answer(id=request.id, outcome=outcome, message=message, data=msgspec.to_builtins(trial)))
 
     def _agents_ready(self, peer: Peer, number: int) -> bool:

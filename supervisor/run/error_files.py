@@ -25,8 +25,10 @@ def error_file_environment(attempt_folder: Path) -> dict[str, str]:
 
 
 def error_files(folder: Path) -> list[str]:
-    """The text of those that there are, the program's own first."""
-    paths = [folder / _NAME, *sorted((folder / _RANKS).glob(f"**/{_NAME}"))]
+    """The text of those that there are, the program's own first. Where torchrun itself has started the ranks again, those of
+    its last try: the program went on after the others."""
+    last = [max(run.glob("attempt_*"), key=_number, default=run) for run in sorted((folder / _RANKS).glob("*"))]
+    paths = [folder / _NAME, *(path for tried in last for path in sorted(tried.glob(f"**/{_NAME}")))]
     found = []
     for path in paths[:_MOST]:
         try:
@@ -35,3 +37,8 @@ def error_files(folder: Path) -> list[str]:
         except OSError:
             continue  # none was written
     return found
+
+
+def _number(folder: Path) -> int:
+    digits = folder.name.rpartition("_")[2]
+    return int(digits) if digits.isdecimal() else -1

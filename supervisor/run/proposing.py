@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from memtop.supervisor.run.supervisor import Supervisor
 
 
-_OWN = "it is your own program: memtop never starts it again with something changed"
+_OWN = "it is your own program, in which memtop changes nothing but the allocator: what is left is for you to do"
 
 
 def propose(supervisor: Supervisor, diagnosis: Diagnosis) -> tuple[Proposal, Decision]:

@@ -37,7 +37,7 @@ from memtop.supervisor.run.publish import Publisher
 from memtop.supervisor.run.reports import read_reports
 from memtop.supervisor.run.state import rank_reports, run_state
 from memtop.supervisor.run.survival import Survival
-from memtop.supervisor.wire import Change, Event, Phase, RunState
+from memtop.supervisor.wire import Change, Checkpoint, Event, Phase, RunState
 
 T = TypeVar("T")
 
@@ -126,6 +126,7 @@ class Supervisor:
         phase = state.run.state if state is not None and state.run.state.final else Phase.FAILED
         self.lifecycle = Lifecycle(phase, self._monotonic)
         self.lifecycle.reason = state.run.reason if state is not None else None
+        self.prevention.trials.take_up()
         if change is not None:
             self.launch(last.number + 1, explain.restart_reason(change), change)
 
@@ -197,10 +198,8 @@ class Supervisor:
         """
         if self._owed:
             self.update_attempt()
-        if change.state_before is not None:
-            self._go_back(change.state_before)
-        checkpoint = newest_checkpoint(self.folder.latest_state)
-        settings = edited(self.settings, change, checkpoint, self.survival.configurations.rows)
+        latest = self.folder.latest_state
+        settings = edited(self._proven(), change, self._resumed_from(change), self.survival.configurations.rows)
         allocator = change.assignments.get("allocator", self.survival.allocator) if settings is None else ""
         started = time.time()
         # A program of the user's own counts its updates from its start; ours says where it resumes.
@@ -210,7 +209,9 @@ class Supervisor:
         except sqlite3.OperationalError as error:
             raise RunFolderError(f"{self.folder.ledger_path}: cannot be written: {error}; free some space") from None
         try:
-            shim = start_program(self.folder, number, self.spec, settings, self._socket, allocator=allocator)
+            with going_back.gone_back(latest, change.state_before) as aside:
+                checkpoint = newest_checkpoint(latest)
+                shim = start_program(self.folder, number, self.spec, settings, self._socket, allocator=allocator)
         except MemtopError as error:
             why = str(error)
             self.ledgered(lambda: self.ledger.close_unstarted(number, why, time.time()))
@@ -226,17 +227,28 @@ class Supervisor:
             self.publisher.take_back_from(start + 1)
         self.attempt, self._owed = RunningAttempt(self.folder, number, shim), {}
         self.survival.begin(number, reason, change, started, allocator)
+        self.prevention.trials.begun(change)
+        going_back.let_go(latest)
         self.move(Phase.STARTING)
+        if aside is not None:
+            self.event("rollback", f"states after update {change.state_before} moved to {aside}")
         self.event("attempt", f"attempt {number}: {reason}{split}")
 
     def foreseen(self, change: Change) -> Settings | None:
         """The settings that a change asked for now will give; UsageError if it cannot be."""
         rows = self.survival.configurations.rows
-        if change.state_before is not None:
-            going_back.state_at(self.folder.latest_state, change.state_before)
-        if self.lifecycle.phase.final:
-            return edited(self.settings, change, self.checkpoint, rows)
-        return edited_live(self.settings, change, self.checkpoint, self.progress, rows)
+        if self.lifecycle.phase.final or change.state_before is not None:
+            return edited(self._proven(), change, self._resumed_from(change), rows)
+        return edited_live(self._proven(), change, self.checkpoint, self.progress, rows)
+
+    def _proven(self) -> Settings | None:
+        """The run's settings, or while others are on trial those before them: where every change starts from."""
+        return self.prevention.trials.before or self.settings
+
+    def _resumed_from(self, change: Change) -> Checkpoint | None:
+        """The state that an attempt with this change would begin with; UsageError if it goes back to one that is not kept."""
+        latest = self.folder.latest_state
+        return newest_checkpoint(latest) if change.state_before is None else going_back.state_at(latest, change.state_before)
 
     def come_back(self, change: Change) -> None:
         """Start again after a death, as it was decided."""
@@ -251,11 +263,6 @@ class Supervisor:
         self.move(Phase.FAILED, why)
         self.event("failed", why)
 
-    def _go_back(self, update: int) -> None:
-        moved = going_back.go_back(self.folder.latest_state, update)
-        if moved is not None:
-            self.event("rollback", f"states after update {update} moved to {moved}")
-
     # --- commands -------------------------------------------------------------------------------------------------------
 
     def begin_restart(self, change: Change) -> None:
@@ -267,6 +274,8 @@ class Supervisor:
             return
         if change.state_before is not None:
             going_back.hold(self.folder.latest_state, change.state_before)
+        else:
+            going_back.let_go(self.folder.latest_state)
         self.pending = change
         if self.lifecycle.phase is not Phase.RESTARTING:
             self.move(Phase.RESTARTING)
@@ -306,6 +315,7 @@ class Supervisor:
             self.survival.call_off("called off: it stays as it died")
             return
         self.pending = None
+        going_back.let_go(self.folder.latest_state)
         self.move(Phase.STOPPING)
         if self.ladder is None:
             self.ask_to_stop()

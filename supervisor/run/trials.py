@@ -2,24 +2,28 @@
 
 What is tried and when it is kept is decided in `recovery/growth.py`. A trial is remembered as events of the kind `trial`, each
 with the whole trial in it: a supervisor that takes over in the middle of one undoes it.
+
+From the change on, until it is kept, the run's settings are not proven. `before` has those that are: whatever starts meanwhile
+starts from them, and a run that ends meanwhile has them again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
 
-from memtop.presets.comparing import changes
 from memtop.presets.schema import Settings
+from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.errors import MemtopError, UsageError
-from memtop.supervisor.recovery.applying import change_for
-from memtop.supervisor.recovery.growth import Split, Update, measured, verdict, why_not
-from memtop.supervisor.run import explain
-from memtop.supervisor.run.change import live_values
+from memtop.supervisor.recovery.growth import Update, measured, verdict
+from memtop.supervisor.run.change import LIVE_FIELDS, live_values
+from memtop.supervisor.run.configurations import same
+from memtop.supervisor.run.trying import proposed, put_back, title_of, why_not
 from memtop.supervisor.wire import Change, Phase, Trial
 
 if TYPE_CHECKING:
@@ -33,10 +37,11 @@ _LOOK_SECONDS = 0.1
 # After a change of supervisors agents connect again within so long.
 _AGENTS_RETURN_SECONDS = 10.0
 _UNFINISHED = ("measuring before", "measuring after")
+_ORPHANED = "its supervisor ended in the middle of it"
 
 
 class _Disturbed(Exception):
-    """The stretch cannot be measured; the message says why. `undo`: the change must be taken back."""
+    """The stretch cannot be measured; the message says why. `undo`: the program is still ours to change back."""
 
     def __init__(self, why: str, *, undo: bool = True) -> None:
         super().__init__(why)
@@ -51,7 +56,15 @@ class Trials:
         self.newest: Trial | None = None
         self._task: asyncio.Task[None] | None = None
         self._updates: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._trouble: str | None = None
+        self.before: Settings | None = None
+        """The settings before those on trial; None where no settings on trial are in place."""
+        self._undo: Change | None = None
+        """What takes the program back to them."""
+        self._own: Change | None = None
+        """The restart that the trial itself has asked for."""
+        self._expected: Settings | None = None
+        self._attempt = 0
+        self._trouble: _Disturbed | None = None
         self._last_words: str | None = None
 
     @property
@@ -69,23 +82,33 @@ class Trials:
             raise MemtopError(f"run {supervisor.folder.name!r} is not training: it is {supervisor.phase.value}")
         if self.running:
             raise MemtopError(f"a trial is under way: {self.newest.title if self.newest else ''}")
-        change = self._proposed() if change is None else change
+        change = proposed(supervisor) if change is None else change
         before, after = supervisor.settings, supervisor.foreseen(change)
         assert after is not None
-        title = ", ".join(_title(before, after))
+        title = title_of(before, after)
         if not title:
             raise UsageError("nothing changes: the run has these settings")
         self.newest = Trial(title=title, started=time.time(), state="measuring before")
-        reason = self._why_not(before, after)
+        reason = why_not(supervisor, before, after)
         if reason is not None:
             self._set("refused", reason)
             raise MemtopError(reason)
         present = supervisor.survival.configurations.present
         assert present is not None, "a run that trains has a configuration"
-        undo = Change(configuration=present.configuration.number, reason=f"trial undone: {title}")
+        self._undo = Change(configuration=present.configuration.number, reason=f"trial undone: {title}")
         self._trouble = self._last_words = None
-        self._task = asyncio.get_running_loop().create_task(self._run(change, undo, before, after))
+        self._expected, self._attempt = before, supervisor.state().attempt
+        self._go(self._run(change, before, after))
         return self.newest
+
+    def _go(self, work: Coroutine[Any, Any, None]) -> None:
+        self._task = asyncio.get_running_loop().create_task(work)
+        self._task.add_done_callback(self._over)
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        """Nobody waits for the task: what it dies of has to be told here."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._set("failed", _unexpected(error))
 
     async def finished(self) -> Trial:
         """The trial under way, when it is over."""
@@ -102,76 +125,95 @@ class Trials:
         if kind == "oom":
             why = f"memory ran out at update {report.get('update')}: {report.get('message')}"
             if report.get("survived"):
-                self._trouble = why
+                self._trouble = _Disturbed(why)
             else:
                 # It is dying of it. When it is dead, there is something to start again.
                 self._last_words = why
-        elif kind == "settings" and rank == 0 and report.get("reason") != "asked":
-            self._trouble = self._trouble or f"the settings changed meanwhile: {report.get('reason')}"
+        elif kind == "settings" and rank == 0:
+            self._changed(str(report.get("reason")))
         elif kind == "step" and rank == 0:
             self._updates.put_nowait(report)
 
+    def _changed(self, reason: str) -> None:
+        """The program goes on with other settings, which are the run's already."""
+        if reason != "asked":
+            self._trouble = self._trouble or _Disturbed(f"the settings changed meanwhile: {reason}")
+        elif not same(self._supervisor.settings, self._expected):
+            # A person's edit, which started from the settings before: nothing on trial is in place any more.
+            self.before = None
+            self._trouble = _Disturbed("the settings were changed meanwhile", undo=False)
+
+    def begun(self, change: Change) -> None:
+        """An attempt was started with this change; if not by the trial, then from the settings before it."""
+        if change is not self._own:
+            self.before = None
+
     def take_up(self) -> None:
-        """After this supervisor took over a running program: a trial that the one before left unfinished is undone."""
-        events = [event for event in self._supervisor.ledger.events() if event.kind == "trial"]
+        """After this supervisor took over a run, ended or not: a trial that the one before left unfinished is undone."""
+        supervisor = self._supervisor
+        events = [event for event in supervisor.ledger.events() if event.kind == "trial"]
         if not events:
             return
-        self.newest = msgspec.convert(events[-1].data["trial"], Trial)
-        if self.newest.state in _UNFINISHED:
-            undo = events[-1].data.get("undo")
-            change = None if undo is None else msgspec.convert(undo, Change)
-            self._task = asyncio.get_running_loop().create_task(self._take_back(change))
+        try:
+            self.newest = msgspec.convert(events[-1].data.get("trial"), Trial)
+            self._undo = msgspec.convert(events[-1].data.get("undo"), Change | None)
+        except msgspec.ValidationError as error:
+            supervisor.event("warning", f"the run's last trial cannot be understood: {error}")
+            return
+        if self.newest.state not in _UNFINISHED:
+            return
+        if self._undo is not None:
+            number = self._undo.configuration
+            rows = supervisor.survival.configurations.rows
+            self.before = next((row.settings for row in rows if row.number == number), None)
+        self._attempt = supervisor.state().attempt
+        if supervisor.phase.final:
+            self._put_back()
+            self._set("undone" if self._undo is not None else "refused", _ORPHANED)
+        else:
+            self._go(self._take_back())
 
-    async def _take_back(self, undo: Change | None) -> None:
+    async def _take_back(self) -> None:
         """Undo what an earlier supervisor tried, once the program can be asked."""
-        deadline = time.monotonic() + _AGENTS_RETURN_SECONDS
-        while 0 not in self._supervisor.agents.ranks and time.monotonic() < deadline:
+        supervisor = self._supervisor
+        deadline = None
+        while supervisor.phase in (Phase.STARTING, Phase.TRAINING) and supervisor.pending is None:
+            if supervisor.phase is Phase.TRAINING:
+                deadline = deadline or time.monotonic() + _AGENTS_RETURN_SECONDS
+                if 0 in supervisor.agents.ranks or time.monotonic() > deadline:
+                    break
             await asyncio.sleep(_LOOK_SECONDS)
-        await self._give_up("its supervisor ended in the middle of it", undo)
-
-    # --- what may be tried --------------------------------------------------------------------------------------------------
-
-    def _proposed(self) -> Change:
-        advice = self._supervisor.prevention.advice
-        if advice is None:
-            raise MemtopError("nothing to try yet: the run has not been measured for long enough")
-        for remedy in advice.proposals:
-            if remedy.assignments and remedy.resumable in ("live", "resumes") and not remedy.needs_consent:
-                return change_for(remedy, reason="trial")
-        why = f"; {advice.refused[0]}" if advice.refused else ""
-        raise MemtopError(f"nothing to try: {advice.summary}{why}")
-
-    def _why_not(self, before: Settings, after: Settings) -> str | None:
-        if before.effective_batch != after.effective_batch:
-            return f"a trial changes nothing of what is learnt{explain.split_change(before, after)}"
-        if after.batch > before.batch:
-            split = Split(batch=after.batch, accumulation=after.accumulation)
-            prevention = self._supervisor.prevention
-            return why_not(before, split, prevention.forecast(after.batch), prevention.failed_batches())
-        return None
+        await self._give_up(_ORPHANED)
 
     # --- the trial ----------------------------------------------------------------------------------------------------------
 
-    async def _run(self, change: Change, undo: Change, before: Settings, after: Settings) -> None:
-        undo_with: Change | None = None
+    async def _run(self, change: Change, before: Settings, after: Settings) -> None:
+        ask, failed = True, False
         try:
-            self._set("measuring before", data={"undo": None})
-            self._set_measured(before=measured(await self._stretch(before, 0)))
-            assert self.newest is not None
-            await self._save_first()
-            undo_with = undo
-            self._set("measuring after", data={"undo": msgspec.to_builtins(undo)})
-            first = await self._apply(replace(change, reason=f"trial of {self.newest.title}"), after)
-            self._set_measured(after=measured(await self._stretch(after, first + WARM_UP)))
-            assert self.newest is not None
-            kept, reason = verdict(self.newest.before, self.newest.after)
+            kept, reason = await self._measure(change, before, after)
             if kept:
                 self._set("kept", reason)
-            else:
-                await self._give_up(reason, undo)
+                return
         except (_Disturbed, MemtopError) as error:
-            wanted = not isinstance(error, _Disturbed) or error.undo
-            await self._give_up(str(error), undo_with if wanted else None)
+            reason, ask = str(error), not isinstance(error, _Disturbed) or error.undo
+        except Exception as error:  # noqa: BLE001
+            # Whatever it was: what was changed must not stay because of it.
+            reason, failed = _unexpected(error), True
+        await self._give_up(reason, ask=ask, failed=failed)
+
+    async def _measure(self, change: Change, before: Settings, after: Settings) -> tuple[bool, str]:
+        """Measure, change, measure again; whether the change is to be kept, and why."""
+        self._set("measuring before", data={"undo": None})
+        self._set_measured(before=measured(await self._stretch(before, 0)))
+        assert self.newest is not None
+        await self._save_first()
+        self._check()
+        self.before, self._expected = before, after
+        self._set("measuring after", data={"undo": msgspec.to_builtins(self._undo)})
+        first = await self._apply(replace(change, reason=f"trial of {self.newest.title}"), after)
+        self._set_measured(after=measured(await self._stretch(after, first + WARM_UP)))
+        assert self.newest is not None
+        return verdict(self.newest.before, self.newest.after)
 
     async def _save_first(self) -> None:
         """Should the program die of the change, nothing that it has learnt is lost."""
@@ -182,20 +224,52 @@ class Trials:
                 why = answers[0].message if answers else "the training process is gone"
                 raise _Disturbed(f"the state could not be saved before the change: {why}", undo=False)
 
-    async def _give_up(self, reason: str, undo: Change | None) -> None:
-        """Go back to the settings before; without `undo` nothing was changed, or it is not ours to change back."""
-        if undo is None:
-            self._set("refused", reason)
+    async def _give_up(self, reason: str, *, ask: bool = True, failed: bool = False) -> None:
+        """Go back to the settings before, if others are in place: with the program if it can be asked, else without it."""
+        if self.before is None:
+            self._set("failed" if failed else "refused", reason)
             return
+        if ask:
+            try:
+                await self._ask_back()
+            except (_Disturbed, MemtopError) as error:
+                reason += f"; not taken back at once: {error}"
+                ask = False
+            except Exception as error:  # noqa: BLE001 (as above)
+                reason += f"; not taken back at once: {_unexpected(error)}"
+                ask, failed = False, True
+                self._set("measuring after", reason, {"undo": msgspec.to_builtins(self._undo)})
+        if not ask:
+            await self._until_over()
+            self._put_back()
+            reason += "; what comes next starts from the settings before"
+        self._set("failed" if failed else "undone", reason)
+
+    async def _ask_back(self) -> None:
+        assert self._undo is not None
+        settings = self._supervisor.foreseen(self._undo)
+        assert settings is not None
         self._trouble = None
+        self._expected = settings
         try:
-            settings = self._supervisor.foreseen(undo)
-            assert settings is not None
-            await self._apply(undo, settings)
-        except (_Disturbed, MemtopError) as error:
-            self._set("refused", f"{reason}; it could not be undone: {error}")
-        else:
-            self._set("undone", reason)
+            await self._apply(self._undo, settings)
+        except MemtopError:
+            # It does not take them while it runs.
+            await self._restart(self._undo)
+        # The answer comes sooner than the report that makes them the run's again.
+        while not same(self._supervisor.settings, settings) and self._supervisor.phase is Phase.TRAINING:
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _until_over(self) -> None:
+        """Until the run has ended, or somebody has started it again from the settings before."""
+        supervisor = self._supervisor
+        while self.before is not None and not (supervisor.phase.final and supervisor.survival.comeback is None):
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def _put_back(self) -> None:
+        """The run has ended: the settings before are its own again."""
+        if self.before is not None and self.newest is not None:
+            put_back(self._supervisor, self.before, f"trial undone: {self.newest.title}")
 
     async def _stretch(self, settings: Settings, since: int) -> list[Update]:
         """The next updates with these settings, from that one on."""
@@ -209,7 +283,8 @@ class Trials:
                 continue
             if report.get("batch", settings.batch) != settings.batch:
                 if report["update"] >= since:
-                    raise _Disturbed("the settings were changed meanwhile", undo=False)
+                    self._check()  # which knows why
+                    raise _Disturbed("the settings were changed meanwhile")
             elif report["update"] >= since and report.get("step_seconds"):
                 found.append(self._update(report, settings))
         return found
@@ -229,22 +304,25 @@ class Trials:
     def _check(self) -> None:
         """Raise if the stretch is no longer what it is meant to be."""
         if self._trouble is not None:
-            raise _Disturbed(self._trouble)
+            raise self._trouble
         phase = self._supervisor.phase
         if self._supervisor.survival.comeback is not None or phase is Phase.FAILED:
             raise _Disturbed(self._last_words or f"the program died: {self._supervisor.lifecycle.reason or 'no reason known'}")
         if phase is not Phase.TRAINING:
             # Stopped, restarted with other settings, or finished: somebody else has decided.
             raise _Disturbed(f"the run is {phase.value}", undo=False)
+        if self._supervisor.state().attempt != self._attempt:
+            raise _Disturbed("the run was restarted meanwhile", undo=False)
 
     async def _apply(self, change: Change, after: Settings) -> int:
         """At the next update boundary where the program can do it, else by a restart; the first update with it."""
         supervisor = self._supervisor
         try:
-            values = live_values(supervisor.settings, after)
+            # The program may be ahead of what it has told: where nothing seems to differ, all is said.
+            values = live_values(supervisor.settings, after) or {name: getattr(after, name) for name in LIVE_FIELDS}
         except UsageError:
             return await self._restart(change)
-        if supervisor.phase is not Phase.TRAINING or 0 not in supervisor.agents.ranks:
+        if supervisor.phase is not Phase.TRAINING or supervisor.pending is not None or 0 not in supervisor.agents.ranks:
             return await self._restart(change)
         answers = await supervisor.agents.call("change", {0}, values)
         if not answers or not answers[0].ok:
@@ -255,19 +333,28 @@ class Trials:
         supervisor = self._supervisor
         self._refuse_restart()
         before = supervisor.state().attempt
+        self._own = change
         supervisor.begin_restart(change)
         while supervisor.state().attempt == before or supervisor.phase is Phase.STARTING:
             if supervisor.phase.final and supervisor.state().attempt == before and supervisor.survival.comeback is None:
                 raise _Disturbed(f"the run is {supervisor.phase.value}", undo=False)
             await asyncio.sleep(_LOOK_SECONDS)
+        if self.before is None:
+            raise _Disturbed("the run was restarted meanwhile", undo=False)
+        self._attempt = supervisor.state().attempt
         return int(supervisor.progress.plan.get("updates") or 0) + 1
 
     def _refuse_restart(self) -> None:
         """Raise where a person has stopped or restarted the run, or where it ended for another reason than the trial."""
         supervisor, phase = self._supervisor, self._supervisor.phase
         died = supervisor.survival.comeback is not None or phase is Phase.FAILED
-        if died and self._last_words is None and supervisor.survival.proposal is None:
+        proposal = supervisor.survival.proposal
+        if died and self._last_words is None and proposal is None:
             raise _Disturbed("the program died, and not of memory", undo=False)
+        if died and proposal is not None and proposal.diagnosis.kind is Kind.DISK_FULL:
+            raise _Disturbed("the disk is full, and no other settings would mend that", undo=False)
+        if supervisor.pending is not None:
+            raise _Disturbed("the run is about to be restarted", undo=False)
         if not died and phase not in (Phase.STARTING, Phase.TRAINING):
             raise _Disturbed(f"the run is {phase.value}", undo=False)
 
@@ -279,18 +366,12 @@ class Trials:
 
     def _set(self, state: str, reason: str | None = None, data: dict[str, Any] | None = None) -> None:
         assert self.newest is not None
+        if state not in _UNFINISHED:
+            self.before = None
         self.newest = replace(self.newest, state=state, reason=reason)
         text = f"trial of {self.newest.title}: {state}" + (f": {reason}" if reason else "")
         self._supervisor.event("trial", text, {"trial": msgspec.to_builtins(self.newest), **(data or {})})
 
 
-def _title(before: Settings, after: Settings) -> list[str]:
-    """`batch 16 -> 20`, `accumulation 5 -> 4`; other changes as they are told everywhere."""
-    numbers = ("batch", "accumulation")
-    split = [
-        f"{name} {getattr(before, name)} -> {getattr(after, name)}"
-        for name in numbers
-        if getattr(before, name) != getattr(after, name)
-    ]
-    rest = changes(before, replace(after, batch=before.batch, accumulation=before.accumulation))
-    return [*split, *rest]
+def _unexpected(error: BaseException) -> str:
+    return f"an error of memtop's own: {type(error).__name__}: {error}"

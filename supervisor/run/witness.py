@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 import msgspec
 
 from memtop.supervisor.errors import RunFolderError
-from memtop.supervisor.monitor.cgroup import CgroupReader, KillCount, kill_counts, kills_in
+from memtop.supervisor.monitor.cgroup import CgroupReader, KillCount, kill_counts
 from memtop.supervisor.monitor.processes import PROC
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.run.folder import read_json, write_json
+from memtop.supervisor.run.kills import KillWatch
 
 CGROUPS = Path("/sys/fs/cgroup")
 _KEPT_SECONDS = 30.0
@@ -46,6 +48,8 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True):
     host_fraction: float | None
     shm_free_bytes: int | None
     gpu_free_bytes: dict[str, int]
+    gpu_run_bytes: dict[str, int] = {}
+    """By uuid what the run's own processes held, where the driver tells it."""
 
 
 class Witness:
@@ -67,6 +71,9 @@ class Witness:
         self._reader: CgroupReader | None = None
         self._samples = 0
         self.baseline = self._read(started)
+        self._kills = KillWatch()
+        for path, counts in self.baseline.groups.items():
+            self._kills.follow(path, counts, None)
         if machine is not None and not self.baseline.gpu_used_bytes:
             self.baseline.gpu_used_bytes = gpus_without(machine, ())
             self._write()
@@ -99,6 +106,7 @@ class Witness:
         self._groups[lines] = counts[0].path if counts else ""
         if counts and counts[0].path not in self.baseline.groups:
             self.baseline.groups[counts[0].path] = tuple(counts)
+            self._kills.follow(counts[0].path, tuple(counts), time.time())
             self._write()
 
     @property
@@ -125,6 +133,7 @@ class Witness:
         for pid in members:
             self.look(pid)
             self._note_address_space(pid)
+        self._kills.read(machine.time)
         if not self.baseline.gpu_used_bytes and machine.gpus:
             self.baseline.gpu_used_bytes = gpus_without(machine, members)
             self._write()
@@ -141,6 +150,7 @@ class Witness:
                 host_fraction=max(fractions, default=None),
                 shm_free_bytes=free,
                 gpu_free_bytes={gpu.uuid: gpu.free_bytes for gpu in machine.gpus if gpu.uuid and gpu.free_bytes is not None},
+                gpu_run_bytes={gpu.uuid: held for gpu in machine.gpus if gpu.uuid and (held := _held(gpu, members))},
             )
         )
         while self._sights[0].time < machine.time - _KEPT_SECONDS:
@@ -169,24 +179,20 @@ class Witness:
         return tuple(self._sights)
 
     def kills(self) -> int | None:
-        """How many processes the kernel has killed for memory in the run's groups since it was first seen there; None if that
-        cannot be known."""
-        own = {self._groups[lines] for lines in self._own.values() if self._groups.get(lines)} or set(self.baseline.groups)
-        found = [_since(self.baseline.groups[path]) for path in own if path in self.baseline.groups]
-        return max((count for count in found if count is not None), default=None)
+        """How many processes the kernel has killed for memory in the run's groups since it was first seen there, as it counts
+        now; None if that cannot be known."""
+        self._kills.read(time.time())
+        return self._kills.count(self._own_groups())
 
+    def killed_near(self, end: float) -> bool | None:
+        """Whether one of those that `kills` has counted was shortly before `end` (seconds since the epoch); None if that cannot
+        be known."""
+        return self._kills.near(self._own_groups(), end)
 
-def _since(before: tuple[KillCount, ...]) -> int | None:
-    """By how much the counter of a group has grown. One that is gone (a scope ends with its program) is answered for by the one
-    above it, where the kernel counts there as well."""
-    for count in before:
-        with contextlib.suppress(OSError, ValueError):
-            now = kills_in(Path(count.path), count.version)
-            if now is not None:
-                return max(0, now - count.kills)
-        if count.version == 1:
-            return None
-    return None
+    def _own_groups(self) -> set[str]:
+        """Where the run's processes are, or were last seen."""
+        own = {self._groups[lines] for lines in tuple(self._own.values()) if self._groups.get(lines)}
+        return own or set(self.baseline.groups)
 
 
 def _readable(lines: str) -> list[KillCount]:
@@ -215,6 +221,11 @@ def gpus_without(machine: MachineSnapshot, pids: Iterable[int]) -> dict[str, int
     def used(gpu: GpuSample) -> int | None:
         if gpu.used_bytes is None:
             return None
-        return max(0, gpu.used_bytes - sum(row.used_bytes or 0 for row in gpu.processes if row.pid in pids))
+        return max(0, gpu.used_bytes - _held(gpu, pids))
 
     return {gpu.uuid: taken for gpu in machine.gpus if gpu.uuid and (taken := used(gpu)) is not None}
+
+
+def _held(gpu: GpuSample, pids: Container[int]) -> int:
+    """What these processes hold of it, as far as the driver tells."""
+    return sum(row.used_bytes or 0 for row in gpu.processes if row.pid in pids)

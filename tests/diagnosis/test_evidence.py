@@ -152,6 +152,133 @@ def test_kernel_records_are_compared_by_pid() -> None:
     assert strangers.reason == "python_error"
 
 
+RAISED = "Traceback (most recent call last):\n  File \"train.py\", line 9, in <module>\nKeyError: 'labels'\n"
+WORKER = "RuntimeError: DataLoader worker (pid 5120) is killed by signal: Killed. \n"
+PEER = (
+    "[rank0]: Traceback (most recent call last):\n"
+    "[rank0]: RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:31\n"
+    "E1003 12:00:00 123 api.py:869] failed (exitcode: -9) local_rank: 1 (pid: 438) of binary: python\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "reason"),
+    [
+        (RAISED, 1, "python_error"),
+        ("", 1, "no_evidence"),
+        ("", -9, "killed_by_something"),
+        ("Killed\n", 137, "killed_by_something"),
+        (WORKER, 1, "killed_by_something"),
+        ("", -11, "segfault"),
+    ],
+)
+def test_a_kill_of_long_before_is_not_what_it_died_of(text: str, status: int, reason: str) -> None:
+    """The counter rose an hour ago: a helper, or another program of a shared group. Whose the group is makes no difference."""
+    for own in (False, True):
+        found = of(text, exit_status=status, cgroup_oom_kills=2, cgroup_killed_near_end=False, in_own_group=own)
+        assert (found.kind, found.reason) == (Kind.NOT_MEMORY, reason)
+
+
+@pytest.mark.parametrize(("text", "status"), [("", -9), ("Killed\n", 137), (WORKER, 1), (PEER, 1), ("", 1), (RAISED, -9)])
+def test_a_kill_shortly_before_an_end_that_fits_is_proven(text: str, status: int) -> None:
+    """A loader's worker and one rank of two as well: the program ends by itself, seconds later."""
+    found = of(text, exit_status=status, cgroup_oom_kills=1, cgroup_killed_near_end=True, host_peak_fraction=0.4)
+    assert (found.kind, found.source, found.confidence) == (Kind.HOST_OOM_KILLED, "kernel", 0.98)
+    assert "shortly before the end" in found.evidence[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "reason"),
+    [
+        (RAISED, 1, "python_error"),
+        ("CUDA error: an illegal memory access was encountered\n", 1, "illegal_memory_access"),
+        ("", -11, "segfault"),
+        ("", -15, "sigterm"),
+    ],
+)
+def test_an_end_that_tells_of_itself_is_no_strangers_kill(text: str, status: int, reason: str) -> None:
+    """In a group that others share the kill may have been theirs; in the run's own, or by its pid, it was the run's."""
+    near: dict[str, Any] = {"exit_status": status, "cgroup_oom_kills": 1, "cgroup_killed_near_end": True}
+    found = of(text, **near)
+    assert (found.kind, found.reason) == (Kind.NOT_MEMORY, reason)
+    assert any("the kernel killed 1 process" in line for line in found.evidence), "a person may know better"
+    assert of(text, **near, in_own_group=True).kind is Kind.HOST_OOM_KILLED
+    line = "Memory cgroup out of memory: Killed process 30211 (python3) total-vm:118220340kB"
+    assert of(text, **near, kernel_lines=(line,), member_pids=frozenset({30211})).kind is Kind.HOST_OOM_KILLED
+    assert of(text, **near, kernel_lines=(line,), member_pids=frozenset({7})).kind is Kind.NOT_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "confidence"), [("", -9, 0.98), (PEER, 1, 0.8), (WORKER, 1, 0.8), (RAISED, 1, None), ("", -11, None)]
+)
+def test_a_kill_at_a_time_that_nobody_knows(text: str, status: int, confidence: float | None) -> None:
+    found = of(text, exit_status=status, cgroup_oom_kills=1)
+    assert (found.confidence if found.of_memory else None) == confidence
+
+
+@pytest.mark.parametrize(
+    "message", ["RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.", "RuntimeError: not enough GPU memory"]
+)
+def test_a_suspicion_in_an_error_file_stays_one(message: str) -> None:
+    file = (error_file(message),)
+    assert of(error_files=file, exit_status=1).confidence < 0.8
+    killed = of(error_files=file, exit_status=1, cgroup_oom_kills=0)
+    assert killed.of_memory == ("GPU" in message), "nobody was killed"
+
+
+def test_samples_are_weighed_against_an_error_file() -> None:
+    """A writer that failed, on a disk with room: words alone would be a full disk."""
+    file = (error_file("RuntimeError: PytorchStreamWriter failed writing file data/3: file write failed"),)
+    assert of(error_files=file, exit_status=1, disk_free_bytes=900 * GIB).confidence < 0.5
+    full = of(error_files=file, exit_status=1, disk_free_bytes=0)
+    assert (full.kind, full.confidence >= 0.95) == (Kind.DISK_FULL, True)
+    sure = of(
+        error_files=(error_file("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),), exit_status=1
+    )
+    assert (sure.kind, sure.source, sure.confidence >= 0.95) == (Kind.GPU_OOM, "error_file", True)
+    worker = (error_file(WORKER.strip()),)
+    proven = of(error_files=worker, exit_status=1, cgroup_oom_kills=1, cgroup_killed_near_end=True)
+    assert (proven.kind, proven.source) == (Kind.HOST_OOM_KILLED, "kernel")
+
+
+def test_the_own_context_is_nobody_elses() -> None:
+    """20 GiB, 0.5 free, 18 reserved: what is missing is the process's own context, and no other program."""
+    figures = {"total_bytes": 20 * GIB, "free_bytes": GIB // 2, "allocated_bytes": 17 * GIB, "reserved_bytes": 18 * GIB}
+    found = of(records=(record(**figures),))
+    assert (found.kind, found.other_process_bytes) == (Kind.GPU_OOM, None)
+
+
+def test_the_runs_other_ranks_on_the_card_are_no_strangers() -> None:
+    figures = {"total_bytes": 20 * GIB, "free_bytes": GIB, "allocated_bytes": 6 * GIB, "reserved_bytes": 6 * GIB}
+    shared = record(**figures, device_uuid="GPU-1")
+    assert of(records=(shared,)).kind is Kind.GPU_OOM_OTHER_PROCESS, "nothing tells whose it is"
+    found = of(records=(shared,), gpu_run_bytes={"GPU-1": 18 * GIB, "GPU-2": 3 * GIB})
+    assert found.kind is Kind.GPU_OOM
+    strangers = of(records=(shared,), gpu_run_bytes={"GPU-1": 7 * GIB, "GPU-2": 3 * GIB})
+    assert (strangers.kind, strangers.other_process_bytes) == (Kind.GPU_OOM_OTHER_PROCESS, 12 * GIB)
+
+
+def test_processes_that_a_message_names_may_be_the_runs() -> None:
+    text = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+        "24.00 GiB of which 1.00 GiB is free. Process 77 has 16.00 GiB memory in use. Including non-PyTorch memory, this "
+        "process has 7.00 GiB memory in use. Of the allocated memory 6.00 GiB is allocated by PyTorch, and 0.50 GiB is "
+        "reserved by PyTorch but unallocated."
+    )
+    offline = of(text, exit_status=1)
+    assert (offline.kind, offline.other_process_pids) == (Kind.GPU_OOM_OTHER_PROCESS, (77,))
+    found = of(text, exit_status=1, member_pids=frozenset({77, 78}), gpu_run_bytes={"GPU-1": 23 * GIB})
+    assert (found.kind, found.other_process_pids, found.other_process_bytes) == (Kind.GPU_OOM, (), 0)
+
+
+def test_the_batch_of_the_work_that_failed_names_the_logits() -> None:
+    """The settings at hand may be others: an evaluation has a batch of its own."""
+    known: dict[str, Any] = {"batch": 32, "seq_len": 252, "vocabulary": 40960}
+    request = record(message="CUDA out of memory. Tried to allocate 315.00 MiB.", batch=8)
+    assert of(records=(request,), **known).requested_for == "the logits (B 8 x T 252 x V 40960, fp32)"
+    assert of(records=(record(message=request.message),), **known).requested_for is None
+
+
 @pytest.mark.parametrize(
     ("status", "reason"),
     [

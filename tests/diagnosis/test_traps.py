@@ -306,3 +306,39 @@ def test_a_rank_that_dies_while_another_computes_on() -> None:
     waiting = "[rank0]:[E1003 PG.cpp:607] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)\n" * 300
     found = of(f"[rank1]: Traceback (most recent call last):\n[rank1]: {MESSAGE}\n{others}{waiting}", exit_status=1)
     assert (found.kind, found.rank) == (Kind.GPU_OOM_FRAGMENTED, 1)
+
+
+def test_what_the_survivor_of_two_ranks_says_is_no_error_of_its_own() -> None:
+    """The shape that knows the words wins over "some exception", although it weighs less."""
+    lost = (
+        "[rank0]: RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] "
+        "Connection closed by peer [127.0.0.1]:5321\n"
+    )
+    alone = of(lost, exit_status=1)
+    assert (alone.kind, alone.reason) == (Kind.NOT_MEMORY, "connection_lost")
+    with_cause = of(f"{lost}[rank1]: KeyError: 'labels'\n", exit_status=1)
+    assert (with_cause.reason, with_cause.rank) == ("python_error", 1)
+    killed = of(f"{lost}  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 438)\n", exit_status=1)
+    assert (killed.kind, killed.rank) == (Kind.HOST_OOM_KILLED, 1)
+
+
+@pytest.mark.parametrize("count", [1, 19, 25, 100, 300])
+def test_of_many_failures_that_were_survived_the_last_one_ended_it(count: int) -> None:
+    """Only some of them are read: the first ones and the last ones."""
+    tried = f"[WARNING] skipping this batch: {MESSAGE}\n{STEPS[:300]}" * count
+    deadly = MESSAGE.replace("1.23 GiB", "7.77 GiB")
+    found = of(f"{tried}Traceback (most recent call last):\n{deadly}\n", exit_status=1)
+    assert (found.kind, found.requested_bytes) == (Kind.GPU_OOM, parse_size("7.77GiB"))
+
+
+def test_mentions_do_not_use_up_what_is_read() -> None:
+    """Lines that only speak of it, many of them, around the one that says it."""
+    mentions = "try a smaller batch to avoid CUDA out of memory in the next run\n" * 200
+    assert of(f"{mentions}RuntimeError: CUDA out of memory\n{mentions}", exit_status=1).kind is Kind.GPU_OOM
+    assert of(f"{mentions}KeyError: 'x'\n", exit_status=1).reason == "python_error"
+
+
+def test_the_error_that_ended_it_after_hundreds_that_were_logged() -> None:
+    logged = "".join(f"ValueError: bad row {number}\n{STEPS[:300]}" for number in range(200))
+    found = of(f"{logged}Traceback (most recent call last):\nKeyError: 'labels'\n", exit_status=1)
+    assert "KeyError" in found.evidence[0]

@@ -1,4 +1,4 @@
-"""Puts a fault into the built-in trainer from outside: a `sitecustomize` that only the trainer's own process takes up."""
+"""Puts faults into the built-in trainer or the supervisor from outside: a `sitecustomize` that only that process takes up."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from pathlib import Path
 
 from tests.conftest import Runs
 
-_GUARD = """
+_TRAINER = """
 import sys
 if "memtop.train" in sys.orig_argv:
     import torch
+"""
+_SUPERVISOR = """
+if "memtop.supervisor" in sys.orig_argv:
 """
 LEAK = """
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -38,11 +41,11 @@ TINY = [word for key, value in _SMALL.items() for word in ("--set", f"model.conf
 """The first run's model so small that an update takes little more than its bookkeeping."""
 
 
-def inject(runs: Runs, fault: str) -> None:
-    """From now on trainers started by these commands have it."""
+def inject(runs: Runs, fault: str, supervisor: str = "    pass") -> None:
+    """From now on trainers started by these commands have the one, supervisors the other."""
     folder = Path(runs.root) / "site"
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(_GUARD + fault)
+    (folder / "sitecustomize.py").write_text(_TRAINER + fault + _SUPERVISOR + supervisor)
     runs.environment["PYTHONPATH"] = str(folder)
 
 
@@ -56,3 +59,19 @@ FATAL = """
     register_optimizer_step_pre_hook(lambda *_: torch.empty(1 << 46) if seen[0] >= 10 else None)
 """
 """With a micro-batch of ten and more the optimizer's step asks for too much: nothing to be survived in the process."""
+
+SLOW = """
+    import time
+    plain = torch.nn.Embedding.forward
+    def forward(self, ids):
+        if len(ids) >= 10:
+            time.sleep(0.1)
+        return plain(self, ids)
+    torch.nn.Embedding.forward = forward
+"""
+"""A micro-batch of ten and more takes so long that a trial of it can be disturbed before it is over."""
+BROKEN_VERDICT = """
+    import memtop.supervisor.run.trials as trials
+    trials.verdict = lambda before, after: before / after
+"""
+"""The end of a trial meets an error of memtop's own."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from memtop.supervisor.errors import RefusedError
+from memtop.supervisor.errors import MemtopError, RefusedError
 from memtop.supervisor.run.client import ask
 from memtop.supervisor.run.folder import find_run
 from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import Change, Outcome, Trial, Try
 from tests.conftest import Runs
-from tests.recovery.injected import FATAL, TINY, TOO_LARGE, inject
+from tests.recovery.injected import BROKEN_VERDICT, FATAL, SLOW, TINY, TOO_LARGE, inject
 
 
 def start(runs: Runs, *more: str) -> None:
@@ -53,18 +55,65 @@ def test_memory_that_runs_out_in_a_trial_undoes_it_for_good(runs: Runs) -> None:
     runs.memtop("stop", "a")
 
 
+def split(document: dict[str, Any]) -> tuple[int, int]:
+    return document["settings"]["batch"], document["settings"]["accumulation"]
+
+
+def try_until_changed(runs: Runs) -> None:
+    """Begin a trial, and wait until the program works with the settings on trial."""
+    ask(find_run("a", runs.path), lambda number: Try(id=number, change=GROW), until=Outcome.ACCEPTED)
+    runs.wait("a", lambda d: split(d) == (10, 4))
+
+
 def test_a_trial_whose_supervisor_dies_is_undone_by_the_next(runs: Runs) -> None:
-    # Updates that last long enough for the supervisor to die in the middle of the trial.
-    start(runs, "--seq-len", "256", "--set", "model.config.hidden_size=128", "--set", "model.config.intermediate_size=512")
-    folder = find_run("a", runs.path)
-    ask(folder, lambda number: Try(id=number, change=GROW), until=Outcome.ACCEPTED)
-    runs.wait("a", lambda d: d["settings"]["batch"] == 10)
-    runs.kill(read_state(folder).supervisor_pid or 0)
+    inject(runs, SLOW)
+    start(runs)
+    try_until_changed(runs)
+    runs.kill(read_state(find_run("a", runs.path)).supervisor_pid or 0)
     runs.memtop("watch", "--once", "--json")  # whoever looks has it looked after again
 
     assert trial_that_is(runs, "undone").reason == "its supervisor ended in the middle of it"
-    document = runs.wait("a", lambda d: d["settings"]["batch"] == 8)
+    document = runs.wait("a", lambda d: split(d) == (8, 5))
     assert document["adopted"]
+    runs.memtop("stop", "a")
+
+
+def test_settings_on_trial_do_not_outlive_a_stop_or_a_restart(runs: Runs) -> None:
+    inject(runs, SLOW)
+    start(runs)
+    try_until_changed(runs)
+    runs.memtop("stop", "a")
+    reason = trial_that_is(runs, "undone").reason or ""
+    assert reason.startswith("the run is ")
+    assert reason.endswith("what comes next starts from the settings before")
+    document = runs.wait("a", lambda d: split(d) == (8, 5))
+    assert [(row["settings"]["batch"], row["outcome"]) for row in document["configurations"]] == [
+        (8, "replaced"),
+        (10, "replaced"),
+        (8, "stopped"),
+    ]
+    runs.memtop("restart", "a", "--detach")
+    document = runs.wait("a", lambda d: len(d["attempts"]) == 2 and d["state"] == "training")
+    assert document["attempts"][1]["settings"]["batch"] == 8
+
+    try_until_changed(runs)
+    runs.memtop("restart", "a", "--detach")
+    document = runs.wait("a", lambda d: len(d["attempts"]) == 3 and d["state"] == "training")
+    assert document["attempts"][2]["settings"]["batch"] == document["settings"]["batch"] == 8
+    assert "the settings before" in (trial_that_is(runs, "undone").reason or "")
+    runs.memtop("stop", "a")
+
+
+def test_an_error_of_our_own_in_a_trial_is_told_and_the_settings_are_taken_back(runs: Runs) -> None:
+    inject(runs, "    pass", supervisor=BROKEN_VERDICT)
+    start(runs)
+    with pytest.raises(MemtopError, match="failed: an error of memtop's own: TypeError"):
+        ask(find_run("a", runs.path), lambda number: Try(id=number, change=GROW))
+    trial = trial_that_is(runs, "failed")
+    assert trial.after["updates"] == 20
+    document = runs.wait("a", lambda d: split(d) == (8, 5))
+    assert len(document["attempts"]) == 1
+    assert [row["settings"]["batch"] for row in document["configurations"]] == [8, 10, 8]
     runs.memtop("stop", "a")
 
 

@@ -57,7 +57,7 @@ def test_a_megabyte_per_update_is_named_within_100_updates(runs: Runs, kind: str
 
 
 def test_a_sawtooth_is_not_named(runs: Runs) -> None:
-    start(runs, "sawtooth", 400, 0.04)
+    start(runs, "sawtooth", 400, 0.025)
     runs.wait("a", lambda document: document["state"] == "finished")
     assert events(runs, "trend") == []
     assert events(runs, "leak") == []

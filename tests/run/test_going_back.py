@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.errors import UsageError
-from memtop.supervisor.run.going_back import go_back, hold, state_at
+from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
+from memtop.supervisor.run.going_back import gone_back, hold, let_go, state_at
+from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.manifest import newest_checkpoint
+from memtop.supervisor.run.supervisor import Supervisor
+from memtop.supervisor.wire import Change, Phase
+from tests.run.test_pieces import SETTINGS, Clock, supervisor_at_update
 
 
 def state(folder: Path, updates: int) -> Path:
@@ -29,6 +35,11 @@ def latest(tmp_path: Path) -> Path:
     state(tmp_path / "train_latest_state.2000", 20)
     state(tmp_path / "train_latest_state.previous", 30)
     return state(tmp_path / "train_latest_state", 40)
+
+
+def go_back(latest: Path, update: int) -> Path | None:
+    with gone_back(latest, update) as aside:
+        return aside
 
 
 def everything(folder: Path) -> list[str]:
@@ -89,3 +100,144 @@ def test_holding_twice_keeps_the_newer_choice(latest: Path) -> None:
     hold(latest, 30)
     go_back(latest, 30)
     assert (latest / "weights").read_text() == "weights after 30"
+
+
+# --- what does not come about leaves everything where it was ------------------------------------------------------------------
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """The states in the folder and below, by their files."""
+    files = [path for name in ("weights", "manifest.json") for path in folder.glob(f"**/{name}")]
+    return {str(path.relative_to(folder)): path.read_text() for path in files}
+
+
+def test_everything_is_moved_back_where_the_start_fails(latest: Path) -> None:
+    state(latest.parent / "best_state", 35)
+    before, folders = tree(latest.parent), sorted(latest.parent.iterdir())
+
+    def start() -> None:
+        assert (latest / "weights").read_text() == "weights after 20"
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), gone_back(latest, 25):
+        start()
+    assert tree(latest.parent) == before
+    assert sorted(latest.parent.iterdir()) == folders
+
+
+def test_what_cannot_be_moved_moves_nothing(latest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, rename = tree(latest.parent), Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self.name == "train_latest_state.2000":
+            raise OSError(errno.EACCES, "Permission denied", str(self))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(RunFolderError, match="2000: cannot be moved: Permission denied"), gone_back(latest, 25):
+        pytest.fail("nothing may start")
+    assert tree(latest.parent) == before
+
+
+def test_what_is_let_go_takes_no_room(latest: Path) -> None:
+    before = tree(latest.parent)
+    hold(latest, 20)
+    assert latest.with_name("train_latest_state.held").exists()
+    let_go(latest)
+    assert tree(latest.parent) == before
+    let_go(latest)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP])
+def test_where_there_are_no_hard_links_a_state_is_held_by_a_copy(
+    latest: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(source: str, target: str) -> None:
+        raise OSError(number, os.strerror(number), source, None, target)
+
+    monkeypatch.setattr(os, "link", refuse)
+    hold(latest, 20)
+    shutil.rmtree(latest.with_name("train_latest_state.2000"))
+    go_back(latest, 25)
+    assert (latest / "weights").read_text() == "weights after 20"
+
+
+def test_a_state_that_cannot_be_held_is_told_in_one_line_and_leaves_nothing(
+    latest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: str, target: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", source, None, target)
+
+    before = tree(latest.parent)
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(RunFolderError) as refusal:
+        hold(latest, 20)
+    assert "cannot be held fast: [Errno 28] No space left on device" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert tree(latest.parent) == before
+
+
+# --- under a supervisor -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> Supervisor:
+    """A run that has ended, with states after 40 and 30 updates (and one of 5, of the fixture's)."""
+    supervisor = supervisor_at_update(tmp_path, 40)
+    latest = supervisor.folder.latest_state
+    latest.rename(latest.with_name(f"{latest.name}.1000"))
+    state(latest.with_name(f"{latest.name}.previous"), 30)
+    state(latest, 40)
+    supervisor.lifecycle = Lifecycle(Phase.STOPPED, Clock())
+    return supervisor
+
+
+@pytest.mark.parametrize("change", [Change(state_before=30, max_updates=20), Change(state_before=30, batch=0)])
+def test_a_change_that_is_refused_moves_no_state(ended: Supervisor, change: Change) -> None:
+    before = tree(ended.folder.latest_state.parent)
+    with pytest.raises(UsageError):
+        ended.launch(2, "back", change)
+    assert tree(ended.folder.latest_state.parent) == before
+    assert len(ended.ledger.attempts()) == 1
+
+
+def test_an_attempt_that_cannot_be_started_moves_no_state(ended: Supervisor) -> None:
+    latest = ended.folder.latest_state
+    shutil.rmtree(ended.folder.path / "attempts")
+    (ended.folder.path / "attempts").write_text("")
+    hold(latest, 30)
+    before = tree(latest.parent)
+    with pytest.raises(MemtopError, match="cannot be created"):
+        ended.launch(2, "back", Change(state_before=30))
+    assert tree(latest.parent) == before
+    assert not any(event.kind == "rollback" for event in ended.ledger.events())
+
+
+def test_updates_are_counted_from_the_state_that_is_gone_back_to(ended: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memtop.supervisor.run.supervisor.start_program", lambda *_, **__: os.getpid())
+    assert ended.foreseen(Change(state_before=30, max_updates=35)) is not None
+    ended.launch(2, "back", Change(state_before=30, max_updates=35))
+    assert ended.checkpoint is not None
+    assert (ended.checkpoint.updates, ended.checkpoint.path) == (30, str(ended.folder.latest_state))
+    (told,) = [event for event in ended.ledger.events() if event.kind == "rollback"]
+    assert "states after update 30 moved to" in told.message
+    assert ended.settings is not None
+    assert ended.settings.target_samples == 35 * SETTINGS.effective_batch
+
+
+@pytest.mark.parametrize("then", ["stop", "restart", "launch"])
+def test_what_is_held_is_let_go_when_nobody_goes_back(ended: Supervisor, then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memtop.supervisor.run.supervisor.start_program", lambda *_, **__: os.getpid())
+    monkeypatch.setattr(ended, "ask_to_stop", lambda: None)
+    ended.lifecycle = Lifecycle(Phase.TRAINING, Clock())
+    held = ended.folder.latest_state.with_name("train_latest_state.held")
+    ended.begin_restart(Change(state_before=30))
+    assert held.exists()
+    if then == "stop":
+        ended.begin_stopping()
+    elif then == "restart":
+        ended.begin_restart(Change())
+    else:
+        ended.launch(2, "another", Change())
+    assert not held.exists()
+    assert newest_checkpoint(ended.folder.latest_state) is not None

@@ -11,8 +11,9 @@ import pytest
 from memtop.supervisor.monitor.cgroup import KillCount, kill_counts
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.run import witness
+from memtop.supervisor.run.folder import write_json
 from memtop.supervisor.run.kernel_log import kernel_lines
-from memtop.supervisor.run.witness import Witness, gpus_without
+from memtop.supervisor.run.witness import Baseline, Witness, gpus_without
 
 
 @pytest.fixture
@@ -55,12 +56,19 @@ def test_a_group_that_is_gone_is_answered_for_by_the_one_above(groups: Path, tmp
 
 
 def test_version_1_counts_only_where_the_process_was(groups: Path, tmp_path: Path) -> None:
+    path, above = str(groups / "run"), str(groups / "all")
+    counts = tuple(KillCount(path=each, version=1, kills=2) for each in (path, above))
+    write_json(attempt(tmp_path) / "baseline.json", Baseline(started=1.0, groups={path: counts}))
+    (groups / "run").mkdir()
+    (groups / "run/memory.oom_control").write_text("under_oom 0\noom_kill 3\n")
+    (groups / "all/memory.oom_control").write_text("under_oom 0\noom_kill 9\n")
     seen = Witness(attempt(tmp_path), time.time())
-    seen.look(77)
-    (path,) = seen.baseline.groups
-    old = [KillCount(path=count.path, version=1, kills=count.kills) for count in seen.baseline.groups[path]]
-    seen.baseline.groups[path] = tuple(old)
-    assert seen.kills() is None, "a version 1 group without its file: nothing is known"
+    assert seen.kills() == 1
+    quiet = Witness(attempt(tmp_path), time.time())
+    (groups / "run/memory.oom_control").unlink()
+    assert seen.kills() == 1, "what was seen stays seen"
+    assert quiet.kills() is None, "the group above counts only its own: nothing is known"
+    assert (seen.killed_near(time.time()), quiet.killed_near(time.time())) == (None, None)
 
 
 def test_a_program_that_moves_counts_where_it_is(groups: Path, tmp_path: Path) -> None:
@@ -72,6 +80,69 @@ def test_a_program_that_moves_counts_where_it_is(groups: Path, tmp_path: Path) -
     seen.look(77)
     (groups / "all/run/memory.events").write_text("oom_kill 9\n")
     assert seen.kills() == 0
+
+
+def kill_at(seen: Witness, groups: Path, at: float, kills: int, path: str = "all/run") -> None:
+    (groups / path / "memory.events").write_text(f"oom_kill {kills}\n")
+    seen.sample(snapshot(at, 0.5, 0), (), None)
+
+
+def test_a_kill_is_near_the_end_only_where_its_counter_rose_then(groups: Path, tmp_path: Path) -> None:
+    seen, begun = Witness(attempt(tmp_path), time.time()), time.time()
+    seen.look(77)
+    assert seen.killed_near(begun) is False
+    kill_at(seen, groups, begun + 1, 3)
+    for second in range(2, 5):
+        kill_at(seen, groups, begun + second, 3)
+    assert seen.killed_near(begun + 5) is True
+    assert seen.killed_near(begun + 3600) is False, "an hour ago"
+    assert seen.killed_near(begun - 5) is False, "afterwards"
+    kill_at(seen, groups, begun + 3599, 4)
+    assert seen.killed_near(begun + 3600) is None, "nobody looked for an hour"
+    kill_at(seen, groups, begun + 3599.5, 5)
+    assert seen.killed_near(begun + 3600) is True
+    assert seen.kills() == 3
+
+
+def test_when_a_kill_was_that_an_earlier_supervisor_missed_is_not_known(groups: Path, tmp_path: Path) -> None:
+    begun = time.time()
+    Witness(attempt(tmp_path), begun).look(77)
+    (groups / "all/run/memory.events").write_text("oom_kill 3\n")
+    later = Witness(attempt(tmp_path), begun)
+    kill_at(later, groups, begun + 100, 3)
+    assert later.killed_near(begun + 101) is None
+    assert later.killed_near(begun + 400) is False, "it was before this supervisor came"
+
+
+def test_what_others_were_killed_before_is_not_the_end_of_a_group_that_goes(groups: Path, tmp_path: Path) -> None:
+    """A scope ends with its program; the one above had counted strangers all the while."""
+    seen, begun = Witness(attempt(tmp_path), time.time()), time.time()
+    seen.look(77)
+    kill_at(seen, groups, begun + 1, 9, "all")
+    (groups / "all/run/memory.events").unlink()
+    (groups / "all/run").rmdir()
+    assert (seen.kills(), seen.killed_near(begun + 2)) == (0, False)
+
+
+def test_a_rise_in_one_of_several_groups_is_seen(groups: Path, tmp_path: Path) -> None:
+    """Two programs of the run in groups of their own: the older one has counted more."""
+    seen, begun = Witness(attempt(tmp_path), time.time()), time.time()
+    seen.look(77)
+    (tmp_path / "proc/78").mkdir()
+    (tmp_path / "proc/78/cgroup").write_text("0::/other\n")
+    (groups / "other").mkdir()
+    (groups / "other/memory.events").write_text("oom_kill 0\n")
+    seen.look(78)
+    kill_at(seen, groups, begun + 1, 7)
+    kill_at(seen, groups, begun + 1000, 7)
+    kill_at(seen, groups, begun + 1001, 1, "other")
+    assert (seen.kills(), seen.killed_near(begun + 1002)) == (5, True)
+
+
+def test_what_the_run_itself_held_of_each_gpu_is_kept(tmp_path: Path) -> None:
+    seen = Witness(attempt(tmp_path), 0.0)
+    seen.sample(snapshot(1.0, 0.5, 0), (7,), None)
+    assert seen.sights[-1].gpu_run_bytes == {"GPU-0": 30}
 
 
 def test_the_kernel_s_counters_of_all_groups_above(groups: Path, tmp_path: Path) -> None:

@@ -82,6 +82,9 @@ class Scripted:
         assert self.trainer is not None
         return 100 + 10 * self.trainer.settings.batch
 
+    def held_bytes(self) -> int | None:
+        return 100
+
     def share(self, peak_bytes: int) -> float | None:
         return peak_bytes / self._limit
 

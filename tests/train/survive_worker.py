@@ -102,6 +102,72 @@ def nothing_smaller(folder: Path, rank: int) -> list[Any]:
     raise AssertionError("it trained on")
 
 
+def short_of_room_for_gaps(folder: Path, rank: int) -> Training:
+    """In update 2 the second rank lacks a gradient that the first one has, and twice it has no memory to make up for it: once
+    before the ranks tell each other of gaps, once after that."""
+    settings = small(dropout=0.1, batch=4, accumulation=1, world_size=2, target_samples=8 * 4)
+    training = fresh(folder, settings)
+    if rank == 0:
+        training.run()
+        return training
+    engine, parameter = training.engine, next(iter(training.model.parameters()))
+    backward, tensor, zeros_like = engine.backward, torch.tensor, torch.zeros_like
+    count = sum(p.requires_grad for p in training.model.parameters())
+    left = {"before": 1, "after": 1}
+
+    def with_gap(loss: torch.Tensor, *, last: bool) -> None:
+        backward(loss, last=last)
+        if last and training.trainer.position.updates == 1:
+            parameter.grad = None
+
+    def short(when: str) -> None:
+        if left[when]:
+            left[when] -= 1
+            raise MemoryError
+
+    def no_flags(data: Any, *args: Any, **options: Any) -> torch.Tensor:
+        if isinstance(data, list) and len(data) == count:
+            short("before")
+        return tensor(data, *args, **options)
+
+    def no_zeros(like: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if like is parameter and training.trainer.position.updates == 1:
+            short("after")
+        return zeros_like(like, *args, **options)
+
+    engine.backward, torch.tensor, torch.zeros_like = with_gap, no_flags, no_zeros
+    try:
+        training.run()
+    finally:
+        torch.tensor, torch.zeros_like = tensor, zeros_like
+    assert left == {"before": 0, "after": 0}
+    return training
+
+
+def check_connected() -> None:
+    """The largest exchange that will come, and smaller ones, were done when the training began."""
+    model = torch.nn.Module()
+    for number, shape in enumerate([(3,), (200, 100), (64,)]):
+        model.register_parameter(f"p{number}", torch.nn.Parameter(torch.zeros(shape)))
+    exchanged, all_reduce = [], torch.distributed.all_reduce
+
+    def noted(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        exchanged.append(tensor.numel())
+        return all_reduce(tensor, *args, **options)
+
+    torch.distributed.all_reduce = noted
+    try:
+        exchange = GradientSum(Accelerator(), model, bucket_bytes=8192)
+        at_start = list(exchanged)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        exchange()
+    finally:
+        torch.distributed.all_reduce = all_reduce
+    assert at_start[0] == max(exchanged) == 20_000
+    assert at_start[-1] < 8
+
+
 def check_exchange(rank: int) -> None:
     """Gradients of every shape and size come out as the sum; those that only one rank has are zeros on the other."""
     draw = torch.Generator().manual_seed(5)
@@ -122,6 +188,7 @@ def check_exchange(rank: int) -> None:
         mine = parts[rank][number]
         parameter.grad = mine.t().contiguous().t() if number == 1 else mine.clone()
     assert exchange.gaps() == (1 if rank == 0 else 2)
+    exchange.share_gaps()
     exchange.fill_gaps()
     held = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
     exchange()
@@ -140,6 +207,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     rank = Accelerator(cpu=True).process_index
     check_exchange(rank)
+    check_connected()
     found: dict[str, Any] = {}
     first = disturbed(folder / "disturbed", 0.1, FAILURES, UPDATES)
     found["disturbed"] = told(first)
@@ -156,6 +224,7 @@ def main() -> None:
             torch.save(training.weights(), folder / f"{name}.pt")
     found["full"] = told(one_rank_is_full(folder / "full", rank))
     found["evaluated"] = told(evaluated(folder / "evaluated", rank))
+    found["gaps"] = told(short_of_room_for_gaps(folder / "gaps", rank))
     found["ended"] = nothing_smaller(folder / "ended", rank)
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 

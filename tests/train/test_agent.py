@@ -133,12 +133,12 @@ threading.Thread.start = refuse
 optimizer.step()
 optimizer.step()
 import os
-print(os.path.exists(os.environ["MEMTOP_ATTEMPT_DIR"] + "/rank-0.jsonl"))
+print(os.path.getsize(os.environ["MEMTOP_ATTEMPT_DIR"] + "/rank-0.jsonl"))
 threading.Thread.start = real
 optimizer.step()
 print(sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("memtop")))
 """
-    assert run(TORCH + code, tmp_path) == "False\n['memtop-journal', 'memtop-link']\n"
+    assert run(TORCH + code, tmp_path) == "0\n['memtop-journal', 'memtop-link']\n"
     assert [report.get("update") for report in reports(tmp_path)] == [None, 1, 2, 3]
 
 
@@ -193,19 +193,26 @@ CUDA = """
 import sys, types
 class Cuda:
     resets = 0
+    allocated, reserved = [10], [20]
+    peaks = {}
+    others = {}
     def is_initialized(self): return True
-    def memory_allocated(self): return 10
-    def memory_reserved(self): return 20
-    def max_memory_allocated(self): return 0 if self.resets else 15
-    def reset_peak_memory_stats(self): self.resets += 1
+    def device_count(self): return len(self.reserved)
+    def current_device(self): return 0
+    def memory_stats_as_nested_dict(self, device):
+        allocated = {"current": self.allocated[device], "peak": 0 if self.resets else 15}
+        reserved = dict(self.peaks, current=self.reserved[device])
+        return dict(self.others, allocated_bytes={"all": allocated}, reserved_bytes={"all": reserved})
+    def reset_peak_memory_stats(self, device): self.resets += 1
+    def get_device_properties(self, device): return types.SimpleNamespace(uuid="of-card-%d" % device)
 cuda = Cuda()
 sys.modules["torch"] = types.SimpleNamespace(cuda=cuda)
 """
 
 
 def test_the_peak_of_a_program_of_ones_own_is_read_and_not_reset(tmp_path: Path) -> None:
-    code = "optimizer.step()\noptimizer.step()\nprint(cuda.max_memory_allocated(), cuda.resets)"
-    assert run(CUDA + TORCH + code, tmp_path) == "15 0\n"
+    code = "optimizer.step()\noptimizer.step()\nprint(cuda.resets)"
+    assert run(CUDA + TORCH + code, tmp_path) == "0\n"
     assert [report["peak_bytes"] for report in reports(tmp_path)[1:]] == [15, 15]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.train.test_agent import CUDA, TORCH, reports, run
 
-HELD = "Cuda.max_memory_reserved = lambda self: 20 if self.resets else 33\n"
+HELD = "Cuda.peaks = property(lambda self: {'peak': 20 if self.resets else 33})\n"
 
 
 def test_the_peak_of_what_was_reserved_is_reported_before_it_is_reset(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_a_torch_that_cannot_tell_leaves_it_unknown(tmp_path: Path) -> None:
 
 
 def test_retries_of_the_allocator_are_reported_and_unknown_without_it(tmp_path: Path) -> None:
-    told = "Cuda.memory_stats = lambda self: {'num_alloc_retries': 4, 'other': 1}\n"
+    told = "Cuda.others = {'num_alloc_retries': 4, 'other': 1}\n"
     run(CUDA + told + TORCH + "optimizer.step()", tmp_path)
     assert [report["allocation_retries"] for report in reports(tmp_path)[1:]] == [4]
     (tmp_path / "none").mkdir()
@@ -51,20 +51,15 @@ print(first <= resident, abs(second - first) < SIZE // 4, third - second > SIZE 
 
 
 def test_a_failure_is_reported_with_what_the_card_held(tmp_path: Path) -> None:
-    card = """
-import types
-Cuda.mem_get_info = lambda self: (5, 100)
-Cuda.current_device = lambda self: 0
-Cuda.get_device_properties = lambda self, index: types.SimpleNamespace(uuid="abc")
-"""
+    card = "Cuda.mem_get_info = lambda self, device: (5, 100)\n"
     code = "import memtop_agent as a\na.oom(MemoryError('x' * 9000), update=3, phase='forward', survived=True)"
     run(CUDA + card + code, tmp_path)
     record = reports(tmp_path)[1]
     names = ("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "device_uuid")
-    assert [record[name] for name in names] == [10, 20, 5, 100, "GPU-abc"]
+    assert [record[name] for name in names] == [10, 20, 5, 100, "GPU-of-card-0"]
     assert (record["message"], record["error"], record["update"]) == ("x" * 4000, "MemoryError", 3)
     # A card that answers nothing any more: what is not known is null, and the report is there all the same.
-    sick = "def gone(self, *_): raise RuntimeError('CUDA error')\nCuda.mem_get_info = Cuda.current_device = gone\n"
+    sick = "def gone(self, *_): raise RuntimeError('CUDA error')\nCuda.mem_get_info = Cuda.get_device_properties = gone\n"
     (tmp_path / "sick").mkdir()
     run(CUDA + sick + code, tmp_path / "sick")
     record = reports(tmp_path / "sick")[1]

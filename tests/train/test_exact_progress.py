@@ -1,4 +1,5 @@
-"""Real trainings, killed at a random update and taken up again, over an epoch boundary: every split sees the same samples."""
+"""A real training, killed at random updates and taken up with another split each time, over an epoch boundary: every split
+sees the same samples."""
 
 from __future__ import annotations
 
@@ -19,15 +20,21 @@ from memtop.train.order import SampleOrder, plan_updates, sample_digest
 from tests.train.support import edited
 from tests.train.test_processes import reports, trainer
 
-UPDATES, SAVE_EVERY = 20, 3
+# Two processes after one and one after two, and an effective batch of 8 in all of its ways.
+SPLITS = [(8, 1, 1), (4, 1, 2), (4, 2, 1), (2, 2, 2), (1, 4, 2), (2, 4, 1)]
+SAVE_EVERY = 3
+# Killed at latest after so many updates; so many more does the last split do, too.
+EACH = 8
+# More than a training does before its kill arrives, however busy the machine is.
+FAR = 1000
 
 
 def order_of(settings: Settings) -> SampleOrder:
     return SampleOrder(open_data(settings, ByteTokens()).train, settings.seed, [Cut(0, settings.seq_len)])
 
 
-def settings_of(batch: int, accumulation: int, world_size: int) -> Settings:
-    """An epoch that ends inside an update, whatever this Python's sources are, and a run that goes on beyond it."""
+def settings_of(batch: int, accumulation: int, world_size: int, *, updates: int = FAR) -> Settings:
+    """An epoch of about twelve updates that ends inside one, whatever this Python's sources are."""
     data = {"source": "python-stdlib", "max_bytes": 6_000}
     for seq_len in range(64, 48, -1):
         settings = edited(
@@ -35,43 +42,56 @@ def settings_of(batch: int, accumulation: int, world_size: int) -> Settings:
             accumulation=accumulation,
             world_size=world_size,
             seq_len=seq_len,
-            target_samples=8 * UPDATES,
+            target_samples=8 * updates,
             save_every=SAVE_EVERY,
             data=data,
         )
         if order_of(settings).end_of(1.0) % 8:
-            assert order_of(settings).epoch_at(8 * UPDATES) > 1.2
             return settings
     raise AssertionError("no such length")
 
 
 def expected(settings: Settings) -> list[str]:
     """The digests by the definition, without any training."""
-    plans = plan_updates(order_of(settings), updates=0, position=0, target=8 * UPDATES, effective_batch=8)
+    target = settings.target_samples
+    plans = plan_updates(order_of(settings), updates=0, position=0, target=target, effective_batch=8)
     return [sample_digest(plan.ids) for plan in plans]
 
 
-@pytest.mark.parametrize("split", [(8, 1, 1), (4, 2, 1), (2, 4, 1), (4, 1, 2), (2, 2, 2), (1, 4, 2)])
-def test_samples_per_update_are_the_same_for_every_split_across_a_kill(tmp_path: Path, split: tuple[int, int, int]) -> None:
-    settings = settings_of(*split)
-    at = random.randrange(4, UPDATES - 2)
-    process = trainer(tmp_path, settings, start=launcher(settings))
-    kill_everything_at(process, at, tmp_path, settings.world_size)
-    saved = newest_complete(tmp_path / "state")
-    assert saved is not None
-    assert saved[1].updates % SAVE_EVERY == 0
-    again = trainer(tmp_path, settings, start=launcher(settings))
-    out, err = again.communicate(timeout=120)
-    assert again.returncode == 0, f"killed at {at}: {out}{err}"
-    assert f"at update {saved[1].updates}, {saved[1].samples_seen} samples" in out
-    told = reports(tmp_path)
-    second_start = [i for i, report in enumerate(told) if report["type"] == "plan"][1]
-    before, after = ([r for r in part if r["type"] == "step"] for part in (told[:second_start], told[second_start:]))
-    # What was done after the last save is done again, with the very same samples.
-    assert [step["update"] for step in after] == list(range(saved[1].updates + 1, UPDATES + 1))
-    assert before[-1]["update"] >= saved[1].updates
+@pytest.mark.timeout(900)  # six trainings start, one after the other
+def test_samples_per_update_are_the_same_for_every_split_across_kills(tmp_path: Path) -> None:
+    saved = 0
+    for split in SPLITS[:-1]:
+        settings = settings_of(*split)
+        process = trainer(tmp_path, settings, start=launcher(settings))
+        # After one more save at least, and in general between two.
+        kill_everything_at(process, random.randrange(saved + SAVE_EVERY + 1, saved + EACH), tmp_path, settings.world_size)
+        found = newest_complete(tmp_path / "state")
+        assert found is not None
+        assert found[1].updates % SAVE_EVERY == 0
+        assert found[1].updates > saved
+        saved = found[1].updates
+    settings = settings_of(*SPLITS[-1], updates=saved + EACH)
+    assert order_of(settings).epoch_at(settings.target_samples) > 1.2
+    last = trainer(tmp_path, settings, start=launcher(settings))
+    out, err = last.communicate(timeout=120)
+    assert last.returncode == 0, out + err
+    assert f"at update {saved}, {8 * saved} samples" in out
+
+    told = [report for report in reports(tmp_path) if report["type"] in ("plan", "step")]
+    starts = [i for i, report in enumerate(told) if report["type"] == "plan"]
+    assert len(starts) == len(SPLITS)
     digests = expected(settings)
-    assert [step["sample_digest"] for step in before + after] == [digests[step["update"] - 1] for step in before + after]
+    done = 0
+    for split, start, end in zip(SPLITS, starts, [*starts[1:], len(told)], strict=True):
+        steps = told[start + 1 : end]
+        # What was done after the last save is done again, with the very same samples.
+        first = told[start]["updates"] + 1
+        assert first <= done + 1, split
+        assert [step["update"] for step in steps] == list(range(first, first + len(steps))), split
+        assert [step["sample_digest"] for step in steps] == [digests[step["update"] - 1] for step in steps], split
+        done = steps[-1]["update"]
+    assert done == saved + EACH
 
 
 def kill_everything_at(process: subprocess.Popen[str], update: int, folder: Path, world: int) -> None:
@@ -83,7 +103,7 @@ def kill_everything_at(process: subprocess.Popen[str], update: int, folder: Path
     os.kill(process.pid, signal.SIGKILL)
     if world > 1:
         for rank in range(world):
-            os.kill(reports(folder, rank)[0]["pid"], signal.SIGKILL)
+            os.kill([report["pid"] for report in reports(folder, rank) if "pid" in report][-1], signal.SIGKILL)
     process.wait(timeout=60)
     process.stdout.close()
     assert process.stderr is not None

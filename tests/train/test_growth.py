@@ -20,15 +20,20 @@ class Card:
     def __init__(self, peaks: dict[int, int]) -> None:
         self.peaks = peaks
         self.batch = max(peaks)
+        self.held: int | None = None
+        self.retried = 0
 
     def peak_bytes(self) -> int | None:
         return self.peaks[self.batch]
+
+    def held_bytes(self) -> int | None:
+        return self.held
 
     def share(self, peak_bytes: int) -> float | None:
         return peak_bytes / 1000
 
     def retries(self) -> int | None:
-        return 0
+        return self.retried
 
     def reset(self) -> None:
         """Nothing is kept."""
@@ -63,6 +68,59 @@ def test_one_peak_or_an_unknown_limit_predicts_nothing() -> None:
     for batch in (8, 4, 2):
         growth.updated(batch, pressed=False)
     assert growth.share(8) == math.inf
+
+
+def test_one_peak_is_joined_with_what_is_held_without_any_batch() -> None:
+    card = Card({4: 300})
+    growth = Growth(card, 3)
+    growth.updated(4, pressed=False)
+    card.held = 100
+    assert growth.share(8) == pytest.approx(0.5)
+    # As soon as two batches are measured they alone count.
+    card.batch, card.peaks = 2, {2: 250}
+    growth.updated(2, pressed=False)
+    assert growth.share(8) == pytest.approx(0.4)
+
+
+def test_what_is_forgotten_is_predicted_again_from_the_next_peak() -> None:
+    card = Card({4: 500, 8: 900})
+    card.held = 100
+    growth = Growth(card, 3)
+    growth.updated(8, pressed=False)
+    card.batch = 4
+    growth.updated(4, pressed=False)
+    assert growth.share(8) == pytest.approx(0.9)
+    growth.changed(forget=True)
+    assert growth.share(8) == math.inf, "nothing is known of the new way to compute"
+    card.peaks = {4: 200}
+    growth.updated(4, pressed=False)
+    assert growth.share(8) == pytest.approx(0.3)
+
+
+def test_retries_of_other_work_are_no_pressure_and_those_of_an_update_stay() -> None:
+    card = Card({4: 300})
+    growth = Growth(card, 3)
+    with growth.aside():
+        card.retried += 2
+    assert not growth.new_retries()
+    # In an optimizer step, after the update was asked for its retries and before an evaluation.
+    card.retried += 1
+    with growth.aside():
+        card.retried += 5
+    with growth.aside():
+        card.retried += 1
+    assert growth.new_retries()
+    assert growth.retries == 9
+    assert not growth.new_retries()
+
+
+def test_the_retries_of_a_try_that_failed_are_not_those_of_the_next_one() -> None:
+    card = Card({8: 300})
+    growth = Growth(card, 3)
+    card.retried += 1
+    growth.failed(8)
+    growth.changed()
+    assert not growth.new_retries()
 
 
 def test_it_waits_for_a_stable_stretch_that_doubles_after_each_growth_that_fails() -> None:
@@ -175,6 +233,18 @@ def test_a_batch_that_was_asked_for_is_the_new_most(tmp_path: Path) -> None:
     training.run()
     splits = splits_of(training.channel)
     assert (splits[1], splits[2], splits[4], splits[14]) == ((8, 1), (4, 2), (2, 4), (4, 2))
+
+
+def test_it_grows_back_after_checkpointing_was_switched_on(tmp_path: Path) -> None:
+    training = measured(tmp_path, settings_of(12), Scripted(), patience=3)
+    training.channel.commands[3] = [(1, "change", {"gradient_checkpointing": "true"})]
+    Failing(training, [Failure(2, 0.0, False)])
+    training.run()
+    assert [(change["update"], change["changes"], change["reason"]) for change in training.channel.of("settings")] == [
+        (2, {"batch": 4, "accumulation": 2}, "allocation failure"),
+        (4, {"gradient_checkpointing": True}, "asked"),
+        (7, {"batch": 8, "accumulation": 1}, "grown back"),
+    ]
 
 
 def test_another_edit_does_not_take_the_small_batch_for_what_was_asked(tmp_path: Path) -> None:

@@ -94,6 +94,15 @@ def test_all_ranks_halve_an_evaluation_and_take_up_an_edit(ranks: tuple[Path, li
     assert second["answers"] == [], "only the first rank was asked"
 
 
+def test_no_rank_waits_for_one_that_has_no_memory_for_gradients_it_lacks(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    first, second = (told["gaps"] for told in ranks[1])
+    assert first["oom"] == []
+    assert second["oom"] == [[2, "backward", True], [2, "backward", True]]
+    assert [batch for _, (batch, _) in first["splits"]] == [4, 1, 1, 1]
+    for name in ("weights", "losses", "digests", "splits", "settings"):
+        assert first[name] == second[name], name
+
+
 def test_where_nothing_smaller_is_left_all_ranks_end(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     (kind, words, nothing), (error, message, records) = (told["ended"] for told in ranks[1])
     assert (kind, words, nothing) == (

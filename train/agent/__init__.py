@@ -12,17 +12,21 @@ gradient_checkpointing, workers), and answers when it has.
 
 Reports, one JSON object a line, each with `type`, `time` (seconds since the epoch) and `seq`:
 
-* `hello`: {rank, local_rank, world_size, pid, python, offers}, the first one of each process.
+* `hello`: {rank, program_rank, local_rank, world_size, pid, python, offers}, the first one of each process. `rank` is the
+  number of the journal. It is another one than `program_rank`, the rank by torch.distributed or the launcher, where a living
+  process of the same rank writes that journal already: then the first free one from `world_size` on. `local_rank` may be null.
 * `offers`: {offers}, where the program offers more after its first report.
 * `step`: {update, samples_seen, epoch, loss, learning_rate, gradient_norm, tokens, sample_digest, dropped, batch,
   accumulation, data_wait_seconds, forward_seconds, backward_seconds, optimizer_seconds, step_seconds} and what
   `memory.readings` finds: {allocated_bytes, reserved_bytes, peak_bytes, peak_reserved_bytes, allocation_retries (since the
-  process began), rss_bytes, anonymous_bytes}. Of a program that knows nothing of memtop: {update, learning_rate,
-  step_seconds, data_wait_seconds (inside torch's data loaders), dropped} and the readings.
+  process began), rss_bytes, anonymous_bytes}. Of a program that knows nothing of memtop: {update, learning_rate (null where
+  a GPU would have to be waited for to know it), step_seconds, data_wait_seconds (inside torch's data loaders), dropped,
+  device_uuid} and the readings. Device bytes are those of the device on which this process holds most.
 * `oom`: {update, phase, error, message, survived, batch, accumulation, allocated_bytes, reserved_bytes, free_bytes,
   total_bytes, rss_bytes, device_uuid}: an allocation failed, and this is what was held then. `phase` is forward | backward |
-  optimizer | evaluation | data | load | save | unknown; `error` the error's class, `message` its words; `survived` says that
-  the trainer does the work again in smaller pieces. Written at once, also when the failure ends a program of any kind.
+  optimizer | evaluation | data | load | save | unknown; `error` the error's class, `message` its words; `survived` is true
+  where the trainer does the work again in smaller pieces, false where the failure ends the process, and null where it has ended
+  one of its threads: what that means only the program knows. Written at once, in a program of any kind.
 * `settings`: {update, changes: {field: value}, reason, total_updates}: from this update on the trainer runs with these values.
   `reason` is "allocation failure" | "pressure" | "asked" | "grown back"; `total_updates` what the run comes to with them.
 * `pressure`: {update, allocation_retries}: in two updates running the allocator found room only after it had freed its cache.
@@ -34,9 +38,10 @@ from __future__ import annotations
 import collections
 import os
 import sys
+import threading
 from typing import Any
 
-from . import failures, memory
+from . import failures, memory, ranks
 from .journal import Journal
 from .link import Link
 from .steps import StepWatch
@@ -44,11 +49,11 @@ from .steps import StepWatch
 OFFERS_OF_ITS_OWN = ("free_cache",)
 
 
-def _number(name: str, default: int = 0) -> int:
+def _number(name: str) -> int:
     try:
         return int(os.environ.get(name, ""))
     except ValueError:
-        return default
+        return 0
 
 
 class Agent:
@@ -58,11 +63,10 @@ class Agent:
         # All that the environment says is read here: later it is the program's own, to change as it likes.
         self._folder = os.environ.get("MEMTOP_ATTEMPT_DIR")
         self._socket = os.environ.get("MEMTOP_SOCKET")
-        self._local_rank = _number("LOCAL_RANK")
-        self._world_size = _number("WORLD_SIZE", 1)
-        self.rank = _number("RANK")
+        self._launcher = ranks.said_by_launcher()
         self.attempt = _number("MEMTOP_ATTEMPT")
         self._pid = os.getpid()
+        self._beginning = threading.RLock()
         self._journal: Journal | None = None
         self._link: Link | None = None
         self._offers = list(OFFERS_OF_ITS_OWN)
@@ -84,29 +88,53 @@ class Agent:
         """The update that a program that knows nothing of memtop is in; None before its first step, and for one that knows."""
         return None if self._own_program else self._watch.present
 
+    def adopt(self) -> None:
+        """Called by a process that trains. A forked one (a notebook's ranks, a fork server's) speaks for itself then, unless
+        its parent has spoken: the journal and its threads would be the parent's."""
+        if os.getpid() != self._pid and self._journal is None:
+            self._pid, self._beginning = os.getpid(), threading.RLock()
+            util: Any = sys.modules.get("multiprocessing.util")
+            if util is not None:
+                # Such a child ends without atexit.
+                util.Finalize(None, self.flush, exitpriority=0)
+
     def start(self) -> bool:
         """Open the journal and the link; False in a forked child, which must not speak for its parent."""
         if self._folder is None or os.getpid() != self._pid:
             return False
         if self._journal is None:
-            self._journal = Journal(os.path.join(self._folder, "rank-%d.jsonl" % self.rank))
-            self._journal.put(
-                {
-                    "type": "hello",
-                    "rank": self.rank,
-                    "local_rank": self._local_rank,
-                    "world_size": self._world_size,
-                    "pid": self._pid,
-                    "python": sys.version.split()[0],
-                    "offers": list(self._offers),
-                }
-            )
-            greeting = {"type": "agent", "attempt": self.attempt, "rank": self.rank, "pid": self._pid}
-            self._link = Link(self._socket, greeting, self._receive)
+            # A step and a thread that runs out of memory may both be the first to speak; so may a signal's handler.
+            with self._beginning:
+                if self._journal is None:
+                    self._greet(self._folder)
+        assert self._journal is not None
         self._journal.start()
         if self._link is not None:
             self._link.start()
         return True
+
+    def _greet(self, folder: str) -> None:
+        # Not before there is something to tell: by then a process group is formed, and the rank known.
+        place = ranks.find(self._launcher)
+        journal = Journal(folder, place.rank, place.world_size)
+        # It may be that it can be opened only later, under another number; then the file's name is right, not the greeting.
+        journal.claim()
+        number = journal.number
+        journal.put(
+            {
+                "type": "hello",
+                "rank": number,
+                "program_rank": place.rank,
+                "local_rank": place.local_rank,
+                "world_size": place.world_size,
+                "pid": self._pid,
+                "python": sys.version.split()[0],
+                "offers": list(self._offers),
+            }
+        )
+        greeting = {"type": "agent", "attempt": self.attempt, "rank": number, "pid": self._pid}
+        self._link = Link(self._socket, greeting, self._receive)
+        self._journal = journal
 
     def offer(self, *names: str) -> None:
         """The program itself can carry out these commands (checkpoint, stop); it must call `take_commands`. From now on
@@ -132,7 +160,8 @@ class Agent:
         """Report, once for each error and written at once, that memory ran out. What is held is read now: call it before
         anything is freed. Keeps nothing of the error."""
         if failures.first_told(error):
-            self.report("oom", **dict(failures.describe(error), **memory.at_failure()), **values)
+            told = failures.describe(error)
+            self.report("oom", **dict(told, **memory.at_failure(failures.device_named(told["message"]))), **values)
             self.flush()
 
     def flush(self) -> None:

@@ -1,9 +1,15 @@
-"""Appends reports to a file from a thread of its own. A step pays for one deque append."""
+"""Appends reports to a file from a thread of its own. A step pays for one deque append.
+
+A journal has one writer: it holds a lock on its file as long as it lives, and another process that believes to be the same rank
+takes the next free number.
+"""
 
 from __future__ import annotations
 
 import atexit
 import collections
+import fcntl
+import itertools
 import json
 import math
 import os
@@ -14,14 +20,20 @@ from typing import Any, Iterator
 CAPACITY = 4096
 """Reports kept while the file cannot be written; beyond that the oldest are dropped and counted."""
 PERIOD_SECONDS = 0.05
+MOST_GUESTS = 1000
+"""Processes beyond the ranks whose reports are written: a program that starts more of them is no training."""
 
 
 class Journal:
     """A bounded queue in front of an append-only file of JSON lines."""
 
-    def __init__(self, path: str, capacity: int = CAPACITY) -> None:
-        self.path = path
+    def __init__(self, folder: str, rank: int = 0, world_size: int = 1, capacity: int = CAPACITY) -> None:
+        """For `rank-R.jsonl` in `folder`, or the first free number from `world_size` on if a living process writes that one."""
+        self.number = rank
+        """The number in the file's name."""
         self.dropped = 0
+        self._folder = folder
+        self._numbers = (rank, world_size)
         self._queue: collections.deque[dict[str, Any]] = collections.deque()
         self._capacity = capacity
         self._sequence = 0
@@ -30,6 +42,21 @@ class Journal:
         self._pid = os.getpid()
         self._running = False
         atexit.register(self.flush)
+
+    def claim(self) -> bool:
+        """Open the file and lock it, which settles the number. False where it cannot be opened now: writing tries it again."""
+        rank, world_size = self._numbers
+        try:
+            for number in itertools.chain((rank,), range(world_size, world_size + MOST_GUESTS)):
+                path = os.path.join(self._folder, "rank-%d.jsonl" % number)
+                descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                if _locked(descriptor):
+                    self.number, self._descriptor = number, descriptor
+                    return True
+                os.close(descriptor)
+        except OSError:
+            return False
+        return False
 
     def start(self) -> None:
         """Begin to write. Where no thread can be had now, the queue waits for the next call, or for the end."""
@@ -68,8 +95,9 @@ class Journal:
 
     def _write(self, line: bytes) -> bool:
         try:
-            if self._descriptor is None:
-                self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if self._descriptor is None and not self.claim():
+                return False
+            assert self._descriptor is not None
             written = os.write(self._descriptor, line)
             if written == len(line):
                 return True
@@ -84,6 +112,18 @@ class Journal:
             time.sleep(PERIOD_SECONDS)
             if self._queue:
                 self.flush()
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether this process alone may write the file. The lock ends with the process, and forked children do not inherit it."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # A file system without locks: then nothing better is known than the rank.
+        return True
+    return True
 
 
 def _encode(report: dict[str, Any]) -> bytes | None:

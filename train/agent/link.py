@@ -45,10 +45,8 @@ class Link:
     def _run(self, path: str) -> None:
         wait = FIRST_WAIT_SECONDS
         while True:
-            try:
-                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                connection.connect(path)
-            except OSError:
+            connection = _connected(path)
+            if connection is None:
                 time.sleep(wait)
                 wait = min(wait * 2, LONGEST_WAIT_SECONDS)
                 continue
@@ -71,3 +69,18 @@ class Link:
         except (OSError, ValueError, TypeError):
             # Lost or not understood: the next connection starts afresh.
             return
+
+
+def _connected(path: str) -> socket.socket | None:
+    """A connection, or None where nobody listens now."""
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError:
+        return None
+    try:
+        connection.connect(path)
+    except OSError:
+        # Tried for as long as the supervisor is away: what is left open would use up the program's descriptors.
+        connection.close()
+        return None
+    return connection

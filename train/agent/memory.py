@@ -9,6 +9,8 @@ import os
 import sys
 from typing import Any
 
+# Readings until it is looked anew which device is used most.
+_LOOK_AGAIN = 50
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 NAMES = (
     *("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_reserved_bytes", "allocation_retries"),
@@ -40,9 +42,54 @@ def _cuda() -> Any:
     return cuda
 
 
+def _statistics(cuda: Any, device: int) -> dict[str, Any]:
+    """What the allocator knows of one device; nothing where an allocator of the program's own keeps no such numbers. Needs no
+    context on the device, and one call tells all."""
+    with contextlib.suppress(RuntimeError):
+        return dict(cuda.memory_stats_as_nested_dict(device))
+    return {}
+
+
+def _bytes(statistics: dict[str, Any], name: str, which: str) -> int | None:
+    number = statistics.get(name, {}).get("all", {}).get(which)
+    return None if number is None else int(number)
+
+
+class _Device:
+    """The device that this process really uses: that on which it has reserved most, whatever torch's current one is."""
+
+    def __init__(self) -> None:
+        self.chosen: int | None = None
+        """Counted as torch does; None until it was asked for."""
+        self._looks_left = 0
+        self._uuids: dict[int, str | None] = {}
+
+    def index(self, cuda: Any) -> int:
+        """Looked for again now and then only: a program that uses several has as many to ask."""
+        self._looks_left -= 1
+        if self.chosen is None or self._looks_left < 0:
+            devices, current = range(cuda.device_count()), cuda.current_device()
+            # Of equals, as where nothing is held yet, the current one.
+            self.chosen = max(
+                (current, *devices), key=lambda index: _bytes(_statistics(cuda, index), "reserved_bytes", "current") or 0
+            )
+            self._looks_left = _LOOK_AGAIN
+        return self.chosen
+
+    def uuid(self, cuda: Any, index: int) -> str | None:
+        """As the driver writes it; None where this torch does not tell."""
+        if index not in self._uuids:
+            uuid = getattr(cuda.get_device_properties(index), "uuid", None)
+            self._uuids[index] = None if uuid is None else "GPU-%s" % (uuid,)
+        return self._uuids[index]
+
+
+_device = _Device()
+
+
 def readings(*, reset_peak: bool = False) -> dict[str, int | None]:
-    """Allocated, reserved and peak bytes (of both) on the current device and how often its allocator had to free its cache and
-    try again (None without CUDA); resident bytes and the anonymous ones among them.
+    """Allocated, reserved and peak bytes (of both) on the device that this process uses most, and how often its allocator had
+    to free its cache and try again (None without CUDA); resident bytes and the anonymous ones among them.
 
     The peak counts from when it was last reset. That changes what the program itself would be told, so it is done only for a
     program that leaves it to the agent.
@@ -51,33 +98,45 @@ def readings(*, reset_peak: bool = False) -> dict[str, int | None]:
     found["rss_bytes"], found["anonymous_bytes"] = _resident()
     cuda = _cuda()
     if cuda is not None:
-        found["allocated_bytes"] = cuda.memory_allocated()
-        found["allocation_retries"] = _retries(cuda)
-        found["reserved_bytes"] = cuda.memory_reserved()
-        found["peak_bytes"] = cuda.max_memory_allocated()
-        peak_reserved = getattr(cuda, "max_memory_reserved", None)
-        if peak_reserved is not None:
-            found["peak_reserved_bytes"] = peak_reserved()
-        if reset_peak:
-            cuda.reset_peak_memory_stats()
+        index = _device.index(cuda)
+        told = _statistics(cuda, index)
+        found["allocated_bytes"] = _bytes(told, "allocated_bytes", "current")
+        found["reserved_bytes"] = _bytes(told, "reserved_bytes", "current")
+        found["peak_bytes"] = _bytes(told, "allocated_bytes", "peak")
+        found["peak_reserved_bytes"] = _bytes(told, "reserved_bytes", "peak")
+        found["allocation_retries"] = told.get("num_alloc_retries")
+        if reset_peak and told:
+            cuda.reset_peak_memory_stats(index)
     return found
 
 
-def _retries(cuda: Any) -> int | None:
-    statistics = getattr(cuda, "memory_stats", None)
-    return None if statistics is None else statistics().get("num_alloc_retries")
-
-
-def at_failure() -> dict[str, Any]:
-    """What is held at this moment: by this process, and on its device by everybody. None for what cannot be told."""
-    found = dict(_held(), free_bytes=None, total_bytes=None, device_uuid=None)
+def device_uuid() -> str | None:
+    """The GPU that the last `readings` spoke of; None without one."""
     cuda = _cuda()
-    if cuda is not None:
-        # A device that has just failed may fail at these questions, too.
+    return None if cuda is None or _device.chosen is None else _device.uuid(cuda, _device.chosen)
+
+
+def at_failure(named: int | None = None) -> dict[str, Any]:
+    """What is held at this moment: by this process, and on its device by everybody. None for what cannot be told.
+
+    `named`: the device that the error speaks of, counted as torch does; else it is the one that this process uses most.
+    """
+    names = ("allocated_bytes", "reserved_bytes", "rss_bytes", "free_bytes", "total_bytes", "device_uuid")
+    found: dict[str, Any] = dict.fromkeys(names)
+    found["rss_bytes"] = rss_bytes()
+    cuda = _cuda()
+    if cuda is None:
+        return found
+    # A device that has just failed may fail at these questions, too.
+    with contextlib.suppress(Exception):
+        index = named if named is not None and named < cuda.device_count() else _Device().index(cuda)
+        told = _statistics(cuda, index)
+        found["allocated_bytes"] = _bytes(told, "allocated_bytes", "current")
+        found["reserved_bytes"] = _bytes(told, "reserved_bytes", "current")
         with contextlib.suppress(Exception):
-            found["free_bytes"], found["total_bytes"] = cuda.mem_get_info()
+            found["free_bytes"], found["total_bytes"] = cuda.mem_get_info(index)
         with contextlib.suppress(Exception):
-            found["device_uuid"] = "GPU-%s" % (cuda.get_device_properties(cuda.current_device()).uuid,)
+            found["device_uuid"] = _device.uuid(cuda, index)
     return found
 
 
@@ -98,12 +157,19 @@ def free_cache() -> dict[str, Any]:
 
 
 def _held() -> dict[str, Any]:
+    """On all devices together: each gives its cache back."""
     cuda = _cuda()
+    told = [] if cuda is None else [_statistics(cuda, index) for index in range(cuda.device_count())]
     return {
-        "allocated_bytes": None if cuda is None else cuda.memory_allocated(),
-        "reserved_bytes": None if cuda is None else cuda.memory_reserved(),
+        "allocated_bytes": _sum(told, "allocated_bytes"),
+        "reserved_bytes": _sum(told, "reserved_bytes"),
         "rss_bytes": rss_bytes(),
     }
+
+
+def _sum(told: list[dict[str, Any]], name: str) -> int | None:
+    known = [number for statistics in told if (number := _bytes(statistics, name, "current")) is not None]
+    return sum(known) if known else None
 
 
 def _trim_heap() -> None:

@@ -7,10 +7,11 @@ import importlib.abc
 import importlib.machinery
 import sys
 import time
+import weakref
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Callable, Sequence
 
-from . import loading
+from . import loading, memory
 
 if TYPE_CHECKING:
     from . import Agent
@@ -25,7 +26,7 @@ class StepWatch:
         self._agent = agent
         self._handle: Any = None
         self._removed = False
-        self._first: int | None = None
+        self._first: Callable[[], Any] = _nobody
         self._updates = 0
         self._last: float | None = None
         self._loaders = loading.LoaderWatch()
@@ -79,27 +80,44 @@ class StepWatch:
             self._agent.report("warning", message="no reports of this program's steps from here on: %r" % (error,))
 
     def _stepped(self, optimizer: Any) -> None:
-        if self._first is None:
-            # Several optimizers (a GAN's two, one per layer) step together: the first counts the updates.
-            self._first = id(optimizer)
-        if id(optimizer) != self._first:
+        if self._first() is None:
+            # Several optimizers (a GAN's two, one per layer) step together: the first counts the updates, as long as it lives.
+            self._agent.adopt()
+            self._first = weakref.ref(optimizer)
+            self._last = None
+        if self._first() is not optimizer:
             return
         now, waited = time.monotonic(), self._loaders.taken()
         self._updates += 1
-        groups = getattr(optimizer, "param_groups", None) or [{}]
-        rate = groups[0].get("lr")
+        readings = self._agent.readings()
         self._agent.report(
             "step",
             update=self._updates,
-            learning_rate=None if rate is None else float(rate),
+            learning_rate=_learning_rate(optimizer),
             step_seconds=None if self._last is None else now - self._last,
             data_wait_seconds=waited if self._last is not None else None,
             dropped=self._agent.dropped,
-            **self._agent.readings(),
+            device_uuid=memory.device_uuid(),
+            **readings,
         )
         self._last = now
         # It offered nothing of its own, so whatever is handed over cannot be carried out.
         self._agent.take_commands()
+
+
+def _nobody() -> None:
+    """As a reference to what is gone."""
+
+
+def _learning_rate(optimizer: Any) -> float | None:
+    """That of the first group; None where it lies on a device: to read it would have the program wait for all that it has asked
+    of the GPU, at each step, and is not allowed while a CUDA graph is recorded."""
+    groups = getattr(optimizer, "param_groups", None) or [{}]
+    rate = groups[0].get("lr")
+    device = getattr(rate, "device", None)
+    if rate is None or (device is not None and getattr(device, "type", "cpu") != "cpu"):
+        return None
+    return float(rate)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -10,7 +10,7 @@ from memtop.supervisor.wire import Advice, RunState, Trial
 from memtop.tui.draw.line import MUTED, STRONG, Line, line, wrap
 from memtop.tui.draw.words import BOTTLENECKS
 
-_STATES = {"kept": ("✓", "good"), "undone": ("■", "edge"), "refused": ("✗", "bad")}
+_STATES = {"kept": ("✓", "good"), "undone": ("■", "edge"), "refused": ("✗", "bad"), "failed": ("✗", "bad")}
 
 
 class Row(NamedTuple):

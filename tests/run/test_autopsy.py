@@ -1,0 +1,149 @@
+"""How the evidence of an attempt's end is gathered: on written files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memtop.presets.schema import Settings
+from memtop.supervisor.diagnosis.values import Kind
+from memtop.supervisor.run import autopsy, witness
+from memtop.supervisor.run.autopsy import End, evidence_of, examine
+from memtop.supervisor.run.kills import RELATED_SECONDS
+from memtop.supervisor.run.witness import Witness
+
+LOGITS = 8 * 252 * 40960 * 4
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "attempt"
+    folder.mkdir()
+    (folder / "output.log").write_text("step 1/9 loss 2.0\n")
+    return folder
+
+
+def end_of(folder: Path, **about: Any) -> End:
+    known: dict[str, Any] = {
+        "folder": folder,
+        "log": folder / "output.log",
+        "state_folder": folder,
+        "ended": time.time(),
+        "status": 1,
+        "asked_to_stop": False,
+        "settings": None,
+        "reports": (),
+    }
+    return End(**{**known, **about})
+
+
+def settings_of(batch: int) -> Settings:
+    return Settings(
+        recipe="first-run",
+        preset="standard",
+        batch=batch,
+        accumulation=32 // batch,
+        seq_len=252,
+        save_every=10,
+        learning_rate=2e-3,
+        model={"config": {"vocab_size": 40960}},
+    )
+
+
+def oom(**about: Any) -> dict[str, Any]:
+    message = f"CUDA out of memory. Tried to allocate {LOGITS / (1 << 20):.2f} MiB."
+    return {"type": "oom", "time": 1.0, "error": "torch.OutOfMemoryError", "message": message, "survived": False, **about}
+
+
+def test_what_failed_is_told_with_the_batch_that_it_had(folder: Path) -> None:
+    """The settings may be others by then, and an evaluation's batch is its own: the rank's report knows."""
+    told = end_of(folder, settings=settings_of(32), reports=((0, oom(batch=8)),))
+    found = examine(told, Witness(folder, time.time()))
+    assert (found.kind, found.requested_for) == (Kind.GPU_OOM, "the logits (B 8 x T 252 x V 40960, fp32)")
+    # Where it does not say, those count that the program last reported.
+    silent = end_of(folder, settings=settings_of(8), reports=((0, oom(batch=None)),))
+    assert examine(silent, Witness(folder, time.time())).requested_for == found.requested_for
+
+
+def test_an_error_of_ours_is_a_diagnosis_that_names_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("no such\nshape")
+
+    monkeypatch.setattr(autopsy, "diagnose_file", broken)
+    found = examine(end_of(folder), Witness(folder, time.time()))
+    assert (found.kind, found.reason) == (Kind.NOT_MEMORY, "not_examined (ValueError: no such shape)")
+    assert found.confidence < 0.5
+    assert str(folder / "output.log") in found.summary
+    assert "in broken" in found.evidence[0]
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_an_error_of_ours_does_not_end_it_either_where_nothing_can_be_printed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(autopsy, "evidence_of", broken)
+    full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115 - closing it fails, too
+    monkeypatch.setattr("sys.stderr", full)
+    found = examine(end_of(folder), Witness(folder, time.time()))
+    monkeypatch.undo()
+    with contextlib.suppress(OSError):
+        full.close()
+    assert found.reason == "not_examined (MemoryError)"
+
+
+def test_a_log_that_is_gone_leaves_the_rest_of_the_evidence(folder: Path) -> None:
+    (folder / "output.log").unlink()
+    found = examine(end_of(folder, status=-9), Witness(folder, time.time()))
+    assert (found.kind, found.confidence < 0.5) == (Kind.HOST_OOM_KILLED, True)
+
+
+def test_of_torchruns_tries_only_the_last_one_counts(folder: Path) -> None:
+    """With --max-restarts it goes on after a failure by itself; the folders of all its tries stay."""
+    for place, words in (
+        ("torchelastic/none_x1/attempt_2/0", "MemoryError: "),
+        ("torchelastic/none_x1/attempt_10/1", "KeyError: 'labels'"),
+    ):
+        (folder / place).mkdir(parents=True)
+        (folder / place / "error.json").write_text(json.dumps({"message": words}))
+    found = examine(end_of(folder), Witness(folder, time.time()))
+    assert (found.source, found.reason) == ("error_file", "python_error")
+    (folder / "torchelastic/none_x1/attempt_10/1/error.json").unlink()
+    assert evidence_of(end_of(folder), Witness(folder, time.time())).error_files == ()
+
+
+def test_of_the_kernel_s_log_only_the_end_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that was killed an hour ago, and replaced, is a member's death as well."""
+    asked: list[tuple[float, float]] = []
+    monkeypatch.setattr(autopsy, "kernel_lines", lambda since, until, now: asked.append((since, until)) or ())
+    ended = time.time()
+    evidence_of(end_of(folder, ended=ended), Witness(folder, ended - 3600))
+    assert asked == [(ended - RELATED_SECONDS, ended)]
+
+
+def test_only_a_kill_near_the_end_is_evidence_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    group, proc = tmp_path / "cgroup/all", tmp_path / "proc"
+    group.mkdir(parents=True)
+    (proc / "77").mkdir(parents=True)
+    (proc / "77/cgroup").write_text("0::/all\n")
+    (group / "memory.events").write_text("oom_kill 2\n")
+    monkeypatch.setattr(witness, "PROC", proc)
+    monkeypatch.setattr(witness, "CGROUPS", tmp_path / "cgroup")
+    seen = Witness(folder, time.time())
+    seen.look(77)
+    (group / "memory.events").write_text("oom_kill 3\n")
+    now = end_of(folder, status=-9)
+    evidence = evidence_of(now, seen)
+    assert (evidence.cgroup_oom_kills, evidence.cgroup_killed_near_end, evidence.in_own_group) == (1, True, False)
+    assert examine(now, seen).kind is Kind.HOST_OOM_KILLED
+    later = examine(end_of(folder, status=-9, ended=time.time() + 3600), seen)
+    assert (later.kind, later.reason) == (Kind.NOT_MEMORY, "killed_by_something")

@@ -1,0 +1,64 @@
+"""A card that is not there: the numbers that torch.cuda would tell of it, put in the place of torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.train.support import Recorder
+
+
+class Card:
+    """What torch's allocator would say. `take` is work that holds so many bytes at its peak and keeps them as cache."""
+
+    total = 1000
+    held = 100
+    """Weights and moments."""
+
+    def __init__(self) -> None:
+        self.reserved = self.peak_reserved = self.peak_allocated = self.held
+        self.retried = 0
+
+    def take(self, peak: int) -> None:
+        self.reserved = max(self.reserved, peak)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        self.peak_allocated = max(self.peak_allocated, peak)
+
+    def empty_cache(self) -> None:
+        self.reserved = self.held
+
+    def reset(self) -> None:
+        self.peak_reserved, self.peak_allocated = self.reserved, self.held
+
+
+def put_in(monkeypatch: pytest.MonkeyPatch) -> Card:
+    """Have torch.cuda tell of such a card."""
+    card = Card()
+    for name, found in {
+        "max_memory_reserved": lambda device: card.peak_reserved,
+        "memory_reserved": lambda device: card.reserved,
+        "memory_allocated": lambda device: card.held,
+        "mem_get_info": lambda device: (card.total - card.reserved, card.total),
+        "memory_stats": lambda device: {"num_alloc_retries": card.retried},
+        "get_per_process_memory_fraction": lambda device: 1.0,
+        "reset_peak_memory_stats": lambda device: card.reset(),
+        "empty_cache": card.empty_cache,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, found, raising=False)
+    return card
+
+
+class Reading(Recorder):
+    """A channel that reads the card as the agent does, who counts the peak anew each time."""
+
+    def __init__(self, card: Card) -> None:
+        super().__init__()
+        self._card = card
+
+    def readings(self) -> dict[str, int | None]:
+        found: dict[str, int | None] = {
+            "peak_bytes": self._card.peak_allocated,
+            "peak_reserved_bytes": self._card.peak_reserved,
+        }
+        self._card.reset()
+        return found

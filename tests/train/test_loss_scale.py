@@ -1,0 +1,99 @@
+"""The scale of fp16 losses, and when it changes next, belong to the state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from accelerate import Accelerator
+
+from memtop.train.engine import LossScale
+from memtop.train.zero import ZeroEngine
+from tests.train.support import Training, edited
+
+STOP = 6
+
+
+@pytest.fixture(autouse=True)
+def scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate makes a scaler only on a GPU; torch's works on the CPU as well."""
+
+    def with_scaler(**options: Any) -> Accelerator:
+        accelerator = Accelerator(**options)
+        scaler: Any = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=4)
+        accelerator.scaler = scaler
+        return accelerator
+
+    monkeypatch.setattr("tests.train.support.Accelerator", with_scaler)
+
+
+def stopped(state: Path) -> None:
+    training = Training(state, edited(clip_norm=0.0))
+    training.channel.commands[STOP] = [(1, "stop", {})]
+    assert training.run() == "stopped"
+    assert training.engine.loss_scale() == LossScale(512.0, 2)
+
+
+def test_a_resumed_run_scales_as_the_one_that_was_never_stopped(tmp_path: Path) -> None:
+    undisturbed = Training(tmp_path / "undisturbed", edited(clip_norm=0.0))
+    undisturbed.run()
+    stopped(tmp_path / "state")
+    second = Training(tmp_path / "state", edited(clip_norm=0.0))
+    assert second.engine.loss_scale() == LossScale(512.0, 2)
+    second.run()
+    # After ten updates it has grown twice, the last time two updates ago.
+    assert second.engine.loss_scale() == undisturbed.engine.loss_scale() == LossScale(1024.0, 2)
+    assert undisturbed.losses[STOP:] == second.losses
+    for name, weight in undisturbed.weights().items():
+        assert torch.equal(second.weights()[name], weight), name
+
+
+def test_a_state_from_before_has_the_scale_alone(tmp_path: Path) -> None:
+    stopped(tmp_path / "state")
+    path = tmp_path / "state" / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    del manifest["loss_scale_stable"], manifest["loss_scale_hysteresis"]
+    path.write_text(json.dumps(manifest))
+    assert Training(tmp_path / "state", edited(clip_norm=0.0)).engine.loss_scale() == LossScale(512.0, 0)
+
+
+def under_zero() -> Any:
+    """As much of an engine as its scale needs, with DeepSpeed's own scaler."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    engine: Any = object.__new__(ZeroEngine)
+    engine._engine = SimpleNamespace(fp16_enabled=lambda: True)
+    scaler = DynamicLossScaler(init_scale=65536.0, scale_window=5, min_scale=1.0, delayed_shift=2, consecutive_hysteresis=False)
+    engine._zero = SimpleNamespace(loss_scaler=scaler)
+    return engine
+
+
+@pytest.mark.parametrize("at", range(1, 20))
+def test_deepspeeds_scale_goes_on_as_if_it_had_not_been_stopped(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 0)
+    overflows = {2, 9, 10}
+    whole, part = under_zero(), under_zero()
+    scales = []
+    for update in range(24):
+        if update == at:
+            # Through what is written and read.
+            saved = msgspec.json.decode(msgspec.json.encode(part.loss_scale()), type=LossScale)
+            part = under_zero()
+            part.set_loss_scale(saved)
+        for engine in (whole, part):
+            engine._zero.loss_scaler.update_scale(update in overflows)
+        scales.append(whole.loss_scale().scale)
+        assert part.loss_scale().scale == scales[-1], update
+    assert len(set(scales)) > 2, "otherwise this shows nothing"
+
+
+def test_a_count_of_deepspeeds_that_is_beyond_torchs_does_not_stop_it_from_growing(tmp_path: Path) -> None:
+    training = Training(tmp_path / "state", edited(clip_norm=0.0, target_samples=8))
+    training.engine.set_loss_scale(LossScale(128.0, 1003, 1))
+    training.run()
+    assert training.engine.loss_scale() == LossScale(256.0, 0)

@@ -1,0 +1,125 @@
+"""Each update's peak and retries are its own, whatever is done between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memtop.presets import Settings
+from memtop.train.gauge import CudaGauge
+from tests.train.card import Card, Reading, put_in
+from tests.train.failing import TOO_MUCH, Failing, Failure, fresh, small, splits_of
+from tests.train.support import Training
+from tests.train.test_evaluation import held_out
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    return put_in(monkeypatch)
+
+
+def settings_of(updates: int, **changes: Any) -> Settings:
+    return small(dropout=0.1, batch=8, accumulation=1, target_samples=8 * updates, eval_batch=8, **changes)
+
+
+def on_card(folder: Path, card: Card, settings: Settings, *, evaluating: int = 100, patience: int = 2) -> Training:
+    """A training whose micro-batches take 60 bytes for each sample beside what is held, and evaluations so much."""
+    # The model was loaded, which took more than anything will.
+    card.take(990)
+    gauge, channel = CudaGauge(GPU), Reading(card)
+    training = fresh(folder, settings, channel=channel, evaluation=held_out(), gauge=gauge, patience=patience)
+
+    def taken(module: torch.nn.Module, args: Any, values: Any) -> None:
+        card.take(card.held + 60 * len(values["input_ids"]) if module.training else evaluating)
+
+    training.model.register_forward_pre_hook(taken, with_kwargs=True)
+    return training
+
+
+def peaks_of(training: Training) -> dict[int, int]:
+    return {step["update"]: step["peak_reserved_bytes"] for step in training.channel.of("step")}
+
+
+def test_the_peak_of_an_evaluation_is_told_apart_and_is_no_updates(tmp_path: Path, card: Card) -> None:
+    training = on_card(tmp_path, card, settings_of(8, eval_every=1), evaluating=930)
+    Failing(training, [Failure(2, 0.0, False)])
+    training.run()
+    assert peaks_of(training) == {1: 580, 2: 340, 3: 340, 4: 580, 5: 580, 6: 580, 7: 580, 8: 580}
+    evaluations = training.channel.of("evaluation")
+    assert len(evaluations) == 8
+    assert {(found["peak_bytes"], found["peak_reserved_bytes"]) for found in evaluations} == {(930, 930)}
+    # 930 of 1000 bytes would have kept it small for ever.
+    assert [change["reason"] for change in training.channel.of("settings")] == ["allocation failure", "grown back"]
+
+
+def test_the_peak_of_a_save_is_no_updates(tmp_path: Path, card: Card) -> None:
+    training = on_card(tmp_path, card, settings_of(6, save_every=1))
+    tensors = training.engine.saved_tensors
+
+    def saved_tensors() -> Iterator[Any]:
+        card.take(950)
+        yield from tensors()
+
+    training.engine.saved_tensors = saved_tensors
+    Failing(training, [Failure(2, 0.0, False)])
+    training.run()
+    assert len(training.channel.of("checkpoint")) == 6
+    assert peaks_of(training) == {1: 580, 2: 340, 3: 340, 4: 580, 5: 580, 6: 580}
+
+
+def test_an_evaluation_that_did_not_fit_says_what_the_smaller_one_took(tmp_path: Path, card: Card) -> None:
+    training = on_card(tmp_path, card, settings_of(4, eval_every=2), evaluating=400)
+
+    def full(module: torch.nn.Module, args: Any, values: Any) -> None:
+        if not module.training and len(values["input_ids"]) > 4:
+            card.take(1000)
+            card.retried += 1
+            torch.empty(TOO_MUCH)
+
+    training.model.register_forward_pre_hook(full, with_kwargs=True)
+    training.run()
+    assert [(found["peak_bytes"], found["update"]) for found in training.channel.of("evaluation")] == [(400, 2), (400, 4)]
+    assert set(peaks_of(training).values()) == {580}
+
+
+def test_retries_of_evaluations_are_no_reason_for_a_smaller_split(tmp_path: Path, card: Card) -> None:
+    training = on_card(tmp_path, card, settings_of(6, eval_every=1))
+
+    def retried(module: torch.nn.Module, args: Any) -> None:
+        if not module.training:
+            card.retried += 1
+
+    training.model.register_forward_pre_hook(retried)
+    training.run()
+    assert card.retried > 6
+    assert training.channel.of("pressure") == []
+    assert set(splits_of(training.channel).values()) == {(8, 1)}
+
+
+def test_retries_of_the_optimizer_are_one_whatever_comes_after_it(tmp_path: Path, card: Card) -> None:
+    training = on_card(tmp_path, card, settings_of(6, eval_every=1), patience=100)
+
+    def retried(*_: Any) -> None:
+        card.retried += training.trainer.settings.batch == 8
+
+    training.optimizer.register_step_pre_hook(retried)
+    training.run()
+    # Those of the first two updates are seen in the two after them.
+    assert [report["update"] for report in training.channel.of("pressure")] == [3]
+    assert [(change["update"], change["reason"]) for change in training.channel.of("settings")] == [(4, "pressure")]
+
+
+def test_what_is_only_cached_is_given_back_before_a_peak_is_counted(card: Card) -> None:
+    gauge = CudaGauge(GPU)
+    card.take(800)
+    assert gauge.peak_bytes() == 800
+    gauge.reset()
+    assert (gauge.peak_bytes(), gauge.held_bytes()) == (100, 100)
+    card.take(300)
+    assert gauge.peak_bytes() == 300
