@@ -23,14 +23,14 @@ def restart(folder: RunFolder, change: Change, *, headless: bool, detach: bool) 
         answer = asked(folder, lambda number: Restart(id=number, change=change))
         print(answer.message, file=sys.stderr)
     except NotRunningError:
-        risk = _risk_of(folder, change)
+        risk = risk_of(folder, change)
         client.start_supervisor(folder, change)
         if risk:
             print(f"memtop: {risk}", file=sys.stderr)
     return follow(folder, begun, headless=headless, detach=detach)
 
 
-def _risk_of(folder: RunFolder, change: Change) -> str | None:
+def risk_of(folder: RunFolder, change: Change) -> str | None:
     """That the run would go on with what it has died of, in one line."""
     from memtop.finding import readable_ledger
     from memtop.presets.risks import risk

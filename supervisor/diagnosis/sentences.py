@@ -5,6 +5,8 @@ from __future__ import annotations
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 
+_TIB = 1 << 40
+
 PHASES = {
     "load": "while the model was loaded",
     "forward": "in the forward pass",
@@ -172,6 +174,8 @@ def _disk(diagnosis: Diagnosis, phase: str) -> str:
 
 def size(size_bytes: int | None) -> str:
     """As exact as the allocator prints it: two decimals of a GiB."""
+    if size_bytes is not None and size_bytes >= _TIB:
+        return f"{size_bytes / _TIB:.1f} TiB"
     if size_bytes is not None and size_bytes >= units.GIB:
         return f"{units.gib(size_bytes, 2)} GiB"
     return units.size(size_bytes)

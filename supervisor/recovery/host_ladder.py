@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import HostLevel
 from memtop.supervisor import units
+from memtop.supervisor.diagnosis.sentences import size
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.bands import EDGE_FROM
 from memtop.supervisor.recovery.gpu_ladder import Rung, checkpointing, chunked_loss, eval_batch, offload_bytes
@@ -74,8 +75,8 @@ def beyond_all_memory(of: Diagnosis, host: HostFacts | None) -> str | None:
     if of.kind is not Kind.HOST_OOM_ALLOC or asked is None or there is None or asked <= there:
         return None
     return (
-        f"no setting of the machine helps: {units.size(asked)} were asked for at once, and all its memory and swap are "
-        f"{units.size(there)}: look for a wrong size in the program"
+        f"no setting of the machine helps: {size(asked)} were asked for at once, and all its memory and swap are "
+        f"{size(there)}: look for a wrong size in the program"
     )
 
 

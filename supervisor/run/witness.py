@@ -209,6 +209,16 @@ def address_space(pid: int) -> int | None:
     return int(words[3]) if len(words) > 3 and words[3].isdecimal() else None
 
 
+def address_room(pid: int) -> int | None:
+    """What the process may still map, in bytes; None: as much as it likes, or it may not be read."""
+    try:
+        limit = address_space(pid)
+        mapped = 0 if limit is None else int((PROC / str(pid) / "statm").read_text().split()[0]) * resource.getpagesize()
+    except (OSError, IndexError):
+        return None  # it has ended, or is another user's
+    return None if limit is None else max(0, limit - mapped)
+
+
 def _own_address_space() -> int | None:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if soft == resource.RLIM_INFINITY else soft
