@@ -103,7 +103,7 @@ def test_what_happened_before_is_not_told(follow: Callable[..., int], capsys: py
 
 
 def test_the_supervisors_death_does_not_end_it(runs: Runs) -> None:
-    arguments = ("train", "--headless", "--name", "a", "--", sys.executable, "-c", "import time; time.sleep(12)")
+    arguments = ("train", "--headless", "--name", "a", "--", sys.executable, "-c", "import time; time.sleep(20)")
     with subprocess.Popen(
         [sys.executable, "-m", "memtop", *arguments],
         cwd=runs.root,
@@ -112,11 +112,12 @@ def test_the_supervisors_death_does_not_end_it(runs: Runs) -> None:
         stderr=subprocess.PIPE,
         text=True,
     ) as follower:
+        # Its folder is only just being made.
         deadline = time.monotonic() + 30
         while not (runs.path / "a/attempts/0001/process.json").exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        runs.kill(runs.show("a")["supervisor_pid"])
+        runs.kill(runs.wait("a", lambda d: d["supervisor_pid"] is not None)["supervisor_pid"])
         runs.memtop("watch", "--once")
         _, told = follower.communicate(timeout=60)
     assert follower.returncode == 0, told

@@ -242,7 +242,7 @@ def test_a_full_shm_leads_to_no_workers(runs: Runs) -> None:
 def test_a_full_disk_is_waited_for(runs: Runs, small_disk: Path) -> None:
     """The run cannot save its end; when somebody makes room it takes up its last state and finishes."""
     place = str(small_disk / "runs")
-    words = (*arguments(runs, "small"), "--runs-dir", place, "--max-updates", "60")
+    words = (*arguments(runs, "small"), "--runs-dir", place, "--max-updates", "30")
     follower = subprocess.Popen(
         [sys.executable, "-m", "memtop", *words, "--headless"],
         cwd=runs.root,
@@ -268,10 +268,10 @@ def test_a_full_disk_is_waited_for(runs: Runs, small_disk: Path) -> None:
     rest = follower.stderr.read()
     assert follower.wait(timeout=120) == 0, rest
     document = json.loads(runs.memtop("show", "a", "--json", "--metrics", "--runs-dir", place).stdout)
-    assert_whole(document, 60, 32)
+    assert_whole(document, 30, 32)
     assert document["attempts"][0]["diagnosis"]["kind"] == "disk_full"
     assert document["attempts"][-1]["settings"] == document["attempts"][0]["settings"], "nothing is made smaller for a disk"
-    assert document["checkpoint"]["updates"] == 60
+    assert document["checkpoint"]["updates"] == 30
 
 
 def fill(path: Path, after: Path) -> None:

@@ -33,9 +33,12 @@ class Witness:
 
 
 def from_records(evidence: Evidence) -> Witness | None:
-    """The first failed allocation that a rank did not survive."""
+    """The first failed allocation that a rank did not survive, else the first of which nobody knows whether it did."""
     fatal = [record for record in evidence.records if not record.survived]
-    return _of_record(min(fatal, key=lambda record: record.time)) if fatal else None
+    if not fatal:
+        return None
+    first = min(fatal, key=lambda record: (record.survived is None, record.time))
+    return replace(_of_record(first), confidence=0.99 if first.survived is False else 0.8)
 
 
 def _of_record(record: OomRecord) -> Witness:

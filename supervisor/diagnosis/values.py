@@ -85,8 +85,9 @@ class OomRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The error's own words, whole."""
     error: str
     """The error's class, e.g. `torch.OutOfMemoryError`."""
-    survived: bool = False
-    """True where the trainer redid the update in smaller pieces and went on."""
+    survived: bool | None = False
+    """True where the trainer redid the update in smaller pieces and went on; None where it was in a thread beside, and nobody
+    knows whether the program could do without that."""
     phase: str = "unknown"
     update: int | None = None
     batch: int | None = None

@@ -23,17 +23,19 @@ _BY_ITSELF = ("live", "resumes")
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """One configuration of the run's past, oldest first."""
+    """One attempt under one configuration of the run's past, oldest first."""
 
     key: str
     """What makes two configurations the same."""
     died_of_memory: bool = False
+    attempt: int | None = None
+    """Its number: a program that changes its own settings has several configurations in one attempt. None: of its own."""
     by_memtop: bool = False
-    """memtop had restarted the run with it, nobody asked."""
+    """memtop had restarted the run, nobody asked."""
     saved_before: int | None = None
-    """The newest saved update when it began, and ..."""
+    """The newest saved update when the attempt began, and ..."""
     saved_after: int | None = None
-    """... when it ended."""
+    """... when it ended, or went on with another configuration."""
 
     @property
     def fruitless(self) -> bool:
@@ -74,7 +76,8 @@ def decide(
         return Decision(action="stop", why="--on-oom stop")
     if on_oom == "ask":
         return Decision(action="ask", why="--on-oom ask")
-    if len(past) >= FRUITLESS and all(tried.fruitless for tried in past[-FRUITLESS:]):
+    newest = _attempts(past)[-FRUITLESS:]
+    if len(newest) == FRUITLESS and all(attempt.fruitless for attempt in newest):
         return Decision(action="ask", why=f"{FRUITLESS} restarts in a row brought no newer saved update")
     if diagnosis.kind is Kind.DISK_FULL:
         return Decision(action="wait", why="it goes on by itself as soon as there is room on the disk")
@@ -83,6 +86,17 @@ def decide(
         if candidate.key is not None and candidate.key not in failed and _may_be_applied(candidate.remedy):
             return Decision(action="restart", why=candidate.remedy.title, remedy=candidate.remedy)
     return Decision(action="ask", why=otherwise or _nothing_left(candidates, failed))
+
+
+def _attempts(past: Sequence[Tried]) -> list[Tried]:
+    """The past with one entry for each attempt: what changes in the running program is neither a restart nor its success."""
+    found: list[Tried] = []
+    for tried in past:
+        if found and tried.attempt is not None and tried.attempt == found[-1].attempt:
+            found[-1] = msgspec.structs.replace(found[-1], saved_after=tried.saved_after)
+        else:
+            found.append(tried)
+    return found
 
 
 def _may_be_applied(remedy: Remedy) -> bool:

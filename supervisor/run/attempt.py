@@ -16,6 +16,8 @@ from memtop.supervisor.run.folder import RunFolder, read_json
 from memtop.supervisor.run.journal import Journal, find_journals
 from memtop.supervisor.run.process import ProcessId, alive, identify, members, reap_children, send
 
+# An exit file may just be being renamed; and a shim that nobody here has started may not have written itself down yet.
+_GONE_SECONDS, _NEVER_SEEN_SECONDS = 1.0, 5.0
 # What a program that ended by itself leaves behind gets SIGTERM, so much time, SIGKILL, and as much again.
 _LEFTOVER_SECONDS = 3.0
 
@@ -90,34 +92,33 @@ class RunningAttempt:
         if self.alive() or alive(self._shim):
             self._gone_since = None
             return None
-        # Both are gone without an exit file: give a file just being renamed a moment, then say what we know.
+        # Both are gone without an exit file: wait a moment for it, then say what we know.
         if self._gone_since is None:
             self._gone_since = time.monotonic()
-        if time.monotonic() - self._gone_since < 1.0:
+        if time.monotonic() - self._gone_since < (_NEVER_SEEN_SECONDS if self._shim is None else _GONE_SECONDS):
             return None
         status = self._reaped.get(self._trainer.pid) if self._trainer is not None else None
         return ExitFile(UNKNOWN_STATUS if status is None else status, time.time())
 
-    def journals(self, offset_of: Callable[[int], int]) -> list[Journal]:
-        """The ranks' journals; `offset_of(rank)` tells where reading goes on."""
+    def journals(self, stored: Callable[[int], int]) -> list[Journal]:
+        """The ranks' journals; `stored(rank)` tells how far the ledger has one that is new to this supervisor."""
         for path in find_journals(self.folder):
             if path not in self._journals:
-                journal = Journal(path)
-                journal.offset = offset_of(journal.rank)
-                self._journals[path] = journal
+                journal = self._journals[path] = Journal(path)
+                journal.offset = journal.stored = stored(journal.rank)
         return list(self._journals.values())
 
     def replay(self, known: Callable[[int], int], apply: Callable[[int, dict[str, Any]], None]) -> None:
         """Read again what an earlier supervisor had read, up to `known(rank)`: the ledger has it already."""
-        for journal in self.journals(lambda rank: 0):
-            until = known(journal.rank)
-            while journal.offset < until:
-                reports, end = journal.read_new(until=until)
-                if end == journal.offset:
+        for journal in self.journals(known):
+            at, until = 0, journal.stored
+            while at < until:
+                reports, end = journal.read(at, until)
+                if end == at:
                     break
                 for report in reports:
                     apply(journal.rank, report)
-                journal.offset = end
+                at = end
 
     def processes(self) -> list[ProcessId]:
         """All living processes of this attempt: launcher, ranks, loader workers."""

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings | None
     reports: Sequence[tuple[int, dict[str, Any]]]
     """The `oom` reports of the attempt with their ranks."""
+    newest_step: float | None = None
+    """When the last update was reported, in seconds since the epoch."""
 
 
 def examine(end: End, witness: Witness) -> Diagnosis:
@@ -105,7 +107,7 @@ def evidence_of(end: End, witness: Witness) -> Evidence:
     return Evidence(
         exit_status=end.status,
         asked_to_stop=end.asked_to_stop,
-        records=tuple(record for rank, report in end.reports if (record := oom_record(rank, report)) and not record.survived),
+        records=tuple(_not_survived(end)),
         error_files=tuple(error_files(end.folder)),
         cgroup_oom_kills=kills,
         cgroup_killed_near_end=witness.killed_near(end.ended),
@@ -125,6 +127,16 @@ def evidence_of(end: End, witness: Witness) -> Evidence:
     )
 
 
+def _not_survived(end: End) -> Iterator[OomRecord]:
+    for rank, report in end.reports:
+        record = oom_record(rank, report)
+        if record is None or record.survived:
+            continue
+        # Of a thread's failure nobody knows; updates after it say that the program could do without the thread.
+        if record.survived is False or end.newest_step is None or record.time > end.newest_step:
+            yield record
+
+
 def _most_held(sights: Sequence[Sight]) -> dict[str, int]:
     """By uuid the most that the run's processes were seen to hold: when it ended, some of them may have been gone already."""
     uuids = {uuid for sight in sights for uuid in sight.gpu_run_bytes}
@@ -134,8 +146,9 @@ def _most_held(sights: Sequence[Sight]) -> dict[str, int]:
 def oom_record(rank: int, report: dict[str, Any]) -> OomRecord | None:
     """An agent's `oom` report; None where it is not in the shape of one."""
     known = {name: report[name] for name in OomRecord.__struct_fields__ if report.get(name) is not None}
+    survived = report.get("survived", False)
     try:
-        return msgspec.convert({**known, "rank": rank}, OomRecord, strict=False)
+        return msgspec.convert({**known, "rank": rank, "survived": survived}, OomRecord, strict=False)
     except msgspec.ValidationError:
         return None
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.recovery.values import Forecast
@@ -23,34 +25,41 @@ _TOLERANCE_BYTES = 64 << 20
 Verdict = Literal["wait", "go", "ask"]
 
 
-class Comeback:
-    """Decides at each look whether the restart may begin. `problem` says who or what is in its way."""
+class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+    """A restart that was decided and has not begun: what `state.json` keeps of it for the next supervisor."""
 
-    def __init__(
-        self,
-        change: Change,
-        *,
-        gpus_before: dict[str, int],
-        forecast: Forecast | None = None,
-        disk: tuple[Path, int] | None = None,
-        monotonic: Callable[[], float],
-    ) -> None:
-        """`gpus_before`: by uuid, what was taken of the run's GPUs before it took its part. `disk`: a folder, and how much must
-        be free where it lies."""
-        self.change = change
+    change: Change
+    gpus_before: dict[str, int] = {}
+    """By uuid, bytes that were taken of the run's GPUs before it took its part."""
+    forecast: Forecast | None = None
+    disk_bytes: int | None = None
+    """What must be free on the run's disk first; None: it waits for no room."""
+
+
+class Comeback:
+    """Decides at each look whether the restart may begin. `problem` says who or what is in its way.
+
+    One that a supervisor left behind begins its waiting anew: it can be called off once more.
+    """
+
+    def __init__(self, waiting: Waiting, folder: Path, monotonic: Callable[[], float]) -> None:
+        """`folder`: the run's, whose disk may have to be waited for."""
+        self.waiting = waiting
         self.problem: str | None = None
-        self._before = gpus_before
-        self._forecast = forecast
-        self._disk = disk
+        self._folder = folder
         self._monotonic = monotonic
         self._began = monotonic()
+
+    @property
+    def change(self) -> Change:
+        return self.waiting.change
 
     def look(self, machine: MachineSnapshot | None) -> Verdict:
         waited = self._monotonic() - self._began
         if waited < NOTICE_SECONDS:
             return "wait"
-        if self._disk is not None:
-            return self._look_at_disk(*self._disk, waited)
+        if self.waiting.disk_bytes is not None:
+            return self._look_at_disk(self._folder, self.waiting.disk_bytes, waited)
         taken = self._still_taken(machine)
         if not taken:
             self.problem = None
@@ -58,7 +67,8 @@ class Comeback:
         self.problem = "; ".join(_holders(gpu, more) for gpu, more in taken)
         if waited < VRAM_SECONDS:
             return "wait"
-        wanted = self._forecast.peak_bytes if self._forecast is not None else None
+        forecast = self.waiting.forecast
+        wanted = forecast.peak_bytes if forecast is not None else None
         if wanted is not None and any(gpu.free_bytes is not None and gpu.free_bytes < wanted for gpu, _ in taken):
             self.problem += f"; the next try is expected to need {units.size(wanted)}"
             return "ask"
@@ -80,7 +90,7 @@ class Comeback:
         gpus: Iterable[GpuSample] = machine.gpus if machine is not None else ()
         found = []
         for gpu in gpus:
-            before = self._before.get(gpu.uuid or "")
+            before = self.waiting.gpus_before.get(gpu.uuid or "")
             if before is not None and gpu.used_bytes is not None and gpu.used_bytes > before + _TOLERANCE_BYTES:
                 found.append((gpu, gpu.used_bytes - before))
         return found

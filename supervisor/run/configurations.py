@@ -22,23 +22,37 @@ if TYPE_CHECKING:
 SCHEMA = "CREATE TABLE IF NOT EXISTS configurations (number INTEGER PRIMARY KEY, record TEXT NOT NULL);"
 
 
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt that began with a configuration, or came to it while it ran."""
+
+    attempt: int
+    by_memtop: bool = False
+    """It was started without a person asking for it."""
+    saved_before: int | None = None
+    """The newest saved update when the attempt began, ..."""
+    saved_after: int | None = None
+    """... and when it ended, or went on with other settings; None: nothing saved."""
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """A configuration as the ledger keeps it: what is shown, and what deciding and going on need beside."""
 
     configuration: Configuration
     allocator: str = ""
     """Allocator options that memtop gave to a program of the user's own, which has no settings."""
-    by_memtop: bool = False
-    """It was begun without a person asking for it."""
+    starts: tuple[Start, ...] = ()
+    """Oldest first; one at least, but in ledgers of older versions."""
+    said: tuple[int, float] | None = None
+    """The attempt and the time of the report with which the running program changed to it; None where an attempt began it."""
     died_of_memory: bool = False
     """It ended (or went on smaller) for lack of memory, and that is sure: it is not to be tried again by itself."""
-    saved_before: int | None = None
-    """The newest saved update when it began, ..."""
-    saved_after: int | None = None
-    """... and when it ended; None: nothing saved."""
     samples: int = 0
     seconds: float = 0.0
     """What its speed is made of: samples and the time of their updates."""
+
+    @property
+    def newest_attempt(self) -> int:
+        return self.starts[-1].attempt if self.starts else self.configuration.attempt
 
 
 def same(one: Settings | None, other: Settings | None) -> bool:
@@ -90,54 +104,61 @@ class Configurations:
         allocator: str = "",
         by_memtop: bool = False,
         saved: int | None = None,
+        started: float | None = None,
     ) -> None:
-        """An attempt starts. The same settings as before go on where they did not run out of memory."""
+        """An attempt starts, or has at `started` (seconds since the epoch). The same settings as before go on where they did
+        not run out of memory."""
         self._seen = None
+        start = Start(attempt=attempt, by_memtop=by_memtop, saved_before=saved)
         last = self.present
         if last is not None and not last.died_of_memory and last.allocator == allocator:
             shown = last.configuration
             if same(shown.settings, settings):
                 # The run's length may be another now; the first attempt's reason stays.
-                self._replace(configuration=replace(shown, settings=settings, until_update=None, outcome=None))
+                going_on = replace(shown, settings=settings, until_update=None, outcome=None)
+                self._replace(configuration=going_on, starts=(*last.starts, start))
                 return
-        self._begin(attempt, reason, settings, allocator=allocator, by_memtop=by_memtop, saved=saved)
+        if last is not None and last.configuration.outcome is None:
+            self._replace(configuration=replace(last.configuration, outcome="replaced"), starts=_saved(last.starts, saved))
+        shown = Configuration(
+            number=self._next_number, attempt=attempt, started=started or time.time(), reason=reason, settings=settings
+        )
+        self._begin(Record(configuration=shown, allocator=allocator, starts=(start,)))
 
-    def change(self, update: int, reason: str, settings: Settings, *, died: str | None, saved: int | None) -> None:
-        """The running program goes on with other settings from this update on; `died`: of what the ones before ran out."""
+    def has_begun(self, attempt: int) -> bool:
+        """Whether an attempt has been told of; its supervisor may have died before it could."""
+        return self.present is not None and self.present.newest_attempt >= attempt
+
+    def change(
+        self, update: int, reason: str, settings: Settings, *, died: str | None, saved: int | None, said: tuple[int, float]
+    ) -> None:
+        """The running program goes on with other settings from this update on; `died`: of what the ones before ran out;
+        `said`: in which attempt it has told so, and when. A report that is known already changes nothing."""
         last = self.present
         assert last is not None, "settings change within an attempt"
+        if any(record.said == said for record in self.records):
+            return
         self.end(died or "replaced", update - 1, saved, died_of_memory=died is not None)
-        self._begin(
-            last.configuration.attempt,
-            reason,
-            settings,
-            allocator=last.allocator,
-            by_memtop=False,
-            saved=saved,
-            since=update,
-        )
-
-    def _begin(
-        self,
-        attempt: int,
-        reason: str,
-        settings: Settings | None,
-        *,
-        allocator: str,
-        by_memtop: bool,
-        saved: int | None,
-        since: int | None = None,
-    ) -> None:
-        last = self.present
-        if last is not None and last.configuration.outcome is None:
-            self._replace(configuration=replace(last.configuration, outcome="replaced"), saved_after=saved)
-        number = last.configuration.number + 1 if last is not None else 1
+        attempt, time_told = said
         shown = Configuration(
-            number=number, attempt=attempt, since_update=since, started=time.time(), reason=reason, settings=settings
+            number=self._next_number,
+            attempt=attempt,
+            since_update=update,
+            started=time_told,
+            reason=reason,
+            settings=settings,
         )
-        record = Record(configuration=shown, allocator=allocator, by_memtop=by_memtop, saved_before=saved)
+        # It is the same start of the program, whoever has caused that.
+        starts = last.starts[-1:] or (Start(attempt=attempt),)
+        self._begin(Record(configuration=shown, allocator=last.allocator, starts=starts, said=said))
+
+    @property
+    def _next_number(self) -> int:
+        return self.records[-1].configuration.number + 1 if self.records else 1
+
+    def _begin(self, record: Record) -> None:
         self.records.append(record)
-        self._unsaved.add(number)
+        self._unsaved.add(record.configuration.number)
         self.keep()
         self._tell()
 
@@ -155,7 +176,7 @@ class Configurations:
         self._replace(
             configuration=replace(shown, until_update=update, outcome=outcome, peak=peak),
             died_of_memory=died_of_memory,
-            saved_after=saved,
+            starts=_saved(self.present.starts, saved),
         )
 
     def note_step(self, rank: int, report: dict[str, Any], base_bytes: int | None, key: str) -> None:
@@ -214,6 +235,11 @@ class Configurations:
         for record in self.records:
             if record.configuration.number in self._unsaved and self._save(record):
                 self._unsaved.discard(record.configuration.number)
+
+
+def _saved(starts: tuple[Start, ...], saved: int | None) -> tuple[Start, ...]:
+    """The newest of them has ended, with so many updates saved."""
+    return (*starts[:-1], replace(starts[-1], saved_after=saved)) if starts else ()
 
 
 def of_attempts(attempts: Iterable[Attempt]) -> list[Record]:

@@ -39,6 +39,10 @@ async def finish(supervisor: Supervisor, ended: ExitFile) -> None:
     # Asked for while we read: it counts.
     outcome = "restarted" if supervisor.pending is not None else phase.value
     supervisor.survival.ended(outcome, examined)
+    decision = _decision(supervisor, phase, examined)
+    # In this order: once the ledger has it, the next supervisor takes the attempt for done with, and does what state.json says.
+    if decision is not None:
+        supervisor.save_state()
     # If the ledger cannot take it now, the next supervisor finds the attempt open and its exit file, and comes here again.
     supervisor.update_attempt(
         ended=ended.ended,
@@ -50,11 +54,15 @@ async def finish(supervisor: Supervisor, ended: ExitFile) -> None:
         peak_bytes=progress.peak_bytes,
     )
     if supervisor.pending is None:
-        died = phase is Phase.FAILED and supervisor.lifecycle.phase is not Phase.STOPPING
-        decision = supervisor.survival.decide(examined) if examined is not None and died else None
         _end(supervisor, phase, reason, decision)
     else:
         _restart(supervisor, supervisor.pending)
+
+
+def _decision(supervisor: Supervisor, phase: Phase, examined: Diagnosis | None) -> Decision | None:
+    """What is done about the death by itself; None where it was none, or somebody has asked for something else."""
+    died = phase is Phase.FAILED and supervisor.lifecycle.phase is not Phase.STOPPING
+    return supervisor.survival.decide(examined) if examined is not None and died and supervisor.pending is None else None
 
 
 def _restart(supervisor: Supervisor, change: Change) -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError, UsageError
+from memtop.supervisor.run.comeback import Waiting
 from memtop.supervisor.wire import Change, RunState
 
 T = TypeVar("T")
@@ -50,6 +51,17 @@ class StateFile(msgspec.Struct, frozen=True, kw_only=True):
     """With run.supervisor_pid the identity of the supervisor."""
     pending: Change | None = None
     """A restart that was asked for and not carried out yet."""
+    waiting: Waiting | None = None
+    """A restart after a death, which waits for its moment."""
+    waited_at: int | None = None
+    """The newest saved update when a restart last had room on the disk again; None: it never waited for that."""
+    stalled: str | None = None
+    """After which words the program stood still, if it is being ended for that."""
+
+    @property
+    def restarts(self) -> bool:
+        """The run is to go on, whether or not its program lives."""
+        return self.pending is not None or self.waiting is not None
 
 
 class RunFolder:
@@ -67,6 +79,20 @@ class RunFolder:
 
     def attempt(self, number: int) -> Path:
         return self.path / "attempts" / f"{number:04d}"
+
+    def newest_attempt(self) -> int:
+        """The newest attempt whose program was started; 0 if there is none. A supervisor that died right after the start has
+        not told of it in state.json."""
+        numbers = self.attempt_numbers()
+        return next((number for number in numbers if (self.attempt(number) / "process.json").exists()), 0)
+
+    def attempt_numbers(self) -> list[int]:
+        """The attempts that have a folder, the newest first."""
+        try:
+            names = os.listdir(self.path / "attempts")  # noqa: PTH208 - names alone, a hot path
+        except FileNotFoundError:
+            return []
+        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def spec(self) -> RunSpec:
         return read_json(self.spec_path, RunSpec)

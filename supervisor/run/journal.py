@@ -1,7 +1,7 @@
 """Reads the reports that the agents append to `attempts/NNNN/rank-R.jsonl`.
 
 The file, not the socket, carries the reports: what a trainer said while no supervisor lived is still there for the
-next one.
+next one, and so is what the ledger could not take.
 """
 
 from __future__ import annotations
@@ -21,22 +21,30 @@ class Journal:
         self.path = path
         self.rank = int(path.stem.removeprefix("rank-"))
         self.offset = offset
-        """Bytes read and handed out so far; always at the start of a line."""
+        """Bytes read and acted upon so far; always at the start of a line."""
+        self.stored = offset
+        """How far the ledger has it: behind `offset` while it cannot be written."""
 
-    def read_new(self, until: int | None = None) -> tuple[list[dict[str, Any]], int]:
-        """The complete new lines (before offset `until`, if given), and the offset behind them; at most 4 MiB at once.
+    def read_new(self) -> tuple[list[dict[str, Any]], int]:
+        """The complete lines from `offset` on, and the offset behind them; at most 4 MiB at once.
 
-        `self.offset` is left to the caller to move on once the lines are safe in the ledger. A line that is no
-        JSON (a full disk cuts lines) is passed over.
+        `offset` is left to the caller to move on.
+        """
+        return self.read(self.offset)
+
+    def read(self, start: int, until: int | None = None) -> tuple[list[dict[str, Any]], int]:
+        """The complete lines from there (before `until`, if given), and the offset behind them; at most 4 MiB at once.
+
+        A line that is no JSON (a full disk cuts lines) is passed over.
         """
         try:
             with self.path.open("rb") as file:
-                file.seek(self.offset)
+                file.seek(start)
                 block = file.read(_CHUNK_BYTES)
         except FileNotFoundError:
-            return [], self.offset
+            return [], start
         if until is not None:
-            block = block[: max(0, until - self.offset)]
+            block = block[: max(0, until - start)]
         end = block.rfind(b"\n") + 1
         reports = []
         for line in block[:end].splitlines():
@@ -46,7 +54,7 @@ class Journal:
                 continue
             if isinstance(report, dict):
                 reports.append(report)
-        return reports, self.offset + end
+        return reports, start + end
 
 
 def find_journals(attempt_folder: Path) -> list[Path]:

@@ -19,6 +19,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 # On PYTHONPATH, its sitecustomize brings the agent into the training process. A path, not an import: the supervisor
 # does not know the trainer.
 _AGENT_SITE = _PACKAGE / "train" / "agent" / "site"
+_COMMAND = "command.json"
 _SHIM = Path(__file__).with_name("shim.py")
 
 
@@ -46,7 +47,7 @@ def launch(
     if settings is not None:
         write_json(attempt / "settings.json", settings)
     write_json(
-        attempt / "command.json",
+        attempt / _COMMAND,
         LaunchCommand(
             argv=_argv(folder, attempt, spec, settings),
             cwd=spec.cwd,
@@ -67,6 +68,11 @@ def launch(
     # The supervisor waits for it through a pidfd and os.waitpid; Popen must not reap it in its finaliser.
     shim.returncode = 0
     return shim.pid
+
+
+def was_begun(attempt: Path) -> bool:
+    """Whether the program of this attempt may have been started: what is to be started is written down just before."""
+    return (attempt / _COMMAND).exists()
 
 
 def _argv(folder: RunFolder, attempt: Path, spec: RunSpec, settings: Settings | None) -> tuple[str, ...]:

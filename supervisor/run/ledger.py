@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +238,15 @@ class Ledger:
                 (event.time, event.attempt, event.kind, event.message, msgspec.json.encode(event.data).decode()),
             )
         return msgspec.structs.replace(event, id=cursor.lastrowid or 0)
+
+    def told(self, attempt: int, kinds: Sequence[str]) -> set[tuple[str, float]]:
+        """Of an attempt the events of these kinds that tell of a report: the kind, and the report's time."""
+        marks = ", ".join("?" * len(kinds))
+        rows = self._db.execute(
+            f"SELECT kind, data FROM events WHERE attempt = ? AND kind IN ({marks})", (attempt, *kinds)
+        ).fetchall()
+        found = ((kind, msgspec.json.decode(data).get("time")) for kind, data in rows)
+        return {(kind, time_told) for kind, time_told in found if time_told is not None}
 
     def events(self, newest: int = 500) -> list[Event]:
         rows = self._db.execute(

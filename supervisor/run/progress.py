@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from memtop.presets.schema import Settings
 from memtop.supervisor.run.gpu_base import RankReport
 from memtop.supervisor.wire import Metric, RankMemory, StepSplit
 
@@ -29,6 +30,11 @@ class Progress:
         self.phase: str | None = None
         self.heard = 0
         """How many reports there were of all ranks."""
+        self.longest_pause = 0.0
+        """Seconds that went by at most between two reports of rank 0 since its first update: evaluations and saves."""
+        self._last_heard: float | None = None
+        self._evaluated: int | None = None
+        self._saved: int | None = None
         self.offers: frozenset[str] | None = None
         """The commands that rank 0 carries out; None until it has said so."""
         self.failures: list[tuple[int, dict[str, Any]]] = []
@@ -43,6 +49,8 @@ class Progress:
     def apply(self, rank: int, report: dict[str, Any]) -> None:
         kind = report.get("type")
         self.heard += 1
+        if rank == 0:
+            self._note_pause(report.get("time"))
         if kind == "hello":
             self._ranks[rank] = {"pid": report.get("pid"), "device_uuid": None}
             if rank == 0:
@@ -61,10 +69,32 @@ class Progress:
             self.failures = [*self.failures[-_FAILURES_KEPT + 1 :], (rank, report)]
         elif kind == "settings" and rank == 0 and report.get("total_updates") is not None:
             self.plan = {**self.plan, "total_updates": report["total_updates"]}
+        elif kind == "evaluation" and rank == 0:
+            self._evaluated = report.get("update")
+        elif kind == "checkpoint" and rank == 0:
+            self._saved = report.get("updates")
         elif kind == "phase" and rank == 0:
             self.phase = report.get("phase")
         elif kind == "end":
             self._apply_end(rank, report)
+
+    def _note_pause(self, time: float | None) -> None:
+        if time is None:
+            return
+        if self.step and self._last_heard is not None:
+            self.longest_pause = max(self.longest_pause, time - self._last_heard)
+        self._last_heard = time
+
+    def is_aside(self, settings: Settings) -> bool:
+        """Whether our own trainer may be at something else than an update, which takes longer: by its settings it evaluates or
+        saves after the newest update, and has not told that it did."""
+        update = self.step.get("update")
+        if not isinstance(update, int):
+            return False
+        evaluates = settings.eval_every > 0 and update % settings.eval_every == 0 and (self._evaluated or 0) < update
+        if update == self.plan.get("total_updates"):
+            return True
+        return evaluates or (update % settings.save_every == 0 and (self._saved or 0) < update)
 
     def _apply_end(self, rank: int, report: dict[str, Any]) -> None:
         failed = report.get("outcome") == "failed"

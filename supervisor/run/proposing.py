@@ -20,7 +20,7 @@ from memtop.supervisor.recovery.policy import Candidate, Decision, Tried, decide
 from memtop.supervisor.recovery.remedies import HostFacts, KeptState, remedies, situation_of
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run.autopsy import model_config
-from memtop.supervisor.run.configurations import Record
+from memtop.supervisor.run.configurations import Record, Start
 from memtop.supervisor.run.launch import inherited_allocator
 from memtop.supervisor.run.manifest import kept_states
 from memtop.supervisor.wire import Proposal
@@ -60,11 +60,13 @@ def tried(records: Sequence[Record], settings: Settings | None, allocator: str) 
         Tried(
             key=_own_key(record.allocator) if record.configuration.settings is None else key_of(record.configuration.settings),
             died_of_memory=record.died_of_memory,
-            by_memtop=record.by_memtop,
-            saved_before=record.saved_before,
-            saved_after=record.saved_after,
+            attempt=start.attempt,
+            by_memtop=start.by_memtop,
+            saved_before=start.saved_before,
+            saved_after=start.saved_after,
         )
         for record in records
+        for start in record.starts or (Start(attempt=record.configuration.attempt),)
     ]
 
 

@@ -39,16 +39,14 @@ class Publisher:
         self._configurations = configurations
         self._reconfigured = False
         self._dirty = True
-        self._at_once = True
-        self._file_written = 0.0
+        self._file_written = float("-inf")
         self._rows: list[Metric] = []
         self._reset_from: int | None = None
         self._events: list[Event] = []
 
-    def changed(self, *, at_once: bool = False) -> None:
-        """The state is another than before; `at_once`: state.json must say so without delay."""
+    def changed(self) -> None:
+        """The state is another than before."""
         self._dirty = True
-        self._at_once = self._at_once or at_once
 
     def add_steps(self, attempt: int, steps: list[dict[str, Any]]) -> None:
         for step in steps:
@@ -95,11 +93,11 @@ class Publisher:
             self._send(StateUpdate(run=state(), machine=machine))
 
     def state_file_due(self) -> bool:
-        now = time.monotonic()
-        if self._at_once or now - self._file_written >= _STATE_FILE_SECONDS:
-            self._at_once, self._file_written = False, now
-            return True
-        return False
+        """Whether state.json is old; what must be in it without delay is written at once, see `Supervisor.save_state`."""
+        return time.monotonic() - self._file_written >= _STATE_FILE_SECONDS
+
+    def state_file_written(self) -> None:
+        self._file_written = time.monotonic()
 
     def _flush_rows(self) -> None:
         if self._rows or self._reset_from is not None:

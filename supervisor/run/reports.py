@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from memtop.supervisor import units
 from memtop.supervisor.run import explain
+from memtop.supervisor.run.journal import Journal
 from memtop.supervisor.run.manifest import newest_checkpoint
 from memtop.supervisor.wire import Phase
 
@@ -14,27 +15,59 @@ if TYPE_CHECKING:
 
 
 def read_reports(supervisor: Supervisor, *, to_the_end: bool = False) -> None:
+    """Take in what is new of each rank, a piece of it or all."""
+    for journal in _journals(supervisor):
+        while _read_on(supervisor, journal) and to_the_end:
+            pass
+
+
+def store_owed(supervisor: Supervisor) -> None:
+    """Give the ledger what it could not take when it was read; nothing where it has everything."""
+    for journal in _journals(supervisor):
+        _store_owed(supervisor, journal)
+
+
+def _journals(supervisor: Supervisor) -> list[Journal]:
     assert supervisor.attempt is not None
     number = supervisor.attempt.number
-    for journal in supervisor.attempt.journals(lambda rank: supervisor.ledger.journal_offset(number, rank)):
-        while True:
-            reports, end = journal.read_new()
-            if end == journal.offset or not _store(supervisor, number, journal.rank, reports, end):
-                break
-            journal.offset = end
-            for report in reports:
-                _apply(supervisor, journal.rank, report)
-            if not to_the_end:
-                break
+    return supervisor.attempt.journals(lambda rank: supervisor.ledger.journal_offset(number, rank))
 
 
-def _store(supervisor: Supervisor, number: int, rank: int, reports: list[dict[str, Any]], end: int) -> bool:
+def _read_on(supervisor: Supervisor, journal: Journal) -> bool:
+    """The next piece, stored first and acted upon even where that fails: a full disk must not hide what the program says.
+    Whether there was any."""
+    _store_owed(supervisor, journal)
+    reports, end = journal.read_new()
+    if end == journal.offset:
+        return False
+    if journal.stored == journal.offset:
+        _store(supervisor, journal, reports, end)
+    journal.offset = end
+    for report in reports:
+        _apply(supervisor, journal.rank, report)
+    return True
+
+
+def _store_owed(supervisor: Supervisor, journal: Journal) -> None:
+    while journal.stored < journal.offset:
+        reports, end = journal.read(journal.stored, journal.offset)
+        if end == journal.stored or not _store(supervisor, journal, reports, end):
+            return
+
+
+def _store(supervisor: Supervisor, journal: Journal, reports: list[dict[str, Any]], end: int) -> bool:
     """Put step reports into the ledger; False if it cannot be written now (they stay in the journal for later)."""
-    steps = [r for r in reports if rank == 0 and r.get("type") == "step" and isinstance(r.get("update"), int)]
-    stored = supervisor.ledgered(lambda: supervisor.ledger.add_reports(number, rank, steps, end))
-    if stored is not None and steps:
-        supervisor.publisher.add_steps(number, steps)
-    return stored is not None
+    assert supervisor.attempt is not None
+    number, rank = supervisor.attempt.number, journal.rank
+    steps = [report for report in reports if rank == 0 and _is_step(report)]
+    if supervisor.ledgered(lambda: supervisor.ledger.add_reports(number, rank, steps, end)) is None:
+        return False
+    journal.stored = end
+    return True
+
+
+def _is_step(report: dict[str, Any]) -> bool:
+    return report.get("type") == "step" and isinstance(report.get("update"), int)
 
 
 def _apply(supervisor: Supervisor, rank: int, report: dict[str, Any]) -> None:
@@ -46,6 +79,8 @@ def _apply(supervisor: Supervisor, rank: int, report: dict[str, Any]) -> None:
     if rank != 0:
         return
     kind = report.get("type")
+    if _is_step(report):
+        supervisor.publisher.add_steps(supervisor.attempt.number, [report])
     if kind == "plan":
         start = int(report.get("updates") or 0)
         supervisor.update_attempt(start_updates=start)

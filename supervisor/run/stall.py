@@ -19,24 +19,30 @@ _BLOCK_BYTES = 1 << 20
 _TAIL_BYTES = 64 << 10
 SECONDS, FIRST_SECONDS = 30.0, 60.0
 """How long nothing may be heard after such words, and before the first update, which takes longer than the others."""
-_UPDATES = 5.0
-"""Programs with long updates are given the time of so many."""
+_UPDATES, _PAUSES = 5.0, 3.0
+"""Programs with long updates are given the time of so many, and of so many times their longest pause so far."""
+ASIDE_SECONDS = 600.0
+"""Beside updates: an evaluation or a save may take so long without a word. Of a program of the user's own nobody knows when it
+does such things."""
+MOST_SECONDS = 3600.0
 
 
 class StallWatch:
-    """Reads the new output of one attempt. Not to be called for a program that is being stopped."""
+    """Reads the output of one attempt: what is new, and of what an earlier supervisor has left behind the end. Not to be called
+    for a program that is being stopped."""
 
     def __init__(self, log: Path, monotonic: Callable[[], float]) -> None:
         self._log = log
         self._monotonic = monotonic
-        self._offset = _size(log)
+        self._offset = max(0, _size(log) - _TAIL_BYTES)
         self._heard = -1
         self._since: float | None = None
         self._words = ""
 
-    def look(self, heard: int, update_seconds: float | None) -> str | None:
+    def look(self, heard: int, update_seconds: float | None, *, longest_pause: float = 0.0, aside: bool = False) -> str | None:
         """The words after which nothing more came for too long, else None. `heard`: how many reports the program has made;
-        `update_seconds`: of its newest update, None before the first."""
+        `update_seconds`: of its newest update, None before the first; `longest_pause`: seconds that it was silent before and
+        went on; `aside`: it may be at something else than an update."""
         before, words = self._offset, self._new_words()
         if words is not None:
             self._since, self._words, self._heard = self._monotonic(), words, heard
@@ -48,7 +54,7 @@ class StallWatch:
         # Of a program that never reports anything its silence says nothing.
         if self._since is None or not heard:
             return None
-        patience = FIRST_SECONDS if update_seconds is None else max(SECONDS, _UPDATES * update_seconds)
+        patience = _patience(update_seconds, longest_pause, aside=aside)
         return self._words if self._monotonic() - self._since > patience else None
 
     def is_of_memory(self) -> bool:
@@ -76,6 +82,13 @@ class StallWatch:
         self._offset = end
         lines = [line for line in block.splitlines() if _WORDS.search(line)]
         return lines[-1].decode(errors="replace").strip()[:300] if lines else None
+
+
+def _patience(update_seconds: float | None, longest_pause: float, *, aside: bool) -> float:
+    if update_seconds is None:
+        return FIRST_SECONDS
+    own_pace = max(_UPDATES * update_seconds, min(_PAUSES * longest_pause, MOST_SECONDS))
+    return max(ASIDE_SECONDS if aside else SECONDS, own_pace)
 
 
 def _size(path: Path) -> int:

@@ -11,6 +11,7 @@ import itertools
 import os
 import sqlite3
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from memtop.supervisor.run.control import ControlServer, socket_path
 from memtop.supervisor.run.ending import finish
 from memtop.supervisor.run.folder import RunFolder, RunLock, StateFile, write_json
 from memtop.supervisor.run.launch import launch as start_program
-from memtop.supervisor.run.ledger import Attempt, open_for_writing
+from memtop.supervisor.run.ledger import open_for_writing
 from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.manifest import newest_checkpoint
@@ -34,14 +35,17 @@ from memtop.supervisor.run.prevention import Prevention
 from memtop.supervisor.run.process import ProcessId, become_subreaper, identify, reap_children, record_rank
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.publish import Publisher
-from memtop.supervisor.run.reports import read_reports
+from memtop.supervisor.run.reports import read_reports, store_owed
 from memtop.supervisor.run.state import rank_reports, run_state
 from memtop.supervisor.run.survival import Survival
+from memtop.supervisor.run.taking_over import take_over
 from memtop.supervisor.wire import Change, Checkpoint, Event, Phase, RunState
 
 T = TypeVar("T")
 
 _TICK_SECONDS = 0.2
+# While the ledger cannot be written; the oldest give way.
+_EVENTS_KEPT = 1000
 # After the run has ended: how long to stay for viewers that are just connecting.
 _LINGER_SECONDS = 3.0
 
@@ -73,6 +77,7 @@ class Supervisor:
         self.exit_status: int | None = None
         # What the ledger could not take of the present attempt yet (a full disk).
         self._owed: dict[str, Any] = {}
+        self._unwritten: deque[Event] = deque(maxlen=_EVENTS_KEPT)
         self.checkpoint = newest_checkpoint(folder.latest_state)
         self._socket = socket_path(folder.path)
         self.watch = MachineWatch(folder.path.parent, self._members, lambda: rank_reports(self))
@@ -97,7 +102,7 @@ class Supervisor:
         self.watch.start(self._on_sample, self._on_sampling_failed)
         try:
             try:
-                self._take_over(change)
+                take_over(self, change)
             except MemtopError:
                 # Whoever waits for this supervisor takes its socket and state.json together for its start.
                 await self._server.close()
@@ -105,50 +110,15 @@ class Supervisor:
             await self._loop()
         finally:
             self.watch.stop()
-            self._save_state()
+            self.save_state()
             await self._server.close()
             self.ledgered(self.ledger.close)
             self._lock.release()
 
-    def _take_over(self, change: Change | None) -> None:
-        attempts = self.ledger.attempts()
-        if not attempts:
-            self.launch(1, "start", change or Change())
-            return
-        last, state = attempts[-1], self.folder.state()
-        # An attempt that could not be started never was what this run is.
-        begun = [attempt for attempt in attempts if (attempt.diagnosis or {}).get("started", True)]
-        self._remember(begun[-1] if begun else last, state)
-        if last.ended is None:
-            self._adopt(state)
-            self.pending = change or self.pending
-            return
-        phase = state.run.state if state is not None and state.run.state.final else Phase.FAILED
+    def resume_in(self, phase: Phase, reason: str | None = None) -> None:
+        """Begin where an earlier supervisor has left the run."""
         self.lifecycle = Lifecycle(phase, self._monotonic)
-        self.lifecycle.reason = state.run.reason if state is not None else None
-        self.prevention.trials.take_up()
-        if change is not None:
-            self.launch(last.number + 1, explain.restart_reason(change), change)
-
-    def _remember(self, last: Attempt, state: StateFile | None) -> None:
-        """Know again what an earlier supervisor knew of the run's newest attempt."""
-        self.settings = last.settings
-        self.survival.remember(last, state.run.proposal if state is not None else None)
-        self.progress.resume_from(self.ledger.metrics())
-        self.attempt = RunningAttempt(self.folder, last.number, shim_pid=None)
-        self.started, self.ended, self.exit_status = last.started, last.ended, last.exit_status
-        self.attempt.replay(lambda rank: self.ledger.journal_offset(last.number, rank), self.progress.apply)
-
-    def _adopt(self, state: StateFile | None) -> None:
-        assert self.attempt is not None
-        self.adopted = True
-        phase = state.run.state if state is not None and not state.run.state.final else Phase.STARTING
-        self.lifecycle = Lifecycle(phase, self._monotonic)
-        self.pending = state.pending if state is not None else None
-        self.event("adopted", f"supervisor {os.getpid()} took over attempt {self.attempt.number}")
-        self.prevention.trials.take_up()
-        if phase in (Phase.STOPPING, Phase.RESTARTING):
-            self.begin_stop(asked=False)
+        self.lifecycle.reason = reason
 
     async def _loop(self) -> None:
         linger_until: float | None = None
@@ -163,7 +133,11 @@ class Supervisor:
                 return
 
     async def _tick(self) -> None:
-        if self.attempt is not None and not self.lifecycle.phase.final:
+        if self.attempt is not None:
+            self._pay()
+        if self.attempt is not None and self.lifecycle.phase.final:
+            self.survival.configurations.keep()
+        elif self.attempt is not None:
             self.attempt.note_reaped(reap_children())
             self.survival.look()
             read_reports(self)
@@ -180,6 +154,17 @@ class Supervisor:
                 self.prevention.tick()
         self.publish()
 
+    def _pay(self) -> None:
+        """Give the ledger what it could not take before: the disk may have room again."""
+        store_owed(self)
+        if self._owed:
+            self.update_attempt()
+        while self._unwritten:
+            event = self._unwritten[0]
+            if self.ledgered(lambda: self.ledger.add_event(event)) is None:  # noqa: B023 - called at once
+                return
+            self._unwritten.popleft()
+
     def keep_up(self) -> None:
         read_reports(self)
         self.publish()
@@ -187,7 +172,7 @@ class Supervisor:
     def publish(self) -> None:
         self.publisher.tick(self.state, self.watch.machine)
         if self.publisher.state_file_due():
-            self._save_state()
+            self.save_state()
 
     # --- attempts -------------------------------------------------------------------------------------------------------
 
@@ -196,8 +181,9 @@ class Supervisor:
 
         Whatever refuses it (the change, the ledger, the disk) leaves what is known of the attempt before as it is.
         """
-        if self._owed:
-            self.update_attempt()
+        if self.attempt is not None:
+            self._pay()
+            self.survival.configurations.keep()
         latest = self.folder.latest_state
         settings = edited(self._proven(), change, self._resumed_from(change), self.survival.configurations.rows)
         allocator = change.assignments.get("allocator", self.survival.allocator) if settings is None else ""
@@ -250,6 +236,9 @@ class Supervisor:
         latest = self.folder.latest_state
         return newest_checkpoint(latest) if change.state_before is None else going_back.state_at(latest, change.state_before)
 
+    def next_number(self) -> int:
+        return self.ledger.attempts()[-1].number + 1
+
     def come_back(self, change: Change) -> None:
         """Start again after a death, as it was decided."""
         assert self.attempt is not None
@@ -268,9 +257,7 @@ class Supervisor:
     def begin_restart(self, change: Change) -> None:
         """Stop the attempt; when it has ended, the next one starts with the change. An ended run starts at once."""
         if self.lifecycle.phase.final or self.survival.comeback is not None:
-            assert self.attempt is not None or self.ledger.attempts()
-            number = self.ledger.attempts()[-1].number + 1
-            self.launch(number, explain.restart_reason(change), change)
+            self.launch(self.next_number(), explain.restart_reason(change), change)
             return
         if change.state_before is not None:
             going_back.hold(self.folder.latest_state, change.state_before)
@@ -279,6 +266,8 @@ class Supervisor:
         self.pending = change
         if self.lifecycle.phase is not Phase.RESTARTING:
             self.move(Phase.RESTARTING)
+        else:
+            self.save_state()
         if self.ladder is None:
             self.ask_to_stop()
 
@@ -363,7 +352,7 @@ class Supervisor:
     # --- state ----------------------------------------------------------------------------------------------------------
 
     def event(self, kind: str, message: str, data: dict[str, Any] | None = None) -> None:
-        """Remember something and tell the viewers. A ledger that cannot be written costs the memory, not the news."""
+        """Remember something and tell the viewers. What a ledger cannot take now it is given later."""
         event = Event(
             # Below zero while the ledger has not numbered it: viewers tell events apart by their number.
             id=next(self._unnumbered),
@@ -373,7 +362,9 @@ class Supervisor:
             message=message,
             data=data or {},
         )
-        numbered = self.ledgered(lambda: self.ledger.add_event(event))
+        numbered = None if self._unwritten else self.ledgered(lambda: self.ledger.add_event(event))
+        if numbered is None:
+            self._unwritten.append(event)
         self.publisher.add_event(numbered or event)
 
     def update_attempt(self, **values: Any) -> None:
@@ -411,17 +402,23 @@ class Supervisor:
             self.warnings[topic] = text
 
     def move(self, phase: Phase, reason: str | None = None) -> None:
+        """To the next phase, which state.json tells before anything else happens: what was decided outlives its supervisor."""
         self.lifecycle.move(phase, reason)
-        self.publisher.changed(at_once=True)
+        self.publisher.changed()
+        self.save_state()
 
-    def _save_state(self) -> None:
+    def save_state(self) -> None:
         me = identify(os.getpid())
         state = StateFile(
             run=self.state(),
             socket=str(self._socket),
             supervisor_started_ticks=me.started_ticks if me else None,
             pending=self.pending,
+            waiting=self.survival.comeback.waiting if self.survival.comeback is not None else None,
+            waited_at=self.survival.waited_at,
+            stalled=self.survival.stalled,
         )
+        self.publisher.state_file_written()
         try:
             write_json(self.folder.state_path, state)
         except RunFolderError as error:

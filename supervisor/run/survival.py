@@ -22,8 +22,9 @@ from memtop.supervisor.recovery.policy import SURE, Decision
 from memtop.supervisor.run import autopsy, explain, proposing
 from memtop.supervisor.run.attempt import ExitFile
 from memtop.supervisor.run.autopsy import End
-from memtop.supervisor.run.comeback import NOTICE_SECONDS, Comeback, free_bytes
+from memtop.supervisor.run.comeback import NOTICE_SECONDS, Comeback, Waiting, free_bytes
 from memtop.supervisor.run.configurations import Configurations, Record
+from memtop.supervisor.run.folder import StateFile
 from memtop.supervisor.run.ledger import Attempt
 from memtop.supervisor.run.stall import StallWatch
 from memtop.supervisor.run.witness import Witness
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 _DISK_MARGIN, _DISK_BYTES = 1.1, 1 << 20
 # Weights and two moments in fp32.
 _STATE_BYTES = 12
+# Events that tell of a report, each once.
+_TOLD = ("oom", "survived", "settings")
 # Where no state was ever written and the program has not said how large its model is, nobody knows how large one is.
 _DISK_UNKNOWN_BYTES = 1 << 30
 
@@ -50,13 +53,17 @@ class Survival:
         self.proposal: Proposal | None = None
         self.comeback: Comeback | None = None
         self.allocator = ""
-        self._waited_at: int | None = None
-        """The newest saved update when a restart last waited for room on the disk."""
         """Options that memtop gives to a program of the user's own."""
+        self.waited_at: int | None = None
+        """The newest saved update when a restart last had room on the disk again."""
         self.witness: Witness | None = None
         self.stalled: str | None = None
         """After which words the program stood still, where memtop ended it for that."""
         self._stall: StallWatch | None = None
+        self._resident: int | None = None
+        """What the run's processes last held of host memory in this attempt."""
+        self._told: set[tuple[str, float]] = set()
+        """What an earlier supervisor has told of this attempt: kinds of events, and the times of their reports."""
         self._said: str | None = None
         self._keyed: tuple[Settings | None, bool, str] = None, False, ""
 
@@ -66,18 +73,47 @@ class Survival:
         """Go on with the configurations that the ledger knows; see `Configurations`."""
         self.configurations = Configurations(records, save, tell)
 
-    def remember(self, attempt: Attempt, proposal: Proposal | None) -> None:
-        """Know again what an earlier supervisor knew of the run's newest attempt."""
-        self.proposal = proposal
+    def remember(self, attempt: Attempt, state: StateFile | None) -> None:
+        """Know again what an earlier supervisor knew of the run's newest attempt; `replay` tells the rest."""
+        if state is not None and state.run.attempt == attempt.number:
+            self.proposal, self.stalled = state.run.proposal, state.stalled
+        self.waited_at = state.waited_at if state is not None else None
         folder = self._supervisor.folder.attempt(attempt.number)
         self.witness = Witness(folder, attempt.started)
         self._stall = StallWatch(folder / "output.log", self._monotonic)
+        self._told = self._supervisor.ledger.told(attempt.number, _TOLD)
+        if attempt.ended is None and not self.configurations.has_begun(attempt.number):
+            self._begin_untold(attempt, state)
         present = self.configurations.present
         if present is not None:
             self.allocator = present.allocator
-            if present.configuration.settings is not None:
-                # Later than the attempt's: the program may have gone on with others.
-                self._supervisor.settings = present.configuration.settings
+
+    def _begin_untold(self, attempt: Attempt, state: StateFile | None) -> None:
+        """An earlier supervisor has started the attempt and died before it could say with which configuration."""
+        waiting = state.waiting.change if state is not None and state.waiting is not None else None
+        asked = state.pending if state is not None else None
+        cause = next((one for one in (waiting, asked) if one and explain.restart_reason(one) == attempt.reason), None)
+        present = self.configurations.present
+        before = present.allocator if present is not None else ""
+        self.configurations.begin_attempt(
+            attempt.number,
+            attempt.reason,
+            attempt.settings,
+            allocator=cause.assignments.get("allocator", before) if cause is not None and attempt.settings is None else before,
+            by_memtop=cause is not None and cause is waiting,
+            saved=attempt.start_updates if attempt.start_updates is not None else self._saved(),
+            started=attempt.started,
+        )
+
+    def replay(self, rank: int, report: dict[str, Any]) -> None:
+        """A rank had said this to an earlier supervisor, which may have died before it had drawn its conclusions. What is known
+        already stays as it is."""
+        if report.get("type") != "step":
+            self.report(rank, report)
+
+    def wait_again(self, waiting: Waiting) -> None:
+        """Go on with a restart that an earlier supervisor had decided."""
+        self._come_back(waiting)
 
     def begin(self, attempt: int, reason: str, change: Change, started: float, allocator: str) -> None:
         """An attempt was started, by the comeback if there is one."""
@@ -85,14 +121,17 @@ class Survival:
         folder = supervisor.folder.attempt(attempt)
         self.witness = Witness(folder, started, supervisor.watch.machine)
         self._stall, self.stalled = StallWatch(folder / "output.log", self._monotonic), None
-        saved = supervisor.checkpoint
+        self._resident, self._told = None, set()
+        comes_back = self.comeback is not None and self.comeback.change is change
+        if comes_back and self.comeback is not None and self.comeback.waiting.disk_bytes is not None:
+            self.waited_at = self._saved() or 0
         self.configurations.begin_attempt(
             attempt,
             reason,
             supervisor.settings,
             allocator=self.allocator,
-            by_memtop=self.comeback is not None and self.comeback.change is change,
-            saved=saved.updates if saved is not None and saved.complete else None,
+            by_memtop=comes_back,
+            saved=self._saved(),
         )
         self.comeback, self._said = None, None
 
@@ -109,6 +148,7 @@ class Survival:
             return
         if self.comeback is None and attempt.trainer is not None:
             self.witness.sample(watch.machine, watch.member_pids, attempt.trainer.pid)
+        self._resident = watch.run_rss_bytes or self._resident
         if self._trains_on_the_cpu():
             self.configurations.note_host(watch.run_rss_bytes, self._key())
         self._look_for_a_stall()
@@ -125,10 +165,18 @@ class Survival:
         supervisor = self._supervisor
         if self._stall is None or supervisor.ladder is not None or self.comeback is not None:
             return
-        words = self._stall.look(supervisor.progress.heard, supervisor.progress.step.get("step_seconds"))
+        progress, settings = supervisor.progress, supervisor.settings
+        words = self._stall.look(
+            progress.heard,
+            progress.step.get("step_seconds"),
+            longest_pause=progress.longest_pause,
+            aside=settings is None or progress.is_aside(settings),
+        )
         if words is not None and self._stall.is_of_memory():
             self.stalled = words
             supervisor.event("stalled", f"nothing has come from the program since: {words}; it is ended")
+            # Of our own signal, then: whoever comes after this supervisor must know.
+            supervisor.save_state()
             supervisor.begin_stop(asked=False)
 
     def report(self, rank: int, report: dict[str, Any]) -> None:
@@ -140,13 +188,30 @@ class Survival:
             if self.proposal is not None and rank == 0:
                 self.proposal = None
         elif kind == "oom":
-            self._supervisor.event(
-                "survived" if report.get("survived") else "oom", explain.oom_text(rank, report), _data(report)
-            )
+            self._note_failure(rank, report)
+            self._tell("survived" if report.get("survived") else "oom", explain.oom_text(rank, report), report)
         elif kind == "settings" and rank == 0:
             self._changed(report)
         elif kind == "plan" and rank == 0:
             self.configurations.resumed(int(report.get("updates") or 0))
+            if self._trains_on_the_cpu():
+                # The first allocation after this may be the one that fails, long before the next sample.
+                self.configurations.note_host(self._resident, self._key())
+
+    def _note_failure(self, rank: int, report: dict[str, Any]) -> None:
+        """On the CPU what is held at the failure is the peak: no sample may ever have seen it."""
+        present, held = self.configurations.present, report.get("rss_bytes")
+        if present is None or held is None or not self._trains_on_the_cpu():
+            return
+        if (report.get("time") or 0.0) < present.configuration.started:
+            return  # an earlier one's, which an earlier supervisor has dealt with
+        others = sum(other.rss_bytes or 0 for other in self._supervisor.progress.ranks(set()) if other.rank != rank)
+        self.configurations.note_host(held + others, self._key())
+
+    def _tell(self, kind: str, text: str, report: dict[str, Any]) -> None:
+        """An event that comes of a report, unless it was told already."""
+        if (kind, report.get("time")) not in self._told:
+            self._supervisor.event(kind, text, _data(report))
 
     def _changed(self, report: dict[str, Any]) -> None:
         """The running program goes on with other settings: they are the run's from now on."""
@@ -161,13 +226,18 @@ class Survival:
         text = explain.settings_text(supervisor.settings, after, report)
         supervisor.settings = after
         failed = report.get("reason") == "allocation failure"
-        died = self._kind_of_last_failure() if failed else None
-        self.configurations.change(int(report.get("update") or 0), text, after, died=died, saved=self._saved())
-        supervisor.event("settings", text, _data(report))
+        update = int(report.get("update") or 0)
+        died = self._kind_of_failure(update) if failed else None
+        assert supervisor.attempt is not None
+        said = supervisor.attempt.number, float(report.get("time") or 0.0)
+        self.configurations.change(update, text, after, died=died, saved=self._saved(), said=said)
+        self._tell("settings", text, report)
 
-    def _kind_of_last_failure(self) -> str:
-        """What the trainer, which caught it, ran out of."""
-        on_gpu = any(report.get("device_uuid") for _, report in self._supervisor.progress.failures[-1:])
+    def _kind_of_failure(self, update: int) -> str:
+        """What the trainer, which went on with less from this update on, ran out of. The journals are read one after the other:
+        the failure may be in one that comes later, and then it is that of where the run trains."""
+        failures = [report for _, report in self._supervisor.progress.failures if (report.get("update") or 0) >= update - 1]
+        on_gpu = any(report.get("device_uuid") for report in failures[-1:]) if failures else self.on_gpu
         return str(Kind.GPU_OOM.value if on_gpu else Kind.HOST_OOM_ALLOC.value)
 
     # --- its end --------------------------------------------------------------------------------------------------------
@@ -186,12 +256,18 @@ class Survival:
             asked_to_stop=asked,
             settings=supervisor.settings,
             reports=tuple(supervisor.progress.failures),
+            newest_step=supervisor.progress.step.get("time"),
         )
         work = asyncio.ensure_future(asyncio.to_thread(autopsy.examine, end, witness))
         while not work.done():
             await asyncio.wait({work}, timeout=0.2)
             meanwhile()
-        return work.result()
+        try:
+            return work.result()
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with the evidence: that the run has ended is recorded
+            why = f"why attempt {supervisor.attempt.number} ended could not be found out: {error!r}"
+            supervisor.event("warning", why)
+            return Diagnosis(kind=Kind.NOT_MEMORY, reason="no_evidence", confidence=0.0, summary=why)
 
     def ended(self, outcome: str, diagnosis: Diagnosis | None) -> None:
         """The attempt is over: so is its configuration."""
@@ -206,7 +282,11 @@ class Survival:
         """What follows a death: a comeback that waits its turn, or a question; None where memory was not the reason."""
         if not diagnosis.of_memory or diagnosis.confidence < SURE:
             return None
-        proposal, decision = proposing.propose(self._supervisor, diagnosis)
+        try:
+            proposal, decision = proposing.propose(self._supervisor, diagnosis)
+        except Exception as error:  # noqa: BLE001 - a run without a remedy has ended all the same, and is to be told so
+            self._supervisor.event("warning", f"what can be done about it could not be worked out: {error!r}")
+            return None
         if decision.action == "wait" and (why := self._no_use_to_wait()) is not None:
             decision = replace(decision, action="ask", why=why)
             proposal = replace(proposal, waiting=why)
@@ -218,12 +298,11 @@ class Survival:
     def _no_use_to_wait(self) -> str | None:
         """Why room on the run's own disk would not help; None where it would."""
         saved = self._saved() or 0
-        if self._waited_at is not None and saved <= self._waited_at:
+        if self.waited_at is not None and saved <= self.waited_at:
             return "it has waited for room on the disk before, and nothing newer could be saved since"
         free = free_bytes(self._supervisor.folder.path)
         if isinstance(free, int) and free >= self._room_needed():
             return f"the disk of the run has {units.size(free)} free: another one is full, or a quota is used up"
-        self._waited_at = saved
         return None
 
     def _prepare(self, diagnosis: Diagnosis, decision: Decision) -> None:
@@ -233,15 +312,19 @@ class Survival:
         change = Change(reason=reason) if decision.remedy is None else change_for(decision.remedy, reason=reason)
         uuids = set(supervisor.progress.devices.values())
         before = self.witness.baseline.gpu_used_bytes if self.witness is not None else {}
-        self.comeback = Comeback(
-            change,
-            gpus_before={uuid: taken for uuid, taken in before.items() if uuid in uuids},
-            forecast=decision.remedy.forecast if decision.remedy is not None else None,
-            disk=(supervisor.folder.path, self._room_needed()) if decision.action == "wait" else None,
-            monotonic=self._monotonic,
+        self._come_back(
+            Waiting(
+                change=change,
+                gpus_before={uuid: taken for uuid, taken in before.items() if uuid in uuids},
+                forecast=decision.remedy.forecast if decision.remedy is not None else None,
+                disk_bytes=self._room_needed() if decision.action == "wait" else None,
+            )
         )
-        assert self.proposal is not None
-        self.proposal = replace(self.proposal, begins=time.time() + NOTICE_SECONDS)
+
+    def _come_back(self, waiting: Waiting) -> None:
+        self.comeback, self._said = Comeback(waiting, self._supervisor.folder.path, self._monotonic), None
+        if self.proposal is not None:
+            self.proposal = replace(self.proposal, begins=time.time() + NOTICE_SECONDS)
 
     def tick(self) -> None:
         """While a comeback waits."""

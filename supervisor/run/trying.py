@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -65,7 +66,9 @@ def put_back(supervisor: Supervisor, before: Settings, reason: str) -> None:
     assert last is not None, "a trial began with a configuration"
     done = last.configuration.until_update or supervisor.state().updates or 0
     died = last.configuration.outcome if last.died_of_memory else None
-    configurations.change(done + 1, reason, settings, died=died, saved=last.saved_after)
-    configurations.end(supervisor.phase.value, None, last.saved_after)
+    saved = last.starts[-1].saved_after if last.starts else None
+    said = (last.newest_attempt, time.time())
+    configurations.change(done + 1, reason, settings, died=died, saved=saved, said=said)
+    configurations.end(supervisor.phase.value, None, saved)
     supervisor.settings = settings
-    supervisor.publisher.changed(at_once=True)
+    supervisor.publisher.changed()

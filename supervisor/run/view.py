@@ -31,17 +31,12 @@ _CLOCK_TICKS = TICKS_PER_SECOND // 2
 def read_state(folder: RunFolder) -> RunState:
     """The run as its folder tells it, corrected by what is really alive now."""
     file = folder.state()
-    if file is None:
-        spec = folder.spec()
-        return RunState(
-            name=folder.name,
-            folder=str(folder.path),
-            state=Phase.CREATED,
-            created=spec.created,
-            settings=spec.settings,
-            on_oom=spec.on_oom,
-        )
-    state = file.run
+    newest = folder.newest_attempt()
+    state = file.run if file is not None else _untold(folder)
+    if newest > state.attempt:
+        state = _just_begun(folder, state, newest)
+    elif file is None:
+        return state
     supervised = _supervisor_alive(folder)
     training = trainer_alive(folder, state.attempt)
     # A run that was moved aside is where it is now, whatever it was called when this was written.
@@ -56,7 +51,12 @@ def read_state(folder: RunFolder) -> RunState:
         changes["proposal"] = msgspec.structs.replace(state.proposal, begins=None)
     if not training:
         changes |= {"trainer_pid": None, "eta_seconds": None}
-    if not supervised and not training and not state.state.final:
+    if not supervised and not training and file is not None and _owes_restart(folder, file, newest):
+        changes |= {
+            "state": Phase.RESTARTING,
+            "reason": f"its restart waits, but its supervisor is gone: memtop watch {folder.name} takes it up",
+        }
+    elif not supervised and not training and not state.state.final:
         changes |= {
             "state": Phase.FAILED,
             "reason": f"supervisor and trainer are both gone: memtop restart {folder.name}",
@@ -64,6 +64,38 @@ def read_state(folder: RunFolder) -> RunState:
     elif not supervised and training:
         changes["reason"] = f"its supervisor is gone, training goes on: memtop watch {folder.name}"
     return msgspec.structs.replace(state, **changes)
+
+
+def _untold(folder: RunFolder) -> RunState:
+    """A run of which nothing is written but what was asked for."""
+    spec = folder.spec()
+    return RunState(
+        name=folder.name,
+        folder=str(folder.path),
+        state=Phase.CREATED,
+        created=spec.created,
+        settings=spec.settings,
+        command=spec.command,
+        on_oom=spec.on_oom,
+    )
+
+
+def _just_begun(folder: RunFolder, state: RunState, attempt: int) -> RunState:
+    """The run with an attempt that its supervisor has started and not told of yet (or has died before it could)."""
+    trainer = RunningAttempt(folder, attempt, shim_pid=None).trainer
+    return msgspec.structs.replace(
+        state,
+        state=Phase.STARTING,
+        reason=None,
+        attempt=attempt,
+        trainer_pid=trainer.pid if trainer is not None else None,
+        log_path=str(folder.attempt(attempt) / "output.log"),
+        started=None,
+        ended=None,
+        exit_status=None,
+        ranks=(),
+        proposal=None,
+    )
 
 
 def _of_nobody(state: RunState, supervised: bool) -> dict[str, Any]:
@@ -173,7 +205,7 @@ def known_runs(runs_dir: Path) -> list[KnownRun]:
 class _Over(NamedTuple):
     """A run as it was when nobody worked on it."""
 
-    stamps: tuple[_Stamp, _Stamp]
+    stamps: tuple[_Stamp | None, ...]
     lock: RunLock
     run: KnownRun
 
@@ -183,28 +215,31 @@ _over: dict[str, _Over] = {}
 
 def _known_run(path: str) -> KnownRun | None:
     """None where it has never been started."""
-    spec_stamp = _stamp(f"{path}/run.json")
-    try:
-        stamps = spec_stamp, _stamp(f"{path}/state.json")
-    except FileNotFoundError:
-        return None
+    spec_stamp, state_stamp = _stamp(f"{path}/run.json"), _stamp_if_any(f"{path}/state.json")
+    # The folder of the attempts changes with each new one.
+    stamps = spec_stamp, state_stamp, _stamp_if_any(f"{path}/attempts")
     remembered = _over.get(path)
     # A run that is taken up again is locked first, and only then is an attempt started.
     if remembered is not None and remembered.stamps == stamps and not remembered.lock.is_held():
         return remembered.run
     folder = RunFolder(Path(path))
-    number, lock = _number_in(folder.state_path, stamps[1]), RunLock(folder)
+    told = 0 if state_stamp is None else _number_in(folder.state_path, state_stamp)
+    number, lock = max(told, folder.newest_attempt()), RunLock(folder)
+    if not number and state_stamp is None:
+        return None
     living = trainer_alive(folder, number) or lock.is_held()
     run = KnownRun(
         name=folder.name,
         folder=str(folder.path),
         alive=living,
         attempt=number,
-        created=_created(folder.spec_path, stamps[0]),
+        created=_created(folder.spec_path, spec_stamp),
         recorded=tuple(_recorded_attempts(folder, number, living)),
     )
     _over.pop(path, None)
-    if not living and all(attempt.ended_ticks is not None for attempt in run.recorded):
+    # A program that is only just being started writes itself down in a folder that is there already.
+    starting = any(other > number for other in folder.attempt_numbers())
+    if not living and not starting and all(attempt.ended_ticks is not None for attempt in run.recorded):
         _over[path] = _Over(stamps, lock, run)
     return run
 
@@ -212,6 +247,13 @@ def _known_run(path: str) -> KnownRun | None:
 def _stamp(path: Path | str) -> _Stamp:
     status = os.stat(path)  # noqa: PTH116 - a hot path
     return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _stamp_if_any(path: str) -> _Stamp | None:
+    try:
+        return _stamp(path)
+    except FileNotFoundError:
+        return None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -298,9 +340,17 @@ def trainer_alive(folder: RunFolder, attempt: int) -> bool:
 
 
 def needs_supervisor(folder: RunFolder) -> bool:
-    """True if the trainer lives and its supervisor does not."""
-    file = folder.state()
-    return file is not None and not _supervisor_alive(folder) and trainer_alive(folder, file.run.attempt)
+    """True if the run is to go on (its trainer lives, or a restart waits) and its supervisor is gone."""
+    file, newest = folder.state(), folder.newest_attempt()
+    if _supervisor_alive(folder):
+        return False
+    told = file.run.attempt if file is not None else 0
+    return trainer_alive(folder, max(told, newest)) or (file is not None and _owes_restart(folder, file, newest))
+
+
+def _owes_restart(folder: RunFolder, file: StateFile, newest: int) -> bool:
+    """A restart was decided, and no program was started since. Of a run that was moved aside nobody wants it any more."""
+    return file.restarts and newest <= file.run.attempt and file.run.folder == str(folder.path)
 
 
 def _supervisor_alive(folder: RunFolder) -> bool:

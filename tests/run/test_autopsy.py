@@ -70,6 +70,20 @@ def test_what_failed_is_told_with_the_batch_that_it_had(folder: Path) -> None:
     assert examine(silent, Witness(folder, time.time())).requested_for == found.requested_for
 
 
+def test_a_failure_in_a_thread_counts_only_where_no_update_came_after_it(folder: Path) -> None:
+    """Whether the program can do without the thread, only the program's going on tells."""
+    beside = ((1, oom(survived=None, time=50.0)),)
+    last_words = end_of(folder, reports=beside, newest_step=49.0)
+    found = examine(last_words, Witness(folder, time.time()))
+    assert (found.kind, found.rank, found.confidence < 0.99) == (Kind.GPU_OOM, 1, True)
+    went_on = end_of(folder, reports=beside, newest_step=51.0)
+    assert examine(went_on, Witness(folder, time.time())).kind is Kind.NOT_MEMORY
+    # What surely ended it comes first, whenever it was.
+    both = end_of(folder, reports=(*beside, (0, oom(time=60.0))), newest_step=49.0)
+    found = examine(both, Witness(folder, time.time()))
+    assert (found.rank, found.confidence) == (0, 0.99)
+
+
 def test_an_error_of_ours_is_a_diagnosis_that_names_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

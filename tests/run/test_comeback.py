@@ -9,7 +9,7 @@ import pytest
 
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 from memtop.supervisor.recovery.values import Forecast
-from memtop.supervisor.run.comeback import DISK_SECONDS, NOTICE_SECONDS, VRAM_SECONDS, Comeback
+from memtop.supervisor.run.comeback import DISK_SECONDS, NOTICE_SECONDS, VRAM_SECONDS, Comeback, Waiting
 from memtop.supervisor.wire import Change
 
 GIB = 1 << 30
@@ -32,7 +32,8 @@ def card(used: int, *processes: GpuProcess) -> MachineSnapshot:
 
 
 def comeback(clock: Clock, forecast: Forecast | None = None) -> Comeback:
-    return Comeback(Change(batch=4), gpus_before={"GPU-0": GIB}, forecast=forecast, monotonic=clock)
+    waiting = Waiting(change=Change(batch=4), gpus_before={"GPU-0": GIB}, forecast=forecast)
+    return Comeback(waiting, Path("/"), clock)
 
 
 def test_it_goes_once_it_could_be_called_off_and_the_memory_is_back() -> None:
@@ -66,14 +67,14 @@ def test_a_card_that_somebody_else_fills_ends_in_a_question() -> None:
 
 def test_without_a_gpu_it_waits_for_nothing_but_a_veto() -> None:
     clock = Clock()
-    waiting = Comeback(Change(), gpus_before={}, monotonic=clock)
+    waiting = Comeback(Waiting(change=Change()), Path("/"), clock)
     clock.now += NOTICE_SECONDS
     assert waiting.look(None) == "go"
 
 
 def test_room_on_the_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    waiting = Comeback(Change(), gpus_before={}, disk=(tmp_path, 10 * GIB), monotonic=clock)
+    waiting = Comeback(Waiting(change=Change(), disk_bytes=10 * GIB), tmp_path, clock)
     clock.now += NOTICE_SECONDS
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=GIB))

@@ -37,6 +37,7 @@ from memtop.supervisor.run.manifest import newest_checkpoint, read_checkpoint
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.publish import Publisher
 from memtop.supervisor.run.supervisor import Supervisor
+from memtop.supervisor.run.taking_over import take_over
 from memtop.supervisor.run.view import known_runs, read_run, read_state, show
 from memtop.supervisor.wire import Change, Event, Outcome, Phase, Restart
 
@@ -480,7 +481,8 @@ def test_an_attempt_that_cannot_be_started_changes_nothing(tmp_path: Path, obsta
     follower = Supervisor(supervisor.folder)
     follower.ledger = Ledger(supervisor.folder.ledger_path)
     follower.ledger.update_attempt(1, ended=2.0, outcome="failed")
-    follower._take_over(None)
+    follower.publisher = supervisor.publisher
+    take_over(follower, None)
     assert follower.settings == SETTINGS
 
 

@@ -55,6 +55,18 @@ def test_two_restarts_without_a_newer_saved_update_end_in_a_question() -> None:
     assert decide(OOM, [first, second, moved_on], [candidate("eighth")], "auto").action == "restart"
 
 
+def test_what_changes_in_the_running_program_is_no_restart() -> None:
+    saved = {"saved_before": 10, "saved_after": 10}
+    restarted = died("half", attempt=2, by_memtop=True, **saved)
+    smaller = died("quarter", attempt=2, by_memtop=True, **saved)
+    assert decide(OOM, [died("whole", attempt=1), restarted, smaller], [candidate("eighth")], "auto").action == "restart"
+    # Nor is it what a person asked for, who would begin the counting anew.
+    again = died("eighth", attempt=3, by_memtop=True, **saved)
+    assert decide(OOM, [restarted, smaller, again], [candidate("sixteenth")], "auto").action == "ask"
+    moved_on = died("eighth", attempt=3, by_memtop=True, saved_before=10, saved_after=12)
+    assert decide(OOM, [restarted, smaller, moved_on], [candidate("sixteenth")], "auto").action == "restart"
+
+
 @pytest.mark.parametrize("on_oom", ["ask", "stop"])
 def test_nothing_is_done_by_itself_where_that_was_not_wanted(on_oom: str) -> None:
     assert decide(OOM, [died("whole")], [candidate("half")], on_oom).action == on_oom
@@ -77,6 +89,7 @@ PAST = st.lists(
         Tried,
         key=st.sampled_from("abcdef"),
         died_of_memory=st.booleans(),
+        attempt=st.none() | st.integers(1, 3),
         by_memtop=st.booleans(),
         saved_before=st.none() | st.integers(0, 5),
         saved_after=st.none() | st.integers(0, 5),

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memtop.supervisor.run.stall import FIRST_SECONDS, SECONDS, StallWatch
+from msgspec.structs import replace
+
+from memtop.presets import load_presets, load_recipes, resolve
+from memtop.supervisor.run.progress import Progress
+from memtop.supervisor.run.stall import ASIDE_SECONDS, FIRST_SECONDS, MOST_SECONDS, SECONDS, StallWatch
 
 
 class Clock:
@@ -69,14 +73,67 @@ def test_a_program_that_never_reports_or_goes_on_talking_is_left_alone(tmp_path:
 
 def test_slow_programs_and_first_updates_are_given_their_time(tmp_path: Path) -> None:
     clock, log = Clock(), tmp_path / "output.log"
-    say(log, "out of memory")
-    old = StallWatch(log, clock)
-    clock.now += 10 * SECONDS
-    assert old.look(1, None) is None, "what an earlier supervisor has seen is not news"
-    watch = StallWatch(tmp_path / "new.log", clock)
-    say(tmp_path / "new.log", "MemoryError")
+    watch = StallWatch(log, clock)
+    say(log, "MemoryError")
     assert watch.look(1, 40.0) is None
     clock.now += 4 * 40
     assert watch.look(1, 40.0) is None
     clock.now += 2 * 40
     assert watch.look(1, 40.0) == "MemoryError"
+
+
+def test_words_that_an_earlier_supervisor_has_seen_count_from_the_takeover_on(tmp_path: Path) -> None:
+    clock, log = Clock(), tmp_path / "output.log"
+    say(log, "RuntimeError: unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+    say(log, "x" * 1000)
+    clock.now += 10 * SECONDS
+    watch = StallWatch(log, clock)
+    assert watch.look(7, 0.5) is None
+    clock.now += SECONDS + 1
+    found = watch.look(7, 0.5)
+    assert found is not None
+    assert found.startswith("RuntimeError: unable to allocate")
+    got_over_it = StallWatch(log, clock)
+    assert got_over_it.look(7, 0.5) is None
+    clock.now += 1
+    assert got_over_it.look(8, 0.5) is None
+    clock.now += 10 * SECONDS
+    assert got_over_it.look(8, 0.5) is None
+
+
+def test_what_takes_longer_than_an_update_is_given_its_time(tmp_path: Path) -> None:
+    clock, log = Clock(), tmp_path / "output.log"
+    watch = StallWatch(log, clock)
+    say(log, "No space left on device: the cache is not written")
+    assert watch.look(1, 0.5, aside=True) is None
+    clock.now += ASIDE_SECONDS - 1
+    assert watch.look(1, 0.5, aside=True) is None
+    clock.now += 2
+    assert watch.look(1, 0.5, aside=True) is not None, "but not for ever"
+    # It has been silent for so long before, and went on.
+    assert watch.look(1, 0.5, longest_pause=ASIDE_SECONDS) is None
+    clock.now += 2 * ASIDE_SECONDS
+    assert watch.look(1, 0.5, longest_pause=ASIDE_SECONDS) is not None
+    assert watch.look(1, 0.5, longest_pause=1e9) is None
+    clock.now += MOST_SECONDS
+    assert watch.look(1, 0.5, longest_pause=1e9) is not None
+
+
+def test_when_our_own_trainer_is_at_something_else(tmp_path: Path) -> None:
+    settings = replace(resolve(load_recipes()["first-run"], preset=load_presets()["standard"]), eval_every=4, save_every=6)
+    progress = Progress()
+    assert not progress.is_aside(settings)
+
+    def hear(kind: str, time: float, **values: object) -> bool:
+        progress.apply(0, {"type": kind, "time": time, **values})
+        return progress.is_aside(settings)
+
+    assert not hear("plan", 0.0, total_updates=13)
+    assert [hear("step", 100.0 + update, update=update) for update in range(1, 5)] == [False, False, False, True]
+    assert not hear("evaluation", 124.0, update=4)
+    assert not hear("step", 125.0, update=5)
+    assert hear("step", 126.0, update=6)
+    assert not hear("checkpoint", 127.0, updates=6)
+    assert hear("step", 128.0, update=13), "the last state"
+    # Loading takes what it takes: only what came after the first update counts.
+    assert progress.longest_pause == 20.0

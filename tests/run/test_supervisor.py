@@ -87,7 +87,7 @@ def test_a_failing_program_fails_the_command_with_its_last_words(runs: Runs) -> 
 
 
 def test_a_killed_supervisor_is_replaced_and_nothing_is_lost(runs: Runs) -> None:
-    start(runs, "a", 60, 0.1)
+    start(runs, "a", 60, 0.3)
     before = runs.wait("a", lambda d: (d["updates"] or 0) >= 3)
     runs.kill(before["supervisor_pid"])
     orphaned = runs.wait("a", lambda d: d["supervisor_pid"] is None)
