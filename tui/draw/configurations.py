@@ -112,7 +112,9 @@ def facts(of: Configuration, now: Configuration | None, width: int) -> list[Line
     """All of the one under the cursor: where it began and ended, its reason in full, and what going back to it would change."""
     until = "now" if of.until_update is None else f"update {units.count(of.until_update)}"
     measured = of.peak is not None and of.peak.updates > 0
-    updates = fact("peak measured over", f"{units.count(of.peak.updates)} updates") if of.peak is not None and measured else ()
+    updates: Line = ()
+    if of.peak is not None and measured:
+        updates = fact("peak measured over", f"{units.count(of.peak.updates)} update{'' if of.peak.updates == 1 else 's'}")
     preset = () if of.settings is None else fact("preset", of.settings.preset)
     head = [fact(f"configuration {of.number}, from update", units.count(of.since_update)), fact("to", until), updates, preset]
     lines = [join_fitting([part for part in head if part], width), *wrap(f"why: {of.reason}", width)]
