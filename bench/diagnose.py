@@ -18,6 +18,7 @@ from typing import Any
 
 from bench.common import report
 from memtop.supervisor.diagnosis.engine import diagnose
+from memtop.supervisor.diagnosis.excerpt import BLOCK
 from memtop.supervisor.diagnosis.values import Evidence
 from tests.diagnosis import logs
 from tests.diagnosis.logs import Log
@@ -57,6 +58,7 @@ def main() -> None:
             "more_logs": score(logs.read("more_logs.jsonl")),
             "mutations": mutations(logs.read("failure_logs.jsonl"), asked.mutations),
             "lines_without_end": lines_without_end(),
+            "one_line": one_line(asked.size_mb),
             "large_log": large(asked.size_mb),
         },
     )
@@ -134,6 +136,16 @@ def lines_without_end() -> dict[str, dict[str, float]]:
             spent.append(time.process_time() - started)
         found[unit] = {"seconds_1_mb": round(spent[0], 2), "seconds_2_mb": round(spent[1], 2)}
     return found
+
+
+def one_line(size_mb: int) -> dict[str, float]:
+    """Processor seconds for a log that is one line of many million characters."""
+    block = (b"loss 2.31 " * (BLOCK // 10 + 1))[:BLOCK]
+    count = max(1, size_mb * 1_000_000 // BLOCK)
+    started = time.process_time()
+    diagnose((block for _ in range(count)), Evidence(exit_status=1))
+    spent = time.process_time() - started
+    return {"bytes": count * BLOCK, "processor_seconds_per_100_mb": round(spent * 1e8 / (count * BLOCK), 2)}
 
 
 def _kept(read: list[Log], name: str, rounds: int = 5) -> float:

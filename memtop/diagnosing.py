@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.engine import chunks_of, diagnose, diagnose_file
+from memtop.supervisor.diagnosis.encoding import why_no_text
+from memtop.supervisor.diagnosis.engine import chunks_of, diagnose
 from memtop.supervisor.diagnosis.sentences import size
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery.offline import remedies_for
+from memtop.supervisor.recovery.policy import SURE
 from memtop.supervisor.recovery.values import Remedy
 
 _CONFIDENCE = (
     (0.95, "proven"),
     (0.75, "very likely"),
     (0.5, "likely"),
-    (0.0, "a guess: change nothing for it alone"),
+    (0.0, "a guess"),
 )
+_STATUSES = (range(256), range(-64, 0), range(257, 288))
+"""Of a program, of Python for a signal, and of batch systems that tell signal N as 256 + N."""
 
 
 def command(log: str | None, exit_code: int | None, *, as_json: bool) -> int:
     """Print the diagnosis of a file, or of standard input. Whatever it is, the exit status is 0; UsageError where there is
     nothing to read."""
+    if exit_code is not None and not any(exit_code in range_ for range_ in _STATUSES):
+        raise UsageError(f"--exit-code {exit_code}: no program ends so; give 0 to 255, or -N for signal N")
     diagnosis = _diagnosis(log, Evidence(exit_status=exit_code))
     remedies = remedies_for(diagnosis)
     if as_json:
@@ -42,10 +48,11 @@ def _diagnosis(log: str | None, evidence: Evidence) -> Diagnosis:
     if log is None and sys.stdin.isatty():
         raise UsageError("LOG: give a log file, or - for standard input")
     if log is None or log == "-":
-        return diagnose(chunks_of(sys.stdin.buffer), evidence)
+        return diagnose(_of_text(chunks_of(sys.stdin.buffer), "-"), evidence)
     path = Path(log)
     try:
-        return diagnose_file(path, evidence)
+        with path.open("rb") as file:
+            return diagnose(_of_text(chunks_of(file), log), evidence)
     except IsADirectoryError:
         raise UsageError(f"LOG {log}: is a folder; give a log file") from None
     except FileNotFoundError:
@@ -54,6 +61,15 @@ def _diagnosis(log: str | None, evidence: Evidence) -> Diagnosis:
         # ValueError: a name that can be no file's.
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(f"LOG {log!r}: cannot be read: {reason}") from None
+
+
+def _of_text(chunks: Iterator[bytes], name: str) -> Iterator[bytes]:
+    """The chunks; UsageError where the first one is of no text."""
+    first = next(chunks, b"")
+    if why := why_no_text(first):
+        raise UsageError(f"LOG {name}: {why}")
+    yield first
+    yield from chunks
 
 
 def _document(diagnosis: Diagnosis, remedies: Sequence[Remedy]) -> dict[str, Any]:
@@ -83,17 +99,21 @@ def _text(diagnosis: Diagnosis, remedies: Sequence[Remedy]) -> list[str]:
         lines += ["", card]
     if diagnosis.evidence:
         lines += ["", f"Evidence ({diagnosis.source.replace('_', ' ')}):", *(f"  {line}" for line in diagnosis.evidence)]
-    certainty = next(words for least, words in _CONFIDENCE if diagnosis.confidence >= least)
-    lines += ["", f"Confidence {diagnosis.confidence:.2f}: {certainty}."]
+    lines += ["", f"Confidence {diagnosis.confidence:.2f}: {_certainty(diagnosis)}."]
     if remedies:
         lines += ["", "What can be done, the cheapest first:"]
         for number, remedy in enumerate(remedies, 1):
             lines.append(f"  {number}. {remedy.title}")
-            if remedy.why:
-                lines.append(f"     {remedy.why}")
-            if remedy.command:
-                lines.append(f"     {remedy.command}")
+            for part in (remedy.why, remedy.command or ""):
+                lines += [f"     {line}" for line in part.splitlines()]
     return lines
+
+
+def _certainty(diagnosis: Diagnosis) -> str:
+    if diagnosis.reason == "no_evidence":
+        return "that nothing is told is no proof of what it was, or was not"
+    words = next(words for least, words in _CONFIDENCE if diagnosis.confidence >= least)
+    return f"{words}: change nothing for it alone" if diagnosis.of_memory and diagnosis.confidence < SURE else words
 
 
 def _card(diagnosis: Diagnosis) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 GIB = 1024**3
 UNKNOWN = "–"
 
@@ -12,7 +14,7 @@ def gib(size_bytes: float | None, digits: int = 1) -> str:
 
 
 def size(size_bytes: float | None) -> str:
-    """Bytes with the largest binary unit that keeps the number at 1 or more: `812 MiB`, `1.4 GiB`."""
+    """Bytes with the largest binary unit that keeps the number at 1 or more: `812 MiB`, `1.4 GiB`, `728.0 TiB`."""
     if size_bytes is None:
         return UNKNOWN
     value = float(size_bytes)
@@ -20,7 +22,35 @@ def size(size_bytes: float | None) -> str:
         if abs(value) < 1024:
             return f"{value:.0f} {unit}"
         value /= 1024
-    return f"{value:.1f} GiB"
+    for unit in ("GiB", "TiB"):
+        if abs(value) < 1024:
+            return f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} PiB"
+
+
+class Scale(NamedTuple):
+    """One unit for a whole and its parts."""
+
+    unit: str
+    unit_bytes: int
+    digits: int
+
+    def number(self, size_bytes: float | None) -> str:
+        """Bytes in this unit, without it, or a dash where not known."""
+        return UNKNOWN if size_bytes is None else f"{size_bytes / self.unit_bytes:.{self.digits}f}"
+
+
+def scale(whole_bytes: float | None) -> Scale:
+    """GiB, but MiB where the whole is less than one: a container's 64 MiB of shared memory are not `0.1 GiB`."""
+    small = whole_bytes is not None and 0 < whole_bytes < GIB
+    return Scale("MiB", GIB // 1024, 0) if small else Scale("GiB", GIB, 1)
+
+
+def used_of(used_bytes: float | None, whole_bytes: float | None) -> str:
+    """`24.0 / 31.2 GiB`, `38 / 64 MiB`."""
+    of = scale(whole_bytes)
+    return f"{of.number(used_bytes)} / {of.number(whole_bytes)} {of.unit}"
 
 
 def percent(fraction: float | None, digits: int = 1) -> str:
@@ -35,6 +65,13 @@ def duration(seconds: float | None) -> str:
     days, rest = divmod(whole, 86400)
     clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
     return f"{days}d {clock}" if days else clock
+
+
+def rate(value: float | None) -> str:
+    """What is done in a second: `31.2`, and with two digits that mean something however slow it is: `0.027`."""
+    if value is None:
+        return UNKNOWN
+    return f"{value:.1f}" if value >= 1 or value <= 0 else f"{value:.2g}"
 
 
 def count(number: float | None) -> str:

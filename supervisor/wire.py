@@ -212,6 +212,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     gpu_base_bytes: dict[str, int] = {}
     """By GPU uuid: the least GPU memory of this run's processes outside torch's allocator seen in this attempt, which is
     the CUDA contexts and little else."""
+    offers: tuple[str, ...] | None = None
+    """What the program does when it is asked: free_cache | checkpoint | stop | change; None until it has said so, which a
+    program without memtop's agent never does."""
     checkpoint: Checkpoint | None = None
     exit_status: int | None = None
     """The training program's own exit status; negative is the signal that ended it; None if unknown or still running."""

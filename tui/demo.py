@@ -20,13 +20,24 @@ from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
 from memtop.supervisor.wire import Phase
 from memtop.tui import demo_recovery as recovery
-from memtop.tui.demo_machine import CONTEXT_BYTES, RUN_SHM_BYTES, Holding, Moment, demo_uuid, host_own_bytes, invent, wave
+from memtop.tui.demo_machine import (
+    CONTEXT_BYTES,
+    LEAK_BYTES_PER_TICK,
+    LEAK_ENDS_TICK,
+    RUN_SHM_BYTES,
+    Holding,
+    Moment,
+    demo_uuid,
+    host_own_bytes,
+    invent,
+    wave,
+)
 from memtop.tui.feed import Connected, FeedMessage, LogLines
 from memtop.tui.hands import Told
 
 GIB = units.GIB
 START = 1_760_000_000.0
-TOTAL_UPDATES = 1_200
+TOTAL_UPDATES = 4_000
 _UPDATES_PER_TICK = 2
 _RESTART_TICKS = 4
 _DIES_AFTER_TICKS = 3
@@ -35,7 +46,7 @@ _TREND_FROM_TICK = 120
 _BREATH_TICKS = 30
 
 DEMO_SETTINGS = Settings(
-    recipe="first-run",
+    recipe="sft-lora",
     preset="standard",
     batch=8,
     accumulation=4,
@@ -325,10 +336,17 @@ class DemoFeed:
             ),
             on_oom="ask",
             proposal=self._proposal,
-            trends=(recovery.trend(self._tick, update),) if training and self._tick >= _TREND_FROM_TICK else (),
+            trends=self._trends(step) if training else (),
             advice=recovery.advice(self._settings, self._configurations) if training else None,
             trial=self._trial,
         )
+
+    def _trends(self, step: float) -> tuple[wire.Trend, ...]:
+        """A leak is believed after a while, and taken back soon after it has ended."""
+        left = self._machine().host.available_bytes
+        if left is None or not _TREND_FROM_TICK <= self._tick < LEAK_ENDS_TICK + _TREND_FROM_TICK // 4:
+            return ()
+        return (recovery.trend(self._update, step, LEAK_BYTES_PER_TICK // _UPDATES_PER_TICK, left),)
 
     def _roles(self) -> tuple[wire.RoleMemory, ...]:
         own = host_own_bytes(self._tick)

@@ -26,6 +26,8 @@ CONTEXT_BYTES = int(0.32 * GIB)
 _IN_PROCESS_BYTES = int(0.1 * GIB)
 _RESERVED = int(0.3 * GIB)
 RUN_SHM_BYTES = int(0.4 * GIB)
+LEAK_BYTES_PER_TICK = int(5.2 * MIB)
+LEAK_ENDS_TICK = 600
 TRAINER_PID = 41_205
 RANK_PID = 41_210
 _ELSEWHERE = "the driver of this card does not tell it"
@@ -73,8 +75,8 @@ def wave(tick: float, period: float) -> float:
 
 
 def host_own_bytes(tick: int) -> int:
-    """What the demo's run takes of the host's memory."""
-    return int((8.4 + 0.3 * wave(tick, 30)) * GIB)
+    """What the demo's run takes of the host's memory: its loader workers leak for a while."""
+    return int((8.4 + 0.3 * wave(tick, 30)) * GIB) + LEAK_BYTES_PER_TICK * min(tick, LEAK_ENDS_TICK)
 
 
 def _gpu(now: Moment, index: int) -> GpuSample:
@@ -299,7 +301,7 @@ def _job(now: Moment, key: str, members: Sequence[tuple[int, GpuProcess]]) -> Jo
 
 
 def _host(now: Moment) -> HostSample:
-    used = int(host_own_bytes(now.tick) + 13.4 * GIB + min(3.0, now.tick * 0.012) * GIB)
+    used = int(host_own_bytes(now.tick) + 12.4 * GIB + min(3.0, now.tick * 0.012) * GIB)
     fraction = used / HOST
     shm = RUN_SHM_BYTES + int(0.2 * GIB)
     return HostSample(

@@ -261,18 +261,18 @@ def trial(started: float) -> wire.Trial:
     )
 
 
-def trend(tick: int, update: int) -> wire.Trend:
-    """The loader workers' memory grows, slowly."""
-    left = max(600.0, 5400.0 - tick)
-    at = update + int(left / 0.6)
+def trend(update: int, step_seconds: float, bytes_per_update: int, left_bytes: int) -> wire.Trend:
+    """The loader workers' memory grows, slowly; `left_bytes` is what the host has left for it."""
+    updates = left_bytes // bytes_per_update
+    seconds, at = updates * step_seconds, update + updates
     what = "anonymous memory of the loader workers"
-    message = f"{what} grows 1.1 MiB per update: full in {left / 60:.0f} min, at update {units.count(at)}"
+    grows = f"{what} grows by {bytes_per_update / 1024**2:.1f} MiB per update"
     return wire.Trend(
         what=what,
-        bytes_per_second=1.9 * 1024**2,
-        bytes_per_update=1.1 * 1024**2,
+        bytes_per_second=bytes_per_update / step_seconds,
+        bytes_per_update=bytes_per_update,
         confidence=0.93,
-        full_in_seconds=left,
+        full_in_seconds=seconds,
         full_at_update=at,
-        message=message,
+        message=f"{grows}: host RAM is full in {seconds / 60:.0f} min, at update {at}",
     )

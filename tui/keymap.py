@@ -202,8 +202,8 @@ def obstacle(action: Action, store: Store) -> str | None:
     takes_up_again = action.id in ("restart", "preset", "undo") and store.link is Link.ENDED
     if store.link is not Link.CONNECTED and not takes_up_again:
         return store.link_reason or "nobody is connected"
-    if action.id == "preset" and run.settings is None:
-        return "presets need a built-in recipe: the settings of this program are not known"
+    if (never := foreign(action, run)) is not None:
+        return never
     if action.id == "undo" and len(store.configurations) < 2:
         return "the run has had one configuration only: there is none to go back to"
     if action.id in ("restart", "preset", "undo"):
@@ -214,6 +214,17 @@ def obstacle(action: Action, store: Store) -> str | None:
         return f"the run is {run.state.value}"
     if action.id in ("free", "checkpoint") and run.state is not Phase.TRAINING:
         return f"the run is not training yet, it is {run.state.value}"
+    return None
+
+
+def foreign(action: Action, run: RunState) -> str | None:
+    """Why this program, one of the user's own, cannot be asked for it at all, now or later; None if it can."""
+    if run.settings is not None:
+        return None
+    if action.id == "preset":
+        return "presets need a built-in recipe: the settings of this program are not known"
+    if action.id == "checkpoint" and "checkpoint" not in (run.offers or ()):
+        return "only the built-in trainer saves when it is asked to"
     return None
 
 

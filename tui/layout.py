@@ -94,7 +94,9 @@ def _wide(store: Store, width: int, body: int) -> dict[str, int]:
     training = 0
     if run is not None:
         ranks = min(_RANKS_SHOWN, len(run.ranks))
-        training = 2 + 6 + bool(run.reason) + ranks
+        # Why it has ended may take a second line.
+        reason = 0 if not run.reason else 2 if run.state.final else 1
+        training = 2 + 6 + reason + ranks
     host = _host_height(store, upper - training)
     heights |= {"#training": training, "#host": host if count else 0}
     heights |= {"#events": max(3, upper - training - heights["#host"]) if run is not None else 0}

@@ -13,6 +13,7 @@ from memtop.supervisor.diagnosis.values import Kind
 # As much as a program's standard output may still hold when its error stream is already in the log.
 _BUFFER = 8 << 10
 _NEAR = 12
+_MANY_STEPS = 3
 
 # Of a lack of memory in its own words.
 _RECOVERY = re.compile(
@@ -38,6 +39,7 @@ _COMPLETED = re.compile(
     r"|finished|done)\b|'train_runtime'|\btrain_runtime\s*=|training completed|finished training"
     r"|`?max_(?:steps|epochs)=\d+`? reached|all epochs (?:done|completed)"
 )
+_EPOCH_DONE = re.compile(r"(?i)\bepoch\W{0,4}\d+\b.{0,60}?\b(?:done|finished|completed?)\b|\bcompleted epoch \d+")
 _STEP = re.compile(
     r"(?i)(?:\b(?:step|iter|iteration|update|epoch|global_step|batch)s?\b[^0-9a-z]{0,4}\d+.{0,300}(?:loss"
     r"|ppl|acc|lr|it/s|s/it|wps|tokens|time|elapsed|eta|\d\s*%))|^\W{0,2}\s*\d+\s*/\s*\d+\W"
@@ -83,6 +85,16 @@ class Progress:
         return last - first, self._page.lines[self._steps[last - 1]].at - self._page.lines[start - 1].at
 
 
+def seems_survived(page: Page, finding: Finding) -> str | None:
+    """The last line behind a failure by which the program may have gone on to its end after it: a suspicion, since words
+    of before may come late, and others may have been those that completed. None where nothing sounds like it."""
+    raised = _RAISED.match(page.lines[finding.line].text) is not None and not is_mild(page.lines[finding.line])
+    for line in reversed(page.lines[finding.last_line + 1 :]):
+        if _COMPLETED.search(line.text) or (not raised and _EPOCH_DONE.search(line.text)):
+            return line.shown.strip()
+    return None
+
+
 def is_mild(line: Line) -> bool:
     """Logged as no more than a warning."""
     return _MILD.search(line.shown[:120]) is not None
@@ -91,8 +103,12 @@ def is_mild(line: Line) -> bool:
 def went_on(page: Page, progress: Progress, finding: Finding, until: int, *, failed: bool) -> str | None:
     """`oom_retried`, `oom_handled`, or None where it may have ended the program. `until`: where the next failure begins;
     `failed`: the program is known to have ended badly."""
-    if finding.kind in _FROM_OUTSIDE or (finding.reason in _ENDS) or finding.weight < Weight.BROKEN:
+    if finding.reason in _ENDS or finding.weight < Weight.BROKEN:
         return None
+    if finding.kind in _FROM_OUTSIDE:
+        # A compiler, of which many programs can do without what it was to build; but no data loader without its workers.
+        helper = finding.weight is Weight.ERROR and finding.phase != "data"
+        return "oom_handled" if helper and progress.between(finding.last_line + 1, until)[0] >= _MANY_STEPS else None
     here = page.lines[finding.line]
     own = page.lines[max(0, finding.line - 1) : finding.last_line + 1]
     after = finding.last_line + 1
@@ -104,7 +120,7 @@ def went_on(page: Page, progress: Progress, finding: Finding, until: int, *, fai
         if tried and not _says(_GAVE_UP, [*own, *near, *late]):
             return "oom_retried"
     if _RAISED.match(here.text) is None or is_mild(here):
-        return "oom_handled" if steps >= (3 if failed else 1) else None
+        return "oom_handled" if steps >= (_MANY_STEPS if failed else 1) else None
     # What standard output still held when the error was written follows it; more than that was computed later.
     return "oom_handled" if steps >= 2 and distance > _BUFFER else None
 

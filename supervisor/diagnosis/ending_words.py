@@ -50,6 +50,14 @@ SHAPES: tuple[Shape, ...] = (
         phase="data",
         needle="signal:Killed",
     ),
+    # A compiler takes gigabytes: the kernel's likely victim, and why an extension was not built. Still words of SIGKILL alone.
+    shape(
+        r"fatal error: Killed signal terminated program|internal compiler error: Killed|terminated with signal 9 \[Killed\]"
+        r"|clang\S{0,20}? error: unable to execute command: Killed|died due to signal 9",
+        _KILLED,
+        weight=Weight.ERROR,
+        confidence=SUSPECTED,
+    ),
     # SIGKILL, and nothing about who.
     shape(
         r"exitcode:? -9|exit(?:ed|s)? with (?:return )?code =? ?-9|exit(?:ed)? code:? =?-9",
@@ -59,13 +67,13 @@ SHAPES: tuple[Shape, ...] = (
     ),
     shape(r"return ?code =? ?-9|returned non-zero exit status (?:-9|137)", _KILLED, weight=Weight.KILLED, confidence=SUSPECTED),
     shape(
-        r"Signal 9 \(SIGKILL\)|Signals\.SIGKILL|SIGKILL\(-9\)|signal:? killed|signal SIGKILL|signal 9|terminated by SIGKILL",
+        r"Signal 9 \(SIGKILL\)|Signals\.SIGKILL|SIGKILL\(-9\)|signal:? killed|signal SIGKILL|signal:? 9|terminated by SIGKILL",
         _KILLED,
         weight=Weight.KILLED,
         confidence=SUSPECTED,
     ),
     shape(
-        r"(?i:exit(?:ed)?(?: with)?(?: exit)?(?: status| code):?(?: of)? 137)",
+        r"(?i:exit(?:ed)?(?: with)?(?: exit)?(?: status| code):?(?: of)? 137)|\*\*\* \[[^\]]{1,120}\] (?:Killed|Error 137)",
         _KILLED,
         weight=Weight.KILLED,
         confidence=SUSPECTED,
@@ -113,7 +121,7 @@ SHAPES: tuple[Shape, ...] = (
     not_memory(r"KeyboardInterrupt", "keyboard_interrupt", confidence=0.93, at_start=True),
     not_memory(r"\[\d+\][+-] Interrupt", "keyboard_interrupt", weight=Weight.TERMINATED, confidence=0.9, needle="Interrupt"),
     not_memory(
-        r"got signal:? (?:15|SIGTERM)|SIGTERM death signal|signal:? 15|signal:? terminated|exit(?:ed)?"
+        r"got signal:? (?:15|SIGTERM)|SIGTERM death signal|signal:? 15|signal: terminated|exit(?:ed)?"
         r" (?:with )?(?:status|code):? 143|(?:exitcode:?|return code =) ?-15|Signal 15 \(SIGTERM\)|Received SIGTERM",
         "sigterm",
         weight=Weight.TERMINATED,

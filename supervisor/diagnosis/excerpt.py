@@ -6,11 +6,11 @@ finds where to look; what lies around the first and the last places is kept, wit
 
 from __future__ import annotations
 
-import codecs
-import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
+
+from memtop.supervisor.diagnosis.encoding import as_utf8
 
 BLOCK = 1 << 20
 _LONGEST = 64 << 10
@@ -91,7 +91,7 @@ def excerpt(chunks: Iterable[bytes]) -> list[Piece]:
     searches = _Places(_STRONG, 12), _Places(_WEAK, 6)
     head = b""
     data, base = b"", 0
-    for block in _blocks(_as_utf8(chunks)):
+    for block in _blocks(as_utf8(chunks)):
         if not base and not data:
             head = block[:HEAD]
         # Enough of what came before for the context of a hit, and of what is not searched yet.
@@ -135,33 +135,3 @@ def _merged(pieces: list[Piece]) -> list[Piece]:
         elif piece.data:
             merged.append(piece)
     return merged
-
-
-def _as_utf8(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """PowerShell and some editors write logs in UTF-16: seen by the mark at the beginning, or by every second byte being 0."""
-    stream = iter(chunks)
-    start = b""
-    for chunk in stream:
-        start += chunk
-        if len(start) >= 512:
-            break
-    encoding = _utf16(start[:512])
-    if encoding is None:
-        yield start
-        yield from stream
-        return
-    decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
-    for chunk in itertools.chain((start,), stream):
-        yield decoder.decode(chunk).encode("utf-8", "replace")
-    yield decoder.decode(b"", True).encode("utf-8", "replace")
-
-
-def _utf16(start: bytes) -> str | None:
-    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return "utf-16"
-    half = len(start) // 2
-    if half >= 8:
-        for encoding, zeros, others in (("utf-16-le", start[1::2], start[::2]), ("utf-16-be", start[::2], start[1::2])):
-            if zeros.count(0) > half * 0.7 and others.count(0) < half * 0.1:
-                return encoding
-    return None

@@ -5,8 +5,6 @@ from __future__ import annotations
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 
-_TIB = 1 << 40
-
 PHASES = {
     "load": "while the model was loaded",
     "forward": "in the forward pass",
@@ -54,15 +52,17 @@ REASONS = {
     "inotify_limit": "the limit of watched files is used up, not the disk",
     "interrupted": "the program was interrupted",
     "invalid_device": "a GPU was asked for that is not there",
+    "java_heap": "Java's heap was full",
     "keyboard_interrupt": "somebody pressed Ctrl-C",
-    "killed_by_something": "something killed the program (SIGKILL), and it was not for lack of memory as far as is known here",
+    "killed_by_something": "something killed the program",
     "loss_nan": "the loss was no longer a number",
     "nccl_error": "the communication between ranks failed",
     "nccl_timeout": "a rank waited for another until its time was up",
     "network": "something could not be had from the network",
-    "no_evidence": "nothing here says why the program ended",
+    "no_evidence": "nothing here tells of a lack of memory; why the program ended is not known",
     "no_kernel_image": "this build has no code for this GPU",
     "node_failure": "the node failed",
+    "node_heap": "JavaScript's heap (node) was full",
     "oom_handled": "memory ran out for a moment; the program caught that and went on",
     "oom_kill_of_other_process": "the kernel killed another program for lack of memory, not this one",
     "oom_retried": "memory ran out for a moment; the program tried again or left something out, and went on",
@@ -83,8 +83,13 @@ REASONS = {
 }
 
 
-def summary(diagnosis: Diagnosis, detail: str | None = None) -> str:
-    """`detail` is what the program said, for failures that have no sentence of their own."""
+def summary(diagnosis: Diagnosis, detail: str | None = None, caveat: str | None = None) -> str:
+    """`detail` is what the program said, for failures that have no sentence of their own; `caveat` a sentence to close with."""
+    said = _sentence(diagnosis, detail)
+    return said if caveat is None else f"{said} {caveat}"
+
+
+def _sentence(diagnosis: Diagnosis, detail: str | None) -> str:
     if diagnosis.kind is Kind.NOT_MEMORY:
         sentence = REASONS.get(diagnosis.reason or "", "the program failed, not for lack of memory")
         if detail and diagnosis.reason in ("python_error", "data_error", "config_error", "import_error", "cuda_error"):
@@ -140,6 +145,8 @@ def _refused_with_room(diagnosis: Diagnosis) -> bool:
 
 
 def _host_alloc(diagnosis: Diagnosis, phase: str) -> str:
+    if diagnosis.reason is not None:
+        return f"{REASONS[diagnosis.reason]}{phase}: a limit of its own, which may be far below what the host has."
     amount = "An allocation" if diagnosis.requested_bytes is None else _size(diagnosis.requested_bytes)
     limit = diagnosis.address_space_bytes
     why = "" if limit is None else f": its address space is limited to {_size(limit)} (ulimit -v)"
@@ -149,7 +156,7 @@ def _host_alloc(diagnosis: Diagnosis, phase: str) -> str:
 def _host_killed(diagnosis: Diagnosis, phase: str) -> str:
     if diagnosis.confidence < 0.5:
         return (
-            "The program was killed (SIGKILL), probably by the kernel for lack of host memory; "
+            "The program, or one that it had started, was killed (SIGKILL), probably by the kernel for lack of host memory; "
             "it may also have been killed by hand, which looks the same."
         )
     certain = diagnosis.confidence >= 0.9
@@ -174,9 +181,7 @@ def _disk(diagnosis: Diagnosis, phase: str) -> str:
 
 def size(size_bytes: int | None) -> str:
     """As exact as the allocator prints it: two decimals of a GiB."""
-    if size_bytes is not None and size_bytes >= _TIB:
-        return f"{size_bytes / _TIB:.1f} TiB"
-    if size_bytes is not None and size_bytes >= units.GIB:
+    if size_bytes is not None and units.GIB <= size_bytes < 1024 * units.GIB:
         return f"{units.gib(size_bytes, 2)} GiB"
     return units.size(size_bytes)
 

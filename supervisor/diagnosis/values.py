@@ -37,7 +37,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Kind
     reason: str | None = None
-    """For NOT_MEMORY a short name of what it was instead: nccl_timeout, killed_by_something, python_error, ..."""
+    """For NOT_MEMORY a short name of what it was instead: nccl_timeout, killed_by_something, python_error, ... For
+    HOST_OOM_ALLOC whose own limit it was, where it was one: java_heap, node_heap. Else None."""
     confidence: float
     """0-1: 0.95 and more is proven (a counter, the program's own record, a complete message); below 0.5 nothing is done by
     itself."""

@@ -3,12 +3,15 @@ records of the kernel for this end, our samples, then the log, then the exit sta
 
 from __future__ import annotations
 
+import dataclasses
+import signal
 from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
 
 from memtop.supervisor import units
+from memtop.supervisor.diagnosis.aftermath import seems_survived
 from memtop.supervisor.diagnosis.ending_words import SUSPECTED
 from memtop.supervisor.diagnosis.finding import NO_FIGURES, Figures, Finding, Weight
 from memtop.supervisor.diagnosis.logits import requested_for
@@ -22,9 +25,15 @@ _MOST_LINES, _LONGEST = 8, 600
 _FAR, _NEAR = 0.85, 0.95
 """Shares of host memory in use that our samples saw before a kill: it can hardly have been the kernel, or it probably was."""
 _SPARSE = 64 << 20
+_WHOSE_KILL = (
+    "It was SIGKILL, which looks the same by hand, from a scheduler, and from the kernel for lack of memory: nothing here "
+    "says which, the kernel's log may (dmesg -T | grep -i oom)."
+)
 _FROM_OUTSIDE = frozenset({"keyboard_interrupt", "preempted", "time_limit", "node_failure"})
 _AFTER_A_KILL = frozenset({"nccl_timeout", "nccl_error", "worker_died"})
 _CLEAR = 0.8
+_PERHAPS = 0.45
+"""Too little to do anything by itself."""
 _BY_SIGNAL = {2: "keyboard_interrupt", 15: "sigterm", 11: "segfault", 6: "aborted", 7: "bus_error"}
 
 
@@ -39,20 +48,21 @@ def judge(reading: Reading, evidence: Evidence) -> Diagnosis:
         return _finish(_of_witness(record, reading), evidence)
     cause = reading.cause
     if cause is not None and _signal_explains_more(status, cause):
-        cause = None
+        cause = _words_of_kill(reading) if status == -9 else None
     file = from_error_files(evidence)
     kernel = from_kernel(evidence, by_sigkill=status == -9, otherwise=_tells_otherwise(status, file, cause))
     if file is not None and (kernel is None or file.kind is not Kind.HOST_OOM_KILLED):
         return _finish(_confirmed(_with_samples(_of_witness(file, reading), evidence)), evidence)
     if kernel is not None:
         return _finish(_of_witness(kernel, reading), evidence)
-    return _finish(_with_samples(_of_words(reading, cause, status), evidence), evidence)
+    return _finish(_not_of_a_status_alone(_with_samples(_of_words(reading, cause, status), evidence)), evidence)
 
 
 def _of_words(reading: Reading, cause: Finding | None, status: int | None) -> _Draft:
     """What the log says, else what the exit status does."""
     if cause is not None:
-        return _of_finding(reading, cause)
+        draft = _of_finding(reading, cause)
+        return _perhaps_survived(draft, reading, cause) if status is None else draft
     if status is not None and status < 0:
         return _of_signal(-status)
     if reading.survived:
@@ -62,6 +72,27 @@ def _of_words(reading: Reading, cause: Finding | None, status: int | None) -> _D
         confidence = 0.85 if status is None else 0.5
         return _Draft(Kind.NOT_MEMORY, how, confidence, lines=_told(reading, finding), rank=_rank(reading, finding))
     return _Draft(Kind.NOT_MEMORY, "no_evidence", 0.3, source="words" if status is None else "exit_status")
+
+
+def _perhaps_survived(draft: _Draft, reading: Reading, cause: Finding) -> _Draft:
+    """Without an exit status nobody knows that the program ended of it, where it says later that it came to its end."""
+    if draft.kind in (Kind.NOT_MEMORY, Kind.HOST_OOM_KILLED):
+        return draft
+    later = seems_survived(reading.page, cause)
+    if later is not None:
+        draft.confidence = min(draft.confidence, _PERHAPS)
+        draft.caveat = (
+            f'That was why, if it ended there; but the log goes on to "{later[:80]}". Its exit status would tell: --exit-code.'
+        )
+    return draft
+
+
+def _words_of_kill(reading: Reading) -> Finding | None:
+    """What the log says of the kill itself, where another failure in it was thought to be the cause."""
+    survived = [finding for finding, _ in reading.survived]
+    kills = (each for each in reading.findings if each.kind is Kind.HOST_OOM_KILLED and each not in survived)
+    found = next(kills, None)
+    return None if found is None else dataclasses.replace(found, confidence=min(found.confidence, SUSPECTED))
 
 
 def _tells_otherwise(status: int | None, file: Witness | None, cause: Finding | None) -> bool:
@@ -95,6 +126,7 @@ class _Draft:
     device_uuid: str | None = None
     detail: str | None = None
     batch: int | None = None
+    caveat: str | None = None
 
 
 def _finish(draft: _Draft, evidence: Evidence) -> Diagnosis:
@@ -136,13 +168,15 @@ def _finish(draft: _Draft, evidence: Evidence) -> Diagnosis:
         evidence=tuple(lines),
         **about,
     )
-    return replace(diagnosis, summary=summary(diagnosis, draft.detail))
+    return replace(diagnosis, summary=summary(diagnosis, draft.detail, draft.caveat))
 
 
 def _address_space(draft: _Draft, evidence: Evidence) -> int | None:
-    """The limit that refused the allocation: the kernel itself refuses hardly any while there is memory."""
+    """The limit that refused the allocation: the kernel itself refuses hardly any while there is memory. A heap of a program's
+    own has a limit of its own."""
     full = evidence.host_peak_fraction is not None and evidence.host_peak_fraction >= _NEAR
-    return evidence.address_space_bytes if draft.kind is Kind.HOST_OOM_ALLOC and not full else None
+    refused = draft.kind is Kind.HOST_OOM_ALLOC and draft.reason is None
+    return evidence.address_space_bytes if refused and not full else None
 
 
 def _of_finding(reading: Reading, finding: Finding) -> _Draft:
@@ -199,9 +233,26 @@ def _ended_well(reading: Reading) -> _Draft:
 
 def _of_signal(number: int) -> _Draft:
     if number == 9:
+        # Until our samples have spoken.
         return _Draft(Kind.HOST_OOM_KILLED, None, SUSPECTED, source="exit_status")
-    reason = _BY_SIGNAL.get(number, "killed_by_something")
-    return _Draft(Kind.NOT_MEMORY, reason, 0.85 if number in _BY_SIGNAL else 0.6, source="exit_status")
+    if number in _BY_SIGNAL:
+        return _Draft(Kind.NOT_MEMORY, _BY_SIGNAL[number], 0.85, source="exit_status")
+    return _Draft(Kind.NOT_MEMORY, "killed_by_something", 0.6, source="exit_status", caveat=f"It was {_signal_name(number)}.")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _not_of_a_status_alone(draft: _Draft) -> _Draft:
+    """SIGKILL of which no word and no measurement says more is by something. Where a shell or a launcher says "Killed", the log
+    is one of those that mostly tell of lack of memory: suspected."""
+    if draft.kind is not Kind.HOST_OOM_KILLED or draft.source != "exit_status":
+        return draft
+    return _Draft(Kind.NOT_MEMORY, "killed_by_something", 0.6, lines=draft.lines, source="exit_status", caveat=_WHOSE_KILL)
 
 
 def _with_samples(draft: _Draft, evidence: Evidence) -> _Draft:
@@ -232,7 +283,13 @@ def _with_samples(draft: _Draft, evidence: Evidence) -> _Draft:
 
 def _not_for_memory(draft: _Draft, confidence: float, lines: tuple[str, ...]) -> _Draft:
     return _Draft(
-        Kind.NOT_MEMORY, "killed_by_something", confidence, lines=lines + draft.lines, rank=draft.rank, source="samples"
+        Kind.NOT_MEMORY,
+        "killed_by_something",
+        confidence,
+        lines=lines + draft.lines,
+        rank=draft.rank,
+        source="samples",
+        caveat="It was SIGKILL, and not for lack of memory as far as is known here.",
     )
 
 

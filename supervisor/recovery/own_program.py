@@ -192,6 +192,9 @@ def _host(of: Diagnosis, seen: Seen | None, host: HostFacts | None) -> Iterator[
     if of.confidence < PROVEN:
         yield copied("who_killed")
         return
+    if of.reason in _HEAPS:
+        yield _larger_heap(*_HEAPS[of.reason])
+        return
     if beyond_all_memory(of, host) is not None:
         return  # no setting makes room for that
     leaks = () if seen is None else seen.leaks
@@ -217,6 +220,20 @@ def _smaller_host(seen: Seen | None) -> Iterator[Remedy]:
         why = "offload takes 16 bytes of host memory per parameter"
         yield _typed("offload_off", "optimizer offload off, if the card has room", why)
     yield _typed("host_level", "data read in pieces or memory-mapped", "instead of whole files in memory")
+
+
+# Whose heap, the option that sets its limit, and a command that sets it for the program and its children.
+_HEAPS = {
+    "java_heap": ("Java", "-Xmx; for Spark --driver-memory and --executor-memory", "export JAVA_TOOL_OPTIONS=-Xmx8g"),
+    "node_heap": ("node", "--max-old-space-size, in MiB", "export NODE_OPTIONS=--max-old-space-size=8192"),
+}
+
+
+def _larger_heap(whose: str, option: str, command: str) -> Remedy:
+    why = (
+        f"the limit is {whose}'s own ({option}): swap and smaller batches do not move it; 8 GiB here, leave the host its share"
+    )
+    return _typed("heap_limit", f"a larger heap for {whose}", why, command=command)
 
 
 def _shm() -> tuple[Remedy, ...]:

@@ -36,6 +36,8 @@ async def finish(supervisor: Supervisor, ended: ExitFile) -> None:
     examined = await _examine(supervisor, ended, status) if phase is Phase.FAILED or explain.not_saved(progress.end) else None
     if examined is not None:
         diagnosis, reason = explain.with_cause(examined, diagnosis, reason)
+        if (examined.reason or "").startswith("not_examined"):
+            supervisor.event("warning", examined.summary)
     # Asked for while we read: it counts.
     outcome = "restarted" if supervisor.pending is not None else phase.value
     supervisor.survival.ended(outcome, examined)

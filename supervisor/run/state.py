@@ -58,6 +58,7 @@ def run_state(supervisor: Supervisor) -> RunState:
         run_rss_bytes=supervisor.watch.run_rss_bytes if running else None,
         run_memory=supervisor.watch.run_memory if running else (),
         gpu_base_bytes=supervisor.watch.gpu_base_bytes if running else {},
+        offers=None if progress.offers is None else tuple(sorted(progress.offers)),
         checkpoint=supervisor.checkpoint,
         exit_status=supervisor.exit_status,
         log_path=str(attempt.log_path) if attempt else None,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import lzma
 import os
+import random
+import sqlite3
+import struct
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,7 +86,8 @@ def test_the_exit_status_counts(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path = tmp_path / "empty.log"
     path.touch()
     for status, kind, reason in (
-        ("137", "host_oom_killed", None),
+        ("137", "not_memory", "killed_by_something"),
+        ("271", "not_memory", "sigterm"),
         ("0", "not_memory", "finished"),
         ("-15", "not_memory", "sigterm"),
     ):
@@ -108,6 +114,10 @@ def test_a_program_that_failed_for_another_reason_is_offered_nothing(
         (["no-such.log"], "LOG no-such.log: no such file"),
         (["."], "LOG .: is a folder; give a log file"),
         (["n" * 300], "cannot be read: File name too long"),
+        (["x", "--exit-code", "300"], "--exit-code 300: no program ends so; give 0 to 255, or -N for signal N"),
+        (["x", "--exit-code", "-65"], "--exit-code -65: no program ends so"),
+        (["x", "--exit-code", "256"], "--exit-code 256: no program ends so"),
+        ([sys.executable], "is a binary file; give what the program printed, as text"),
         (["x", "--exit-code", "one"], "'--exit-code': 'one' is not a whole number"),
     ],
 )
@@ -122,6 +132,91 @@ def test_wrong_usage_is_one_line(runs: Runs, arguments: list[str], message: str)
 def test_a_file_of_somebody_else(runs: Runs, log: Path) -> None:
     log.chmod(0)
     assert "cannot be read: Permission denied" in runs.memtop("diagnose", str(log), status=2).stderr
+
+
+def _packed(pattern: str, values: list[float]) -> bytes:
+    return struct.pack(f"<{len(values)}{pattern}", *values)
+
+
+@pytest.mark.parametrize("name", ["machine code", "floats", "database", "gzip", "xz"])
+def test_what_is_no_text_is_refused(name: str, tmp_path: Path, runs: Runs) -> None:
+    rng = random.Random(3)
+    path = tmp_path / "train.log"
+    if name == "database":
+        connection = sqlite3.connect(path)
+        connection.execute("create table steps (number, loss, words)")
+        rows = [(number, number / 3, f"step {number} No space left on device") for number in range(500)]
+        connection.executemany("insert into steps values (?, ?, ?)", rows)
+        connection.commit()
+        connection.close()
+    else:
+        data = {
+            "machine code": Path(sys.executable).resolve().read_bytes()[: 1 << 20],
+            "floats": _packed("f", [rng.gauss(0, 1) for _ in range(20_000)]),
+            "gzip": gzip.compress(RAISED.encode()),
+            "xz": lzma.compress(RAISED.encode()),
+        }[name]
+        path.write_bytes(data)
+    told = runs.memtop("diagnose", str(path), status=2)
+    assert f"LOG {path}: is " in told.stderr
+    assert (" is compressed (" if name in ("gzip", "xz") else "binary file") in told.stderr
+    assert len(told.stderr.splitlines()) == 1
+
+
+# Of two bytes each; of a device's text as of any other.
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-le", "utf-16-be", "utf-8-sig"])
+@pytest.mark.parametrize(
+    "name", ["plain", "a crash's NULs", "NULs first", "NULs only after", "colours", "bars", "a control byte"]
+)
+def test_a_log_in_any_state_is_read(name: str, encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = "".join(f"step {number}/9000 | loss 2.{number}\n" for number in range(200))
+    nuls = "\0" * 4096
+    text = {
+        "plain": steps + RAISED,
+        "a crash's NULs": steps + nuls + "\n" + RAISED,
+        "NULs first": nuls * 20 + "\n" + RAISED,
+        "NULs only after": RAISED + nuls * 20,
+        "colours": "\x1b[31mERROR\x1b[0m\x0f " * 300 + "\n" + RAISED,
+        "bars": "".join(f"{number}%\b\b\b\b" for number in range(100)) + "\a\n" + RAISED,
+        "a control byte": "GPU \x01 has what it has\n" * 3 + RAISED,
+    }[name]
+    if name == "NULs first" and encoding in ("utf-16-le", "utf-16-be"):
+        pytest.skip("nothing tells two-byte text without its mark behind thousands of NULs")
+    path = tmp_path / "train.log"
+    path.write_bytes(text.encode(encoding))
+    assert run(["diagnose", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "gpu_oom_fragmented"
+
+
+@pytest.mark.parametrize("encoding", ["cp1251", "koi8-r", "cp932", "gb18030", "latin-1"])
+def test_bytes_of_another_alphabet_are_text(encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = {"cp932": "学習を開始しました\n", "gb18030": "训练已经开始\n", "latin-1": "é à ü ß\n"}.get(
+        encoding, "Обучение началось\n"
+    )
+    path = tmp_path / "train.log"
+    path.write_bytes((words * 300 + RAISED).encode(encoding))
+    assert run(["diagnose", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "gpu_oom_fragmented"
+
+
+def test_each_line_of_a_command_is_indented(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.log"
+    path.write_text("Unable to allocate 728. TiB for an array with shape (1,) and data type float64\n")
+    assert run(["diagnose", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[1] == "728.0 TiB of host memory was refused."
+    advice = out.partition("What can be done")[2].splitlines()[1:]
+    assert sum("swap" in line for line in advice) > 3
+    assert all(line.startswith("  ") for line in advice)
+
+
+def test_a_log_without_a_word_of_it_is_no_guess(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.log"
+    path.write_text("step 1/9 loss 2.0\n")
+    assert run(["diagnose", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "Nothing here tells of a lack of memory; why the program ended is not known." in out
+    assert "guess" not in out
 
 
 def test_it_loads_neither_torch_nor_textual(log: Path, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from memtop.supervisor.diagnosis.engine import diagnose
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind, OomRecord
+from memtop.supervisor.recovery.offline import remedies_for
+from memtop.supervisor.recovery.policy import SURE
 
 GIB = 1 << 30
 DISK = "OSError: [Errno 28] No space left on device: '/data/x'\n"
@@ -53,19 +55,28 @@ def test_the_order_of_evidence() -> None:
     assert (found.source, found.kind) == ("samples", Kind.HOST_OOM_KILLED)
     del whole["host_peak_fraction"]
     found = of("step 1/9 loss 2.0\n", **whole)
-    assert (found.source, found.kind) == ("exit_status", Kind.HOST_OOM_KILLED)
-    assert found.confidence < 0.5
+    assert (found.source, found.kind, found.reason) == ("exit_status", Kind.NOT_MEMORY, "killed_by_something")
 
 
 @pytest.mark.parametrize("status", [-9, 137])
 @pytest.mark.parametrize(
-    "text", ["", "Killed\n", "  exitcode  : -9 (pid: 8158)\n", "step 3/9 loss 1.0\nValueError: caught before\n" * 3]
+    ("text", "told"),
+    [
+        ("", False),
+        ("step 3/9 loss 1.0\nValueError: caught before\n" * 3, False),
+        ("Killed\n", True),
+        ("  exitcode  : -9 (pid: 8158)\n", True),
+        ("ValueError: caught before\nline 3:  438 Killed  python train.py\n", True),
+        ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.\n", True),
+    ],
 )
-def test_a_bare_kill_is_a_suspicion_offline_and_something_with_evidence(status: int, text: str) -> None:
+def test_a_bare_kill_is_something_and_where_words_tell_of_it_a_suspicion(status: int, text: str, told: bool) -> None:
+    """Neither leads to anything smaller. The failure logs demand the suspicion where a log tells of the kill."""
     alone = of(text, exit_status=status)
-    assert alone.kind is Kind.HOST_OOM_KILLED
-    assert alone.confidence < 0.5
+    assert (alone.kind, alone.reason) == ((Kind.HOST_OOM_KILLED, None) if told else (Kind.NOT_MEMORY, "killed_by_something"))
+    assert not alone.of_memory or alone.confidence < SURE
     assert "by hand" in alone.summary
+    assert all(remedy.id == "who_killed" for remedy in remedies_for(alone))
     for known in ({"cgroup_oom_kills": 0}, {"host_peak_fraction": 0.41}, {"cgroup_oom_kills": 0, "host_peak_fraction": 0.99}):
         found = of(text, exit_status=status, **known)
         assert (found.kind, found.reason) == (Kind.NOT_MEMORY, "killed_by_something"), known
@@ -73,7 +84,55 @@ def test_a_bare_kill_is_a_suspicion_offline_and_something_with_evidence(status: 
     assert near.kind is Kind.HOST_OOM_KILLED
     assert near.confidence > 0.5
     between = of(text, exit_status=status, host_peak_fraction=0.9)
-    assert (between.kind, between.confidence < 0.5) == (Kind.HOST_OOM_KILLED, True)
+    assert (between.kind, between.confidence) == (alone.kind, alone.confidence)
+
+
+COMPILER = (
+    "g++: fatal error: Killed signal terminated program cc1plus\ncompilation terminated.\n"
+    "ninja: build stopped: subcommand failed.\nRuntimeError: Error building extension 'fused_adam'\n"
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        COMPILER,
+        "c++: internal compiler error: Killed (program cc1plus)\nPlease submit a full bug report\n",
+        "nvcc error   : 'cicc' died due to signal 9 (Kill signal)\nninja: build stopped: subcommand failed.\n",
+        "collect2: fatal error: ld terminated with signal 9 [Killed]\ncompilation terminated.\n",
+        "clang++: error: unable to execute command: Killed\n",
+        "make: *** [Makefile:3: all] Error 137\n",
+        "  process didn't exit successfully: `rustc --crate-name tokenizers` (signal: 9, SIGKILL: kill)\n",
+    ],
+)
+def test_a_compiler_that_was_killed_is_a_suspicion_that_evidence_settles(text: str) -> None:
+    """It is SIGKILL, not SIGTERM, and comes before what could not be built for it."""
+    alone = of(text, exit_status=1)
+    assert (alone.kind, alone.source, alone.confidence < SURE) == (Kind.HOST_OOM_KILLED, "words", True)
+    counted = of(text, exit_status=1, cgroup_oom_kills=1, cgroup_killed_near_end=True)
+    assert (counted.kind, counted.source, counted.confidence >= 0.95) == (Kind.HOST_OOM_KILLED, "kernel", True)
+    assert of(text, exit_status=1, host_peak_fraction=0.97).confidence > SURE
+    assert of(text, exit_status=1, cgroup_oom_kills=0).reason == "killed_by_something"
+
+
+def test_a_program_that_trained_without_what_the_compiler_was_to_build() -> None:
+    steps = "".join(f"step {number}/9000 loss 2.0\n" for number in range(500))
+    assert of(COMPILER + steps + "KeyError: 'labels'\n", exit_status=1).reason == "python_error"
+    assert of(COMPILER + steps, exit_status=-9).reason == "killed_by_something"
+    assert of(steps + COMPILER + "KeyError: 'labels'\n", exit_status=1).kind is Kind.HOST_OOM_KILLED
+
+
+def test_a_terminated_program_is_still_told() -> None:
+    for text in ("signal: terminated\n", "exit status 143\n", "[1]+  Terminated    python train.py\n"):
+        assert of(text).reason == "sigterm"
+
+
+@pytest.mark.parametrize(("status", "name"), [(-14, "SIGALRM"), (128 + 24, "SIGXCPU"), (-10, "SIGUSR1"), (-34, "SIGRTMIN")])
+def test_another_signal_is_called_by_its_name(status: int, name: str) -> None:
+    found = of("", exit_status=status)
+    assert found.reason == "killed_by_something"
+    assert name in found.summary
+    assert "SIGKILL" not in found.summary
 
 
 def test_words_of_the_kernel_stand_against_samples() -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from memtop.supervisor import units
 from memtop.supervisor.diagnosis.engine import diagnose
 from memtop.supervisor.diagnosis.finding import parse_size
+from memtop.supervisor.diagnosis.sentences import size
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind
+from memtop.supervisor.recovery.offline import remedies_for
+from memtop.supervisor.recovery.policy import SURE
 
 GIB = 1 << 30
 MESSAGE = (
@@ -342,3 +346,76 @@ def test_the_error_that_ended_it_after_hundreds_that_were_logged() -> None:
     logged = "".join(f"ValueError: bad row {number}\n{STEPS[:300]}" for number in range(200))
     found = of(f"{logged}Traceback (most recent call last):\nKeyError: 'labels'\n", exit_status=1)
     assert "KeyError" in found.evidence[0]
+
+
+CAUGHT = f"caught: {MESSAGE}\n"
+
+
+@pytest.mark.parametrize("end", ["epoch 1 done\n", "Training complete\n", "Epoch 7: completed in 3 min\n"])
+def test_a_failure_that_was_logged_before_a_good_end_is_no_proof(end: str) -> None:
+    """Without an exit status nobody knows whether the program ended of it."""
+    found = of(CAUGHT + "some other words\n" + end)
+    assert found.kind is Kind.GPU_OOM_FRAGMENTED
+    assert found.confidence < SURE
+    assert "if it ended there" in found.summary
+    assert end.strip() in found.summary
+    well = of(CAUGHT + end, exit_status=0)
+    assert (well.kind, well.reason) == (Kind.NOT_MEMORY, "oom_handled")
+    # It failed: that is known, and nothing else says of what.
+    assert of(CAUGHT + end, exit_status=1).confidence > 0.9
+
+
+@pytest.mark.parametrize(
+    ("text", "sure"),
+    [
+        (RAISED, True),
+        ("epoch 1 done\nTraining complete\n" + RAISED, True),
+        # What standard output still held comes after the error.
+        (RAISED + "epoch 1 done\n", True),
+        (RAISED + "Training complete\n", False),
+        ("OSError: [Errno 28] No space left on device\nTraining complete\n", False),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.batch.\nTraining complete\n", True),
+    ],
+)
+def test_what_may_have_been_survived(text: str, sure: bool) -> None:
+    assert (of(text).confidence >= SURE) is sure
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "option"),
+    [
+        ("Caused by: java.lang.OutOfMemoryError: Java heap space\n\tat scala.x(Y.scala:3)\n", "java_heap", "-Xmx"),
+        ("java.lang.OutOfMemoryError: GC overhead limit exceeded\n", "java_heap", "-Xmx"),
+        (
+            "FATAL ERROR: Reached heap limit Allocation failed - JavaScript heap out of memory\n",
+            "node_heap",
+            "--max-old-space-size",
+        ),
+        ("FATAL ERROR: Reached heap limit Allocation fai", "node_heap", "--max-old-space-size"),
+    ],
+)
+def test_a_heap_with_a_limit_of_its_own(text: str, reason: str, option: str) -> None:
+    for status in (None, 1, 134):
+        found = of(text, exit_status=status)
+        assert (found.kind, found.reason) == (Kind.HOST_OOM_ALLOC, reason)
+        (only,) = remedies_for(found)
+        assert option in only.why
+        assert option.lstrip("-").split("=")[0] in (only.command or "")
+
+
+def test_java_without_threads_is_no_lack_of_memory() -> None:
+    found = of("java.lang.OutOfMemoryError: unable to create native thread: possibly out of memory or process limits reached\n")
+    assert (found.kind, found.reason) == (Kind.NOT_MEMORY, "thread_limit")
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "exact", "rough"),
+    [
+        (728 << 40, "728.0 TiB", "728.0 TiB"),
+        (3 << 50, "3.0 PiB", "3.0 PiB"),
+        (1023 << 30, "1023.00 GiB", "1023.0 GiB"),
+        (389 << 20, "389 MiB", "389 MiB"),
+    ],
+)
+def test_sizes_have_units_that_fit(bytes_: int, exact: str, rough: str) -> None:
+    assert (size(bytes_), units.size(bytes_)) == (exact, rough)

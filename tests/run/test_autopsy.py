@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.run import autopsy, witness
 from memtop.supervisor.run.autopsy import End, evidence_of, examine
 from memtop.supervisor.run.kills import RELATED_SECONDS
+from memtop.supervisor.run.ledger import Ledger
 from memtop.supervisor.run.witness import Witness
+from tests.conftest import Runs
 
 LOGITS = 8 * 252 * 40960 * 4
 
@@ -118,7 +121,7 @@ def test_an_error_of_ours_does_not_end_it_either_where_nothing_can_be_printed(
 def test_a_log_that_is_gone_leaves_the_rest_of_the_evidence(folder: Path) -> None:
     (folder / "output.log").unlink()
     found = examine(end_of(folder, status=-9), Witness(folder, time.time()))
-    assert (found.kind, found.confidence < 0.5) == (Kind.HOST_OOM_KILLED, True)
+    assert (found.kind, found.reason) == (Kind.NOT_MEMORY, "killed_by_something")
 
 
 def test_of_torchruns_tries_only_the_last_one_counts(folder: Path) -> None:
@@ -161,3 +164,24 @@ def test_only_a_kill_near_the_end_is_evidence_of_it(folder: Path, monkeypatch: p
     assert examine(now, seen).kind is Kind.HOST_OOM_KILLED
     later = examine(end_of(folder, status=-9, ended=time.time() + 3600), seen)
     assert (later.kind, later.reason) == (Kind.NOT_MEMORY, "killed_by_something")
+
+
+_BROKEN = """
+import sys
+if "memtop.supervisor" in sys.orig_argv:
+    from memtop.supervisor.run import autopsy
+    def broken(*_):
+        raise ValueError("no such shape")
+    autopsy.diagnose_file = broken
+"""
+
+
+def test_an_end_that_could_not_be_examined_is_a_warning_of_the_run(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_BROKEN)
+    runs.environment["PYTHONPATH"] = str(tmp_path)
+    runs.memtop("train", "--headless", "--name", "a", "--", sys.executable, "-c", "raise SystemExit(3)", status=1)
+    with contextlib.closing(Ledger(runs.path / "a" / "ledger.sqlite", read_only=True)) as reader:
+        warnings = [event.message for event in reader.events() if event.kind == "warning"]
+    assert len(warnings) == 1
+    assert "memtop itself failed over" in warnings[0]
+    assert "(ValueError: no such shape)" in warnings[0]

@@ -75,6 +75,8 @@ def test_a_program_runs_to_its_end_and_all_is_remembered(runs: Runs) -> None:
     command = json.loads((runs.path / "a/attempts/0001/command.json").read_text())
     assert command["argv"][1] == PROGRAM
     assert command["environment"]["MEMTOP_RUN"] == str(runs.path / "a")
+    # It has said what it can be asked for: nothing, which is not the same as not having spoken.
+    assert read_state(find_run("a", runs.path)).offers == ()
 
 
 def test_a_failing_program_fails_the_command_with_its_last_words(runs: Runs) -> None:

@@ -13,6 +13,7 @@ from memtop.tui.screens.dialog import ConfirmDialog
 from memtop.tui.screens.help import HelpDialog
 from memtop.tui.screens.kill import KillDialog, TickList
 from memtop.tui.screens.presets import PresetDialog
+from memtop.tui.screens.processes import ProcessesScreen
 from memtop.tui.screens.restart import RestartDialog
 from memtop.tui.widgets.action_bar import ActionButton
 from tests.tui.support import SETTINGS, RecordingFeed, RecordingHands, dashboard, gpu, process, running, screen_text, settle
@@ -286,7 +287,7 @@ async def test_a_digit_without_a_preset_says_which_there_are() -> None:
         await settle(pilot)
         await pilot.press("9")
         await settle(pilot)
-        assert "no preset for first-run has key 9: there are 1 deepspeed, 2 stage2_offload" in screen_text(app)
+        assert "no preset of the recipe first-run has key 9: there are 1 deepspeed, 2 stage2_offload" in screen_text(app)
 
 
 STRAY = process(51, stray=True, reason="left over from run old, which ended", used_bytes=5 << 30)
@@ -430,18 +431,67 @@ async def test_help_opens_at_its_beginning_with_at_most_one_scroll_bar(size: tup
         assert app.screen is app.dashboard
 
 
-async def test_a_toast_says_only_what_the_message_line_cannot() -> None:
+@pytest.mark.parametrize("size", [(80, 24), (60, 15)])
+async def test_what_is_said_takes_the_lines_that_it_needs_and_no_toast(size: tuple[int, int]) -> None:
     feed = training_feed()
     app = dashboard(feed)
-    async with app.run_test(size=(80, 24)) as pilot:
+    width = size[0] - 4
+    async with app.run_test(size=size) as pilot:
         await settle(pilot)
-        for length, toasts in ((76, 0), (77, 1)):
-            words = "x" * (length - 4) + " end"
+        for length, lines in ((width, 1), (width + 20, 2), (10 * width, 3 if size[1] > 20 else 2)):
+            words = ("of " * length)[: length - 4].strip() + " end"
             feed.answers = ((wire.Outcome.DONE, words),)
             await pilot.press("f")
             await settle(pilot)
-            assert len(app._notifications) == toasts
-            assert ("✓ " + words in screen_text(app)) == (not toasts)
+            panel = app.dashboard.query_one("#flash")
+            assert panel.size.height == lines
+            rows = screen_text(app).splitlines()[panel.region.y : panel.region.bottom]
+            told = " ".join(" ".join(rows).split())
+            assert told == f"✓ {words}" if length < 5 * width else told.endswith("…")
+            assert "f Free" in screen_text(app)
+        assert not app._notifications
+        # After a while it gives the log its lines back.
+        app.dashboard._show_flash(1)
+        await settle(pilot)
+        assert panel.size.height == 1
+
+
+async def test_what_is_said_under_another_screen_is_a_toast() -> None:
+    feed = training_feed()
+    app = dashboard(feed)
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        await pilot.press("o")
+        await settle(pilot)
+        assert isinstance(app.screen, ProcessesScreen)
+        app.dashboard.say("checkpoint at update 40", "good")
+        await settle(pilot)
+        assert [one.message for one in app._notifications] == ["checkpoint at update 40"]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 50)])
+async def test_what_a_program_cannot_be_asked_for_has_no_button_and_its_key_says_why(size: tuple[int, int]) -> None:
+    feed = RecordingFeed(running(gpu(), settings=None, offers=("free_cache",)))
+    app = dashboard(feed)
+    async with app.run_test(size=size) as pilot:
+        await settle(pilot)
+        shown = {action.id for action in BAR if app.dashboard.query_one(f"#action-{action.id}").display}
+        assert not {"preset", "checkpoint"} & shown
+        assert {"free", "stop", "restart"} <= shown
+        await pilot.press("c")
+        await settle(pilot)
+        assert "only the built-in trainer saves when it is asked to" in screen_text(app)
+        await pilot.press("1")
+        await settle(pilot)
+        assert "presets need a built-in recipe" in screen_text(app)
+        assert feed.requests == []
+        # A program that says that it can is asked.
+        feed.say(running(gpu(), settings=None, offers=("checkpoint", "free_cache")))
+        await settle(pilot)
+        assert app.dashboard.query_one("#action-checkpoint").display
+        await pilot.press("c")
+        await settle(pilot)
+        assert [type(one) for one in feed.requests] == [wire.CheckpointNow]
 
 
 async def test_an_action_that_makes_no_sense_now_says_why() -> None:

@@ -46,7 +46,50 @@ async def test_the_run_has_survived_a_shortage_and_remembers_all_of_it() -> None
     assert store.run is not None
     assert store.run.advice is not None
     assert store.run.trends
-    assert notice(store).startswith("^ anonymous memory of the loader workers: full in")
+    assert notice(store).startswith("^ memory of the loader workers: full in")
+
+
+@pytest.mark.parametrize("tick", [150, 240, 500])
+async def test_its_leak_is_that_of_its_machine_and_comes_before_its_end(tick: int) -> None:
+    store = await played(DemoFeed(interval=0, warm_up=tick, ticks=0))
+    run = store.run
+    assert run is not None
+    (trend,) = run.trends
+    assert trend.full_at_update is not None
+    assert run.total_updates is not None
+    assert run.updates is not None
+    assert run.updates < trend.full_at_update < run.total_updates
+    assert trend.full_in_seconds is not None
+    assert run.eta_seconds is not None
+    assert trend.full_in_seconds < run.eta_seconds
+    left = store.host.available_bytes
+    assert trend.bytes_per_update is not None
+    assert left == pytest.approx((trend.full_at_update - run.updates) * trend.bytes_per_update, rel=0.01)
+    # As much as is said does it grow.
+    later = await played(DemoFeed(interval=0, warm_up=tick + 60, ticks=0))
+    assert later.run is not None
+    assert later.run.run_rss_bytes is not None
+    assert run.run_rss_bytes is not None
+    updates = (later.run.updates or 0) - run.updates
+    # The processes' shared pages count in each, and there is a wave on top.
+    assert later.run.run_rss_bytes - run.run_rss_bytes == pytest.approx(updates * trend.bytes_per_update * 1.1, abs=0.7 * 2**30)
+
+
+async def test_its_leak_ends_before_the_machine_does() -> None:
+    store = await played(DemoFeed(interval=0, warm_up=700, ticks=0))
+    assert store.run is not None
+    assert store.run.trends == ()
+    assert store.host.band.value != "danger"
+
+
+async def test_its_recipe_is_one_that_its_name_can_have() -> None:
+    app = DashboardApp(DemoFeed(interval=0.01, warm_up=20))
+    async with app.run_test(size=(120, 40)) as pilot:
+        while app.dashboard.store.run is None:
+            await pilot.pause(0.01)
+        await pilot.press("8")
+        await settle(pilot)
+        assert "no preset of the recipe sft-lora has key 8" in screen_text(app)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -16,12 +16,33 @@ from memtop.tui.draw.gpu import draw_gpu, draw_gpu_note, draw_gpu_row, draw_gpu_
 from memtop.tui.draw.host import draw_host
 from memtop.tui.draw.line import fit, join_fitting, line, plain, spread, width_of, wrap
 from memtop.tui.draw.machine import draw_compact_machine, draw_processes
-from memtop.tui.draw.training import PHASE_MARKS, draw_events, draw_header, draw_loss, draw_training, notice
+from memtop.tui.draw.training import (
+    PHASE_MARKS,
+    draw_compact_training,
+    draw_events,
+    draw_header,
+    draw_loss,
+    draw_training,
+    notice,
+)
 from memtop.tui.draw.vram import vram_legend
 from memtop.tui.draw.words import age
 from memtop.tui.feed import Connected, Disconnected, Followed, Replayed
 from memtop.tui.store import Store, fold
-from tests.tui.support import GIB, HOST, NOW, gpu, machine, process, run_state, running
+from memtop.tui.widgets.line_panel import LinePanel
+from tests.tui.support import (
+    GIB,
+    HOST,
+    NOW,
+    RecordingFeed,
+    dashboard,
+    gpu,
+    machine,
+    process,
+    run_state,
+    running,
+    settle,
+)
 
 
 def text_of(lines: object) -> str:
@@ -247,11 +268,76 @@ def test_ranks_that_do_not_fit_are_counted() -> None:
 
 @pytest.mark.parametrize("phase", list(wire.Phase))
 def test_the_header_has_a_word_and_a_mark_for_every_state(phase: wire.Phase) -> None:
-    store = store_of(running(gpu(), state=phase))
+    store = store_of(running(gpu(), state=phase, total_updates=None))
     text = plain(draw_header(store, 160, 1)[0])
     assert f"{PHASE_MARKS[phase][0]} {phase.value}" in text
     assert "preset standard  8 x 4 x 1 = 32  T 128  00:22:10" in text
     assert width_of(draw_header(store, 60, 1)[0]) == 60
+
+
+def test_the_header_tells_a_program_at_its_first_update_from_one_that_loads() -> None:
+    store = store_of(running(gpu(), state=wire.Phase.STARTING, total_updates=60))
+    assert "◌ first update…" in plain(draw_header(store, 80, 1)[0])
+
+
+def test_slow_runs_have_numbers_that_mean_something() -> None:
+    slow = store_of(running(gpu(), samples_per_second=0.0268, tokens_per_second=1.5, step_seconds=194.55))
+    for lines in (draw_training(slow, 70, 12), draw_compact_training(slow, 80, 3)):
+        text = text_of(lines)
+        assert "0.027 samples/s" in text
+        assert "1.5 tok/s" in text
+        assert "step 195 s" in text
+
+
+def test_the_parts_of_an_update_add_up_to_the_update() -> None:
+    split = wire.StepSplit(data_wait_seconds=0.0, forward_seconds=2.7, backward_seconds=4.8, optimizer_seconds=0.1)
+    text = text_of(draw_training(store_of(running(gpu(), split=split, step_seconds=10.0)), 76, 12))
+    assert "data 0 %  forward 27 %  backward 48 %  optimizer 1 %  other 24 %" in text
+
+
+def test_small_memories_are_told_in_mib() -> None:
+    small = replace(
+        HOST, shm_total_bytes=2**20, shm_used_bytes=2**20, shm_fraction=1.0, swap_total_bytes=512 * 2**20, swap_used_bytes=0
+    )
+    text = text_of(draw_host(store_of(running(gpu()), machine(gpu(), host=small)), 76, 12))
+    assert "1 / 1 MiB" in text
+    assert "0 / 512 MiB" in text
+    limited = replace(HOST, limit_bytes=300 * 2**20, used_bytes=150 * 2**20, used_fraction=0.5)
+    text = text_of(draw_host(store_of(running(gpu()), machine(gpu(), host=limited)), 76, 12))
+    assert "150 / 300 MiB" in text
+    assert "limit 300 MiB of 32.0 GiB" in text
+
+
+def test_why_a_run_has_ended_goes_on_below_itself() -> None:
+    why = "not saved: 16 MiB needed, 3 MiB free; the state before is kept, free some space, and what was lost is at the end"
+    store = store_of(running(gpu(), state=wire.Phase.FAILED, alive=False, reason=why))
+    for lines in (draw_training(store, 70, 13), draw_compact_training(store, 80, 3)):
+        assert why in " ".join(text_of(lines).split())
+
+
+async def test_why_a_run_has_ended_has_the_lines_it_needs_on_the_wide_panel() -> None:
+    why = "runs/tiny/train_latest_state: not saved: 16 MiB needed, 3 MiB free; the state before is kept, free some space"
+    app = dashboard(RecordingFeed(running(gpu(), state=wire.Phase.FAILED, alive=False, reason=why)))
+    async with app.run_test(size=(160, 50)) as pilot:
+        await settle(pilot)
+        panel = app.dashboard.query_one("#training", LinePanel)
+        text = " ".join(" ".join(plain(one) for one in panel.lines).split())
+        assert why in text
+        assert "checkpoint update 20" in text
+
+
+def test_a_warning_of_a_card_goes_on_below_itself_where_there_is_room() -> None:
+    trouble = GpuTrouble(
+        time=NOW - 60,
+        kind="xid",
+        code=31,
+        message="a program touched memory that it does not own; the program ends, the card is sound",
+        fault_of_program=True,
+    )
+    card = gpu(troubles=(trouble,))
+    store = store_of(running(card))
+    assert "the card is sound" in text_of(draw_gpu(store, card, 76, 10))
+    assert "…" in text_of(draw_gpu(store, card, 76, 6))
 
 
 def test_the_header_of_a_followed_process() -> None:

@@ -135,7 +135,7 @@ async def test_before_anything_was_measured_the_key_says_so() -> None:
 )
 def test_the_training_panel_has_the_word(bottleneck: str, word: str) -> None:
     split = wire.StepSplit(data_wait_seconds=0.1, forward_seconds=0.4, backward_seconds=0.4, optimizer_seconds=0.1)
-    store = fold(Store(), running(gpu(), advice=replace(ADVICE, bottleneck=bottleneck), split=split))
+    store = fold(Store(), running(gpu(), advice=replace(ADVICE, bottleneck=bottleneck), split=split, step_seconds=1.0))
     for width in (54, 70):
         (line,) = [plain(one) for one in draw_training(store, width, 12) if word in plain(one)]
         assert "40 %" in line
@@ -160,3 +160,16 @@ def test_a_trial_that_still_measures_has_one_side() -> None:
     assert "measuring after" in text
     assert "–" in text
     assert "?" in plain(advice_lines(run_state(), 80)[0])
+
+
+@pytest.mark.parametrize(
+    ("bottleneck", "summary", "told"),
+    [
+        ("compute", "compute-bound: only 1% of each update waits for data", "The run is compute-bound Only 1% of each update"),
+        ("data", "waiting for data: 40% of each update", "The run is data-bound Waiting for data: 40% of each update"),
+        ("unknown", "not known yet: 3 updates measured, 16 are needed", "Not known yet: 3 updates measured"),
+    ],
+)
+def test_the_judgement_is_said_once(bottleneck: str, summary: str, told: str) -> None:
+    run = running(gpu(), advice=replace(ADVICE, bottleneck=bottleneck, summary=summary, evidence=())).run
+    assert " ".join(" ".join(plain(one) for one in advice_lines(run, 80)).split()).startswith(told)

@@ -9,7 +9,7 @@ from memtop.supervisor import wire
 from memtop.tui.draw.gpu import draw_gpu
 from memtop.tui.draw.host import draw_host
 from memtop.tui.draw.line import Line, plain
-from memtop.tui.draw.training import draw_events, notice
+from memtop.tui.draw.training import draw_compact_training, draw_events, draw_notice, notice
 from memtop.tui.feed import Connected, Replayed
 from memtop.tui.keymap import BY_ID, obstacle, offered
 from memtop.tui.store import Store, fold
@@ -34,7 +34,8 @@ def text_of(lines: list[Line]) -> str:
 
 
 def store_of(*trends: wire.Trend, **fields: object) -> Store:
-    return fold(fold(Store(), Connected()), running(gpu(0), gpu(1), trends=trends, **fields))
+    known: dict[str, object] = {"total_updates": 10_000, **fields}
+    return fold(fold(Store(), Connected()), running(gpu(0), gpu(1), trends=trends, **known))
 
 
 def test_the_gpu_that_grows_says_when_it_is_full_and_at_which_update() -> None:
@@ -60,14 +61,50 @@ def test_the_hosts_trends_are_on_its_panel_even_where_room_is_short(width: int) 
     store = store_of(LEAK, WORKERS, SWAP)
     for height in (5, 12):
         text = text_of(draw_host(store, width, height))
-        assert "^ anonymous memory of the loader workers: full in" in text
+        assert "^ memory of the loader workers: full in 90 min" in text
         assert "^ swap-in grows to 12 MiB/s" in text
         assert "GPU 0 reserved" not in text
 
 
+def test_what_is_full_only_after_the_runs_end_is_said_to_be_and_is_no_banner() -> None:
+    workers = replace(WORKERS, full_at_update=9_000)
+    for fields in ({"total_updates": 1_200}, {"total_updates": None, "eta_seconds": 800.0}):
+        unknown_update = replace(workers, full_at_update=None) if fields["total_updates"] is None else workers
+        store = store_of(LEAK if fields["total_updates"] else replace(LEAK, full_at_update=None), unknown_update, **fields)
+        assert notice(store) == ""
+        for width in (54, 76):
+            text = text_of(draw_host(store, width, 12))
+            assert "^ memory of the loader workers" in text
+            assert "not full before the run's end" in " ".join(text.split())
+        assert "full before the run's end" in text_of(draw_gpu(store, store.gpus[0], 100, 8))
+        assert "full in" not in text_of(draw_gpu(store, store.gpus[0], 100, 8))
+    # Where nobody knows when the run ends, the leak counts.
+    assert "full in 90 min" in notice(store_of(workers, total_updates=None, eta_seconds=None))
+    # At its last update it is not too late to tell.
+    assert "full in" in notice(store_of(workers, total_updates=9_000))
+
+
+@pytest.mark.parametrize("width", [51, 60, 76])
+def test_a_trends_line_is_said_shorter_or_goes_on_below_but_is_never_cut(width: int) -> None:
+    long = replace(WORKERS, what="anonymous memory of the run's other processes", full_at_update=9_083)
+    text = text_of(draw_host(store_of(long), width, 20))
+    assert "…" not in text
+    assert "full in 90 min" in " ".join(text.split())
+
+
+def test_a_notice_of_a_trend_is_never_cut() -> None:
+    long = replace(WORKERS, what="anonymous memory of the run's other processes", full_at_update=9_083)
+    for width in (80, 100, 160):
+        (line,) = draw_notice(store_of(long), width, 1)
+        assert "…" not in plain(line)
+        assert "full in 90 min" in plain(line)
+
+
 @pytest.mark.parametrize("size", [(80, 24), (160, 50)])
 async def test_the_most_urgent_one_is_in_the_notice(size: tuple[int, int]) -> None:
-    app = dashboard(RecordingFeed(running(gpu(), trends=(WORKERS, LEAK, SWAP), warnings=("an old warning",))))
+    app = dashboard(
+        RecordingFeed(running(gpu(), total_updates=10_000, trends=(WORKERS, LEAK, SWAP), warnings=("an old warning",)))
+    )
     async with app.run_test(size=size) as pilot:
         await settle(pilot)
         assert (
@@ -80,7 +117,7 @@ def test_the_notice_puts_a_death_before_a_trend_and_a_trend_before_a_trial() -> 
     assert notice(store_of(trial=trial)) == "… trial of batch 8 -> 10: measuring before"
     assert notice(store_of(LEAK, trial=trial)).startswith("^ GPU 0 reserved")
     assert notice(store_of(trial=replace(trial, state="kept"), warnings=("w",))) == "! w"
-    died = fold(fold(Store(), Connected()), dead(trends=(LEAK,)))
+    died = fold(fold(Store(), Connected()), dead(trends=(LEAK,), total_updates=10_000))
     assert notice(died).endswith("0.5 GiB free (w: what can be done)")
     # Once it is started again, the death is past.
     again = fold(died, dead(state=wire.Phase.STARTING))
@@ -105,6 +142,31 @@ def test_events_about_memory_have_a_mark_and_a_colour(kind: str, look: tuple[str
     sign, role = look
     assert (f"{sign:<2} ", role) in line
     assert line[-1] == ("what happened", role)
+
+
+UNSAVED = "runs/tiny/train_latest_state: not saved: 16 MiB needed, 3 MiB free; the state before is kept, free some space"
+
+
+def test_a_save_that_failed_is_a_banner_until_one_succeeds() -> None:
+    def told(kind: str, message: str, number: int, attempt: int = 2) -> wire.EventRows:
+        return wire.EventRows(rows=(wire.Event(id=number, time=NOW, attempt=attempt, kind=kind, message=message),))
+
+    store = store_of(LEAK, checkpoint=None)
+    assert not notice(fold(store, told("warning", "something else", 1))).startswith("! not saved")
+    store = fold(store, told("warning", UNSAVED, 2))
+    assert notice(store, 79) == "! not saved: 16 MiB needed, 3 MiB free; free some space on the disk"
+    assert ("not yet", "bad") in draw_compact_training(store, 80, 3)[2]
+    full = fold(store, told("warning", "runs/tiny/train_latest_state: disk full while saving; the state before is kept", 3))
+    assert notice(full) == "! not saved: disk full; free some space on the disk"
+    assert not notice(fold(store, told("checkpoint", "checkpoint at update 30: 15 MiB in 0.1 s", 4))).startswith("! not saved")
+    # What an earlier attempt could not save is past.
+    assert not notice(fold(store, running(gpu(), attempt=3))).startswith("! not saved")
+
+
+def test_kinds_of_failure_are_told_in_words() -> None:
+    event = wire.Event(id=1, time=NOW, attempt=1, kind="attempt", message="attempt 2: host_oom_alloc: restart with workers 0")
+    (line,) = draw_events(fold(Store(), wire.EventRows(rows=(event,))), 80, 5)
+    assert line[-1][0] == "attempt 2: out of host memory: restart with workers 0"
 
 
 def test_the_store_keeps_the_newest_telling_of_all_configurations_and_forgets_it_going_back() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
+from textual.strip import Strip
 from textual.widgets import Button
 
 from memtop.supervisor import wire
@@ -21,6 +22,7 @@ from memtop.tui.screens.dialog import ConfirmDialog
 from memtop.tui.screens.oom import OomCard
 from memtop.tui.screens.processes import ProcessesScreen
 from memtop.tui.store import Store, fold
+from memtop.tui.widgets.block_list import BlockList
 from tests.tui.dying import ALLOCATOR, BY_HAND, DIAGNOSIS, PROPOSAL, SHORTER, SMALLER, dead
 from tests.tui.support import GIB, HOST, NOW, RecordingFeed, dashboard, gpu, machine, running, screen_text, settle
 
@@ -187,23 +189,53 @@ async def test_escape_leaves_the_run_failed_and_the_notice_tells_the_key(size: t
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_an_announced_restart_counts_down_and_can_be_called_off(size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("by_click", [False, True])
+async def test_an_announced_restart_counts_down_and_can_be_called_off(size: tuple[int, int], by_click: bool) -> None:
     auto = replace(PROPOSAL, waiting=None, begins=NOW + 9)
     feed = RecordingFeed(dead(auto, state=wire.Phase.RESTARTING, on_oom="auto"))
     app = dashboard(feed)
     async with app.run_test(size=size) as pilot:
         await settle(pilot)
-        assert "the first remedy is applied by itself in 9 s" in words(app)
+        assert "remedy 1 begins in 9 s (Enter: ▸ now, s: stay stopped, Esc: close)" in words(app)
         update = dead(auto, state=wire.Phase.RESTARTING, on_oom="auto")
         feed.say(replace(update, machine=machine(gpu(), time=NOW + 5)))
         await settle(pilot)
-        assert "the first remedy is applied by itself in 4 s" in words(app)
+        assert "remedy 1 begins in 4 s" in words(app)
+        if by_click:
+            await pilot.click("#stay")
+        else:
+            await pilot.press("s")
+        await settle(pilot)
+        assert app.screen is app.dashboard
+        assert feed.requests == [Stop(id=1)]
+
+
+async def test_where_nothing_is_announced_there_is_nothing_to_call_off() -> None:
+    feed = RecordingFeed(dead())
+    app = dashboard(feed)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        assert not card(app).query_one("#stay").display
         await pilot.press("s")
         await settle(pilot)
-        assert "The restart that was announced is called off" in words(app)
-        await pilot.press("y")
+        card(app)
+        assert feed.requests == []
+
+
+async def test_its_first_picture_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    painted: list[str] = []
+    paint = BlockList.render_line
+
+    def painting(self: BlockList, y: int) -> Strip:
+        strip = paint(self, y)
+        painted.append(strip.text)
+        return strip
+
+    monkeypatch.setattr(BlockList, "render_line", painting)
+    app = dashboard(RecordingFeed(dead()))
+    async with app.run_test(size=(80, 24)) as pilot:
         await settle(pilot)
-        assert feed.requests == [Stop(id=1)]
+        assert painted[0].startswith("GPU 0 ran out of memory")
 
 
 async def test_an_announced_restart_can_be_brought_forward() -> None:
@@ -431,7 +463,7 @@ def test_what_memtop_does_not_do_has_neither_a_forecast_nor_a_question() -> None
 
 def test_the_outlook_never_counts_below_zero() -> None:
     late = plain(outlook(replace(PROPOSAL, begins=NOW), SMALLER, NOW + 3, can_act=False))
-    assert late == "… the first remedy is applied by itself in 0 s"
+    assert late == "… remedy 1 begins in 0 s by itself"
 
 
 def test_a_remedy_without_any_number_says_so() -> None:

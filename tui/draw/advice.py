@@ -22,8 +22,8 @@ class Row(NamedTuple):
 
 
 _ROWS = (
-    Row("samples/s", "samples_per_second", lambda value: f"{value:.1f}"),
-    Row("tokens/s", "tokens_per_second", units.count),
+    Row("samples/s", "samples_per_second", units.rate),
+    Row("tokens/s", "tokens_per_second", lambda value: units.count(value) if value >= 10 else units.rate(value)),
     Row("peak", "peak_bytes", units.size),
     Row("host RAM", "host_bytes", units.size),
     Row("swap", "swap_bytes", units.size),
@@ -36,9 +36,11 @@ def advice_lines(run: RunState, width: int) -> list[Line]:
     advice = run.advice
     if advice is None:
         return [line(("? what bounds the speed is not known yet: it is judged from measured updates", "unknown"))]
-    word = BOTTLENECKS.get(advice.bottleneck, "not known")
-    lines = [line(("The run is ", MUTED), (word, "accent" if advice.bottleneck in BOTTLENECKS else "unknown"))]
-    lines += wrap(advice.summary, width, STRONG)
+    word = BOTTLENECKS.get(advice.bottleneck, "")
+    lines = [line(("The run is ", MUTED), (word, "accent"))] if word else []
+    # The judgement often begins with the very word.
+    rest = advice.summary.removeprefix(f"{word}: ")
+    lines += wrap(rest[:1].upper() + rest[1:], width, STRONG)
     for text in advice.evidence:
         lines += [(*line(("· " if n == 0 else "  ", MUTED)), *part) for n, part in enumerate(wrap(text, width - 2))]
     return lines

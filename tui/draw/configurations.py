@@ -13,10 +13,12 @@ from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.wire import Configuration
 from memtop.tui.draw.line import MUTED, STRONG, Heading, Line, cropped, fact, fit, join_fitting, line, wrap
+from memtop.tui.draw.words import OUTCOMES, in_words
 
 PRESENT = "present"
 _GOOD = (PRESENT, "finished")
 _BAD = frozenset(("failed", *(kind.value for kind in Kind)))
+_WORDS = {kind.value: words for kind, words in OUTCOMES.items()}
 
 
 class Column(NamedTuple):
@@ -67,15 +69,15 @@ def row(of: Configuration, width: int, *, present: bool) -> Line:
         "seq_len": units.UNKNOWN if of.settings is None else str(of.settings.seq_len),
         "preset": units.UNKNOWN if of.settings is None else of.settings.preset,
         "peak": peak_words(of.peak),
-        "speed": units.UNKNOWN if of.samples_per_second is None else f"{of.samples_per_second:.1f}",
+        "speed": units.UNKNOWN if of.samples_per_second is None else units.rate(of.samples_per_second),
         "outcome": outcome_words(of, present=present),
     }
     outcome = words["outcome"]
     parts: list[tuple[str, str]] = [("● " if present else "  ", "good")]
     for column in columns_for(width):
-        role = _outcome_role(outcome) if column.id == "outcome" else STRONG if present else "text"
+        role = _outcome_role(of.outcome or outcome) if column.id == "outcome" else STRONG if present else "text"
         parts.append((f"{_cell(column, words[column.id])} ", role))
-    return fit(line(*parts, (of.reason, MUTED)), width)
+    return fit(line(*parts, (in_words(of.reason), MUTED)), width)
 
 
 def went_badly(outcome: str | None) -> bool:
@@ -105,19 +107,19 @@ def peak_words(peak: Peak | None) -> str:
 
 
 def outcome_words(of: Configuration, *, present: bool) -> str:
-    return of.outcome or (PRESENT if present else units.UNKNOWN)
+    """`replaced`, or what ended it: `out of VRAM`."""
+    return _WORDS.get(of.outcome or "", of.outcome) or (PRESENT if present else units.UNKNOWN)
 
 
 def facts(of: Configuration, now: Configuration | None, width: int) -> list[Line]:
     """All of the one under the cursor: where it began and ended, its reason in full, and what going back to it would change."""
     until = "now" if of.until_update is None else f"update {units.count(of.until_update)}"
-    measured = of.peak is not None and of.peak.updates > 0
     updates: Line = ()
-    if of.peak is not None and measured:
+    if of.peak is not None and of.peak.updates > 0:
         updates = fact("peak measured over", f"{units.count(of.peak.updates)} update{'' if of.peak.updates == 1 else 's'}")
     preset = () if of.settings is None else fact("preset", of.settings.preset)
     head = [fact(f"configuration {of.number}, from update", units.count(of.since_update)), fact("to", until), updates, preset]
-    lines = [join_fitting([part for part in head if part], width), *wrap(f"why: {of.reason}", width)]
+    lines = [join_fitting([part for part in head if part], width), *wrap(f"why: {in_words(of.reason)}", width)]
     return [*lines, *wrap(f"to go back: {'; '.join(differences(of, now))}", width, MUTED)]
 
 

@@ -8,7 +8,7 @@ from memtop.supervisor.monitor.values import GpuSample, GpuTrouble
 from memtop.tui.draw import trends
 from memtop.tui.draw.bands import ROLES, banded, padded_tag
 from memtop.tui.draw.charts import history
-from memtop.tui.draw.line import MUTED, STRONG, Line, dimmed, fact, fit, join, join_fitting, line, spread, width_of, wrap
+from memtop.tui.draw.line import MUTED, STRONG, Line, dimmed, fact, fit, join, join_fitting, line, plain, spread, width_of, wrap
 from memtop.tui.draw.vram import mig_row, vram_bar, vram_legend
 from memtop.tui.draw.words import age
 from memtop.tui.store import Store, seconds_until_full
@@ -18,6 +18,8 @@ LABEL = 6
 """Cells of the word before a bar."""
 _TROUBLE_SHOWN_SECONDS = 3600.0
 """Older troubles are told in the details only: a program's fault of this morning is no news."""
+_WRAPPED_FROM = 8
+"""Lines of a panel from which a second line of words leaves enough for the chart."""
 
 
 def short_name(gpu: GpuSample) -> str:
@@ -60,9 +62,11 @@ def draw_gpu(store: Store, gpu: GpuSample, width: int, height: int) -> list[Line
     ]
     if old:
         lines = dimmed(lines)
-    if warning:
+    if warning and height <= 4:
         # On the lowest panel the warning takes the legend's line.
-        lines[2 if height <= 4 else 4 : 3 if height <= 4 else 4] = [fit(warning, width)]
+        lines[2] = fit(warning, width)
+    elif warning:
+        lines += _in_full(warning, width) if height >= _WRAPPED_FROM else [fit(warning, width)]
     room = height - len(lines)
     if gpu.mig and room > 0:
         # Each instance is a card of its own: that is worth more than the past of all together.
@@ -75,6 +79,14 @@ def draw_gpu(store: Store, gpu: GpuSample, width: int, height: int) -> list[Line
     elif height == 3:
         del lines[2]
     return lines[:height]
+
+
+def _in_full(words: Line, width: int) -> list[Line]:
+    """On a second line what the first does not hold."""
+    if width_of(words) <= width:
+        return [words]
+    first, *rest = wrap(plain(words), width, words[-1][1])
+    return [first, fit(join(rest, " "), width)]
 
 
 def driver_silence(store: Store) -> str:
@@ -143,7 +155,7 @@ def _forecast(store: Store, gpu: GpuSample) -> Line:
     """When the card is full: of a run as its supervisor judges it, else from what was seen here."""
     if store.run is not None:
         trend = trends.of_gpu(store.run, gpu)
-        return () if trend is None else trends.full_in(trend)
+        return () if trend is None else trends.full_in(trend, store.run)
     seconds = seconds_until_full(store.gpu_history.get(gpu_key(gpu), ()))
     if seconds is None:
         return ()

@@ -13,7 +13,7 @@ from memtop.tui.draw.bands import ROLES, banded, padded_tag
 from memtop.tui.draw.bars import Share, memory_bar
 from memtop.tui.draw.charts import history
 from memtop.tui.draw.gpu import LABEL
-from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, spread, width_of
+from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, spread, width_of, wrap
 from memtop.tui.draw.words import age
 from memtop.tui.store import Store
 
@@ -59,7 +59,7 @@ def _rows(store: Store, width: int) -> list[Row]:
         rows.append(Row(2 if full else 7, shm_row(host, width)))
     rows += [Row(3, swap_row(host, width)), Row(6, _traffic(host, width))]
     if store.run is not None:
-        rows += [Row(1, fit(line((f"^ {trends.sentence(trend)}", "edge")), width)) for trend in trends.of_host(store.run)]
+        rows += [row for trend in trends.of_host(store.run) for row in _trend(trend, store.run, width)]
     alarms = _alarms(host)
     if alarms:
         rows.append(Row(2, join_fitting(alarms, width)))
@@ -69,6 +69,13 @@ def _rows(store: Store, width: int) -> list[Row]:
     if store.run is None and (host.load_average is not None or host.uptime_seconds is not None):
         rows.append(Row(8, join_fitting(_load(host), width)))
     return rows
+
+
+def _trend(trend: wire.Trend, run: wire.RunState, width: int) -> list[Row]:
+    """Its first line stays where room is short, what goes on below it does not."""
+    urgent = trend.full_in_seconds is None or trends.before_the_end(trend, run)
+    parts = wrap(f"^ {trends.sentence(trend, run, width - 2)}", width, "edge" if urgent else MUTED)
+    return [Row(8 if number else 1, part) for number, part in enumerate(parts)]
 
 
 def ram_bar(store: Store, width: int) -> Line:
@@ -118,14 +125,15 @@ def _numbers(host: HostSample, width: int) -> Line:
     whole = host.limit_bytes or host.total_bytes
     left = join(
         (
-            line((f"{units.gib(host.used_bytes)} / {units.gib(whole)} GiB", STRONG)),
+            line((units.used_of(host.used_bytes, whole), STRONG)),
             banded(host.used_fraction, host.band),
         ),
         "   ",
     )
     if host.limit_bytes is None:
         return spread(left, fact("available", f"{units.gib(host.available_bytes)} GiB"), width)
-    return spread(left, fact("limit", f"{units.gib(host.limit_bytes)} of {units.gib(host.total_bytes)}"), width)
+    words = units.size if host.limit_bytes < units.GIB else units.gib
+    return spread(left, fact("limit", f"{words(host.limit_bytes)} of {words(host.total_bytes)}"), width)
 
 
 def _holders(store: Store, width: int) -> Line:
@@ -149,7 +157,7 @@ def _holders(store: Store, width: int) -> Line:
 def shm_row(host: HostSample, width: int) -> Line:
     """/dev/shm on one line, with a word where data-loader workers are about to fail for it."""
     fraction = host.shm_fraction
-    tail = line((f" {units.gib(host.shm_used_bytes)} / {units.gib(host.shm_total_bytes)} GiB", STRONG))
+    tail = line((f" {units.used_of(host.shm_used_bytes, host.shm_total_bytes)}", STRONG))
     role = "danger" if (fraction or 0.0) > EDGE_FROM else MUTED
     tail = (*tail, *line((f"  {units.percent(fraction):>7}", role)))
     if role == "danger":
@@ -165,7 +173,7 @@ def swap_row(host: HostSample, width: int) -> Line:
         return line(("Swap".ljust(LABEL), MUTED), ("none", MUTED))
     tail = join(
         (
-            line((f" {units.gib(host.swap_used_bytes)} / {units.gib(host.swap_total_bytes)} GiB", STRONG)),
+            line((f" {units.used_of(host.swap_used_bytes, host.swap_total_bytes)}", STRONG)),
             line((f"{units.percent(host.swap_fraction):>7}", ROLES[host.swap_band])),
             padded_tag(host.swap_band),
         )
@@ -197,7 +205,7 @@ def _alarms(host: HostSample) -> list[Line]:
         found.append(line((f"!! the kernel has killed {times} for memory in this cgroup", "bad")))
     throttle = host.limit_throttle_bytes
     if throttle is not None and host.used_bytes is not None and host.used_bytes > throttle:
-        found.append(line((f"! above memory.high ({units.gib(throttle)} GiB): the kernel slows the group down", "edge")))
+        found.append(line((f"! above memory.high ({units.size(throttle)}): the kernel slows the group down", "edge")))
     return found
 
 

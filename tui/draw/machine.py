@@ -19,7 +19,7 @@ def draw_compact_machine(store: Store, width: int, height: int) -> list[Line]:
     whole = host.limit_bytes or host.total_bytes
     tail = join(
         (
-            line((f" {units.gib(host.used_bytes)} / {units.gib(whole)} GiB", STRONG)),
+            line((f" {units.used_of(host.used_bytes, whole)}", STRONG)),
             line((f"{units.percent(host.used_fraction):>7}", ROLES[host.band])),
             padded_tag(host.band),
         )

@@ -115,9 +115,9 @@ def _host_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:
     whole, peak = whole or host.limit_bytes or host.total_bytes, _fullest_before(store)
     if whole is None or peak is None:
         return [line(("? how full host memory was at that moment is not known: it was not sampled here", "unknown"))]
-    head = f"host memory, the most that was sampled in the minute before: {units.percent(peak)} of {units.gib(whole)} GiB"
+    head = f"host memory, the most that was sampled in the minute before: {units.percent(peak)} of {units.size(whole)}"
     return [
-        line((head, MUTED)),
+        *wrap(head, width, MUTED),
         memory_bar(width, [Share(peak, "█", "alloc")]),
         line(("? how it was divided at that moment is not known", "unknown")),
     ]
@@ -139,7 +139,7 @@ def _room_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:
     free = diagnosis.free_bytes
     name = "/dev/shm" if shared else "the disk"
     if whole is None or free is None:
-        size = "" if whole is None else f" of {units.gib(whole)} GiB"
+        size = "" if whole is None else f" of {units.size(whole)}"
         return [line((f"? how much of {name}{size} was in use at that moment is not known", "unknown"))]
     used = Part("in use", max(0, whole - free), "█", "alloc")
     return _bar_lines(f"{name} at that moment, measured", [used], whole, free, width)
@@ -147,7 +147,8 @@ def _room_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:
 
 def _bar_lines(head: str, parts: list[Part], whole: int | None, free: int | None, width: int) -> list[Line]:
     """A heading, the bar and the parts; what nobody told of is named, not spread over the others."""
-    legend = [_words(part) for part in parts]
+    scale = units.scale(whole)
+    legend = [_words(part, scale) for part in parts]
     if not whole:
         return [line((f"{head}; its whole size is not known", MUTED)), join_fitting(legend, width)]
     told = sum(part.size or 0 for part in parts)
@@ -155,19 +156,20 @@ def _bar_lines(head: str, parts: list[Part], whole: int | None, free: int | None
     rest = whole - told - (free or 0)
     if rest / whole >= _WORTH_A_WORD:
         missing = Part("not told" if free is not None else "not told, or free", rest, "?", "gone")
-        legend.append(_words(missing))
+        legend.append(_words(missing, scale))
         # Where the free part is unknown too, the bar does not claim that all of it was in use.
         shares += [Share(rest / whole, "?", "gone")]
-    legend.append(fact("free", "–" if free is None else f"{units.gib(free, 2 if free < units.GIB else 1)} GiB"))
+    finer = scale._replace(digits=2) if free is not None and scale.unit == "GiB" and free < units.GIB else scale
+    legend.append(fact("free", f"{finer.number(free)} {scale.unit}" if free is not None else units.UNKNOWN))
     return [
-        line((f"{head}, {units.gib(whole)} GiB", MUTED)),
+        *wrap(f"{head}, {units.size(whole)}", width, MUTED),
         memory_bar(width, shares, limits=False),
         *_rows(legend, width),
     ]
 
 
-def _words(part: Part) -> Line:
-    return line((part.glyph, part.role), " ", *fact(part.word, units.gib(part.size)))
+def _words(part: Part, scale: units.Scale) -> Line:
+    return line((part.glyph, part.role), " ", *fact(part.word, scale.number(part.size)))
 
 
 def _rows(parts: list[Line], width: int) -> list[Line]:
@@ -181,8 +183,9 @@ def outlook(proposal: Proposal, marked: Remedy | None, now: float, *, can_act: b
     """What happens next, by itself or by a key; `marked` is the remedy under the cursor."""
     if proposal.begins is not None:
         seconds = max(0, round(proposal.begins - now))
-        words = f"the first remedy is applied by itself in {seconds} s"
-        return line(("… ", "accent"), (f"{words} (Enter: ▸ now, s: stop)" if can_act else words, "accent"))
+        words = f"remedy 1 begins in {seconds} s"
+        keys = " (Enter: ▸ now, s: stay stopped, Esc: close)" if can_act else " by itself"
+        return line(("… ", "accent"), (f"{words}{keys}", "accent"))
     if marked is None or not can_act:
         words = "Esc closes; the run stays failed"
     elif is_applicable(marked):

@@ -54,11 +54,12 @@ def remedy_lines(number: int, remedy: Remedy, width: int, *, alive: bool) -> tup
 
 def predicted_line(forecast: Forecast, width: int) -> Line:
     """`╍╍╍╍╍▴   ┊┊   ~13.9 of 19.6 GiB  70.9 % · safe`: dashed where a measured bar is solid, and never without its `~`."""
-    size = f"~{units.gib(forecast.peak_bytes)}"
     if forecast.fraction is None:
-        return fit(line((f"{size} GiB predicted", "predicted")), width)
+        return fit(line((f"~{units.size(forecast.peak_bytes)} predicted", "predicted")), width)
+    of = units.scale(forecast.total_bytes)
+    size = f"~{of.number(forecast.peak_bytes)} of {of.number(forecast.total_bytes)} {of.unit}"
     numbers = line(
-        (f"{size} of {units.gib(forecast.total_bytes)} GiB {units.percent(forecast.fraction):>7} ", "predicted"),
+        (f"{size} {units.percent(forecast.fraction):>7} ", "predicted"),
         (f"{mark(forecast.band)} {forecast.band.value}", ROLES[forecast.band]),
     )
     room = min(_BAR if width >= _WIDE_FROM else _SHORT_BAR, width - width_of(numbers) - 1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import PurePath
+
+from rich.cells import cell_len
 
 from memtop.supervisor import units
 from memtop.supervisor.monitor.bands import mark
@@ -12,9 +15,9 @@ from memtop.supervisor.wire import Event, Phase, RankMemory, RunState
 from memtop.tui.draw.bars import progress_bar
 from memtop.tui.draw.charts import Point, curve
 from memtop.tui.draw.gpu import driver_silence
-from memtop.tui.draw.line import MUTED, STRONG, Line, fact, fit, grid, join, join_fitting, line, spread, width_of, wrap
-from memtop.tui.draw.trends import first_full, sentence
-from memtop.tui.draw.words import BOTTLENECKS, age
+from memtop.tui.draw.line import MUTED, STRONG, Line, cropped, fact, fit, grid, join, join_fitting, line, spread, width_of, wrap
+from memtop.tui.draw.trends import before_the_end, first_full, sentence
+from memtop.tui.draw.words import BOTTLENECKS, age, in_words
 from memtop.tui.store import Link, Store
 
 PHASE_MARKS = {
@@ -36,13 +39,12 @@ def draw_header(store: Store, width: int, height: int) -> list[Line]:
         what = _followed(store) or ("this machine" if store.machine is not None else "starting")
         return [spread(join((head, line((what, STRONG)), _label(store))), _machine_words(store), width)]
     run = store.run
-    sign, role = PHASE_MARKS[run.state]
     left = join(
         (
             head,
             line((run.name, STRONG)),
             fact("attempt", str(run.attempt)) if run.attempt else (),
-            line((f"{sign} {run.state.value}", role)),
+            _phase(run),
         )
     )
     clock = line((units.duration(run_seconds(store)), STRONG), " ")
@@ -53,6 +55,13 @@ def draw_header(store: Store, width: int, height: int) -> list[Line]:
     room = width - width_of(left) - 2
     right = next((choice for choice in choices if width_of(choice) <= room), short)
     return [spread(fit(left, max(0, width - width_of(right) - 2)), right, width)]
+
+
+def _phase(run: RunState) -> Line:
+    """`● training`; a program that is ready and has not finished an update yet is not told from one that loads by its state."""
+    sign, role = PHASE_MARKS[run.state]
+    first = run.state is Phase.STARTING and run.total_updates is not None
+    return line((f"{sign} {'first update…' if first else run.state.value}", role))
 
 
 def _followed(store: Store) -> str:
@@ -105,6 +114,10 @@ def run_seconds(store: Store) -> float | None:
     return None if until is None else max(0.0, until - run.started)
 
 
+_LINES = 6
+"""Of the training panel, without reason and ranks."""
+
+
 def draw_training(store: Store, width: int, height: int) -> list[Line]:
     """Is it moving, and when is it done."""
     run = store.run
@@ -112,7 +125,10 @@ def draw_training(store: Store, width: int, height: int) -> list[Line]:
         return [line(("no run", MUTED))]
     lines = [_progress(run, width)]
     if run.reason:
-        lines.append(fit(line((run.reason, "edge" if run.state is not Phase.FAILED else "bad")), width))
+        reason = wrap(run.reason, width, "edge" if run.state is not Phase.FAILED else "bad")
+        # Of ranks that are gone nothing is told: their lines are for the rest of it.
+        room = max(1, height - _LINES) if run.state.final else 1
+        lines += [*reason[: room - 1], fit(join(reason[room - 1 :], " "), width)] if len(reason) > room else reason
     lines += [
         grid(
             (
@@ -132,9 +148,9 @@ def draw_training(store: Store, width: int, height: int) -> list[Line]:
         ),
         grid(
             (
-                fact("", f"{_number(run.samples_per_second, '.1f')} samples/s"),
+                fact("", f"{units.rate(run.samples_per_second)} samples/s"),
                 fact("", f"{_thousands(run.tokens_per_second)} tok/s"),
-                fact("step", f"{_number(run.step_seconds, '.2f')} s"),
+                fact("step", _step(run.step_seconds)),
             ),
             width,
         ),
@@ -162,15 +178,20 @@ def draw_compact_training(store: Store, width: int, height: int) -> list[Line]:
     )
     third = join(
         (
-            fact("", f"{_number(run.samples_per_second, '.1f')} samples/s"),
+            fact("", f"{units.rate(run.samples_per_second)} samples/s"),
             fact("", f"{_thousands(run.tokens_per_second)} tok/s"),
-            fact("step", f"{_number(run.step_seconds, '.2f')} s"),
-            fact("saved", _ago(store, run)),
+            fact("step", _step(run.step_seconds)),
+            fact("saved", _ago(store, run), "bad" if unsaved(store) else STRONG),
             _bound(run),
         )
     )
     if run.reason:
-        second = line((run.reason, "bad" if run.state is Phase.FAILED else "edge"))
+        second, *more = wrap(run.reason, width, "bad" if run.state is Phase.FAILED else "edge")
+        if more and run.state.final:
+            # How fast it was matters less now than why it has ended.
+            third = join(more, " ")
+        elif more:
+            second = join((second, *more), " ")
     return [fit(part, width) for part in (first, second, third)][:height]
 
 
@@ -184,22 +205,27 @@ def _progress(run: RunState, width: int) -> Line:
 
 
 def _split_line(run: RunState, width: int) -> Line:
-    parts = (
+    parts: tuple[tuple[str, float | None], ...] = (
         ("data", run.split.data_wait_seconds),
         ("forward", run.split.forward_seconds),
         ("backward", run.split.backward_seconds),
         ("optimizer", run.split.optimizer_seconds),
     )
-    whole = sum(seconds or 0.0 for _, seconds in parts)
+    told = sum(seconds or 0.0 for _, seconds in parts)
+    # What an update takes beside them (joining ranks, logging, a program's own work) is a part of it, too.
+    whole = max(told, run.step_seconds or 0.0)
+    if told and (whole - told) / whole >= _WORTH_A_WORD:
+        parts = (*parts, ("other", whole - told))
     shares = [(word, None if s is None or whole <= 0 else s / whole) for word, s in parts]
-    split = join(fact(word, units.percent(share, 0)) for word, share in shares)
     bound = _bound(run)
-    if width_of(split) + 2 + width_of(bound) > width:
-        # Short words rather than none: what bounds the speed is worth more than their endings.
-        split = join(fact(_SHORT.get(word, word), units.percent(share, 0)) for word, share in shares)
+    # Short words rather than none: what bounds the speed is worth more than their endings, and than the rest.
+    short = [(_SHORT.get(word, word), share) for word, share in shares]
+    forms = [join(fact(word, units.percent(share, 0)) for word, share in form) for form in (shares, short, short[:4])]
+    split = next((form for form in forms if width_of(form) + 2 + width_of(bound) <= width), forms[-1])
     return spread(split, bound, width) if bound else fit(split, width)
 
 
+_WORTH_A_WORD = 0.01
 _SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}
 
 
@@ -293,7 +319,7 @@ def _event(event: Event, width: int) -> list[Line]:
     sign, role = _event_look(event)
     head = line((f"{clock} ", MUTED), (f"{sign:<2} ", role))
     indent = line(" " * width_of(head))
-    parts = wrap(event.message, max(1, width - width_of(head)), role)
+    parts = wrap(in_words(event.message), max(1, width - width_of(head)), role)
     return [(*(indent if number else head), *part) for number, part in enumerate(parts)]
 
 
@@ -322,15 +348,18 @@ def _event_look(event: Event) -> tuple[str, str]:
 
 def draw_notice(store: Store, width: int, height: int) -> list[Line]:
     """What is wrong with the picture itself: nobody at the other end, old values, warnings of the run."""
-    words = notice(store)
+    words = notice(store, width - 1)
     return [fit(line((f" {words}", "edge")), width)] if words else []
 
 
-def notice(store: Store) -> str:
-    """The sentence for the line below the header, or nothing."""
+def notice(store: Store, width: int = 160) -> str:
+    """The sentence for the line below the header, in fewer words where `width` cells hold no more; or nothing."""
     run = store.run
     if store.proposal is not None and store.link in (Link.CONNECTED, Link.ENDED):
-        return f"! {store.proposal.diagnosis.summary.rstrip('.')} (w: what can be done)"
+        what, key = store.proposal.diagnosis.summary.rstrip("."), " (w: what can be done)"
+        # What to do about it outlives the end of what happened.
+        room = max(0, width - len(key) - 2)
+        return f"! {what if cell_len(what) <= room else cropped(what, room)}{key}"
     if store.link in (Link.GONE, Link.ENDED):
         return f"! {store.link_reason}" if store.link is Link.GONE else store.link_reason
     if store.link is Link.WAITING:
@@ -339,19 +368,40 @@ def notice(store: Store) -> str:
         return f"! stale: nothing heard for {store.quiet_seconds:.0f} s, these are the last known values"
     if store.machine is not None and store.machine.gpu_age_seconds is not None:
         return f"! {driver_silence(store)}: GPU numbers are old, the rest is live"
-    return "" if run is None else _notice_of_run(run)
+    return "" if run is None else _notice_of_run(store, run, width)
 
 
-def _notice_of_run(run: RunState) -> str:
-    urgent = first_full([trend for trend in run.trends if trend.full_in_seconds is not None])
+_UNSAVED = re.compile(r": (?:not saved: ([^;]+)|(disk full)[^;]*)")
+
+
+def unsaved(store: Store) -> str | None:
+    """Why the newest save of this attempt came to nothing, in the trainer's words; None once one has succeeded."""
+    for event in reversed(store.events):
+        if event.kind == "checkpoint" or store.run is None or event.attempt != store.run.attempt:
+            return None
+        if event.kind == "warning" and (found := _UNSAVED.search(event.message)):
+            return found[1] or found[2]
+    return None
+
+
+def _notice_of_run(store: Store, run: RunState, width: int) -> str:
+    lost = unsaved(store)
+    if lost is not None:
+        return f"! not saved: {lost}; free some space on the disk"
+    urgent = first_full([trend for trend in run.trends if before_the_end(trend, run)])
     if urgent is not None:
-        return f"^ {sentence(urgent)}"
+        return f"^ {sentence(urgent, run, width - 2)}"
     if run.trial is not None and run.trial.state.startswith("measuring"):
         return f"… trial of {run.trial.title}: {run.trial.state}"
     if run.warnings:
         more = len(run.warnings) - 1
         return f"! {run.warnings[-1]}" + (f"  (and {more} more)" if more else "")
     return ""
+
+
+def _step(seconds: float | None) -> str:
+    """`1.15 s`, `0.0042 s`, and `123 s` without hundredths."""
+    return f"{units.UNKNOWN if seconds is None else f'{seconds:.2f}' if 0.1 <= seconds < 100 else f'{seconds:.3g}'} s"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -361,4 +411,6 @@ def _number(value: float | None, form: str) -> str:
 def _thousands(value: float | None) -> str:
     if value is None:
         return units.UNKNOWN
+    if value < 10:
+        return units.rate(value)
     return f"{value / 1000:.1f} k" if value >= 10_000 else units.count(value)

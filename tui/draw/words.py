@@ -2,8 +2,42 @@
 
 from __future__ import annotations
 
+import re
+
+from memtop.supervisor.diagnosis.values import Kind
+
 BOTTLENECKS = {"data": "data-bound", "compute": "compute-bound", "launch": "launch-bound", "swap": "swapping"}
 """What a run spends its time on, as one word; nothing where it is not known."""
+
+OUTCOMES = {
+    Kind.GPU_OOM: "out of VRAM",
+    Kind.GPU_OOM_FRAGMENTED: "VRAM, pieces",
+    Kind.GPU_OOM_OTHER_PROCESS: "VRAM, others",
+    Kind.HOST_OOM_ALLOC: "out of RAM",
+    Kind.HOST_OOM_KILLED: "RAM, killed",
+    Kind.PINNED_HOST_OOM: "pinned RAM",
+    Kind.SHM_EXHAUSTED: "shm full",
+    Kind.DISK_FULL: "disk full",
+    Kind.NOT_MEMORY: "failed",
+}
+"""What ended a stretch of a run, for a column of a table."""
+_KINDS = {
+    Kind.GPU_OOM: "out of GPU memory",
+    Kind.GPU_OOM_FRAGMENTED: "GPU memory in pieces",
+    Kind.GPU_OOM_OTHER_PROCESS: "GPU memory held by others",
+    Kind.HOST_OOM_ALLOC: "out of host memory",
+    Kind.HOST_OOM_KILLED: "killed for lack of host memory",
+    Kind.PINNED_HOST_OOM: "out of page-locked memory",
+    Kind.SHM_EXHAUSTED: "shared memory full",
+    Kind.DISK_FULL: "disk full",
+    Kind.NOT_MEMORY: "failed, not for memory",
+}
+_KIND = re.compile(rf"\b({'|'.join(sorted((kind.value for kind in Kind), key=len, reverse=True))})\b")
+
+
+def in_words(text: str) -> str:
+    """The text with the names of kinds of failure (`gpu_oom`) in words: `out of GPU memory at update 812`."""
+    return _KIND.sub(lambda found: _KINDS[Kind(found[1])], text)
 
 
 def age(seconds: float) -> str:

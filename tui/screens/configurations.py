@@ -52,7 +52,7 @@ class ConfigurationsScreen(FullScreen):
         yield KeyLine(self)
 
     def on_mount(self) -> None:
-        self.watch(self.dashboard, "store", self._take)
+        self.follow(self.dashboard, self._take)
         before = undone(self._rows)
         if before is not None:
             self.query_one(LineTable).move_to(before.number)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from rich.cells import cell_len
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -18,6 +17,7 @@ from textual.getters import query_one
 from textual.message import Message
 from textual.reactive import var
 from textual.screen import ModalScreen, Screen
+from textual.timer import Timer
 from textual.widgets import Input
 
 from memtop.presets import Preset, PresetFileError, load_presets
@@ -30,7 +30,8 @@ from memtop.tui.draw import gpu as gpu_drawing
 from memtop.tui.draw import machine as machine_drawing
 from memtop.tui.draw import training as training_drawing
 from memtop.tui.draw.host import draw_host
-from memtop.tui.draw.line import Line, line
+from memtop.tui.draw.line import MUTED, Line, fit
+from memtop.tui.draw.report import report_lines
 from memtop.tui.feed import Controlled, Feed, FeedMessage, LocalFeed, Replayed, RunFeed, Staged
 from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
 from memtop.tui.layout import GPU_PANELS, Plan, plan
@@ -43,8 +44,10 @@ from memtop.tui.widgets.log import LogPanel
 if TYPE_CHECKING:
     from memtop.tui.app import DashboardApp, DashboardResult
 
-_FLASH_ROLES = {"busy": ("…", "accent"), "good": ("✓", "good"), "note": ("·", "muted")}
-_FLASH_ROLES |= dict.fromkeys(("bad", "failed"), ("✗", "bad"))
+_FLASH_LINES, _FLASH_LINES_LOW = 3, 2
+"""What the user is told may take so many lines for a while, fewer on low terminals; the log gives them."""
+_TALL = 20
+_FLASH_SECONDS = 20.0
 _QUIET_INTERVALS = 6
 
 
@@ -122,7 +125,9 @@ class DashboardScreen(Screen[None]):
         self._carded: tuple[str, int] | None = None
         """The run and the attempt whose card has opened by itself."""
         self._dialog_open = False
-        self._flash: Line = ()
+        self._said: tuple[str, str] | None = None
+        """What was last told the user, and of which kind it was."""
+        self._flash_fold: Timer | None = None
         self._presets: dict[str, Preset] = {}
 
     # --- what is on it ----------------------------------------------------------------------------------------------
@@ -171,7 +176,7 @@ class DashboardScreen(Screen[None]):
         if machine is not None:
             self.trails.take(machine)
         self._record(message.content)
-        if isinstance(message.content, Replayed) and not self._flash:
+        if isinstance(message.content, Replayed) and self._said is None:
             self.say("replay: Space holds or goes on, < > speed, ← → a minute, Home End its ends")
         self.store = fold(self.store, message.content)
 
@@ -193,6 +198,7 @@ class DashboardScreen(Screen[None]):
 
     def on_resize(self, event: Resize) -> None:
         self._plan = None
+        self._show_flash(1)
         self._hand_down()
 
     def _check_quiet(self) -> None:
@@ -230,7 +236,9 @@ class DashboardScreen(Screen[None]):
     def _open_card(self, store: Store) -> None:
         """A run that lies dead of memory is not to be overlooked: its card opens by itself, once for each attempt."""
         run = store.run
-        if run is None or store.proposal is None or store.replaying or self._dialog_open or not self.is_current:
+        # Textual calls a screen current, too, that lies right below the topmost one.
+        covered = self.app.screen is not self
+        if run is None or store.proposal is None or store.replaying or self._dialog_open or covered:
             return
         died = (run.folder, run.attempt)
         if died != self._carded:
@@ -280,20 +288,35 @@ class DashboardScreen(Screen[None]):
             self._log_shown = store.log_count
             self.log_panel.append(store.log[-fresh:])
 
-    # --- the line above the buttons ---------------------------------------------------------------------------------
+    # --- the lines above the buttons --------------------------------------------------------------------------------
 
     def say(self, text: str, kind: str = "note") -> None:
-        """Tell the user something on the line above the buttons; what does not fit or is hidden there also as a toast."""
-        mark, role = _FLASH_ROLES[kind]
-        self._flash = line((f"{mark} ", role), (text, "bad" if role == "bad" else "text"))
-        self.query_one("#flash", LinePanel).show(self.store)
-        # A toast lies over the end of that line, so there is none where the line says it all.
-        said = self.is_current and cell_len(text) <= self.query_one("#flash").size.width - len(mark) - 1
-        if kind in ("good", "bad", "failed") and not said:
+        """Tell the user something above the buttons, on as many lines as it takes; under another screen as a toast, too."""
+        self._said = (text, kind)
+        self._show_flash(_FLASH_LINES if self.size.height >= _TALL else _FLASH_LINES_LOW)
+        # A toast lies over the log and over these lines: there is none where they can be seen.
+        if kind in ("good", "bad", "failed") and self.app.screen is not self:
             self.notify(text, severity="information" if kind == "good" else "error", markup=False)
 
+    def _show_flash(self, most: int) -> None:
+        """The newest message, on at most so many lines; after a while on one."""
+        if self._flash_fold is not None:
+            self._flash_fold.stop()
+            self._flash_fold = None
+        panel = self.query_one("#flash", LinePanel)
+        wanted = 1 if self._said is None else len(report_lines(*self._said, self.size.width - 2))
+        panel.styles.height = min(most, max(1, wanted))
+        panel.show(self.store)
+        if min(most, wanted) > 1:
+            self._flash_fold = self.set_timer(_FLASH_SECONDS, lambda: self._show_flash(1))
+
     def _draw_flash(self, store: Store, width: int, height: int) -> list[Line]:
-        return [self._flash]
+        if self._said is None:
+            return []
+        lines = report_lines(*self._said, width)
+        if len(lines) <= height:
+            return lines
+        return [*lines[: height - 1], fit((*lines[height - 1], (" …", MUTED)), width)]
 
     def hint_quit(self) -> None:
         goes_on = self.store.run is not None and not self.store.replaying
@@ -373,6 +396,12 @@ class DashboardScreen(Screen[None]):
         answers: AsyncIterator[wire.Answer] = self.feed.request(make)
         async for answer in answers:
             self.say(answer.message, kinds.get(answer.outcome, "bad"))
+
+    @work(group="actions")
+    async def call_off(self) -> None:
+        """Leave the run dead that was about to be restarted. Not asked twice: that would take longer than is left, and a
+        restart by hand gets it back."""
+        await self.ask_supervisor(lambda number: wire.Stop(id=number))
 
     def dialog_closed(self) -> None:
         """The user has answered: the next dialog may open while the answer is being carried out."""

@@ -12,10 +12,12 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
+from memtop.tui.screens.closing import Closing
+
 T = TypeVar("T")
 
 
-class Dialog(ModalScreen[T | None]):
+class Dialog(Closing[T | None], ModalScreen[T | None]):
     """A question; dismissed with None where the user turns away."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

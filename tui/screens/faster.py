@@ -49,7 +49,7 @@ class FasterScreen(FullScreen):
         yield KeyLine(self)
 
     def on_mount(self) -> None:
-        self.watch(self.dashboard, "store", self._take)
+        self.follow(self.dashboard, self._take)
 
     def _take(self, store: Store) -> None:
         self.query_one(BlockList).redraw()

@@ -96,7 +96,7 @@ async def preset(screen: DashboardScreen, key: str) -> None:
     presets = presets_for(run.settings.recipe)
     if key and key not in {str(p.key) for p in presets.values()}:
         listed = ", ".join(f"{p.key} {n}" for n, p in presets.items() if p.key is not None)
-        screen.say(f"no preset for {run.settings.recipe} has key {key}: there are {listed}", "bad")
+        screen.say(f"no preset of the recipe {run.settings.recipe} has key {key}: there are {listed}", "bad")
         return
     failed = ran_out(screen.store.configurations)
     name = await screen.app.push_screen_wait(PresetDialog(run, run.settings, presets, key, failed))

@@ -12,18 +12,14 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.screen import Screen
 from textual.widgets import Button, Static
 
+from memtop.tui.screens.closing import Closing
 from memtop.tui.screens.dialog import Dialog
 
 
-class FullScreen(Screen[None]):
+class FullScreen(Closing[None]):
     """A screen that covers the dashboard."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "keys", "Help", show=False)]
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is anything to draw on: a screen that was left has no widgets any more."""
-        return self.is_mounted and self in self.app.screen_stack
 
     def action_keys(self) -> None:
         self.app.push_screen(KeysDialog(self))

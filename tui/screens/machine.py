@@ -54,7 +54,7 @@ class MachineScreen(FullScreen):
         yield KeyLine(self)
 
     def on_mount(self) -> None:
-        self.watch(self.dashboard, "store", self._take)
+        self.follow(self.dashboard, self._take)
 
     def _take(self, store: Store) -> None:
         feed = self.dashboard.feed

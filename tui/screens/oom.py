@@ -1,7 +1,7 @@
 """The card that opens when a run has died of memory: what happened, where the memory went, and what can be done.
 
-Enter applies the marked remedy (the first at the beginning), Esc closes. It follows the store while it is open: the countdown
-of an automatic restart runs in it, and it leaves by itself once the run goes on.
+Enter applies the marked remedy (the first at the beginning), Esc closes, s calls an announced restart off. It follows the
+store while it is open: the countdown of an automatic restart runs in it, and it leaves by itself once the run goes on.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class OomCard(Dialog[Remedy]):
     AUTO_FOCUS = "BlockList"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("w,q", "cancel", "Close", show=False),
-        Binding("s", "stop", "Stop", show=False),
+        Binding("s", "stay", "Stay stopped", show=False),
     ]
 
     def __init__(self, dashboard: DashboardScreen, *, by_itself: bool = False) -> None:
@@ -64,38 +64,50 @@ class OomCard(Dialog[Remedy]):
         return self._dashboard.store.proposal
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog -dangerous oom", id="oom-box"):
+        with Vertical(classes="dialog -dangerous oom", id="oom-box") as box:
+            # Filled from its first picture on: a countdown may be running.
+            self._frame(box, BlockList(self._draw))
             yield BlockList(self._draw, id="oom-page")
             yield LinePanel(self._draw_why, id="oom-why")
             yield LinePanel(self._draw_status, id="oom-status")
             with Horizontal(classes="buttons"):
                 yield Button("Close (Esc)", id="cancel", compact=True)
+                yield Button("Stay stopped (s)", id="stay", compact=True)
                 yield Button("Apply (Enter)", id="confirm", variant="primary", compact=True)
 
     def on_mount(self) -> None:
-        self.watch(self._dashboard, "store", self._take)
+        self.follow(self._dashboard, self._take)
 
     def on_resize(self, event: Resize) -> None:
         self._take(self._dashboard.store)
 
     def _take(self, store: Store) -> None:
-        proposal = self._proposal
-        if proposal is None:
+        if self._proposal is None:
             self.dismiss(None)
             return
-        box, page = self.query_one("#oom-box"), self.query_one(BlockList)
-        box.border_title = card_title(proposal.diagnosis)
-        width = min(_WIDEST, self.app.size.width * 96 // 100)
-        box.styles.height = min(page.lines_wanted(width - _SIDES) + _AROUND, self.app.size.height - 1)
+        page = self.query_one(BlockList)
+        self._frame(self.query_one("#oom-box", Vertical), page)
         page.redraw()
-        self._show_button()
+        self._show_buttons()
         for panel in self.query(LinePanel):
             panel.show(store)
 
-    def _show_button(self) -> None:
-        remedy = self._remedy()
-        can_act = remedy is not None and is_applicable(remedy) and no_changes(self._dashboard.store) is None
-        self.query_one("#confirm", Button).display = can_act
+    def _frame(self, box: Vertical, page: BlockList) -> None:
+        """Title and height, from what there is to tell."""
+        if self._proposal is not None:
+            box.border_title = card_title(self._proposal.diagnosis)
+        width = min(_WIDEST, self.app.size.width * 96 // 100)
+        box.styles.height = min(page.lines_wanted(width - _SIDES) + _AROUND, self.app.size.height - 1)
+
+    def _show_buttons(self) -> None:
+        remedy, may = self._remedy(), no_changes(self._dashboard.store) is None
+        self.query_one("#confirm", Button).display = may and remedy is not None and is_applicable(remedy)
+        self.query_one("#stay", Button).display = may and self._announced
+
+    @property
+    def _announced(self) -> bool:
+        """A restart begins by itself unless somebody acts."""
+        return self._proposal is not None and self._proposal.begins is not None
 
     # --- what it shows ----------------------------------------------------------------------------------------------
 
@@ -159,17 +171,21 @@ class OomCard(Dialog[Remedy]):
     @on(BlockList.Moved)
     def _moved(self) -> None:
         self._said = ()
-        self._show_button()
+        self._show_buttons()
         for panel in self.query(LinePanel):
             panel.show(self._dashboard.store)
 
-    def action_stop(self) -> None:
+    @on(Button.Pressed, "#stay")
+    def action_stay(self) -> None:
         """Call an announced restart off: closing the card alone does not."""
-        proposal = self._proposal
-        if proposal is not None and proposal.begins is not None:
+        problem = no_changes(self._dashboard.store)
+        if not self._announced:
+            return
+        if problem is not None:
+            self._say(f"✗ {problem}", "bad")
+        else:
             self.dismiss(None)
-            self._dashboard.dialog_closed()
-            self._dashboard.action_do("stop", "s")
+            self._dashboard.call_off()
 
     @on(BlockList.Chosen)
     @on(Button.Pressed, "#confirm")

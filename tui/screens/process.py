@@ -55,7 +55,7 @@ class ProcessScreen(FullScreen):
         yield KeyLine(self)
 
     def on_mount(self) -> None:
-        self.watch(self.dashboard, "store", self._take)
+        self.follow(self.dashboard, self._take)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         return not (action == "end" and self.dashboard.store.read_only)

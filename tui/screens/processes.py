@@ -84,7 +84,7 @@ class ProcessesScreen(FullScreen):
     def on_mount(self) -> None:
         self.query_one("#processes-input").display = False
         self._set_filter(self._filter_text)
-        self.watch(self.dashboard, "store", self._take)
+        self.follow(self.dashboard, self._take)
 
     def on_resize(self, event: Resize) -> None:
         self.call_after_refresh(self._show)

@@ -75,7 +75,7 @@ class RestartDialog(Dialog[Asked]):
 
     def on_mount(self) -> None:
         # What is possible depends on what the run does meanwhile.
-        self.watch(self._dashboard, "store", self._take)
+        self.follow(self._dashboard, self._take)
 
     def _take(self, store: Store) -> None:
         self._run = store.run or self._run

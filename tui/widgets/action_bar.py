@@ -13,7 +13,7 @@ from textual.events import Click
 from textual.message import Message
 from textual.widget import Widget
 
-from memtop.tui.keymap import BAR, Action, key_of, label_of, obstacle, offered
+from memtop.tui.keymap import BAR, Action, foreign, key_of, label_of, obstacle, offered
 from memtop.tui.store import Store
 
 _WORDS_FROM = 110
@@ -86,7 +86,8 @@ class ActionBar(Container):
         for button in sorted(buttons, key=lambda one: _rank(one.action)):
             takes = 1 if grid else button.wanted_width
             fits = not _optional(button.action) or (room >= takes and obstacle(button.action, store) is None)
-            button.display = offered(button.action, store) and fits
+            never = store.run is not None and foreign(button.action, store.run) is not None
+            button.display = offered(button.action, store) and fits and not never
             room -= takes if button.display else 0
 
 

@@ -91,6 +91,9 @@ class BlockList(RoleStyles, can_focus=True):
 
     def render_line(self, y: int) -> Strip:
         width, height = self.size
+        if not self._rows:
+            # The first picture may come before the word of the size.
+            self.redraw()
         number = self._offset + y
         row = self._rows[number][1] if number < len(self._rows) else ()
         below = len(self._rows) - self._offset - height
