@@ -6,22 +6,20 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Iterator
 
+from memtop.proposals import proposal_lines
 from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError, RunFolderError
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
-from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run import client
 from memtop.supervisor.run.folder import RunFolder, RunLock
 from memtop.supervisor.run.view import read_state
-from memtop.supervisor.wire import EventRows, Phase, Proposal, RunState, StateUpdate, Stop, Subscribe
+from memtop.supervisor.wire import EventRows, Phase, RunState, StateUpdate, Stop, Subscribe
 
 _PROGRESS_SECONDS = 5.0
 _RETRY_SECONDS = 0.3
 # A new supervisor can lose the lock to another look at the run; so many failures in a row are a real one.
 _REVIVALS = 5
-_EVIDENCE_LINES = 3
 # Events that a person wants to read as they happen; the rest is in the ledger.
 _SPOKEN = {
     *("attempt", "plan", "adopted", "warning", "band", "stop", "leftovers", "stalled"),
@@ -171,32 +169,6 @@ class _Follower:
     @staticmethod
     def _say(text: str) -> None:
         print(f"memtop: {text}", file=sys.stderr, flush=True)
-
-
-def proposal_lines(proposal: Proposal) -> Iterator[str]:
-    """Why a run died of memory, and what can be done: for a person without a dashboard."""
-    diagnosis = proposal.diagnosis
-    yield f"{diagnosis.kind.value}: {diagnosis.summary}"
-    for line in diagnosis.evidence[:_EVIDENCE_LINES]:
-        yield f"  evidence: {line.strip()}"
-    if proposal.waiting:
-        yield f"nothing is done by itself: {proposal.waiting}"
-    for number, remedy in enumerate(proposal.remedies, start=1):
-        yield f"  {number}. {remedy.title}{_foreseen(remedy)}"
-        for line in (remedy.command or "").splitlines():
-            yield f"     {line}"
-    for advice in proposal.last_advice:
-        yield f"  - {advice}"
-
-
-def _foreseen(remedy: Remedy) -> str:
-    words = ["same mathematics" if remedy.keeps_math else "other mathematics"]
-    if remedy.forecast is not None:
-        share = "" if remedy.forecast.fraction is None else f" ({units.percent(remedy.forecast.fraction)})"
-        words.append(f"predicted peak {units.size(remedy.forecast.peak_bytes)}{share}")
-    if remedy.resumable != "none":
-        words.append(remedy.resumable)
-    return f" [{', '.join(words)}]"
 
 
 def _memory(machine: MachineSnapshot | None) -> list[str]:

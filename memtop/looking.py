@@ -12,7 +12,9 @@ import msgspec
 
 from memtop.finding import Unreadable, find_run, readable_ledger, run_folders, state_of
 from memtop.gpus import watched
+from memtop.proposals import proposal_lines
 from memtop.supervisor import units
+from memtop.supervisor.diagnosis.sentences import OUTCOMES
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.monitor.bands import mark
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
@@ -146,19 +148,26 @@ def print_run(folder: RunFolder, *, as_json: bool, metrics: bool) -> int:
         print(f"  attempt {attempt['number']}   {attempt['reason']}{where}: {attempt['outcome'] or 'running'}{status}")
         if attempt["diagnosis"]:
             print(f"              {attempt['diagnosis']['summary']}")
+    if state.proposal is not None:
+        print("  what can be done")
+        for line in proposal_lines(state.proposal):
+            print(f"    {line}")
     return 0
 
 
 def _configuration_line(row: dict[str, Any]) -> str:
     """One stretch under the same settings, as `memtop rollback` counts them."""
     settings, peak = row["settings"], row["peak"]
-    split = f"{settings['batch']} x {settings['accumulation']}, T {settings['seq_len']}" if settings else "own program"
-    since = "" if row["since_update"] is None else f" from update {row['since_update']}"
-    measured = [] if peak is None else [f"peak {units.size(peak['bytes'])}"]
+    parts = [f"{settings['batch']} x {settings['accumulation']}, T {settings['seq_len']}" if settings else "own program"]
+    if row["since_update"] is not None:
+        parts.append(f"from update {row['since_update']}")
+    if peak is not None:
+        parts.append(f"peak {units.size(peak['bytes'])}")
     if row["samples_per_second"] is not None:
-        measured.append(f"{row['samples_per_second']:.1f} samples/s")
-    told = ", ".join([split, *measured, row["outcome"] or "present"])
-    return f"configuration {row['number']}  {row['reason']}{since}: {told}"
+        parts.append(f"{row['samples_per_second']:.1f} samples/s")
+    outcome = row["outcome"]
+    parts.append("present" if outcome is None else OUTCOMES.get(outcome, outcome))
+    return f"configuration {row['number']}  {', '.join(parts)} ({row['reason']})"
 
 
 def _measured(state: RunState) -> dict[str, Any]:

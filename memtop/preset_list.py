@@ -16,6 +16,8 @@ from memtop.presets.comparing import Outlook, outlook
 from memtop.presets.editing import find_preset
 from memtop.presets.loading import usable
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.recovery.applying import ran_out
+from memtop.supervisor.run.view import read_configurations
 from memtop.supervisor.wire import RunState
 
 _DEFAULT_RECIPE = "first-run"
@@ -59,7 +61,9 @@ def _groups(run: RunState | None, name: str | None) -> list[tuple[str, list[Outl
     if run is not None and settings is not None:
         offered = usable(presets, settings.recipe)
         if offered:
-            return [(f"run {run.name}: {_describe(settings)}", [outlook(settings, preset) for preset in offered.values()])]
+            failed = ran_out(read_configurations(Path(run.folder)))
+            looks = [outlook(settings, preset, failed) for preset in offered.values()]
+            return [(f"run {run.name}: {_describe(settings)}", looks)]
         # A preset asked for by name that serves another recipe is shown for that one.
     groups: dict[str, list[Preset]] = {}
     for preset in presets.values():
@@ -103,6 +107,7 @@ def _row(look: Outlook) -> dict[str, Any]:
         "switch_whole": look.switch_whole,
         "reason": look.reason,
         "reason_whole": look.reason_whole,
+        "risk": look.risk,
     }
 
 
@@ -115,6 +120,8 @@ def _lines(look: Outlook) -> Iterator[str]:
         f" {kept.tokens_per_update:>6} tokens  {kept.zero.short:<16} {look.switch}; whole: {look.switch_whole}"
     )
     yield f"   {look.preset.title}. {'; '.join(look.changes) or 'nothing changes'}"
+    if look.risk is not None:
+        yield f"   ! {look.risk}"
 
 
 def _full(look: Outlook) -> Iterator[str]:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from memtop.supervisor.errors import NotRunningError
+from memtop.supervisor.errors import MemtopError, NotRunningError
 from memtop.supervisor.run.folder import RunFolder
 from memtop.supervisor.wire import Answer, Change, Outcome, Request, Restart
 
@@ -24,9 +24,11 @@ def restart(folder: RunFolder, change: Change, *, headless: bool, detach: bool) 
         print(answer.message, file=sys.stderr)
     except NotRunningError:
         again = _done_again(folder, change) if detach else None
+        risk = risk_of(folder, change)
         client.start_supervisor(folder, change)
-        if again:
-            print(again, file=sys.stderr)
+        for words in (again, f"memtop: {risk}" if risk else None):
+            if words:
+                print(words, file=sys.stderr)
     return follow(folder, begun, headless=headless, detach=detach)
 
 
@@ -39,6 +41,24 @@ def _done_again(folder: RunFolder, change: Change) -> str | None:
     if state.settings is None or change.state_before is not None:
         return None
     return explain.done_again(state.updates, state.checkpoint)
+
+
+def risk_of(folder: RunFolder, change: Change) -> str | None:
+    """That the run would go on with what it has died of, in one line."""
+    from memtop.finding import readable_ledger
+    from memtop.presets.risks import risk
+    from memtop.supervisor.recovery.applying import ran_out
+    from memtop.supervisor.run import view
+    from memtop.supervisor.run.change import edited
+
+    with readable_ledger(folder):
+        rows = view.read_configurations(folder.path)
+    state = view.read_state(folder)
+    try:
+        after = edited(state.settings, change, state.checkpoint, rows)
+    except MemtopError:
+        return None  # the supervisor refuses it, and says why
+    return None if after is None else risk(after, ran_out(rows))
 
 
 def ask(folder: RunFolder, make: Callable[[int], Request]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memtop.finding import readable_ledger
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.run.configurations import before_the_present
+from memtop.supervisor.run.configurations import before_the_present, same
 from memtop.supervisor.run.folder import RunFolder
 from memtop.supervisor.run.view import read_configurations
 from memtop.supervisor.wire import Change
@@ -26,7 +26,14 @@ def change_to(folder: RunFolder, number: int | None, *, with_state: bool) -> Cha
     if chosen.settings is None:
         raise UsageError("this run's program is your own: its settings are not memtop's to change")
     if not with_state:
+        if same(chosen.settings, rows[-1].settings):
+            raise UsageError(_nothing_to_do(folder.name, chosen.number, rows[-1].number))
         return Change(configuration=chosen.number)
     if chosen.until_update is None:
         raise UsageError(f"--state: configuration {chosen.number} is the present one; its state is the newest")
     return Change(configuration=chosen.number, state_before=chosen.until_update)
+
+
+def _nothing_to_do(run: str, number: int, present: int) -> str:
+    what = "is the present one" if number == present else f"has the settings of the present one, {present}"
+    return f"N {number}: configuration {number} of run {run!r} {what}; `memtop restart {run}` starts it again as it is"

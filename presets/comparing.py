@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
 
 from memtop.presets.arithmetic import nearest_splits
 from memtop.presets.checking import SettingsError, check
+from memtop.presets.risks import risk
 from memtop.presets.schema import Lora, Optimizer, Preset, Settings
 from memtop.presets.strategies import apply_preset, take_whole
 
@@ -157,6 +158,8 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     """Why the switch is what it is."""
     reason_whole: str
+    risk: str | None = None
+    """That a switch leads to what has died of memory in this run, in one line."""
 
     @property
     def effective_text(self) -> str:
@@ -165,9 +168,9 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
         return str(kept) if kept == guide else f"{kept} (guide: {guide}, {(guide - kept) / kept * 100:+.1f} %)"
 
 
-def outlook(settings: Settings, preset: Preset) -> Outlook:
-    """Judge one preset against the present settings."""
-    kept, whole = apply_preset(settings, preset), take_whole(settings, preset)
+def outlook(settings: Settings, preset: Preset, failed: Sequence[Settings] = ()) -> Outlook:
+    """Judge one preset against the present settings. `failed`: those with which the run has died of memory."""
+    kept, whole = apply_preset(settings, preset, failed), take_whole(settings, preset)
     switch, reason = _judged(settings, kept)
     switch_whole, reason_whole = _judged(settings, whole)
     beyond = list(_training_changes(kept, whole))
@@ -184,6 +187,7 @@ def outlook(settings: Settings, preset: Preset) -> Outlook:
         switch_whole=switch_whole,
         reason=reason,
         reason_whole=reason_whole,
+        risk=risk(kept, failed),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -75,16 +76,17 @@ def edit_settings(
     assignments: dict[str, str] | None = None,
     updates_done: int | None = None,
     samples_seen: int = 0,
+    failed: Sequence[Settings] = (),
 ) -> Settings:
     """The settings after an edit, checked.
 
     `preset` is applied first (its memory strategy), then the single values. `max_updates` counts all updates of the run, those
     already done (`updates_done`, `samples_seen`) included. Without it the run keeps its target in samples. With `updates_done`
-    given, be it 0, a run is in progress: what makes it that run cannot be changed.
+    given, be it 0, a run is in progress: what makes it that run cannot be changed. `failed`: see `apply_preset`.
     """
     before = settings
     if preset is not None:
-        settings = apply_preset(settings, find_preset(preset, settings.recipe))
+        settings = apply_preset(settings, find_preset(preset, settings.recipe), failed)
     changes: dict[str, Any] = {
         name: value
         for name, value in (

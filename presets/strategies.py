@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -26,10 +27,19 @@ _SAME_NAME = (
 )
 
 
-def apply_preset(settings: Settings, preset: Preset) -> Settings:
-    """The same run under another memory strategy: effective batch, T, LoRA and learning rate stay exactly as they are."""
+def apply_preset(settings: Settings, preset: Preset, failed: Sequence[Settings] = ()) -> Settings:
+    """The same run under another memory strategy: effective batch, T, LoRA and learning rate stay exactly as they are.
+
+    `failed`: settings with which the run has died of memory. Where there are any, the micro-batch does not grow, and
+    checkpointing that was off in one of them stays on.
+    """
     batch, accumulation = _split(settings, preset)
-    return msgspec.structs.replace(_with_strategy(settings, preset), batch=batch, accumulation=accumulation)
+    after = _with_strategy(settings, preset)
+    if failed and batch > settings.batch:
+        batch, accumulation = settings.batch, settings.accumulation
+    if settings.gradient_checkpointing and not all(one.gradient_checkpointing for one in failed):
+        after = msgspec.structs.replace(after, gradient_checkpointing=True)
+    return msgspec.structs.replace(after, batch=batch, accumulation=accumulation)
 
 
 def take_whole(settings: Settings, preset: Preset) -> Settings:

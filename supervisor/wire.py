@@ -156,6 +156,8 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """The run has died of memory: why, and what can be done, the best first."""
 
     diagnosis: Diagnosis
+    causes: tuple[str, ...] = ()
+    """What is to be mended first, a line each: a leak that filled the memory, a request beyond all memory that there is."""
     remedies: tuple[Remedy, ...] = ()
     last_advice: tuple[str, ...] = ()
     """When nothing fits: what is left to a person, in order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.conftest import Runs
+from tests.recovery.injected import TINY, TOO_LARGE, inject
 from tests.test_survival import arguments, assert_whole
 
 
@@ -45,3 +46,20 @@ def test_rollback_returns_to_the_settings_and_the_state_of_an_earlier_configurat
     (aside,) = (runs.path / "a").glob("set-aside.*")
     assert (aside / "train_latest_state" / "manifest.json").exists()
     assert runs.memtop("rollback", "a", "9", status=2).stderr.startswith("memtop: N 9: run 'a' has no such configuration")
+
+
+def test_after_a_death_of_memory_a_preset_enlarges_nothing_and_a_persons_own_numbers_are_warned_of(runs: Runs) -> None:
+    inject(runs, TOO_LARGE.replace(">= 10", ">= 3"))
+    own = ("--name", "a", "--batch", "4", "--accum", "1", "--max-updates", "20000", *TINY)
+    runs.memtop("train", "first-run", "--detach", *own)
+    document = runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
+    assert (document["settings"]["batch"], document["settings"]["accumulation"]) == (2, 2)
+    runs.memtop("restart", "a", "--preset", "low", "--detach")
+    document = runs.wait("a", lambda d: d["state"] == "training" and len(d["attempts"]) == 2)
+    settings = document["settings"]
+    assert (settings["preset"], settings["batch"], settings["accumulation"]) == ("low", 2, 2)
+    words = "the run has died of memory with batch 4: this is the same, and saves nothing more"
+    asked = ("restart", "a", "--preset", "standard", "--batch", "4", "--accum", "1", "--detach")
+    assert f"; ! {words}" in runs.memtop(*asked).stderr
+    runs.memtop("stop", "a")
+    assert words in runs.memtop(*asked).stderr

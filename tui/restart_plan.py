@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from memtop.presets import SettingsError, edit_settings
 from memtop.presets.comparing import compatibility, describe_split
+from memtop.presets.risks import risk
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.wire import Change, Phase, RunState
@@ -27,8 +29,9 @@ class RestartPlan:
     """What to say about it: effective batch, data."""
 
 
-def restart_plan(before: Settings, texts: dict[str, str], preset: str) -> RestartPlan:
-    """Judge the form. `texts` holds what stands in the number fields; `preset` is the selected one."""
+def restart_plan(before: Settings, texts: dict[str, str], preset: str, failed: Sequence[Settings] = ()) -> RestartPlan:
+    """Judge the form. `texts` holds what stands in the number fields; `preset` is the selected one; `failed`: the settings with
+    which the run has died of memory."""
     numbers: dict[str, int] = {}
     for field in NUMBER_FIELDS:
         text = texts[field].strip().replace(" ", "")
@@ -37,7 +40,7 @@ def restart_plan(before: Settings, texts: dict[str, str], preset: str) -> Restar
             return _wrong(field, f"{field} {text!r}: must be a whole number")
         numbers[field] = int(text)
     try:
-        base = edit_settings(before, preset=preset if preset != before.preset else None)
+        base = edit_settings(before, preset=preset if preset != before.preset else None, failed=failed)
         after = edit_settings(base, batch=numbers["batch"], accumulation=numbers["accumulation"], seq_len=numbers["seq_len"])
     except SettingsError as error:
         return _wrong(error.field, str(error))
@@ -48,7 +51,9 @@ def restart_plan(before: Settings, texts: dict[str, str], preset: str) -> Restar
         accumulation=changes.get("accumulation"),
         seq_len=changes.get("seq_len"),
     )
-    return RestartPlan(change, after, None, None, _consequences(before, after))
+    found = risk(after, failed)
+    warning = () if found is None else (f"! {found}",)
+    return RestartPlan(change, after, None, None, (*_consequences(before, after), *warning))
 
 
 def _wrong(field: str, problem: str) -> RestartPlan:

@@ -16,6 +16,18 @@ PHASES = {
     "data": "while data was loaded",
 }
 
+OUTCOMES = {
+    "gpu_oom": "ran out of GPU memory",
+    "gpu_oom_fragmented": "ran out of GPU memory, in pieces",
+    "gpu_oom_other_process": "ran out of GPU memory that others held",
+    "host_oom_alloc": "ran out of host memory",
+    "host_oom_killed": "was killed for lack of host memory",
+    "pinned_host_oom": "ran out of page-locked memory",
+    "shm_exhausted": "ran out of shared memory",
+    "disk_full": "found the disk full",
+}
+"""How a stretch of a run ended, by the value of its `Kind`."""
+
 REASONS = {
     "aborted": "the program aborted itself",
     "allocator_warning": "an allocator warned that it could do with more memory; by its own words that is no failure",
@@ -136,7 +148,9 @@ def _host_alloc(diagnosis: Diagnosis, phase: str) -> str:
     if diagnosis.reason is not None:
         return f"{REASONS[diagnosis.reason]}{phase}: a limit of its own, which may be far below what the host has."
     amount = "An allocation" if diagnosis.requested_bytes is None else _size(diagnosis.requested_bytes)
-    return f"{amount} of host memory was refused{phase}."
+    limit = diagnosis.address_space_bytes
+    why = "" if limit is None else f": its address space is limited to {_size(limit)} (ulimit -v)"
+    return f"{amount} of host memory was refused{phase}{why}."
 
 
 def _host_killed(diagnosis: Diagnosis, phase: str) -> str:

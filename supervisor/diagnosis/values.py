@@ -61,6 +61,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     reserved_unallocated_bytes: int | None = None
     allowed_bytes: int | None = None
     """A limit set on purpose (a memory fraction, an address-space limit, a cgroup)."""
+    address_space_bytes: int | None = None
+    """The program's limit of address space (`ulimit -v`), where that is what refused the allocation."""
     context_bytes: int | None = None
     """Inferred: what the process held beside its allocator."""
     other_process_bytes: int | None = None
@@ -122,6 +124,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     host_limit_bytes: int | None = None
     host_peak_fraction: float | None = None
     """The most of the host's (or the group's) memory that our samples saw in use shortly before the end."""
+    address_space_bytes: int | None = None
+    """The least limit of address space (RLIMIT_AS) that a process of the program had; None: none, or not known."""
     shm_free_bytes: int | None = None
     disk_free_bytes: int | None = None
     gpu_free_bytes: dict[str, int] = {}

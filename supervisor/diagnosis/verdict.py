@@ -149,6 +149,7 @@ def _finish(draft: _Draft, evidence: Evidence) -> Diagnosis:
             "allocated_bytes": figures.allocated,
             "reserved_unallocated_bytes": figures.reserved_unallocated,
             "allowed_bytes": figures.allowed,
+            "address_space_bytes": _address_space(draft, evidence),
             "context_bytes": figures.context,
             "other_process_bytes": figures.other,
             "other_process_pids": figures.other_pids,
@@ -168,6 +169,14 @@ def _finish(draft: _Draft, evidence: Evidence) -> Diagnosis:
         **about,
     )
     return replace(diagnosis, summary=summary(diagnosis, draft.detail, draft.caveat))
+
+
+def _address_space(draft: _Draft, evidence: Evidence) -> int | None:
+    """The limit that refused the allocation: the kernel itself refuses hardly any while there is memory. A heap of a program's
+    own has a limit of its own."""
+    full = evidence.host_peak_fraction is not None and evidence.host_peak_fraction >= _NEAR
+    refused = draft.kind is Kind.HOST_OOM_ALLOC and draft.reason is None
+    return evidence.address_space_bytes if refused and not full else None
 
 
 def _of_finding(reading: Reading, finding: Finding) -> _Draft:

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from memtop.presets import SettingsError, edit_settings
 from memtop.presets.schema import Settings
+from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.recovery.forecast import settings_key
 from memtop.supervisor.recovery.values import Remedy
-from memtop.supervisor.wire import Change
+from memtop.supervisor.wire import Change, Configuration
 
 _NUMBERS = ("batch", "accumulation", "seq_len")
 
@@ -46,6 +47,15 @@ def key(settings: Settings) -> str:
         parts.append(f"evaluation of {settings.eval_batch or settings.batch}")
     parts.append(f"{settings.save_total_limit} states")
     return ", ".join(parts)
+
+
+_OUT_OF_MEMORY = frozenset(kind.value for kind in Kind if kind not in (Kind.NOT_MEMORY, Kind.DISK_FULL))
+
+
+def ran_out(rows: Iterable[Configuration]) -> tuple[Settings, ...]:
+    """The settings with which a run has died (or went on smaller) for lack of memory, oldest first. A full disk is no such
+    death."""
+    return tuple(row.settings for row in rows if row.settings is not None and row.outcome in _OUT_OF_MEMORY)
 
 
 def untried(remedies: Iterable[Remedy], failed: Sequence[Settings], settings: Settings) -> tuple[Remedy, ...]:

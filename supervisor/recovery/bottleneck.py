@@ -168,6 +168,10 @@ def _is_swapping(m: Measured) -> bool:
     return rate >= SWAPS or (rate > 0 and (m.pressure_fraction or 0.0) >= WAITS_FOR_MEMORY)
 
 
+_WORTH_NAMING = 0.01
+_REST = "the rest (gradients clipped and exchanged, reports, saves)"
+
+
 def _evidence(m: Measured, settings: Settings | None) -> Iterator[str]:
     parts = {
         "data wait": m.data_wait_seconds,
@@ -177,6 +181,9 @@ def _evidence(m: Measured, settings: Settings | None) -> Iterator[str]:
     }
     if m.step_seconds:
         split = [f"{name} {seconds / m.step_seconds:.0%}" for name, seconds in parts.items() if seconds is not None]
+        rest = 1 - sum(seconds or 0.0 for seconds in parts.values()) / m.step_seconds
+        if split and rest >= _WORTH_NAMING:
+            split.append(f"{_REST if None not in parts.values() else 'not told'} {rest:.0%}")
         speed = "" if m.samples_per_second is None else f", {m.samples_per_second:.1f} samples/s"
         of = f" ({', '.join(split)})" if split else ""
         yield f"an update takes {m.step_seconds:.3g} s{of}, median of {m.updates}{speed}"

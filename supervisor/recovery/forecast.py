@@ -211,9 +211,11 @@ def _words(batches: Iterable[int]) -> str:
 
 def _why_none(exact: dict[int, int], failed: dict[int, int]) -> str:
     if exact:
-        return f"only B {next(iter(exact))} was measured, and not what is there without a batch: one more batch gives a line"
+        return f"one measured peak is known ({_words(exact)}), two are needed: one more batch gives a line"
+    if len(failed) == 1:
+        return f"one measured peak is known, cut short by the failure ({_words(failed)}): two whole ones are needed"
     if failed:
-        return f"only the failure at {_words(failed)} is known: what it would have needed is not"
+        return f"only peaks cut short by a failure are known ({_words(failed)}): two whole ones are needed"
     return "nothing was measured yet under these settings"
 
 

@@ -11,10 +11,12 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import HostLevel
 from memtop.supervisor import units
+from memtop.supervisor.diagnosis.sentences import size
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.bands import EDGE_FROM
 from memtop.supervisor.recovery.gpu_ladder import Rung, checkpointing, chunked_loss, eval_batch, offload_bytes
 from memtop.supervisor.recovery.learning import learning_rungs
-from memtop.supervisor.recovery.situation import Situation, to_do, train_command
+from memtop.supervisor.recovery.situation import HostFacts, Situation, to_do, train_command
 from memtop.supervisor.recovery.splits import smaller_split
 from memtop.supervisor.recovery.to_copy import copied
 from memtop.supervisor.recovery.values import Remedy
@@ -38,7 +40,11 @@ def host_ladder(situation: Situation) -> Iterator[Rung]:
         yield smaller_split(situation)
         yield checkpointing(situation)
         yield chunked_loss(situation)
-    yield no_workers(situation, "each holds its own copy of what it touches")
+    limited = situation.diagnosis.address_space_bytes is not None
+    if limited:
+        yield "loader workers: a limit of address space counts for each process by itself"
+    else:
+        yield no_workers(situation, "each holds its own copy of what it touches")
     if situation.on_gpu:
         yield pin_off(situation)
     yield host_level(situation)
@@ -46,9 +52,32 @@ def host_ladder(situation: Situation) -> Iterator[Rung]:
     yield fewer_processes(situation)
     if not situation.on_gpu:
         yield from learning_rungs(situation)
-    if situation.host.in_cgroup or situation.diagnosis.allowed_bytes is not None:
-        yield copied("memory_limit")
-    yield copied("swap")
+    yield from more_host_memory(situation.diagnosis, situation.host)
+
+
+def more_host_memory(of: Diagnosis, host: HostFacts | None) -> Iterator[Remedy | str]:
+    """What a person can do about the limit that was met, or about the machine."""
+    beyond = beyond_all_memory(of, host)
+    if beyond is not None:
+        yield beyond
+    elif of.address_space_bytes is not None:
+        yield copied("address_space")
+        yield "swap: it is the address space that is limited, not the memory"
+    else:
+        if of.allowed_bytes is not None or (host is not None and host.in_cgroup):
+            yield copied("memory_limit")
+        yield copied("swap")
+
+
+def beyond_all_memory(of: Diagnosis, host: HostFacts | None) -> str | None:
+    """That more was asked for at once than there is memory at all; None where that is not so, or not known."""
+    asked, there = of.requested_bytes, host.memory_bytes if host is not None else None
+    if of.kind is not Kind.HOST_OOM_ALLOC or asked is None or there is None or asked <= there:
+        return None
+    return (
+        f"no setting of the machine helps: {size(asked)} were asked for at once, and all its memory and swap are "
+        f"{size(there)}: look for a wrong size in the program"
+    )
 
 
 def shm_ladder(situation: Situation) -> Iterator[Rung]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from memtop.supervisor import units
+from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.recovery.trend import Slope
 from memtop.supervisor.wire import Trend
 
@@ -99,10 +100,39 @@ def _time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
+def cause_of_death(found: Iterable[Trend], kind: Kind) -> tuple[str, ...]:
+    """What grew until a program died of this kind of memory, a line for each: it is what is to be mended."""
+    return tuple(
+        f"{trend.what} grew by {_rate_of(trend)} until the end: a leak; a smaller batch cures none, find what is kept from "
+        "update to update"
+        for trend in that_filled(found, kind)
+    )
+
+
+def that_filled(found: Iterable[Trend], kind: Kind) -> tuple[Trend, ...]:
+    """Those that filled the memory which ran out: the host's, or a card's."""
+    host = kind in (Kind.HOST_OOM_ALLOC, Kind.HOST_OOM_KILLED)
+    return tuple(
+        trend
+        for trend in found
+        if trend.what != SWAP_IN and (host or kind.of_gpu) and trend.what.startswith(OF_HOST_MEMORY) == host
+    )
+
+
+OF_HOST_MEMORY, SWAP_IN = "anonymous memory", "swap-in"
+"""How `Trend.what` begins for the host's memory, and what it is for swapping."""
+
+
+def _rate_of(trend: Trend) -> str:
+    if trend.bytes_per_update is not None:
+        return f"{_rate(trend.bytes_per_update)} per update"
+    return f"{_rate(trend.bytes_per_second)}/s"
+
+
 def swap_trend(rate: float, share: float) -> Trend:
     """Sustained swapping in: no growth, but the memory of processes that run is on the disk."""
     return Trend(
-        what="swap-in",
+        what=SWAP_IN,
         bytes_per_second=rate,
         confidence=share,
         message=f"{_rate(rate)}/s are read back from swap, in {units.percent(share, 0)} of the last seconds: "

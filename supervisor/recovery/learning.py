@@ -37,7 +37,7 @@ def shorter(situation: Situation) -> Remedy | str:
         "seq_len",
         "shorter samples: less of everything that grows with T, but other data (text beyond it is cut off or moves)",
         {"seq_len": str(length)},
-        title=f"sequence length {now} -> {length}: the data change",
+        title=f"sequence length {now} -> {length}: the data are cut otherwise",
         estimate=_at_length(situation, length),
     )
 

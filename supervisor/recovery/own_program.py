@@ -6,14 +6,15 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 from msgspec.structs import replace
 
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.recovery.applying import with_allocator
 from memtop.supervisor.recovery.gpu_ladder import ALLOCATOR, is_fragmented, strays, why_allocator
-from memtop.supervisor.recovery.host_ladder import PROVEN
-from memtop.supervisor.recovery.situation import restart_command, to_do
+from memtop.supervisor.recovery.host_ladder import PROVEN, beyond_all_memory, more_host_memory
+from memtop.supervisor.recovery.situation import HostFacts, restart_command, to_do
 from memtop.supervisor.recovery.to_copy import copied
 from memtop.supervisor.recovery.values import Remedy
 
@@ -22,23 +23,44 @@ _ACCUMULATION = ("gradient_accumulation_steps", "accumulation_steps", "accumulat
 _UNFORESEEN = "no peaks of this program were measured at two batch sizes"
 
 
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What memtop knows of a program that it has started: nothing is offered that the program does not have."""
+
+    command: tuple[str, ...] = ()
+    loader_workers: bool = False
+    """Processes that load its data were seen."""
+    on_gpu: bool = False
+    leaks: tuple[str, ...] = ()
+    """What grew from update to update when it died (`Trend.what`)."""
+
+    def mentions(self, *words: str) -> bool:
+        """Whether one of these words is in the command."""
+        text = " ".join(self.command).lower()
+        return any(word in text for word in words)
+
+
 def remedies_for_program(
-    diagnosis: Diagnosis, *, run: str | None = None, command: Sequence[str] = (), allocator: str = ""
+    diagnosis: Diagnosis,
+    *,
+    run: str | None = None,
+    seen: Seen | None = None,
+    allocator: str = "",
+    host: HostFacts | None = None,
 ) -> tuple[Remedy, ...]:
-    """Ranked as for memtop's own trainer. `run` and `command` where memtop started the program; None: known by its log alone.
+    """Ranked as for memtop's own trainer. `run` and `seen` where memtop started the program; None: known by its log alone.
 
     Only the allocator's option can be set by memtop; all else is for a person to do in the program's own options.
     """
     kind = diagnosis.kind
     if kind.of_gpu:
-        return tuple(_gpu(diagnosis, run, command, allocator))
+        return tuple(_gpu(diagnosis, run, seen, allocator))
     if kind in (Kind.HOST_OOM_ALLOC, Kind.HOST_OOM_KILLED):
-        return tuple(_host(diagnosis))
+        return tuple(_host(diagnosis, seen, host))
     found = _OTHERS.get(kind)
     return () if found is None else found()
 
 
-def _gpu(of: Diagnosis, run: str | None, command: Sequence[str], allocator: str) -> Iterator[Remedy]:
+def _gpu(of: Diagnosis, run: str | None, seen: Seen | None, allocator: str) -> Iterator[Remedy]:
     if of.kind is Kind.GPU_OOM_OTHER_PROCESS:
         yield strays(of)
     fragmented = is_fragmented(of)
@@ -48,14 +70,15 @@ def _gpu(of: Diagnosis, run: str | None, command: Sequence[str], allocator: str)
     if of.phase == "evaluation":
         yield _typed("eval_batch", "a smaller evaluation batch", "an evaluation's result does not depend on it", speed=1.0)
     if of.phase != "load":
-        yield _smaller_batch(of, command)
+        yield _smaller_batch(of, () if seen is None else seen.command)
         yield _typed("checkpointing", "gradient checkpointing on", _RECOMPUTED, speed=0.75)
         yield _chunked_loss(of)
     if not fragmented and not expandable:
         yield _allocator(of, run, allocator)
     yield _typed("offload_optimizer", "optimizer state in host memory (ZeRO with offload), or in 8 bits", _OFFLOADED)
     yield _typed("seq_len", "shorter samples, 512 tokens or more first", "other data: ask whoever uses the model", changes=True)
-    yield _typed("lora_rank", "a smaller LoRA rank with alpha / r held", "other adapters: a new run", changes=True)
+    if seen is None or seen.mentions("lora"):
+        yield _typed("lora_rank", "a smaller LoRA rank with alpha / r held", "other adapters: a new run", changes=True)
     yield _typed("smaller_model", "a smaller model", "for example 0.5 B parameters instead of 1.8 B: a new run", changes=True)
 
 
@@ -165,22 +188,38 @@ def _option(words: Sequence[str], names: Sequence[str]) -> _Option | None:
     return None
 
 
-def _host(of: Diagnosis) -> Iterator[Remedy]:
+def _host(of: Diagnosis, seen: Seen | None, host: HostFacts | None) -> Iterator[Remedy]:
     if of.confidence < PROVEN:
         yield copied("who_killed")
         return
     if of.reason in _HEAPS:
         yield _larger_heap(*_HEAPS[of.reason])
         return
-    yield _typed("workers", "no data-loader workers (num_workers 0), or fewer", "each holds its own copy of what it touches")
-    yield _typed("pin_memory", "pin_memory off", "page-locked buffers come out of host memory and cannot be swapped")
-    yield _typed(
-        "offload_off", "optimizer offload off, if the card has room", "offload takes 16 bytes of host memory per parameter"
-    )
+    if beyond_all_memory(of, host) is not None:
+        return  # no setting makes room for that
+    leaks = () if seen is None else seen.leaks
+    limited = of.address_space_bytes is not None
+    has_workers = seen is None or seen.loader_workers or seen.mentions("workers")
+    if has_workers and not limited and _may_be_in(leaks, "workers"):
+        why = "each holds its own copy of what it touches"
+        yield _typed("workers", "no data-loader workers (num_workers 0), or fewer", why)
+    if not leaks:
+        yield from _smaller_host(seen)
+        yield from (one for one in more_host_memory(of, host) if isinstance(one, Remedy))
+
+
+def _may_be_in(leaks: Sequence[str], role: str) -> bool:
+    """Where something leaked, whether it was in these processes."""
+    return not leaks or any(role in what for what in leaks)
+
+
+def _smaller_host(seen: Seen | None) -> Iterator[Remedy]:
+    if seen is None or seen.on_gpu:
+        yield _typed("pin_memory", "pin_memory off", "page-locked buffers come out of host memory and cannot be swapped")
+    if seen is None or seen.mentions("offload", "deepspeed", "zero"):
+        why = "offload takes 16 bytes of host memory per parameter"
+        yield _typed("offload_off", "optimizer offload off, if the card has room", why)
     yield _typed("host_level", "data read in pieces or memory-mapped", "instead of whole files in memory")
-    if of.allowed_bytes is not None:
-        yield copied("memory_limit")
-    yield copied("swap")
 
 
 # Whose heap, the option that sets its limit, and a command that sets it for the program and its children.

@@ -58,8 +58,16 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     remedy: Remedy | None = None
 
 
-def decide(diagnosis: Diagnosis, past: Sequence[Tried], candidates: Sequence[Candidate], on_oom: str) -> Decision:
-    """What follows the newest death; `past` ends with the configuration that died of it."""
+def decide(
+    diagnosis: Diagnosis,
+    past: Sequence[Tried],
+    candidates: Sequence[Candidate],
+    on_oom: str,
+    *,
+    otherwise: str | None = None,
+) -> Decision:
+    """What follows the newest death; `past` ends with the configuration that died of it. `otherwise`: why nothing is done where
+    none of the candidates can be, None: told by the candidates."""
     if not diagnosis.of_memory:
         return Decision(action="stop", why="it did not die of memory: nothing is changed for that")
     if diagnosis.confidence < SURE:
@@ -77,7 +85,7 @@ def decide(diagnosis: Diagnosis, past: Sequence[Tried], candidates: Sequence[Can
     for candidate in candidates:
         if candidate.key is not None and candidate.key not in failed and _may_be_applied(candidate.remedy):
             return Decision(action="restart", why=candidate.remedy.title, remedy=candidate.remedy)
-    return Decision(action="ask", why=_nothing_left(candidates, failed))
+    return Decision(action="ask", why=otherwise or _nothing_left(candidates, failed))
 
 
 def _attempts(past: Sequence[Tried]) -> list[Tried]:

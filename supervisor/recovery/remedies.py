@@ -12,7 +12,7 @@ from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.recovery.forecast import settings_key
 from memtop.supervisor.recovery.gpu_ladder import Rung, gpu_ladder
 from memtop.supervisor.recovery.host_ladder import disk_ladder, host_ladder, pinned_ladder, shm_ladder
-from memtop.supervisor.recovery.own_program import remedies_for_program
+from memtop.supervisor.recovery.own_program import Seen, remedies_for_program
 from memtop.supervisor.recovery.situation import HostFacts, KeptState, Situation
 from memtop.supervisor.recovery.values import Peak, Remedy
 
@@ -55,13 +55,13 @@ def remedies(
     deepspeed: bool = True,
     allocator: str = "",
     model_config: Mapping[str, Any] | None = None,
-    command: Sequence[str] = (),
+    seen: Seen | None = None,
 ) -> tuple[Remedy, ...]:
-    """What can be done, ranked. See `Situation` for the arguments; `settings` None: a program of the user's own, started with
-    `command`. `failed`: every configuration that has run out before, so that none is offered again.
+    """What can be done, ranked. See `Situation` for the arguments; `settings` None: a program of the user's own, of which
+    `seen` is known. `failed`: every configuration that has run out before, so that none is offered again.
     """
     if settings is None:
-        return remedies_for_program(diagnosis, run=run, command=command, allocator=allocator)
+        return remedies_for_program(diagnosis, run=run, seen=seen or Seen(), allocator=allocator, host=host)
     return ladder(
         situation_of(
             diagnosis,
@@ -125,7 +125,9 @@ def situation_of(
     """A situation with what the diagnosis itself tells filled in: the card's size, other processes, the peak that failed."""
     of_gpu, host = diagnosis.kind.of_gpu, host or HostFacts()
     gpu = _on_gpu(diagnosis, settings, total_bytes) if on_gpu is None else on_gpu
-    if total_bytes is None:
+    if diagnosis.address_space_bytes is not None and not gpu:
+        total_bytes = None  # what is measured is memory in use, of which no share tells when the address space is full
+    elif total_bytes is None:
         total_bytes = diagnosis.total_bytes if of_gpu else None if gpu else host.limit_bytes
     if of_gpu and diagnosis.allowed_bytes is not None:
         total_bytes = min(total_bytes or diagnosis.allowed_bytes, diagnosis.allowed_bytes)

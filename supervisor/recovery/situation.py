@@ -38,6 +38,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The limit is a cgroup's (a container, a batch system, systemd)."""
     available_bytes: int | None = None
     """What the run could still take beside what it takes: measured before the end, or what it took included after it."""
+    memory_bytes: int | None = None
+    """All memory there is: RAM and swap, whatever limits there are."""
     shm_total_bytes: int | None = None
     disk_free_bytes: int | None = None
     states: tuple[KeptState, ...] = ()
@@ -97,7 +99,11 @@ class Situation:
             line = estimate
         if isinstance(line, str):
             same = settings_key(after, on_gpu=self.on_gpu) == settings_key(self.settings, on_gpu=self.on_gpu)
-            return line if same else f"not measured under these settings; under the present ones: {line}"
+            if same:
+                return line
+            present = self.line()
+            known = f"; under the present ones: {present}" if isinstance(present, str) else ""
+            return f"{line}{known}"
         return line.forecast(after.batch, self.total_bytes, self.others_bytes)
 
     def rung(

@@ -22,7 +22,7 @@ class ToCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def commands_to_copy() -> dict[str, ToCopy]:
-    """By name: swap, shm, shm_container, memlock, memory_limit, who_killed."""
+    """By name: swap, shm, shm_container, memlock, memory_limit, address_space, who_killed."""
     try:
         return msgspec.convert(parse(_FILE), dict[str, ToCopy])
     except msgspec.ValidationError as error:

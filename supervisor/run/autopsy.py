@@ -116,6 +116,7 @@ def evidence_of(end: End, witness: Witness) -> Evidence:
         member_pids=frozenset(witness.pids),
         host_limit_bytes=witness.host_limit_bytes,
         host_peak_fraction=max(fractions, default=None),
+        address_space_bytes=witness.address_space_bytes,
         shm_free_bytes=min(shm, default=None),
         disk_free_bytes=free_bytes(end.state_folder),
         gpu_free_bytes=sights[-1].gpu_free_bytes if sights else {},

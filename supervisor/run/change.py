@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from memtop.presets import SettingsError, edit_settings
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.recovery.applying import ran_out
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.wire import Change, Checkpoint, Configuration
 
@@ -36,6 +37,7 @@ def edited(
             assignments=change.assignments,
             updates_done=(done.updates or 0) if done else 0,
             samples_seen=(done.samples_seen or 0) if done else 0,
+            failed=ran_out(rows),
         )
     except SettingsError as error:
         raise UsageError(str(error)) from None
@@ -71,10 +73,14 @@ def edited_live(
 
 LIVE_FIELDS = ("batch", "accumulation", "eval_batch", "gradient_checkpointing", "workers")
 """What the built-in trainer can change at an update boundary."""
+_SPLIT = ("batch", "accumulation")
 
 
 def live_values(before: Settings | None, after: Settings | None) -> dict[str, object]:
-    """The fields that change, for the running program; UsageError where it takes a restart, with the reason."""
+    """The fields that change, for the running program; UsageError where it takes a restart, with the reason.
+
+    Batch and accumulation go together, so that the split which was told is the one that comes, whatever the program has now.
+    """
     if before is None or after is None:
         raise UsageError("this program is your own: it cannot change while it runs; restart it")
     fields = [name for name in before.__struct_fields__ if getattr(before, name) != getattr(after, name)]
@@ -83,4 +89,6 @@ def live_values(before: Settings | None, after: Settings | None) -> dict[str, ob
         raise UsageError(f"{', '.join(others)}: cannot change while the program runs; restart it instead")
     if before.zero.stage:
         raise UsageError(f"{before.zero}: its engine is built for one split; restart it instead")
+    if set(_SPLIT) & set(fields):
+        fields = [*_SPLIT, *(name for name in fields if name not in _SPLIT)]
     return {name: getattr(after, name) for name in fields}

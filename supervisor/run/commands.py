@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.run import explain
@@ -133,12 +134,12 @@ class Commands:
                 raise MemtopError("the run is being stopped; restart it when it has stopped")
             if supervisor.phase is Phase.RESTARTING and supervisor.survival.comeback is None:
                 raise MemtopError("a restart is under way already")
-            split = explain.split_change(supervisor.settings, settings)
+            told = explain.split_change(supervisor.settings, settings) + self._risk(settings)
             supervisor.begin_restart(request.change)
         except MemtopError as error:
             peer.refuse(request.id, str(error), usage=isinstance(error, UsageError))
             return
-        _accept(peer, request.id, "restarting from train_latest_state" + split)
+        _accept(peer, request.id, "restarting from train_latest_state" + told)
         while supervisor.state().attempt == before and not supervisor.phase.final:
             await asyncio.sleep(0.1)
         state = supervisor.state()
@@ -147,6 +148,9 @@ class Commands:
             peer.send(Answer(id=request.id, outcome=Outcome.DONE, message=message, data={"attempt": state.attempt}))
         else:
             _fail(peer, request.id, state.reason or f"the run is {state.state.value}")
+
+    def _risk(self, after: Settings | None) -> str:
+        return explain.risk_of(after, self._supervisor.survival.configurations.rows)
 
     async def _edit(self, peer: Peer, request: Edit) -> None:
         if not self._agents_ready(peer, request.id):
@@ -161,7 +165,8 @@ class Commands:
         if not values:
             peer.send(Answer(id=request.id, outcome=Outcome.DONE, message="nothing changes: the run has these settings"))
             return
-        _accept(peer, request.id, "from the next update on" + explain.split_change(supervisor.settings, after))
+        told = explain.split_change(supervisor.settings, after) + self._risk(after)
+        _accept(peer, request.id, "from the next update on" + told)
         answers = await supervisor.agents.call("change", {0}, values)
         if not answers or not answers[0].ok:
             _fail(peer, request.id, answers[0].message if answers else "the training process is gone")

@@ -105,7 +105,7 @@ def _end(supervisor: Supervisor, phase: Phase, reason: str | None, decision: Dec
     """The run is over, unless it is to come back by itself."""
     supervisor.event(phase.value, reason or phase.value, {"exit_status": supervisor.exit_status})
     if decision is not None:
-        supervisor.event("remedy", f"{decision.action}: {decision.why}")
+        supervisor.event("remedy", explain.decided(decision))
     if supervisor.survival.comeback is not None:
         supervisor.move(Phase.RESTARTING, reason)
     else:

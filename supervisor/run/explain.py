@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from memtop.presets.comparing import describe_split
+from memtop.presets.risks import risk
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
+from memtop.supervisor.diagnosis.sentences import PHASES
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
-from memtop.supervisor.recovery.policy import SURE
-from memtop.supervisor.wire import Change, Checkpoint, Phase
+from memtop.supervisor.recovery.applying import ran_out
+from memtop.supervisor.recovery.policy import SURE, Decision
+from memtop.supervisor.wire import Change, Checkpoint, Configuration, Phase
 
 _TAIL_BYTES = 16_384
 _EVIDENCE_LINES = 8
@@ -72,11 +75,19 @@ def with_cause(examined: Diagnosis, told: dict[str, Any] | None, reason: str | N
 
 def oom_text(rank: int, report: dict[str, Any]) -> str:
     """An allocation failure in one line."""
-    where = f"rank {rank}, update {report.get('update') or '?'}, {report.get('phase') or 'unknown phase'}"
+    update, phase = report.get("update"), report.get("phase")
+    during = PHASES.get(str(phase))
+    where = ", ".join(filter(None, (f"rank {rank}", f"update {update}" if update else None, during)))
     split = f" with batch {report['batch']} x {report.get('accumulation')}" if report.get("batch") else ""
     words = str(report.get("message") or report.get("error") or "no words").strip().splitlines()
     then = "; the same samples are done again in smaller pieces" if report.get("survived") else ""
     return f"out of memory ({where}{split}): {words[0] if words else 'no words'}{then}"
+
+
+def decided(decision: Decision) -> str:
+    """What follows a death of memory, in one line."""
+    words = {"restart": "it goes on with", "wait": "it waits", "ask": "nothing is done by itself", "stop": "nothing is done"}
+    return f"{words[decision.action]}: {decision.why}"
 
 
 def settings_text(before: Settings, after: Settings, report: dict[str, Any]) -> str:
@@ -183,6 +194,12 @@ def split_change(before: Settings | None, after: Settings | None) -> str:
     if before is None or after is None or _split(before) == _split(after):
         return ""
     return f"; {describe_split(before, after)}"
+
+
+def risk_of(after: Settings | None, rows: Iterable[Configuration]) -> str:
+    """That a person's change leads to what has died of memory, to be put behind another text; empty where it does not."""
+    found = None if after is None else risk(after, ran_out(rows))
+    return f"; ! {found}" if found else ""
 
 
 def _split(settings: Settings) -> tuple[int, int, int]:

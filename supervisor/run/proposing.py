@@ -13,6 +13,9 @@ from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.recovery.advice import last_advice
 from memtop.supervisor.recovery.applying import applied, changes_nothing
 from memtop.supervisor.recovery.applying import key as key_of
+from memtop.supervisor.recovery.host_ladder import beyond_all_memory
+from memtop.supervisor.recovery.leaks import cause_of_death, that_filled
+from memtop.supervisor.recovery.own_program import Seen
 from memtop.supervisor.recovery.policy import Candidate, Decision, Tried, decide
 from memtop.supervisor.recovery.remedies import HostFacts, KeptState, remedies, situation_of
 from memtop.supervisor.recovery.values import Remedy
@@ -26,20 +29,29 @@ if TYPE_CHECKING:
     from memtop.supervisor.run.supervisor import Supervisor
 
 
+_OWN = "it is your own program, in which memtop changes nothing but the allocator: what is left is for you to do"
+
+
 def propose(supervisor: Supervisor, diagnosis: Diagnosis) -> tuple[Proposal, Decision]:
     """What can be done about this death, and what is done about it by itself."""
     records = supervisor.survival.configurations.records
     found = _remedies(supervisor, diagnosis, records)
     settings, allocator = supervisor.settings, supervisor.survival.allocator
     candidates = [Candidate(remedy=remedy, key=_key_after(settings, remedy)) for remedy in found]
-    decision = decide(diagnosis, tried(records, settings, allocator), candidates, supervisor.spec.on_oom)
+    beyond = beyond_all_memory(diagnosis, _host(supervisor))
+    otherwise = _OWN if settings is None else None
+    past = tried(records, settings, allocator)
+    decision = decide(diagnosis, past, candidates, supervisor.spec.on_oom, otherwise=otherwise)
     if decision.remedy is not None:
         # The first one shown is the one that is applied.
         found = (decision.remedy, *(remedy for remedy in found if remedy is not decision.remedy))
     fitting = any(not remedy.needs_consent and remedy.resumable in ("live", "resumes", "converts") for remedy in found)
     advice = () if fitting else _last_advice(supervisor, diagnosis, records)
+    causes = cause_of_death(supervisor.prevention.trends, diagnosis.kind)
+    if beyond is not None:
+        causes = (beyond, *causes)
     waiting = None if decision.action == "restart" else decision.why
-    return Proposal(diagnosis=diagnosis, remedies=found, last_advice=advice, waiting=waiting), decision
+    return Proposal(diagnosis=diagnosis, causes=causes, remedies=found, last_advice=advice, waiting=waiting), decision
 
 
 def tried(records: Sequence[Record], settings: Settings | None, allocator: str) -> list[Tried]:
@@ -77,9 +89,9 @@ def _key_after(settings: Settings | None, remedy: Remedy) -> str | None:
 def _remedies(supervisor: Supervisor, diagnosis: Diagnosis, records: Iterable[Record]) -> tuple[Remedy, ...]:
     settings, survival = supervisor.settings, supervisor.survival
     if settings is None:
-        program = supervisor.spec.command
         present = ",".join(filter(None, (inherited_allocator(os.environ), survival.allocator)))
-        return remedies(diagnosis, None, run=supervisor.folder.name, command=program, allocator=present)
+        name, seen = supervisor.folder.name, _seen(supervisor, diagnosis)
+        return remedies(diagnosis, None, run=name, seen=seen, allocator=present, host=_host(supervisor))
     return remedies(
         diagnosis,
         settings,
@@ -94,6 +106,16 @@ def _remedies(supervisor: Supervisor, diagnosis: Diagnosis, records: Iterable[Re
         deepspeed=importlib.util.find_spec("deepspeed") is not None,
         allocator=inherited_allocator(os.environ),
         model_config=model_config(settings),
+    )
+
+
+def _seen(supervisor: Supervisor, diagnosis: Diagnosis) -> Seen:
+    """What is known of a program of the user's own."""
+    return Seen(
+        command=tuple(supervisor.spec.command),
+        loader_workers="loader worker" in supervisor.watch.roles.values(),
+        on_gpu=supervisor.survival.on_gpu,
+        leaks=tuple(trend.what for trend in that_filled(supervisor.prevention.trends, diagnosis.kind)),
     )
 
 
@@ -154,6 +176,7 @@ def _host(supervisor: Supervisor) -> HostFacts:
         limit_bytes=limit,
         in_cgroup=limit is not None and host is not None and host.total_bytes is not None and limit < host.total_bytes,
         available_bytes=host.available_bytes if host is not None else None,
+        memory_bytes=None if host is None or host.total_bytes is None else host.total_bytes + (host.swap_total_bytes or 0),
         shm_total_bytes=host.shm_total_bytes if host is not None else None,
         disk_free_bytes=supervisor.survival.disk_free_bytes(),
         states=tuple(KeptState(path=state.path, size_bytes=state.size_bytes or 0) for state in states),

@@ -16,8 +16,9 @@ from memtop.supervisor.monitor.processes import PROC
 from memtop.supervisor.monitor.values import Band, HostSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankUse, VramParts, placed, ranks_on, vram_parts
 from memtop.supervisor.recovery.danger import DangerWatch
-from memtop.supervisor.recovery.leaks import Leak, Pool, swap_trend, trends
+from memtop.supervisor.recovery.leaks import OF_HOST_MEMORY, Leak, Pool, swap_trend, trends
 from memtop.supervisor.recovery.trend import BY_SECOND, BY_UPDATE, Growth, Sustained
+from memtop.supervisor.run.witness import address_room
 from memtop.supervisor.wire import Trend
 
 _HOST = "host"
@@ -118,7 +119,7 @@ class TrendWatch:
         `loading`: the program is not at work yet, and what grows meanwhile is what it loads."""
         members, ranks = list(members), placed(ranks, machine.gpus)
         host, held = machine.host, _held(members)
-        self._pools = {_HOST: _host_pool(host)}
+        self._pools = {_HOST: _host_pool(host, members)}
         if host.swap_in_bytes_per_second is not None:
             self.swap_in.add(host.swap_in_bytes_per_second)
         for role, size in held.items():
@@ -223,7 +224,7 @@ def _same(key: Key, other: Key) -> bool:
 
 def _words(key: Key, pools: Mapping[str, Pool]) -> str:
     if key.pool == _HOST:
-        return f"anonymous memory of {key.who}"
+        return f"{OF_HOST_MEMORY} of {key.who}"
     pool = pools.get(key.pool)
     card = pool.name if pool is not None else "the card"
     if key.kind == "used":
@@ -231,8 +232,13 @@ def _words(key: Key, pools: Mapping[str, Pool]) -> str:
     return f"{card} {key.kind} by {key.who}"
 
 
-def _host_pool(host: HostSample) -> Pool:
+def _host_pool(host: HostSample, members: Iterable[Member]) -> Pool:
+    """What a rank that grows fills first: the host's memory, or its own address space where that is limited."""
     name = "host RAM" if host.limit_bytes is None else "the memory group"
+    rooms = [room for member in members if member.role == "rank" and (room := address_room(member.pid)) is not None]
+    room = min(rooms, default=None)
+    if room is not None and (host.available_bytes is None or room < host.available_bytes):
+        return Pool(name="the address space (ulimit -v)", left_bytes=room)
     return Pool(name=name, left_bytes=host.available_bytes)
 
 

@@ -6,6 +6,7 @@ What a later supervisor could not see any more is kept in `attempts/NNNN/baselin
 from __future__ import annotations
 
 import contextlib
+import resource
 import time
 from collections import deque
 from collections.abc import Container, Iterable
@@ -34,6 +35,8 @@ class Baseline(msgspec.Struct, kw_only=True):
     """Seconds since the epoch."""
     gpu_used_bytes: dict[str, int] = {}
     """By uuid, without what the run itself held."""
+    address_space_bytes: int | None = None
+    """The least limit of address space that the run's processes were last seen with; None: none."""
     groups: dict[str, tuple[KillCount, ...]] = {}
     """By its path each memory group that a process of the run was found in: it and those above it, with their counters then."""
 
@@ -59,6 +62,8 @@ class Witness:
         """The program's memory is limited by another group than the supervisor's own."""
         self._path = folder / "baseline.json"
         self._sights: deque[Sight] = deque()
+        self._address_spaces: dict[int, int | None] = {}
+        """The limit that each process was last seen with."""
         self._own: dict[int, str] = {}
         """The group that each process was last seen in, as /proc words it."""
         self._groups: dict[str, str] = {}
@@ -92,6 +97,7 @@ class Witness:
             return  # it has ended: it stays in the group where it was last seen
         if self._own.get(pid) == lines:
             return
+        self._note_address_space(pid)
         self._own[pid] = lines
         self.pids.add(pid)
         if lines in self._groups:
@@ -103,6 +109,22 @@ class Witness:
             self._kills.follow(counts[0].path, tuple(counts), time.time())
             self._write()
 
+    @property
+    def address_space_bytes(self) -> int | None:
+        """The run's processes inherit this one's limit, where none of them could be looked at."""
+        known = self.baseline.address_space_bytes
+        return _own_address_space() if known is None and not self._address_spaces else known
+
+    def _note_address_space(self, pid: int) -> None:
+        try:
+            self._address_spaces[pid] = address_space(pid)
+        except OSError:
+            return  # it has ended, or is another user's: what was last seen of it stays
+        least = min((limit for limit in self._address_spaces.values() if limit is not None), default=None)
+        if least != self.baseline.address_space_bytes:
+            self.baseline.address_space_bytes = least
+            self._write()
+
     def sample(self, machine: MachineSnapshot, members: Iterable[int], trainer: int | None) -> None:
         """Take one sample of the machine in while the program lives."""
         members = set(members)
@@ -110,6 +132,7 @@ class Witness:
             self.pids |= members
         for pid in members:
             self.look(pid)
+            self._note_address_space(pid)
         self._kills.read(machine.time)
         if not self.baseline.gpu_used_bytes and machine.gpus:
             self.baseline.gpu_used_bytes = gpus_without(machine, members)
@@ -177,6 +200,28 @@ def _readable(lines: str) -> list[KillCount]:
         return kill_counts(PROC, CGROUPS, lines)
     except (OSError, ValueError):
         return []  # the hierarchy may not be read here: its counters are not known
+
+
+def address_space(pid: int) -> int | None:
+    """The process's limit of address space (RLIMIT_AS) in bytes; None: unlimited. OSError where it may not be read."""
+    lines = (PROC / str(pid) / "limits").read_text().splitlines()
+    words = next((line.split() for line in lines if line.startswith("Max address space")), [])
+    return int(words[3]) if len(words) > 3 and words[3].isdecimal() else None
+
+
+def address_room(pid: int) -> int | None:
+    """What the process may still map, in bytes; None: as much as it likes, or it may not be read."""
+    try:
+        limit = address_space(pid)
+        mapped = 0 if limit is None else int((PROC / str(pid) / "statm").read_text().split()[0]) * resource.getpagesize()
+    except (OSError, IndexError):
+        return None  # it has ended, or is another user's
+    return None if limit is None else max(0, limit - mapped)
+
+
+def _own_address_space() -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def gpus_without(machine: MachineSnapshot, pids: Iterable[int]) -> dict[str, int]:

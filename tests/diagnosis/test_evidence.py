@@ -375,3 +375,25 @@ def test_a_launcher_tells_the_signal(status: int, reason: str) -> None:
 def test_nothing_at_all() -> None:
     found = diagnose([])
     assert (found.kind, found.reason, found.evidence) == (Kind.NOT_MEMORY, "no_evidence", ())
+
+
+REFUSED = "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 14155776 bytes. Error code 12 (Cannot allocate memory)"  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("limit", "fullest", "named"), [(4 << 30, 0.12, True), (4 << 30, None, True), (4 << 30, 0.97, False), (None, 0.12, False)]
+)
+def test_a_limit_of_address_space_refuses_while_there_is_memory(limit: int | None, fullest: float | None, named: bool) -> None:
+    evidence = Evidence(exit_status=1, address_space_bytes=limit, host_peak_fraction=fullest)
+    found = diagnose([REFUSED.encode()], evidence)
+    assert found.kind is Kind.HOST_OOM_ALLOC
+    assert found.address_space_bytes == (limit if named else None)
+    words = ": its address space is limited to 4.00 GiB (ulimit -v)."
+    assert found.summary == "14 MiB of host memory was refused" + (words if named else ".")
+
+
+def test_a_limit_of_address_space_is_no_matter_of_the_card() -> None:
+    card = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 19.58 GiB"
+    found = diagnose([card.encode()], Evidence(exit_status=1, address_space_bytes=4 << 30))
+    assert found.kind.of_gpu
+    assert found.address_space_bytes is None

@@ -88,7 +88,7 @@ def test_rows_16_and_17_of_s1_the_guides_values_are_defaults() -> None:
 
 
 def test_one_batch_needs_a_base() -> None:
-    assert why((8, 5.0)) == "only B 8 was measured, and not what is there without a batch: one more batch gives a line"
+    assert why((8, 5.0)) == "one measured peak is known (B 8), two are needed: one more batch gives a line"
     found = line((8, 5.0), base=1.0)
     assert (found.slope_bytes, found.base_bytes, found.at_least) == (gib(0.5), gib(1.0), False)
     assert found.at(4) == gib(3.0)
@@ -96,7 +96,7 @@ def test_one_batch_needs_a_base() -> None:
 
 
 def test_a_failure_alone_is_a_lower_bound_and_called_that() -> None:
-    assert why((8, 5.0, True)) == "only the failure at B 8 is known: what it would have needed is not"
+    assert why((8, 5.0, True)) == "one measured peak is known, cut short by the failure (B 8): two whole ones are needed"
     found = line((8, 5.0, True), base=1.0)
     assert found.at_least
     assert found.at(4) == gib(3.0)

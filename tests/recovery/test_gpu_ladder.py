@@ -343,7 +343,7 @@ def test_row_9_the_next_usual_length_with_consent(now: int, then: int) -> None:
     found = named(climb(died(), replace(LORA, seq_len=now)), "seq_len")
     assert found.assignments == {"seq_len": str(then)}
     assert (found.needs_consent, found.keeps_math) == (True, False)
-    assert "the data change" in found.title
+    assert "the data are cut otherwise" in found.title
     assert found.command == f"memtop restart RUN --seq-len {then}"
 
 

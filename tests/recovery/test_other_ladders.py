@@ -200,7 +200,7 @@ def test_commands_to_copy_are_data_and_nothing_here_can_start_one() -> None:
 
     from memtop.supervisor import recovery
 
-    assert set(commands_to_copy()) == {"swap", "shm", "shm_container", "memlock", "memory_limit", "who_killed"}
+    assert set(commands_to_copy()) == {"swap", "shm", "shm_container", "memlock", "memory_limit", "address_space", "who_killed"}
     folder = Path(str(recovery.__path__[0]))
     ladders = [path for path in folder.glob("*.py") if path.name in _PURE]
     assert len(ladders) == len(_PURE)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.recovery.applying import change_for, changes_nothing
 from memtop.supervisor.recovery.offline import remedies_for
-from memtop.supervisor.recovery.own_program import half_batch, requested_at
+from memtop.supervisor.recovery.own_program import Seen, half_batch, requested_at
 from memtop.supervisor.recovery.remedies import remedies
 from memtop.supervisor.wire import Change
 from tests.recovery.support import GIB, S1, died, gib, ids, named
@@ -98,7 +98,7 @@ def test_a_kill_without_proof_is_to_be_looked_into() -> None:
 
 
 def test_only_the_allocator_can_be_set_for_a_program_of_ones_own() -> None:
-    found = remedies(S1, None, run="mine", command=("python", "t.py"))
+    found = remedies(S1, None, run="mine", seen=Seen(command=("python", "t.py")))
     first = found[0]
     assert (first.id, first.resumable, first.needs_consent) == ("allocator", "resumes", False)
     assert change_for(first) == Change(assignments={"allocator": "expandable_segments:True"})
@@ -136,7 +136,7 @@ def test_a_command_with_both_options_is_rewritten(command: str, halved: str) -> 
     found = half_batch(command.split())
     assert found is not None
     assert shlex.join(found).endswith(halved)
-    typed = named(remedies(died(), None, run="x", command=command.split()), "smaller_batch")
+    typed = named(remedies(died(), None, run="x", seen=Seen(command=tuple(command.split()))), "smaller_batch")
     assert typed.command == f"memtop train --name NEW -- {shlex.join(found)}"
 
 
@@ -150,7 +150,7 @@ def test_a_command_with_both_options_is_rewritten(command: str, halved: str) -> 
 )
 def test_a_command_that_cannot_be_rewritten_exactly_is_not(command: str) -> None:
     assert half_batch(command.split()) is None
-    assert named(remedies(died(), None, command=command.split()), "smaller_batch").command is None
+    assert named(remedies(died(), None, seen=Seen(command=tuple(command.split()))), "smaller_batch").command is None
 
 
 @given(st.lists(st.text(max_size=30), max_size=8))

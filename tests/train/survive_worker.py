@@ -83,8 +83,8 @@ def evaluated(folder: Path, rank: int) -> Training:
     training.model.register_forward_pre_hook(short, with_kwargs=True)
     if rank == 0:
         training.channel.commands[1] = [
-            (1, "change", {"batch": 2, "gradient_checkpointing": "true"}),
-            (2, "change", {"batch": 5}),
+            (1, "change", {"batch": 2, "accumulation": 4, "gradient_checkpointing": "true"}),
+            (2, "change", {"batch": 0}),
         ]
     training.run()
     return training

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from memtop.presets import apply_preset, presets_for
 from memtop.supervisor import units, wire
 from memtop.supervisor.monitor.unlisted import untold
+from memtop.supervisor.recovery.applying import ran_out
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Change
 from memtop.tui.screens.dialog import ConfirmDialog
@@ -97,10 +98,11 @@ async def preset(screen: DashboardScreen, key: str) -> None:
         listed = ", ".join(f"{p.key} {n}" for n, p in presets.items() if p.key is not None)
         screen.say(f"no preset of the recipe {run.settings.recipe} has key {key}: there are {listed}", "bad")
         return
-    name = await screen.app.push_screen_wait(PresetDialog(run, run.settings, presets, key))
+    failed = ran_out(screen.store.configurations)
+    name = await screen.app.push_screen_wait(PresetDialog(run, run.settings, presets, key, failed))
     if name is None:
         return
-    if apply_preset(run.settings, presets[name]) == run.settings:
+    if apply_preset(run.settings, presets[name], failed) == run.settings:
         screen.say(f"{name} is the preset that the run has now")
         return
     await _send_restart(screen, Change(preset=name))

@@ -121,11 +121,13 @@ class OomCard(Dialog[Remedy]):
             Block(None, memory_lines(diagnosis, store, width)),
             Block(None, evidence_lines(diagnosis, width)),
         ]
+        for cause in proposal.causes:
+            blocks.append(Block(None, wrap(f"! {cause}", width, "edge")))
         alive = store.run is not None and store.run.alive
         if proposal.remedies:
             head = line(("What can be done", "heading"), ("   dashed bars are predicted, solid ones were measured", MUTED))
             blocks.append(Block(None, [(), head] if width >= _AIRY_FROM else [head]))
-        elif not proposal.last_advice:
+        elif not proposal.last_advice and not proposal.causes:
             blocks.append(Block(None, [line(("No remedy is known for this.", MUTED))]))
         if proposal.waiting:
             blocks.append(Block(None, wrap(f"Nothing is done by itself: {proposal.waiting}", width, "edge")))

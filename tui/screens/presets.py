@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from rich.text import Text
@@ -27,11 +28,18 @@ class PresetDialog(Dialog[str]):
         Binding(str(digit), f"point({digit})", f"Preset {digit}", show=False) for digit in range(10)
     ]
 
-    def __init__(self, run: RunState, settings: Settings, presets: dict[str, Preset], chosen_key: str) -> None:
+    def __init__(
+        self,
+        run: RunState,
+        settings: Settings,
+        presets: dict[str, Preset],
+        chosen_key: str,
+        failed: Sequence[Settings] = (),
+    ) -> None:
         super().__init__()
         self._run = run
         self._settings = settings
-        self._outlooks = {name: outlook(settings, preset) for name, preset in presets.items()}
+        self._outlooks = {name: outlook(settings, preset, failed) for name, preset in presets.items()}
         self._chosen_key = chosen_key
 
     def compose(self) -> ComposeResult:
@@ -105,6 +113,8 @@ def _description(look: Outlook) -> str:
         lines[1] = f"Switch: refused, {look.reason}"
     elif look.switch == "converts":
         lines[1] += f" ({look.reason})"
+    if look.risk is not None:
+        lines.append(f"! {look.risk}")
     if look.switch_whole == "refused" and look.reason_whole != look.reason:
         lines.append(f"Whole: refused, {look.reason_whole}")
     elif look.switch_whole != "refused" and look.whole_changes != look.changes:

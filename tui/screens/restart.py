@@ -15,6 +15,7 @@ from textual.widgets import Button, Input, Label, Select, Static
 from memtop.presets import apply_preset
 from memtop.presets.editing import find_preset
 from memtop.presets.schema import Settings
+from memtop.supervisor.recovery.applying import ran_out
 from memtop.supervisor.wire import Change, RunState
 from memtop.tui.draw.line import Line
 from memtop.tui.outlook import outlook_of
@@ -90,7 +91,7 @@ class RestartDialog(Dialog[Asked]):
         # A preset brings its own exact split; the fields show it and can be edited further.
         after = self._settings
         if str(message.value) != self._settings.preset:
-            after = apply_preset(self._settings, find_preset(str(message.value), self._settings.recipe))
+            after = apply_preset(self._settings, find_preset(str(message.value), self._settings.recipe), self._failed())
         with self.prevent(Input.Changed):
             for field in NUMBER_FIELDS:
                 self.query_one(f"#{field}", Input).value = str(getattr(after, field))
@@ -119,9 +120,12 @@ class RestartDialog(Dialog[Asked]):
         after = self._plan.after if self._plan is not None else None
         return [] if after is None else outlook_of(store).lines(after, width)[:height]
 
+    def _failed(self) -> tuple[Settings, ...]:
+        return ran_out(self._dashboard.store.configurations)
+
     def _judge(self) -> None:
         texts = {field: self.query_one(f"#{field}", Input).value for field in NUMBER_FIELDS}
-        plan = restart_plan(self._settings, texts, str(self.query_one("#preset", Select).value))
+        plan = restart_plan(self._settings, texts, str(self.query_one("#preset", Select).value), self._failed())
         self._plan = plan
         for field in NUMBER_FIELDS:
             self.query_one(f"#{field}", Input).set_class(field == plan.wrong_field, "-wrong")

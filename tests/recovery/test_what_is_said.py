@@ -1,0 +1,145 @@
+"""What is proposed after a death says what is known, offers what can apply, and does not contradict itself."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from memtop.supervisor.diagnosis.values import Kind
+from memtop.supervisor.recovery.bottleneck import Measured, advise
+from memtop.supervisor.recovery.host_ladder import beyond_all_memory
+from memtop.supervisor.recovery.leaks import cause_of_death
+from memtop.supervisor.recovery.own_program import Seen
+from memtop.supervisor.recovery.policy import Candidate, decide
+from memtop.supervisor.recovery.remedies import HostFacts, remedies
+from memtop.supervisor.run import explain
+from memtop.supervisor.wire import Trend
+from tests.recovery.support import FIRST, GIB, S1, climb, died, ids, named, peak
+
+CPU_RUN = replace(FIRST, workers=2, device="cpu", loss_chunk=0)
+REFUSED = died(Kind.HOST_OOM_ALLOC, phase="forward")
+LIMITED = replace(REFUSED, address_space_bytes=4 * GIB)
+HOST = HostFacts(limit_bytes=24 * GIB, memory_bytes=26 * GIB)
+
+
+def trend(what: str, per_update: float | None = 5.0 * (1 << 20)) -> Trend:
+    return Trend(what=what, bytes_per_second=1 << 20, bytes_per_update=per_update, confidence=0.99, message="it grows")
+
+
+# --- a leak -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_filled_the_memory_that_ran_out_is_the_cause() -> None:
+    rank, card, swapping = trend("anonymous memory of rank 0"), trend("GPU 0 reserved by rank 0", None), trend("swap-in", None)
+    (line,) = cause_of_death([rank, card, swapping], Kind.HOST_OOM_KILLED)
+    assert line.startswith("anonymous memory of rank 0 grew by 5.0 MiB per update until the end: a leak")
+    (line,) = cause_of_death([rank, card, swapping], Kind.GPU_OOM)
+    assert line.startswith("GPU 0 reserved by rank 0 grew by 1.0 MiB/s until the end")
+    assert cause_of_death([rank, card, swapping], Kind.DISK_FULL) == ()
+    assert cause_of_death([], Kind.GPU_OOM) == ()
+
+
+def test_of_a_leaking_program_only_the_processes_that_leak_can_be_left_out() -> None:
+    rank = Seen(command=("python", "t.py"), loader_workers=True, leaks=("anonymous memory of rank 0",))
+    assert ids(remedies(REFUSED, None, seen=rank)) == []
+    workers = replace(rank, leaks=("anonymous memory of the loader workers",))
+    assert ids(remedies(REFUSED, None, seen=workers)) == ["workers"]
+
+
+# --- what a program does not have is not offered --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (Seen(command=("python", "t.py")), ["host_level", "swap"]),
+        (Seen(command=("python", "t.py"), loader_workers=True), ["workers", "host_level", "swap"]),
+        (Seen(command=("python", "t.py", "--num_workers=4")), ["workers", "host_level", "swap"]),
+        (Seen(command=("python", "t.py"), on_gpu=True), ["pin_memory", "host_level", "swap"]),
+        (Seen(command=("deepspeed", "t.py")), ["offload_off", "host_level", "swap"]),
+    ],
+)
+def test_a_program_is_offered_what_it_shows(seen: Seen, expected: list[str]) -> None:
+    assert ids(remedies(REFUSED, None, seen=seen)) == expected
+
+
+def test_a_rank_of_adapters_is_for_programs_with_adapters() -> None:
+    assert "lora_rank" not in ids(remedies(S1, None, seen=Seen(command=("python", "t.py"))))
+    assert "lora_rank" in ids(remedies(S1, None, seen=Seen(command=("python", "t.py", "--lora_r", "16"))))
+
+
+# --- a limit of address space, and more than all memory --------------------------------------------------------------------
+
+
+def test_a_limit_of_address_space_is_lifted_not_swapped_around() -> None:
+    found = climb(LIMITED, CPU_RUN, host=HostFacts(limit_bytes=24 * GIB, in_cgroup=True), peaks=(peak(CPU_RUN, 4, 2.0),))
+    assert named(found, "address_space").command == "ulimit -v unlimited"
+    assert not {"swap", "memory_limit", "workers"} & set(ids(found))
+    # No share of the machine's memory tells when the address space is full.
+    assert all(one.forecast is None or one.forecast.fraction is None for one in found.remedies)
+    assert ids(remedies(LIMITED, None, seen=Seen())) == ["host_level", "address_space"]
+
+
+@pytest.mark.parametrize(("asked", "told"), [(26 * GIB, False), (26 * GIB + 1, True), (None, False)])
+def test_a_request_beyond_all_memory_is_no_matter_of_settings(asked: int | None, told: bool) -> None:
+    diagnosis = replace(REFUSED, requested_bytes=asked)
+    assert (beyond_all_memory(diagnosis, HOST) is not None) is told
+    assert ("swap" in ids(climb(diagnosis, CPU_RUN, host=HOST))) is not told
+    assert (remedies(diagnosis, None, seen=Seen(), host=HOST) == ()) is told
+    # Of our own trainer it may be the batch that is too large.
+    assert "smaller_batch" in ids(climb(diagnosis, CPU_RUN, host=HOST))
+
+
+def test_where_the_machine_is_not_known_nothing_is_said_of_it() -> None:
+    assert beyond_all_memory(replace(REFUSED, requested_bytes=1 << 60), None) is None
+    assert beyond_all_memory(replace(S1, requested_bytes=1 << 60), HOST) is None
+
+
+# --- reasons ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_reason_for_doing_nothing_is_that_it_is_your_own_program() -> None:
+    candidates = [Candidate(remedy=one, key=None) for one in remedies(REFUSED, None, seen=Seen())]
+    assert all(one.remedy.keeps_math for one in candidates)
+    decision = decide(REFUSED, (), candidates, "auto", otherwise="it is your own program")
+    assert (decision.action, decision.why) == ("ask", "it is your own program")
+    assert decide(REFUSED, (), candidates, "ask", otherwise="it is your own program").why == "--on-oom ask"
+    assert explain.decided(decision) == "nothing is done by itself: it is your own program"
+
+
+def test_one_measured_peak_is_known_and_two_are_needed() -> None:
+    found = climb(REFUSED, CPU_RUN, peaks=(peak(CPU_RUN, 8, 0.82, failed=True, on_gpu=False),), total_bytes=24 * GIB)
+    known = "one measured peak is known, cut short by the failure (B 8): two whole ones are needed"
+    assert named(found, "smaller_batch").forecast_unknown == known
+    checkpointed = named(found, "checkpointing").forecast_unknown
+    assert checkpointed == f"nothing was measured yet under these settings; under the present ones: {known}"
+
+
+def test_the_parts_of_an_update_add_up() -> None:
+    measured = Measured(
+        updates=50,
+        on_gpu=False,
+        step_seconds=1.0,
+        data_wait_seconds=0.0,
+        forward_seconds=0.27,
+        backward_seconds=0.48,
+        optimizer_seconds=0.01,
+    )
+    (line, *_) = advise(measured, CPU_RUN).evidence
+    assert "optimizer 1%, the rest (gradients clipped and exchanged, reports, saves) 24%" in line
+    (line, *_) = advise(replace(measured, optimizer_seconds=None), CPU_RUN).evidence
+    assert "backward 48%, not told 25%" in line
+    (line, *_) = advise(replace(measured, forward_seconds=0.51), CPU_RUN).evidence
+    assert "the rest" not in line
+
+
+@pytest.mark.parametrize(
+    ("report", "words"),
+    [
+        ({"update": 404, "phase": "unknown"}, "out of memory (rank 0, update 404): no words"),
+        ({"phase": "unknown"}, "out of memory (rank 0): no words"),
+        ({"update": 3, "phase": "backward", "batch": 1, "accumulation": 4}, "(rank 0, update 3, in backward with batch 1 x 4)"),
+    ],
+)
+def test_what_is_not_known_of_a_failure_is_left_out(report: dict[str, object], words: str) -> None:
+    assert words in explain.oom_text(0, report)

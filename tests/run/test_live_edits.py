@@ -1,0 +1,62 @@
+"""An edit of a running program is what was asked for, what is said of it first, and what a restart with it would make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from memtop.presets.schema import Settings
+from memtop.supervisor.run.change import edited, live_values
+from memtop.supervisor.wire import Change
+from memtop.train.live import edit_live
+from tests.tui.support import SETTINGS
+
+
+def taken_up(before: Settings, change: Change) -> Settings:
+    """What the trainer makes of what the supervisor sends it."""
+    after = edited(before, change, None)
+    return edit_live(before, msgspec.json.decode(msgspec.json.encode(live_values(before, after))))
+
+
+@pytest.mark.parametrize(
+    ("present", "asked", "expected"),
+    [
+        ((4, 4), {"batch": 4, "accumulation": 8}, (4, 8)),
+        ((2, 8), {"accumulation": 4}, (2, 4)),
+        ((8, 2), {"batch": 3}, (3, 2)),
+        ((8, 2), {"batch": 4, "accumulation": 2}, (4, 2)),
+        ((8, 2), {"batch": 4, "accumulation": 4}, (4, 4)),
+    ],
+)
+def test_what_was_given_is_what_comes(present: tuple[int, int], asked: dict[str, Any], expected: tuple[int, int]) -> None:
+    before = replace(SETTINGS, batch=present[0], accumulation=present[1])
+    after = taken_up(before, Change(**asked))
+    assert (after.batch, after.accumulation) == expected
+
+
+@given(
+    st.integers(1, 16),
+    st.integers(1, 16),
+    st.none() | st.integers(1, 16),
+    st.none() | st.integers(1, 16),
+    st.booleans(),
+)
+def test_it_is_what_a_restart_would_make(b: int, a: int, batch: int | None, accumulation: int | None, workers: bool) -> None:
+    before = replace(SETTINGS, batch=b, accumulation=a)
+    change = Change(batch=batch, accumulation=accumulation, assignments={"workers": "2"} if workers else {})
+    after = edited(before, change, None)
+    if after != before:
+        assert taken_up(before, change) == after
+
+
+def test_the_split_that_was_told_comes_even_if_the_program_has_another_by_then() -> None:
+    """It may have halved its micro-batch after an allocation failure that was not reported yet."""
+    before = replace(SETTINGS, batch=8, accumulation=2)
+    values = live_values(before, edited(before, Change(accumulation=4), None))
+    after = edit_live(replace(before, batch=4, accumulation=4), values)
+    assert (after.batch, after.accumulation) == (8, 4)

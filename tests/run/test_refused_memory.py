@@ -1,0 +1,110 @@
+"""Real programs of the user's own that are refused host memory: what is named as the cause, and what is offered."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memtop.supervisor.run.ledger import Ledger
+from memtop.supervisor.run.witness import Witness, address_space
+from tests.conftest import Runs
+
+LIMIT_KIB = 2 << 20
+# Two seconds, in which the supervisor sees it; then more than is allowed, and far less than the machine has.
+WANTS_MORE = "import time; time.sleep(2.5); bytearray(3 << 30)"
+LEAKS = """
+import resource, time
+import torch
+weight = torch.nn.Parameter(torch.zeros(1))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+mapped = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (400 << 20), resource.RLIM_INFINITY))
+kept = []
+while True:
+    (weight * 2).sum().backward()
+    optimizer.step()
+    kept.append(torch.ones(2 << 18))
+    time.sleep(0.05)
+"""
+
+
+def died(runs: Runs, *program: str) -> tuple[dict[str, Any], str]:
+    """The document of the run, and what `show` prints of it."""
+    runs.memtop("train", "--name", "a", "--headless", "--", *program, status=1)
+    return runs.show("a")["proposal"], runs.memtop("show", "a").stdout
+
+
+def told(runs: Runs, kind: str) -> str:
+    """The words of the run's first event of that kind."""
+    with contextlib.closing(Ledger(runs.path / "a" / "ledger.sqlite", read_only=True)) as ledger:
+        return next(event.message for event in ledger.events() if event.kind == kind)
+
+
+def test_a_limit_of_address_space_is_named_and_swap_is_not_offered(runs: Runs) -> None:
+    limited = f'ulimit -v {LIMIT_KIB}; exec "{sys.executable}" -c "{WANTS_MORE}"'
+    proposal, shown = died(runs, "bash", "-c", limited)
+    assert proposal["diagnosis"]["kind"] == "host_oom_alloc"
+    assert proposal["diagnosis"]["address_space_bytes"] == LIMIT_KIB << 10
+    assert "its address space is limited to 2.00 GiB (ulimit -v)" in shown
+    # Nothing that this program has not: it has no loader, no card and no offload.
+    assert [one["id"] for one in proposal["remedies"]] == ["host_level", "address_space"]
+    assert "ulimit -v unlimited\n" in shown
+    assert "swap" not in shown
+    assert "nothing is done by itself: it is your own program" in shown
+    assert "consent" not in shown
+
+
+def test_more_than_all_memory_is_a_fault_of_the_program(runs: Runs) -> None:
+    proposal, shown = died(runs, sys.executable, "-c", "import numpy; numpy.zeros(10 ** 14)")
+    assert proposal["diagnosis"]["requested_bytes"] == pytest.approx(8e14, rel=0.01)
+    (cause,) = proposal["causes"]
+    assert cause.startswith("no setting of the machine helps: 728.0 TiB were asked for at once, and all its memory and swap")
+    assert proposal["remedies"] == []
+    assert cause in shown
+    assert "8 GiB of swap" not in shown
+
+
+def test_the_leak_that_was_seen_is_the_first_thing_said(runs: Runs) -> None:
+    proposal, shown = died(runs, sys.executable, "-c", LEAKS)
+    (cause,) = proposal["causes"]
+    assert cause.startswith("anonymous memory of rank 0 grew by 2.0 MiB per update until the end: a leak")
+    assert "a smaller batch cures none" in cause
+    assert "the address space (ulimit -v) is full in" in told(runs, "trend")
+    assert shown.index(cause) < shown.index("nothing is done by itself")
+    # Whatever else may be had would only put it off.
+    assert proposal["remedies"] == []
+
+
+def test_the_limit_is_that_of_the_program_as_it_was_last_seen(tmp_path: Path) -> None:
+    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40)); print('set', flush=True); input()"
+    program = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert program.stdin is not None
+    assert program.stdout is not None
+    try:
+        assert program.stdout.readline() == "set\n"
+        assert address_space(program.pid) == 1 << 40
+        witness = Witness(tmp_path, 0.0)
+        witness.look(program.pid)
+        assert witness.address_space_bytes == 1 << 40
+    finally:
+        program.communicate("\n", timeout=60)
+    with pytest.raises(OSError, match="No such"):
+        address_space(program.pid)
+    # It has ended: what was seen of it stays, for the next supervisor, too.
+    witness.look(program.pid)
+    assert witness.address_space_bytes == 1 << 40
+    assert Witness(tmp_path, 0.0).address_space_bytes == 1 << 40
+
+
+def test_a_program_without_a_limit_has_none(tmp_path: Path) -> None:
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        pytest.skip("this test process has a limit of its own (ulimit -v)")
+    assert address_space(os.getpid()) is None
+    assert Witness(tmp_path, 0.0).address_space_bytes is None

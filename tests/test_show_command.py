@@ -1,0 +1,138 @@
+"""`memtop show` and `memtop rollback` on a run that lies as it died: its folder as the supervisor leaves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from memtop.requesting import risk_of
+from memtop.rolling_back import change_to
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
+from memtop.supervisor.run.configurations import Record
+from memtop.supervisor.run.folder import RunFolder, RunSpec, StateFile, create_run, write_json
+from memtop.supervisor.run.ledger import Ledger
+from memtop.supervisor.wire import Change, Configuration, Phase, Proposal, RunState
+from tests.conftest import Runs
+from tests.tui.support import SETTINGS
+
+GIB = 1 << 30
+HALF = replace(SETTINGS, batch=4, accumulation=8)
+DIED = Diagnosis(kind=Kind.HOST_OOM_ALLOC, confidence=0.95, summary="14 MiB was refused.", evidence=("Error code 12",))
+SMALLER = Remedy(
+    id="smaller_batch",
+    title="batch 4 -> 2, accumulation 8 -> 16: effective batch stays 32",
+    keeps_math=True,
+    resumable="resumes",
+    assignments={"batch": "2", "accumulation": "16"},
+    forecast=Forecast(peak_bytes=2 * GIB, total_bytes=8 * GIB, fraction=0.25, band=Band.SAFE, basis="line through B 4 and B 8"),
+    command="memtop restart a --batch 2 --accum 16",
+)
+SHORTER = Remedy(
+    id="seq_len",
+    title="sequence length 128 -> 64",
+    keeps_math=False,
+    needs_consent=True,
+    resumable="resumes",
+    assignments={"seq_len": "64"},
+    forecast_unknown="one measured peak is known (B 4), two are needed",
+    command="memtop restart a --seq-len 64",
+)
+PROPOSAL = Proposal(
+    diagnosis=DIED,
+    causes=("anonymous memory of rank 0 grew by 5.0 MiB per update",),
+    remedies=(SMALLER, SHORTER),
+    last_advice=("see who else holds the card",),
+    waiting="--on-oom ask",
+)
+
+
+def configuration(number: int, settings: object, reason: str, outcome: str | None) -> Configuration:
+    return Configuration(
+        number=number,
+        attempt=1,
+        since_update=number,
+        until_update=None if outcome is None else number,
+        started=1.0,
+        reason=reason,
+        settings=settings,  # type: ignore[arg-type]
+        peak=Peak(batch=8, bytes=474 << 20, updates=3),
+        samples_per_second=1.5,
+        outcome=outcome,
+    )
+
+
+@pytest.fixture
+def dead(runs: Runs) -> RunFolder:
+    """A run that died at batch 8, and again at 4, to which it had changed; then it was taken back to the first."""
+    folder = create_run(
+        runs.path, RunSpec(name="a", created=1.0, settings=SETTINGS, cwd=str(runs.root), memtop_version="0"), fresh=False
+    )
+    ledger = Ledger(folder.ledger_path)
+    rows = (
+        configuration(1, SETTINGS, "start", "host_oom_alloc"),
+        configuration(2, HALF, "allocation failure at update 2: batch 8 -> 4", "replaced"),
+        configuration(3, SETTINGS, "restart with the settings of configuration 1", "host_oom_killed"),
+    )
+    for row in rows:
+        ledger.save_configuration(Record(configuration=row))
+    ledger.close()
+    state = RunState(
+        name="a", folder=str(folder.path), state=Phase.FAILED, attempt=1, created=1.0, settings=SETTINGS, proposal=PROPOSAL
+    )
+    write_json(folder.state_path, StateFile(run=state, socket=str(Path(runs.root) / "no-socket")))
+    return folder
+
+
+def test_show_tells_what_can_be_done_as_the_card_does(runs: Runs, dead: RunFolder) -> None:
+    lines = [line.strip() for line in runs.memtop("show", "a").stdout.splitlines()]
+    told = lines[lines.index("what can be done") + 1 :]
+    assert told == [
+        "host_oom_alloc: 14 MiB was refused.",
+        "evidence: Error code 12",
+        "anonymous memory of rank 0 grew by 5.0 MiB per update",
+        "nothing is done by itself: --on-oom ask",
+        "1. batch 4 -> 2, accumulation 8 -> 16: effective batch stays 32 [same mathematics, resumes]",
+        "predicted peak 2.0 GiB of 8.0 GiB (25.0 %): line through B 4 and B 8",
+        "memtop restart a --batch 2 --accum 16",
+        "2. sequence length 128 -> 64 [other mathematics, resumes, needs your consent]",
+        "peak not known: one measured peak is known (B 4), two are needed",
+        "memtop restart a --seq-len 64",
+        "- see who else holds the card",
+    ]
+
+
+def test_configurations_are_told_in_words_that_do_not_run_together(runs: Runs, dead: RunFolder) -> None:
+    lines = [line.strip() for line in runs.memtop("show", "a").stdout.splitlines()]
+    assert [line for line in lines if line.startswith("configuration")] == [
+        "configuration 1  8 x 4, T 128, from update 1, peak 474 MiB, 1.5 samples/s, ran out of host memory (start)",
+        "configuration 2  4 x 8, T 128, from update 2, peak 474 MiB, 1.5 samples/s, replaced "
+        "(allocation failure at update 2: batch 8 -> 4)",
+        "configuration 3  8 x 4, T 128, from update 3, peak 474 MiB, 1.5 samples/s, was killed for lack of host memory "
+        "(restart with the settings of configuration 1)",
+    ]
+
+
+def test_back_to_what_it_has_now_is_refused_in_one_line(runs: Runs, dead: RunFolder) -> None:
+    again = "`memtop restart a` starts it again as it is"
+    present = runs.memtop("rollback", "a", "3", status=2)
+    assert present.stderr == f"memtop: N 3: configuration 3 of run 'a' is the present one; {again}\n"
+    with pytest.raises(UsageError, match="configuration 1 of run 'a' has the settings of the present one, 3; "):
+        change_to(dead, 1, with_state=False)
+    assert change_to(dead, 2, with_state=False) == change_to(dead, None, with_state=False) == Change(configuration=2)
+    assert change_to(dead, 1, with_state=True) == Change(configuration=1, state_before=1)
+
+
+def test_a_restart_with_what_has_died_is_warned_of_before_it_starts(dead: RunFolder) -> None:
+    again = "the run has died of memory with batch 8: this is the same, and saves nothing more"
+    assert risk_of(dead, Change()) == again
+    assert "this is more than that (16)" in str(risk_of(dead, Change(batch=16, accumulation=2)))
+    # A preset does not raise it.
+    assert risk_of(dead, Change(preset="low")) is None
+    assert risk_of(dead, Change(batch=4, accumulation=8)) is None
+    # What cannot be is for the supervisor to refuse.
+    assert risk_of(dead, Change(batch=0)) is None
