@@ -451,7 +451,7 @@ async def test_what_is_said_takes_the_lines_that_it_needs_and_no_toast(size: tup
             assert "f Free" in screen_text(app)
         assert not app._notifications
         # After a while it gives the log its lines back.
-        app.dashboard._show_flash(1)
+        app.dashboard.flash.fold()
         await settle(pilot)
         assert panel.size.height == 1
 

@@ -10,7 +10,7 @@ from memtop.supervisor import wire
 from memtop.supervisor.wire import Phase
 from memtop.tui.app import DashboardApp
 from memtop.tui.demo import DEMO_SETTINGS, DemoFeed
-from memtop.tui.draw.training import notice
+from memtop.tui.draw.notice import notice
 from memtop.tui.screens.oom import OomCard
 from memtop.tui.store import Store, fold
 from tests.tui.support import screen_text, settle

@@ -16,6 +16,7 @@ from memtop.tui.draw.gpu import draw_gpu, draw_gpu_note, draw_gpu_row, draw_gpu_
 from memtop.tui.draw.host import draw_host
 from memtop.tui.draw.line import fit, join_fitting, line, plain, spread, width_of, wrap
 from memtop.tui.draw.machine import draw_compact_machine, draw_processes
+from memtop.tui.draw.notice import notice
 from memtop.tui.draw.training import (
     PHASE_MARKS,
     draw_compact_training,
@@ -23,7 +24,6 @@ from memtop.tui.draw.training import (
     draw_header,
     draw_loss,
     draw_training,
-    notice,
 )
 from memtop.tui.draw.vram import vram_legend
 from memtop.tui.draw.words import age

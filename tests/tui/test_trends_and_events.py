@@ -9,7 +9,8 @@ from memtop.supervisor import wire
 from memtop.tui.draw.gpu import draw_gpu
 from memtop.tui.draw.host import draw_host
 from memtop.tui.draw.line import Line, plain
-from memtop.tui.draw.training import draw_compact_training, draw_events, draw_notice, notice
+from memtop.tui.draw.notice import draw_notice, notice
+from memtop.tui.draw.training import draw_compact_training, draw_events
 from memtop.tui.feed import Connected, Replayed
 from memtop.tui.keymap import BY_ID, obstacle, offered
 from memtop.tui.store import Store, fold

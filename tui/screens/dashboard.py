@@ -17,7 +17,6 @@ from textual.getters import query_one
 from textual.message import Message
 from textual.reactive import var
 from textual.screen import ModalScreen, Screen
-from textual.timer import Timer
 from textual.widgets import Input
 
 from memtop.presets import Preset, PresetFileError, load_presets
@@ -30,24 +29,21 @@ from memtop.tui.draw import gpu as gpu_drawing
 from memtop.tui.draw import machine as machine_drawing
 from memtop.tui.draw import training as training_drawing
 from memtop.tui.draw.host import draw_host
-from memtop.tui.draw.line import MUTED, Line, fit
-from memtop.tui.draw.report import report_lines
+from memtop.tui.draw.line import Line
+from memtop.tui.draw.notice import draw_notice, notice
 from memtop.tui.feed import Controlled, Feed, FeedMessage, LocalFeed, Replayed, RunFeed, Staged
 from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
 from memtop.tui.layout import GPU_PANELS, Plan, plan
 from memtop.tui.store import Store, fold, machine_in
 from memtop.tui.trails import Trails
 from memtop.tui.widgets.action_bar import ActionBar, ActionButton
+from memtop.tui.widgets.flash import FlashPanel
 from memtop.tui.widgets.line_panel import LinePanel
 from memtop.tui.widgets.log import LogPanel
 
 if TYPE_CHECKING:
     from memtop.tui.app import DashboardApp, DashboardResult
 
-_FLASH_LINES, _FLASH_LINES_LOW = 3, 2
-"""What the user is told may take so many lines for a while, fewer on low terminals; the log gives them."""
-_TALL = 20
-_FLASH_SECONDS = 20.0
 _QUIET_INTERVALS = 6
 
 
@@ -100,6 +96,7 @@ class DashboardScreen(Screen[None]):
     store: var[Store] = var(Store)
     log_panel = query_one("#log", LogPanel)
     action_bar = query_one(ActionBar)
+    flash = query_one(FlashPanel)
 
     class FeedReceived(Message):
         """Something came from the feed."""
@@ -125,9 +122,6 @@ class DashboardScreen(Screen[None]):
         self._carded: tuple[str, int] | None = None
         """The run and the attempt whose card has opened by itself."""
         self._dialog_open = False
-        self._said: tuple[str, str] | None = None
-        """What was last told the user, and of which kind it was."""
-        self._flash_fold: Timer | None = None
         self._presets: dict[str, Preset] = {}
 
     # --- what is on it ----------------------------------------------------------------------------------------------
@@ -135,7 +129,7 @@ class DashboardScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         g, m, t = gpu_drawing, machine_drawing, training_drawing
         yield LinePanel(t.draw_header, id="header")
-        yield LinePanel(t.draw_notice, id="notice")
+        yield LinePanel(draw_notice, id="notice")
         with Horizontal(id="wide"):
             with Vertical(id="left"):
                 yield LinePanel(g.draw_gpu_note, title="GPU", id="gpu-note", classes="panel")
@@ -155,7 +149,7 @@ class DashboardScreen(Screen[None]):
         yield LinePanel(t.draw_events, title="Events  (e: log)", id="compact-events", classes="panel")
         yield LogPanel(id="log", classes="panel")
         yield Input(placeholder="find in the log, Enter searches, Esc leaves", id="search", compact=True)
-        yield LinePanel(self._draw_flash, id="flash")
+        yield FlashPanel()
         yield ActionBar()
 
     def on_mount(self) -> None:
@@ -176,7 +170,7 @@ class DashboardScreen(Screen[None]):
         if machine is not None:
             self.trails.take(machine)
         self._record(message.content)
-        if isinstance(message.content, Replayed) and self._said is None:
+        if isinstance(message.content, Replayed) and not self.flash.has_told:
             self.say("replay: Space holds or goes on, < > speed, ← → a minute, Home End its ends")
         self.store = fold(self.store, message.content)
 
@@ -198,7 +192,7 @@ class DashboardScreen(Screen[None]):
 
     def on_resize(self, event: Resize) -> None:
         self._plan = None
-        self._show_flash(1)
+        self.flash.fold()
         self._hand_down()
 
     def _check_quiet(self) -> None:
@@ -256,8 +250,7 @@ class DashboardScreen(Screen[None]):
 
     def _arrange(self, store: Store) -> None:
         """Lay the panels out for what there is to show; only if that has changed."""
-        notice = bool(training_drawing.notice(store))
-        wanted = plan(store, self.size.width, self.size.height, notice=notice)
+        wanted = plan(store, self.size.width, self.size.height, notice=bool(notice(store)))
         if wanted == self._plan:
             return
         self._plan = wanted
@@ -292,31 +285,10 @@ class DashboardScreen(Screen[None]):
 
     def say(self, text: str, kind: str = "note") -> None:
         """Tell the user something above the buttons, on as many lines as it takes; under another screen as a toast, too."""
-        self._said = (text, kind)
-        self._show_flash(_FLASH_LINES if self.size.height >= _TALL else _FLASH_LINES_LOW)
+        self.flash.tell(text, kind, self.size.height)
         # A toast lies over the log and over these lines: there is none where they can be seen.
         if kind in ("good", "bad", "failed") and self.app.screen is not self:
             self.notify(text, severity="information" if kind == "good" else "error", markup=False)
-
-    def _show_flash(self, most: int) -> None:
-        """The newest message, on at most so many lines; after a while on one."""
-        if self._flash_fold is not None:
-            self._flash_fold.stop()
-            self._flash_fold = None
-        panel = self.query_one("#flash", LinePanel)
-        wanted = 1 if self._said is None else len(report_lines(*self._said, self.size.width - 2))
-        panel.styles.height = min(most, max(1, wanted))
-        panel.show(self.store)
-        if min(most, wanted) > 1:
-            self._flash_fold = self.set_timer(_FLASH_SECONDS, lambda: self._show_flash(1))
-
-    def _draw_flash(self, store: Store, width: int, height: int) -> list[Line]:
-        if self._said is None:
-            return []
-        lines = report_lines(*self._said, width)
-        if len(lines) <= height:
-            return lines
-        return [*lines[: height - 1], fit((*lines[height - 1], (" …", MUTED)), width)]
 
     def hint_quit(self) -> None:
         goes_on = self.store.run is not None and not self.store.replaying
