@@ -54,11 +54,13 @@ class Growth:
     def aside(self) -> Iterator[None]:
         """Around work between two updates (evaluation, a save): neither its peak nor its retries are those of an update."""
         before = self._gauge.retries()
-        yield
-        after = self._gauge.retries()
-        if before is not None and after is not None:
-            self._not_counted += after - before
-        self._gauge.reset()
+        try:
+            yield
+        finally:
+            after = self._gauge.retries()
+            if before is not None and after is not None:
+                self._not_counted += after - before
+            self._gauge.reset()
 
     def updated(self, batch: int, *, pressed: bool) -> bool:
         """An update was done with this batch; `pressed` if any rank had new retries. True when that becomes a warning."""

@@ -35,9 +35,7 @@ class Room:
         if error is None or shutil.disk_usage(error.folder).free < error.needed_bytes:
             return False
         since = self._monotonic() - self._tried
-        if error.hidden:
-            return not at_once and since >= _HIDDEN_SECONDS
-        return at_once or since >= _AGAIN_SECONDS
+        return at_once or since >= (_HIDDEN_SECONDS if error.hidden else _AGAIN_SECONDS)
 
     def is_news(self, text: str) -> bool:
         """Whether this is to be said: something else than before, and not more often than once a minute."""

@@ -49,12 +49,14 @@ def key(settings: Settings) -> str:
     return ", ".join(parts)
 
 
-_OUT_OF_MEMORY = frozenset(kind.value for kind in Kind if kind not in (Kind.NOT_MEMORY, Kind.DISK_FULL))
+# Where others held the card, or the loader's shared memory was full, the micro-batch had no part in it.
+_NOT_OF_THE_SETTINGS = (Kind.NOT_MEMORY, Kind.DISK_FULL, Kind.SHM_EXHAUSTED, Kind.GPU_OOM_OTHER_PROCESS)
+_OUT_OF_MEMORY = frozenset(kind.value for kind in Kind if kind not in _NOT_OF_THE_SETTINGS)
 
 
 def ran_out(rows: Iterable[Configuration]) -> tuple[Settings, ...]:
-    """The settings with which a run has died (or went on smaller) for lack of memory, oldest first. A full disk is no such
-    death."""
+    """The settings with which a run has died (or went on smaller) for lack of memory, oldest first. A full disk or
+    a full /dev/shm is no such death, nor is a card that others held."""
     return tuple(row.settings for row in rows if row.settings is not None and row.outcome in _OUT_OF_MEMORY)
 
 

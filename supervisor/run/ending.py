@@ -78,9 +78,8 @@ def _restart(supervisor: Supervisor, change: Change) -> None:
         supervisor.move(Phase.RESTARTING)
     if unsaved := explain.not_saved(supervisor.progress.end):
         supervisor.event("warning", f"attempt {supervisor.attempt.number}: {unsaved}")
-    number = supervisor.attempt.number + 1
     try:
-        supervisor.launch(number, explain.restart_reason(change), change)
+        supervisor.launch(supervisor.next_number(), explain.restart_reason(change), change)
     except MemtopError as error:
         # A change that cannot be made after all leaves a run that has stopped as it was asked to.
         phase = Phase.STOPPED if isinstance(error, UsageError) else Phase.FAILED

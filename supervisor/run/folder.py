@@ -180,11 +180,15 @@ class RunLock:
         except OSError as error:
             raise RunFolderError(f"{self._path}: cannot be written: {error.strerror}") from None
         deadline = time.monotonic() + _LOCK_SECONDS
-        while not _try_lock(descriptor, fcntl.LOCK_EX):
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                return False
-            time.sleep(0.02)
+        try:
+            while not _try_lock(self._path, descriptor, fcntl.LOCK_EX):
+                if time.monotonic() > deadline:
+                    os.close(descriptor)
+                    return False
+                time.sleep(0.02)
+        except RunFolderError:
+            os.close(descriptor)
+            raise
         self._descriptor = descriptor
         return True
 
@@ -203,16 +207,19 @@ class RunLock:
             raise RunFolderError(f"{self._path}: cannot be read: {error.strerror}") from None
         try:
             # Shared, so that two who look do not take each other for the holder.
-            return not _try_lock(descriptor, fcntl.LOCK_SH)
+            return not _try_lock(self._path, descriptor, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
 
 
-def _try_lock(descriptor: int, kind: int) -> bool:
+def _try_lock(path: Path, descriptor: int, kind: int) -> bool:
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        # Some network file systems have none, or not for this machine.
+        raise RunFolderError(f"{path}: cannot be locked: {error.strerror}; choose a local --runs-dir") from None
     return True
 
 

@@ -5,6 +5,7 @@ The supervisor feeds it with reports, ticks and samples; everything else here is
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ class Prevention:
         self._measuring = Measuring()
         self._samples = 0
         self._acted = False
+        self._saving: asyncio.Task[None] | None = None
+        """Kept, since the loop forgets tasks that nobody holds."""
         self.advice: Advice | None = None
         self.trials = Trials(supervisor)
 
@@ -120,6 +123,8 @@ class Prevention:
         supervisor = self._supervisor
         if self._acted or supervisor.phase is not Phase.TRAINING or supervisor.pending is not None:
             return
+        if supervisor.progress.unsaved is not None:
+            return  # what it has learnt would be lost; that nothing can be saved is told already
         plan, step = supervisor.progress.plan, supervisor.progress.step
         settings = supervisor.settings
         trend = must_act(
@@ -137,7 +142,19 @@ class Prevention:
             supervisor.event("leak", f"{trend.message}; nothing is done about it: {why}")
             return
         supervisor.event("leak", f"{trend.message}; saving and restarting with the same settings before that")
-        supervisor.begin_restart(Change(reason=f"leak: {trend.message}"))
+        self._saving = asyncio.get_running_loop().create_task(self._save_and_restart(trend.message))
+
+    async def _save_and_restart(self, why: str) -> None:
+        """Only what is saved may be ended."""
+        supervisor, attempt = self._supervisor, self._attempt
+        answers = await supervisor.agents.call("checkpoint", {0})
+        if self._attempt != attempt or supervisor.phase is not Phase.TRAINING or supervisor.pending is not None:
+            return  # somebody has decided otherwise meanwhile
+        if answers and answers[0].ok:
+            supervisor.begin_restart(Change(reason=f"leak: {why}"))
+            return
+        refused = answers[0].message if answers else "the training process does not answer"
+        supervisor.event("leak", f"not restarted: its state could not be saved: {refused}")
 
     # --- speed -------------------------------------------------------------------------------------------------------------
 

@@ -196,7 +196,7 @@ class Supervisor:
         start = 0 if settings is None else None
         try:
             self.ledger.add_attempt(number, reason, settings, started, start)
-        except sqlite3.OperationalError as error:
+        except sqlite3.Error as error:
             raise RunFolderError(f"{self.folder.ledger_path}: cannot be written: {error}; free some space") from None
         try:
             with going_back.gone_back(latest, change.state_before) as aside:
@@ -248,13 +248,14 @@ class Supervisor:
         return newest_checkpoint(latest) if change.state_before is None else going_back.state_at(latest, change.state_before)
 
     def next_number(self) -> int:
+        """After the newest that the ledger has: one that could not be started keeps its number."""
         return self.ledger.attempts()[-1].number + 1
 
     def come_back(self, change: Change) -> None:
         """Start again after a death, as it was decided."""
         assert self.attempt is not None
         try:
-            self.launch(self.attempt.number + 1, explain.restart_reason(change), change)
+            self.launch(self.next_number(), explain.restart_reason(change), change)
         except MemtopError as error:
             self.survival.call_off(str(error))
 

@@ -80,6 +80,9 @@ def _adopt(supervisor: Supervisor, state: StateFile | None) -> None:
     assert supervisor.attempt is not None
     supervisor.adopted = True
     phase = state.run.state if state is not None and not state.run.state.final else Phase.STARTING
+    if state is not None and state.waiting is not None and state.pending is None:
+        # It has ended by itself, which the ledger could not take: what is done about it is decided anew.
+        phase = Phase.TRAINING
     supervisor.resume_in(phase)
     supervisor.pending = state.pending if state is not None else None
     supervisor.event("adopted", f"supervisor {os.getpid()} took over attempt {supervisor.attempt.number}")

@@ -50,7 +50,7 @@ def read_state(folder: RunFolder) -> RunState:
         # Nobody is there who would do it.
         changes["proposal"] = msgspec.structs.replace(state.proposal, begins=None)
     if not training:
-        changes |= {"trainer_pid": None, "eta_seconds": None}
+        changes |= {"trainer_pid": None, "eta_seconds": None} | _nothing_unsaved(state)
     if not supervised and not training and file is not None and _owes_restart(folder, file, newest):
         changes |= {
             "state": Phase.RESTARTING,
@@ -95,7 +95,13 @@ def _just_begun(folder: RunFolder, state: RunState, attempt: int) -> RunState:
         exit_status=None,
         ranks=(),
         proposal=None,
+        **_nothing_unsaved(state),
     )
+
+
+def _nothing_unsaved(state: RunState) -> dict[str, Any]:
+    """Of a program that is gone no save is tried any more."""
+    return {"unsaved": None, "warnings": tuple(text for text in state.warnings if text != state.unsaved)}
 
 
 def _of_nobody(state: RunState, supervised: bool) -> dict[str, Any]:

@@ -91,5 +91,7 @@ def test_less_than_what_has_died_is_no_risk(changes: dict[str, Any], warned: boo
 def test_smaller_than_one_death_and_larger_than_another() -> None:
     assert risk(TWO, ran_out(rows("gpu_oom", "replaced"))) is not None
     assert risk(ONE, ran_out(rows("gpu_oom", "replaced"))) is None
+    # The micro-batch had no part in these.
+    assert ran_out(rows("shm_exhausted", "gpu_oom_other_process", "disk_full")) == ()
     again = "the run has died of memory with batch 1: this is the same, and saves nothing more"
     assert risk(ONE, ran_out(rows("gpu_oom", "gpu_oom"))) == again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import json
 import os
@@ -628,3 +629,47 @@ def test_a_socket_folder_that_others_can_enter_is_refused(tmp_path: Path, monkey
 def test_signals_have_names() -> None:
     assert explain.describe_status(-signal.SIGSEGV) == "killed by signal 11 (SIGSEGV)"
     assert explain.describe_status(None).startswith("exit status unknown")
+
+
+async def test_a_leak_ends_nothing_that_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = supervisor_at_update(tmp_path, 7)
+    supervisor.spec = msgspec.structs.replace(supervisor.spec, on_oom="auto")
+    leak = Mock(message="anonymous memory of rank 0 grows")
+    monkeypatch.setattr("memtop.supervisor.run.prevention.must_act", lambda *_, **__: leak)
+    restarts: list[Change] = []
+    monkeypatch.setattr(supervisor, "begin_restart", restarts.append)
+    asked = AsyncMock(return_value=[Mock(ok=False, message="not saved: 18 MiB needed, 3 MiB free")])
+    monkeypatch.setattr(supervisor.agents, "call", asked)
+
+    async def act(again: bool) -> None:
+        supervisor.prevention._follow_attempt()
+        supervisor.prevention._acted = not again
+        supervisor.prevention._act()
+        await asyncio.sleep(0.05)
+
+    # While saves fail, it is not even asked for one more.
+    supervisor.progress.apply(0, {"type": "save_failed", "update": 7, "message": "update 7 not saved", "waiting": False})
+    await act(again=True)
+    assert (asked.await_count, restarts) == (0, [])
+    supervisor.progress.apply(0, {"type": "checkpoint", "updates": 7})
+    await act(again=True)
+    assert (asked.await_count, restarts) == (1, [])
+    told = [event.message for event in supervisor.ledger.events() if event.kind == "leak"]
+    assert told[-1] == "not restarted: its state could not be saved: not saved: 18 MiB needed, 3 MiB free"
+    asked.return_value = [Mock(ok=True)]
+    await act(again=False)
+    assert restarts == [], "once an attempt"
+    await act(again=True)
+    assert [change.reason for change in restarts] == ["leak: anonymous memory of rank 0 grows"]
+
+
+def test_a_file_system_without_locks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = create_run(tmp_path, spec("a"), fresh=False)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("memtop.supervisor.run.folder.fcntl.flock", refuse)
+    lock = RunLock(folder)
+    with pytest.raises(RunFolderError, match=r"lock: cannot be locked: No locks available; choose a local --runs-dir"):
+        lock.acquire()

@@ -257,7 +257,7 @@ def test_an_attempt_that_was_begun_and_not_told_of_has_its_configuration(tmp_pat
     assert supervisor.survival.waited_at == 3
 
 
-def test_an_attempt_that_is_only_in_the_ledger_was_never_begun(tmp_path: Path) -> None:
+def test_an_attempt_that_is_only_in_the_ledger_was_never_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_run(tmp_path)
     first = supervisor_of(folder)
     first.ledger.add_attempt(1, "start", SETTINGS, 9.0)
@@ -282,6 +282,26 @@ def test_an_attempt_that_is_only_in_the_ledger_was_never_begun(tmp_path: Path) -
     kept = folder.state()
     assert kept is not None
     assert kept.waiting == waiting
+    # When it comes back, the number of the one that never was is taken.
+    monkeypatch.setattr("memtop.supervisor.run.supervisor.start_program", lambda *_, **__: 1)
+    supervisor.come_back(supervisor.survival.comeback.change)
+    assert supervisor.attempt is not None
+    assert supervisor.attempt.number == 3
+    assert supervisor.phase is Phase.STARTING
+
+
+def test_a_death_that_the_ledger_could_not_take_is_no_stop(tmp_path: Path) -> None:
+    """The restart was decided and written down beside a full disk's ledger; the attempt is still open there."""
+    folder = make_run(tmp_path)
+    first = supervisor_of(folder)
+    first.ledger.add_attempt(1, "start", SETTINGS, 9.0)
+    tell(folder, 1, HELLO)
+    first.survival.configurations.begin_attempt(1, "start", SETTINGS)
+    first.ledger.close()
+    state = RunState(name="a", folder=str(folder.path), state=Phase.RESTARTING, reason="died", created=1.0, attempt=1)
+    write_json(folder.state_path, StateFile(run=state, socket="", waiting=Waiting(change=Change(batch=4))))
+    supervisor = next_supervisor(folder)
+    assert (supervisor.phase, supervisor.ladder, supervisor.pending) == (Phase.TRAINING, None, None)
 
 
 def test_a_restart_that_was_asked_for_is_carried_out_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +343,16 @@ def test_a_program_that_was_being_ended_for_standing_still_is_ended(tmp_path: Pa
 def test_an_older_state_hides_no_living_trainer(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     state = RunState(
-        name="a", folder=str(folder.path), state=Phase.FAILED, created=1.0, attempt=1, reason="died", exit_status=1
+        name="a",
+        folder=str(folder.path),
+        state=Phase.FAILED,
+        created=1.0,
+        attempt=1,
+        reason="died",
+        exit_status=1,
+        # Of one that was killed while it waited for room.
+        unsaved="finished update 9, waiting for room",
+        warnings=("something else", "finished update 9, waiting for room"),
     )
     write_json(folder.state_path, StateFile(run=state, socket=""))
     folder.attempt(1).mkdir()
@@ -332,6 +361,7 @@ def test_an_older_state_hides_no_living_trainer(tmp_path: Path) -> None:
         found = identify(trainer.pid)
         assert found is not None
         folder.attempt(2).mkdir()
+        assert read_state(folder).warnings == ("something else",)
         # The folder is there a moment before the program is.
         assert [run.alive for run in known_runs(tmp_path)] == [False]
         write_json(folder.attempt(2) / "process.json", ProcessFile(trainer.pid, found.started_ticks, trainer.pid, 0))
@@ -340,6 +370,7 @@ def test_an_older_state_hides_no_living_trainer(tmp_path: Path) -> None:
         now = read_state(folder)
         assert (now.state, now.alive, now.attempt, now.trainer_pid) == (Phase.STARTING, True, 2, trainer.pid)
         assert (now.exit_status, now.log_path) == (None, str(folder.attempt(2) / "output.log"))
+        assert (now.unsaved, now.warnings) == (None, ("something else",))
         trainer.kill()
     assert not needs_supervisor(folder)
 
