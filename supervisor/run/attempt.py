@@ -20,6 +20,8 @@ from memtop.supervisor.run.process import ProcessId, alive, identify, members, r
 _GONE_SECONDS, _NEVER_SEEN_SECONDS = 1.0, 5.0
 # What a program that ended by itself leaves behind gets SIGTERM, so much time, SIGKILL, and as much again.
 _LEFTOVER_SECONDS = 3.0
+# However long its saves and evaluations have taken: a program that hangs is ended some day.
+_MOST_ASIDE_SECONDS = 1800.0
 
 
 class ProcessFile(msgspec.Struct, frozen=True):
@@ -48,11 +50,27 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
     terminate: float = 40.0
     """SIGTERM; longer than torchrun's own 30 s."""
     kill: float = 5.0
+    why: str = ""
+    """Why the program is given longer than others, in words; empty where it is not."""
 
-    def stretched(self, update_seconds: float) -> Waits:
-        """The same for a program whose updates take so long."""
-        graceful = max(self.graceful, self.graceful / 2 + 2 * update_seconds)
-        return msgspec.structs.replace(self, graceful=graceful)
+    def stretched(self, update_seconds: float, aside_seconds: float = 0.0, *, saves_on_sigterm: bool = False) -> Waits:
+        """The same for a program whose updates take so long, and its saves and evaluations `aside_seconds` (half an hour at
+        most counts): whoever is asked to stop may be in the middle of one, and has a save before it.
+
+        `saves_on_sigterm`: it finishes its update and saves on that signal too, and is given the time for it.
+        """
+        aside = min(aside_seconds, _MOST_ASIDE_SECONDS)
+        slowest = max(update_seconds, aside)
+        needed = self.graceful / 2 + 2 * slowest
+        if needed <= self.graceful and not saves_on_sigterm:
+            return self
+        what = "a save or an evaluation" if aside > update_seconds else "an update"
+        return msgspec.structs.replace(
+            self,
+            graceful=max(self.graceful, needed),
+            terminate=max(self.terminate, needed) if saves_on_sigterm and slowest else self.terminate,
+            why=f"{what} has taken it {slowest:.0f} s" if needed > self.graceful else "",
+        )
 
 
 class RunningAttempt:
@@ -171,7 +189,8 @@ class StopLadder:
         self._interrupted_until = 0.0
         self._deadline = monotonic() + (waits.graceful if asked else 0.0)
         if asked:
-            announce(f"asked to finish the update, save and exit; SIGTERM follows in {waits.graceful:.0f} s")
+            why = f" ({waits.why})" if waits.why else ""
+            announce(f"asked to finish the update, save and exit; SIGTERM follows in {waits.graceful:.0f} s{why}")
 
     def declined(self) -> None:
         """Whoever was asked has said that it will not stop, or is gone: the signals begin at the next tick."""

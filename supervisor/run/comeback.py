@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
@@ -58,6 +59,10 @@ class Comeback:
     @property
     def change(self) -> Change:
         return self.waiting.change
+
+    def begin_with(self, change: Change) -> None:
+        """Wait as before, then restart with this change, of which no peak is foreseen."""
+        self.waiting = replace(self.waiting, change=change, forecast=None)
 
     def look(self, machine: MachineSnapshot | None) -> Verdict:
         waited = self._monotonic() - self._began

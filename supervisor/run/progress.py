@@ -36,6 +36,8 @@ class Progress:
         """How many reports there were of all ranks."""
         self.longest_pause = 0.0
         """Seconds that went by at most between two reports of rank 0 since its first update: evaluations and saves."""
+        self.save_seconds: float | None = None
+        """What the newest save took; None before the first."""
         self._last_heard: float | None = None
         self._evaluated: int | None = None
         self._saved: int | None = None
@@ -76,6 +78,7 @@ class Progress:
         elif kind == "evaluation" and rank == 0:
             self._evaluated = report.get("update")
         elif kind == "checkpoint" and rank == 0:
+            self.save_seconds = report.get("seconds")
             self.unsaved, self.waits_for_room, self._saved = None, False, report.get("updates")
         elif kind == "save_failed" and rank == 0:
             self.unsaved, self.waits_for_room = report.get("message"), bool(report.get("waiting"))
@@ -91,6 +94,18 @@ class Progress:
         if self.step and self._last_heard is not None:
             self.longest_pause = max(self.longest_pause, time - self._last_heard)
         self._last_heard = time
+
+    @property
+    def longest_aside(self) -> float:
+        """Seconds that something beside updates has taken at most, as far as it is known: a save, an evaluation."""
+        return max(self.longest_pause, self.save_seconds or 0.0)
+
+    @property
+    def at_the_end(self) -> bool:
+        """Whether no update is left to begin: the last one is under way or done, maybe not saved yet."""
+        update, total = self.step.get("update"), self.plan.get("total_updates")
+        last = isinstance(update, int) and isinstance(total, int) and update + 1 >= total
+        return self.waits_for_room or last
 
     def is_aside(self, settings: Settings) -> bool:
         """Whether our own trainer may be at something else than an update, which takes longer: by its settings it evaluates or

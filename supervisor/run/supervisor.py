@@ -299,14 +299,16 @@ class Supervisor:
 
     def begin_stop(self, *, asked: bool) -> StopLadder:
         assert self.attempt is not None
-        # Whoever was asked to finish an update is given the time that its updates take.
+        # Whoever was asked to finish an update is given the time that its updates take, and its saves. Our own trainer does the
+        # same on a signal, unless it stands still.
         update = self.progress.step.get("step_seconds") or 0.0
+        saves = self.settings is not None and self.survival.stalled is None
         self.ladder = StopLadder(
             self.attempt,
             asked=asked,
             monotonic=self._monotonic,
             announce=lambda text: self.event("stop", text),
-            waits=self._waits.stretched(update),
+            waits=self._waits.stretched(update, self.progress.longest_aside, saves_on_sigterm=saves),
         )
         return self.ladder
 

@@ -23,7 +23,7 @@ from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.recovery.growth import Update, measured, verdict
 from memtop.supervisor.run.change import LIVE_FIELDS, live_values
 from memtop.supervisor.run.configurations import same
-from memtop.supervisor.run.trying import proposed, put_back, title_of, why_not
+from memtop.supervisor.run.trying import come_back_with, proposed, put_back, title_of, why_not
 from memtop.supervisor.wire import Change, Phase, Trial
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ _LOOK_SECONDS = 0.1
 # After a change of supervisors agents connect again within so long.
 _AGENTS_RETURN_SECONDS = 10.0
 _UNFINISHED = ("measuring before", "measuring after")
+_AT_THE_END = "the run is at its last update"
 _ORPHANED = "its supervisor ended in the middle of it"
 
 
@@ -80,6 +81,8 @@ class Trials:
             raise UsageError("this run's program is your own: its settings are not memtop's to change")
         if supervisor.phase is not Phase.TRAINING:
             raise MemtopError(f"run {supervisor.folder.name!r} is not training: it is {supervisor.phase.value}")
+        if supervisor.progress.at_the_end:
+            raise MemtopError(f"nothing can be tried any more: {_AT_THE_END}")
         if self.running:
             raise MemtopError(f"a trial is under way: {self.newest.title if self.newest else ''}")
         change = proposed(supervisor) if change is None else change
@@ -206,6 +209,7 @@ class Trials:
         self._set("measuring before", data={"undo": None})
         self._set_measured(before=measured(await self._stretch(before, 0)))
         assert self.newest is not None
+        self._check()
         await self._save_first()
         self._check()
         self.before, self._expected = before, after
@@ -313,6 +317,9 @@ class Trials:
             raise _Disturbed(f"the run is {phase.value}", undo=False)
         if self._supervisor.state().attempt != self._attempt:
             raise _Disturbed("the run was restarted meanwhile", undo=False)
+        if self._supervisor.progress.at_the_end:
+            # No more updates come to be measured, and it may wait for room for a long time.
+            raise _Disturbed(_AT_THE_END, undo=False)
 
     async def _apply(self, change: Change, after: Settings) -> int:
         """At the next update boundary where the program can do it, else by a restart; the first update with it."""
@@ -334,7 +341,11 @@ class Trials:
         self._refuse_restart()
         before = supervisor.state().attempt
         self._own = change
-        supervisor.begin_restart(change)
+        if supervisor.survival.comeback is not None:
+            # It can be called off, and waits for what the dead program held.
+            come_back_with(supervisor, change)
+        else:
+            supervisor.begin_restart(change)
         while supervisor.state().attempt == before or supervisor.phase is Phase.STARTING:
             if supervisor.phase.final and supervisor.state().attempt == before and supervisor.survival.comeback is None:
                 raise _Disturbed(f"the run is {supervisor.phase.value}", undo=False)
@@ -345,7 +356,8 @@ class Trials:
         return int(supervisor.progress.plan.get("updates") or 0) + 1
 
     def _refuse_restart(self) -> None:
-        """Raise where a person has stopped or restarted the run, or where it ended for another reason than the trial."""
+        """Raise where a person has stopped or restarted the run, where it ended for another reason than the trial, or where its
+        work is done: a restart would lose what could not be saved yet."""
         supervisor, phase = self._supervisor, self._supervisor.phase
         died = supervisor.survival.comeback is not None or phase is Phase.FAILED
         proposal = supervisor.survival.proposal
@@ -357,6 +369,8 @@ class Trials:
             raise _Disturbed("the run is about to be restarted", undo=False)
         if not died and phase not in (Phase.STARTING, Phase.TRAINING):
             raise _Disturbed(f"the run is {phase.value}", undo=False)
+        if not died and supervisor.progress.at_the_end:
+            raise _Disturbed(_AT_THE_END, undo=False)
 
     # --- what is said -------------------------------------------------------------------------------------------------------
 

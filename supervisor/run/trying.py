@@ -12,6 +12,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.recovery import growth
 from memtop.supervisor.recovery.applying import change_for
+from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.configurations import same
 from memtop.supervisor.wire import Change
@@ -53,6 +54,33 @@ def title_of(before: Settings, after: Settings) -> str:
     ]
     rest = changes(before, replace(after, batch=before.batch, accumulation=before.accumulation))
     return ", ".join([*split, *rest])
+
+
+def come_back_with(supervisor: Supervisor, undo: Change) -> None:
+    """The program has died in a trial and a restart waits its turn: it begins with the settings before the trial instead."""
+    survival, before = supervisor.survival, supervisor.foreseen(undo)
+    assert survival.comeback is not None
+    assert before is not None, "only settings that are memtop's are tried"
+    known = survival.comeback.change == undo
+    survival.comeback.begin_with(undo)
+    if known:
+        return  # an earlier supervisor has told it
+    if survival.proposal is not None:
+        remedy = Remedy(
+            id="trial_undone",
+            title=undo.reason,
+            why="The settings before the trial have trained in this run.",
+            keeps_math=True,
+            resumable="resumes",
+            assignments={"batch": str(before.batch), "accumulation": str(before.accumulation)},
+            forecast_unknown="the run has trained with it",
+            command=f"memtop restart {supervisor.folder.name}",
+        )
+        survival.proposal = replace(survival.proposal, remedies=(remedy, *survival.proposal.remedies))
+    supervisor.event("remedy", f"instead: {explain.restart_reason(undo)}")
+    # Whoever takes over now is to begin with it too.
+    supervisor.save_state()
+    supervisor.publisher.changed()
 
 
 def put_back(supervisor: Supervisor, before: Settings, reason: str) -> None:

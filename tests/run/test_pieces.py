@@ -342,6 +342,74 @@ def test_the_ladder_climbs_only_as_time_passes(tmp_path: Path) -> None:
     assert [line.split()[0] for line in said] == ["asked", "SIGTERM", "SIGKILL"]
 
 
+def test_a_stop_waits_for_a_save_as_long_as_they_have_taken() -> None:
+    plain = Waits()
+    assert plain.stretched(1.0, 2.0) == plain.stretched(1.0, 2.0, saves_on_sigterm=True) == plain
+    assert plain.stretched(100.0).graceful == 230.0
+    own = plain.stretched(1.0, 150.0)
+    assert (own.graceful, own.terminate) == (330.0, plain.terminate)
+    ours = plain.stretched(1.0, 150.0, saves_on_sigterm=True)
+    assert (ours.graceful, ours.terminate, ours.interrupt, ours.kill) == (330.0, 330.0, plain.interrupt, plain.kill)
+    assert ours.why == "a save or an evaluation has taken it 150 s"
+    # One that hangs is ended some day, however long it has been silent before.
+    assert plain.stretched(1.0, 1e9, saves_on_sigterm=True).terminate == 30.0 + 2 * 1800.0
+    assert plain.stretched(5000.0, 1e9).graceful == 30.0 + 2 * 5000.0
+
+
+@pytest.mark.parametrize("told", ["checkpoint", "evaluation"])
+def test_a_trainer_that_saves_for_long_is_not_killed_in_the_middle_of_it(tmp_path: Path, told: str) -> None:
+    supervisor = supervisor_at_update(tmp_path, 7)
+    clock = Clock()
+    supervisor._monotonic = clock
+    at = supervisor.progress.step["time"]
+    if told == "checkpoint":
+        # The supervisor may have come after the update before it.
+        supervisor.progress.step = {}
+        supervisor.progress.apply(0, {"type": "checkpoint", "updates": 7, "seconds": 150.0, "time": at + 1.0})
+    else:
+        supervisor.progress.apply(0, {"type": "evaluation", "update": 7, "time": at + 150.0})
+    ladder = supervisor.begin_stop(asked=True)
+    for _ in range(2):
+        clock.now += 329.0
+        ladder.tick()
+        clock.now += 1.0
+        ladder.tick()
+    said = [event.message for event in supervisor.ledger.events() if event.kind == "stop"]
+    assert said[0].endswith("SIGTERM follows in 330 s (a save or an evaluation has taken it 150 s)")
+    assert [line.split()[0] for line in said] == ["asked", "SIGTERM", "SIGKILL"]
+
+
+@pytest.mark.parametrize("why", ["own program", "stands still"])
+def test_who_would_not_save_on_a_signal_is_not_given_longer_for_it(tmp_path: Path, why: str) -> None:
+    supervisor = supervisor_at_update(tmp_path, 7)
+    clock = Clock()
+    supervisor._monotonic = clock
+    supervisor.progress.longest_pause = 150.0
+    if why == "own program":
+        supervisor.settings = None
+    else:
+        supervisor.survival.stalled = "CUDA out of memory"
+    ladder = supervisor.begin_stop(asked=False)
+    for seconds in (0.0, 15.0, 40.0):
+        clock.now += seconds
+        ladder.tick()
+    said = [event.message for event in supervisor.ledger.events() if event.kind == "stop"]
+    assert [line.split()[0] for line in said] == ["SIGINT", "SIGTERM", "SIGKILL"]
+
+
+@pytest.mark.parametrize(
+    ("update", "total", "waits", "expected"),
+    [(7, None, False, False), (7, 9, False, False), (7, 8, False, True), (8, 8, False, True), (7, None, True, True)],
+)
+def test_a_run_whose_last_update_has_begun_is_at_its_end(update: int, total: int | None, waits: bool, expected: bool) -> None:
+    progress = Progress()
+    assert not progress.at_the_end
+    progress.apply(0, {"type": "plan", "total_updates": total})
+    progress.apply(0, step(update))
+    progress.apply(0, {"type": "save_failed", "update": update, "message": "no room", "waiting": waits})
+    assert progress.at_the_end is expected
+
+
 def test_who_declines_to_stop_gets_signals_at_once_but_only_once(tmp_path: Path) -> None:
     clock, said = Clock(), list[str]()
     attempt = RunningAttempt(create_run(tmp_path, spec("a"), fresh=False), 1, shim_pid=None)

@@ -12,9 +12,14 @@ import pytest
 from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
+from memtop.supervisor.recovery.values import Forecast
+from memtop.supervisor.run.comeback import NOTICE_SECONDS, Comeback, Waiting
 from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.supervisor import Supervisor
-from memtop.supervisor.wire import Change, Phase, Trial
+from memtop.supervisor.wire import Change, Phase, Proposal, Trial
 from tests.run.test_pieces import SETTINGS, Clock, supervisor_at_update
 
 # The same effective batch in smaller pieces.
@@ -207,3 +212,97 @@ async def test_whatever_ends_the_task_is_told(tmp_path: Path) -> None:
     await trials.finished()
     await asyncio.sleep(0)
     assert events(supervisor, "trial")[-1] == "trial of batch changes: failed: an error of memtop's own: KeyError: 'of ours'"
+
+
+def at_its_end(supervisor: Supervisor, how: str) -> None:
+    supervisor.progress.apply(0, {"type": "plan", "total_updates": 7 if how == "last update" else 1000})
+    if how == "waits for room":
+        supervisor.progress.apply(0, {"type": "save_failed", "update": 7, "message": "no room", "waiting": True})
+
+
+@pytest.mark.parametrize("how", ["waits for room", "last update"])
+async def test_a_run_whose_work_is_done_is_not_restarted_to_undo_a_trial(tmp_path: Path, how: str) -> None:
+    """What it could not save yet is only in its memory."""
+    supervisor = on_trial(tmp_path, Phase.TRAINING)
+    at_its_end(supervisor, how)
+    trials = supervisor.prevention.trials
+    trials.before, trials.newest, trials._undo = SETTINGS, TRIAL, UNDO
+    trials._go(trials._give_up("slower"))
+    await asyncio.sleep(0.3)
+    assert (supervisor.pending, supervisor.ladder, supervisor.phase) == (None, None, Phase.TRAINING)
+    assert trials.running
+    supervisor.lifecycle.move(Phase.FINISHED)
+    trial = await trials.finished()
+    assert (trial.state, supervisor.settings) == ("undone", SETTINGS)
+    assert "slower; not taken back at once: the run is at its last update; what comes next starts from" in str(trial.reason)
+
+
+@pytest.mark.parametrize("how", ["waits for room", "last update"])
+async def test_a_trial_neither_begins_nor_goes_on_where_no_update_comes_any_more(tmp_path: Path, how: str) -> None:
+    supervisor = on_trial(tmp_path, Phase.TRAINING)
+    supervisor.settings = SETTINGS
+    trials = supervisor.prevention.trials
+    before = trials.begin(Change(assignments={"workers": str(SETTINGS.workers + 1)}))
+    assert before.state == "measuring before"
+    at_its_end(supervisor, how)
+    over = await asyncio.wait_for(trials.finished(), 20)
+    assert (over.state, over.reason) == ("refused", "the run is at its last update")
+    with pytest.raises(MemtopError, match="nothing can be tried any more: the run is at its last update"):
+        trials.begin(Change(assignments={"workers": str(SETTINGS.workers + 1)}))
+
+
+async def test_a_trial_that_died_comes_back_when_the_memory_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the settings before it, after the notice and the wait that the remedy would have had."""
+    supervisor = on_trial(tmp_path, Phase.RESTARTING)
+    monkeypatch.setattr("memtop.supervisor.run.supervisor.start_program", lambda *_, **__: 1)
+    survival, trials, clock = supervisor.survival, supervisor.prevention.trials, Clock()
+    survival.configurations.end("gpu_oom", 7, 5, died_of_memory=True)
+    diagnosis = Diagnosis(kind=Kind.GPU_OOM, reason="torch", confidence=1.0, summary="out of memory")
+    survival.proposal = Proposal(diagnosis=diagnosis)
+    remedy = Change(batch=1, accumulation=TRIED.accumulation, reason="gpu_oom at update 7")
+    forecast = Forecast(peak_bytes=1 << 30, basis="line")
+    waiting = Waiting(change=remedy, gpus_before={"GPU-0": 0}, forecast=forecast)
+    survival.comeback = Comeback(waiting, tmp_path, clock)
+    trials.before, trials.newest, trials._undo = SETTINGS, TRIAL, UNDO
+    trials._go(trials._give_up("the program died"))
+    await asyncio.sleep(0.3)
+
+    def card(used: int) -> None:
+        supervisor.watch.machine = MachineSnapshot(time=1.0, gpus=(GpuSample(index=0, uuid="GPU-0", used_bytes=used),))
+
+    card(8 << 30)
+    clock.now += NOTICE_SECONDS
+    survival.tick()
+    assert (supervisor.phase, len(supervisor.ledger.attempts())) == (Phase.RESTARTING, 1), (
+        "the dead program's memory is waited for"
+    )
+    # The next supervisor begins with the same, after the same wait.
+    state = supervisor.folder.state()
+    assert state is not None
+    assert state.waiting == Waiting(change=UNDO, gpus_before={"GPU-0": 0})
+    assert state.run.proposal is not None
+    assert state.run.proposal.remedies[0].assignments == {
+        "batch": str(SETTINGS.batch),
+        "accumulation": str(SETTINGS.accumulation),
+    }
+    card(0)
+    survival.tick()
+    assert [attempt.settings for attempt in supervisor.ledger.attempts()] == [SETTINGS, SETTINGS]
+    supervisor.lifecycle.move(Phase.TRAINING)
+    assert (await asyncio.wait_for(trials.finished(), 20)).state == "undone"
+    assert (supervisor.settings, trials.before) == (SETTINGS, None)
+
+
+async def test_a_comeback_from_a_trial_can_be_called_off(tmp_path: Path) -> None:
+    supervisor = on_trial(tmp_path, Phase.RESTARTING)
+    survival, trials = supervisor.survival, supervisor.prevention.trials
+    diagnosis = Diagnosis(kind=Kind.GPU_OOM, reason="torch", confidence=1.0, summary="out of memory")
+    survival.proposal = Proposal(diagnosis=diagnosis)
+    survival.comeback = Comeback(Waiting(change=Change(batch=1)), tmp_path, Clock())
+    trials.before, trials.newest, trials._undo = SETTINGS, TRIAL, UNDO
+    trials._go(trials._give_up("the program died"))
+    await asyncio.sleep(0.3)
+    supervisor.begin_stopping()
+    trial = await asyncio.wait_for(trials.finished(), 20)
+    assert (trial.state, supervisor.phase, supervisor.settings) == ("undone", Phase.FAILED, SETTINGS)
+    assert len(supervisor.ledger.attempts()) == 1
