@@ -27,6 +27,29 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# Real trainings that wait more than they compute. They come first, so that no worker is left with one of them at the end.
+_LONG = (
+    "tests/test_survival.py",
+    "tests/recovery/test_trend_live.py",
+    "tests/recovery/test_growth_live.py",
+    "tests/train/test_survive_processes.py",
+    "tests/train/test_portable_state.py",
+    "tests/test_end_to_end.py",
+    "tests/train/test_exact_progress.py",
+    "tests/recovery/test_trend_restart.py",
+    "tests/test_full_disk.py",
+    "tests/test_survival_commands.py",
+    "tests/test_survival_chaos.py",
+    "tests/train/test_agent_programs.py",
+    "tests/train/test_agent_ranks.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {path: number for number, path in enumerate(_LONG)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+
+
 class Runs:
     """A folder for runs, and `memtop` as a person would call it there."""
 
