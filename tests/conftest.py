@@ -22,6 +22,9 @@ from memtop.supervisor.monitor.processes import SignalRefused, identify, run_pro
 from memtop.supervisor.run.folder import find_run
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a job in a script's background: what the tests start would ignore it, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before anything imports torch. Models of these sizes take many times longer on two threads than on one as soon as other
 # programs want the cores: threads wait for each other, spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

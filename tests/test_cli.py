@@ -150,14 +150,20 @@ def test_a_reader_that_leaves_is_no_error(runs: Runs, command: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_dashboard_that_is_told_to_end_gives_the_terminal_back(runs: Runs, number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "memtop", "watch"]
+# As a script starts it in its background.
+DEAF = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
+
+
+@pytest.mark.parametrize(("number", "before"), [(signal.SIGTERM, ()), (signal.SIGINT, ()), (signal.SIGTERM, DEAF)])
+def test_a_dashboard_that_is_told_to_end_gives_the_terminal_back(
+    runs: Runs, number: signal.Signals, before: tuple[str, ...]
+) -> None:
+    command = [*before, sys.executable, "-m", "memtop", "watch"]
     terminal = Terminal(command, columns=100, rows=30, cwd=str(runs.root), environment=runs.environment)
     try:
-        before = terminal.echoes()
+        echoed = terminal.echoes()
         terminal.wait_for("d Quit")
-        assert (before, terminal.echoes()) == (True, False)
+        assert (echoed, terminal.echoes()) == (True, False)
         terminal.process.send_signal(number)
         assert terminal.wait() == 0
         assert terminal.echoes()

@@ -113,6 +113,7 @@ class _Tier:
         self._blocks: deque[_Point] = deque(maxlen=_BLOCKS)
         self._open: _Point | None = None
         self._number = -1
+        self._confidence = 0.0
 
     def add(self, x: float, time: float, value: float) -> _Point | None:
         """The block that this value has closed, if any."""
@@ -120,13 +121,18 @@ class _Tier:
         if self._open is not None and number != self._number:
             closed = self._open
             self._blocks.append(closed)
-            self.slope = _slope(list(self._blocks)) if len(self._blocks) == _BLOCKS else None
+            self.slope = self._looked_at_twice(_slope(list(self._blocks))) if len(self._blocks) == _BLOCKS else None
             self._open = None
         if self._open is None:
             self._open, self._number = _Point(x, time, value), number
         elif value < self._open.low:
             self._open = self._open._replace(low=value)
         return closed
+
+    def _looked_at_twice(self, slope: Slope | None) -> Slope | None:
+        """As confident as the less confident of two looks running: there are many, and noise may be even in one."""
+        before, self._confidence = self._confidence, slope.confidence if slope is not None else 0.0
+        return slope._replace(confidence=min(slope.confidence, before)) if slope is not None else None
 
 
 def _slope(blocks: list[_Point]) -> Slope | None:

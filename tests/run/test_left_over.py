@@ -137,7 +137,7 @@ time.sleep(120)
 def test_a_real_rank_is_recorded_with_its_start(runs: Runs) -> None:
     runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, "-c", PROGRAM)
     folder = find_run("a", runs.path)
-    document = runs.wait("a", lambda _: (folder.attempt(1) / RANKS_FILE).exists())
+    document = runs.wait("a", lambda d: d["trainer_pid"] is not None and (folder.attempt(1) / RANKS_FILE).exists())
     stored = msgspec.json.decode((folder.attempt(1) / RANKS_FILE).read_bytes(), type=RanksFile)
     assert stored.processes == (identify(document["trainer_pid"]),)
 
