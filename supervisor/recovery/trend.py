@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 CONFIDENT = 0.9995
 """From here on growth is called a leak: one in two thousand if its increments were drawn by chance around zero."""
+_PLAIN = 1 - 1e-6
+"""From here on one look is enough."""
 WARM_UP = 12
 """Units of x (updates, or seconds) at the beginning that are not looked at: allocators and optimizers make their buffers."""
 LEAST_GROWTH = 8 << 20
@@ -132,7 +134,9 @@ class _Tier:
     def _looked_at_twice(self, slope: Slope | None) -> Slope | None:
         """As confident as the less confident of two looks running: there are many, and noise may be even in one."""
         before, self._confidence = self._confidence, slope.confidence if slope is not None else 0.0
-        return slope._replace(confidence=min(slope.confidence, before)) if slope is not None else None
+        if slope is None or slope.confidence >= _PLAIN:
+            return slope
+        return slope._replace(confidence=min(slope.confidence, before))
 
 
 def _slope(blocks: list[_Point]) -> Slope | None:
