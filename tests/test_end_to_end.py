@@ -13,7 +13,8 @@ import pytest
 from tests.conftest import Runs, make_runs
 from tests.terminal import Terminal
 
-# Small enough for many runs, real in every part; the split and the number of updates are those of the contract.
+# Small enough for many runs, real in every part, and yet no run is over before somebody can act on it; the split and the number
+# of updates are those of the contract.
 TINY_RECIPE = """
 [recipes.tiny]
 title = "t"
@@ -21,7 +22,7 @@ description = "d"
 preset = "standard"
 batch = 8
 accumulation = 4
-seq_len = 32
+seq_len = 256
 max_updates = 40
 save_every = 10
 learning_rate = 2e-3
@@ -36,7 +37,7 @@ num_key_value_heads = 2
 max_position_embeddings = 256
 [recipes.tiny.data]
 source = "python-stdlib"
-max_bytes = 300000
+max_bytes = 600000
 """
 
 
@@ -102,7 +103,7 @@ def test_kill_9_of_supervisor_and_trainer_together_loses_nothing_that_was_saved(
     running = runs.wait("a", lambda d: (d["updates"] or 0) >= 12)
     runs.kill(running["supervisor_pid"])
     runs.kill(running["trainer_pid"])
-    gone = runs.wait("a", lambda d: not d["alive"])
+    gone = runs.wait("a", lambda d: not d["alive"] and d["supervisor_pid"] is None)
     assert gone["state"] == "failed"
     assert "both gone" in gone["reason"]
     runs.memtop("restart", "a", "--headless")
