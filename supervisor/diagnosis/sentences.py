@@ -110,31 +110,29 @@ def _gpu(diagnosis: Diagnosis, phase: str) -> str:
     told = []
     if diagnosis.requested_bytes is not None:
         purpose = f" ({diagnosis.requested_for})" if diagnosis.requested_for else ""
-        told.append(f"asked for {_size(diagnosis.requested_bytes)}{purpose}")
+        told.append(f"asked for {size(diagnosis.requested_bytes)}{purpose}")
     total = diagnosis.total_bytes
     if diagnosis.free_bytes is not None:
-        told.append(f"{_size(diagnosis.free_bytes)} was free" + (f" of {_size(total)}" if total else ""))
+        told.append(f"{size(diagnosis.free_bytes)} was free" + (f" of {size(total)}" if total else ""))
     parts = [", ".join(told)] if told else []
     held, word = diagnosis.process_bytes, "this process held"
     if held is None:
         held, word = diagnosis.allocated_bytes, "the program's tensors held"
     if held is not None:
-        parts.append(f"{word} {_size(held)}{_share(held, total)}")
+        parts.append(f"{word} {size(held)}{_share(held, total)}")
     if diagnosis.kind is Kind.GPU_OOM_FRAGMENTED:
         spare = diagnosis.reserved_unallocated_bytes
-        amount = f"{_size(spare)} was" if spare is not None else "more than that was"
+        amount = f"{size(spare)} was" if spare is not None else "more than that was"
         parts.append(f"{amount} reserved but unallocated, in pieces")
     elif diagnosis.kind is Kind.GPU_OOM_OTHER_PROCESS:
         pids = ", ".join(map(str, diagnosis.other_process_pids))
-        amount = _size(diagnosis.other_process_bytes)
+        amount = size(diagnosis.other_process_bytes)
         parts.append(
             f"other processes held {amount}{_share(diagnosis.other_process_bytes, total)}" + (f", pid {pids}" if pids else "")
         )
     elif _refused_with_room(diagnosis):
         allowed = diagnosis.allowed_bytes
-        why = (
-            f"the program may use {_size(allowed)}" if allowed is not None else "the driver refused it although there was room"
-        )
+        why = f"the program may use {size(allowed)}" if allowed is not None else "the driver refused it although there was room"
         parts.append(why)
     return f"{name} ran out of memory{phase}" + (f": {'; '.join(parts)}." if parts else ".")
 
@@ -147,9 +145,9 @@ def _refused_with_room(diagnosis: Diagnosis) -> bool:
 def _host_alloc(diagnosis: Diagnosis, phase: str) -> str:
     if diagnosis.reason is not None:
         return f"{REASONS[diagnosis.reason]}{phase}: a limit of its own, which may be far below what the host has."
-    amount = "An allocation" if diagnosis.requested_bytes is None else _size(diagnosis.requested_bytes)
+    amount = "An allocation" if diagnosis.requested_bytes is None else size(diagnosis.requested_bytes)
     limit = diagnosis.address_space_bytes
-    why = "" if limit is None else f": its address space is limited to {_size(limit)} (ulimit -v)"
+    why = "" if limit is None else f": its address space is limited to {size(limit)} (ulimit -v)"
     return f"{amount} of host memory was refused{phase}{why}."
 
 
@@ -165,7 +163,7 @@ def _host_killed(diagnosis: Diagnosis, phase: str) -> str:
 
 
 def _pinned(diagnosis: Diagnosis, phase: str) -> str:
-    amount = "" if diagnosis.requested_bytes is None else f" of {_size(diagnosis.requested_bytes)}"
+    amount = "" if diagnosis.requested_bytes is None else f" of {size(diagnosis.requested_bytes)}"
     return f"Page-locked host memory{amount} was refused{phase}: that is the host's memory, not the GPU's."
 
 
@@ -184,9 +182,6 @@ def size(size_bytes: int | None) -> str:
     if size_bytes is not None and units.GIB <= size_bytes < 1024 * units.GIB:
         return f"{units.gib(size_bytes, 2)} GiB"
     return units.size(size_bytes)
-
-
-_size = size
 
 
 def _share(part: int | None, total: int | None) -> str:
