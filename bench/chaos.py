@@ -26,8 +26,8 @@ from typing import Any
 from bench.common import report
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.monitor.processes import SignalRefused, identify, run_processes, signal_process
-from memtop.supervisor.run.folder import RunFolder
-from memtop.supervisor.run.view import needs_supervisor, read_state
+from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.run.record.view import needs_supervisor, read_state
 from memtop.supervisor.wire import Phase, RunState
 from tests.conftest import Runs, make_runs
 from tests.terminal import Terminal

@@ -29,7 +29,7 @@ from memtop.options import (
 )
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.recovery.policy import ON_OOM
-from memtop.supervisor.run.folder import RunFolder, RunSpec, create_run, default_runs_dir
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run, default_runs_dir
 from memtop.supervisor.wire import Change, CheckpointNow, Edit, FreeCache, Stop, Try
 
 
@@ -135,7 +135,7 @@ def train(
     """
     from memtop import asking
     from memtop import gpus as gpu_choice
-    from memtop.supervisor.run.client import start_supervisor
+    from memtop.supervisor.run.clients.client import start_supervisor
 
     begun = time.time()
     _exclude(headless, detach)

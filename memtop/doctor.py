@@ -19,7 +19,7 @@ from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.processes.proc import sees_all_pids
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import MachineSnapshot
-from memtop.supervisor.run.control import socket_path
+from memtop.supervisor.run.clients.server import socket_path
 
 _TRAINING = ("torch", "transformers", "accelerate", "safetensors")
 # What a machine without a limit or a single look lacks is nothing to worry about; this is.

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from memtop.supervisor.errors import MemtopError, UsageError
-from memtop.supervisor.run.folder import RunFolder
+from memtop.supervisor.run.record.folder import RunFolder
 
 
 def command(folder: RunFolder, out: Path, *, adapter: bool, merge: bool) -> int:

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
-from memtop.supervisor.run import folder as folders
-from memtop.supervisor.run import view
-from memtop.supervisor.run.folder import RunFolder
+from memtop.supervisor.run.record import folder as folders
+from memtop.supervisor.run.record import view
+from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import RunState
 
 

@@ -22,10 +22,10 @@ from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.selecting import only
 from memtop.supervisor.monitor.unlisted import untold_of
 from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot
-from memtop.supervisor.run import view
-from memtop.supervisor.run.client import revive
-from memtop.supervisor.run.folder import RunFolder
-from memtop.supervisor.run.process import TreeProcess, process_tree
+from memtop.supervisor.run.clients.client import revive
+from memtop.supervisor.run.processes.process import TreeProcess, process_tree
+from memtop.supervisor.run.record import view
+from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import RunState
 
 

@@ -14,8 +14,8 @@ from memtop.finding import find_run, run_folders, state_of
 from memtop.looking import tree_of
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.sampler import Sampler
-from memtop.supervisor.run import view
-from memtop.supervisor.run.folder import RunFolder
+from memtop.supervisor.run.record import view
+from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import RunState
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from memtop.presets.editing import find_preset
 from memtop.presets.loading import usable
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery.applying import ran_out
-from memtop.supervisor.run.view import read_configurations
+from memtop.supervisor.run.record.view import read_configurations
 from memtop.supervisor.wire import RunState
 
 _DEFAULT_RECIPE = "first-run"

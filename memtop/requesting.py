@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 
 from memtop.supervisor.errors import MemtopError, NotRunningError
-from memtop.supervisor.run.folder import RunFolder
+from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import Answer, Change, Outcome, Request, Restart
 
 
 def restart(folder: RunFolder, change: Change, *, headless: bool, detach: bool) -> int:
     """By the run's supervisor, or by a new one where the run is over."""
-    from memtop.supervisor.run import client
-    from memtop.supervisor.run.view import needs_supervisor
+    from memtop.supervisor.run.clients import client
+    from memtop.supervisor.run.record.view import needs_supervisor
 
     begun = time.time()
     if needs_supervisor(folder):
@@ -35,7 +35,7 @@ def restart(folder: RunFolder, change: Change, *, headless: bool, detach: bool) 
 def _done_again(folder: RunFolder, change: Change) -> str | None:
     """For those who do not stay to be told by the run: what its next attempt does once more."""
     from memtop.supervisor.run import explain
-    from memtop.supervisor.run.view import read_state
+    from memtop.supervisor.run.record.view import read_state
 
     state = read_state(folder)
     if state.settings is None or change.state_before is not None:
@@ -48,8 +48,8 @@ def risk_of(folder: RunFolder, change: Change) -> str | None:
     from memtop.finding import readable_ledger
     from memtop.presets.risks import risk
     from memtop.supervisor.recovery.applying import ran_out
-    from memtop.supervisor.run import view
     from memtop.supervisor.run.change import edited
+    from memtop.supervisor.run.record import view
 
     with readable_ledger(folder):
         rows = view.read_configurations(folder.path)
@@ -63,8 +63,8 @@ def risk_of(folder: RunFolder, change: Change) -> str | None:
 
 def ask(folder: RunFolder, make: Callable[[int], Request]) -> int:
     """Send a request, to a new supervisor where the old one died, and print what came of it."""
-    from memtop.supervisor.run import client
-    from memtop.supervisor.run.view import needs_supervisor
+    from memtop.supervisor.run.clients import client
+    from memtop.supervisor.run.record.view import needs_supervisor
 
     if needs_supervisor(folder):
         client.revive(folder.path)
@@ -74,7 +74,7 @@ def ask(folder: RunFolder, make: Callable[[int], Request]) -> int:
 
 def asked(folder: RunFolder, make: Callable[[int], Request]) -> Answer:
     """The final answer of the run's supervisor."""
-    from memtop.supervisor.run import client
+    from memtop.supervisor.run.clients import client
 
     try:
         return client.ask(folder, make, on_accepted=_say, until=Outcome.DONE)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from memtop.finding import readable_ledger
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.run.configurations import before_the_present, same
-from memtop.supervisor.run.folder import RunFolder
-from memtop.supervisor.run.view import read_configurations
+from memtop.supervisor.run.record.configurations import before_the_present, same
+from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.run.record.view import read_configurations
 from memtop.supervisor.wire import Change
 
 

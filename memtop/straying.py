@@ -21,7 +21,7 @@ from memtop.supervisor.monitor.processes import ProcessId
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.unlisted import untold, untold_of
 from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
-from memtop.supervisor.run.view import known_runs
+from memtop.supervisor.run.record.view import known_runs
 
 _LOOK_AGAIN_SECONDS = 0.6
 # Without a driver, and while the GPUs sleep, nobody computes on one: nothing is hidden then.

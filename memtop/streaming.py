@@ -24,9 +24,9 @@ from memtop.supervisor.monitor.nvml import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.selecting import only
 from memtop.supervisor.monitor.values import MachineSnapshot
-from memtop.supervisor.run import view
-from memtop.supervisor.run.client import revive
-from memtop.supervisor.run.folder import RunFolder
+from memtop.supervisor.run.clients.client import revive
+from memtop.supervisor.run.record import view
+from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import RunState
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from memtop.supervisor.errors import MemtopError
-from memtop.supervisor.run.folder import RunFolder
+from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.wire import Change
 

@@ -19,7 +19,7 @@ import pytest
 
 from memtop import looking
 from memtop.supervisor.monitor.processes import SignalRefused, identify, run_processes, signal_process
-from memtop.supervisor.run.folder import find_run
+from memtop.supervisor.run.record.folder import find_run
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

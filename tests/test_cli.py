@@ -273,7 +273,7 @@ def test_a_supervisor_that_leaves_while_it_is_asked_is_named(
     def ask(*arguments: object, **options: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("memtop.supervisor.run.client.ask", ask)
+    monkeypatch.setattr("memtop.supervisor.run.clients.client.ask", ask)
     assert run(["stop", "a", "--runs-dir", str(runs.path)]) == 1
     assert capsys.readouterr().err == "memtop: the supervisor of run 'a' went away: memtop watch a\n"
 

@@ -13,7 +13,7 @@ import pytest
 
 from memtop import headless
 from memtop.supervisor.errors import NotRunningError, RunFolderError
-from memtop.supervisor.run.folder import RunFolder
+from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import Event, EventRows, Message, Phase, Request, RunState, StateUpdate
 from tests.conftest import Runs
 

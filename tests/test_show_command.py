@@ -13,9 +13,9 @@ from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
-from memtop.supervisor.run.configurations import Record
-from memtop.supervisor.run.folder import RunFolder, RunSpec, StateFile, create_run, write_json
-from memtop.supervisor.run.ledger import Ledger
+from memtop.supervisor.run.record.configurations import Record
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
+from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.wire import Change, Configuration, Phase, Proposal, RunState
 from tests.conftest import Runs
 from tests.tui.support import SETTINGS

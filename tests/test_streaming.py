@@ -32,7 +32,7 @@ from memtop.supervisor.monitor.values import (
     MachineSnapshot,
     MigInstance,
 )
-from memtop.supervisor.run.folder import RunFolder, StateFile, write_json
+from memtop.supervisor.run.record.folder import RunFolder, StateFile, write_json
 from memtop.supervisor.units import GIB
 from memtop.supervisor.wire import Phase, RankMemory, RoleMemory, RunState
 from tests.conftest import Runs
@@ -51,7 +51,7 @@ def two_gpus(runs: Runs, tmp_path: Path) -> Runs:
 @pytest.fixture
 def over(runs: Runs) -> RunFolder:
     """A run that is over, as its folder tells it."""
-    from memtop.supervisor.run.folder import create_run
+    from memtop.supervisor.run.record.folder import create_run
 
     folder = create_run(runs.path, spec("tiny"), fresh=False)
     state = RunState(name="tiny", folder=str(folder.path), state=Phase.FINISHED, created=1.0, attempt=1, updates=60, loss=1.25)

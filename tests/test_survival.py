@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 import memtop
-from memtop.supervisor.run.folder import RunSpec, create_run
+from memtop.supervisor.run.record.folder import RunSpec, create_run
 from tests.conftest import Runs
 from tests.groups import MemoryGroup, memory_group
 from tests.train.support import edited

@@ -130,7 +130,7 @@ def real_sampler(runs_dir: Path | None = None) -> Sampling:
     Without a folder of runs it calls no process a stray.
     """
     from memtop.supervisor.monitor.sampler import Sampler
-    from memtop.supervisor.run.view import known_runs
+    from memtop.supervisor.run.record.view import known_runs
 
     return Sampler() if runs_dir is None else Sampler(lambda: known_runs(runs_dir))
 
@@ -173,7 +173,7 @@ class LocalFeed:
 
 def follow(pid: int) -> Followed:
     """The process tree below `pid` as it is now."""
-    from memtop.supervisor.run.process import process_tree
+    from memtop.supervisor.run.processes.process import process_tree
 
     tree = process_tree(pid)
     if tree is None:
@@ -283,8 +283,8 @@ class RunFeed:
         if not isinstance(request, wire.Restart) or not self._ended:
             yield _refusal(request.id, "nobody answers: the supervisor is gone")
             return
-        from memtop.supervisor.run.client import start_supervisor
-        from memtop.supervisor.run.folder import RunFolder
+        from memtop.supervisor.run.clients.client import start_supervisor
+        from memtop.supervisor.run.record.folder import RunFolder
 
         yield wire.Answer(id=request.id, outcome=wire.Outcome.ACCEPTED, message="starting a supervisor for the run")
         try:
@@ -295,7 +295,7 @@ class RunFeed:
         yield wire.Answer(id=request.id, outcome=wire.Outcome.DONE, message="the run is taken up again")
 
     async def _connect(self) -> Client | None:
-        from memtop.supervisor.run.client import AsyncRunClient
+        from memtop.supervisor.run.clients.client import AsyncRunClient
 
         try:
             return await AsyncRunClient.connect(self._folder)
@@ -317,7 +317,7 @@ class RunFeed:
 
     async def _without_supervisor(self) -> AsyncIterator[FeedMessage]:
         """One look at a run that nobody supervises: revive its supervisor if it still trains, else show how it ended."""
-        from memtop.supervisor.run.client import revive
+        from memtop.supervisor.run.clients.client import revive
 
         try:
             if not self.read_only and await asyncio.to_thread(revive, self._folder):
@@ -340,8 +340,8 @@ class RunFeed:
 
     def _look(self) -> tuple[wire.RunState, list[FeedMessage]]:
         """The run's state now, and its history if that is another than at the last look: a long one takes long to read."""
-        from memtop.supervisor.run.folder import RunFolder
-        from memtop.supervisor.run.view import read_configurations, read_run, read_state
+        from memtop.supervisor.run.record.folder import RunFolder
+        from memtop.supervisor.run.record.view import read_configurations, read_run, read_state
 
         folder = RunFolder(self._folder)
         wal = folder.ledger_path.with_name(folder.ledger_path.name + "-wal")

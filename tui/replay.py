@@ -23,9 +23,9 @@ from memtop.supervisor.errors import MemtopError, RunFolderError
 from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.history import HOST, Bucket
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
-from memtop.supervisor.run.folder import RunFolder
-from memtop.supervisor.run.ledger import Attempt, Ledger, Step
-from memtop.supervisor.run.view import read_state, reading_ledger
+from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.run.record.ledger import Attempt, Ledger, Step
+from memtop.supervisor.run.record.view import read_state, reading_ledger
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, Replayed
 
 SLOWEST, FASTEST = 1, 3600

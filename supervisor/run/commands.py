@@ -13,7 +13,7 @@ from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.change import live_values
-from memtop.supervisor.run.control import Peer
+from memtop.supervisor.run.clients.server import Peer
 from memtop.supervisor.wire import (
     Answer,
     CheckpointNow,

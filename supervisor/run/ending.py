@@ -8,8 +8,8 @@ from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.recovery.policy import Decision
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.attempt import UNKNOWN_STATUS, ExitFile, clear_leftovers
-from memtop.supervisor.run.manifest import newest_checkpoint
+from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, ExitFile, clear_leftovers
+from memtop.supervisor.run.record.checkpoints import newest_checkpoint
 from memtop.supervisor.run.reports import read_reports
 from memtop.supervisor.wire import Change, Phase
 

@@ -11,10 +11,10 @@ from memtop.supervisor.monitor.processes import ProcessId
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.gpu_base import GpuBase, RankReport
-from memtop.supervisor.run.process import alive, resident_bytes
-from memtop.supervisor.run.run_memory import RunMemory, roles
-from memtop.supervisor.run.view import known_runs
+from memtop.supervisor.run.processes.gpu_base import GpuBase, RankReport
+from memtop.supervisor.run.processes.host_memory import RunMemory, roles
+from memtop.supervisor.run.processes.process import alive, resident_bytes
+from memtop.supervisor.run.record.view import known_runs
 from memtop.supervisor.wire import RoleMemory
 
 _SAMPLE_SECONDS = 1.0

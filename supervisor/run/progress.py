@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from memtop.presets.schema import Settings
-from memtop.supervisor.run.gpu_base import RankReport
+from memtop.supervisor.run.processes.gpu_base import RankReport
 from memtop.supervisor.wire import Metric, RankMemory, StepSplit
 
 # Updates over which speed is averaged: long enough to be steady, short enough to notice a change.

@@ -19,10 +19,10 @@ from memtop.supervisor.recovery.own_program import Seen
 from memtop.supervisor.recovery.policy import Candidate, Decision, Tried, decide
 from memtop.supervisor.recovery.remedies import HostFacts, KeptState, remedies, situation_of
 from memtop.supervisor.recovery.values import Remedy
-from memtop.supervisor.run.autopsy import model_config
-from memtop.supervisor.run.configurations import Record, Start
-from memtop.supervisor.run.launch import inherited_allocator
-from memtop.supervisor.run.manifest import kept_states
+from memtop.supervisor.run.post_mortem.examine import model_config
+from memtop.supervisor.run.processes.launch import inherited_allocator
+from memtop.supervisor.run.record.checkpoints import kept_states
+from memtop.supervisor.run.record.configurations import Record, Start
 from memtop.supervisor.wire import Proposal
 
 if TYPE_CHECKING:

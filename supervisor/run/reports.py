@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from memtop.supervisor import units
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.journal import Journal
-from memtop.supervisor.run.manifest import newest_checkpoint
+from memtop.supervisor.run.record.checkpoints import newest_checkpoint
+from memtop.supervisor.run.record.journal import Journal
 from memtop.supervisor.wire import Phase
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from memtop.supervisor.run.gpu_base import RankReport
+from memtop.supervisor.run.processes.gpu_base import RankReport
 from memtop.supervisor.wire import RunState
 
 if TYPE_CHECKING:

@@ -17,24 +17,25 @@ from typing import Any, TypeVar
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import MemtopError, RunFolderError
-from memtop.supervisor.run import explain, going_back
-from memtop.supervisor.run.agents import Agents
-from memtop.supervisor.run.attempt import RunningAttempt, StopLadder, Waits
+from memtop.supervisor.run import explain
 from memtop.supervisor.run.change import edited, edited_live
+from memtop.supervisor.run.clients.agents import Agents
+from memtop.supervisor.run.clients.publish import Publisher
+from memtop.supervisor.run.clients.server import ControlServer, Peer, socket_path
 from memtop.supervisor.run.commands import Commands
-from memtop.supervisor.run.configurations import Record
-from memtop.supervisor.run.control import ControlServer, Peer, socket_path
 from memtop.supervisor.run.ending import finish
-from memtop.supervisor.run.folder import RunFolder, RunLock, StateFile, write_json
-from memtop.supervisor.run.launch import launch as start_program
-from memtop.supervisor.run.ledger import open_for_writing
 from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.machine_watch import MachineWatch
-from memtop.supervisor.run.manifest import newest_checkpoint
 from memtop.supervisor.run.prevention import Prevention
-from memtop.supervisor.run.process import ProcessId, become_subreaper, identify, reap_children, record_rank
+from memtop.supervisor.run.processes.attempt import RunningAttempt, StopLadder, Waits
+from memtop.supervisor.run.processes.launch import launch as start_program
+from memtop.supervisor.run.processes.process import ProcessId, become_subreaper, identify, reap_children, record_rank
 from memtop.supervisor.run.progress import Progress
-from memtop.supervisor.run.publish import Publisher
+from memtop.supervisor.run.record import rollback as going_back
+from memtop.supervisor.run.record.checkpoints import newest_checkpoint
+from memtop.supervisor.run.record.configurations import Record
+from memtop.supervisor.run.record.folder import RunFolder, RunLock, StateFile, write_json
+from memtop.supervisor.run.record.ledger import open_for_writing
 from memtop.supervisor.run.reports import read_reports, store_owed
 from memtop.supervisor.run.state import rank_reports, run_state
 from memtop.supervisor.run.survival import Survival

@@ -19,15 +19,16 @@ from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.recovery.applying import change_for
 from memtop.supervisor.recovery.forecast import settings_key
 from memtop.supervisor.recovery.policy import SURE, Decision
-from memtop.supervisor.run import autopsy, explain, proposing
-from memtop.supervisor.run.attempt import ExitFile
-from memtop.supervisor.run.autopsy import End
-from memtop.supervisor.run.comeback import NOTICE_SECONDS, WATCHED_NOTICE_SECONDS, Comeback, Waiting, free_bytes
-from memtop.supervisor.run.configurations import Configurations, Record
-from memtop.supervisor.run.folder import StateFile
-from memtop.supervisor.run.ledger import Attempt
-from memtop.supervisor.run.stall import StallWatch
-from memtop.supervisor.run.witness import Witness
+from memtop.supervisor.run import explain, proposing
+from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, WATCHED_NOTICE_SECONDS, Comeback, Waiting, free_bytes
+from memtop.supervisor.run.post_mortem import examine as autopsy
+from memtop.supervisor.run.post_mortem.evidence import Witness
+from memtop.supervisor.run.post_mortem.examine import End
+from memtop.supervisor.run.post_mortem.stall import StallWatch
+from memtop.supervisor.run.processes.attempt import ExitFile
+from memtop.supervisor.run.record.configurations import Configurations, Record
+from memtop.supervisor.run.record.folder import StateFile
+from memtop.supervisor.run.record.ledger import Attempt
 from memtop.supervisor.wire import Change, Proposal
 
 if TYPE_CHECKING:

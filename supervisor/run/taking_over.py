@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.attempt import RunningAttempt
-from memtop.supervisor.run.folder import StateFile
-from memtop.supervisor.run.launch import was_begun
-from memtop.supervisor.run.ledger import Attempt
+from memtop.supervisor.run.processes.attempt import RunningAttempt
+from memtop.supervisor.run.processes.launch import was_begun
+from memtop.supervisor.run.record.folder import StateFile
+from memtop.supervisor.run.record.ledger import Attempt
 from memtop.supervisor.run.reports import read_reports
 from memtop.supervisor.wire import Change, Phase
 

@@ -18,7 +18,7 @@ from memtop.supervisor.monitor.vram import RankUse, VramParts, placed, ranks_on,
 from memtop.supervisor.recovery.danger import DangerWatch
 from memtop.supervisor.recovery.leaks import OF_HOST_MEMORY, Leak, Pool, swap_trend, trends
 from memtop.supervisor.recovery.trend import BY_SECOND, BY_UPDATE, Growth, Sustained
-from memtop.supervisor.run.witness import address_room
+from memtop.supervisor.run.post_mortem.evidence import address_room
 from memtop.supervisor.wire import Trend
 
 _HOST = "host"

@@ -22,7 +22,7 @@ from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.recovery.growth import Update, measured, verdict
 from memtop.supervisor.run.change import LIVE_FIELDS, live_values
-from memtop.supervisor.run.configurations import same
+from memtop.supervisor.run.record.configurations import same
 from memtop.supervisor.run.trying import come_back_with, proposed, put_back, title_of, why_not
 from memtop.supervisor.wire import Change, Phase, Trial
 

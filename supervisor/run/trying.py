@@ -14,7 +14,7 @@ from memtop.supervisor.recovery import growth
 from memtop.supervisor.recovery.applying import change_for
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.configurations import same
+from memtop.supervisor.run.record.configurations import same
 from memtop.supervisor.wire import Change
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from memtop.supervisor.errors import MemtopError, RefusedError, UsageError
 from memtop.supervisor.monitor.host import HostReader
 from memtop.supervisor.recovery.bottleneck import Measured, advise
 from memtop.supervisor.recovery.trend import Sustained
-from memtop.supervisor.run.client import ask
-from memtop.supervisor.run.folder import find_run
-from memtop.supervisor.run.ledger import Ledger
-from memtop.supervisor.run.view import read_state
+from memtop.supervisor.run.clients.client import ask
+from memtop.supervisor.run.record.folder import find_run
+from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.record.view import read_state
 from memtop.supervisor.wire import Change, Try
 from tests.conftest import Runs
 from tests.groups import MemoryGroup, memory_group

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from memtop.supervisor.monitor.host import read_host
-from memtop.supervisor.run.folder import find_run
-from memtop.supervisor.run.ledger import Ledger
-from memtop.supervisor.run.view import read_state
+from memtop.supervisor.run.record.folder import find_run
+from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.record.view import read_state
 from memtop.supervisor.wire import Event, RunState, Trend
 from tests.conftest import Runs
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from memtop.supervisor.run.folder import find_run
-from memtop.supervisor.run.ledger import Ledger
+from memtop.supervisor.run.record.folder import find_run
+from memtop.supervisor.run.record.ledger import Ledger
 from tests.conftest import Runs
 from tests.groups import MemoryGroup, memory_group
 from tests.recovery.injected import LEAK, TINY, inject

@@ -13,11 +13,12 @@ import pytest
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
-from memtop.supervisor.run import autopsy, witness
-from memtop.supervisor.run.autopsy import End, evidence_of, examine
-from memtop.supervisor.run.kills import RELATED_SECONDS
-from memtop.supervisor.run.ledger import Ledger
-from memtop.supervisor.run.witness import Witness
+from memtop.supervisor.run.post_mortem import evidence as witness
+from memtop.supervisor.run.post_mortem import examine as autopsy
+from memtop.supervisor.run.post_mortem.evidence import Witness
+from memtop.supervisor.run.post_mortem.examine import End, evidence_of, examine
+from memtop.supervisor.run.post_mortem.oom_kills import RELATED_SECONDS
+from memtop.supervisor.run.record.ledger import Ledger
 from tests.conftest import Runs
 
 LOGITS = 8 * 252 * 40960 * 4
@@ -169,7 +170,7 @@ def test_only_a_kill_near_the_end_is_evidence_of_it(folder: Path, monkeypatch: p
 _BROKEN = """
 import sys
 if "memtop.supervisor" in sys.orig_argv:
-    from memtop.supervisor.run import autopsy
+    from memtop.supervisor.run.post_mortem import examine as autopsy
     def broken(*_):
         raise ValueError("no such shape")
     autopsy.diagnose_file = broken

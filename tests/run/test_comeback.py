@@ -9,7 +9,14 @@ import pytest
 
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 from memtop.supervisor.recovery.values import Forecast
-from memtop.supervisor.run.comeback import DISK_SECONDS, NOTICE_SECONDS, VRAM_SECONDS, WATCHED_NOTICE_SECONDS, Comeback, Waiting
+from memtop.supervisor.run.pending_restart import (
+    DISK_SECONDS,
+    NOTICE_SECONDS,
+    VRAM_SECONDS,
+    WATCHED_NOTICE_SECONDS,
+    Comeback,
+    Waiting,
+)
 from memtop.supervisor.wire import Change
 
 GIB = 1 << 30

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
-from memtop.supervisor.run.going_back import gone_back, hold, let_go, state_at
 from memtop.supervisor.run.lifecycle import Lifecycle
-from memtop.supervisor.run.manifest import newest_checkpoint
+from memtop.supervisor.run.record.checkpoints import newest_checkpoint
+from memtop.supervisor.run.record.rollback import gone_back, hold, let_go, state_at
 from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.wire import Change, Phase
 from tests.run.test_pieces import SETTINGS, Clock, supervisor_at_update

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot, MigInstance
-from memtop.supervisor.run.gpu_base import GpuBase, RankReport
+from memtop.supervisor.run.processes.gpu_base import GpuBase, RankReport
 from memtop.supervisor.run.progress import Progress
 
 GIB = 1024**3

@@ -24,22 +24,32 @@ import pytest
 
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.errors import RunFolderError, UsageError
-from memtop.supervisor.run import explain, shim
-from memtop.supervisor.run.attempt import ExitFile, RunningAttempt, StopLadder, Waits
+from memtop.supervisor.run import explain
+from memtop.supervisor.run.clients.publish import Publisher
+from memtop.supervisor.run.clients.server import ControlServer, socket_path
 from memtop.supervisor.run.commands import Commands
-from memtop.supervisor.run.control import ControlServer, socket_path
 from memtop.supervisor.run.ending import finish
-from memtop.supervisor.run.folder import RunFolder, RunLock, RunSpec, StateFile, create_run, find_run, list_runs, write_json
-from memtop.supervisor.run.journal import Journal
-from memtop.supervisor.run.launch import allocator_environment
-from memtop.supervisor.run.ledger import Ledger
 from memtop.supervisor.run.lifecycle import Lifecycle
-from memtop.supervisor.run.manifest import newest_checkpoint, read_checkpoint
+from memtop.supervisor.run.processes import shim
+from memtop.supervisor.run.processes.attempt import ExitFile, RunningAttempt, StopLadder, Waits
+from memtop.supervisor.run.processes.launch import allocator_environment
 from memtop.supervisor.run.progress import Progress
-from memtop.supervisor.run.publish import Publisher
+from memtop.supervisor.run.record.checkpoints import newest_checkpoint, read_checkpoint
+from memtop.supervisor.run.record.folder import (
+    RunFolder,
+    RunLock,
+    RunSpec,
+    StateFile,
+    create_run,
+    find_run,
+    list_runs,
+    write_json,
+)
+from memtop.supervisor.run.record.journal import Journal
+from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.record.view import known_runs, read_run, read_state, show
 from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.run.taking_over import take_over
-from memtop.supervisor.run.view import known_runs, read_run, read_state, show
 from memtop.supervisor.wire import Change, Checkpoint, Event, Outcome, Phase, Restart
 
 SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
@@ -737,7 +747,7 @@ def test_a_file_system_without_locks_is_one_line(tmp_path: Path, monkeypatch: py
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("memtop.supervisor.run.folder.fcntl.flock", refuse)
+    monkeypatch.setattr("memtop.supervisor.run.record.folder.fcntl.flock", refuse)
     lock = RunLock(folder)
     with pytest.raises(RunFolderError, match=r"lock: cannot be locked: No locks available; choose a local --runs-dir"):
         lock.acquire()

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from memtop.supervisor.run.ledger import Ledger
-from memtop.supervisor.run.witness import Witness, address_space
+from memtop.supervisor.run.post_mortem.evidence import Witness, address_space
+from memtop.supervisor.run.record.ledger import Ledger
 from tests.conftest import Runs
 
 LIMIT_KIB = 2 << 20

@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from memtop.presets import load_presets, load_recipes, resolve
+from memtop.supervisor.run.post_mortem.stall import ASIDE_SECONDS, FIRST_SECONDS, MOST_SECONDS, SECONDS, StallWatch
 from memtop.supervisor.run.progress import Progress
-from memtop.supervisor.run.stall import ASIDE_SECONDS, FIRST_SECONDS, MOST_SECONDS, SECONDS, StallWatch
 from tests.run.test_pieces import supervisor_at_update
 
 

@@ -17,9 +17,9 @@ import pytest
 
 from memtop.supervisor.errors import NotRunningError
 from memtop.supervisor.monitor.processes import identify, is_alive, run_processes
-from memtop.supervisor.run.client import AsyncRunClient, ask
-from memtop.supervisor.run.folder import RunFolder, RunSpec, create_run, find_run, move_aside
-from memtop.supervisor.run.view import read_state
+from memtop.supervisor.run.clients.client import AsyncRunClient, ask
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run, find_run, move_aside
+from memtop.supervisor.run.record.view import read_state
 from memtop.supervisor.wire import (
     Answer,
     Change,
@@ -40,8 +40,8 @@ PROGRAM = str(Path(__file__).with_name("program.py"))
 # A supervisor whose stop ladder is climbed in seconds.
 HASTY = """
 import asyncio, pathlib, signal, sys
-from memtop.supervisor.run.attempt import Waits
-from memtop.supervisor.run.folder import RunFolder
+from memtop.supervisor.run.processes.attempt import Waits
+from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.supervisor import Supervisor
 waits = Waits(graceful=1, interrupt=float(sys.argv[2]), terminate=float(sys.argv[3]), kill=5)
 asyncio.run(Supervisor(RunFolder(pathlib.Path(sys.argv[1])), waits=waits).run(None))

@@ -19,21 +19,21 @@ from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.processes import identify
 from memtop.supervisor.recovery.policy import decide
-from memtop.supervisor.run import autopsy
-from memtop.supervisor.run.attempt import ExitFile, ProcessFile
-from memtop.supervisor.run.client import ask
-from memtop.supervisor.run.comeback import Waiting
-from memtop.supervisor.run.configurations import Start
-from memtop.supervisor.run.control import ControlServer
+from memtop.supervisor.run.clients.client import ask
+from memtop.supervisor.run.clients.publish import Publisher
+from memtop.supervisor.run.clients.server import ControlServer
 from memtop.supervisor.run.ending import finish
-from memtop.supervisor.run.folder import RunFolder, RunSpec, StateFile, create_run, write_json
-from memtop.supervisor.run.ledger import Ledger
+from memtop.supervisor.run.pending_restart import Waiting
+from memtop.supervisor.run.post_mortem import examine as autopsy
+from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile
 from memtop.supervisor.run.proposing import tried
-from memtop.supervisor.run.publish import Publisher
+from memtop.supervisor.run.record.configurations import Start
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
+from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.record.view import known_runs, needs_supervisor, read_state
 from memtop.supervisor.run.reports import read_reports
 from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.run.taking_over import take_over
-from memtop.supervisor.run.view import known_runs, needs_supervisor, read_state
 from memtop.supervisor.wire import Change, Phase, RunState, Stop
 from tests.conftest import Runs
 from tests.run.test_deaths import FRAGMENTED
@@ -48,7 +48,7 @@ MIB = 1 << 20
 # Dies where the first state.json of an attempt would be written.
 KILLED = """
 import asyncio, os, pathlib, signal, sys
-from memtop.supervisor.run.folder import RunFolder
+from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.supervisor import Supervisor
 
 class Killed(Supervisor):

@@ -14,10 +14,10 @@ import pytest
 
 from memtop.supervisor.monitor.history import HOST, History
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
-from memtop.supervisor.run import tiers
-from memtop.supervisor.run.control import ControlServer
-from memtop.supervisor.run.ledger import Ledger
-from memtop.supervisor.run.publish import Publisher
+from memtop.supervisor.run.clients.publish import Publisher
+from memtop.supervisor.run.clients.server import ControlServer
+from memtop.supervisor.run.record import tiers
+from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.wire import Event, HistoryRows, Phase, RunState
 
 DAY = 86_400

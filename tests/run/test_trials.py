@@ -16,8 +16,8 @@ from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.recovery.values import Forecast
-from memtop.supervisor.run.comeback import NOTICE_SECONDS, Comeback, Waiting
 from memtop.supervisor.run.lifecycle import Lifecycle
+from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, Comeback, Waiting
 from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.wire import Change, Phase, Proposal, Trial
 from tests.run.test_pieces import SETTINGS, Clock, supervisor_at_update

@@ -10,10 +10,10 @@ import pytest
 
 from memtop.supervisor.monitor.cgroup import KillCount, kill_counts
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
-from memtop.supervisor.run import witness
-from memtop.supervisor.run.folder import write_json
-from memtop.supervisor.run.kernel_log import kernel_lines
-from memtop.supervisor.run.witness import Baseline, Witness, gpus_without
+from memtop.supervisor.run.post_mortem import evidence as witness
+from memtop.supervisor.run.post_mortem.evidence import Baseline, Witness, gpus_without
+from memtop.supervisor.run.post_mortem.kernel_log import kernel_lines
+from memtop.supervisor.run.record.folder import write_json
 
 
 @pytest.fixture

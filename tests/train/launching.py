@@ -14,7 +14,7 @@ from torch.utils.cpp_extension import get_default_build_root
 
 from memtop.presets import Settings
 from memtop.presets.schema import Zero
-from memtop.supervisor.run.launch import launcher
+from memtop.supervisor.run.processes.launch import launcher
 
 # Another cache for memtop's own files must not make DeepSpeed compile its parts again, for minutes, in every test.
 COMPILED = os.environ.get("TORCH_EXTENSIONS_DIR") or str(

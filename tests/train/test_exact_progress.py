@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from memtop.presets import Settings
-from memtop.supervisor.run.launch import launcher
+from memtop.supervisor.run.processes.launch import launcher
 from memtop.train.corpus import ByteTokens
 from memtop.train.data import open_data
 from memtop.train.manifest import Cut, newest_complete

@@ -19,7 +19,7 @@ import pytest
 
 from memtop.presets import Settings
 from memtop.supervisor.run.explain import first_dead_rank, outcome
-from memtop.supervisor.run.launch import launcher
+from memtop.supervisor.run.processes.launch import launcher
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.wire import Phase
 from tests.train.support import edited

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from memtop.presets import Settings
-from memtop.supervisor.run.launch import launcher
+from memtop.supervisor.run.processes.launch import launcher
 from memtop.train import checkpoint, shards
 from memtop.train.manifest import newest_update, read_manifest
 from memtop.train.room import Room

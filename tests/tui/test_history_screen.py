@@ -8,8 +8,8 @@ from pathlib import Path
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.history import Bucket, History
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
-from memtop.supervisor.run.folder import create_run
-from memtop.supervisor.run.ledger import Ledger
+from memtop.supervisor.run.record.folder import create_run
+from memtop.supervisor.run.record.ledger import Ledger
 from memtop.tui.draw.history import Curve, View, draw, reading
 from memtop.tui.draw.line import plain
 from memtop.tui.screens.history import HistoryScreen

@@ -12,8 +12,8 @@ import pytest
 
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import GpuDetails, MachineSnapshot
+from memtop.supervisor.run.clients.server import Peer
 from memtop.supervisor.run.commands import Commands
-from memtop.supervisor.run.control import Peer
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.units import GIB

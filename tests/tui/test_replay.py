@@ -12,9 +12,9 @@ import pytest
 from memtop.supervisor import wire
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
-from memtop.supervisor.run.configurations import Record
-from memtop.supervisor.run.folder import RunFolder, StateFile, create_run, write_json
-from memtop.supervisor.run.ledger import Ledger
+from memtop.supervisor.run.record.configurations import Record
+from memtop.supervisor.run.record.folder import RunFolder, StateFile, create_run, write_json
+from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.wire import Event, Phase
 from memtop.tui.app import DashboardApp
 from memtop.tui.feed import Disconnected, FeedMessage, Replayed

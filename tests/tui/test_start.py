@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-HEAVY = ("torch", "transformers", "memtop.train", "memtop.supervisor.run.client", "pynvml")
+HEAVY = ("torch", "transformers", "memtop.train", "memtop.supervisor.run.clients.client", "pynvml")
 RARE = ("memtop.tui.screens.kill", "memtop.tui.screens.restart", "memtop.tui.screens.presets", "memtop.tui.screens.help")
 
 

@@ -239,8 +239,8 @@ def _stored(
     folder: Path, zoom: int, span: tuple[float, float] | None
 ) -> tuple[tuple[float, float] | None, dict[str, str], _Series]:
     """Extent, sources and values of the ledger for what is shown. Runs in a thread."""
-    from memtop.supervisor.run.folder import RunFolder
-    from memtop.supervisor.run.view import reading_ledger
+    from memtop.supervisor.run.record.folder import RunFolder
+    from memtop.supervisor.run.record.view import reading_ledger
 
     with reading_ledger(RunFolder(folder)) as ledger:
         if ledger is None:

@@ -15,7 +15,7 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError, UsageError
-from memtop.supervisor.run.comeback import Waiting
+from memtop.supervisor.run.pending_restart import Waiting
 from memtop.supervisor.wire import Change, RunState
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.monitor.history import Bucket
 from memtop.supervisor.monitor.values import MachineSnapshot
-from memtop.supervisor.run import configurations, tiers
+from memtop.supervisor.run.record import configurations, tiers
 from memtop.supervisor.wire import Event, Metric
 
 _SCHEMA = """

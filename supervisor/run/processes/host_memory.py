@@ -126,7 +126,7 @@ def _is_launcher(pid: int, proc_root: Path) -> bool:
 
 
 def _is_shim(pid: int, proc_root: Path) -> bool:
-    return any(word.endswith("supervisor/run/shim.py") for word in _command(pid, proc_root)[:4])
+    return any(word.endswith("supervisor/run/processes/shim.py") for word in _command(pid, proc_root)[:4])
 
 
 def _command(pid: int, proc_root: Path) -> list[str]:

@@ -12,8 +12,8 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
-from memtop.supervisor.run.error_files import error_file_environment
-from memtop.supervisor.run.folder import RunFolder, RunSpec, write_json
+from memtop.supervisor.run.post_mortem.error_files import error_file_environment
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 # On PYTHONPATH, its sitecustomize brings the agent into the training process. A path, not an import: the supervisor

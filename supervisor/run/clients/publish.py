@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from memtop.supervisor.monitor.values import MachineSnapshot
-from memtop.supervisor.run.control import ControlServer, Peer
-from memtop.supervisor.run.ledger import Ledger
+from memtop.supervisor.run.clients.server import ControlServer, Peer
+from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.wire import (
     Configuration,
     ConfigurationRows,

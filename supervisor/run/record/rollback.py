@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from memtop.supervisor.errors import RunFolderError, UsageError
-from memtop.supervisor.run.manifest import kept_states, read_checkpoint
+from memtop.supervisor.run.record.checkpoints import kept_states, read_checkpoint
 from memtop.supervisor.wire import Checkpoint
 
 # What file systems say that have no hard links, or none across their parts.

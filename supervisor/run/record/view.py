@@ -15,11 +15,11 @@ import msgspec
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, boot_time
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt
-from memtop.supervisor.run.attempt import ExitFile, ProcessFile, RunningAttempt
-from memtop.supervisor.run.folder import RunFolder, RunLock, RunSpec, StateFile, read_json
-from memtop.supervisor.run.ledger import Attempt, Ledger
-from memtop.supervisor.run.manifest import newest_checkpoint
-from memtop.supervisor.run.process import RANKS_FILE, ProcessId, RanksFile, alive
+from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile, RunningAttempt
+from memtop.supervisor.run.processes.process import RANKS_FILE, ProcessId, RanksFile, alive
+from memtop.supervisor.run.record.checkpoints import newest_checkpoint
+from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, read_json
+from memtop.supervisor.run.record.ledger import Attempt, Ledger
 from memtop.supervisor.wire import Configuration, Event, Metric, Phase, RunState
 
 # The shim writes its process file as soon as the program stands.

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from memtop.supervisor.run.folder import RunFolder, read_json
-from memtop.supervisor.run.journal import Journal, find_journals
-from memtop.supervisor.run.process import ProcessId, alive, identify, members, reap_children, send
+from memtop.supervisor.run.processes.process import ProcessId, alive, identify, members, reap_children, send
+from memtop.supervisor.run.record.folder import RunFolder, read_json
+from memtop.supervisor.run.record.journal import Journal, find_journals
 
 # An exit file may just be being renamed; and a shim that nobody here has started may not have written itself down yet.
 _GONE_SECONDS, _NEVER_SEEN_SECONDS = 1.0, 5.0

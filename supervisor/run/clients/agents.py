@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from memtop.supervisor.run.control import Peer
+from memtop.supervisor.run.clients.server import Peer
 
 
 class AgentAnswer(msgspec.Struct, frozen=True):

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError, RunFolderError, UsageError
-from memtop.supervisor.run.control import socket_path
-from memtop.supervisor.run.folder import RunFolder, RunLock
-from memtop.supervisor.run.view import needs_supervisor
+from memtop.supervisor.run.clients.server import socket_path
+from memtop.supervisor.run.record.folder import RunFolder, RunLock
+from memtop.supervisor.run.record.view import needs_supervisor
 from memtop.supervisor.wire import Answer, Change, Message, Outcome, Request
 
 _MESSAGE = msgspec.json.Decoder(Message)

@@ -22,7 +22,7 @@ from memtop.supervisor.monitor.processes import (
     run_processes,
     signal_process,
 )
-from memtop.supervisor.run.folder import read_json, write_json
+from memtop.supervisor.run.record.folder import read_json, write_json
 
 RANKS_FILE = "ranks.json"
 _PR_SET_CHILD_SUBREAPER = 36

@@ -17,7 +17,7 @@ from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.wire import Configuration
 
 if TYPE_CHECKING:
-    from memtop.supervisor.run.ledger import Attempt
+    from memtop.supervisor.run.record.ledger import Attempt
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS configurations (number INTEGER PRIMARY KEY, record TEXT NOT NULL);"
 

@@ -1,0 +1,1 @@
+"""The control socket: its server, its clients, and what is published over it."""

@@ -1,0 +1,1 @@
+"""The programs of a run: launching, signalling and measuring them."""

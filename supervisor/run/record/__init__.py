@@ -1,0 +1,1 @@
+"""What a run keeps on disk: its folder, ledger, journals, history and saved states."""
