@@ -65,7 +65,7 @@ def test_the_front_door_has_its_four_links() -> None:
 
 
 def test_no_file_outgrows_its_room() -> None:
-    """About 400 lines is where a file has more than one purpose."""
+    """A file of more than 500 lines usually has more than one purpose."""
     folders = ("memtop", "tui", "supervisor", "train", "presets")
     sizes = {
         str(path.relative_to(ROOT)): len(path.read_text().splitlines())
@@ -74,4 +74,4 @@ def test_no_file_outgrows_its_room() -> None:
         if not any(parent.is_symlink() for parent in path.parents)
     }
     assert sizes
-    assert {path: lines for path, lines in sizes.items() if lines > 450} == {}
+    assert {path: lines for path, lines in sizes.items() if lines > 500} == {}
