@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from memtop.presets import Settings, SettingsError
+from memtop.presets.fields import LIVE
 from memtop.presets.host_memory import HostPlan, host_plan
 from memtop.train import checkpoint
 from memtop.train.channel import Channel
@@ -22,7 +23,7 @@ from memtop.train.feed import Feed, Position
 from memtop.train.gauge import Gauge, open_gauge
 from memtop.train.growth import PATIENCE, SAFE_FRACTION, Growth
 from memtop.train.host import RECORD_EVERY, MemoryRecord, decide
-from memtop.train.live import LIVE, edit_live
+from memtop.train.live import edit_live
 from memtop.train.manifest import Manifest, newest_update
 from memtop.train.model import set_checkpointing
 from memtop.train.order import SampleOrder, Samples, UpdatePlan, sample_digest
