@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memtop.presets import load_presets, load_recipes, resolve
-from memtop.supervisor.recovery.growth import (
+from memtop.supervisor.recovery.batch_trial import (
     Split,
     Update,
-    growth_step,
     larger_splits,
     measured,
+    next_split,
+    refusal,
     spread,
     upper_bound,
     verdict,
-    why_not,
 )
 from memtop.supervisor.recovery.values import Forecast
 
@@ -43,15 +43,15 @@ def stretch(speed: float, noise: float, seed: int, count: int = 20) -> dict[str,
 
 def test_a_step_is_the_largest_within_a_quarter() -> None:
     assert larger_splits(FIRST) == [Split(batch=b, accumulation=a) for b, a in ((10, 4), (20, 2), (40, 1))]
-    step, refused = growth_step(FIRST, small)
+    step, refused = next_split(FIRST, small)
     assert step == Split(batch=10, accumulation=4)
     assert "+150%" in refused[0]
-    step, _ = growth_step(replace(FIRST, batch=20, accumulation=12), small)
+    step, _ = next_split(replace(FIRST, batch=20, accumulation=12), small)
     assert step == Split(batch=24, accumulation=10)
 
 
 def test_what_ran_out_is_not_tried_again() -> None:
-    step, refused = growth_step(FIRST, small, failed={10})
+    step, refused = next_split(FIRST, small, failed={10})
     assert step is None
     assert "B 10 ran out of memory" in refused[0]
 
@@ -60,12 +60,12 @@ def test_one_peak_alone_gives_an_upper_bound() -> None:
     bound = upper_bound(8 * GIB, 8, 10, 16 * GIB)
     assert (bound.peak_bytes, bound.fraction) == (10 * GIB, 0.625)
     assert "at most" in bound.basis
-    assert why_not(FIRST, Split(batch=10, accumulation=4), upper_bound(11 * GIB, 8, 10, 16 * GIB)) is not None
+    assert refusal(FIRST, Split(batch=10, accumulation=4), upper_bound(11 * GIB, 8, 10, 16 * GIB)) is not None
     assert upper_bound(GIB, 8, 10, None).fraction is None
 
 
 def test_a_whole_batch_cannot_grow() -> None:
-    step, refused = growth_step(replace(FIRST, batch=40, accumulation=1), small)
+    step, refused = next_split(replace(FIRST, batch=40, accumulation=1), small)
     assert step is None
     assert "whole effective batch" in refused[0]
 

@@ -1,7 +1,7 @@
-"""Growing the micro-batch: which step may be tried, and whether a trial was worth it. Pure functions.
+"""Rules for trying a larger micro-batch: which split may be tried, and whether a trial was faster. Pure functions.
 
-A growth step is at most a quarter, holds the effective batch exactly, and is forecast below 85 % of the card. It is kept only
-if samples per second rose beyond what chance explains.
+A larger split may be tried if it keeps the effective batch exactly, raises the micro-batch by at most a quarter, and its
+predicted peak is below 85 % of the card. A trial is kept only if samples per second rose by more than chance explains.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from memtop.supervisor.recovery.forecast import foreseen
 from memtop.supervisor.recovery.values import Forecast
 
 LARGEST_STEP = 1.25
-"""The most that the micro-batch grows by at once, as a factor."""
+"""Largest allowed ratio between the new and the present micro-batch."""
 LEAST_GAIN = 0.01
-"""A gain in samples/s below this share is not worth a change."""
+"""Smallest gain in samples/s, as a fraction, for which a change is kept."""
 STANDARD_ERRORS = 2.0
-"""How far the medians must be apart, in standard errors of their difference."""
+"""Required distance between the two medians, in standard errors of their difference."""
 
 ForecastOf = Callable[[int], Forecast | None]
-"""The peak to be expected with a micro-batch; None: nothing measured allows one."""
+"""Predicts the peak memory of a micro-batch; None where no measurement allows a prediction."""
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,20 +36,23 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def larger_splits(settings: Settings) -> list[Split]:
-    """The exact splits with a larger micro-batch, the nearest first."""
+    """The splits with a larger micro-batch and exactly the same effective batch, the smallest first."""
     pairs = exact_splits(settings.effective_batch, settings.world_size)
     return [Split(batch=b, accumulation=a) for b, a in reversed(pairs) if b > settings.batch]
 
 
 def upper_bound(peak_bytes: int, peak_batch: int, batch: int, total_bytes: int | None, others_bytes: int = 0) -> Forecast:
-    """A forecast from one peak alone, too large rather than too small: as if all of it grew with the micro-batch."""
+    """Predict from a single peak. The result is an upper bound: it assumes that all of the peak grows with the batch."""
     most = math.ceil(peak_bytes * batch / peak_batch)
     basis = f"at most: the one peak at B {peak_batch}, as if all of it grew with the batch"
     return foreseen(most, total_bytes, basis, others_bytes)
 
 
-def why_not(settings: Settings, split: Split, forecast: Forecast | None, failed: Collection[int] = ()) -> str | None:
-    """Why this split must not be tried for speed, in one line; None if it may. `failed`: micro-batches that ran out here."""
+def refusal(settings: Settings, split: Split, forecast: Forecast | None, failed: Collection[int] = ()) -> str | None:
+    """Why this split must not be tried for speed, in one line; None if it may be tried.
+
+    `failed`: micro-batches that ran out of memory in this run.
+    """
     title = f"batch {settings.batch} -> {split.batch}"
     effective = split.batch * split.accumulation * settings.world_size
     if effective != settings.effective_batch:
@@ -65,32 +68,27 @@ def why_not(settings: Settings, split: Split, forecast: Forecast | None, failed:
     if split.batch > settings.batch * LARGEST_STEP:
         return f"{title}: a step of {split.batch / settings.batch - 1:+.0%}; at most +25 % is tried at once"
     if forecast is None or forecast.fraction is None:
-        return f"{title}: its peak cannot be predicted yet; grows only what is known to stay below 85 %"
+        return f"{title}: its peak cannot be predicted yet; a batch is tried only if it is known to stay below 85 %"
     return None
 
 
-def growth_step(settings: Settings, forecast: ForecastOf, failed: Collection[int] = ()) -> tuple[Split | None, list[str]]:
-    """The largest step that may be tried, and the reasons against the others, the nearest first."""
+def next_split(settings: Settings, forecast: ForecastOf, failed: Collection[int] = ()) -> tuple[Split | None, list[str]]:
+    """The largest split that may be tried, and the reasons against the others, the smallest first."""
     allowed: Split | None = None
     refused: list[str] = []
     for split in larger_splits(settings):
-        reason = why_not(settings, split, forecast(split.batch), failed)
+        reason = refusal(settings, split, forecast(split.batch), failed)
         if reason is None:
             allowed = split
         elif len(refused) < 2:
             refused.append(reason)
     if not larger_splits(settings):
-        refused.append(f"batch {settings.batch}: it is the whole effective batch of each process already")
+        refused.append(f"batch {settings.batch}: it is already the whole effective batch of each process")
     return allowed, refused
 
 
-def samples_per_second(updates: int, seconds: float, batch: int, accumulation: int, world_size: int) -> float:
-    """The speed that can be compared across splits: updates or micro-steps of different sizes cannot."""
-    return updates * batch * accumulation * world_size / seconds
-
-
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """One update of a trial's stretch. None: not known."""
+    """One measured update. None means not known."""
 
     number: int
     samples: int
@@ -102,7 +100,10 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measured(updates: Sequence[Update]) -> dict[str, float]:
-    """Medians and spreads of a stretch, by the names of `wire.Trial`; what is not known is left out."""
+    """Medians and spreads of consecutive updates, under the names that `wire.Trial` lists. Unknown values are left out.
+
+    Speed is measured in samples/s because it can be compared across splits; updates/s and micro-steps/s cannot.
+    """
     found = {"updates": float(len(updates))}
     speeds = [update.samples / update.seconds for update in updates]
     found["samples_per_second"], found["samples_per_second_spread"] = median(speeds), spread(speeds)
@@ -112,23 +113,24 @@ def measured(updates: Sequence[Update]) -> dict[str, float]:
     for name in ("peak_bytes", "host_bytes", "swap_bytes"):
         values = [value for update in updates if (value := getattr(update, name)) is not None]
         if values:
-            # Of memory the most counts, of the rest what is usual.
+            # Of the peaks the largest counts; of the other values the median.
             found[name] = float(max(values) if name == "peak_bytes" else median(values))
     return found
 
 
 def spread(values: Iterable[float]) -> float:
-    """A standard deviation that a few odd values (a save, an evaluation) do not move: 1.4826 median absolute deviations."""
+    """A standard deviation that ignores a few outliers (a save, an evaluation): 1.4826 median absolute deviations."""
     values = list(values)
     middle = median(values)
     return 1.4826 * median(abs(value - middle) for value in values)
 
 
 def verdict(before: dict[str, float], after: dict[str, float]) -> tuple[bool, str]:
-    """Whether the change is kept, and why.
+    """Whether to keep the change, and why.
 
-    The rule: the median samples/s of the updates after must lie above that of as many updates before by more than two standard
-    errors of the difference (from the spreads; 1.2533 is a median's error against a mean's), and by at least 1 %.
+    The change is kept if the median samples/s after it exceeds the median before it by more than two standard errors of the
+    difference, and by at least 1 %. The error follows from the spreads; the standard error of a median is 1.2533 times that
+    of a mean.
     """
     old, new = before["samples_per_second"], after["samples_per_second"]
     error = 1.2533 * math.sqrt(
