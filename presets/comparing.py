@@ -67,29 +67,27 @@ def describe_split(before: Settings, after: Settings) -> str:
 
 def changes(before: Settings, after: Settings) -> list[str]:
     """What differs, each in a few words, the memory strategy first."""
-    lines = []
     old, new = (f"{s.batch} x {s.accumulation} x {s.world_size}" for s in (before, after))
-    if old != new:
-        lines.append(f"split {old} -> {new}")
-    names = [name for name in differing(before, after) if name not in _NOT_LISTED]
-    strategy = [name for name in names if not FIELDS[name].changes_training]
-    return [*lines, *_changes(strategy, before, after), *_training_changes(before, after)]
+    split = [f"split {old} -> {new}"] if old != new else []
+    return [*split, *_effective(before, after), *_changes(differing(before, after), before, after)]
 
 
 _NOT_LISTED = ("recipe", "preset", "batch", "accumulation", "world_size", "target_samples")
 
 
 def _training_changes(before: Settings, after: Settings) -> list[str]:
-    names = [name for name in differing(before, after) if FIELDS[name].changes_training and name not in _NOT_LISTED]
-    lines = _changes(names, before, after)
-    if before.effective_batch != after.effective_batch:
-        lines.insert(0, f"effective batch {effective_change(before.effective_batch, after.effective_batch)}")
-    return lines
+    names = [name for name in differing(before, after) if FIELDS[name].changes_training]
+    return [*_effective(before, after), *_changes(names, before, after)]
+
+
+def _effective(before: Settings, after: Settings) -> list[str]:
+    old, new = before.effective_batch, after.effective_batch
+    return [] if old == new else [f"effective batch {effective_change(old, new)}"]
 
 
 def _changes(names: Iterable[str], before: Settings, after: Settings) -> list[str]:
-    # The three rows of ZeRO are one word for people.
-    return list(dict.fromkeys(_change(name, before, after, FIELDS[name].label) for name in names))
+    lines = (_change(name, before, after, FIELDS[name].label) for name in names if name not in _NOT_LISTED)
+    return list(dict.fromkeys(lines))  # The rows of ZeRO give the same line.
 
 
 def _change(name: str, before: Settings, after: Settings, label: str | None = None) -> str:
