@@ -19,6 +19,7 @@ from memtop.supervisor.recovery.danger import DangerWatch
 from memtop.supervisor.recovery.leaks import OF_HOST_MEMORY, Leak, Pool, swap_trend, trends
 from memtop.supervisor.recovery.trend import BY_SECOND, BY_UPDATE, Growth, Sustained
 from memtop.supervisor.run.post_mortem.evidence import address_room
+from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import Trend
 
 _HOST = "host"
@@ -75,20 +76,20 @@ class TrendWatch:
 
     # --- what comes in ----------------------------------------------------------------------------------------------------
 
-    def step(self, rank: int, report: Mapping[str, Any]) -> None:
+    def step(self, rank: int, report: Step) -> None:
         """A rank has done an update."""
-        update, time = report.get("update"), report.get("time")
-        if not isinstance(update, int) or time is None:
+        update, time = report.update, report.time
+        if time is None:
             return
         if rank == 0:
             self._update = update
         card = self._cards.get(rank, f"the card of rank {rank}")
-        for kind in ("allocated", "reserved"):
-            self._add(Key(card, kind, f"rank {rank}"), update, time, report.get(f"{kind}_bytes"))
-        if report.get("anonymous_bytes") is not None:
+        self._add(Key(card, "allocated", f"rank {rank}"), update, time, report.allocated_bytes)
+        self._add(Key(card, "reserved", f"rank {rank}"), update, time, report.reserved_bytes)
+        if report.anonymous_bytes is not None:
             self._tells.add(rank)
-            self._add(Key(_HOST, "anonymous", f"rank {rank}"), update, time, report["anonymous_bytes"])
-        reserved, allocated = report.get("reserved_bytes"), report.get("allocated_bytes")
+            self._add(Key(_HOST, "anonymous", f"rank {rank}"), update, time, report.anonymous_bytes)
+        reserved, allocated = report.reserved_bytes, report.allocated_bytes
         if reserved is not None and allocated is not None:
             self._cached[rank] = reserved - allocated
 

@@ -12,6 +12,7 @@ from memtop.supervisor.monitor.vram import RankUse
 from memtop.supervisor.run.trends import Member, TrendWatch, anonymous_bytes
 from tests.conftest import Runs
 from tests.recovery.test_trend_live import events
+from tests.run.reported import reported
 
 GIB, MIB = 1 << 30, 1 << 20
 ME = os.getpid()
@@ -41,7 +42,7 @@ def train(watch: TrendWatch, updates: int, **grows: int) -> list[tuple[str, dict
     told = []
     for update in range(1, updates + 1):
         values = {name: GIB + step * update for name, step in grows.items()}
-        watch.step(0, {"update": update, "time": 1000.0 + update, **values})
+        watch.step(0, reported({"type": "step", "update": update, "time": 1000.0 + update, **values}))
         used = values.get("reserved_bytes")
         gpus = () if used is None else (card(used + GIB),)
         ranks = [RankUse(pid=ME, device_uuid="GPU-a", reserved_bytes=used)]
@@ -110,7 +111,7 @@ def test_a_leak_that_was_none_is_taken_back_once() -> None:
     told = []
     for update in range(1, 800):
         values = {"anonymous_bytes": GIB + MIB * min(update, 150)}
-        watch.step(0, {"update": update, "time": 1000.0 + update, **values})
+        watch.step(0, reported({"type": "step", "update": update, "time": 1000.0 + update, **values}))
         watch.look(1000.0 + update, [RANK])
         told += [message for message, _ in watch.news()]
     assert len(told) == 2
@@ -128,7 +129,7 @@ def fresh_megabyte() -> mmap.mmap:
 def test_a_rank_that_does_not_tell_its_memory_is_read_by_us() -> None:
     watch, kept = TrendWatch(), []
     for update in range(1, 101):
-        watch.step(0, {"update": update, "time": 1000.0 + update})
+        watch.step(0, reported({"type": "step", "update": update, "time": 1000.0 + update}))
         watch.look(1000.0 + update, [RANK])
         kept.append(fresh_megabyte())
     assert [trend.what for trend in watch.trends] == ["anonymous memory of rank 0"]
@@ -139,8 +140,13 @@ def test_a_program_that_counts_from_one_again_begins_anew() -> None:
     watch = TrendWatch()
     for start in (0, 60):
         for update in range(1, 61):
-            report = {"update": update, "time": 1000.0 + start + update, "anonymous_bytes": GIB + MIB * (start + update)}
-            watch.step(0, report)
+            report = {
+                "type": "step",
+                "update": update,
+                "time": 1000.0 + start + update,
+                "anonymous_bytes": GIB + MIB * (start + update),
+            }
+            watch.step(0, reported(report))
             watch.look(1000.0 + start + update, [RANK])
     assert watch.trends == ()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -13,6 +15,7 @@ from memtop.supervisor.recovery.own_program import Seen
 from memtop.supervisor.recovery.policy import Candidate, decide
 from memtop.supervisor.recovery.remedies import HostFacts, remedies
 from memtop.supervisor.run import explain
+from memtop.supervisor.run.reports import Oom
 from memtop.supervisor.wire import Trend
 from tests.recovery.support import FIRST, GIB, S1, climb, died, ids, named, peak
 
@@ -141,5 +144,5 @@ def test_the_parts_of_an_update_add_up() -> None:
         ({"update": 3, "phase": "backward", "batch": 1, "accumulation": 4}, "(rank 0, update 3, in backward with batch 1 x 4)"),
     ],
 )
-def test_what_is_not_known_of_a_failure_is_left_out(report: dict[str, object], words: str) -> None:
-    assert words in explain.oom_text(0, report)
+def test_what_is_not_known_of_a_failure_is_left_out(report: dict[str, Any], words: str) -> None:
+    assert words in explain.oom_text(0, Oom(**report))
