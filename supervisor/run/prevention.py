@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankUse, placed, ranks_on
 from memtop.supervisor.recovery.applying import key
+from memtop.supervisor.recovery.batch_trial import upper_bound
 from memtop.supervisor.recovery.bottleneck import advise
 from memtop.supervisor.recovery.forecast import Line, line_through, peaks_of
-from memtop.supervisor.recovery.growth import upper_bound
 from memtop.supervisor.recovery.leaks import must_act
 from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run.measuring import Measuring

@@ -6,13 +6,13 @@ import pytest
 from msgspec.structs import replace
 
 from memtop.supervisor import wire
-from memtop.tui.draw.gpu import draw_gpu
-from memtop.tui.draw.host import draw_host
-from memtop.tui.draw.line import Line, plain
-from memtop.tui.draw.notice import draw_notice, notice
-from memtop.tui.draw.training import draw_compact_training, draw_events
+from memtop.tui.dashboard.notice import draw_notice, notice
+from memtop.tui.dashboard.training import draw_compact_training, draw_events
 from memtop.tui.feed import Connected, Replayed
 from memtop.tui.keymap import BY_ID, obstacle, offered
+from memtop.tui.line import Line, plain
+from memtop.tui.machine.gpu import draw_gpu
+from memtop.tui.machine.host import draw_host
 from memtop.tui.store import Store, fold
 from tests.tui.dying import CONFIGURATIONS, PROPOSAL, dead
 from tests.tui.support import NOW, RecordingFeed, dashboard, gpu, running, screen_text, settle
