@@ -14,12 +14,13 @@ from msgspec.structs import replace
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankUse, placed, ranks_on
 from memtop.supervisor.recovery.applying import key
+from memtop.supervisor.recovery.batch_trial import upper_bound
 from memtop.supervisor.recovery.bottleneck import advise
 from memtop.supervisor.recovery.forecast import Line, line_through, peaks_of
-from memtop.supervisor.recovery.growth import upper_bound
 from memtop.supervisor.recovery.leaks import must_act
 from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run.measuring import Measuring
+from memtop.supervisor.run.processes.host_memory import anonymous_bytes
 from memtop.supervisor.run.reports import Pressure, Report, SettingsChanged, Step
 from memtop.supervisor.run.trends import Member, TrendWatch
 from memtop.supervisor.run.trials import Trials
@@ -69,7 +70,9 @@ class Prevention:
     def tick(self) -> None:
         """After new reports were read."""
         self._follow_attempt()
-        self._trends.look(time.time(), self._members())
+        if self._trends.wants_reading:
+            members = self._members()
+            self._trends.read(time.time(), members, anonymous_bytes([member.pid for member in members]))
         for message, data in self._trends.news():
             self._supervisor.event("trend", message, data)
         self._act()
@@ -83,7 +86,9 @@ class Prevention:
         ranks = _uses(supervisor)
         gpus = _own_gpus(machine, ranks)
         bases = supervisor.watch.gpu_base_bytes
-        for line in self._trends.sample(machine, self._members(), ranks, bases, loading=self._is_loading()):
+        for line in self._trends.sample(
+            machine, self._members(), ranks, bases, supervisor.watch.reading, loading=self._is_loading()
+        ):
             supervisor.event("danger", line)
         self._measuring.sample(machine, gpus)
         self._samples += 1

@@ -1,6 +1,6 @@
 """Tries a change for speed: measures a stretch of updates, changes, measures as many again, keeps the change or undoes it.
 
-What is tried and when it is kept is decided in `recovery/growth.py`. A trial is remembered as events of the kind `trial`, each
+What may be tried is decided in `recovery/batch_trial.py`. A trial is remembered as events of the kind `trial`, each
 with the whole trial in it: a supervisor that takes over in the middle of one undoes it.
 
 From the change on, until it is kept, the run's settings are not proven. `before` has those that are: whatever starts meanwhile
@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.errors import MemtopError, UsageError
-from memtop.supervisor.recovery.growth import Update, measured, verdict
+from memtop.supervisor.recovery.batch_trial import Update, measured, verdict
 from memtop.supervisor.run.change import LIVE_FIELDS, live_values
 from memtop.supervisor.run.record.configurations import same
 from memtop.supervisor.run.reports import Oom, Report, SettingsChanged, Step
