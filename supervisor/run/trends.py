@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from memtop.supervisor.monitor.history import gpu_key
-from memtop.supervisor.monitor.processes import PROC
+from memtop.supervisor.monitor.processes.proc import PROC
 from memtop.supervisor.monitor.values import Band, HostSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankUse, VramParts, placed, ranks_on, vram_parts
 from memtop.supervisor.recovery.danger import DangerWatch
