@@ -36,7 +36,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 _LONG = (
     "tests/test_survival.py",
     "tests/recovery/test_trend_live.py",
-    "tests/recovery/test_growth_live.py",
+    "tests/recovery/test_trial_live.py",
     "tests/train/test_survive_processes.py",
     "tests/train/test_portable_state.py",
     "tests/test_end_to_end.py",

@@ -33,7 +33,7 @@ from memtop.tui.demo_machine import (
     wave,
 )
 from memtop.tui.feed import Connected, FeedMessage, LogLines
-from memtop.tui.hands import Told
+from memtop.tui.processes.actions import Told
 
 GIB = units.GIB
 START = 1_760_000_000.0

@@ -63,9 +63,9 @@ def edited_live(
 ) -> Settings | None:
     """The same for a run in progress, counted from where it will have stopped: after one more update."""
     step = progress.step
-    if settings is None or not isinstance(step.get("update"), int):
+    if settings is None or step is None:
         return edited(settings, change, checkpoint, rows)
-    update, seen = step["update"] + 1, (step.get("samples_seen") or 0) + settings.effective_batch
+    update, seen = step.update + 1, (step.samples_seen or 0) + settings.effective_batch
     if change.max_updates is not None and 0 < change.max_updates < update:
         raise UsageError(f"max_updates {change.max_updates}: the run will have done {update} when it stops; give more")
     return edited(settings, change, Checkpoint(path="", updates=update, samples_seen=seen, complete=True), rows)

@@ -25,6 +25,7 @@ from memtop.supervisor.run.clients.publish import Publisher
 from memtop.supervisor.run.clients.server import ControlServer, Peer, socket_path
 from memtop.supervisor.run.commands import Commands
 from memtop.supervisor.run.ending import finish
+from memtop.supervisor.run.intake import read_reports, store_owed
 from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.prevention import Prevention
@@ -37,7 +38,6 @@ from memtop.supervisor.run.record.checkpoints import newest_checkpoint
 from memtop.supervisor.run.record.configurations import Record
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, StateFile, write_json
 from memtop.supervisor.run.record.ledger import open_for_writing
-from memtop.supervisor.run.reports import read_reports, store_owed
 from memtop.supervisor.run.state import rank_reports, run_state
 from memtop.supervisor.run.survival import Survival
 from memtop.supervisor.run.taking_over import take_over
@@ -215,7 +215,7 @@ class Supervisor:
         self.started, self.ended, self.exit_status = started, None, None
         self.pending, self.ladder, self.adopted = None, None, False
         self.agents.reset()
-        self.progress = Progress(self.progress.best_loss)
+        self.progress = Progress(best_loss=self.progress.best_loss)
         if start is not None:
             self.publisher.take_back_from(start + 1)
         self.attempt, self._owed = RunningAttempt(self.folder, number, shim), {}
@@ -231,7 +231,7 @@ class Supervisor:
         """What is lost of the attempt before; of a program that memtop does not know, or gone back on purpose, nothing is."""
         if self.settings is None or change.state_before is not None:
             return None
-        return explain.done_again(self.progress.step.get("update"), checkpoint)
+        return explain.done_again(self.progress.update, checkpoint)
 
     def foreseen(self, change: Change) -> Settings | None:
         """The settings that a change asked for now will give; UsageError if it cannot be."""
@@ -303,7 +303,7 @@ class Supervisor:
         assert self.attempt is not None
         # Whoever was asked to finish an update is given the time that its updates take, and its saves. Our own trainer does the
         # same on a signal, unless it stands still.
-        update = self.progress.step.get("step_seconds") or 0.0
+        update = self.progress.step_seconds or 0.0
         saves = self.settings is not None and self.survival.stalled is None
         self.ladder = StopLadder(
             self.attempt,

@@ -109,7 +109,7 @@ def start_first_run(runs: Runs) -> None:
     advised(runs, "compute")
 
 
-def test_a_growth_step_is_tried_measured_and_kept_or_undone(runs: Runs) -> None:
+def test_a_next_split_is_tried_measured_and_kept_or_undone(runs: Runs) -> None:
     start_first_run(runs)
     document = json.loads(runs.memtop("advise", "a", "--json").stdout)
     (proposal,) = [remedy for remedy in document["proposals"] if remedy["id"] == "larger_batch"]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
 
 import msgspec
@@ -23,6 +23,7 @@ from memtop.supervisor.run.clients.client import ask
 from memtop.supervisor.run.clients.publish import Publisher
 from memtop.supervisor.run.clients.server import ControlServer
 from memtop.supervisor.run.ending import finish
+from memtop.supervisor.run.intake import read_reports
 from memtop.supervisor.run.pending_restart import Waiting
 from memtop.supervisor.run.post_mortem import examine as autopsy
 from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile
@@ -31,11 +32,12 @@ from memtop.supervisor.run.record.configurations import Start
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.view import known_runs, needs_supervisor, read_state
-from memtop.supervisor.run.reports import read_reports
+from memtop.supervisor.run.reports import Step
 from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.run.taking_over import take_over
 from memtop.supervisor.wire import Change, Phase, RunState, Stop
 from tests.conftest import Runs
+from tests.run.reported import reported
 from tests.run.test_deaths import FRAGMENTED
 
 SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
@@ -214,7 +216,7 @@ def test_what_a_supervisor_had_only_read_is_concluded_by_the_next(tmp_path: Path
     folder = make_run(tmp_path)
     ledger = Ledger(folder.ledger_path)
     ledger.add_attempt(1, "start", SETTINGS, 9.0)
-    ledger.add_reports(1, 0, [STEP], tell(folder, 1, HELLO, PLAN, OOM, SPLIT, STEP))
+    ledger.add_reports(1, 0, [cast(Step, reported(STEP))], tell(folder, 1, HELLO, PLAN, OOM, SPLIT, STEP))
     ledger.close()
     for _ in range(2):  # the second finds all of it done
         supervisor = next_supervisor(folder)
@@ -394,7 +396,7 @@ def test_a_full_disk_hides_nothing_of_what_the_program_says(tmp_path: Path) -> N
     size = tell(supervisor.folder, 1, PLAN, OOM, SPLIT, STEP, end)
     read_reports(supervisor, to_the_end=True)
     assert supervisor.progress.end is not None
-    assert supervisor.progress.end["message"] == "no room"
+    assert supervisor.progress.end.message == "no room"
     assert supervisor.settings == HALF
     assert supervisor.ledger.metrics() == []
     assert [event.kind for event in supervisor.ledger.events()] == ["adopted"]

@@ -20,6 +20,7 @@ from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, Comeback, Waiting
 from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.wire import Change, Phase, Proposal, Trial
+from tests.run.reported import reported
 from tests.run.test_pieces import SETTINGS, Clock, supervisor_at_update
 
 # The same effective batch in smaller pieces.
@@ -140,8 +141,8 @@ async def test_an_edit_of_a_person_ends_a_trial(tmp_path: Path) -> None:
     assert trials.running
     edited = {"batch": SETTINGS.batch, "accumulation": SETTINGS.accumulation, "workers": 3}
     report = {"type": "settings", "update": 8, "reason": "asked", "changes": edited}
-    supervisor.survival.report(0, report)
-    supervisor.prevention.report(0, report)
+    supervisor.survival.report(0, reported(report))
+    supervisor.prevention.report(0, reported(report))
     assert trials.before is None
     assert trials._task is not None
     trials._task.cancel()
@@ -174,7 +175,7 @@ async def test_a_change_just_after_the_program_took_it_back_starts_from_the_sett
     assert supervisor.foreseen(Change()) == SETTINGS
     report = {"type": "settings", "update": 8, "reason": "asked"}
     changes = {"batch": SETTINGS.batch, "accumulation": SETTINGS.accumulation}
-    supervisor.survival.report(0, {**report, "changes": changes})
+    supervisor.survival.report(0, reported({**report, "changes": changes}))
     assert (await trials.finished()).state == "undone"
     assert supervisor.foreseen(Change()) == SETTINGS
 
@@ -215,9 +216,13 @@ async def test_whatever_ends_the_task_is_told(tmp_path: Path) -> None:
 
 
 def at_its_end(supervisor: Supervisor, how: str) -> None:
-    supervisor.progress.apply(0, {"type": "plan", "total_updates": 7 if how == "last update" else 1000})
+    supervisor.progress = supervisor.progress.after(
+        0, reported({"type": "plan", "total_updates": 7 if how == "last update" else 1000})
+    )
     if how == "waits for room":
-        supervisor.progress.apply(0, {"type": "save_failed", "update": 7, "message": "no room", "waiting": True})
+        supervisor.progress = supervisor.progress.after(
+            0, reported({"type": "save_failed", "update": 7, "message": "no room", "waiting": True})
+        )
 
 
 @pytest.mark.parametrize("how", ["waits for room", "last update"])

@@ -8,14 +8,14 @@ from textual.widgets import Button, DataTable, Input, Select
 from memtop.presets import edit_settings, load_presets, load_recipes, resolve
 from memtop.supervisor import wire
 from memtop.supervisor.wire import Change, CheckpointNow, FreeCache, Restart, Stop
+from memtop.tui.dashboard.action_bar import ActionButton
+from memtop.tui.dialog import ConfirmDialog
+from memtop.tui.help import HelpDialog
 from memtop.tui.keymap import ACTIONS, BAR
-from memtop.tui.screens.dialog import ConfirmDialog
-from memtop.tui.screens.help import HelpDialog
-from memtop.tui.screens.kill import KillDialog, TickList
-from memtop.tui.screens.presets import PresetDialog
-from memtop.tui.screens.processes import ProcessesScreen
-from memtop.tui.screens.restart import RestartDialog
-from memtop.tui.widgets.action_bar import ActionButton
+from memtop.tui.presets import PresetDialog
+from memtop.tui.processes.kill import KillDialog, TickList
+from memtop.tui.processes.screen import ProcessesScreen
+from memtop.tui.restart import RestartDialog
 from tests.tui.support import SETTINGS, RecordingFeed, RecordingHands, dashboard, gpu, process, running, screen_text, settle
 
 SIZE = (120, 40)

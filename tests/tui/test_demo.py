@@ -9,9 +9,9 @@ import pytest
 from memtop.supervisor import wire
 from memtop.supervisor.wire import Phase
 from memtop.tui.app import DashboardApp
+from memtop.tui.dashboard.notice import notice
 from memtop.tui.demo import DEMO_SETTINGS, DemoFeed
-from memtop.tui.draw.notice import notice
-from memtop.tui.screens.oom import OomCard
+from memtop.tui.recovery import OomCard
 from memtop.tui.store import Store, fold
 from tests.tui.support import screen_text, settle
 

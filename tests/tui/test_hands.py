@@ -12,7 +12,7 @@ import pytest
 
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.processes.proc import identify
-from memtop.tui.hands import RealHands, Told, beside
+from memtop.tui.processes.actions import RealHands, Told, beside
 from tests.tui.support import gpu, machine, process
 
 WAITING = "import sys; print('up', flush=True); sys.stdin.read()"

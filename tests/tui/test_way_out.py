@@ -12,17 +12,17 @@ from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.values import Forecast, Remedy
 from memtop.supervisor.wire import Change, Restart, Stop
+from memtop.tui import recovery as oom
 from memtop.tui.app import DashboardApp
-from memtop.tui.draw.line import plain
-from memtop.tui.draw.oom import memory_lines, outlook
-from memtop.tui.draw.remedies import predicted_line, remedy_lines
+from memtop.tui.block_list import BlockList
+from memtop.tui.dialog import ConfirmDialog
 from memtop.tui.feed import Disconnected
-from memtop.tui.screens import oom
-from memtop.tui.screens.dialog import ConfirmDialog
-from memtop.tui.screens.oom import OomCard
-from memtop.tui.screens.processes import ProcessesScreen
+from memtop.tui.line import plain
+from memtop.tui.processes.screen import ProcessesScreen
+from memtop.tui.recovery import OomCard
+from memtop.tui.recovery_drawing import memory_lines, outlook
+from memtop.tui.remedies import predicted_line, remedy_lines
 from memtop.tui.store import Store, fold
-from memtop.tui.widgets.block_list import BlockList
 from tests.tui.dying import ALLOCATOR, BY_HAND, DIAGNOSIS, PROPOSAL, SHORTER, SMALLER, dead
 from tests.tui.support import GIB, HOST, NOW, RecordingFeed, dashboard, gpu, machine, running, screen_text, settle
 
