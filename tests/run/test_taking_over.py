@@ -17,7 +17,7 @@ import pytest
 
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
-from memtop.supervisor.monitor.processes import identify
+from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.recovery.policy import decide
 from memtop.supervisor.run.clients.client import ask
 from memtop.supervisor.run.clients.publish import Publisher
