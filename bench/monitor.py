@@ -307,8 +307,8 @@ def simulate_day() -> None:
     from memtop.supervisor.monitor.history import History
     from memtop.supervisor.monitor.nvml import NvmlReader
     from memtop.supervisor.monitor.sampler import Sampler
+    from memtop.tui.processes.trails import Trails
     from memtop.tui.store import Store, fold
-    from memtop.tui.trails import Trails
 
     now = [0.0]
     sampler = Sampler(nvml=NvmlReader(monotonic=lambda: now[0]), clock=lambda: 1e9 + now[0], monotonic=lambda: now[0])

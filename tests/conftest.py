@@ -18,7 +18,9 @@ import msgspec
 import pytest
 
 from memtop import looking
-from memtop.supervisor.monitor.processes import SignalRefused, identify, run_processes, signal_process
+from memtop.supervisor.monitor.processes.proc import identify
+from memtop.supervisor.monitor.processes.signals import SignalRefused, signal_process
+from memtop.supervisor.monitor.processes.table import run_processes
 from memtop.supervisor.run.record.folder import find_run
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -34,7 +36,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 _LONG = (
     "tests/test_survival.py",
     "tests/recovery/test_trend_live.py",
-    "tests/recovery/test_growth_live.py",
+    "tests/recovery/test_trial_live.py",
     "tests/train/test_survive_processes.py",
     "tests/train/test_portable_state.py",
     "tests/test_end_to_end.py",
@@ -110,7 +112,7 @@ class Runs:
         for state_path in self.path.glob("*/state.json"):
             state = json.loads(state_path.read_text())
             supervisor = state["run"]["supervisor_pid"]
-            doomed = [process.identity for process in run_processes(str(state_path.parent))]
+            doomed = run_processes(str(state_path.parent))
             found = identify(supervisor) if supervisor else None
             if found is not None and found.started_ticks == state["supervisor_started_ticks"]:
                 doomed.insert(0, found)

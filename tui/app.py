@@ -18,9 +18,9 @@ from textual.theme import BUILTIN_THEMES, Theme
 
 from memtop.tui.ascii import AsciiFilter
 from memtop.tui.ascii import wanted as ascii_wanted
+from memtop.tui.dashboard.screen import DashboardScreen
 from memtop.tui.feed import Feed
-from memtop.tui.hands import Hands, RealHands
-from memtop.tui.screens.dashboard import DashboardScreen
+from memtop.tui.processes.actions import Hands, RealHands
 
 SMALLEST = (60, 15)
 """Columns and rows below which nothing useful fits."""
@@ -141,7 +141,7 @@ class DashboardApp(App[DashboardResult]):
         too_small = event.size.width < SMALLEST[0] or event.size.height < SMALLEST[1]
         showing = self.screen.id == "too-small"
         if too_small and not showing:
-            from memtop.tui.screens.too_small import TooSmallScreen
+            from memtop.tui.too_small import TooSmallScreen
 
             self.push_screen(TooSmallScreen(SMALLEST))
         elif showing and not too_small:

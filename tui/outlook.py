@@ -9,8 +9,8 @@ from memtop.supervisor import units
 from memtop.supervisor.monitor.bands import mark
 from memtop.supervisor.recovery.forecast import forecast
 from memtop.supervisor.recovery.values import Peak
-from memtop.tui.draw.bands import ROLES
-from memtop.tui.draw.line import MUTED, STRONG, Line, fit, line, wrap
+from memtop.tui.bands import ROLES
+from memtop.tui.line import MUTED, STRONG, Line, fit, line, wrap
 from memtop.tui.store import Store
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from memtop.presets.comparing import describe_split
 from memtop.supervisor import units
 from memtop.supervisor.wire import Change, Configuration
-from memtop.tui.draw.configurations import differences, peak_words, went_badly
+from memtop.tui.configuration_rows import differences, peak_words, went_badly
 from memtop.tui.restart_plan import where_it_resumes
 from memtop.tui.store import Store
 

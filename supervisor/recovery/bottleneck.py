@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import Band
-from memtop.supervisor.recovery.growth import ForecastOf, Split, growth_step
+from memtop.supervisor.recovery.batch_trial import ForecastOf, Split, next_split
 from memtop.supervisor.recovery.values import Forecast, Remedy
 from memtop.supervisor.wire import Advice
 
@@ -230,25 +230,25 @@ def _ladder(bottleneck: str, m: Measured, settings: Settings, forecast: Forecast
     if not settings.zero.offload_optimizer and band is not Band.SAFE:
         yield None, f"optimizer offload: it moves gigabytes into host memory, which is {_full(m, band)}"
     if bottleneck in ("compute", "launch"):
-        yield from _growth(bottleneck, settings, forecast, failed)
+        yield from _larger_batch(bottleneck, settings, forecast, failed)
     elif bottleneck == "data":
         yield None, "a larger micro-batch: its samples would be waited for just as long"
     else:
         yield None, "a larger micro-batch: first the swapping must end, or it is measured in what the disk can do"
 
 
-def _growth(bottleneck: str, settings: Settings, forecast: ForecastOf, failed: Collection[int]) -> Iterator[_Rung]:
-    step, refused = growth_step(settings, forecast, failed)
-    if step is not None:
-        yield grow(settings, step, forecast(step.batch), bottleneck), None
+def _larger_batch(bottleneck: str, settings: Settings, forecast: ForecastOf, failed: Collection[int]) -> Iterator[_Rung]:
+    split, refused = next_split(settings, forecast, failed)
+    if split is not None:
+        yield larger_batch(settings, split, forecast(split.batch), bottleneck), None
     for reason in refused:
         yield None, reason
 
 
-def grow(settings: Settings, step: Split, forecast: Forecast | None, bottleneck: str) -> Remedy:
-    """The growth step as a remedy."""
+def larger_batch(settings: Settings, split: Split, forecast: Forecast | None, bottleneck: str) -> Remedy:
+    """The larger split as a remedy."""
     title = (
-        f"batch {settings.batch} -> {step.batch}, accumulation {settings.accumulation} -> {step.accumulation}: "
+        f"batch {settings.batch} -> {split.batch}, accumulation {settings.accumulation} -> {split.accumulation}: "
         f"effective batch stays {settings.effective_batch}"
     )
     fills = "larger kernels fill the card better" if bottleneck == "launch" else "fewer, larger kernels may help a little"
@@ -258,7 +258,7 @@ def grow(settings: Settings, step: Split, forecast: Forecast | None, bottleneck:
         why=f"{fills}; it is tried over a stretch of updates and kept only if samples/s rise",
         keeps_math=True,
         resumable="resumes" if settings.zero.stage else "live",
-        assignments={"batch": str(step.batch), "accumulation": str(step.accumulation)},
+        assignments={"batch": str(split.batch), "accumulation": str(split.accumulation)},
         forecast=forecast,
         command="memtop advise RUN --try",
     )

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from memtop.presets.comparing import changes
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import MemtopError
-from memtop.supervisor.recovery import growth
+from memtop.supervisor.recovery import batch_trial
 from memtop.supervisor.recovery.applying import change_for
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run import explain
@@ -38,9 +38,9 @@ def why_not(supervisor: Supervisor, before: Settings, after: Settings) -> str | 
     if before.effective_batch != after.effective_batch:
         return f"a trial changes nothing of what is learnt{explain.split_change(before, after)}"
     if after.batch > before.batch:
-        split = growth.Split(batch=after.batch, accumulation=after.accumulation)
+        split = batch_trial.Split(batch=after.batch, accumulation=after.accumulation)
         prevention = supervisor.prevention
-        return growth.why_not(before, split, prevention.forecast(after.batch), prevention.failed_batches())
+        return batch_trial.refusal(before, split, prevention.forecast(after.batch), prevention.failed_batches())
     return None
 
 

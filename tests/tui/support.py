@@ -14,7 +14,7 @@ from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.tui.app import DashboardApp, DashboardResult
 from memtop.tui.feed import Connected, FeedMessage
-from memtop.tui.hands import Told
+from memtop.tui.processes.actions import Told
 
 GIB = units.GIB
 NOW = 1_760_000_000.0

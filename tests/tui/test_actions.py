@@ -8,14 +8,14 @@ from textual.widgets import Button, DataTable, Input, Select
 from memtop.presets import edit_settings, load_presets, load_recipes, resolve
 from memtop.supervisor import wire
 from memtop.supervisor.wire import Change, CheckpointNow, FreeCache, Restart, Stop
+from memtop.tui.dashboard.action_bar import ActionButton
+from memtop.tui.dialog import ConfirmDialog
+from memtop.tui.help import HelpDialog
 from memtop.tui.keymap import ACTIONS, BAR
-from memtop.tui.screens.dialog import ConfirmDialog
-from memtop.tui.screens.help import HelpDialog
-from memtop.tui.screens.kill import KillDialog, TickList
-from memtop.tui.screens.presets import PresetDialog
-from memtop.tui.screens.processes import ProcessesScreen
-from memtop.tui.screens.restart import RestartDialog
-from memtop.tui.widgets.action_bar import ActionButton
+from memtop.tui.presets import PresetDialog
+from memtop.tui.processes.kill import KillDialog, TickList
+from memtop.tui.processes.screen import ProcessesScreen
+from memtop.tui.restart import RestartDialog
 from tests.tui.support import SETTINGS, RecordingFeed, RecordingHands, dashboard, gpu, process, running, screen_text, settle
 
 SIZE = (120, 40)
@@ -129,7 +129,7 @@ async def test_restart_sends_the_edited_change(by_button: bool) -> None:
         assert "effective batch 32 -> 32: same mathematics" in screen_text(app)
         await pilot.click("#confirm")
         await settle(pilot)
-        assert feed.requests == [Restart(id=1, change=Change(batch=2, accumulation=16))]
+        assert feed.requests == [Restart(id=1, change=Change(assignments={"batch": "2", "accumulation": "16"}))]
 
 
 async def test_restart_refuses_nonsense_while_typing() -> None:
@@ -259,7 +259,7 @@ async def test_the_preset_button_points_at_the_present_one_which_is_not_applied_
 
 
 async def test_the_runs_own_preset_can_be_applied_again_after_another_split() -> None:
-    settings = edit_settings(SETTINGS, batch=1, accumulation=2)
+    settings = edit_settings(SETTINGS, assignments={"batch": "1", "accumulation": "2"})
     feed = RecordingFeed(running(gpu(0), settings=settings))
     app = dashboard(feed)
     async with app.run_test(size=SIZE) as pilot:

@@ -6,10 +6,10 @@ import pytest
 
 from memtop.supervisor import wire
 from memtop.tui.app import DashboardApp
-from memtop.tui.screens.closing import Closing
-from memtop.tui.screens.dashboard import DashboardScreen
-from memtop.tui.screens.oom import OomCard
-from memtop.tui.screens.too_small import TooSmallScreen
+from memtop.tui.closing import Closing
+from memtop.tui.dashboard.screen import DashboardScreen
+from memtop.tui.recovery import OomCard
+from memtop.tui.too_small import TooSmallScreen
 from tests.tui.dying import CONFIGURATIONS, dead
 from tests.tui.support import RecordingFeed, dashboard, gpu, running, settle
 

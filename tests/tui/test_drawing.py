@@ -10,14 +10,11 @@ from rich.cells import cell_len
 
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import Band, GpuDetails, GpuTrouble, Job, MigInstance
-from memtop.tui.draw.bars import Share, memory_bar, progress_bar
-from memtop.tui.draw.charts import Point, curve, history, nice_bounds
-from memtop.tui.draw.gpu import draw_gpu, draw_gpu_note, draw_gpu_row, draw_gpu_table, gpu_title
-from memtop.tui.draw.host import draw_host
-from memtop.tui.draw.line import fit, join_fitting, line, plain, spread, width_of, wrap
-from memtop.tui.draw.machine import draw_compact_machine, draw_processes
-from memtop.tui.draw.notice import notice
-from memtop.tui.draw.training import (
+from memtop.tui.bars import Share, memory_bar, progress_bar
+from memtop.tui.charts import Point, curve, history, nice_bounds
+from memtop.tui.dashboard.notice import notice
+from memtop.tui.dashboard.overview import draw_compact_machine, draw_processes
+from memtop.tui.dashboard.training import (
     PHASE_MARKS,
     draw_compact_training,
     draw_events,
@@ -25,11 +22,14 @@ from memtop.tui.draw.training import (
     draw_loss,
     draw_training,
 )
-from memtop.tui.draw.vram import vram_legend
-from memtop.tui.draw.words import age
 from memtop.tui.feed import Connected, Disconnected, Followed, Replayed
+from memtop.tui.line import fit, join_fitting, line, plain, spread, width_of, wrap
+from memtop.tui.machine.gpu import draw_gpu, draw_gpu_note, draw_gpu_row, draw_gpu_table, gpu_title
+from memtop.tui.machine.host import draw_host
+from memtop.tui.machine.vram import vram_legend
+from memtop.tui.panel import LinePanel
 from memtop.tui.store import Store, fold
-from memtop.tui.widgets.line_panel import LinePanel
+from memtop.tui.words import age
 from tests.tui.support import (
     GIB,
     HOST,

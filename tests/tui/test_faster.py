@@ -7,10 +7,10 @@ from msgspec.structs import replace
 
 from memtop.supervisor import wire
 from memtop.supervisor.wire import Change, Try
-from memtop.tui.draw.advice import advice_lines, trial_lines
-from memtop.tui.draw.line import plain
-from memtop.tui.draw.training import draw_compact_training, draw_training
-from memtop.tui.screens.faster import FasterScreen
+from memtop.tui.advice import advice_lines, trial_lines
+from memtop.tui.dashboard.training import draw_compact_training, draw_training
+from memtop.tui.line import plain
+from memtop.tui.speed import FasterScreen
 from memtop.tui.store import Store, fold
 from tests.tui.dying import BY_HAND, SMALLER
 from tests.tui.support import GIB, NOW, RecordingFeed, dashboard, gpu, run_state, running, screen_text, settle
@@ -74,7 +74,7 @@ async def test_enter_tries_the_marked_proposal_and_tells_what_came_of_it(size: t
         await settle(pilot)
         await pilot.press("b", "enter")
         await settle(pilot)
-        assert feed.requests == [Try(id=1, change=Change(batch=10, accumulation=4))]
+        assert feed.requests == [Try(id=1, change=Change(assignments={"batch": "10", "accumulation": "4"}))]
         assert app.screen is app.dashboard
         assert "✓ kept: samples/s rose by 12.0 %" in screen_text(app)
 

@@ -10,9 +10,9 @@ from memtop.supervisor.monitor.history import Bucket, History
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.run.record.folder import create_run
 from memtop.supervisor.run.record.ledger import Ledger
-from memtop.tui.draw.history import Curve, View, draw, reading
-from memtop.tui.draw.line import plain
-from memtop.tui.screens.history import HistoryScreen
+from memtop.tui.history import HistoryScreen
+from memtop.tui.history_curves import Curve, View, draw, reading
+from memtop.tui.line import plain
 from tests.run.test_pieces import spec
 from tests.tui.support import RecordingFeed, dashboard, run_state, screen_text, settle
 

@@ -19,7 +19,7 @@ from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.units import GIB
 from memtop.tui import feed as feed_module
 from memtop.tui.feed import LocalFeed, RunFeed
-from memtop.tui.hands import Eyes
+from memtop.tui.processes.actions import Eyes
 from tests.nvml_double.double import Script, driver, nvml_library  # noqa: F401 (fixtures)
 from tests.tui.support import RecordingFeed, dashboard, gpu, machine, running, settle
 from tests.tui.test_feeds import FakeClient, FakeSampler, Supervisors, take

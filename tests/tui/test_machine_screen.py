@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from memtop.supervisor.monitor.values import Band, GpuDetails, GpuTrouble, HostSample, MigInstance
 from memtop.supervisor.wire import RoleMemory, StateUpdate
-from memtop.tui.screens.machine import MachineScreen
-from memtop.tui.screens.processes import ProcessesScreen
+from memtop.tui.machine.screen import MachineScreen
+from memtop.tui.processes.screen import ProcessesScreen
 from tests.tui.support import GIB, HOST, NOW, RecordingFeed, dashboard, gpu, machine, process, run_state, screen_text, settle
 
 TALL = (80, 90)

@@ -8,11 +8,11 @@ from textual.color import Color
 
 from memtop.supervisor.monitor.values import GpuTrouble, Job
 from memtop.tui.app import DashboardApp
-from memtop.tui.draw.gpu_details import draw_gpu_details
-from memtop.tui.draw.line import cropped, plain, wrap
-from memtop.tui.draw.vram import bar_parts, vram_legend
-from memtop.tui.process_filter import parse
-from memtop.tui.screens.kill import describe
+from memtop.tui.line import cropped, plain, wrap
+from memtop.tui.machine.gpu_details import draw_gpu_details
+from memtop.tui.machine.vram import bar_parts, vram_legend
+from memtop.tui.processes.filter import parse
+from memtop.tui.processes.kill import describe
 from memtop.tui.store import Holder, Store, fold
 from tests.tui.support import GIB, NOW, RecordingFeed, dashboard, gpu, machine, process, running, screen_text, settle
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from memtop.supervisor.monitor.values import GpuProcess, Job, MachineSnapshot
-from memtop.tui.draw.line import plain
-from memtop.tui.draw.process_list import columns_for, draw_row, heading, roles_in_words
-from memtop.tui.process_filter import Filter, parse
-from memtop.tui.process_rows import Order, Row, View, arranged, rows_of
-from memtop.tui.trails import KEPT, Trails, trail_key
+from memtop.tui.line import plain
+from memtop.tui.processes.filter import Filter, parse
+from memtop.tui.processes.rows import Order, Row, View, arranged, rows_of
+from memtop.tui.processes.table import columns_for, draw_row, heading, roles_in_words
+from memtop.tui.processes.trails import KEPT, Trails, trail_key
 from tests.tui.support import GIB, HOST, NOW, gpu, process
 
 RANKS = tuple(

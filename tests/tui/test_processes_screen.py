@@ -12,12 +12,12 @@ from textual.widgets import Input
 from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
 from memtop.supervisor.wire import Checkpoint, StateUpdate
 from memtop.tui.app import DashboardApp, DashboardResult
-from memtop.tui.hands import Told
-from memtop.tui.screens.dialog import ConfirmDialog
-from memtop.tui.screens.environment import EnvironmentDialog, is_secret
-from memtop.tui.screens.process import ProcessScreen
-from memtop.tui.screens.processes import ProcessesScreen
-from memtop.tui.widgets.line_table import LineTable
+from memtop.tui.dialog import ConfirmDialog
+from memtop.tui.line_table import LineTable
+from memtop.tui.processes.actions import Told
+from memtop.tui.processes.details import ProcessScreen
+from memtop.tui.processes.environment import EnvironmentDialog, is_secret
+from memtop.tui.processes.screen import ProcessesScreen
 from tests.tui.support import (
     GIB,
     NOW,

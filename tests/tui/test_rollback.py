@@ -8,11 +8,11 @@ from msgspec.structs import replace
 from memtop.supervisor import wire
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.wire import Change, Restart
-from memtop.tui.draw.configurations import facts, heading, peak_words, row
-from memtop.tui.draw.line import plain
+from memtop.tui.configuration_rows import facts, heading, peak_words, row
+from memtop.tui.configurations import ConfigurationsScreen
+from memtop.tui.dialog import ConfirmDialog
+from memtop.tui.line import plain
 from memtop.tui.rollback import consequences, rollback, undone
-from memtop.tui.screens.configurations import ConfigurationsScreen
-from memtop.tui.screens.dialog import ConfirmDialog
 from memtop.tui.store import Store, fold
 from tests.tui.dying import CONFIGURATIONS, configuration
 from tests.tui.support import GIB, RecordingFeed, dashboard, gpu, running, screen_text, settle

@@ -8,9 +8,9 @@ import pytest
 
 from memtop.supervisor import wire
 from memtop.tui.app import DashboardApp
+from memtop.tui.dashboard.log import LogPanel
 from memtop.tui.demo import DemoFeed
 from memtop.tui.feed import Connected, Disconnected, LogLines
-from memtop.tui.widgets.log import LogPanel
 from tests.tui.support import RecordingFeed, dashboard, gpu, machine, process, running, screen_text, settle
 
 

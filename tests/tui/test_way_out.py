@@ -12,17 +12,17 @@ from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.values import Forecast, Remedy
 from memtop.supervisor.wire import Change, Restart, Stop
+from memtop.tui import recovery as oom
 from memtop.tui.app import DashboardApp
-from memtop.tui.draw.line import plain
-from memtop.tui.draw.oom import memory_lines, outlook
-from memtop.tui.draw.remedies import predicted_line, remedy_lines
+from memtop.tui.block_list import BlockList
+from memtop.tui.dialog import ConfirmDialog
 from memtop.tui.feed import Disconnected
-from memtop.tui.screens import oom
-from memtop.tui.screens.dialog import ConfirmDialog
-from memtop.tui.screens.oom import OomCard
-from memtop.tui.screens.processes import ProcessesScreen
+from memtop.tui.line import plain
+from memtop.tui.processes.screen import ProcessesScreen
+from memtop.tui.recovery import OomCard
+from memtop.tui.recovery_drawing import memory_lines, outlook
+from memtop.tui.remedies import predicted_line, remedy_lines
 from memtop.tui.store import Store, fold
-from memtop.tui.widgets.block_list import BlockList
 from tests.tui.dying import ALLOCATOR, BY_HAND, DIAGNOSIS, PROPOSAL, SHORTER, SMALLER, dead
 from tests.tui.support import GIB, HOST, NOW, RecordingFeed, dashboard, gpu, machine, running, screen_text, settle
 
@@ -90,7 +90,9 @@ async def test_enter_applies_the_first_and_the_answer_is_told(size: tuple[int, i
         await settle(pilot)
         await pilot.press("enter")
         await settle(pilot)
-        assert feed.requests == [Restart(id=1, change=Change(batch=4, accumulation=8, reason="gpu_oom at update 24"))]
+        assert feed.requests == [
+            Restart(id=1, change=Change(assignments={"batch": "4", "accumulation": "8"}, reason="gpu_oom at update 24"))
+        ]
         assert "✓ attempt 3 trains" in screen_text(app)
         # The same death does not open it once more; the key does.
         feed.say(dead())
@@ -144,7 +146,7 @@ async def test_what_changes_the_learning_asks_for_consent_with_the_focus_on_canc
         await settle(pilot)
         (request,) = feed.requests
         assert isinstance(request, Restart)
-        assert request.change.seq_len == 64
+        assert request.change.assignments == {"seq_len": "64"}
 
 
 async def test_a_command_is_shown_to_copy_and_never_run() -> None:

@@ -1,0 +1,145 @@
+"""Rules for trying a larger micro-batch: which split may be tried, and whether a trial was faster. Pure functions.
+
+A larger split may be tried if it keeps the effective batch exactly, raises the micro-batch by at most a quarter, and its
+predicted peak is below 85 % of the card. A trial is kept only if samples per second rose by more than chance explains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from statistics import median
+
+import msgspec
+
+from memtop.presets.arithmetic import exact_splits
+from memtop.presets.schema import Settings
+from memtop.supervisor import units
+from memtop.supervisor.monitor.bands import EDGE_FROM
+from memtop.supervisor.recovery.forecast import foreseen
+from memtop.supervisor.recovery.values import Forecast
+
+LARGEST_STEP = 1.25
+"""Largest allowed ratio between the new and the present micro-batch."""
+LEAST_GAIN = 0.01
+"""Smallest gain in samples/s, as a fraction, for which a change is kept."""
+STANDARD_ERRORS = 2.0
+"""Required distance between the two medians, in standard errors of their difference."""
+
+ForecastOf = Callable[[int], Forecast | None]
+"""Predicts the peak memory of a micro-batch; None where no measurement allows a prediction."""
+
+
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    batch: int
+    accumulation: int
+
+
+def larger_splits(settings: Settings) -> list[Split]:
+    """The splits with a larger micro-batch and exactly the same effective batch, the smallest first."""
+    pairs = exact_splits(settings.effective_batch, settings.world_size)
+    return [Split(batch=b, accumulation=a) for b, a in reversed(pairs) if b > settings.batch]
+
+
+def upper_bound(peak_bytes: int, peak_batch: int, batch: int, total_bytes: int | None, others_bytes: int = 0) -> Forecast:
+    """Predict from a single peak. The result is an upper bound: it assumes that all of the peak grows with the batch."""
+    most = math.ceil(peak_bytes * batch / peak_batch)
+    basis = f"at most: the one peak at B {peak_batch}, as if all of it grew with the batch"
+    return foreseen(most, total_bytes, basis, others_bytes)
+
+
+def refusal(settings: Settings, split: Split, forecast: Forecast | None, failed: Collection[int] = ()) -> str | None:
+    """Why this split must not be tried for speed, in one line; None if it may be tried.
+
+    `failed`: micro-batches that ran out of memory in this run.
+    """
+    title = f"batch {settings.batch} -> {split.batch}"
+    effective = split.batch * split.accumulation * settings.world_size
+    if effective != settings.effective_batch:
+        change = (effective - settings.effective_batch) / settings.effective_batch
+        batches = f"{settings.effective_batch} -> {effective} ({change * 100:+.1f} %)"
+        return f"{title}, accumulation {split.accumulation}: the effective batch would change, {batches}"
+    tried = [batch for batch in failed if batch <= split.batch]
+    if tried:
+        return f"{title}: B {min(tried)} ran out of memory in this run"
+    if forecast is not None and forecast.fraction is not None and forecast.fraction >= EDGE_FROM:
+        size = f"{units.size(forecast.peak_bytes)} of {units.size(forecast.total_bytes)}"
+        return f"{title}: predicted {units.percent(forecast.fraction)} ({size}; {forecast.basis}), the limit is 85 %"
+    if split.batch > settings.batch * LARGEST_STEP:
+        return f"{title}: a step of {split.batch / settings.batch - 1:+.0%}; at most +25 % is tried at once"
+    if forecast is None or forecast.fraction is None:
+        return f"{title}: its peak cannot be predicted yet; a batch is tried only if it is known to stay below 85 %"
+    return None
+
+
+def next_split(settings: Settings, forecast: ForecastOf, failed: Collection[int] = ()) -> tuple[Split | None, list[str]]:
+    """The largest split that may be tried, and the reasons against the others, the smallest first."""
+    allowed: Split | None = None
+    refused: list[str] = []
+    for split in larger_splits(settings):
+        reason = refusal(settings, split, forecast(split.batch), failed)
+        if reason is None:
+            allowed = split
+        elif len(refused) < 2:
+            refused.append(reason)
+    if not larger_splits(settings):
+        refused.append(f"batch {settings.batch}: it is already the whole effective batch of each process")
+    return allowed, refused
+
+
+class Update(msgspec.Struct, frozen=True, kw_only=True):
+    """One measured update. None means not known."""
+
+    number: int
+    samples: int
+    seconds: float
+    tokens: int | None = None
+    peak_bytes: int | None = None
+    host_bytes: int | None = None
+    swap_bytes: int | None = None
+
+
+def measured(updates: Sequence[Update]) -> dict[str, float]:
+    """Medians and spreads of consecutive updates, under the names that `wire.Trial` lists. Unknown values are left out.
+
+    Speed is measured in samples/s because it can be compared across splits; updates/s and micro-steps/s cannot.
+    """
+    found = {"updates": float(len(updates))}
+    speeds = [update.samples / update.seconds for update in updates]
+    found["samples_per_second"], found["samples_per_second_spread"] = median(speeds), spread(speeds)
+    tokens = [update.tokens / update.seconds for update in updates if update.tokens is not None]
+    if tokens:
+        found["tokens_per_second"], found["tokens_per_second_spread"] = median(tokens), spread(tokens)
+    for name in ("peak_bytes", "host_bytes", "swap_bytes"):
+        values = [value for update in updates if (value := getattr(update, name)) is not None]
+        if values:
+            # Of the peaks the largest counts; of the other values the median.
+            found[name] = float(max(values) if name == "peak_bytes" else median(values))
+    return found
+
+
+def spread(values: Iterable[float]) -> float:
+    """A standard deviation that ignores a few outliers (a save, an evaluation): 1.4826 median absolute deviations."""
+    values = list(values)
+    middle = median(values)
+    return 1.4826 * median(abs(value - middle) for value in values)
+
+
+def verdict(before: dict[str, float], after: dict[str, float]) -> tuple[bool, str]:
+    """Whether to keep the change, and why.
+
+    The change is kept if the median samples/s after it exceeds the median before it by more than two standard errors of the
+    difference, and by at least 1 %. The error follows from the spreads; the standard error of a median is 1.2533 times that
+    of a mean.
+    """
+    old, new = before["samples_per_second"], after["samples_per_second"]
+    error = 1.2533 * math.sqrt(
+        before["samples_per_second_spread"] ** 2 / before["updates"]
+        + after["samples_per_second_spread"] ** 2 / after["updates"]
+    )
+    needed = max(STANDARD_ERRORS * error, LEAST_GAIN * old)
+    gain = new - old
+    words = f"samples/s {old:.1f} -> {new:.1f} ({gain / old * 100:+.1f} %)"
+    if gain > needed:
+        return True, f"{words}, more than the {needed / old:.1%} that chance explains"
+    return False, f"{words}, not more than the {needed / old:.1%} that chance explains"

@@ -1,0 +1,107 @@
+"""The rule by which a trial is kept, and which steps may be tried."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from memtop.presets import load_presets, load_recipes, resolve
+from memtop.supervisor.recovery.batch_trial import (
+    Split,
+    Update,
+    larger_splits,
+    measured,
+    next_split,
+    refusal,
+    spread,
+    upper_bound,
+    verdict,
+)
+from memtop.supervisor.recovery.values import Forecast
+
+FIRST = replace(resolve(load_recipes()["first-run"], preset=load_presets()["standard"]), batch=8, accumulation=5)
+GIB = 1 << 30
+
+
+def small(batch: int) -> Forecast:
+    return upper_bound(2 * GIB, 8, batch, 16 * GIB)
+
+
+def stretch(speed: float, noise: float, seed: int, count: int = 20) -> dict[str, float]:
+    random_ = random.Random(seed)
+    return measured(
+        [
+            Update(number=at, samples=40, seconds=40 / (speed * max(0.1, random_.gauss(1, noise))), tokens=5120, peak_bytes=at)
+            for at in range(count)
+        ]
+    )
+
+
+def test_a_step_is_the_largest_within_a_quarter() -> None:
+    assert larger_splits(FIRST) == [Split(batch=b, accumulation=a) for b, a in ((10, 4), (20, 2), (40, 1))]
+    step, refused = next_split(FIRST, small)
+    assert step == Split(batch=10, accumulation=4)
+    assert "+150%" in refused[0]
+    step, _ = next_split(replace(FIRST, batch=20, accumulation=12), small)
+    assert step == Split(batch=24, accumulation=10)
+
+
+def test_what_ran_out_is_not_tried_again() -> None:
+    step, refused = next_split(FIRST, small, failed={10})
+    assert step is None
+    assert "B 10 ran out of memory" in refused[0]
+
+
+def test_one_peak_alone_gives_an_upper_bound() -> None:
+    bound = upper_bound(8 * GIB, 8, 10, 16 * GIB)
+    assert (bound.peak_bytes, bound.fraction) == (10 * GIB, 0.625)
+    assert "at most" in bound.basis
+    assert refusal(FIRST, Split(batch=10, accumulation=4), upper_bound(11 * GIB, 8, 10, 16 * GIB)) is not None
+    assert upper_bound(GIB, 8, 10, None).fraction is None
+
+
+def test_a_whole_batch_cannot_grow() -> None:
+    step, refused = next_split(replace(FIRST, batch=40, accumulation=1), small)
+    assert step is None
+    assert "whole effective batch" in refused[0]
+
+
+def test_odd_updates_do_not_move_what_is_measured() -> None:
+    updates = [Update(number=at, samples=40, seconds=1.0) for at in range(20)]
+    updates[7] = replace(updates[7], seconds=30.0)  # it wrote a checkpoint
+    found = measured(updates)
+    assert (found["samples_per_second"], found["samples_per_second_spread"]) == (40, 0)
+    assert "peak_bytes" not in found  # not known is left out, not 0
+
+
+def test_a_spread_is_a_standard_deviation() -> None:
+    random_ = random.Random(1)
+    assert spread([random_.gauss(100, 5) for _ in range(5000)]) == pytest.approx(5, rel=0.05)
+
+
+@given(gain=st.floats(1.15, 3), seed=st.integers(0, 9999))
+def test_a_gain_beyond_the_spread_is_kept(gain: float, seed: int) -> None:
+    kept, reason = verdict(stretch(100, 0.02, seed), stretch(100 * gain, 0.02, seed + 1))
+    assert kept
+    assert "+" in reason
+
+
+@given(loss=st.floats(0.3, 1.0), noise=st.floats(0, 0.05), seed=st.integers(0, 9999))
+def test_what_is_not_faster_is_undone(loss: float, noise: float, seed: int) -> None:
+    before = stretch(100, noise, seed)
+    after = {**before, "samples_per_second": before["samples_per_second"] * loss}
+    assert not verdict(before, after)[0]
+
+
+def test_the_same_speed_is_seldom_taken_for_a_gain() -> None:
+    kept = sum(verdict(stretch(100, 0.1, seed), stretch(100, 0.1, seed + 50_000))[0] for seed in range(1000))
+    assert kept < 60  # two standard errors: about one in forty
+
+
+def test_less_than_a_percent_is_not_worth_it() -> None:
+    assert not verdict(stretch(100, 0, 1), stretch(100.9, 0, 1))[0]
+    assert verdict(stretch(100, 0, 1), stretch(101.1, 0, 1))[0]

@@ -1,0 +1,1 @@
+"""The dashboard's screen, its panels and the actions that its keys start."""

@@ -1,0 +1,109 @@
+"""How high each panel is, from the terminal's size and from what there is to show. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memtop.tui.dashboard.overview import compact_rows
+from memtop.tui.machine.gpu import draw_gpu_note
+from memtop.tui.machine.host import host_rows
+from memtop.tui.store import Store
+
+GPU_PANELS = 4
+"""Up to so many GPUs have a panel each; more share one, a line each."""
+_WIDE_FROM = (110, 34)
+_GPU_LOWEST, _GPU_HIGHEST = 6, 12
+_LOSS_LOWEST = 9
+_HOST_LOWEST = 7
+_RANKS_SHOWN = 4
+_CHART = 4
+_NOTE_HIGHEST = 4
+# Border and padding of a panel, both sides.
+_FRAME = 4
+_EVENTS_LOWEST, _EVENTS_AT_EASE = 6, 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Heights by selector (0 hides), and what else is shown."""
+
+    compact: bool
+    heights: dict[str, int]
+    shown: dict[str, bool]
+
+
+def plan(store: Store, width: int, height: int, *, notice: bool) -> Plan:
+    """The layout for this store on a terminal of this size."""
+    compact = width < _WIDE_FROM[0] or height < _WIDE_FROM[1]
+    has_run = store.run is not None
+    events = has_run and compact and store.events_wanted
+    shown = {
+        "#notice": notice,
+        "#wide": not compact,
+        "#compact": compact,
+        "#processes": not has_run,
+        "#log": has_run and not events,
+        "#compact-events": events,
+        # With neither GPUs nor a run there is but one column: the host's.
+        "#right": has_run or bool(store.gpus),
+    }
+    # Header, flash line and buttons.
+    body = height - 3 - notice - (width < 80)
+    return Plan(compact, _compact(store, body) if compact else _wide(store, width, body), shown)
+
+
+def _host_height(store: Store, room: int) -> int:
+    """All that it has to tell as long as some events stay in sight, and a chart where there is plenty of room."""
+    wanted = 2 + host_rows(store)
+    if store.run is None:
+        return min(room, wanted + _CHART)
+    if room >= wanted + _CHART + _EVENTS_AT_EASE:
+        return wanted + _CHART
+    return max(_HOST_LOWEST, min(wanted, room - _EVENTS_LOWEST))
+
+
+def _compact(store: Store, body: int) -> dict[str, int]:
+    training = 3 if store.run is not None else 0
+    # The log keeps a line within its frame, whatever else there is.
+    machine = min(compact_rows(len(store.gpus)), body - training - 3)
+    return {"#compact-machine": machine, "#compact-training": training}
+
+
+def _note_height(store: Store, width: int) -> int:
+    """Why there is no GPU, in full: it also says what to do."""
+    column = width if store.run is None else width // 2
+    return 2 + len(draw_gpu_note(store, column - _FRAME, _NOTE_HIGHEST))
+
+
+def _wide(store: Store, width: int, body: int) -> dict[str, int]:
+    run = store.run
+    count = len(store.gpus)
+    # A third for the log (or the processes), as long as the panels above keep what they need.
+    upper = body - max(6, round(body * 0.26))
+    loss = _LOSS_LOWEST if run is not None else 0
+    each = (upper - loss) // count if count else 0
+    table = count > GPU_PANELS or (count > 0 and each < _GPU_LOWEST)
+    note = 0 if count else _note_height(store, width)
+    heights = {"#wide": upper, "#gpu-note": note, "#gpu-table": 0}
+    for position in range(GPU_PANELS):
+        heights[f"#gpu-{position}"] = min(_GPU_HIGHEST, each) if position < count and not table else 0
+    if table:
+        # One line per GPU, a frame, and the details of the selected one where there is room.
+        heights["#gpu-table"] = min(upper - loss, count + 2 + 9)
+    heights["#host-big"] = 0 if count else max(_HOST_LOWEST, (upper - note) // 2 if run is not None else upper - note)
+    training = 0
+    if run is not None:
+        ranks = min(_RANKS_SHOWN, len(run.ranks))
+        # Why it has ended may take a second line.
+        reason = 0 if not run.reason else 2 if run.state.final else 1
+        training = 2 + 6 + reason + ranks
+    host = _host_height(store, upper - training)
+    heights |= {"#training": training, "#host": host if count else 0}
+    heights |= {"#events": max(3, upper - training - heights["#host"]) if run is not None else 0}
+    left = heights["#gpu-note"] + heights["#gpu-table"] + heights["#host-big"]
+    left += sum(heights[f"#gpu-{i}"] for i in range(GPU_PANELS))
+    heights["#loss"] = max(0, upper - left) if run is not None else 0
+    if run is None and count:
+        # Without a run's panels there is nothing to fill the rest with but the processes.
+        heights["#wide"] = min(upper, max(left, heights["#host"]))
+    return heights

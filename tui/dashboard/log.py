@@ -1,0 +1,166 @@
+"""The log of the run: follows the end, can be held still, scrolled and searched. One drawn widget for all lines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.segment import Segment
+from textual import work
+from textual.geometry import Size
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+
+from memtop.tui.dashboard.tail import LogTail
+from memtop.tui.line import Line, line
+from memtop.tui.panel import RoleStyles
+
+LINES_KEPT = 5_000
+_POLL_SECONDS = 0.5
+_ALARMING = ("error", "out of memory", "outofmemory", "traceback", "killed")
+
+
+class LogPanel(RoleStyles, ScrollView, can_focus=True):
+    """Lines of text in a scrollable view."""
+
+    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
+        self._rows: list[str] = []
+        self._unfinished = False
+        self._widest = 0
+        self._path: Path | None = None
+        self.following = True
+        self.query_text = ""
+
+    def on_mount(self) -> None:
+        self._retitle()
+
+    def on_resize(self) -> None:
+        if self.following:
+            self._to_end()
+
+    @property
+    def rows(self) -> Sequence[str]:
+        """All lines that are kept, oldest first."""
+        return self._rows
+
+    def follow_file(self, path: Path) -> None:
+        """Show this file from now on; a restart of the run brings another one."""
+        if path != self._path:
+            self._path = path
+            self._unfinished = False
+            self._tail(LogTail(path))
+
+    @work(exclusive=True, group="tail")
+    async def _tail(self, tail: LogTail) -> None:
+        failed = shown = ""
+        while True:
+            try:
+                # On a network file system a read may take long.
+                rows = await asyncio.to_thread(tail.read)
+            except OSError as error:
+                rows = [] if str(error) == failed else [f"[memtop] the log cannot be read: {error}"]
+                failed = str(error)
+            if rows or tail.partial != shown:
+                shown = tail.partial
+                self.append(rows, shown)
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def append(self, rows: Sequence[str], unfinished: str = "") -> None:
+        """Add lines at the end; the oldest leave beyond the limit. The next call takes the place of an unfinished line."""
+        if self._unfinished:
+            self._rows.pop()
+        self._unfinished = bool(unfinished)
+        self._rows += [*rows, unfinished] if unfinished else rows
+        surplus = len(self._rows) - LINES_KEPT
+        if surplus > 0:
+            del self._rows[:surplus]
+        self._widest = max(self._widest, len(unfinished), *(len(row) for row in rows))
+        self.virtual_size = Size(self._widest, len(self._rows))
+        if self.following:
+            self._to_end()
+        elif surplus > 0:
+            # What is being read stays where it is, although lines above it have left.
+            self._to_row(self.scroll_offset.y - surplus)
+        self.refresh()
+
+    def toggle_follow(self) -> bool:
+        """Follow the end, or hold still; returns what is now the case."""
+        self._set_following(not self.following)
+        return self.following
+
+    def page(self, direction: int) -> None:
+        """Scroll by a page: -1 back, 1 forward. Reaching the end follows it again."""
+        target = self.scroll_offset.y + direction * max(1, self.scrollable_content_region.height - 1)
+        self._to_row(target)
+        self._set_following(direction > 0 and target >= self.max_scroll_y)
+
+    def search(self, text: str) -> int:
+        """Look for text (small and capital letters alike); shows the newest match, returns how many lines match."""
+        self.query_text = text.casefold()
+        found = self._matches()
+        if found:
+            self._show_row(found[-1])
+        self._retitle()
+        self.refresh()
+        return len(found)
+
+    def go_to_match(self, direction: int) -> None:
+        """The next match above (-1) or below (1) the one in the middle of the view."""
+        middle = self.scroll_offset.y + self.scrollable_content_region.height // 2
+        found = self._matches()
+        beyond = [m for m in found if (m - middle) * direction > 0]
+        if beyond:
+            self._show_row(beyond[0] if direction > 0 else beyond[-1])
+
+    def render_line(self, y: int) -> Strip:
+        offset = self.scroll_offset
+        width = self.scrollable_content_region.width
+        number = y + offset.y
+        blank = self.role_style("text")
+        if number >= len(self._rows):
+            return Strip.blank(width, blank)
+        spans = mark_log_line(self._rows[number], self.query_text)
+        strip = Strip([Segment(text, self.role_style(role)) for text, role in spans])
+        return strip.crop_extend(offset.x, offset.x + width, blank)
+
+    def _matches(self) -> list[int]:
+        if not self.query_text:
+            return []
+        return [i for i, row in enumerate(self._rows) if self.query_text in row.casefold()]
+
+    def _show_row(self, number: int) -> None:
+        self._set_following(False)
+        self._to_row(number - self.scrollable_content_region.height // 2)
+
+    def _set_following(self, following: bool) -> None:
+        self.following = following
+        if following:
+            self._to_end()
+        self._retitle()
+
+    def _to_end(self) -> None:
+        self._to_row(len(self._rows))
+
+    def _to_row(self, number: int) -> None:
+        # force: right after growing, the scroll bar that would allow scrolling is not there yet.
+        self.scroll_to(y=max(0, number), animate=False, immediate=True, force=True)
+
+    def _retitle(self) -> None:
+        state = "▸ following" if self.following else "■ held still (l follows)"
+        searching = f"  /{self.query_text}: {len(self._matches())} lines" if self.query_text else ""
+        self.border_title = f"Log  {state}{searching}"
+
+
+def mark_log_line(text: str, query: str) -> Line:
+    """A log line with its rank prefix quiet, alarming words loud, and what was searched for marked."""
+    if query and query in text.casefold():
+        start = text.casefold().index(query)
+        end = start + len(query)
+        return line(text[:start], (text[start:end], "match"), text[end:])
+    role = "bad" if any(word in text.casefold() for word in _ALARMING) else "text"
+    if text.startswith("[") and "]" in text:
+        cut = text.index("]") + 1
+        return line((text[:cut], "muted"), (text[cut:], role))
+    return line((text, role))

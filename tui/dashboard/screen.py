@@ -1,0 +1,429 @@
+"""The dashboard itself: holds the store, hands each new one to the panels, and turns keys and buttons into actions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.events import Resize
+from textual.getters import query_one
+from textual.message import Message
+from textual.reactive import var
+from textual.screen import ModalScreen, Screen
+from textual.widgets import Input
+
+from memtop.presets import Preset, PresetFileError, load_presets
+from memtop.presets.loading import usable
+from memtop.supervisor import wire
+from memtop.supervisor.monitor.history import History
+from memtop.supervisor.monitor.processes.proc import sees_all_pids
+from memtop.supervisor.monitor.values import Band, MachineSnapshot
+from memtop.tui.dashboard import overview as machine_drawing
+from memtop.tui.dashboard import training as training_drawing
+from memtop.tui.dashboard.action_bar import ActionBar, ActionButton
+from memtop.tui.dashboard.flash import FlashPanel
+from memtop.tui.dashboard.layout import GPU_PANELS, Plan, plan
+from memtop.tui.dashboard.log import LogPanel
+from memtop.tui.dashboard.notice import draw_notice, notice
+from memtop.tui.feed import Controlled, Feed, FeedMessage, LocalFeed, Replayed, RunFeed, Staged
+from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
+from memtop.tui.line import Line
+from memtop.tui.machine import gpu as gpu_drawing
+from memtop.tui.machine.host import draw_host
+from memtop.tui.panel import LinePanel
+from memtop.tui.processes.trails import Trails
+from memtop.tui.store import Store, fold, machine_in
+
+if TYPE_CHECKING:
+    from memtop.tui.app import DashboardApp, DashboardResult
+
+_QUIET_INTERVALS = 6
+
+
+def _bindings() -> list[BindingType]:
+    rows: list[BindingType] = []
+    for action in ACTIONS:
+        for key in action.keys:
+            argument = f"'{action.id}', '{key}'"
+            rows.append(Binding(key, f"do({argument})", action.label, show=False, tooltip=action.description))
+    return rows
+
+
+def _gpu_panel(position: int) -> LinePanel:
+    def draw(store: Store, width: int, height: int) -> list[Line]:
+        gpus = store.gpus
+        return gpu_drawing.draw_gpu(store, gpus[position], width, height) if position < len(gpus) else []
+
+    def title(store: Store) -> str:
+        return gpu_drawing.gpu_title(store.gpus[position]) if position < len(store.gpus) else ""
+
+    return LinePanel(draw, title=title, opens="gpu", id=f"gpu-{position}", classes="panel gpu")
+
+
+def first_store(feed: Feed, label: str | None) -> Store:
+    """What is known before anything was heard."""
+    here = isinstance(feed, LocalFeed | RunFeed)
+    return Store(
+        read_only=feed.read_only,
+        label=label,
+        staged=isinstance(feed, Staged),
+        all_pids_visible=here and sees_all_pids(),
+    )
+
+
+class ProcessPanel(LinePanel, can_focus=True):
+    """The short list of processes; Enter or a click opens the full one."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "open", "Processes", show=False)]
+
+    def action_open(self) -> None:
+        self.post_message(self.Opened(self, 0))
+
+
+class DashboardScreen(Screen[None]):
+    """One store, one direction: feed worker -> message -> store -> panels."""
+
+    AUTO_FOCUS = ""
+    BINDINGS: ClassVar[list[BindingType]] = _bindings()
+
+    store: var[Store] = var(Store)
+    log_panel = query_one("#log", LogPanel)
+    action_bar = query_one(ActionBar)
+    flash = query_one(FlashPanel)
+
+    class FeedReceived(Message):
+        """Something came from the feed."""
+
+        def __init__(self, content: FeedMessage) -> None:
+            super().__init__()
+            self.content = content
+
+    def __init__(self, feed: Feed, *, label: str | None, interval: float) -> None:
+        super().__init__()
+        self.feed = feed
+        self.trails = Trails()
+        """What each GPU process did so far; beside the store, since it grows in place."""
+        self.set_reactive(DashboardScreen.store, first_store(feed, label))
+        self.history = History()
+        """The newest hour, for the History screen."""
+        self._interval = interval
+        self._heard = time.monotonic()
+        self._log_shown = 0
+        self._hand_down_due = False
+        self._bands: dict[str, Band] = {}
+        self._plan: Plan | None = None
+        self._carded: tuple[str, int] | None = None
+        """The run and the attempt whose card has opened by itself."""
+        self._dialog_open = False
+        self._presets: dict[str, Preset] = {}
+
+    # --- what is on it ----------------------------------------------------------------------------------------------
+
+    def compose(self) -> ComposeResult:
+        g, m, t = gpu_drawing, machine_drawing, training_drawing
+        yield LinePanel(t.draw_header, id="header")
+        yield LinePanel(draw_notice, id="notice")
+        with Horizontal(id="wide"):
+            with Vertical(id="left"):
+                yield LinePanel(g.draw_gpu_note, title="GPU", id="gpu-note", classes="panel")
+                yield LinePanel(draw_host, title="Host memory", opens="host", id="host-big", classes="panel host")
+                for position in range(GPU_PANELS):
+                    yield _gpu_panel(position)
+                yield LinePanel(g.draw_gpu_table, title="GPUs", opens="gpu", id="gpu-table", classes="panel")
+                yield LinePanel(t.draw_loss, title="Loss", id="loss", classes="panel")
+            with Vertical(id="right"):
+                yield LinePanel(draw_host, title="Host memory", opens="host", id="host", classes="panel host")
+                yield LinePanel(t.draw_training, title="Training", id="training", classes="panel")
+                yield LinePanel(t.draw_events, title="Events", id="events", classes="panel")
+        with Vertical(id="compact"):
+            yield LinePanel(m.draw_compact_machine, id="compact-machine")
+            yield LinePanel(t.draw_compact_training, id="compact-training")
+        yield ProcessPanel(m.draw_processes, title="GPU processes", opens="processes", id="processes", classes="panel")
+        yield LinePanel(t.draw_events, title="Events  (e: log)", id="compact-events", classes="panel")
+        yield LogPanel(id="log", classes="panel")
+        yield Input(placeholder="find in the log, Enter searches, Esc leaves", id="search", compact=True)
+        yield FlashPanel()
+        yield ActionBar()
+
+    def on_mount(self) -> None:
+        self._read_presets()
+        self._listen()
+        self.set_interval(1.0, self._check_quiet)
+        self._hand_down()
+
+    @work(group="feed")
+    async def _listen(self) -> None:
+        async for content in self.feed.messages():
+            self.post_message(self.FeedReceived(content))
+
+    @on(FeedReceived)
+    def _take(self, message: FeedReceived) -> None:
+        self._heard = time.monotonic()
+        machine = machine_in(message.content)
+        if machine is not None:
+            self.trails.take(machine)
+        self._record(message.content)
+        if isinstance(message.content, Replayed) and not self.flash.has_told:
+            self.say("replay: Space holds or goes on, < > speed, ← → a minute, Home End its ends")
+        self.store = fold(self.store, message.content)
+
+    def _record(self, content: FeedMessage) -> None:
+        if isinstance(content, wire.HistoryRows):
+            self.history.load(content.key, content.label, content.times, content.columns)
+        elif isinstance(content, wire.StateUpdate) and content.machine is not None:
+            self.history.append(content.machine, content.run.run_rss_bytes)
+        elif isinstance(content, MachineSnapshot):
+            self.history.append(content)
+        elif isinstance(content, Replayed) and content.rewound:
+            self.history = History()
+
+    def watch_store(self) -> None:
+        # Once for all messages of a tick: drawing costs far more than folding.
+        if self.is_mounted and not self._hand_down_due:
+            self._hand_down_due = True
+            self.call_later(self._hand_down)
+
+    def on_resize(self, event: Resize) -> None:
+        self._plan = None
+        self.flash.fold()
+        self._hand_down()
+
+    def _check_quiet(self) -> None:
+        quiet = time.monotonic() - self._heard
+        shown = quiet if quiet > max(5.0, self._interval * _QUIET_INTERVALS) else 0.0
+        if shown or self.store.quiet_seconds:
+            self.store = replace(self.store, quiet_seconds=shown)
+
+    def _read_presets(self) -> None:
+        try:
+            self._presets = load_presets()
+        except PresetFileError as error:
+            self.say(str(error), "bad")
+
+    def _preset_keys(self, store: Store) -> tuple[int, ...]:
+        recipe = store.run.settings.recipe if store.run is not None and store.run.settings is not None else ""
+        return tuple(preset.key for preset in usable(self._presets, recipe).values() if preset.key is not None)
+
+    # --- store -> panels --------------------------------------------------------------------------------------------
+
+    def _hand_down(self) -> None:
+        self._hand_down_due = False
+        self._open_card(self.store)
+        if self._is_covered():
+            return
+        store = self.store
+        with self.app.batch_update():
+            self._arrange(store)
+            for panel in self.query(LinePanel):
+                panel.show(store)
+            self._colour_borders(store)
+            self.action_bar.show(store, width=self.size.width, preset_keys=self._preset_keys(store))
+            self._feed_log(store)
+
+    def _open_card(self, store: Store) -> None:
+        """A run that lies dead of memory is not to be overlooked: its card opens by itself, once for each attempt."""
+        run = store.run
+        # Textual calls a screen current, too, that lies right below the topmost one.
+        covered = self.app.screen is not self
+        if run is None or store.proposal is None or store.replaying or self._dialog_open or covered:
+            return
+        died = (run.folder, run.attempt)
+        if died != self._carded:
+            self._carded = died
+            self._dialog_open = True
+            self._carry_out("way_out", "")
+
+    def _is_covered(self) -> bool:
+        """Behind a full screen nothing is drawn; dialogs leave the dashboard to be seen."""
+        above = self.app.screen_stack[1:]
+        return any(not isinstance(screen, ModalScreen) for screen in above)
+
+    def on_screen_resume(self) -> None:
+        self._hand_down()
+
+    def _arrange(self, store: Store) -> None:
+        """Lay the panels out for what there is to show; only if that has changed."""
+        wanted = plan(store, self.size.width, self.size.height, notice=bool(notice(store)))
+        if wanted == self._plan:
+            return
+        self._plan = wanted
+        for selector, height in wanted.heights.items():
+            widget = self.query_one(selector)
+            widget.display = height > 0
+            if height > 0:
+                widget.styles.height = height
+        for selector, shown in wanted.shown.items():
+            self.query_one(selector).display = shown
+
+    def _colour_borders(self, store: Store) -> None:
+        bands = {f"#gpu-{i}": gpu.band for i, gpu in enumerate(store.gpus[:GPU_PANELS])}
+        bands |= {"#host": store.host.band, "#host-big": store.host.band}
+        if bands == self._bands:
+            return
+        self._bands = bands
+        for selector, band in bands.items():
+            panel = self.query_one(selector)
+            panel.set_class(band.value == "edge", "-edge")
+            panel.set_class(band.value == "danger", "-danger")
+
+    def _feed_log(self, store: Store) -> None:
+        if store.run is not None and store.run.log_path:
+            self.log_panel.follow_file(Path(store.run.log_path))
+        elif store.log_count > self._log_shown:
+            fresh = store.log_count - self._log_shown
+            self._log_shown = store.log_count
+            self.log_panel.append(store.log[-fresh:])
+
+    # --- the lines above the buttons --------------------------------------------------------------------------------
+
+    def say(self, text: str, kind: str = "note") -> None:
+        """Tell the user something above the buttons, on as many lines as it takes; under another screen as a toast, too."""
+        self.flash.tell(text, kind, self.size.height)
+        # A toast lies over the log and over these lines: there is none where they can be seen.
+        if kind in ("good", "bad", "failed") and self.app.screen is not self:
+            self.notify(text, severity="information" if kind == "good" else "error", markup=False)
+
+    def hint_quit(self) -> None:
+        goes_on = self.store.run is not None and not self.store.replaying
+        self.say("d closes the dashboard and the run goes on; s stops the run" if goes_on else "q quits")
+
+    def result(self) -> DashboardResult:
+        """How the dashboard is being left."""
+        from memtop.tui.app import DashboardResult
+
+        run = self.store.run
+        if run is None:
+            return DashboardResult("detach")
+        if run.state.final:
+            why = f" ({run.reason})" if run.reason else ""
+            message = f"{run.name}: {run.state.value}{why}, memtop show {run.name}"
+            return DashboardResult("ended", message, exit_status=1 if run.state is wire.Phase.FAILED else 0)
+        return DashboardResult("detach", f"{run.name} goes on; memtop watch {run.name} shows it again")
+
+    # --- actions ----------------------------------------------------------------------------------------------------
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "do" and parameters:
+            return offered(BY_ID[str(parameters[0])], self.store)
+        return True
+
+    @on(ActionButton.Pressed)
+    def _button(self, message: ActionButton.Pressed) -> None:
+        action = BY_ID[message.action_id]
+        # The one button of all presets opens the table at the present one, not at a digit's.
+        self.action_do(action.id, "" if action.id == "preset" else action.keys[0])
+
+    @on(LinePanel.Opened)
+    def _open(self, message: LinePanel.Opened) -> None:
+        panel = message.panel
+        if panel.id == "gpu-table" and 0 <= message.row < len(self.store.gpus):
+            self.store = replace(self.store, selected_gpu=message.row)
+        elif panel.opens == "gpu" and panel.id != "gpu-table":
+            self.store = replace(self.store, selected_gpu=int(str(panel.id).removeprefix("gpu-")))
+        self.action_do(panel.opens, "")
+
+    def action_do(self, action_id: str, key: str) -> None:
+        """Do what a key or a button stands for, or say why that is not possible now."""
+        action = BY_ID[action_id]
+        problem = obstacle(action, self.store)
+        if problem is not None:
+            self.say(f"{action.label.rstrip('…')}: {problem}", "bad")
+            return
+        if action_id == "detach":
+            self.dashboard_app.action_detach()
+        elif action.group == "view":
+            self._view(action_id)
+        elif action.group == "demo":
+            if isinstance(self.feed, Staged):
+                self.feed.play("oom")
+        elif action.group == "replay":
+            if isinstance(self.feed, Controlled):
+                self.feed.control(action_id.removeprefix("replay_"))
+        elif not self._dialog_open:
+            # Set here and not when the dialog appears: two quick key presses must not open two.
+            self._dialog_open = action_id not in ("free", "checkpoint")
+            self._carry_out(action_id, key)
+
+    @work(group="actions")
+    async def _carry_out(self, action_id: str, key: str) -> None:
+        from memtop.tui.dashboard import actions as flows
+
+        try:
+            await flows.FLOWS[action_id](self, key)
+        finally:
+            self._dialog_open = False
+            # A run may have died of memory while another dialog was open.
+            self._open_card(self.store)
+
+    async def ask_supervisor(self, make: Callable[[int], wire.Request]) -> None:
+        """Send a request and show each answer to it."""
+        kinds = {wire.Outcome.ACCEPTED: "busy", wire.Outcome.DONE: "good"}
+        answers: AsyncIterator[wire.Answer] = self.feed.request(make)
+        async for answer in answers:
+            self.say(answer.message, kinds.get(answer.outcome, "bad"))
+
+    @work(group="actions")
+    async def call_off(self) -> None:
+        """Leave the run dead that was about to be restarted. Not asked twice: that would take longer than is left, and a
+        restart by hand gets it back."""
+        await self.ask_supervisor(lambda number: wire.Stop(id=number))
+
+    def dialog_closed(self) -> None:
+        """The user has answered: the next dialog may open while the answer is being carried out."""
+        self._dialog_open = False
+
+    @property
+    def dashboard_app(self) -> DashboardApp:
+        from memtop.tui.app import DashboardApp
+
+        assert isinstance(self.app, DashboardApp)
+        return self.app
+
+    # --- looking around ---------------------------------------------------------------------------------------------
+
+    def _view(self, action_id: str) -> None:
+        log = self.log_panel
+        if action_id == "follow":
+            log.toggle_follow()
+        elif action_id == "search":
+            self._open_search()
+        elif action_id in ("next_match", "previous_match"):
+            log.go_to_match(-1 if action_id == "next_match" else 1)
+        elif action_id in ("log_up", "log_down"):
+            log.page(-1 if action_id == "log_up" else 1)
+        elif action_id == "events":
+            self.store = replace(self.store, events_wanted=not self.store.events_wanted)
+        else:
+            step = -1 if action_id == "gpu_up" else 1
+            last = max(0, len(self.store.gpus) - 1)
+            self.store = replace(self.store, selected_gpu=min(last, max(0, self.store.selected_gpu + step)))
+
+    def _open_search(self) -> None:
+        search = self.query_one("#search", Input)
+        search.display = True
+        search.focus()
+
+    @on(Input.Submitted, "#search")
+    def _search(self, message: Input.Submitted) -> None:
+        found = self.log_panel.search(message.value)
+        self._close_search()
+        if message.value:
+            self.say(f"{found} lines with {message.value!r}; n and N go through them" if found else "not found in the log")
+
+    def key_escape(self) -> None:
+        if self.query_one("#search", Input).display:
+            self.log_panel.search("")
+            self._close_search()
+
+    def _close_search(self) -> None:
+        search = self.query_one("#search", Input)
+        search.value = ""
+        search.display = False
+        self.set_focus(None)

@@ -1,0 +1,358 @@
+"""The run's panels: header line, training numbers, loss curve, events."""
+
+from __future__ import annotations
+
+import time
+from pathlib import PurePath
+
+from memtop.supervisor import units
+from memtop.supervisor.monitor.bands import mark
+from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.wire import Event, Phase, RankMemory, RunState
+from memtop.tui.bars import progress_bar
+from memtop.tui.charts import Point, curve
+from memtop.tui.line import MUTED, STRONG, Line, fact, fit, grid, join, join_fitting, line, spread, width_of, wrap
+from memtop.tui.store import Store
+from memtop.tui.words import BOTTLENECKS, age, in_words
+
+PHASE_MARKS = {
+    Phase.CREATED: ("○", MUTED),
+    Phase.STARTING: ("◌", "accent"),
+    Phase.TRAINING: ("●", "good"),
+    Phase.STOPPING: ("◐", "edge"),
+    Phase.RESTARTING: ("↻", "accent"),
+    Phase.FINISHED: ("✓", "good"),
+    Phase.STOPPED: ("■", MUTED),
+    Phase.FAILED: ("✗", "bad"),
+}
+
+
+def draw_header(store: Store, width: int, height: int) -> list[Line]:
+    """Name, attempt, state, preset, batch arithmetic, sequence length, run time; the machine where there is no run."""
+    head = line((" memtop ", "accent"))
+    if store.run is None:
+        what = _followed(store) or ("this machine" if store.machine is not None else "starting")
+        return [spread(join((head, line((what, STRONG)), _label(store))), _machine_words(store), width)]
+    run = store.run
+    left = join(
+        (
+            head,
+            line((run.name, STRONG)),
+            fact("attempt", str(run.attempt)) if run.attempt else (),
+            _phase(run),
+        )
+    )
+    clock = line((units.duration(run_seconds(store)), STRONG), " ")
+    label, short = _label(store), _short_label(store)
+    # The fullest right side that fits. What says that the picture is not live outlives everything else.
+    choices = [join((label, _settings_words(run, wide), clock)) for wide in (True, False)]
+    choices += [join((label, clock)), label, join((short, clock)), short]
+    room = width - width_of(left) - 2
+    right = next((choice for choice in choices if width_of(choice) <= room), short)
+    return [spread(fit(left, max(0, width - width_of(right) - 2)), right, width)]
+
+
+def _phase(run: RunState) -> Line:
+    """`● training`; a program that is ready and has not finished an update yet is not told from one that loads by its state."""
+    sign, role = PHASE_MARKS[run.state]
+    first = run.state is Phase.STARTING and run.total_updates is not None
+    return line((f"{sign} {'first update…' if first else run.state.value}", role))
+
+
+def _followed(store: Store) -> str:
+    tree = store.followed
+    if tree is None:
+        return ""
+    if not tree.pids:
+        return f"pid {tree.pid} has ended"
+    return f"pid {tree.pid}: {len(tree.pids)} processes, {units.size(tree.rss_bytes)} resident: {tree.command}"
+
+
+def _label(store: Store) -> Line:
+    words = [store.label] if store.label else []
+    if store.read_only:
+        words.append("read-only")
+    return line((" · ".join(words), "edge")) if words else ()
+
+
+def _short_label(store: Store) -> Line:
+    """`replay 60x`, `demo`, `read-only`: the least that says that this is not the present, or not to be acted on."""
+    label = store.label or ""
+    if store.replaying:
+        # The clock's own line, "replay, 00:03:11 of 00:41:02, 60x".
+        words = f"replay {label.rpartition(', ')[2]}"
+    else:
+        words = label.partition(" - ")[0] or ("read-only" if store.read_only else "")
+    return line((f"{words} ", "edge")) if words else ()
+
+
+def _machine_words(store: Store) -> Line:
+    version = store.machine.driver_version if store.machine else None
+    return line((f"driver {version} ", MUTED)) if version else ()
+
+
+def _settings_words(run: RunState, wide: bool) -> Line:
+    settings = run.settings
+    if settings is None:
+        return fact("", PurePath(run.command[0]).name) if run.command and wide else ()
+    arithmetic = f"{settings.batch} x {settings.accumulation} x {settings.world_size} = {settings.effective_batch}"
+    parts = [line((arithmetic, STRONG)), fact("T", str(settings.seq_len))]
+    return join([fact("preset", settings.preset), *parts] if wide else parts)
+
+
+def run_seconds(store: Store) -> float | None:
+    """How long the present attempt has run."""
+    run = store.run
+    if run is None or run.started is None:
+        return None
+    until = run.ended if run.ended is not None else store.now
+    return None if until is None else max(0.0, until - run.started)
+
+
+_LINES = 6
+"""Of the training panel, without reason and ranks."""
+
+
+def draw_training(store: Store, width: int, height: int) -> list[Line]:
+    """Is it moving, and when is it done."""
+    run = store.run
+    if run is None:
+        return [line(("no run", MUTED))]
+    lines = [_progress(run, width)]
+    if run.reason:
+        reason = wrap(run.reason, width, "edge" if run.state is not Phase.FAILED else "bad")
+        # Of ranks that are gone nothing is told: their lines are for the rest of it.
+        room = max(1, height - _LINES) if run.state.final else 1
+        lines += [*reason[: room - 1], fit(join(reason[room - 1 :], " "), width)] if len(reason) > room else reason
+    lines += [
+        grid(
+            (
+                fact("ETA", units.duration(run.eta_seconds)),
+                fact("epoch", _number(run.epoch, ".2f")),
+                fact("samples", units.count(run.samples_seen)),
+            ),
+            width,
+        ),
+        grid(
+            (
+                line(*fact("loss", _number(run.loss, ".3f")), (f" best {_number(run.best_loss, '.3f')}", MUTED)),
+                fact("lr", _number(run.learning_rate, ".1e")),
+                fact("grad", _number(run.gradient_norm, ".2f")),
+            ),
+            width,
+        ),
+        grid(
+            (
+                fact("", f"{units.rate(run.samples_per_second)} samples/s"),
+                fact("", f"{_thousands(run.tokens_per_second)} tok/s"),
+                fact("step", _step(run.step_seconds)),
+            ),
+            width,
+        ),
+        _split_line(run, width),
+        _checkpoint_line(store, run, width),
+    ]
+    return (lines + _rank_lines(store, run, width, height - len(lines)))[:height]
+
+
+def draw_compact_training(store: Store, width: int, height: int) -> list[Line]:
+    """Three lines for a small terminal."""
+    run = store.run
+    if run is None:
+        return []
+    eta = line("  ", *fact("ETA", units.duration(run.eta_seconds)))
+    first = (*_progress(run, width - sum(len(t) for t, _ in eta)), *eta)
+    best = line((f" best {_number(run.best_loss, '.3f')}", MUTED))
+    second = join(
+        (
+            line(*fact("loss", _number(run.loss, ".3f")), *best),
+            fact("lr", _number(run.learning_rate, ".1e")),
+            fact("grad", _number(run.gradient_norm, ".2f")),
+            fact("epoch", _number(run.epoch, ".2f")),
+        )
+    )
+    third = join(
+        (
+            fact("", f"{units.rate(run.samples_per_second)} samples/s"),
+            fact("", f"{_thousands(run.tokens_per_second)} tok/s"),
+            fact("step", _step(run.step_seconds)),
+            fact("saved", _ago(store, run), "bad" if run.unsaved else STRONG),
+            _bound(run),
+        )
+    )
+    if run.reason:
+        second, *more = wrap(run.reason, width, "bad" if run.state is Phase.FAILED else "edge")
+        if more and run.state.final:
+            # How fast it was matters less now than why it has ended.
+            third = join(more, " ")
+        elif more:
+            second = join((second, *more), " ")
+    return [fit(part, width) for part in (first, second, third)][:height]
+
+
+def _progress(run: RunState, width: int) -> Line:
+    done, total = run.updates, run.total_updates
+    fraction = None if not total or done is None else done / total
+    left = line(("update ", MUTED), (units.count(done), STRONG), (f" / {units.count(total)}  ", MUTED))
+    right = line((f"  {units.percent(fraction, 0):>5}", STRONG))
+    room = width - sum(len(t) for t, _ in (*left, *right))
+    return fit((*left, *progress_bar(room, fraction), *right), width)
+
+
+def _split_line(run: RunState, width: int) -> Line:
+    parts: tuple[tuple[str, float | None], ...] = (
+        ("data", run.split.data_wait_seconds),
+        ("forward", run.split.forward_seconds),
+        ("backward", run.split.backward_seconds),
+        ("optimizer", run.split.optimizer_seconds),
+    )
+    told = sum(seconds or 0.0 for _, seconds in parts)
+    # What an update takes beside them (joining ranks, logging, a program's own work) is a part of it, too.
+    whole = max(told, run.step_seconds or 0.0)
+    if told and (whole - told) / whole >= _WORTH_A_WORD:
+        parts = (*parts, ("other", whole - told))
+    shares = [(word, None if s is None or whole <= 0 else s / whole) for word, s in parts]
+    bound = _bound(run)
+    # Short words rather than none: what bounds the speed is worth more than their endings, and than the rest.
+    short = [(_SHORT.get(word, word), share) for word, share in shares]
+    forms = [join(fact(word, units.percent(share, 0)) for word, share in form) for form in (shares, short, short[:4])]
+    split = next((form for form in forms if width_of(form) + 2 + width_of(bound) <= width), forms[-1])
+    return spread(split, bound, width) if bound else fit(split, width)
+
+
+_WORTH_A_WORD = 0.01
+_SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}
+
+
+def _bound(run: RunState) -> Line:
+    """`data-bound`: what the run spends its time on; nothing where it is not known."""
+    word = BOTTLENECKS.get(run.advice.bottleneck, "") if run.advice is not None else ""
+    return line((word, "accent" if word == "compute-bound" else "edge")) if word else ()
+
+
+def _checkpoint_line(store: Store, run: RunState, width: int) -> Line:
+    checkpoint = run.checkpoint
+    if checkpoint is None:
+        return line(*fact("checkpoint", "none yet", MUTED))
+    if not checkpoint.complete:
+        return fit(line(("checkpoint ", MUTED), (f"! not complete: {checkpoint.problem or 'unknown'}", "bad")), width)
+    return fit(
+        join(
+            (
+                fact("checkpoint update", units.count(checkpoint.updates)),
+                fact("", _ago(store, run)),
+                fact("", units.size(checkpoint.size_bytes)),
+            )
+        ),
+        width,
+    )
+
+
+def _ago(store: Store, run: RunState) -> str:
+    saved = run.checkpoint.saved_at if run.checkpoint and run.checkpoint.complete else None
+    if saved is None or store.now is None:
+        return "not yet" if run.checkpoint is None else units.UNKNOWN
+    return f"{age(store.now - saved)} ago"
+
+
+def _rank_lines(store: Store, run: RunState, width: int, room: int) -> list[Line]:
+    if room <= 0 or not run.ranks or not run.alive:
+        # Of ranks that are gone there is nothing to tell.
+        return []
+    by_uuid = {gpu.uuid: gpu.index for gpu in store.gpus if gpu.uuid}
+    lines = [_rank(rank, by_uuid, width) for rank in run.ranks]
+    if len(lines) > room:
+        lines = [*lines[: room - 1], line((f"{len(lines) - room + 1} more ranks", MUTED))]
+    return lines
+
+
+def _rank(rank: RankMemory, by_uuid: dict[str, int], width: int) -> Line:
+    where = "CPU" if rank.device_uuid is None else f"GPU {by_uuid.get(rank.device_uuid, '?')}"
+    parts = [line((f"rank {rank.rank} ", MUTED), (where, STRONG))]
+    if not rank.connected:
+        parts.append(line(("! its agent is silent", "edge")))
+    elif rank.device_uuid is None:
+        parts += [fact("RSS", units.size(rank.rss_bytes)), fact("pid", str(rank.pid))]
+    else:
+        parts += [
+            fact("alloc", units.gib(rank.allocated_bytes)),
+            fact("reserved", units.gib(rank.reserved_bytes)),
+            fact("peak", f"{units.gib(rank.peak_bytes)} GiB"),
+            fact("RSS", units.size(rank.rss_bytes)),
+        ]
+    return join_fitting(parts, width)
+
+
+def draw_loss(store: Store, width: int, height: int) -> list[Line]:
+    """The loss of every update that counts, with a mark where an attempt began."""
+    points = [Point(m.update, m.loss, m.attempt) for m in store.metrics if m.loss is not None]
+    return curve(width, height, points)
+
+
+def draw_events(store: Store, width: int, height: int) -> list[Line]:
+    """Newest first; long messages go on below themselves. Of routine events in a row only the newest is shown."""
+    if not store.events:
+        return [line(("nothing yet", MUTED))]
+    lines: list[Line] = []
+    above: str | None = None
+    for event in reversed(store.events):
+        if len(lines) >= height:
+            break
+        if event.kind in _ROUTINE and event.kind == above:
+            continue
+        above = event.kind
+        lines += _event(event, width)
+    return lines[:height]
+
+
+# With a small --save-every they would push everything else out of sight; the ledger has them all.
+_ROUTINE = ("checkpoint", "memory")
+
+
+def _event(event: Event, width: int) -> list[Line]:
+    clock = time.strftime("%H:%M:%S", time.localtime(event.time))
+    sign, role = _event_look(event)
+    head = line((f"{clock} ", MUTED), (f"{sign:<2} ", role))
+    indent = line(" " * width_of(head))
+    parts = wrap(in_words(event.message), max(1, width - width_of(head)), role)
+    return [(*(indent if number else head), *part) for number, part in enumerate(parts)]
+
+
+_EVENT_LOOKS = {
+    "oom": ("✗", "bad"),
+    "failed": ("✗", "bad"),
+    "error": ("✗", "bad"),
+    "survived": ("✓", "good"),
+    "remedy": ("↻", "accent"),
+    "settings": ("▸", "accent"),
+    "trial": ("◌", "accent"),
+    "trend": ("^", "edge"),
+    "pressure": ("^", "edge"),
+    "warning": ("!", "edge"),
+}
+
+
+def _event_look(event: Event) -> tuple[str, str]:
+    if event.kind == "band":
+        # The message ends in the new band: "GPU 1: safe -> edge, 86.2 %".
+        for band, role in ((Band.DANGER, "bad"), (Band.EDGE, "edge"), (Band.SAFE, "safe")):
+            if f"-> {band.value}" in event.message:
+                return (mark(band), role)
+    return _EVENT_LOOKS.get(event.kind, ("", "text"))
+
+
+def _step(seconds: float | None) -> str:
+    """`1.15 s`, `0.0042 s`, and `123 s` without hundredths."""
+    return f"{units.UNKNOWN if seconds is None else f'{seconds:.2f}' if 0.1 <= seconds < 100 else f'{seconds:.3g}'} s"
+
+
+def _number(value: float | None, form: str) -> str:
+    return units.UNKNOWN if value is None else format(value, form)
+
+
+def _thousands(value: float | None) -> str:
+    if value is None:
+        return units.UNKNOWN
+    if value < 10:
+        return units.rate(value)
+    return f"{value / 1000:.1f} k" if value >= 10_000 else units.count(value)

@@ -1,0 +1,74 @@
+"""All keys and all marks, from the same table that the keys come from."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, VerticalScroll
+from textual.widgets import Button, Static
+
+from memtop.tui.dialog import Dialog
+from memtop.tui.keymap import ACTIONS, offered
+from memtop.tui.store import Store
+
+_GROUPS = (
+    ("run", "The run"),
+    ("machine", "The machine"),
+    ("screen", "Screens"),
+    ("session", "This dashboard"),
+    ("view", "Looking around"),
+    ("replay", "The replay"),
+    ("demo", "The demo"),
+)
+_MARKS = """\
+Bars     █ allocated   ▓ cached by the allocator   ▒ CUDA context and libraries
+         ░ others and driver   · page cache, given back when needed
+         ┆ highest so far   ┊┊ 85 % and 90 %
+         ╍╍▴ and ~ predicted, never measured
+Bands    · safe below 85 %   ^ edge 85 to 90 %   !! danger above 90 %
+Curves   ┊ an attempt begins;  – and ? stand for what is not known
+Events   ✗ failed   ✓ survived   ↻ remedy   ▸ settings   ◌ trial   ^ grows   ! warning
+Lists    ✓ ticked   = the same process on another GPU   ▸ ▾ a job, folded and not"""
+
+
+def help_page(store: Store) -> Group:
+    """The whole page: only the keys that work in this dashboard."""
+    parts: list[RenderableType] = []
+    for group, title in _GROUPS:
+        rows = [action for action in ACTIONS if action.group == group and offered(action, store)]
+        if not rows:
+            continue
+        table = Table.grid(padding=(0, 2))
+        table.add_column(min_width=5)
+        table.add_column(min_width=19, no_wrap=True)
+        table.add_column()
+        for row in rows:
+            table.add_row(Text(f"  {row.shown_key}", "bold"), row.label.rstrip("…"), row.description)
+        parts += [Text(title, "bold underline"), table, Text()]
+    if store.read_only:
+        parts += [Text("Read-only: nothing can be changed from here.", "bold"), Text()]
+    return Group(*parts, Text(_MARKS))
+
+
+class HelpDialog(Dialog[None]):
+    """Read and close."""
+
+    # The page itself is what scrolls, and it has the focus: it opens at its beginning, and the arrow keys move it.
+    AUTO_FOCUS = "VerticalScroll"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark,q,enter", "cancel", "Close", show=False)]
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(classes="dialog help") as box:
+            box.border_title = "Keys and marks"
+            yield Static(help_page(self._store))
+            with Horizontal(classes="buttons"):
+                yield Button("Close", id="cancel", compact=True)

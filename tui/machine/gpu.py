@@ -1,0 +1,216 @@
+"""GPUs on the dashboard: a panel for one, a line each for many."""
+
+from __future__ import annotations
+
+from memtop.supervisor import units
+from memtop.supervisor.monitor.history import gpu_key
+from memtop.supervisor.monitor.values import GpuSample, GpuTrouble
+from memtop.tui import trends
+from memtop.tui.bands import ROLES, banded, padded_tag
+from memtop.tui.charts import history
+from memtop.tui.line import MUTED, STRONG, Line, dimmed, fact, fit, join, join_fitting, line, plain, spread, width_of, wrap
+from memtop.tui.machine.vram import mig_row, vram_bar, vram_legend
+from memtop.tui.machine.vram_parts import step_peak
+from memtop.tui.store import Store, seconds_until_full
+from memtop.tui.words import age
+
+LABEL = 6
+"""Cells of the word before a bar."""
+_TROUBLE_SHOWN_SECONDS = 3600.0
+"""Older troubles are told in the details only: a program's fault of this morning is no news."""
+_WRAPPED_FROM = 8
+"""Lines of a panel from which a second line of words leaves enough for the chart."""
+
+
+def short_name(gpu: GpuSample) -> str:
+    """The model without the words that every card has: `RTX A4500` out of `NVIDIA RTX A4500`."""
+    name = gpu.name or "unknown GPU"
+    for word in ("NVIDIA ", "GeForce ", "Tesla "):
+        name = name.replace(word, "")
+    return name
+
+
+def used_bytes(gpu: GpuSample) -> int | None:
+    """What the percentage is of: on a card its own memory, in one pool with the machine all that is not free."""
+    if gpu.unified:
+        return None if gpu.total_bytes is None or gpu.free_bytes is None else gpu.total_bytes - gpu.free_bytes
+    return gpu.used_bytes
+
+
+def cuda_name(gpu: GpuSample) -> str:
+    """`cuda:1` where CUDA counts this GPU otherwise than the driver, else nothing."""
+    return "" if gpu.visible_index in (None, gpu.index) else f"cuda:{gpu.visible_index}"
+
+
+def gpu_title(gpu: GpuSample) -> str:
+    """`GPU 0  RTX A4500  GPU-5f1c`: index, model and the part of the UUID that tells two cards apart."""
+    words = (f"GPU {gpu.index}", cuda_name(gpu), short_name(gpu), (gpu.uuid or "")[:8])
+    return "  ".join(word for word in words if word)
+
+
+def draw_gpu(store: Store, gpu: GpuSample, width: int, height: int) -> list[Line]:
+    """One GPU: bar, numbers, who holds it, the card's state, what is wrong, and history in what room is left."""
+    if gpu.error:
+        return [line(("!! cannot be read", "danger")), *wrap(gpu.error, width)][:height]
+    old = driver_silence(store)
+    warning = line((f"! {old}", "edge")) if old else gpu_warning(gpu, store.now)
+    lines = [
+        (("VRAM".ljust(LABEL), MUTED), *vram_bar(store, gpu, width - LABEL)),
+        _numbers(store, gpu, width),
+        vram_legend(store, gpu, width),
+        _state(store, gpu, width),
+    ]
+    if old:
+        lines = dimmed(lines)
+    if warning and height <= 4:
+        # On the lowest panel the warning takes the legend's line.
+        lines[2] = fit(warning, width)
+    elif warning:
+        lines += _in_full(warning, width) if height >= _WRAPPED_FROM else [fit(warning, width)]
+    room = height - len(lines)
+    if gpu.mig and room > 0:
+        # Each instance is a card of its own: that is worth more than the past of all together.
+        rows = [mig_row(instance, width) for instance in gpu.mig]
+        lines += rows if len(rows) <= room else [*rows[: room - 1], line((f"{len(rows) - room + 1} more MIG instances", MUTED))]
+    elif room >= 2:
+        past = store.gpu_history.get(gpu_key(gpu), ())
+        chart = history(width, room, [m.fraction for m in past])
+        lines += dimmed(chart) if old else chart
+    elif height == 3:
+        del lines[2]
+    return lines[:height]
+
+
+def _in_full(words: Line, width: int) -> list[Line]:
+    """On a second line what the first does not hold."""
+    if width_of(words) <= width:
+        return [words]
+    first, *rest = wrap(plain(words), width, words[-1][1])
+    return [first, fit(join(rest, " "), width)]
+
+
+def driver_silence(store: Store) -> str:
+    """`driver has not answered for 12 s`, or nothing while the GPUs' numbers are fresh."""
+    seconds = store.machine.gpu_age_seconds if store.machine is not None else None
+    return "" if seconds is None else f"driver has not answered for {age(seconds)}"
+
+
+def gpu_warning(gpu: GpuSample, now: float | None) -> Line:
+    """The newest trouble, else why the clocks are held down; one short line, or nothing."""
+    recent = [t for t in gpu.troubles if now is None or now - t.time < _TROUBLE_SHOWN_SECONDS]
+    if recent:
+        return trouble_words(recent[-1], now)
+    if gpu.details.recovery_action:
+        return line(("!! ", "bad"), (gpu.details.recovery_action, "bad"))
+    if gpu.details.remapping_failed:
+        return line(("!! ", "bad"), ("no spare memory rows are left: the card should be replaced", "bad"))
+    if gpu.details.throttle_reasons:
+        return line(("^ clocks held down: ", "edge"), (", ".join(gpu.details.throttle_reasons), "edge"))
+    return ()
+
+
+def trouble_words(trouble: GpuTrouble, now: float | None) -> Line:
+    """`!! Xid 79 4 min ago: ...`; faults that a program caused are marked as less."""
+    role, mark = ("edge", "^") if trouble.fault_of_program or trouble.kind == "returned" else ("bad", "!!")
+    kind = f"Xid {trouble.code}" if trouble.kind == "xid" and trouble.code is not None else trouble.kind
+    when = "" if now is None else f" {age(now - trouble.time)} ago"
+    return line((f"{mark} {kind}{when}: {trouble.message}", role))
+
+
+def _numbers(store: Store, gpu: GpuSample, width: int) -> Line:
+    left = join(
+        (
+            line((f"{units.gib(used_bytes(gpu))} / {units.gib(gpu.total_bytes)} GiB", STRONG)),
+            banded(gpu.used_fraction, gpu.band),
+            line(("unified", "accent")) if gpu.unified else (),
+        ),
+        "   ",
+    )
+    peak = fact("┆ peak", f"{units.gib(store.gpu_peak_bytes.get(gpu_key(gpu)))} GiB")
+    step = step_peak(gpu, store.run, store.machine)
+    if step is None:
+        return spread(left, peak, width)
+    # What the agent saw within the newest update, where sampling once a second sees nothing.
+    both = join((fact("step peak", units.gib(step)), peak))
+    return spread(left, both if width_of(left) + 2 + width_of(both) <= width else peak, width)
+
+
+def _state(store: Store, gpu: GpuSample, width: int) -> Line:
+    details = gpu.details
+    forecast = _forecast(store, gpu)
+    parts = [
+        fact("util", units.percent(gpu.utilization_fraction, 0)),
+        line((celsius(gpu.temperature_celsius), STRONG)),
+        line((_watts(gpu), STRONG)),
+    ]
+    if details.sm_clock_megahertz is not None:
+        parts.append(fact("clock", f"{details.sm_clock_megahertz} MHz"))
+    if gpu.memory_utilization_fraction is not None:
+        parts.append(fact("bandwidth", units.percent(gpu.memory_utilization_fraction, 0)))
+    room = width - (width_of(forecast) + 2 if forecast else 0)
+    return spread(join_fitting(parts, room, "   "), forecast, width)
+
+
+def _forecast(store: Store, gpu: GpuSample) -> Line:
+    """When the card is full: of a run as its supervisor judges it, else from what was seen here."""
+    if store.run is not None:
+        trend = trends.of_gpu(store.run, gpu)
+        return () if trend is None else trends.full_in(trend, store.run)
+    seconds = seconds_until_full(store.gpu_history.get(gpu_key(gpu), ()))
+    if seconds is None:
+        return ()
+    return line(("^ full in ", "edge"), (trends.minutes(seconds), "edge"), (" at this rate", MUTED))
+
+
+def celsius(value: float | None) -> str:
+    return f"{units.UNKNOWN if value is None else f'{value:.0f}'} °C"
+
+
+def _watts(gpu: GpuSample) -> str:
+    if gpu.power_watts is None:
+        return f"{units.UNKNOWN} W"
+    limit = "" if gpu.power_limit_watts is None else f"/{gpu.power_limit_watts:.0f}"
+    return f"{gpu.power_watts:.0f}{limit} W"
+
+
+def draw_gpu_row(store: Store, gpu: GpuSample, width: int, *, selected: bool = False, name_width: int = 0) -> Line:
+    """One GPU on one line: `0 A4500 ████▓▒░   84.7% · safe  97% 62 °C`; less where there is less room."""
+    marker = "▸" if selected else " "
+    alarm = "!" if gpu_warning(gpu, store.now) else " "
+    head = line((f"{marker}{gpu.index:>2}", "accent" if selected else MUTED), (alarm, "edge"))
+    if name_width:
+        head = (*head, (f"{short_name(gpu)[:name_width]:<{name_width}} ", STRONG))
+    if gpu.error:
+        return fit((*head, ("!! cannot be read: ", "danger"), (gpu.error, MUTED)), width)
+    percent = "–" if gpu.used_fraction is None else f"{gpu.used_fraction * 100:.1f}%"
+    tail = line(" " * (7 - len(percent)), (f"{percent} ", ROLES[gpu.band]), *padded_tag(gpu.band))
+    if width >= 70:
+        util = "–" if gpu.utilization_fraction is None else f"{gpu.utilization_fraction * 100:.0f}%"
+        tail = (*tail, (f" {util:>4} {celsius(gpu.temperature_celsius):>5}", STRONG))
+    if width >= 76 and name_width > 8:
+        tail = (*line((f" {units.gib(used_bytes(gpu)):>5}/{units.gib(gpu.total_bytes, 0)} GiB", STRONG)), *tail)
+    room = width - width_of(head) - width_of(tail)
+    row = fit((*head, *vram_bar(store, gpu, room), *tail), width)
+    return dimmed([row])[0] if driver_silence(store) else row
+
+
+def draw_gpu_table(store: Store, width: int, height: int) -> list[Line]:
+    """Many GPUs, one line each, and the details of the selected one below."""
+    gpus = store.gpus
+    selected = min(store.selected_gpu, len(gpus) - 1)
+    names = min(16, max((len(short_name(g)) for g in gpus), default=0))
+    rows = [draw_gpu_row(store, g, width, selected=i == selected, name_width=names) for i, g in enumerate(gpus)]
+    spare = height - len(rows)
+    if spare < 4 or not gpus:
+        return rows[:height]
+    chosen = gpus[selected]
+    title = line((f"{gpu_title(chosen)} ", STRONG), ("─" * max(0, width - len(gpu_title(chosen)) - 1), "limit"))
+    return [*rows, title, *draw_gpu(store, chosen, width, spare - 1)]
+
+
+def draw_gpu_note(store: Store, width: int, height: int) -> list[Line]:
+    """One honest line where there is no GPU."""
+    if store.machine is None:
+        return [line(("waiting for the first sample", MUTED))]
+    on_cpu = " - training on CPU" if store.run is not None and store.run.alive else ""
+    return wrap(f"{store.machine.gpu_note or 'no GPU'}{on_cpu}", width)[:height]

@@ -1,0 +1,229 @@
+"""Host memory on the dashboard: the bar, who holds it, shared memory, swap, pressure, and what is out of the ordinary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from memtop.supervisor import units, wire
+from memtop.supervisor.monitor.bands import EDGE_FROM
+from memtop.supervisor.monitor.values import HostSample
+from memtop.tui import trends
+from memtop.tui.bands import ROLES, banded, padded_tag
+from memtop.tui.bars import Share, memory_bar
+from memtop.tui.charts import history
+from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, spread, width_of, wrap
+from memtop.tui.machine.gpu import LABEL
+from memtop.tui.store import Store
+from memtop.tui.words import age
+
+_CHART_LOWEST = 3
+
+
+class Row(NamedTuple):
+    """One line of the panel; where room is short the highest numbers go first."""
+
+    rank: int
+    content: Line
+
+
+def draw_host(store: Store, width: int, height: int) -> list[Line]:
+    """Host memory, shared memory and swap, with history in what room is left."""
+    rows = _rows(store, width)
+    if len(rows) > height:
+        kept = sorted(rows, key=lambda row: row.rank)[:height]
+        rows = [row for row in rows if row in kept]
+    lines = [row.content for row in rows]
+    spare = height - len(lines)
+    if spare >= _CHART_LOWEST:
+        lines += history(width, spare, [m.fraction for m in store.host_history])
+    return lines[:height]
+
+
+def host_rows(store: Store) -> int:
+    """How many lines the panel has to tell, the chart apart."""
+    return len(_rows(store, 60))
+
+
+def _rows(store: Store, width: int) -> list[Row]:
+    host = store.host
+    rows = [
+        Row(0, (("RAM".ljust(LABEL), MUTED), *ram_bar(store, width - LABEL))),
+        Row(1, _numbers(host, width)),
+        Row(4, _holders(store, width)),
+    ]
+    if store.run is not None and store.run.run_memory:
+        rows.append(Row(5, roles_line(store.run.run_memory, width)))
+    if host.shm_total_bytes:
+        full = (host.shm_fraction or 0.0) > EDGE_FROM
+        rows.append(Row(2 if full else 7, shm_row(host, width)))
+    rows += [Row(3, swap_row(host, width)), Row(6, _traffic(host, width))]
+    if store.run is not None:
+        rows += [row for trend in trends.of_host(store.run) for row in _trend(trend, store.run, width)]
+    alarms = _alarms(host)
+    if alarms:
+        rows.append(Row(2, join_fitting(alarms, width)))
+    extras = _extras(host)
+    if extras:
+        rows.append(Row(9, join_fitting(extras, width)))
+    if store.run is None and (host.load_average is not None or host.uptime_seconds is not None):
+        rows.append(Row(8, join_fitting(_load(host), width)))
+    return rows
+
+
+def _trend(trend: wire.Trend, run: wire.RunState, width: int) -> list[Row]:
+    """Its first line stays where room is short, what goes on below it does not."""
+    urgent = trend.full_in_seconds is None or trends.before_the_end(trend, run)
+    parts = wrap(f"^ {trends.sentence(trend, run, width - 2)}", width, "edge" if urgent else MUTED)
+    return [Row(8 if number else 1, part) for number, part in enumerate(parts)]
+
+
+def ram_bar(store: Store, width: int) -> Line:
+    """Host memory: this run's processes, everybody else's, and as the lightest part what the kernel would give back."""
+    host = store.host
+    used = host.used_fraction or 0.0
+    whole = host.limit_bytes or host.total_bytes
+    cached = Share(min(1 - used, (host.cached_bytes or 0) / whole), "·", "pagecache") if whole and used < 1 else None
+    if store.run is None:
+        return memory_bar(width, [Share(used, "█", "alloc")], peak=store.host_peak_fraction, after=cached)
+    rss = run_bytes(store.run)
+    own = min(used, rss / whole) if rss and whole else 0.0
+    shares = [Share(own, "█", "alloc"), Share(used - own, "░", "other")]
+    return memory_bar(width, shares, peak=store.host_peak_fraction, after=cached)
+
+
+def run_bytes(run: wire.RunState) -> int | None:
+    """What the run takes of the machine: shared pages once where that is known, else resident bytes."""
+    known = [role.pss_bytes for role in run.run_memory]
+    if known and all(value is not None for value in known):
+        return sum(value or 0 for value in known)
+    return run.run_rss_bytes
+
+
+def roles_line(roles: Sequence[wire.RoleMemory], width: int) -> Line:
+    """`run 21.4: main 9.8  6 workers 11.2  shm 0.4`; shared memory apart, so that the parts add up."""
+    names = {"rank": ("main", "ranks"), "loader worker": ("worker", "workers"), "launcher": ("launcher", "launchers")}
+    order = ("rank", "loader worker", "launcher")
+    parts = []
+    for role in sorted(roles, key=lambda r: order.index(r.role) if r.role in order else len(order)):
+        one, many = names.get(role.role, (role.role, role.role))
+        word = one if role.processes == 1 else f"{role.processes} {many}"
+        private = None if role.pss_bytes is None else max(0, role.pss_bytes - (role.shm_bytes or 0))
+        parts.append(fact(word, units.gib(private)))
+    shared = [role.shm_bytes for role in roles if role.shm_bytes is not None]
+    if shared:
+        parts.insert(2, fact("shm", units.gib(sum(shared))))
+    known = [role.pss_bytes for role in roles if role.pss_bytes is not None]
+    swapped = sum(role.swap_bytes or 0 for role in roles)
+    if swapped:
+        parts.append(line(("! swapped ", "edge"), (units.gib(swapped), "edge")))
+    total = units.gib(sum(known)) if len(known) == len(roles) else units.UNKNOWN
+    return join_fitting([line(("run ", MUTED), (f"{total}:", STRONG)), *parts], width)
+
+
+def _numbers(host: HostSample, width: int) -> Line:
+    whole = host.limit_bytes or host.total_bytes
+    left = join(
+        (
+            line((units.used_of(host.used_bytes, whole), STRONG)),
+            banded(host.used_fraction, host.band),
+        ),
+        "   ",
+    )
+    if host.limit_bytes is None:
+        return spread(left, fact("available", f"{units.gib(host.available_bytes)} GiB"), width)
+    words = units.size if host.limit_bytes < units.GIB else units.gib
+    return spread(left, fact("limit", f"{words(host.limit_bytes)} of {words(host.total_bytes)}"), width)
+
+
+def _holders(store: Store, width: int) -> Line:
+    host = store.host
+    cpu = fact("cpu", units.percent(host.cpu_fraction, 0))
+    cached = (
+        () if host.cached_bytes is None else line(("·", "pagecache"), " ", *fact("page cache", units.gib(host.cached_bytes)))
+    )
+    if store.run is None:
+        return spread(cached, cpu, width) if cached else fit(cpu, width)
+    own = run_bytes(store.run)
+    others = None if own is None or host.used_bytes is None else max(0, host.used_bytes - own)
+    parts = [
+        line(("█", "alloc"), " ", *fact("this run", units.gib(own))),
+        line(("░", "other"), " ", *fact("others", units.gib(others))),
+        cached,
+    ]
+    return spread(join_fitting(parts, width - width_of(cpu) - 2), cpu, width)
+
+
+def shm_row(host: HostSample, width: int) -> Line:
+    """/dev/shm on one line, with a word where data-loader workers are about to fail for it."""
+    fraction = host.shm_fraction
+    tail = line((f" {units.used_of(host.shm_used_bytes, host.shm_total_bytes)}", STRONG))
+    role = "danger" if (fraction or 0.0) > EDGE_FROM else MUTED
+    tail = (*tail, *line((f"  {units.percent(fraction):>7}", role)))
+    if role == "danger":
+        tail = (*tail, ("  !! nearly full", "danger"))
+    room = max(4, width - LABEL - width_of(tail))
+    bar = memory_bar(room, [Share(fraction or 0.0, "█", "alloc")], limits=False)
+    return fit((("shm".ljust(LABEL), MUTED), *bar, *tail), width)
+
+
+def swap_row(host: HostSample, width: int) -> Line:
+    """Swap on one line: bar, numbers, band."""
+    if host.swap_total_bytes == 0:
+        return line(("Swap".ljust(LABEL), MUTED), ("none", MUTED))
+    tail = join(
+        (
+            line((f" {units.used_of(host.swap_used_bytes, host.swap_total_bytes)}", STRONG)),
+            line((f"{units.percent(host.swap_fraction):>7}", ROLES[host.swap_band])),
+            padded_tag(host.swap_band),
+        )
+    )
+    room = max(4, width - LABEL - width_of(tail))
+    bar = memory_bar(room, [Share(host.swap_fraction or 0.0, "█", "alloc")])
+    return fit((("Swap".ljust(LABEL), MUTED), *bar, *tail), width)
+
+
+def rate(value: float | None) -> str:
+    return units.UNKNOWN if value is None else f"{units.size(value)}/s"
+
+
+def _traffic(host: HostSample, width: int) -> Line:
+    traffic = (fact("swap in", rate(host.swap_in_bytes_per_second)), fact("out", rate(host.swap_out_bytes_per_second)))
+    some = units.percent(host.pressure_fraction)
+    # `some` and `full` are the kernel's words: one task waits for memory, or all do.
+    full = "" if host.pressure_full_fraction is None else units.percent(host.pressure_full_fraction)
+    both = fact("memory pressure", f"some {some}, full {full}" if full else some)
+    wide = join((*traffic, both), "   ")
+    return wide if width_of(wide) <= width else join_fitting((*traffic, fact("memory pressure", some)), width)
+
+
+def _alarms(host: HostSample) -> list[Line]:
+    """What has gone wrong, or is about to, beside the bands."""
+    found = []
+    if host.oom_kills:
+        times = "once" if host.oom_kills == 1 else f"{host.oom_kills} times"
+        found.append(line((f"!! the kernel has killed {times} for memory in this cgroup", "bad")))
+    throttle = host.limit_throttle_bytes
+    if throttle is not None and host.used_bytes is not None and host.used_bytes > throttle:
+        found.append(line((f"! above memory.high ({units.size(throttle)}): the kernel slows the group down", "edge")))
+    return found
+
+
+def _extras(host: HostSample) -> list[Line]:
+    found = []
+    if host.huge_pages_total_bytes:
+        free = units.gib(host.huge_pages_free_bytes)
+        found.append(fact("huge pages", f"{units.gib(host.huge_pages_total_bytes)} ({free} free)"))
+    if host.locked_bytes and host.locked_bytes > units.GIB // 20:
+        found.append(fact("locked", units.gib(host.locked_bytes)))
+    if host.dirty_bytes and host.dirty_bytes > units.GIB // 2:
+        found.append(fact("not yet written", units.gib(host.dirty_bytes)))
+    return found
+
+
+def _load(host: HostSample) -> list[Line]:
+    load = host.load_average
+    words = units.UNKNOWN if load is None else " ".join(f"{value:.1f}" for value in load)
+    cores = [] if host.cpu_count is None else [fact("cores", str(host.cpu_count))]
+    up = [] if host.uptime_seconds is None else [fact("up", age(host.uptime_seconds))]
+    return [fact("load", words), *cores, *up]

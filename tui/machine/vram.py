@@ -1,0 +1,177 @@
+"""A GPU's memory as a bar and as a legend, in the same parts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from memtop.supervisor import units
+from memtop.supervisor.monitor.history import gpu_key
+from memtop.supervisor.monitor.snapshots import why_incomplete_on
+from memtop.supervisor.monitor.values import GpuSample, MigInstance
+from memtop.supervisor.monitor.vram import VramParts
+from memtop.tui.bands import ROLES, padded_tag
+from memtop.tui.bars import Share, memory_bar
+from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, width_of
+from memtop.tui.machine.vram_parts import vram_parts
+from memtop.tui.store import Store
+
+_JOB_LOOKS = (("█", "alloc"), ("▓", "cache"), ("▒", "context"))
+"""Without a run of its own on the screen, the largest jobs are told apart."""
+_NAME_WIDTH = 14
+_NAMED_JOBS = 3
+_WORTH_A_WORD = units.GIB // 100
+GONE_WORDS = "held by no living process"
+
+
+class Part(NamedTuple):
+    """One part of the bar and its words in the legend."""
+
+    word: str
+    size: int | None
+    glyph: str
+    role: str
+
+
+def vram_bar(store: Store, gpu: GpuSample, width: int) -> Line:
+    """The card's memory, split into what is known of it."""
+    total = gpu.total_bytes
+    if not total:
+        return fit(line(("memory not known", "unknown")), width)
+    peak_bytes = store.gpu_peak_bytes.get(gpu_key(gpu))
+    peak = None if peak_bytes is None else (peak_bytes + (gpu.reserved_bytes or 0) + (gpu.other_pool_bytes or 0)) / total
+    shares = [Share((part.size or 0) / total, part.glyph, part.role) for part in bar_parts(store, gpu)]
+    return memory_bar(width, shares, peak=peak)
+
+
+def vram_legend(store: Store, gpu: GpuSample, width: int) -> Line:
+    """Who holds it: jobs by name where there is room, else all together; what does not fit is left out whole."""
+    if gpu.unified:
+        return join_fitting(_words_of([*_pool(gpu), Part("available", gpu.free_bytes, " ", "text")]), width)
+    parts = _parts(store, gpu)
+    own = [] if store.run is None else _own(parts)
+    named = join(_words_of([*own, *_jobs(store, parts, _NAMED_JOBS), *_rest(parts)]))
+    if store.run is None and not gpu.processes:
+        named = join((fact("processes", "not known" if why_incomplete_on(gpu) else "none"), named))
+    if width_of(named) <= width:
+        return named
+    # Alarming parts before those that only complete the sum.
+    rest = sorted(_rest(parts), key=lambda part: part.role != "gone")
+    short = [part._replace(word="no owner") if part.role == "gone" else part for part in rest]
+    shorter = join(_words_of([*own, *_jobs(store, parts, _NAMED_JOBS), *short]))
+    if width_of(shorter) <= width:
+        return shorter
+    own = [] if store.run is None else _own(_merged(parts))
+    return join_fitting(_words_of([*own, *_jobs(store, parts, 0), *short]), width)
+
+
+def bar_parts(store: Store, gpu: GpuSample) -> list[Part]:
+    """All used parts from the left to the right; together they end where the percentage says."""
+    found = _pool(gpu) if gpu.unified else all_parts(store, gpu, named=_NAMED_JOBS)
+    if gpu.used_bytes is not None:
+        # Where the parts cannot be told, the bar still ends where the percentage does.
+        whole = gpu.used_bytes + (gpu.reserved_bytes or 0) + (gpu.other_pool_bytes or 0)
+        found.append(Part("", max(0, whole - sum(part.size or 0 for part in found)), "░", "other"))
+    return found
+
+
+def all_parts(store: Store, gpu: GpuSample, *, named: int | None = None) -> list[Part]:
+    """Every part that is known or worth a word; the largest `named` jobs (else all) by name."""
+    parts = _parts(store, gpu)
+    own = [] if store.run is None else _own(parts)
+    return [*own, *_jobs(store, parts, len(parts.jobs) if named is None else named), *_rest(parts)]
+
+
+def _pool(gpu: GpuSample) -> list[Part]:
+    """Memory that GPU and machine share; with what is free, three parts."""
+    return [
+        Part("GPU processes", gpu.used_bytes, "█", "alloc"),
+        Part("rest of the machine", gpu.other_pool_bytes, "░", "other"),
+    ]
+
+
+def _parts(store: Store, gpu: GpuSample) -> VramParts:
+    return vram_parts(gpu, store.run, store.machine, all_pids_visible=store.all_pids_visible)
+
+
+def _merged(parts: VramParts) -> VramParts:
+    """All of the run's processes outside their allocators as one part."""
+    if parts.context_bytes is None or parts.other_own_bytes is None:
+        return parts
+    return replace(parts, context_bytes=parts.context_bytes + parts.other_own_bytes, other_own_bytes=None)
+
+
+def _own(parts: VramParts) -> list[Part]:
+    context, beside = parts.context_bytes, parts.other_own_bytes
+    if context is None:
+        # What the contexts take by themselves is not measured yet: all beside the allocator goes by their name.
+        context, beside = beside, None
+    own = [
+        Part("alloc", parts.allocated_bytes, "█", "alloc"),
+        Part("cache", parts.cached_bytes, "▓", "cache"),
+        Part("context", context, "▒", "context"),
+    ]
+    return own if beside is None else [*own, Part("in process", beside, "▒", "library")]
+
+
+def _jobs(store: Store, parts: VramParts, named: int) -> list[Part]:
+    looks = _JOB_LOOKS if store.run is None else ()
+    found = []
+    for number, job in enumerate(parts.jobs[:named]):
+        glyph, role = looks[number] if number < len(looks) else ("░", "other")
+        found.append(Part(job.name[:_NAME_WIDTH], job.used_bytes, glyph, role))
+    rest = parts.jobs[named:]
+    if rest or (not found and store.run is not None and "jobs" not in parts.unknown):
+        known = [job.used_bytes for job in rest if job.used_bytes is not None]
+        word = "others" if not found else f"{len(rest)} more"
+        if store.run is None and not found:
+            word = f"{len(rest)} jobs" if len(rest) > 1 else rest[0].name[:_NAME_WIDTH]
+        # All together stand for what the bar draws apart.
+        glyph = "".join(look for look, _ in _JOB_LOOKS[: len(rest)]) if store.run is None and not found else "░"
+        role = "alloc" if glyph != "░" else "other"
+        # No other process is a known nothing; processes that do not tell their memory are not.
+        found.append(Part(word, sum(known) if known or not rest else None, glyph, role))
+    return found
+
+
+def _rest(parts: VramParts) -> list[Part]:
+    gone, unlisted = parts.gone_bytes or 0, parts.unlisted_bytes or 0
+    if unlisted and parts.unlisted_by == GONE_WORDS:
+        # No process is hidden from us: what none is listed for, nobody alive holds.
+        gone, unlisted = gone + unlisted, 0
+    found = [
+        Part("rest of the machine", parts.rest_of_machine_bytes, "░", "other"),
+        Part("unlisted", unlisted, "░", "other"),
+        Part("not told by whom", parts.unaccounted_bytes, "░", "other"),
+        Part(GONE_WORDS, gone, "░", "gone"),
+        Part("driver", parts.driver_reserved_bytes, "░", "driver"),
+    ]
+    return [part for part in found if (part.size or 0) >= _WORTH_A_WORD]
+
+
+def _words_of(parts: list[Part]) -> list[Line]:
+    return [_words(part) for part in parts]
+
+
+def _words(part: Part) -> Line:
+    alarming = part.role == "gone"
+    value = fact(("! " if alarming else "") + part.word, units.gib(part.size), "edge" if alarming else "strong")
+    if part.glyph == " ":
+        return value
+    looks = _JOB_LOOKS[: len(part.glyph)] if len(part.glyph) > 1 else ((part.glyph, part.role),)
+    return line(*looks, " ", *value)
+
+
+def mig_row(instance: MigInstance, width: int) -> Line:
+    """One MIG instance on one line: position, profile, bar, numbers, band."""
+    head = line((f"{instance.position:>2} ", MUTED), (f"{instance.name or '?':<9} ", STRONG))
+    percent = units.percent(instance.used_fraction)
+    numbers = f" {units.gib(instance.used_bytes)}/{units.gib(instance.total_bytes)} GiB "
+    tail = line((numbers, STRONG), (f"{percent:>7} ", ROLES[instance.band]), *padded_tag(instance.band))
+    room = max(4, width - width_of(head) - width_of(tail))
+    if instance.total_bytes:
+        bar = memory_bar(room, [Share(instance.used_fraction or 0.0, "█", "alloc")])
+    else:
+        bar = fit(line((instance.unknown.get("total_bytes", "memory not known"), "unknown")), room)
+    return fit((*head, *bar, *tail), width)

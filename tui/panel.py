@@ -1,0 +1,113 @@
+"""A panel drawn line by line from the store: the one widget behind almost everything on the dashboard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.events import Click
+from textual.geometry import Region
+from textual.message import Message
+from textual.strip import Strip
+from textual.widget import Widget
+
+from memtop.tui.line import ROLES, Line, fit
+from memtop.tui.store import Store
+
+Draw = Callable[[Store, int, int], Sequence[Line]]
+"""(store, width, height) -> the lines to show."""
+
+
+class RoleStyles(Widget):
+    """Turns the roles of drawn text into styles, through one component class per role."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {f"draw--{role}" for role in ROLES}
+
+    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
+        self._roles: dict[str, Style] = {}
+
+    def notify_style_update(self) -> None:
+        self._roles.clear()
+        super().notify_style_update()
+
+    def role_style(self, role: str) -> Style:
+        """The style of one role on this widget's background."""
+        if role not in self._roles:
+            # Blanks need the background too: the line API paints nothing behind unstyled cells.
+            self._roles[role] = self.rich_style + self.get_component_rich_style(f"draw--{role}", partial=True)
+        return self._roles[role]
+
+
+class LinePanel(RoleStyles):
+    """Shows what a pure drawing function returns, and repaints only the lines that changed."""
+
+    def __init__(
+        self,
+        draw: Draw,
+        *,
+        title: Callable[[Store], str] | str = "",
+        opens: str = "",
+        id: str | None = None,
+        classes: str | None = None,
+    ) -> None:
+        super().__init__(id=id, classes=classes)
+        self._draw = draw
+        self._title = title
+        self.opens = opens
+        """The action that a click stands for, or nothing."""
+        self._store = Store()
+        self._drawn_for: tuple[int, int] = (-1, -1)
+        self._lines: tuple[Line, ...] = ()
+
+    class Opened(Message):
+        """A panel that opens something was clicked; `row` counts from its first line."""
+
+        def __init__(self, panel: LinePanel, row: int) -> None:
+            super().__init__()
+            self.panel = panel
+            self.row = row
+
+    def on_click(self, event: Click) -> None:
+        inside = event.get_content_offset(self)
+        if self.opens:
+            event.stop()
+            self.post_message(self.Opened(self, -1 if inside is None else inside.y))
+
+    def show(self, store: Store) -> None:
+        """Take the next store. Lines that look as before are not painted again."""
+        self._store = store
+        title = self._title if isinstance(self._title, str) else self._title(store)
+        if title and self.border_title != title:
+            self.border_title = title
+        width, height = self._drawn_for
+        if (width, height) != self.size or not self.display:
+            # Not laid out yet, or hidden: render_line draws when it is wanted.
+            self._drawn_for = (-1, -1)
+            return
+        before = self._lines
+        self._redraw(width, height)
+        changed = [y for y, (old, new) in enumerate(zip(before, self._lines, strict=True)) if old != new]
+        if changed:
+            self.refresh(*(Region(0, y, width, 1) for y in changed))
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """What is on the screen, as lines with roles."""
+        if self._drawn_for != self.size:
+            self._redraw(*self.size)
+        return self._lines
+
+    def render_line(self, y: int) -> Strip:
+        lines = self.lines
+        if y >= len(lines):
+            return Strip.blank(self.size.width, self.rich_style)
+        return Strip([Segment(text, self.role_style(role)) for text, role in lines[y]], self.size.width)
+
+    def _redraw(self, width: int, height: int) -> None:
+        drawn = list(self._draw(self._store, width, height))[:height]
+        drawn += [()] * (height - len(drawn))
+        self._lines = tuple(fit(one, width) for one in drawn)
+        self._drawn_for = (width, height)

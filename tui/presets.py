@@ -1,0 +1,128 @@
+"""The preset table: what each preset would make of this run. Enter applies its memory strategy, Esc returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.widgets import Button, DataTable, Static
+
+from memtop.presets import Preset
+from memtop.presets.comparing import Outlook, outlook
+from memtop.presets.schema import Settings
+from memtop.supervisor.wire import RunState
+from memtop.tui.dialog import Dialog
+from memtop.tui.restart_plan import where_it_resumes
+
+
+class PresetDialog(Dialog[str]):
+    """Dismissed with the name of the preset to apply, or None."""
+
+    AUTO_FOCUS = "DataTable"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(str(digit), f"point({digit})", f"Preset {digit}", show=False) for digit in range(10)
+    ]
+
+    def __init__(
+        self,
+        run: RunState,
+        settings: Settings,
+        presets: dict[str, Preset],
+        chosen_key: str,
+        failed: Sequence[Settings] = (),
+    ) -> None:
+        super().__init__()
+        self._run = run
+        self._settings = settings
+        self._outlooks = {name: outlook(settings, preset, failed) for name, preset in presets.items()}
+        self._chosen_key = chosen_key
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog presets") as box:
+            box.border_title = f"Preset for {self._run.name}"
+            yield DataTable(cursor_type="row", zebra_stripes=False)
+            yield Static(id="description", classes="muted", markup=False)
+            yield Static(where_it_resumes(self._run), classes="muted", markup=False)
+            with Horizontal(classes="buttons"):
+                yield Button("Cancel", id="cancel", compact=True)
+                yield Button("Apply", id="confirm", variant="primary", compact=True)
+
+    def on_mount(self) -> None:
+        table = self.query_one(DataTable)
+        for label in ("", "key", "preset", "B x A x W", "effective", "a switch", "T", "ZeRO", "what else changes"):
+            table.add_column(label)
+        for look in self._outlooks.values():
+            table.add_row(*self._row(look), key=look.preset.name)
+        wanted = int(self._chosen_key) if self._chosen_key else self._present_key()
+        if wanted is not None:
+            self.action_point(wanted)
+
+    def action_point(self, key: int) -> None:
+        """Put the cursor on the preset of that digit key."""
+        for row, look in enumerate(self._outlooks.values()):
+            if look.preset.key == key:
+                self.query_one(DataTable).move_cursor(row=row)
+
+    @on(DataTable.RowHighlighted)
+    def _pointed(self, message: DataTable.RowHighlighted) -> None:
+        self.query_one("#description", Static).update(_description(self._outlooks[str(message.row_key.value)]))
+
+    @on(DataTable.RowSelected)
+    def _entered(self, message: DataTable.RowSelected) -> None:
+        self.dismiss(str(message.row_key.value))
+
+    @on(Button.Pressed, "#confirm")
+    def _confirmed(self) -> None:
+        table = self.query_one(DataTable)
+        self.dismiss(list(self._outlooks)[table.cursor_row])
+
+    def _present_key(self) -> int | None:
+        present = self._outlooks.get(self._settings.preset)
+        return present.preset.key if present else None
+
+    def _row(self, look: Outlook) -> list[Text]:
+        after, preset = look.kept, look.preset
+        chosen = preset.name == self._settings.preset
+        # The run may have left its preset's split, by an edit of its own: then the preset can be applied again.
+        now = after == self._settings
+        cells = (
+            "▸" if chosen else " ",
+            "–" if preset.key is None else str(preset.key),
+            preset.name,
+            f"{after.batch} x {after.accumulation} x {after.world_size}",
+            str(after.effective_batch),
+            "is on now" if now else look.switch,
+            str(after.seq_len),
+            after.zero.short,
+            # The split and ZeRO have columns of their own.
+            "; ".join(change for change in look.changes if not change.startswith(("split", "plain", "ZeRO"))) or "nothing",
+        )
+        return [Text(cell, style="bold" if chosen else "") for cell in cells]
+
+
+def _description(look: Outlook) -> str:
+    """The preset in words: what a switch does to this run, and what a new run would take of it."""
+    changed = "; ".join(look.changes) or "nothing changes"
+    lines = [f"{look.preset.title}. {look.preset.description}", f"Switch: {look.switch}, {changed}"]
+    if look.switch == "refused":
+        lines[1] = f"Switch: refused, {look.reason}"
+    elif look.switch == "converts":
+        lines[1] += f" ({look.reason})"
+    if look.risk is not None:
+        lines.append(f"! {look.risk}")
+    if look.switch_whole == "refused" and look.reason_whole != look.reason:
+        lines.append(f"Whole: refused, {look.reason_whole}")
+    elif look.switch_whole != "refused" and look.whole_changes != look.changes:
+        lines.append(
+            f"Whole ({look.switch_whole}, memtop train --fresh --preset {look.preset.name}): {'; '.join(_beyond(look))}"
+        )
+    return "\n".join(lines)
+
+
+def _beyond(look: Outlook) -> list[str]:
+    return [change for change in look.whole_changes if change not in look.changes]

@@ -1,0 +1,1 @@
+"""GPU processes: the list, one process in full, and ending them."""

@@ -1,0 +1,160 @@
+"""The process list: which columns fit, and how a row looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from memtop.supervisor import units
+from memtop.supervisor.monitor.values import Job
+from memtop.tui.line import MUTED, STRONG, TEXT, Heading, Line, Span, fit, line
+from memtop.tui.processes.rows import Order, Row
+from memtop.tui.words import age
+
+_MARK_WIDTH = 2
+_COMMAND_LOWEST = 24
+_PLURALS = {"process": "processes"}
+
+
+class Column(NamedTuple):
+    """One column; those with a high rank go first where the terminal is narrow."""
+
+    id: str
+    title: str
+    width: int
+    rank: int
+    text: Callable[[Row], str]
+    right: bool = True
+
+
+def _share(name: str) -> Callable[[Row], str]:
+    def text(row: Row) -> str:
+        if row.process is None and name != "cpu":
+            # Shares of different GPUs do not add up to anything.
+            return ""
+        value = row.number(name)
+        return units.UNKNOWN if value is None else f"{value * 100:.0f}%"
+
+    return text
+
+
+def _bytes(name: str) -> Callable[[Row], str]:
+    return lambda row: units.size(row.number(name))
+
+
+def _time(row: Row) -> str:
+    seconds = row.number("time")
+    return units.UNKNOWN if seconds is None else age(seconds)
+
+
+COLUMNS = (
+    Column("pid", "pid", 8, 0, lambda row: str(row.pid)),
+    Column("user", "user", 8, 2, lambda row: row.user or units.UNKNOWN, right=False),
+    Column("gpu", "GPU", 4, 1, lambda row: row.where, right=False),
+    Column("vram", "VRAM", 8, 1, _bytes("vram")),
+    Column("sm", "SM", 4, 3, _share("sm")),
+    Column("bw", "BW", 4, 6, _share("bw")),
+    Column("cpu", "CPU", 5, 4, _share("cpu")),
+    Column("rss", "RSS", 8, 5, _bytes("rss")),
+    Column("time", "time", 7, 4, _time),
+    Column("container", "container", 20, 7, lambda row: row.container, right=False),
+)
+SORTABLE = (*(column.id for column in COLUMNS), "command")
+
+
+def columns_for(width: int, rows: Sequence[Row]) -> tuple[Column, ...]:
+    """The columns that fit beside a command that can still be read; one that would be empty everywhere is left out."""
+    wanted = [c for c in COLUMNS if c.id != "container" or any(row.container for row in rows)]
+    room = width - _MARK_WIDTH - _COMMAND_LOWEST
+    kept = set()
+    for column in sorted(wanted, key=lambda c: c.rank):
+        if column.width + 1 > room:
+            break
+        room -= column.width + 1
+        kept.add(column.id)
+    return tuple(column for column in wanted if column.id in kept)
+
+
+def heading(columns: Sequence[Column], order: Order, width: int) -> tuple[Line, list[Heading]]:
+    """The line of names, an arrow at the one that is sorted by, and where each can be clicked."""
+    spans: list[Span] = [(" " * _MARK_WIDTH, TEXT)]
+    places = []
+    at = _MARK_WIDTH
+    for column in columns:
+        spans.append(
+            (f"{_name(column.id, column.title, order):{'>' if column.right else '<'}{column.width}} ", _role(column.id, order))
+        )
+        places.append(Heading(column.id, at, at + column.width + 1))
+        at += column.width + 1
+    spans.append((_name("command", "command", order), _role("command", order)))
+    places.append(Heading("command", at, width))
+    return fit(tuple(spans), width), places
+
+
+def _padded(text: str, column: Column) -> str:
+    return text.rjust(column.width) if column.right else text.ljust(column.width)
+
+
+def _name(column: str, title: str, order: Order) -> str:
+    return title if column != order.column else f"{title}{'▾' if order.descending else '▴'}"
+
+
+def _role(column: str, order: Order) -> str:
+    return "heading" if column == order.column else MUTED
+
+
+def draw_row(row: Row, columns: Sequence[Column], *, ticked: bool, followed: bool, search: str) -> Line:
+    """One row: tick, cells, then what is special about it and its command."""
+    spans: list[Span] = [("✓ " if ticked else "  ", "accent")]
+    quiet = row.process is None
+    for column in columns:
+        spans.append((f"{_padded(column.text(row)[: column.width], column)} ", STRONG if quiet else TEXT))
+    spans += _what(row, followed)
+    return tuple(_with_match(spans, search))
+
+
+def _what(row: Row, followed: bool) -> list[Span]:
+    spans: list[Span] = [("  " * row.depth, TEXT)] if row.depth else []
+    if row.process is None:
+        fold = "" if row.folded is None else "▸ " if row.folded else "▾ "
+        words = f"  {roles_in_words(row.job)}" if row.job is not None else ""
+        return [*spans, (f"{fold}{row.job_name}", "accent"), (words, MUTED)]
+    process = row.process
+    if process.stray:
+        spans.append(("! stray ", "edge"))
+    if process.gone:
+        spans.append(("! no such process lives ", "edge"))
+    if followed:
+        spans.append(("▸ followed ", "accent"))
+    if row.siblings:
+        spans.append(("= ", MUTED))
+    if process.role not in (None, "process") and row.depth:
+        spans.append((f"{process.role}  ", "accent"))
+    command = row.command
+    return [*spans, (command or units.UNKNOWN, STRONG if command else "unknown")]
+
+
+def roles_in_words(job: Job | None) -> str:
+    """`launcher, 2 ranks, 8 loader workers`."""
+    if job is None:
+        return ""
+    words = []
+    for role, number in job.roles.items():
+        many = _PLURALS.get(role, f"{role}s")
+        words.append(role if number == 1 else f"{number} {many}")
+    return ", ".join(words)
+
+
+def _with_match(spans: Sequence[Span], search: str) -> list[Span]:
+    """The spans with the text that was searched for marked; a match across two spans is not."""
+    if not search:
+        return list(spans)
+    marked: list[Span] = []
+    for text, role in spans:
+        start = text.casefold().find(search)
+        if start < 0:
+            marked.append((text, role))
+        else:
+            end = start + len(search)
+            marked += line((text[:start], role), (text[start:end], "match"), (text[end:], role))
+    return marked

@@ -1,0 +1,104 @@
+"""One remedy on a few lines: its title, its predicted peak as a bar, and its price. What is predicted never looks measured."""
+
+from __future__ import annotations
+
+from memtop.supervisor import units
+from memtop.supervisor.monitor.bands import mark
+from memtop.supervisor.recovery.values import Forecast, Remedy
+from memtop.tui.bands import ROLES
+from memtop.tui.bars import Share, memory_bar
+from memtop.tui.line import MUTED, STRONG, Line, fit, join, line, width_of, wrap
+
+PREDICTED_GLYPH = "╍"
+_BAR, _SHORT_BAR, _SHORTEST_BAR = 30, 12, 6
+_WIDE_FROM = 90
+_COSTS = {
+    "none": "for you to do: memtop does not touch it",
+    "live": "at the next update, no restart",
+    "resumes": "resumes",
+    "converts": "resumes, the optimizer's state is converted",
+    "new run": "begins a new run: a command to copy",
+}
+
+
+def is_applicable(remedy: Remedy) -> bool:
+    """Whether memtop can carry it out in this run; else it is a command for the person to copy."""
+    return remedy.resumable not in ("none", "new run") and bool(remedy.assignments or remedy.preset)
+
+
+def remedy_lines(number: int, remedy: Remedy, width: int, *, alive: bool) -> tuple[Line, ...]:
+    """`1  batch 8 -> 4, accumulation 4 -> 8` and, below it, the prediction and the price.
+
+    `alive`: the run trains, so that what can be changed without a restart is.
+    """
+    indent = line("   ")
+    room = max(10, width - width_of(indent))
+    title = wrap(remedy.title, room, STRONG)
+    price = [line((words, role)) for words, role in _price(remedy, alive=alive)]
+    below: list[Line] = []
+    if remedy.forecast is not None:
+        prediction = predicted_line(remedy.forecast, room)
+        both = join((prediction, join(price, ", ")), "   ")
+        below = [both] if width_of(both) <= room else [prediction, *_packed(price, room)]
+    else:
+        if is_applicable(remedy):
+            reason = remedy.forecast_unknown or "nothing that was measured allows a forecast"
+            below = wrap(f"? peak not known: {reason}", room, "unknown")
+        below += _packed(price, room)
+    head = line((f"{number:<3}", MUTED))
+    return (
+        *((*(indent if n else head), *part) for n, part in enumerate(title)),
+        *((*indent, *part) for part in below),
+    )
+
+
+def predicted_line(forecast: Forecast, width: int) -> Line:
+    """`╍╍╍╍╍▴   ┊┊   ~13.9 of 19.6 GiB  70.9 % · safe`: dashed where a measured bar is solid, and never without its `~`."""
+    if forecast.fraction is None:
+        return fit(line((f"~{units.size(forecast.peak_bytes)} predicted", "predicted")), width)
+    of = units.scale(forecast.total_bytes)
+    size = f"~{of.number(forecast.peak_bytes)} of {of.number(forecast.total_bytes)} {of.unit}"
+    numbers = line(
+        (f"{size} {units.percent(forecast.fraction):>7} ", "predicted"),
+        (f"{mark(forecast.band)} {forecast.band.value}", ROLES[forecast.band]),
+    )
+    room = min(_BAR if width >= _WIDE_FROM else _SHORT_BAR, width - width_of(numbers) - 1)
+    if room < _SHORTEST_BAR:
+        return numbers
+    end = min(1.0, forecast.fraction)
+    bar = memory_bar(room, [Share(end, PREDICTED_GLYPH, "predictedbar")], predicted=end)
+    return (*bar, (" ", "text"), *numbers)
+
+
+def _price(remedy: Remedy, *, alive: bool) -> list[tuple[str, str]]:
+    """What it costs, the most important first, each with its role."""
+    found = [("same mathematics", "good") if remedy.keeps_math else ("other mathematics", "edge")]
+    if remedy.resumable == "none":
+        found = [("changes nothing in the run: a command to copy" if remedy.command else _COSTS["none"], MUTED)]
+    else:
+        cost = "resumes" if remedy.resumable == "live" and not alive else remedy.resumable
+        found.append((_COSTS[cost], "text" if cost != "new run" else "edge"))
+    if remedy.needs_consent and is_applicable(remedy):
+        found.insert(0, ("! needs your consent", "edge"))
+    if is_applicable(remedy):
+        found.append((_speed(remedy.speed), MUTED))
+    return found
+
+
+def _speed(factor: float | None) -> str:
+    if factor is None:
+        return "speed not known"
+    change = round((factor - 1) * 100)
+    return "about the same speed" if change == 0 else f"speed about {change:+d} %"
+
+
+def _packed(parts: list[Line], width: int) -> list[Line]:
+    """Parts side by side on as many lines as they need."""
+    lines: list[Line] = []
+    for part in parts:
+        longer = join((lines[-1], part), ", ") if lines else part
+        if lines and width_of(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(fit(part, width) if width_of(part) > width else part)
+    return lines

@@ -1,0 +1,140 @@
+"""The restart form: batch, accumulation, seq_len and preset, with the consequences and the forecast said while typing.
+
+Another split needs no restart where the trainer can take it up at an update boundary: then there are two ways to confirm.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from textual import on
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.widgets import Button, Input, Label, Select, Static
+
+from memtop.presets import apply_preset
+from memtop.presets.editing import find_preset
+from memtop.presets.schema import Settings
+from memtop.supervisor.recovery.applying import ran_out
+from memtop.supervisor.wire import Change, RunState
+from memtop.tui.dialog import Dialog
+from memtop.tui.line import Line
+from memtop.tui.outlook import outlook_of
+from memtop.tui.panel import LinePanel
+from memtop.tui.restart_plan import NUMBER_FIELDS, RestartPlan, can_be_live, restart_plan, where_it_resumes
+from memtop.tui.store import Store
+
+if TYPE_CHECKING:
+    from memtop.tui.dashboard.screen import DashboardScreen
+
+_LIVE = "Apply now: from the next update on, nothing stops.  Restart: saves, ends the program, starts anew."
+
+
+class Asked(NamedTuple):
+    """What the form was left with."""
+
+    change: Change
+    live: bool
+    """Without a restart, at the next update."""
+
+
+class RestartDialog(Dialog[Asked]):
+    """Dismissed with the change to send and the way to do it, or None."""
+
+    AUTO_FOCUS = "#batch"
+
+    def __init__(self, dashboard: DashboardScreen, run: RunState, settings: Settings, presets: tuple[str, ...]) -> None:
+        super().__init__()
+        self._dashboard = dashboard
+        self._run = run
+        self._settings = settings
+        self._presets = presets if settings.preset in presets else (settings.preset, *presets)
+        self._plan: RestartPlan | None = None
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog") as box:
+            box.border_title = f"Restart {self._run.name} from train_latest_state"
+            with Horizontal(classes="fields"):
+                for field in NUMBER_FIELDS:
+                    with Vertical(classes="field"):
+                        yield Label(field)
+                        yield Input(str(getattr(self._settings, field)), id=field, compact=True)
+                with Vertical(classes="field"):
+                    yield Label("preset")
+                    options = [(name, name) for name in self._presets]
+                    yield Select(options, value=self._settings.preset, allow_blank=False, id="preset", compact=True)
+            yield Static(id="problem", classes="problem", markup=False)
+            yield Static(id="consequences", markup=False)
+            yield LinePanel(self._draw_outlook, id="outlook")
+            yield Static(where_it_resumes(self._run), id="resumes", classes="muted", markup=False)
+            yield Static(_LIVE, id="ways", markup=False)
+            with Horizontal(classes="buttons"):
+                yield Button("Cancel", id="cancel", compact=True)
+                yield Button("Apply now", id="live", variant="success", compact=True)
+                yield Button("Restart", id="confirm", variant="primary", compact=True)
+
+    def on_mount(self) -> None:
+        # What is possible depends on what the run does meanwhile.
+        self.follow(self._dashboard, self._take)
+
+    def _take(self, store: Store) -> None:
+        self._run = store.run or self._run
+        self.query_one("#resumes", Static).update(where_it_resumes(self._run))
+        self._judge()
+
+    @on(Input.Changed)
+    def _typed(self) -> None:
+        self._judge()
+
+    @on(Select.Changed, "#preset")
+    def _preset_chosen(self, message: Select.Changed) -> None:
+        # A preset brings its own exact split; the fields show it and can be edited further.
+        after = self._settings
+        if str(message.value) != self._settings.preset:
+            after = apply_preset(self._settings, find_preset(str(message.value), self._settings.recipe), self._failed())
+        with self.prevent(Input.Changed):
+            for field in NUMBER_FIELDS:
+                self.query_one(f"#{field}", Input).value = str(getattr(after, field))
+        self._judge()
+
+    @on(Input.Submitted)
+    def _entered(self) -> None:
+        # Enter in a field goes to the button instead of pressing it: the run is not to be restarted by accident.
+        button = self.query_one("#confirm", Button)
+        if not button.disabled:
+            button.focus()
+
+    @on(Button.Pressed, "#confirm")
+    def _confirmed(self) -> None:
+        self._leave(live=False)
+
+    @on(Button.Pressed, "#live")
+    def _confirmed_live(self) -> None:
+        self._leave(live=True)
+
+    def _leave(self, *, live: bool) -> None:
+        if self._plan is not None and self._plan.change is not None:
+            self.dismiss(Asked(self._plan.change, live))
+
+    def _draw_outlook(self, store: Store, width: int, height: int) -> list[Line]:
+        after = self._plan.after if self._plan is not None else None
+        return [] if after is None else outlook_of(store).lines(after, width)[:height]
+
+    def _failed(self) -> tuple[Settings, ...]:
+        return ran_out(self._dashboard.store.configurations)
+
+    def _judge(self) -> None:
+        texts = {field: self.query_one(f"#{field}", Input).value for field in NUMBER_FIELDS}
+        plan = restart_plan(self._settings, texts, str(self.query_one("#preset", Select).value), self._failed())
+        self._plan = plan
+        for field in NUMBER_FIELDS:
+            self.query_one(f"#{field}", Input).set_class(field == plan.wrong_field, "-wrong")
+        problem = self.query_one("#problem", Static)
+        problem.display = plan.problem is not None
+        problem.update(f"✗ {plan.problem}" if plan.problem else "")
+        self.query_one("#consequences", Static).update("\n".join(plan.lines))
+        self.query_one("#confirm", Button).disabled = plan.change is None
+        live = plan.after is not None and can_be_live(self._settings, plan.after, self._run)
+        for name in ("#live", "#ways"):
+            self.query_one(name).display = live
+        self.query_one("#outlook", LinePanel).show(self._dashboard.store)
