@@ -28,13 +28,12 @@ import torch
 
 from bench.common import Peak, report, spread
 from memtop.presets import edit_settings, load_presets, load_recipes, resolve
-from memtop.train import checkpoint, manifest, shards
-from memtop.train.corpus import ByteTokens
+from memtop.train import checkpoint, state_files
+from memtop.train.data.tokens import ByteTokens
 from memtop.train.engine import PlainEngine
-from memtop.train.manifest import Cut, newest_complete
 from memtop.train.model import model_config
 from memtop.train.run import count_parameters, open_accelerator, open_engine
-from memtop.train.shards import ShardReader, sync
+from memtop.train.state_files import Cut, ShardReader, newest_complete, sync
 
 ARMS = ("memtop", "accelerate", "accelerate_synced")
 SAVES = 3
@@ -74,7 +73,7 @@ def measure_save(arm: str, recipe: str, folder: Path) -> dict[str, Any]:
             for path in (folder / "state").iterdir():
                 sync(path)
 
-    with timed("fsync", shards, "sync") as fsync, timed("checksum", shards, "describe_file") as checksum:
+    with timed("fsync", state_files, "sync") as fsync, timed("checksum", state_files, "describe_file") as checksum:
         peak = Peak("cpu")
         peak.start()
         seconds = [seconds_of(save) for _ in range(SAVES)]
@@ -107,7 +106,7 @@ def measure_load(arm: str, recipe: str, folder: Path) -> dict[str, Any]:
             state["exp_avg"].mul_(1)
             state["exp_avg_sq"].mul_(1)
 
-    with timed("checksum", manifest, "describe_file") as checksum:
+    with timed("checksum", state_files, "describe_file") as checksum:
         peak = Peak("cpu")
         peak.start()
         seconds = seconds_of(load)

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bench.common import report
-from memtop.train.corpus import open_rows, window_order
+from memtop.train.data.rows import open_rows, window_order
 
 ROWS, GROUP, WORDS = 200_000, 1000, 120
 COLUMNS = ["prompt", "response"]

@@ -27,11 +27,10 @@ from accelerate import Accelerator
 
 from bench.common import report, spread
 from memtop.presets import load_presets, load_recipes, resolve
-from memtop.train.corpus import ByteTokens
-from memtop.train.gradients import GradientSum
+from memtop.train.data.tokens import ByteTokens
+from memtop.train.engine import GradientSum, Ranks
 from memtop.train.model import build_model, model_config
 from memtop.train.objective import Objective
-from memtop.train.ranks import Ranks
 
 MICRO_BATCHES, BATCH, LENGTH = 2, 4, 128
 

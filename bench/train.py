@@ -27,15 +27,15 @@ import torch
 
 from bench.common import Peak, report, spread
 from memtop.presets import Settings, edit_settings, load_presets, load_recipes, resolve
-from memtop.train.channel import Unsupervised
-from memtop.train.control import Control
-from memtop.train.corpus import ByteTokens, TokenStore
-from memtop.train.loop import Trainer
-from memtop.train.manifest import Cut
+from memtop.train.data.samples import PackedText
+from memtop.train.data.tokens import ByteTokens, TokenStore
 from memtop.train.model import build_model, model_config
 from memtop.train.order import SampleOrder
-from memtop.train.packed import PackedText
+from memtop.train.reporting import Unsupervised
+from memtop.train.requests import Control
 from memtop.train.run import open_accelerator, open_engine
+from memtop.train.state_files import Cut
+from memtop.train.trainer import Trainer
 
 ARMS = ("memtop", "hugging_face")
 MEASURED = ("samples_per_second", "samples_per_cpu_second", "peak_growth_mib", "peak_mib")

@@ -15,10 +15,10 @@ from memtop.presets import Settings, apply_preset, edit_settings, load_presets, 
 from memtop.presets.comparing import describe_split, effective_change, outlook
 from memtop.presets.host_memory import HostPlan, host_plan
 from memtop.presets.schema import ALL_TARGETS, Lora, Zero
-from memtop.train import host, run
+from memtop.train import BadInputError, TrainingError, batches, run
 from memtop.train.engine import PlainEngine
-from memtop.train.errors import BadInputError, TrainingError
 from memtop.train.objective import CHUNK_BYTES, Objective
+from memtop.train.reporting import RECORD_EVERY, MemoryRecord
 from tests.train.support import TINY, Recorder, Training
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,8 +134,8 @@ def test_memory_that_cannot_be_read_leaves_the_settings_alone() -> None:
 
 def test_the_first_rank_decides_and_nothing_that_is_trained_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = [3 * GIB]
-    monkeypatch.setattr(host, "available_bytes", readings.pop)
-    found = host.decide(replace(TINY, workers=4), Accelerator(cpu=True))
+    monkeypatch.setattr(batches, "available_bytes", readings.pop)
+    found = batches.agree_on_host_plan(replace(TINY, workers=4), Accelerator(cpu=True))
     assert (found.level, found.workers) == ("extreme", 0)
     assert readings == [], "read once"
     # What a plan can say at all: neither batch, nor accumulation, nor length.
@@ -144,13 +144,13 @@ def test_the_first_rank_decides_and_nothing_that_is_trained_changes(monkeypatch:
 
 def test_the_memory_record_is_a_report_and_a_line() -> None:
     channel, lines = Recorder(), list[str]()
-    host.MemoryRecord(channel, Accelerator(cpu=True), lines.append)("after model load")
+    MemoryRecord(channel, Accelerator(cpu=True), lines.append)("after model load")
     (report,) = channel.of("memory")
     assert report["stage"] == "after model load"
     assert 0 < report["used_bytes"] < report["total_bytes"]
     assert "allocated_bytes" not in report, "without a GPU nothing is said of one"
     assert re.fullmatch(r"\[memory - after model load\] host \d+\.\d\dGB / \d+\.\d\dGB \(\d+\.\d%\)", lines[0])
-    assert host.RECORD_EVERY == 200
+    assert RECORD_EVERY == 200
 
 
 # Precision: guide S0 asks for fp16 everywhere, S3 for bf16.
@@ -269,7 +269,8 @@ def test_the_configurations_of_guide_s4_can_be_given(
 ) -> None:
     two = replace(T5, world_size=2)
     given: Settings = edit_settings(
-        two, batch=batch, accumulation=accumulation, seq_len=seq_len, assignments={"precision": precision}
+        two,
+        assignments={"batch": str(batch), "accumulation": str(accumulation), "seq_len": str(seq_len), "precision": precision},
     )
     assert (given.effective_batch, given.seq_len, given.precision) == (effective, seq_len, precision)
 

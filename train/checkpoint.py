@@ -3,7 +3,9 @@
 Nothing in it depends on batch, processes, ZeRO stage or offload: any of them resumes from any other. Written beside, fsynced,
 swapped in by renames; the state before it is kept. At every moment at least one whole state lies on the disk, and no moment
 leaves a half-written one where a reader would take it for whole.
-"""
+
+
+When the state at the end of training does not fit on the disk: when to try again, and when to say that it is waited for."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,9 @@ import msgspec
 import torch
 
 from memtop.presets import Settings
+from memtop.train import NO_ROOM, BadInputError
 from memtop.train.engine import Engine, trained_parameters
-from memtop.train.errors import NO_ROOM, BadInputError
-from memtop.train.manifest import FILE, Cut, Manifest, older_states, previous_of
-from memtop.train.shards import SHARD_BYTES, ShardReader, ShardWriter, sync
+from memtop.train.state_files import FILE, SHARD_BYTES, Cut, Manifest, ShardReader, ShardWriter, older_states, previous_of, sync
 
 # Headers and manifest beside the tensors.
 _MARGIN_BYTES = 1 << 20
@@ -231,3 +232,41 @@ def _sweep(state_dir: Path) -> None:
     """Remove what a killed save left half-written."""
     for leftover in state_dir.parent.glob(f"{state_dir.name}.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
+
+
+ROUND_SECONDS = 1.0
+"""How often all ranks ask each other what to do: far less than the time after which a process group gives up."""
+_AGAIN_SECONDS = 3.0
+# The disk said that there was room, and yet it could not be written: a quota, or no file can be made. Only trying tells.
+_HIDDEN_SECONDS = 30.0
+_SAY_SECONDS = 60.0
+
+
+class Room:
+    """What the first rank knows of the room for a state; on the others nothing is ever due. `monotonic` gives seconds."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._error: NoSpaceError | None = None
+        self._tried = self._said_at = 0.0
+        self._said: str | None = None
+
+    def failed(self, error: NoSpaceError) -> None:
+        """A save has just failed."""
+        self._error, self._tried = error, self._monotonic()
+
+    def due(self, *, at_once: bool = False) -> bool:
+        """Whether another try may help now. `at_once`: it is the last one, so that it need not wait its turn."""
+        error = self._error
+        if error is None or shutil.disk_usage(error.folder).free < error.needed_bytes:
+            return False
+        since = self._monotonic() - self._tried
+        return at_once or since >= (_HIDDEN_SECONDS if error.hidden else _AGAIN_SECONDS)
+
+    def is_news(self, text: str) -> bool:
+        """Whether this is to be said: something else than before, and not more often than once a minute."""
+        now = self._monotonic()
+        if text == self._said or (self._said is not None and now - self._said_at < _SAY_SECONDS):
+            return False
+        self._said, self._said_at = text, now
+        return True

@@ -11,13 +11,11 @@ import msgspec
 import torch
 
 from memtop.presets import Settings
-from memtop.train.corpus import collate
-from memtop.train.engine import Engine
+from memtop.train.auto_batch import Guard
+from memtop.train.data.samples import PackedText, RowSamples, collate
+from memtop.train.engine import Engine, Ranks
 from memtop.train.objective import IGNORED, predicted_tokens
 from memtop.train.order import Key
-from memtop.train.packed import PackedText, RowSamples
-from memtop.train.ranks import Ranks
-from memtop.train.survive import Guard
 
 MOST_SAMPLES = 512
 """An evaluation takes this many samples at most, always the same ones: evenly spread over the data."""

@@ -24,13 +24,12 @@ from transformers.utils import logging as transformers_logging
 
 from memtop.presets import Settings
 from memtop.presets.schema import Zero
+from memtop.train import BadInputError, TrainingError
 from memtop.train.checkpoint import best_state, load_weights, saved_weights
-from memtop.train.corpus import Tokens
-from memtop.train.errors import BadInputError, TrainingError
-from memtop.train.manifest import BrokenStateError, Manifest, older_states, previous_of, read_manifest
+from memtop.train.data.tokens import Tokens
 from memtop.train.model import build_base, build_model, model_class, tokens_and_config, with_adapters
 from memtop.train.run import read_settings
-from memtop.train.shards import ShardReader
+from memtop.train.state_files import BrokenStateError, Manifest, ShardReader, older_states, previous_of, read_manifest
 
 SHARD_SIZE = "5GB"
 

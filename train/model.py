@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from memtop.presets import Settings
-from memtop.train.corpus import Tokens, load_tokens
-from memtop.train.errors import BadInputError
+from memtop.train import BadInputError
+from memtop.train.data.tokens import Tokens, load_tokens
 
 # The number format of the arithmetic, by what accelerate calls it.
 _COMPUTE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

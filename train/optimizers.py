@@ -1,4 +1,6 @@
-"""The optimizers, and their moments in the form that is saved: tensors per parameter, whatever the strategy.
+"""The learning rate as a pure function of progress in samples: a changed batch neither restarts nor stretches it.
+
+The optimizers, and their moments in the form that is saved: tensors per parameter, whatever the strategy.
 
 Saved for each parameter: `step` (scalar), `exp_avg` and `exp_avg_sq` (the parameter's shape, fp32); from an 8-bit optimizer,
 where it has them in 8 bits, each as `*_q8` (uint8) and `*_absmax` (fp32, one for each block of 256 elements), so that it gets
@@ -9,14 +11,26 @@ the product of its rows and columns, a first moment that was never kept starts a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from memtop.presets import Settings
-from memtop.train.compiling import await_compiled
-from memtop.train.errors import BadInputError
+from memtop.train import BadInputError
+from memtop.train.compile_lock import await_compiled
+
+
+def learning_rate(settings: Settings, samples_seen: int, target_samples: int) -> float:
+    """The rate of the update that ends at `samples_seen`: linear warm-up, then a cosine down to the final fraction."""
+    warmup = settings.warmup_samples or settings.warmup_fraction * target_samples
+    if samples_seen < warmup:
+        return settings.learning_rate * samples_seen / warmup
+    rest = min(1.0, (samples_seen - warmup) / max(1.0, target_samples - warmup))
+    final = settings.final_learning_rate_fraction
+    return settings.learning_rate * (final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * rest)))
+
 
 Moments = dict[str, torch.Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")

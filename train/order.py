@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from memtop.train.manifest import Cut
+from memtop.train.state_files import Cut
 
 Key = tuple[int, int]
 """A sample: its id, and its length where the id alone does not say (0 where it does)."""

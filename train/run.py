@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,23 +15,20 @@ from accelerate.tracking import GeneralTracker
 from memtop.presets import Settings, SettingsError
 from memtop.presets.editing import check
 from memtop.presets.host_memory import HostPlan
-from memtop.train.channel import Channel, open_channel
+from memtop.train import BadInputError, TrainingError, UnsavedError
+from memtop.train.agent.failures import is_allocation_failure
+from memtop.train.batches import Position, agree_on_host_plan
 from memtop.train.checkpoint import load_weights
-from memtop.train.compiling import await_compiled
-from memtop.train.control import Control
 from memtop.train.data import OpenedData, open_data
 from memtop.train.engine import Engine, LossScale, PlainEngine, trained_parameters
-from memtop.train.errors import BadInputError, TrainingError, UnsavedError
-from memtop.train.host import MemoryRecord, decide
-from memtop.train.loop import Position, Trainer
-from memtop.train.manifest import BrokenStateError, Cut, Manifest, newest_complete
 from memtop.train.model import build_model, tokens_and_config
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
-from memtop.train.shards import ShardReader
-from memtop.train.survive import is_allocation_failure
-from memtop.train.trackers import Tracking, tracking_options
-from memtop.train.zero_config import zero_config
+from memtop.train.reporting import Channel, MemoryRecord, Tracking, open_channel, tracking_options
+from memtop.train.requests import Control
+from memtop.train.state_files import BrokenStateError, Cut, Manifest, ShardReader, newest_complete
+from memtop.train.trainer import Trainer
+from memtop.train.zero import ZeroEngine, open_deepspeed
 
 
 def train(settings_path: Path, state_dir: Path, *, resume: bool, trackers: Sequence[GeneralTracker] = ()) -> str:
@@ -77,7 +72,7 @@ def _train(
     found = _find_state(state_dir, accelerator) if resume else None
     engine, position = open_engine(settings, accelerator, config, found)
     record("after model load")
-    host = decide(settings, accelerator)
+    host = agree_on_host_plan(settings, accelerator)
     data = open_data(settings, tokens, level=host.level)
     record("after data load")
     for note in (*data.notes, *_host_notes(settings, host), *_evaluation_notes(settings, data)):
@@ -172,10 +167,8 @@ def open_engine(
     objective = Objective(model, seq2seq=settings.task == "seq2seq", chunk=settings.loss_chunk, sparse=settings.task == "sft")
     if settings.compile:
         model.compile()
-    kind: Any = PlainEngine
-    if settings.zero.stage:
-        from memtop.train.zero import ZeroEngine as kind
-    elif accelerator.device.type == "cuda":
+    kind: Any = ZeroEngine if settings.zero.stage else PlainEngine
+    if not settings.zero.stage and accelerator.device.type == "cuda":
         objective.to(accelerator.device)
     optimizer = build_optimizer(settings, model.parameters(), accelerator.device)
     engine: Engine = kind(accelerator, objective, optimizer, settings)
@@ -224,7 +217,7 @@ def open_accelerator(settings: Settings, config: Any, tracking: dict[str, Any] |
     precision = _precision(settings, on_gpu)
     mixed = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}[precision]
     if settings.zero.stage:
-        accelerator = _with_deepspeed(settings, config, precision, mixed, on_gpu, tracking)
+        accelerator = open_deepspeed(settings, config, precision, mixed, on_gpu, tracking)
     else:
         accelerator = Accelerator(mixed_precision=mixed, cpu=not on_gpu, **tracking)
     if accelerator.num_processes != settings.world_size:
@@ -242,40 +235,6 @@ def _precision(settings: Settings, on_gpu: bool) -> str:
     if settings.precision == "fp16" and not on_gpu:
         raise BadInputError("precision fp16: needs a GPU; give --set precision=bf16 or fp32")
     return settings.precision
-
-
-def _with_deepspeed(
-    settings: Settings, config: Any, precision: str, mixed: str, on_gpu: bool, tracking: dict[str, Any]
-) -> Accelerator:
-    if not on_gpu:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        # What DeepSpeed's ranks on the CPU exchange data by.
-        await_compiled("deepspeed_shm_comm", what="DeepSpeed on the CPU")
-    # DeepSpeed calls torch by names that are about to change: nothing that a person could do about it.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
-    from transformers.integrations import unset_hf_deepspeed_config
-
-    hidden = int(getattr(config, "hidden_size", None) or config.d_model)
-    written = zero_config(settings, hidden_size=hidden, precision=precision, pin_memory=on_gpu and settings.pin_memory is True)
-    folder = os.environ.get("MEMTOP_ATTEMPT_DIR")
-    if folder and launched_alone():
-        (Path(folder) / "deepspeed.json").write_text(json.dumps(written, indent=1))
-    # A model from a file is sharded while it is read: it may be larger than one card.
-    sharded = settings.zero.stage == 3 and bool(settings.model.get("path"))
-    plugin = DeepSpeedPlugin(hf_ds_config=written, zero3_init_flag=sharded)
-    group = InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo")
-    accelerator = Accelerator(
-        mixed_precision=mixed,
-        deepspeed_plugin=plugin,
-        gradient_accumulation_steps=settings.accumulation,
-        kwargs_handlers=[group],
-        **tracking,
-    )
-    if not sharded:
-        # transformers would shard every model of stage 3 while it is built, and draw other weights for the same seed.
-        unset_hf_deepspeed_config()
-    return accelerator
 
 
 def _find_state(state_dir: Path, accelerator: Accelerator) -> tuple[Path, Manifest] | None:

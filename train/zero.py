@@ -1,8 +1,14 @@
-"""Updates under DeepSpeed's ZeRO, and the way of its sharded state to tensors per parameter name and back."""
+"""The DeepSpeed configuration of a strategy: integers and explicit sizes, nothing that a version may read another way.
+
+Updates under DeepSpeed's ZeRO, and the way of its sharded state to tensors per parameter name and back."""
 
 from __future__ import annotations
 
+import json
+import os
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +16,91 @@ from accelerate import Accelerator
 
 from memtop.presets import Settings
 from memtop.presets.schema import Zero
+from memtop.train.compile_lock import await_compiled
 from memtop.train.engine import LossScale, ReadSaved, trained_parameters
 from memtop.train.objective import Objective
 from memtop.train.optimizers import MOMENTS, full_moments
+
+_SMALLEST_BUCKET, _LARGEST_BUCKET = 100_000, 50_000_000
+
+
+def zero_config(settings: Settings, *, hidden_size: int, precision: str, pin_memory: bool) -> dict[str, Any]:
+    """DeepSpeed's JSON for these settings. Buckets are counted in elements and follow the model's width.
+
+    `train_batch_size` is left out: DeepSpeed derives it, so nothing can contradict. There is no optimizer block: the optimizer
+    is ours, the same under every strategy, and its state moves between them.
+    """
+    square = hidden_size * hidden_size
+    bucket = min(max(square, _SMALLEST_BUCKET), _LARGEST_BUCKET)
+    zero: dict[str, Any] = {
+        "stage": settings.zero.stage,
+        "contiguous_gradients": True,
+        # Overlapping keeps several buckets alive: memory is what these strategies are for.
+        "overlap_comm": False,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+    }
+    if settings.zero.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin_memory}
+    if settings.zero.stage == 3:
+        if settings.zero.offload_parameters:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": pin_memory}
+        zero |= {
+            "stage3_prefetch_bucket_size": int(0.9 * bucket),
+            "stage3_param_persistence_threshold": 10 * hidden_size,
+            "stage3_max_live_parameters": 100_000_000 if settings.zero.offload_parameters else 1_000_000_000,
+            "stage3_max_reuse_distance": 100_000_000 if settings.zero.offload_parameters else 1_000_000_000,
+            "sub_group_size": 100_000_000 if settings.zero.offload_parameters else 1_000_000_000,
+            "stage3_gather_16bit_weights_on_model_save": False,
+        }
+    return {
+        "train_micro_batch_size_per_gpu": settings.batch,
+        "gradient_accumulation_steps": settings.accumulation,
+        "gradient_clipping": float(settings.clip_norm),
+        "bf16": {"enabled": precision == "bf16"},
+        "fp16": {"enabled": precision == "fp16", "loss_scale": 0, "initial_scale_power": 16},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        # One AdamW for every strategy; DeepSpeed's own is a choice (optimizer = "cpu_adam"), not a surprise.
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1_000_000_000,
+        "wall_clock_breakdown": False,
+    }
+
+
+def open_deepspeed(
+    settings: Settings, config: Any, precision: str, mixed: str, on_gpu: bool, tracking: dict[str, Any]
+) -> Accelerator:
+    """Accelerate with DeepSpeed for these settings. `precision`: fp32, bf16 or fp16; `mixed`: what accelerate calls it."""
+    if not on_gpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        # What DeepSpeed's ranks on the CPU exchange data by.
+        await_compiled("deepspeed_shm_comm", what="DeepSpeed on the CPU")
+    # DeepSpeed calls torch by names that are about to change: nothing that a person could do about it.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    hidden = int(getattr(config, "hidden_size", None) or config.d_model)
+    written = zero_config(settings, hidden_size=hidden, precision=precision, pin_memory=on_gpu and settings.pin_memory is True)
+    folder = os.environ.get("MEMTOP_ATTEMPT_DIR")
+    if folder and os.environ.get("RANK", "0") == "0":
+        (Path(folder) / "deepspeed.json").write_text(json.dumps(written, indent=1))
+    # A model from a file is sharded while it is read: it may be larger than one card.
+    sharded = settings.zero.stage == 3 and bool(settings.model.get("path"))
+    plugin = DeepSpeedPlugin(hf_ds_config=written, zero3_init_flag=sharded)
+    group = InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo")
+    accelerator = Accelerator(
+        mixed_precision=mixed,
+        deepspeed_plugin=plugin,
+        gradient_accumulation_steps=settings.accumulation,
+        kwargs_handlers=[group],
+        **tracking,
+    )
+    if not sharded:
+        # transformers would shard every model of stage 3 while it is built, and draw other weights for the same seed.
+        unset_hf_deepspeed_config()
+    return accelerator
 
 
 class ZeroEngine:

@@ -19,7 +19,7 @@ import msgspec
 from memtop.supervisor import wire
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.monitor.history import HOST
-from memtop.supervisor.monitor.selecting import only
+from memtop.supervisor.monitor.snapshots import only_gpus
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.wire import HistoryRows, StateUpdate
 
@@ -187,7 +187,7 @@ class LocalFeed:
 
 def follow(pid: int) -> Followed:
     """The process tree below `pid` as it is now."""
-    from memtop.supervisor.run.processes.process import process_tree
+    from memtop.supervisor.monitor.processes.table import process_tree
 
     tree = process_tree(pid)
     if tree is None:
@@ -430,9 +430,9 @@ def choosing(indices: Collection[int]) -> Turn:
 
     def turn(message: FeedMessage) -> FeedMessage | None:
         if isinstance(message, MachineSnapshot):
-            return only(message, indices)
+            return only_gpus(message, indices)
         if isinstance(message, StateUpdate) and message.machine is not None:
-            return msgspec.structs.replace(message, machine=only(message.machine, indices))
+            return msgspec.structs.replace(message, machine=only_gpus(message.machine, indices))
         if isinstance(message, HistoryRows) and message.key != HOST and message.label not in labels:
             return None
         return message

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from memtop.supervisor.monitor.processes import ProcessId
+from memtop.supervisor.monitor.processes.proc import ProcessId
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.processes.gpu_base import GpuBase, RankReport
-from memtop.supervisor.run.processes.host_memory import RunMemory, roles
+from memtop.supervisor.run.processes.host_memory import HostReading, RunMemory, read_host_memory, roles
 from memtop.supervisor.run.processes.process import alive, resident_bytes
 from memtop.supervisor.run.record.view import known_runs
 from memtop.supervisor.wire import RoleMemory
@@ -39,6 +39,8 @@ class MachineWatch:
         self.machine: MachineSnapshot | None = None
         self.run_rss_bytes: int | None = None
         """Resident bytes of the run's processes together; None while there are none."""
+        self.reading = HostReading()
+        """What /proc showed of the run's processes at the newest sample."""
         self.roles: dict[int, str] = {}
         """By pid the part that each of the run's processes plays, see run_memory.ROLES."""
         self._runs_dir = runs_dir
@@ -115,8 +117,11 @@ class MachineWatch:
         self.machine = sampler.sample()
         living = [member for member in self._members if alive(member)]
         self.run_rss_bytes = resident_bytes(living)
+        ranks = {report.pid for report in reports}
+        of_ranks = ranks | {pid for pid, role in self.roles.items() if role == "rank"}
+        self.reading = read_host_memory(of_ranks.union(self.roles), of_ranks)
         self._gpu_base.update(attempt, self.machine, reports, {member.pid for member in living})
-        self._run_memory.update(living, {report.pid for report in reports})
+        self._run_memory.update(living, ranks)
 
     def crossings(self) -> list[str]:
         """The gauges that changed their band since the last call, each as one line. A band that is not known is no change:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -20,6 +20,8 @@ from memtop.supervisor.recovery.forecast import Line, line_through, peaks_of
 from memtop.supervisor.recovery.leaks import must_act
 from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run.measuring import Measuring
+from memtop.supervisor.run.processes.host_memory import anonymous_bytes
+from memtop.supervisor.run.reports import Pressure, Report, SettingsChanged, Step
 from memtop.supervisor.run.trends import Member, TrendWatch
 from memtop.supervisor.run.trials import Trials
 from memtop.supervisor.wire import Advice, Change, Phase, Trend
@@ -52,24 +54,25 @@ class Prevention:
     def trends(self) -> tuple[Trend, ...]:
         return self._trends.trends
 
-    def report(self, rank: int, report: dict[str, Any]) -> None:
-        """A rank has said something."""
+    def report(self, rank: int, report: Report) -> None:
+        """A rank has reported something."""
         self._follow_attempt()
         self.trials.report(rank, report)
-        kind = report.get("type")
-        if kind == "step":
+        if isinstance(report, Step):
             self._trends.step(rank, report)
             if rank == 0:
                 self._measuring.step(report)
-        elif kind == "settings" and rank == 0:
+        elif isinstance(report, SettingsChanged) and rank == 0:
             self._measuring.changed()
-        elif kind == "pressure":
+        elif isinstance(report, Pressure):
             self._pressure(rank, report)
 
     def tick(self) -> None:
         """After new reports were read."""
         self._follow_attempt()
-        self._trends.look(time.time(), self._members())
+        if self._trends.wants_reading:
+            members = self._members()
+            self._trends.read(time.time(), members, anonymous_bytes([member.pid for member in members]))
         for message, data in self._trends.news():
             self._supervisor.event("trend", message, data)
         self._act()
@@ -83,7 +86,9 @@ class Prevention:
         ranks = _uses(supervisor)
         gpus = _own_gpus(machine, ranks)
         bases = supervisor.watch.gpu_base_bytes
-        for line in self._trends.sample(machine, self._members(), ranks, bases, loading=self._is_loading()):
+        for line in self._trends.sample(
+            machine, self._members(), ranks, bases, supervisor.watch.reading, loading=self._is_loading()
+        ):
             supervisor.event("danger", line)
         self._measuring.sample(machine, gpus)
         self._samples += 1
@@ -106,13 +111,13 @@ class Prevention:
 
     def _members(self) -> list[Member]:
         """The run's processes with their roles, as far as they have been seen."""
-        ranks = {rank.pid: rank.rank for rank in self._supervisor.progress.ranks(set())}
+        ranks = {rank.pid: rank.rank for rank in self._supervisor.progress.rank_memory()}
         roles = {**self._supervisor.watch.roles, **dict.fromkeys(ranks, "rank")}
         return [Member(pid, role, ranks.get(pid)) for pid, role in roles.items()]
 
-    def _pressure(self, rank: int, report: dict[str, Any]) -> None:
+    def _pressure(self, rank: int, report: Pressure) -> None:
         """torch's allocator had to give its cache back and ask again: the step before the failure."""
-        retries, update = report.get("allocation_retries"), report.get("update")
+        retries, update = report.allocation_retries, report.update
         text = f"update {update}: the allocator of rank {rank} was refused memory and had to empty its cache first"
         self._supervisor.event("pressure", f"{text} ({retries} times so far)", {"rank": rank, "retries": retries})
 
@@ -125,12 +130,11 @@ class Prevention:
             return
         if supervisor.progress.unsaved is not None:
             return  # what it has learnt would be lost; that nothing can be saved is told already
-        plan, step = supervisor.progress.plan, supervisor.progress.step
         settings = supervisor.settings
         trend = must_act(
             self._trends.own,
-            update=step.get("update"),
-            start_update=int(plan.get("updates") or 0),
+            update=supervisor.progress.update,
+            start_update=supervisor.progress.start_update,
             seconds=time.time() - (supervisor.started or time.time()),
             save_every=settings.save_every if settings is not None else None,
         )
@@ -222,7 +226,7 @@ def _uses(supervisor: Supervisor) -> list[RankUse]:
             reserved_bytes=rank.reserved_bytes,
             peak_reserved_bytes=rank.peak_reserved_bytes,
         )
-        for rank in supervisor.progress.ranks(set())
+        for rank in supervisor.progress.rank_memory()
     ]
 
 

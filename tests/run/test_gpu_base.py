@@ -5,6 +5,7 @@ from __future__ import annotations
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot, MigInstance
 from memtop.supervisor.run.processes.gpu_base import GpuBase, RankReport
 from memtop.supervisor.run.progress import Progress
+from tests.run.reported import heard, reported
 
 GIB = 1024**3
 
@@ -95,9 +96,11 @@ def test_an_instance_of_a_divided_gpu() -> None:
 
 def test_what_the_ranks_said_comes_out_of_the_reports() -> None:
     progress = Progress()
-    progress.apply(0, {"type": "hello", "pid": 11})
+    progress = heard(progress, {"type": "hello", "pid": 11})
     assert progress.rank_reports() == (RankReport(pid=11),)
-    progress.apply(0, {"type": "plan", "device_uuid": "GPU-a", "time": 1.0})
-    progress.apply(0, {"type": "step", "reserved_bytes": 5, "peak_reserved_bytes": 7, "time": 2.0})
+    progress = heard(progress, {"type": "plan", "device_uuid": "GPU-a", "time": 1.0})
+    progress = progress.after(
+        0, reported({"type": "step", "update": 1, "reserved_bytes": 5, "peak_reserved_bytes": 7, "time": 2.0})
+    )
     assert progress.rank_reports() == (RankReport(pid=11, device_uuid="GPU-a", reserved_bytes=5, time=2.0),)
-    assert progress.ranks(set())[0].peak_reserved_bytes == 7
+    assert progress.rank_memory()[0].peak_reserved_bytes == 7

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from memtop.presets import Settings
-from memtop.train.loop import Trainer
+from memtop.train.trainer import Trainer
 from tests.train.support import TINY, Recorder, Training
 
 TOO_MUCH = 2**46

@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState
 from memtop.presets import Settings, edit_settings, load_recipes
 from memtop.presets.editing import find_preset, resolve
 from memtop.train import run
-from tests.train.corpus.support import build_tokenizer
+from tests.train.data.support import build_tokenizer
 from tests.train.support import Recorder
 
 TINY_LLAMA = {

@@ -14,15 +14,13 @@ from pathlib import Path
 
 import torch
 
-from memtop.train.control import Control
-from memtop.train.corpus import ByteTokens
-from memtop.train.corpus.tokens import PAD
+from memtop.train.data.tokens import PAD, ByteTokens
 from memtop.train.engine import Engine
-from memtop.train.loop import Trainer
-from memtop.train.manifest import newest_complete
 from memtop.train.model import model_config
+from memtop.train.requests import Control
 from memtop.train.run import open_accelerator, open_engine, read_settings
-from memtop.train.shards import ShardReader
+from memtop.train.state_files import ShardReader, newest_complete
+from memtop.train.trainer import Trainer
 from tests.train.support import Recorder, samples
 
 

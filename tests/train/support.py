@@ -11,16 +11,15 @@ from accelerate import Accelerator
 
 from memtop.presets import Settings, edit_settings
 from memtop.train.agent.failures import describe, first_told
-from memtop.train.channel import Unsupervised
-from memtop.train.control import Control
-from memtop.train.corpus import ByteTokens, TokenStore
-from memtop.train.corpus.tokens import PAD, VOCABULARY
 from memtop.train.data import byte_document
-from memtop.train.loop import Trainer
-from memtop.train.manifest import newest_complete
+from memtop.train.data.samples import PackedText
+from memtop.train.data.tokens import PAD, VOCABULARY, ByteTokens, TokenStore
 from memtop.train.model import model_config
-from memtop.train.packed import PackedText
+from memtop.train.reporting import Unsupervised
+from memtop.train.requests import Control
 from memtop.train.run import open_engine
+from memtop.train.state_files import newest_complete
+from memtop.train.trainer import Trainer
 
 TINY = Settings(
     recipe="tiny",

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from memtop.train.errors import TrainingError
-from memtop.train.gradients import GradientSum
+from memtop.train import TrainingError
+from memtop.train.engine import GradientSum
 from tests.train.failing import Failing, Failure, Scripted, drawn, following, fresh, measured, small, splits_of
 from tests.train.support import Training
 from tests.train.test_evaluation import held_out

@@ -14,15 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtop.presets import Settings, edit_settings, load_presets, load_recipes, resolve
-from memtop.train.corpus import ByteTokens, TokenStore, collate
-from memtop.train.corpus.tokens import BEGIN, END, PAD, VOCABULARY
+from memtop.train import BadInputError
 from memtop.train.data import Data, OpenedData, byte_document, open_data
-from memtop.train.errors import BadInputError
-from memtop.train.manifest import Cut
+from memtop.train.data.samples import PackedText, collate
+from memtop.train.data.tokens import BEGIN, END, PAD, VOCABULARY, ByteTokens, TokenStore
 from memtop.train.objective import IGNORED, predicted_tokens
+from memtop.train.optimizers import learning_rate
 from memtop.train.order import SampleOrder, Table, plan_updates, sample_digest
-from memtop.train.packed import PackedText
-from memtop.train.schedule import learning_rate
+from memtop.train.state_files import Cut
 
 SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
 
@@ -220,7 +219,7 @@ def test_the_rate_rises_then_falls_along_a_cosine() -> None:
 
 
 def test_the_rate_does_not_depend_on_the_split() -> None:
-    other = edit_settings(SETTINGS, batch=1, accumulation=32)
+    other = edit_settings(SETTINGS, assignments={"batch": "1", "accumulation": "32"})
     assert [rate(n) for n in range(0, 4000, 32)] == [rate(n, other) for n in range(0, 4000, 32)]
 
 

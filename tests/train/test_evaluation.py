@@ -10,11 +10,10 @@ import torch
 
 from memtop.presets import Settings
 from memtop.train.checkpoint import best_loss, best_state
-from memtop.train.corpus import TokenStore
-from memtop.train.corpus.tokens import VOCABULARY
 from memtop.train.data import byte_document
-from memtop.train.manifest import newest_complete, older_states, previous_of, read_manifest
-from memtop.train.packed import PackedText
+from memtop.train.data.samples import PackedText
+from memtop.train.data.tokens import VOCABULARY, TokenStore
+from memtop.train.state_files import newest_complete, older_states, previous_of, read_manifest
 from tests.train.support import Training, edited
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from memtop.presets import Settings
 from memtop.supervisor.run.processes.launch import launcher
-from memtop.train.corpus import ByteTokens
 from memtop.train.data import open_data
-from memtop.train.manifest import Cut, newest_complete
+from memtop.train.data.tokens import ByteTokens
 from memtop.train.order import SampleOrder, plan_updates, sample_digest
+from memtop.train.state_files import Cut, newest_complete
 from tests.train.support import edited
 from tests.train.test_processes import reports, trainer
 

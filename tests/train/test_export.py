@@ -16,14 +16,14 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
+from memtop.train import BadInputError, TrainingError
 from memtop.train import export as exporting
 from memtop.train.checkpoint import best_state
-from memtop.train.errors import BadInputError, TrainingError
 from memtop.train.export import export
-from memtop.train.manifest import FILE, newest_complete, previous_of, read_manifest
 from memtop.train.model import tokens_and_config
 from memtop.train.run import open_engine
-from tests.train.corpus.support import build_tokenizer
+from memtop.train.state_files import FILE, newest_complete, previous_of, read_manifest
+from tests.train.data.support import build_tokenizer
 from tests.train.launching import ROOT, environment
 from tests.train.recipes import (
     TINY_LLAMA,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memtop.presets import Settings
-from memtop.train.gauge import CudaGauge
+from memtop.train.auto_batch import CudaGauge
 from tests.train.card import Card, Reading, put_in
 from tests.train.failing import TOO_MUCH, Failing, Failure, fresh, small, splits_of
 from tests.train.support import Training

@@ -22,6 +22,7 @@ from memtop.supervisor.run.explain import first_dead_rank, outcome
 from memtop.supervisor.run.processes.launch import launcher
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.wire import Phase
+from tests.run.reported import reported
 from tests.train.support import edited
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,8 +162,8 @@ def test_a_rank_that_dies_takes_the_others_along_and_is_named(tmp_path: Path) ->
     progress = Progress()
     for rank in (0, 1):
         for report in reports(tmp_path, rank):
-            progress.apply(rank, report)
-    phase, reason, diagnosis = outcome(log, progress.end, 1, Phase.TRAINING, own_program=False)
+            progress = progress.after(rank, reported(report))
+    phase, reason, diagnosis = outcome(log, progress.end, 1, Phase.TRAINING, own_program=False, end_rank=progress.end_rank)
     assert phase is Phase.FAILED
     assert reason == "rank 1 died first, killed by signal 9 (SIGKILL)"
     assert diagnosis is not None

@@ -13,13 +13,12 @@ from accelerate import Accelerator
 
 from memtop.presets import Settings
 from memtop.presets.schema import Zero
+from memtop.train import BadInputError
 from memtop.train.engine import trained_parameters
-from memtop.train.errors import BadInputError
-from memtop.train.manifest import read_manifest
 from memtop.train.model import build_base, build_model, tokens_and_config, with_adapters
 from memtop.train.run import open_engine
-from memtop.train.shards import ShardReader
-from tests.train.corpus.support import build_tokenizer
+from memtop.train.state_files import ShardReader, read_manifest
+from tests.train.data.support import build_tokenizer
 from tests.train.launching import run_trainer
 from tests.train.recipes import (
     TINY_LLAMA,

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 import torch
 
-from memtop.train.engine import PlainEngine
-from memtop.train.errors import TrainingError
-from memtop.train.gradients import GradientSum
-from memtop.train.survive import is_allocation_failure, larger_split, smaller_split
+from memtop.train import TrainingError
+from memtop.train.agent.failures import is_allocation_failure
+from memtop.train.auto_batch import larger_split, smaller_split
+from memtop.train.engine import GradientSum, PlainEngine
 from tests.train.failing import (
     TOO_MUCH,
     Failing,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from accelerate.tracking import GeneralTracker, on_main_process
 
-from memtop.train.errors import BadInputError, TrainingError
-from memtop.train.trackers import tracking_options
+from memtop.train import BadInputError, TrainingError
+from memtop.train.reporting import tracking_options
 from tests.train.recipes import TINY_LLAMA, Train, documents, settings_of, trainer_in, write_rows
 
 

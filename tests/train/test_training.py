@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from memtop.train import shards
-from memtop.train.errors import BadInputError, TrainingError
-from memtop.train.manifest import BrokenStateError, newest_complete, previous_of, read_manifest
+from memtop.train import BadInputError, TrainingError, state_files
 from memtop.train.optimizers import MOMENTS
 from memtop.train.order import SampleOrder
+from memtop.train.state_files import BrokenStateError, newest_complete, previous_of, read_manifest
 from tests.train.support import Recorder, Training, edited
 
 
@@ -155,7 +154,7 @@ def save_cut_at(training: Training, step: int, monkeypatch: pytest.MonkeyPatch) 
         for owner, name in (
             *((os, n) for n in ("fsync", "open")),
             *((Path, n) for n in ("mkdir", "rename", "write_bytes")),
-            *((shards, n) for n in ("write_safetensors", "describe_file")),
+            *((state_files, n) for n in ("write_safetensors", "describe_file")),
         ):
             patch.setattr(owner, name, dying(getattr(owner, name)))
         patch.setattr(shutil, "rmtree", dying(shutil.rmtree))
@@ -204,7 +203,7 @@ def test_a_full_disk_keeps_the_old_state_and_training_goes_on(
             def full(*_: Any) -> None:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-            patch.setattr(shards, "write_safetensors", full)
+            patch.setattr(state_files, "write_safetensors", full)
         assert training.run() == "finished"
     assert len(training.losses) == 7
     assert read_manifest(state) == before

@@ -32,7 +32,7 @@ Reports, one JSON object a line, each with `type`, `time` (seconds since the epo
 * `pressure`: {update, allocation_retries}: in two updates running the allocator found room only after it had freed its cache.
 * `save_failed`: {update, message, waiting}: there was no room for the state of this update. `waiting` is true at the end of
   training, where the trainer stays until there is some, or until it is stopped.
-* `plan`, `phase`, `memory`, `evaluation`, `checkpoint`, `warning`, `end`: see `train/run.py` and `train/loop.py`.
+* `plan`, `phase`, `memory`, `evaluation`, `checkpoint`, `warning`, `end`: see `train/run.py` and `train/trainer.py`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ import sys
 import threading
 from typing import Any
 
-from . import failures, memory, ranks
-from .journal import Journal
+from . import failures, memory
+from .hooks import StepWatch
+from .journal import Journal, find_place, launcher_variables
 from .link import Link
-from .steps import StepWatch
 
 OFFERS_OF_ITS_OWN = ("free_cache",)
 
@@ -65,7 +65,7 @@ class Agent:
         # All that the environment says is read here: later it is the program's own, to change as it likes.
         self._folder = os.environ.get("MEMTOP_ATTEMPT_DIR")
         self._socket = os.environ.get("MEMTOP_SOCKET")
-        self._launcher = ranks.said_by_launcher()
+        self._launcher = launcher_variables()
         self.attempt = _number("MEMTOP_ATTEMPT")
         self._pid = os.getpid()
         self._beginning = threading.RLock()
@@ -117,7 +117,7 @@ class Agent:
 
     def _greet(self, folder: str) -> None:
         # Not before there is something to tell: by then a process group is formed, and the rank known.
-        place = ranks.find(self._launcher)
+        place = find_place(self._launcher)
         journal = Journal(folder, place.rank, place.world_size)
         # It may be that it can be opened only later, under another number; then the file's name is right, not the greeting.
         journal.claim()

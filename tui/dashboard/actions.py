@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from memtop.presets import apply_preset, presets_for
 from memtop.supervisor import units, wire
-from memtop.supervisor.monitor.unlisted import untold
+from memtop.supervisor.monitor.snapshots import why_incomplete
 from memtop.supervisor.recovery.applying import ran_out
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Change
@@ -110,7 +110,7 @@ async def _send_restart(dashboard: Dashboard, change: Change) -> None:
 
 async def kill(dashboard: Dashboard, key: str) -> None:
     store = dashboard.store
-    missing = untold(store.machine) if store.machine is not None else []
+    missing = why_incomplete(store.machine) if store.machine is not None else []
     chosen = await dashboard.app.push_screen_wait(KillDialog(candidates(store), store.now, missing))
     if chosen:
         await end_chosen(dashboard, store, chosen, dashboard, dashboard.dialog_closed)

@@ -10,9 +10,9 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Input
 
-from memtop.supervisor.monitor.choosing import NOT_YOURS, forbidden
-from memtop.supervisor.monitor.choosing import rows_of as gpu_rows
-from memtop.supervisor.monitor.unlisted import untold
+from memtop.supervisor.monitor.snapshots import why_incomplete
+from memtop.supervisor.monitor.strays import NOT_YOURS, forbidden
+from memtop.supervisor.monitor.strays import rows_of as gpu_rows
 from memtop.supervisor.monitor.values import GpuProcess
 from memtop.tui.line import MUTED, Line, fact, fit, join, join_fitting, line, spread, width_of
 from memtop.tui.line_list import Entry, LineList, Page
@@ -130,7 +130,7 @@ class ProcessesScreen(FullScreen):
         left = join((fact("GPU processes", count), fact("", self._view.value)))
         if self._applied_text:
             left = join((left, fact("filter", self._applied_text, "edge")))
-        missing = untold(store.machine) if store.machine is not None else ["waiting for the first sample"]
+        missing = why_incomplete(store.machine) if store.machine is not None else ["waiting for the first sample"]
         if missing:
             left = join((left, line((f"! {missing[0]}", "edge"))))
         elif not self._total:

@@ -1,0 +1,165 @@
+"""Tokens on disk: the same documents again, built once, small in memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memtop.train import BadInputError
+from memtop.train.data.files import fingerprint
+from memtop.train.data.rows import open_rows
+from memtop.train.data.samples import RowText
+from memtop.train.data.tokens import BEGIN, END, ByteTokens, TokenStore, token_cache
+from tests.train.data.support import in_child
+
+BYTES = ByteTokens()
+TEXTS = ["hello", "", "größer", "x" * 1000]
+
+
+class Wide(ByteTokens):
+    """Ids beyond 16 bits, no begin."""
+
+    vocabulary = 70_000
+    begin = None
+    end = 69_999
+    identity = "wide"
+
+
+class Lying(ByteTokens):
+    vocabulary = 100
+    identity = "lying"
+
+
+class Counted:
+    """Texts that tell how often they were read."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+        self.readings = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.readings += 1
+        return iter(self.texts)
+
+
+def expected(text: str) -> list[int]:
+    return [BEGIN, *text.encode(), END]
+
+
+def test_documents_come_back_and_are_built_once(tmp_path: Path) -> None:
+    texts = Counted(TEXTS)
+    for _ in range(3):
+        store = token_cache(texts, BYTES, tmp_path / "new" / "cache", "key")
+        assert [store.document(n).tolist() for n in range(len(store))] == [expected(text) for text in TEXTS]
+    assert texts.readings == 1
+    assert store.tokens.dtype == np.uint16
+    assert store.boundaries.dtype == np.int64
+    assert isinstance(store.tokens, np.memmap)
+    assert isinstance(store.boundaries, np.memmap)
+    assert store.boundaries[0] == 0
+    assert store.boundaries[-1] == len(store.tokens)
+
+
+def test_another_key_or_tokenizer_is_another_cache(tmp_path: Path) -> None:
+    texts = Counted(TEXTS)
+    token_cache(texts, BYTES, tmp_path, "one")
+    token_cache(texts, BYTES, tmp_path, "two")
+    store = token_cache(texts, Wide(), tmp_path, "one")
+    assert texts.readings == 3
+    assert store.tokens.dtype == np.uint32
+    assert store.document(0).tolist() == [*b"hello", 69_999]
+
+
+def test_rows_and_lists_of_ids_are_documents_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one\ntwo\n")
+    rows = open_rows(path, ["text"])
+    store = token_cache(RowText(rows, BYTES), BYTES, tmp_path, fingerprint(path))
+    assert [store.document(n).tolist() for n in range(len(store))] == [expected("one"), expected("two")]
+
+
+def test_many_tokens_are_written_in_pieces(tmp_path: Path) -> None:
+    texts = [chr(97 + n % 26) * 50_000 for n in range(60)]
+    store = token_cache(texts, BYTES, tmp_path, "key")
+    assert len(store.tokens) == 60 * 50_002
+    assert [store.document(n).tolist() for n in (0, 31, 59)] == [expected(texts[n]) for n in (0, 31, 59)]
+
+
+def test_a_store_is_pickled_as_its_folder(tmp_path: Path) -> None:
+    store = token_cache(TEXTS, BYTES, tmp_path, "key")
+    packed = pickle.dumps(store)
+    assert len(packed) < 500
+    again = pickle.loads(packed)
+    assert isinstance(again.tokens, np.memmap)
+    assert again.document(2).tolist() == expected("größer")
+
+
+def test_small_texts_stay_in_memory() -> None:
+    documents = [np.array(expected(text)) for text in TEXTS]
+    store = TokenStore.from_arrays(documents, BYTES.vocabulary)
+    for each in (store, pickle.loads(pickle.dumps(store))):
+        assert [each.document(n).tolist() for n in range(len(each))] == [expected(text) for text in TEXTS]
+        assert each.tokens.dtype == np.uint16
+    assert len(TokenStore.from_arrays([], 10)) == 0
+
+
+def test_ids_that_do_not_fit_are_an_error_and_leave_nothing(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="a token id 257 is outside the tokenizer's vocabulary of 100"):
+        token_cache(["a"], Lying(), tmp_path, "key")
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
+
+
+def test_a_damaged_cache_is_said(tmp_path: Path) -> None:
+    token_cache(TEXTS, BYTES, tmp_path, "key")
+    (folder,) = tmp_path.glob("*.tokens")
+    (folder / "tokens.npy").write_bytes(b"no")
+    with pytest.raises(BadInputError, match="remove the folder to have it built anew"):
+        token_cache(TEXTS, BYTES, tmp_path, "key")
+
+
+def build_there(folder: Path, start: Any, answers: Any) -> None:
+    texts = Counted(["abc" * 1000] * 2000)
+    start.wait()
+    store = token_cache(texts, BYTES, folder, "key")
+    answers.put((texts.readings, len(store), int(store.tokens.sum(dtype=np.int64))))
+
+
+def test_of_two_processes_one_builds(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    start, answers = context.Barrier(2), context.Queue()
+    processes = [context.Process(target=build_there, args=(tmp_path, start, answers)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    found = [answers.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert sorted(readings for readings, _, _ in found) == [0, 1]
+    assert {rest for _, *rest in map(list, found) for rest in [tuple(rest)]} == {
+        (2000, 2000 * (1000 * (97 + 98 + 99) + BEGIN + END))
+    }
+
+
+_MEASURE = """
+import json, resource, sys
+from pathlib import Path
+from memtop.train.data.tokens import ByteTokens, token_cache
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+token_cache(["a" * 10_000] * 200, ByteTokens(), Path(sys.argv[1]), "small")
+before = peak()
+store = token_cache(("a" * 10_000 for _ in range(5000)), ByteTokens(), Path(sys.argv[1]), "large")
+print(json.dumps({"growth": peak() - before, "tokens": len(store.tokens)}))
+"""
+
+
+def test_building_takes_bounded_memory(tmp_path: Path) -> None:
+    found = in_child(_MEASURE, str(tmp_path))
+    assert found["tokens"] == 5000 * 10_002
+    # On disk it is 100 MB, as a list of ids 400.
+    assert found["growth"] < 15e6

@@ -1,0 +1,290 @@
+"""No room on the disk for what was trained: it waits in memory, on all ranks, until there is some or it is stopped."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from memtop.presets import Settings
+from memtop.supervisor.run.processes.launch import launcher
+from memtop.train import checkpoint, state_files
+from memtop.train.checkpoint import Room
+from memtop.train.state_files import newest_update, read_manifest
+from tests.train.support import Recorder, Training, edited
+from tests.train.test_evaluation import held_out
+from tests.train.test_processes import environment, reports
+
+KIB = 1 << 10
+
+
+def fill(disk: Path, *, leave: int) -> Path:
+    """A file that takes all of the disk but this many bytes."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"x" * 64 * KIB)
+        except OSError as full:
+            print(f"filled: {full}")
+        file.truncate(file.tell() - leave)
+    return filler
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Answering(Recorder):
+    """Does something when the trainer says that it waits for room, and only then."""
+
+    def __init__(self, act: Callable[[Answering], None]) -> None:
+        super().__init__()
+        self._act = act
+        self.queued: list[tuple[int, str, dict[str, Any]]] = []
+
+    def report(self, kind: str, **values: Any) -> None:
+        super().report(kind, **values)
+        if kind == "save_failed" and values["waiting"]:
+            self._act(self)
+
+    def take_commands(self) -> list[tuple[int, str, dict[str, Any]]]:
+        taken, self.queued = self.queued, []
+        return taken
+
+
+def test_a_finished_training_waits_until_there_is_room(tmp_path: Path, small_disk: Path) -> None:
+    undisturbed = Training(tmp_path / "state")
+    undisturbed.run()
+    filler = fill(small_disk, leave=512 * KIB)
+    channel = Answering(lambda _: filler.unlink())
+    training = Training(small_disk / "state", channel=channel, waits=True)
+    assert training.run() == "finished"
+    assert training.trainer.unsaved is None
+    assert training.digests == undisturbed.digests
+    manifest = read_manifest(small_disk / "state")
+    assert (manifest.updates, manifest.samples_seen) == (10, 80)
+    told = [(report["update"], report["waiting"]) for report in channel.of("save_failed")]
+    assert told == [(3, False), (6, False), (9, False), (10, True)]
+    words = [report["message"] for report in channel.of("save_failed")]
+    assert words[0].endswith(f"2 MiB needed, 0 MiB free in {small_disk}; nothing saved yet; free some space"), words[0]
+    assert words[-1] == (
+        f"finished update 10, waiting for room: 2 MiB needed, 0 MiB free in {small_disk}; free some, or stop the run"
+    )
+
+
+def test_a_stop_ends_the_wait_and_says_what_is_lost(small_disk: Path) -> None:
+    fill(small_disk, leave=512 * KIB)
+    channel = Answering(lambda told: told.queued.extend([(1, "change", {"batch": 2}), (2, "checkpoint", {}), (3, "stop", {})]))
+    training = Training(small_disk / "state", channel=channel, waits=True)
+    assert training.run() == "stopped"
+    assert training.trainer.unsaved == (
+        f"finished update 10, not saved: 2 MiB needed, 0 MiB free in {small_disk}; nothing saved yet"
+    )
+    answers = {number: (ok, message) for number, ok, message in channel.answers}
+    assert answers[1] == (False, "training is finished: it waits for room to be saved")
+    assert not answers[2][0]
+    assert "waiting for room" in answers[2][1]
+    assert answers[3][0]
+    assert not (small_disk / "state").exists()
+
+
+def test_a_stop_that_comes_with_the_room_saves(small_disk: Path) -> None:
+    filler = fill(small_disk, leave=512 * KIB)
+
+    def both(told: Answering) -> None:
+        told.queued.append((1, "stop", {}))
+        filler.unlink()
+
+    training = Training(small_disk / "state", channel=Answering(both), waits=True)
+    assert training.run() == "finished"
+    assert training.trainer.unsaved is None
+    assert newest_update(small_disk / "state") == 10
+
+
+def test_a_stop_in_the_middle_does_not_wait(small_disk: Path) -> None:
+    fill(small_disk, leave=512 * KIB)
+    channel = Recorder()
+    channel.commands[4] = [(1, "stop", {})]
+    training = Training(small_disk / "state", channel=channel, waits=True)
+    assert training.run() == "stopped"
+    assert training.trainer.unsaved is not None
+    assert training.trainer.unsaved.startswith("stopped at update 4, not saved: 2 MiB needed")
+    assert [(told["update"], told["waiting"]) for told in channel.of("save_failed")] == [(3, False), (4, False)]
+
+
+def test_who_is_not_to_wait_says_so_at_once(small_disk: Path) -> None:
+    fill(small_disk, leave=512 * KIB)
+    training = Training(small_disk / "state", edited(save_every=100))
+    assert training.run() == "finished"
+    assert training.trainer.unsaved is not None
+    assert "finished update 10, not saved: 2 MiB needed" in training.trainer.unsaved
+    assert [report["waiting"] for report in training.channel.of("save_failed")] == [False]
+
+
+def test_what_a_killed_save_left_is_no_reason_to_wait(small_disk: Path) -> None:
+    left = small_disk / "state.tmp-1"
+    left.mkdir()
+    fill(left, leave=512 * KIB)
+    training = Training(small_disk / "state", edited(save_every=100))
+    assert training.run() == "finished"
+    assert training.trainer.unsaved is None
+
+
+def test_a_quota_is_tried_again_from_time_to_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk shows room, only writing tells: no kernel here enforces a quota, so the write itself is replaced."""
+    clock, tries, write = Clock(), list[float](), state_files.write_safetensors
+
+    def refused(*arguments: Any) -> None:
+        tries.append(clock.now)
+        if len(tries) <= 2:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        write(*arguments)
+
+    monkeypatch.setattr(state_files, "write_safetensors", refused)
+    monkeypatch.setattr("memtop.train.trainer.time.sleep", lambda seconds: setattr(clock, "now", clock.now + seconds))
+    channel = Recorder()
+    training = Training(tmp_path / "state", edited(save_every=100), channel, waits=True, room=Room(clock))
+    assert training.run() == "finished"
+    assert training.trainer.unsaved is None
+    assert [tried - tries[0] for tried in tries[:3]] == [0, 30, 60]
+    assert "(the quota is used up)" in channel.of("save_failed")[0]["message"]
+
+
+def test_a_wait_is_told_again_when_it_has_news_but_once_a_minute(tmp_path: Path) -> None:
+    clock = Clock()
+    room = Room(clock)
+    assert room.is_news("3 MiB free")
+    clock.now += 59
+    assert not room.is_news("2 MiB free")
+    clock.now += 2
+    assert not room.is_news("3 MiB free")
+    assert room.is_news("2 MiB free")
+    assert not room.due(), "no save has failed on this rank"
+    room.failed(checkpoint.NoSpaceError(tmp_path, 1 << 62))
+    clock.now += 1000
+    assert not room.due()
+    assert not room.due(at_once=True)
+    room.failed(checkpoint.NoSpaceError(tmp_path, 1))
+    assert not room.due()
+    assert room.due(at_once=True)
+    clock.now += 3
+    assert room.due()
+    room.failed(checkpoint.NoSpaceError(tmp_path, 1, "the quota is used up"))
+    clock.now += 29
+    assert not room.due()
+    assert room.due(at_once=True), "somebody may just have made room under the quota"
+    clock.now += 1
+    assert room.due()
+
+
+def test_without_room_for_the_best_state_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.os, "link", full)
+    channel = Recorder()
+    training = Training(tmp_path / "state", edited(eval_every=5), channel, evaluation=held_out())
+    assert training.run() == "finished"
+    assert training.trainer.unsaved is None
+    assert read_manifest(tmp_path / "state").updates == 10
+    assert "the best state is not kept: 1 MiB needed" in channel.of("warning")[0]["message"]
+    assert not checkpoint.best_state(tmp_path / "state").exists()
+    assert list(tmp_path.glob("*.tmp-*")) == []
+
+
+# --- processes of their own -------------------------------------------------------------------------------------------------
+
+
+def start(folder: Path, state: Path, settings: Settings, log: Path, **extra: str) -> subprocess.Popen[bytes]:
+    """The trainer as memtop launches it; its journals go to `folder`."""
+    (folder / "settings.json").write_bytes(msgspec.json.encode(settings))
+    module = ("-m", "memtop.train", "--settings", str(folder / "settings.json"), "--state-dir", str(state))
+    surroundings = environment(folder, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1", **extra)
+    with log.open("ab") as output:
+        return subprocess.Popen([sys.executable, *launcher(settings), *module], env=surroundings, stdout=output, stderr=output)
+
+
+def wait_for_the_wait(folder: Path, process: subprocess.Popen[bytes]) -> None:
+    journal = folder / "rank-0.jsonl"
+    while process.poll() is None:
+        if journal.exists() and any(report["type"] == "save_failed" and report["waiting"] for report in whole(journal)):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"it did not wait: status {process.returncode}: {journal.read_text()[-2000:]}")
+
+
+def whole(journal: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in journal.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_two_ranks_wait_together(tmp_path: Path, small_disk: Path, room: bool) -> None:
+    filler = fill(small_disk, leave=512 * KIB)
+    settings = edited(world_size=2, batch=4, accumulation=1)
+    process = start(tmp_path, small_disk / "state", settings, tmp_path / "log")
+    wait_for_the_wait(tmp_path, process)
+    if room:
+        filler.unlink()
+    else:
+        process.send_signal(signal.SIGTERM)
+    status = process.wait(timeout=90)
+    log = (tmp_path / "log").read_text()
+    ends = [reports(tmp_path, rank)[-1] for rank in (0, 1)]
+    assert [end["type"] for end in ends] == ["end", "end"], log[-3000:]
+    assert [end["saved"] for end in ends] == [room, room]
+    assert [end["outcome"] for end in ends] == ["finished" if room else "stopped"] * 2
+    assert (status == 0) is room, log[-3000:]
+    if room:
+        assert read_manifest(small_disk / "state").samples_seen == 80
+    else:
+        assert ends[0]["message"].startswith("finished update 10, not saved: 2 MiB needed")
+        assert "memtop: finished update 10, not saved:" in log
+
+
+def test_one_process_that_is_interrupted_while_it_waits_ends_with_status_1(tmp_path: Path, small_disk: Path) -> None:
+    fill(small_disk, leave=512 * KIB)
+    process = start(tmp_path, small_disk / "state", edited(), tmp_path / "log")
+    wait_for_the_wait(tmp_path, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 1
+    last = (tmp_path / "log").read_text().splitlines()[-1]
+    assert last.startswith("memtop: finished update 10, not saved: 2 MiB needed, 0 MiB free in ")
+
+
+def test_on_oom_stop_does_not_wait(tmp_path: Path, small_disk: Path) -> None:
+    fill(small_disk, leave=512 * KIB)
+    process = start(tmp_path, small_disk / "state", edited(), tmp_path / "log", MEMTOP_ON_OOM="stop")
+    assert process.wait(timeout=120) == 1
+    end = reports(tmp_path)[-1]
+    assert (end["type"], end["outcome"], end["saved"]) == ("end", "finished", False)
+
+
+def test_a_log_that_takes_no_line_ends_no_training(tmp_path: Path, small_disk: Path) -> None:
+    """The disk is full to its last byte, and the trainer's output goes there, too."""
+    log = small_disk / "log"
+    # Of the file's only page six bytes are left.
+    log.write_bytes(b"x" * (os.sysconf("SC_PAGE_SIZE") - 6))
+    filler = fill(small_disk, leave=0)
+    assert os.statvfs(small_disk).f_bavail == 0
+    process = start(tmp_path, small_disk / "state", edited(), log)
+    wait_for_the_wait(tmp_path, process)
+    assert log.stat().st_size == os.sysconf("SC_PAGE_SIZE")
+    filler.unlink()
+    assert process.wait(timeout=60) == 0
+    assert read_manifest(small_disk / "state").updates == 10
+    assert log.read_text().splitlines()[-1] == "memtop: finished"

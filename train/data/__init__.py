@@ -1,0 +1,104 @@
+"""Opens the data that a recipe names: what is trained on, and what is evaluated on."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import platformdirs
+
+from memtop.presets import Settings
+from memtop.presets.schema import HostLevel
+from memtop.train import BadInputError
+from memtop.train.data.files import fingerprint
+from memtop.train.data.rows import open_rows
+from memtop.train.data.samples import PackedText, PromptResponse, RowSamples, RowText, Seq2SeqPairs
+from memtop.train.data.tokens import BEGIN, END, ByteTokens, Tokens, TokenStore, token_cache
+
+# Not the library proper: tests, bundled copies and what the user installed.
+_LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+_EVALUATION_BYTES = 200_000
+
+Data = PackedText | RowSamples
+
+
+class OpenedData(msgspec.Struct, frozen=True):
+    """What a run reads, and what to say about it."""
+
+    train: Data
+    evaluation: Data | None
+    notes: tuple[str, ...]
+
+
+def open_data(settings: Settings, tokens: Tokens, *, level: HostLevel = "standard") -> OpenedData:
+    """The data sets of the settings; BadInputError names the key, the file and what was found there."""
+    data = settings.data
+    if data.get("train"):
+        train, notes = _from_file("train", settings, tokens, level)
+        evaluation, more = _from_file("eval", settings, tokens, level) if data.get("eval") else (None, [])
+        return OpenedData(train, evaluation, (*notes, *more))
+    source = data.get("source")
+    if source != "python-stdlib":
+        raise BadInputError(f"data.source {source!r}: unknown; there is python-stdlib, or give data.train=FILE")
+    if settings.task != "causal":
+        raise BadInputError(f"data.source python-stdlib: {settings.recipe} learns from pairs, not text; give data.train=FILE")
+    if not isinstance(tokens, ByteTokens):
+        raise BadInputError("data.source python-stdlib: comes as bytes; give --set data.tokenizer=bytes, or data.train=FILE")
+    most = int(data.get("max_bytes", 4_000_000))
+    text = _text_of(_stdlib_sources(0, most))
+    if not len(text):
+        raise BadInputError(f"data.source python-stdlib: no sources found in {sysconfig.get_path('stdlib')}")
+    # What comes after the bytes that are trained on.
+    rest = _text_of(_stdlib_sources(most, most + _EVALUATION_BYTES))
+    return OpenedData(PackedText(text), PackedText(rest) if len(rest) else None, ())
+
+
+def _from_file(split: str, settings: Settings, tokens: Tokens, level: HostLevel) -> tuple[Data, list[str]]:
+    data, path = settings.data, Path(settings.data[split])
+    names = dict(data.get("columns", {}))
+    wanted = ("text",) if settings.task == "causal" else ("prompt", "response")
+    columns = {role: names.get(role, role) for role in wanted}
+    cache = platformdirs.user_cache_path("memtop")
+    rows = open_rows(path, columns, level=level, cache_dir=cache, setting=f"data.{split}")
+    if not len(rows):
+        raise BadInputError(f"data.{split} {path}: holds no rows")
+    if settings.task == "causal":
+        column = columns["text"]
+        return PackedText(token_cache(RowText(rows, tokens, column), tokens, cache, fingerprint(path, column))), []
+    kind = Seq2SeqPairs if settings.task == "seq2seq" else PromptResponse
+    pairs = kind(rows, tokens, settings.seq_len, (columns["prompt"], columns["response"]))
+    report = pairs.cut_report()
+    note = (
+        f"data.{split}: {report['cut']} of {report['examined']} examined samples exceed T {settings.seq_len} and are cut; "
+        f"{report['dropped_tokens_fraction']:.1%} of the tokens are lost"
+    )
+    return RowSamples(pairs), [note] if report["cut"] else []
+
+
+def _text_of(documents: Iterator[bytes]) -> TokenStore:
+    return TokenStore.from_arrays(map(byte_document, documents), ByteTokens.vocabulary)
+
+
+def byte_document(text: bytes) -> np.ndarray:
+    """A text as byte-level tokens, with its beginning and end marked."""
+    return np.concatenate(([BEGIN], np.frombuffer(text, np.uint8), [END]))
+
+
+def _stdlib_sources(first: int, last: int) -> Iterator[bytes]:
+    """The sources of the standard library, one after the other; of all their bytes those in [first, last)."""
+    root = Path(sysconfig.get_path("stdlib"))
+    position = 0
+    for path in sorted(root.rglob("*.py")):
+        if position >= last:
+            return
+        if _LEFT_OUT.intersection(path.relative_to(root).parts):
+            continue
+        size = path.stat().st_size
+        if position + size > first:
+            text = path.read_bytes()[max(0, first - position) : last - position]
+            if text:
+                yield text
+        position += size

@@ -1,0 +1,224 @@
+"""Samples out of rows: what goes into the model, and which of it is to be learnt.
+
+Cutting to T tokens is never silent: `cut_report` says for how many samples of a fixed subset, and how much is lost.
+
+
+What the order shuffles: running text cut into samples of at most T tokens, or the rows of a table.
+
+A sample of running text never spans two documents. The tail of a document is shorter than T, so samples differ in length and
+losses must be weighted by tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from memtop.train.data.rows import Rows, window_order
+from memtop.train.data.tokens import Tokens, TokenStore
+from memtop.train.objective import IGNORED
+from memtop.train.order import Key, Table
+
+Sample = tuple[torch.Tensor, torch.Tensor]
+"""Input ids [t] and labels [u], int64; u = t for causal models, where labels are not shifted."""
+_STRETCH = 32
+
+
+class _Pairs(Dataset[Sample]):
+    """Pairs of prompt and response; `columns` are their two names."""
+
+    def __init__(self, rows: Rows, tokens: Tokens, seq_len: int, columns: tuple[str, str] = ("prompt", "response")) -> None:
+        self.rows = rows
+        self._tokens = tokens
+        self._seq_len = seq_len
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def cut_report(self, sample_count: int = 512) -> dict[str, Any]:
+        """{"examined", "cut", "dropped_tokens_fraction"} over a fixed subset: short stretches, evenly spread over the rows."""
+        cut = before = after = 0
+        examined = _spread(len(self), sample_count)
+        for index in examined:
+            whole, kept = self._lengths(index)
+            cut += kept < whole
+            before += whole
+            after += kept
+        return {"examined": len(examined), "cut": cut, "dropped_tokens_fraction": (before - after) / max(1, before)}
+
+    def _lengths(self, index: int) -> tuple[int, int]:
+        """Tokens of a sample without a limit, and within it."""
+        prompt, response = self._encoded(index)
+        return len(prompt) + len(response), sum(map(len, self._fit(prompt, response)))
+
+    def _encoded(self, index: int) -> tuple[list[int], list[int]]:
+        raise NotImplementedError
+
+    def _fit(self, prompt: list[int], response: list[int]) -> tuple[list[int], list[int]]:
+        raise NotImplementedError
+
+    def _texts(self, index: int) -> tuple[str, str]:
+        row = self.rows.row(index)
+        return row[self._columns[0]], row[self._columns[1]]
+
+
+class PromptResponse(_Pairs):
+    """For causal models: prompt and response in one sequence of up to T tokens, of which only the response is learnt.
+
+    With a chat template the prompt is the user's turn and the response the assistant's; otherwise it is
+    [begin] prompt response end.
+    """
+
+    def __getitem__(self, index: int) -> Sample:
+        prompt, response = self._fit(*self._encoded(index))
+        ids = torch.tensor(prompt + response, dtype=torch.int64)
+        labels = ids.clone()
+        labels[: len(prompt)] = IGNORED
+        return ids, labels
+
+    def _encoded(self, index: int) -> tuple[list[int], list[int]]:
+        tokens = self._tokens
+        prompt, response = self._texts(index)
+        dialogue = tokens.chat(prompt, response)
+        if dialogue is not None:
+            return dialogue
+        begin = [] if tokens.begin is None else [tokens.begin]
+        return begin + tokens.encode(prompt), [*tokens.encode(response), tokens.end]
+
+    def _fit(self, prompt: list[int], response: list[int]) -> tuple[list[int], list[int]]:
+        """The response loses its tail, and with it the end: the model must not learn to stop in mid-sentence.
+
+        A prompt that leaves it less than a quarter of T loses its beginning, but for the begin token.
+        """
+        room = self._seq_len - min(len(response), max(1, self._seq_len // 4))
+        if len(prompt) > room:
+            kept = prompt[:1] if prompt[0] == self._tokens.begin and room > 0 else []
+            prompt = kept + prompt[len(prompt) - (room - len(kept)) :]
+        return prompt, response[: self._seq_len - len(prompt)]
+
+
+class Seq2SeqPairs(_Pairs):
+    """For encoder-decoder models such as T5: prompt + end in, response + end out, each of up to T tokens."""
+
+    def __getitem__(self, index: int) -> Sample:
+        prompt, response = self._fit(*self._encoded(index))
+        return torch.tensor(prompt, dtype=torch.int64), torch.tensor(response, dtype=torch.int64)
+
+    def _encoded(self, index: int) -> tuple[list[int], list[int]]:
+        prompt, response = self._texts(index)
+        return [*self._tokens.encode(prompt), self._tokens.end], [*self._tokens.encode(response), self._tokens.end]
+
+    def _fit(self, prompt: list[int], response: list[int]) -> tuple[list[int], list[int]]:
+        return self._cut(prompt), self._cut(response)
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        return ids if len(ids) <= self._seq_len else [*ids[: self._seq_len - 1], self._tokens.end]
+
+
+class RowText:
+    """The token ids of one column, row after row, without begin and end; may be iterated again."""
+
+    def __init__(self, rows: Rows, tokens: Tokens, column: str = "text") -> None:
+        self._rows = rows
+        self._tokens = tokens
+        self._column = column
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for index in range(len(self._rows)):
+            yield self._tokens.encode(self._rows.row(index)[self._column])
+
+
+def collate(samples: Sequence[Sample], pad: int) -> dict[str, torch.Tensor]:
+    """Pad to the longest: input_ids and attention_mask [b, t], labels [b, u]; labels of padding are IGNORED."""
+    inputs = [ids for ids, _ in samples]
+    lengths = torch.tensor([len(ids) for ids in inputs])
+    padded = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True, padding_value=pad)
+    labels = torch.nn.utils.rnn.pad_sequence([labels for _, labels in samples], batch_first=True, padding_value=IGNORED)
+    # By length, not by id: the padding id may be the end's.
+    mask = (torch.arange(padded.shape[1]) < lengths[:, None]).long()
+    return {"input_ids": padded, "attention_mask": mask, "labels": labels}
+
+
+def _spread(size: int, count: int) -> list[int]:
+    """Up to `count` of `size` indices in ascending order, in stretches, because neighbours are cheap to read."""
+    if size <= count:
+        return list(range(size))
+    stretches = max(1, count // _STRETCH)
+    length = count // stretches
+    starts = np.linspace(0, size - length, stretches).astype(np.int64)
+    return sorted({int(start) + offset for start in starts for offset in range(length)})
+
+
+WINDOW = 4
+"""Row groups that are shuffled into one another: their rows come together, so that each group is read once in an epoch."""
+
+
+class PackedText(Dataset[Sample]):
+    """A flat array of tokens with its documents' boundaries. A sample's id is the offset of its first token."""
+
+    recut = True
+
+    def __init__(self, store: TokenStore) -> None:
+        self._store = store
+
+    def table(self, seq_len: int) -> Table:
+        boundaries = np.asarray(self._store.boundaries)
+        return _cut(boundaries[:-1], np.diff(boundaries), seq_len)
+
+    def cut_again(self, rest: Table, seq_len: int) -> Table:
+        """The same tokens, those that lie side by side in one document joined first."""
+        if not len(rest):
+            return rest
+        order = np.argsort(rest.ids)
+        starts, lengths = rest.ids[order], rest.lengths[order]
+        documents = np.searchsorted(self._store.boundaries, starts, side="right")
+        joined = (starts[1:] == starts[:-1] + lengths[:-1]) & (documents[1:] == documents[:-1])
+        first = np.flatnonzero(np.concatenate(([True], ~joined)))
+        return _cut(starts[first], np.add.reduceat(lengths, first), seq_len)
+
+    def shuffled(self, count: int, generator: np.random.Generator) -> np.ndarray:
+        return generator.permutation(count)
+
+    def __getitem__(self, key: Key) -> Sample:
+        start, length = key
+        ids = torch.from_numpy(self._store.tokens[start : start + length].astype(np.int64))
+        return ids, ids
+
+
+class RowSamples(Dataset[Sample]):
+    """Pairs of prompt and response, one row a sample. Their ids are the rows' numbers, whatever T cuts off."""
+
+    recut = False
+
+    def __init__(self, pairs: PromptResponse | Seq2SeqPairs) -> None:
+        self.pairs = pairs
+
+    def table(self, seq_len: int) -> Table:
+        return Table(np.arange(len(self.pairs)), np.zeros(len(self.pairs), np.int64))
+
+    def cut_again(self, rest: Table, seq_len: int) -> Table:
+        return rest
+
+    def shuffled(self, count: int, generator: np.random.Generator) -> np.ndarray:
+        return window_order(self.pairs.rows.group_sizes(), WINDOW, generator)
+
+    def __getitem__(self, key: Key) -> Sample:
+        return self.pairs[key[0]]
+
+
+def _cut(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Table:
+    """Cut stretches of text into pieces of at most `seq_len`; a last piece of one token predicts nothing and is left out."""
+    pieces = np.maximum(0, -(-(lengths - 1) // seq_len))
+    # 0, 1, 2, ... within each stretch.
+    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    offsets = number * seq_len
+    ids = np.repeat(starts, pieces) + offsets
+    return Table(ids.astype(np.int64), np.minimum(seq_len, np.repeat(lengths, pieces) - offsets).astype(np.int64))

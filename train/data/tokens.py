@@ -1,0 +1,280 @@
+"""Text to token ids: bytes, which need nothing, or a tokenizer of the transformers library.
+
+All documents of a corpus as one flat row of tokens on disk: what is read at random needs no tokenizer any more."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+
+from memtop.train import BadInputError
+from memtop.train.data.files import built_once, digest
+
+# Byte-level tokens: 0-255 are bytes.
+BEGIN, END, PAD = 256, 257, 258
+VOCABULARY = 259
+
+
+class Tokens(Protocol):
+    """A vocabulary and the way into it."""
+
+    @property
+    def vocabulary(self) -> int:
+        """All ids are below it."""
+        ...
+
+    @property
+    def begin(self) -> int | None:
+        """The id that a text begins with; None where the tokenizer has no such habit."""
+        ...
+
+    @property
+    def end(self) -> int: ...
+
+    @property
+    def pad(self) -> int: ...
+
+    @property
+    def identity(self) -> str:
+        """Changes when the same text would give other ids: part of the name of cached tokens."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of the text alone, without begin and end."""
+        ...
+
+    def chat(self, prompt: str, response: str) -> tuple[list[int], list[int]] | None:
+        """Ids of a dialogue up to the response and from there to its end; None without a chat template."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write down beside an exported model how text becomes ids."""
+        ...
+
+
+class ByteTokens:
+    """UTF-8 bytes as ids 0-255; 256 begins, 257 ends, 258 pads."""
+
+    vocabulary = VOCABULARY
+    begin: int | None = BEGIN
+    end = END
+    pad = PAD
+    identity = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        # JSON may carry half a surrogate pair; it is text all the same.
+        return list(text.encode("utf-8", "surrogatepass"))
+
+    def chat(self, prompt: str, response: str) -> tuple[list[int], list[int]] | None:
+        return None
+
+    def save(self, folder: Path) -> None:
+        meaning = {"kind": "bytes", "vocabulary": VOCABULARY, "bytes": [0, 255], "begin": BEGIN, "end": END, "pad": PAD}
+        text = "ids 0-255 are the bytes of the text in UTF-8; a document is begin, its bytes, end; pad fills up at the end"
+        (folder / "tokenizer_bytes.json").write_text(json.dumps({**meaning, "meaning": text}, indent=1) + "\n")
+
+
+class LibraryTokens:
+    """The tokenizer in a local folder, or of a hub name that is already in the local cache."""
+
+    def __init__(self, path: str) -> None:
+        tokenizer = _load(path)
+        self._tokenizer = tokenizer
+        end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+        if end is None:
+            raise BadInputError(f"tokenizer {path}: has no end token; set eos_token in its tokenizer_config.json")
+        self.end: int = end
+        self.pad: int = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        known = tokenizer.get_vocab()
+        # Some vocabularies have holes: their length is not above all ids.
+        self.vocabulary: int = max(known.values()) + 1
+        # Many name a begin token without ever using it; what the model has seen is what the tokenizer does by itself.
+        habit = tokenizer("a", verbose=False)["input_ids"]
+        self.begin: int | None = habit[0] if habit and habit[0] == tokenizer.bos_token_id else None
+        self.identity = digest(repr(sorted(known.items())), _rules(tokenizer), str(self.begin), str(end))
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return ids
+
+    def chat(self, prompt: str, response: str) -> tuple[list[int], list[int]] | None:
+        if not self._tokenizer.chat_template:
+            return None
+        question = [{"role": "user", "content": prompt}]
+        opening = self._render(question, add_generation_prompt=True)
+        whole = self._render([*question, {"role": "assistant", "content": response}])
+        # Some templates open a response in another way than they store it: then only what the model must say is left.
+        answer = self.encode(whole.removeprefix(opening) if whole.startswith(opening) else response)
+        if self.end in answer:
+            # Templates go on with a line break after the end; nobody asks for it.
+            answer = answer[: len(answer) - answer[::-1].index(self.end)]
+        else:
+            answer.append(self.end)
+        return self.encode(opening), answer
+
+    def save(self, folder: Path) -> None:
+        self._tokenizer.save_pretrained(str(folder))
+
+    def _render(self, messages: list[dict[str, str]], **options: Any) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        # A template is a program of its author's: it may fail in any way.
+        except Exception as error:  # noqa: BLE001
+            name = self._tokenizer.name_or_path
+            raise BadInputError(f"tokenizer {name}: its chat template fails: {type(error).__name__}: {error}") from None
+        return text
+
+
+def load_tokens(name: str | None, model_path: str | None = None) -> Tokens:
+    """ "bytes", or a tokenizer by folder or hub name; by default the model's own, and bytes for a model without a path."""
+    name = name or model_path or "bytes"
+    return ByteTokens() if name == "bytes" else LibraryTokens(name)
+
+
+def _load(path: str) -> Any:
+    # A few seconds that runs on bytes need not spend.
+    from transformers import AutoTokenizer
+
+    expanded = str(Path(path).expanduser())
+    looks_local = path.startswith(("/", ".", "~")) or Path(expanded).exists()
+    if looks_local and not Path(expanded).is_dir():
+        raise BadInputError(f"tokenizer {path}: no such folder; name a folder with tokenizer.json, a hub name or bytes")
+    try:
+        return AutoTokenizer.from_pretrained(expanded)
+    # Broken files come as any kind of error from three libraries.
+    except Exception as error:  # noqa: BLE001
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        help_ = (
+            "the folder needs tokenizer.json or another tokenizer file"
+            if looks_local
+            else "download it while online (hf download NAME), or name a local folder or bytes"
+        )
+        raise BadInputError(f"tokenizer {path}: cannot be loaded: {reason}; {help_} (data.tokenizer)") from None
+
+
+def _rules(tokenizer: Any) -> str:
+    """How text is cut, as far as the tokenizer can say it: fast ones can in full."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return str(backend.to_str()) if backend is not None else f"{type(tokenizer).__name__} {tokenizer.name_or_path}"
+
+
+_TOKENS, _BOUNDARIES = "tokens.npy", "boundaries.npy"
+_FLUSH = 1 << 20
+"""Tokens that are held before they are written."""
+
+
+class TokenStore:
+    """`tokens` [n], uint16 or uint32, and `boundaries` [documents + 1], int64: document i is tokens[b[i]:b[i + 1]].
+
+    A store in a folder is mapped, not read, and pickled as the folder's name.
+    """
+
+    def __init__(self, tokens: np.ndarray, boundaries: np.ndarray, folder: Path | None = None) -> None:
+        self.tokens = tokens
+        self.boundaries = boundaries
+        self._folder = folder
+
+    @classmethod
+    def open(cls, folder: Path) -> TokenStore:
+        """The store that `token_cache` left in this folder."""
+        try:
+            tokens, boundaries = (np.load(folder / name, mmap_mode="r") for name in (_TOKENS, _BOUNDARIES))
+        except (OSError, ValueError) as error:
+            raise BadInputError(
+                f"{folder}: cached tokens cannot be read: {error}; remove the folder to have it built anew"
+            ) from None
+        return cls(tokens, boundaries, folder)
+
+    @classmethod
+    def from_arrays(cls, documents: Iterable[np.ndarray], vocabulary: int) -> TokenStore:
+        """In memory, for small corpora; begin and end are in the documents already."""
+        pieces = [np.asarray(document).astype(_dtype(vocabulary)) for document in documents]
+        boundaries = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+        return cls(np.concatenate(pieces) if pieces else np.empty(0, _dtype(vocabulary)), boundaries)
+
+    def __len__(self) -> int:
+        """Documents."""
+        return len(self.boundaries) - 1
+
+    def document(self, index: int) -> np.ndarray:
+        """A view of one document's tokens."""
+        return self.tokens[self.boundaries[index] : self.boundaries[index + 1]]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._folder is not None:
+            return TokenStore.open, (self._folder,)
+        return TokenStore, (self.tokens, self.boundaries)
+
+
+def token_cache(rows_or_texts: Iterable[str | Sequence[int]], tokens: Tokens, folder: Path, key: str) -> TokenStore:
+    """Every document as [begin] ids [end], built at the first call in bounded memory, mapped at every later one.
+
+    Documents are texts or lists of ids, such as RowText gives. `key` must change with them (see once.fingerprint); the
+    tokenizer's identity is part of the name by itself. One process builds, the others wait.
+    """
+    name = digest("tokens 1", key, tokens.identity)
+    path = built_once(folder / f"{name}.tokens", lambda temporary: _build(rows_or_texts, tokens, temporary))
+    return TokenStore.open(path)
+
+
+def _build(documents: Iterable[str | Sequence[int]], tokens: Tokens, folder: Path) -> None:
+    folder.mkdir()
+    begin = [] if tokens.begin is None else [tokens.begin]
+    dtype = _dtype(tokens.vocabulary)
+    with (folder / _TOKENS).open("wb") as file, (folder / _BOUNDARIES).open("wb") as boundaries_file:
+        flat = _GrowingArray(file, dtype, tokens.vocabulary)
+        boundaries = _GrowingArray(boundaries_file, np.dtype(np.int64), np.iinfo(np.int64).max)
+        boundaries.extend([0])
+        for document in documents:
+            flat.extend(begin)
+            flat.extend(tokens.encode(document) if isinstance(document, str) else document)
+            flat.extend([tokens.end])
+            boundaries.extend([flat.length])
+        flat.finish()
+        boundaries.finish()
+
+
+class _GrowingArray:
+    """A .npy file [length] that grows: its header, of fixed size, is written again at the end."""
+
+    def __init__(self, file: BinaryIO, dtype: np.dtype[Any], limit: int) -> None:
+        self.length = 0
+        self._file = file
+        self._dtype = dtype
+        self._limit = limit
+        self._held = array("q")
+        self._write_header()
+
+    def extend(self, values: Sequence[int]) -> None:
+        self._held.extend(values)
+        self.length += len(values)
+        if len(self._held) >= _FLUSH:
+            self._flush()
+
+    def finish(self) -> None:
+        self._flush()
+        self._file.seek(0)
+        self._write_header()
+
+    def _flush(self) -> None:
+        values = np.frombuffer(self._held, np.int64) if self._held else np.empty(0, np.int64)
+        if len(values) and not 0 <= values.min() <= values.max() < self._limit:
+            raise BadInputError(
+                f"a token id {values.max()} is outside the tokenizer's vocabulary of {self._limit}; its files do not match"
+            )
+        self._file.write(values.astype(self._dtype).tobytes())
+        self._held = array("q")
+
+    def _write_header(self) -> None:
+        # numpy pads the header for lengths up to 21 digits, so it keeps its size.
+        header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+def _dtype(vocabulary: int) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if vocabulary <= 65536 else np.uint32)
