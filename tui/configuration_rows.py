@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from rich.cells import cell_len
 
-from memtop.presets.comparing import changes
+from memtop.presets.comparison import changes
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Kind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memtop.presets.comparing import describe_split
+from memtop.presets.comparison import describe_split
 from memtop.supervisor import units
 from memtop.supervisor.wire import Change, Configuration
 from memtop.tui.configuration_rows import differences, peak_words, went_badly
