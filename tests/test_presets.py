@@ -21,7 +21,8 @@ from memtop.presets import (
     load_recipes,
     resolve,
 )
-from memtop.presets.edits import describe_split, find_preset
+from memtop.presets.comparison import describe_split
+from memtop.presets.edits import find_preset
 from memtop.presets.fields import FIELDS, can_change_live, training_unchanged
 from memtop.presets.schema import Lora, Settings, Zero, exact_splits, nearest_splits, split_below
 
