@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from msgspec.structs import replace
 
 from memtop.presets import SettingsError, edit_settings
-from memtop.presets.comparing import changes
+from memtop.presets.comparison import changes
 from memtop.presets.schema import Settings
 from memtop.supervisor import units, wire
 from memtop.supervisor.errors import RefusedError

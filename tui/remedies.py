@@ -76,7 +76,7 @@ def predicted_line(forecast: Forecast, width: int) -> Line:
 
 def _price(remedy: Remedy, *, alive: bool) -> list[tuple[str, str]]:
     """What it costs, the most important first, each with its role."""
-    found = [("same mathematics", "good") if remedy.keeps_math else ("other mathematics", "edge")]
+    found = [("training unchanged", "good") if remedy.keeps_math else ("changes training", "edge")]
     if remedy.resumable == "none":
         found = [("changes nothing in the run: a command to copy" if remedy.command else _COSTS["none"], MUTED)]
     else:

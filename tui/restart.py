@@ -13,7 +13,7 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Button, Input, Label, Select, Static
 
 from memtop.presets import apply_preset
-from memtop.presets.editing import find_preset
+from memtop.presets.edits import find_preset
 from memtop.presets.schema import Settings
 from memtop.supervisor.recovery.applying import ran_out
 from memtop.supervisor.wire import Change, RunState

@@ -136,7 +136,7 @@ async def test_restart_sends_the_edited_change(by_button: bool) -> None:
         app.screen.query_one("#batch", Input).value = "2"
         app.screen.query_one("#accumulation", Input).value = "16"
         await settle(pilot)
-        assert "effective batch 32 -> 32: same mathematics" in screen_text(app)
+        assert "effective batch 32 -> 32: training is unchanged" in screen_text(app)
         await pilot.click("#confirm")
         await settle(pilot)
         assert feed.requests == [Restart(id=1, change=Change(assignments={"batch": "2", "accumulation": "16"}))]

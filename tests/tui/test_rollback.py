@@ -65,7 +65,7 @@ async def test_enter_goes_back_after_a_question_that_tells_the_consequences(size
         for expected in (
             "with the settings of configuration 1?",
             "Changes: split 8 x 4 x 1 -> 16 x 2 x 1.",
-            "Effective batch 32 -> 32: same mathematics.",
+            "Effective batch 32 -> 32: training is unchanged.",
             "Its peak was 18.0 GiB (measured).",
             "! It ended in gpu_oom: that may happen again.",
         ):

@@ -71,9 +71,9 @@ async def test_it_opens_by_itself_and_shows_what_happened_and_what_can_be_done(s
             text += " " + words(app)
         for expected in (
             "~12.0 of 20.0 GiB 60.0 % · safe",
-            "same mathematics, resumes, speed about -10 %",
+            "training unchanged, resumes, speed about -10 %",
             "? peak not known: the pieces were not counted",
-            "! needs your consent, other mathematics, resumes",
+            "! needs your consent, changes training, resumes",
             "changes nothing in the run: a command to copy",
             "type: sudo fallocate -l 8G /swapfile",
         ):
@@ -133,7 +133,7 @@ async def test_what_changes_the_learning_asks_for_consent_with_the_focus_on_canc
         assert app.focused is not None
         assert app.focused.id == "cancel"
         assert "It sets seq_len=64." in screen_text(app)
-        assert "other mathematics" in screen_text(app)
+        assert "changes training" in screen_text(app)
         await pilot.press("enter")
         await settle(pilot)
         assert feed.requests == []
@@ -433,7 +433,7 @@ def test_a_live_change_is_called_that_only_while_the_run_lives() -> None:
         return " ".join(plain(one) for one in remedy_lines(1, SMALLER, 120, alive=alive))
 
     assert "at the next update, no restart" in price(alive=True)
-    assert "same mathematics, resumes" in price(alive=False)
+    assert "training unchanged, resumes" in price(alive=False)
 
 
 def test_the_last_line_says_what_enter_does_with_the_marked_one() -> None:

@@ -163,7 +163,7 @@ def _consent(remedy: Remedy) -> ConfirmDialog:
     changed = ", ".join(f"{name}={value}" for name, value in remedy.assignments.items()) or f"preset {remedy.preset}"
     lines = [remedy.title, "", *([remedy.why] if remedy.why else []), f"It sets {changed}."]
     if not remedy.keeps_math:
-        lines.append("This is other mathematics: what is learnt from here on is not what it would have been.")
+        lines.append("This changes training: the model learns something else from here on.")
     return ConfirmDialog("This needs your consent", lines, confirm="Restart with it")
 
 

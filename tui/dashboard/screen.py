@@ -19,7 +19,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from memtop.presets import Preset, PresetFileError, load_presets
-from memtop.presets.loading import usable
+from memtop.presets.files import usable
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.history import History
 from memtop.supervisor.monitor.processes.proc import sees_all_pids
