@@ -176,7 +176,7 @@ def train(
 @click.option("--replay", is_flag=True, help="play RUN from its ledger: space pauses, < > speed, left right one minute")
 @click.option("--interval", type=SECONDS, default=1.0, metavar="SECONDS", help="between two samples, 0.2 to 10 [1]")
 @click.option("--read-only", is_flag=True, help="no actions, only looking")
-@click.option("--demo", is_flag=True, help="invented numbers, to see the dashboard")
+@click.option("--demo", is_flag=True, help="play a recorded run with two scripted GPUs")
 @runs_dir_option
 def watch(
     run_name: str | None,

@@ -64,7 +64,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         if replay and (demo or others or self.pid is not None or self.gpus is not None):
             raise UsageError("--replay: goes with no other way of watching, nor with --pid or --gpus")
         if demo and (others or self.run_name is not None or self.pid is not None or self.gpus is not None):
-            raise UsageError("--demo: invented numbers are for the dashboard alone, without RUN, --pid or --gpus")
+            raise UsageError("--demo: plays a recorded run in the dashboard, without RUN, --pid or --gpus")
 
 
 def command(asked: Asked) -> int:

@@ -103,7 +103,7 @@ def test_the_command_line_is_the_published_one() -> None:
         (["watch", "--replay"], "--replay: name the run"),
         (["watch", "a", "--replay", "--once"], "--replay: goes with no other way of watching"),
         (["watch", "a", "--replay", "--gpus", "0"], "--replay: goes with no other way of watching, nor with --pid or --gpus"),
-        (["watch", "a", "--demo"], "--demo: invented numbers are for the dashboard alone, without RUN, --pid or --gpus"),
+        (["watch", "a", "--demo"], "--demo: plays a recorded run in the dashboard, without RUN, --pid or --gpus"),
         (["watch", "nobody", "--pid", "1"], "--pid and RUN: give one of them"),
         (["watch", "--once", "--gpus", "0,x"], "--gpus '0,x': give different device indices like 0 or 0,1, or visible"),
         (["watch", "--once", "--gpus", "free:1"], "--gpus 'free:1': give different device indices"),

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memtop.tui.app import DashboardApp, run_dashboard
     from memtop.tui.dashboard.screen import DashboardResult
-    from memtop.tui.demo import DemoFeed
+    from memtop.tui.demo import demo_feed
     from memtop.tui.feed import Feed, LocalFeed, RunFeed
 
-__all__ = ["DashboardApp", "DashboardResult", "DemoFeed", "Feed", "LocalFeed", "RunFeed", "run_dashboard"]
+__all__ = ["DashboardApp", "DashboardResult", "Feed", "LocalFeed", "RunFeed", "demo_feed", "run_dashboard"]
 
 _HOMES = {
     "DashboardApp": "app",
     "DashboardResult": "dashboard.screen",
     "run_dashboard": "app",
-    "DemoFeed": "demo",
+    "demo_feed": "demo",
     "Feed": "feed",
     "LocalFeed": "feed",
     "RunFeed": "feed",

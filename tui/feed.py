@@ -1,6 +1,6 @@
 """Where the dashboard's values come from. A `Feed` is all that it knows of the world.
 
-`LocalFeed` samples this machine, `RunFeed` follows a run over its supervisor's socket, `demo.DemoFeed` plays a script.
+`LocalFeed` samples this machine, `RunFeed` follows a run over its supervisor's socket, `replay.ReplayFeed` plays a past run.
 """
 
 from __future__ import annotations
@@ -51,12 +51,14 @@ class LogLines:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Where a replay stands; said by replays alone."""
+    """The position of a replay."""
 
     line: str
     """e.g. "replay, 00:03:11 of 00:41:02, 60x"."""
+    short: str
+    """The same for a narrow terminal: "replay 60x"."""
     rewound: bool = False
-    """It went back: what was shown before is forgotten and told anew."""
+    """The replay went back: everything shown so far is forgotten and sent again."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Feed(Protocol):
     read_only: bool
     """True where no action may be offered."""
     label: str | None
-    """What to say about all that it tells, e.g. "demo - invented numbers"."""
+    """A note on all its values for the header, e.g. "replay"."""
 
     def messages(self) -> AsyncIterator[FeedMessage]:
         """Everything that happens, until the dashboard closes."""
@@ -108,19 +110,42 @@ class Controlled(Protocol):
 
 
 @runtime_checkable
-class Staged(Protocol):
-    """A feed that plays invented scenes when it is asked to."""
-
-    def play(self, scene: str) -> None:
-        """`oom`: the run dies of memory."""
-
-
-@runtime_checkable
 class DetailedFeed(Protocol):
     """A feed that can read more on request: some values cost the driver too much time to read them always."""
 
     def look_closely(self) -> None:
         """Read the expensive values, too, for the next few seconds: a GPU's details are on the screen."""
+
+
+Turn = Callable[[FeedMessage], FeedMessage | None]
+"""Changes a message before the dashboard gets it; None drops the message."""
+
+
+async def _turned(messages: AsyncIterator[FeedMessage], turns: Sequence[Turn]) -> AsyncIterator[FeedMessage]:
+    # Closing the generator closes the feed's connection.
+    async with aclosing(cast("AsyncGenerator[FeedMessage, None]", messages)) as source:
+        async for message in source:
+            turned: FeedMessage | None = message
+            for turn in turns:
+                turned = None if turned is None else turn(turned)
+            if turned is not None:
+                yield turned
+
+
+def choosing(indices: Collection[int]) -> Turn:
+    """Keep only these GPUs, by the driver's index."""
+    labels = {f"GPU {index}" for index in indices}
+
+    def turn(message: FeedMessage) -> FeedMessage | None:
+        if isinstance(message, MachineSnapshot):
+            return only_gpus(message, indices)
+        if isinstance(message, StateUpdate) and message.machine is not None:
+            return msgspec.structs.replace(message, machine=only_gpus(message.machine, indices))
+        if isinstance(message, HistoryRows) and message.key != HOST and message.label not in labels:
+            return None
+        return message
+
+    return turn
 
 
 class Wanted(Protocol):
@@ -159,7 +184,9 @@ class LocalFeed:
         *,
         read_only: bool = False,
         pid: int | None = None,
+        turns: Sequence[Turn] = (),
     ) -> None:
+        self._turns = turns
         self.read_only = read_only
         self.label: str | None = None
         self._sampler_factory = sampler_factory
@@ -167,7 +194,10 @@ class LocalFeed:
         self._pid = pid
         self._sampler: Sampling | None = None
 
-    async def messages(self) -> AsyncIterator[FeedMessage]:
+    def messages(self) -> AsyncIterator[FeedMessage]:
+        return _turned(self._messages(), self._turns)
+
+    async def _messages(self) -> AsyncIterator[FeedMessage]:
         # The driver may block for seconds when a GPU is in trouble: never on the thread that draws.
         sampler = self._sampler = await asyncio.to_thread(self._sampler_factory)
         yield Connected()
@@ -221,7 +251,9 @@ class RunFeed:
         interval: float = 1.0,
         sampler_factory: Callable[[], Sampling] | None = None,
         retry_seconds: float = 1.0,
+        turns: Sequence[Turn] = (),
     ) -> None:
+        self._turns = turns
         self.read_only = read_only
         self.label: str | None = None
         self._folder = run_folder
@@ -237,7 +269,10 @@ class RunFeed:
         self._look_due = float("-inf")
         self._looking: asyncio.Task[None] | None = None
 
-    async def messages(self) -> AsyncIterator[FeedMessage]:
+    def messages(self) -> AsyncIterator[FeedMessage]:
+        return _turned(self._messages(), self._turns)
+
+    async def _messages(self) -> AsyncIterator[FeedMessage]:
         while True:
             client = await self._connect()
             if client is None:
@@ -391,50 +426,3 @@ def _unsupervised(run: wire.RunState) -> Disconnected:
 
 def _refusal(number: int, message: str) -> wire.Answer:
     return wire.Answer(id=number, outcome=wire.Outcome.REFUSED, message=message)
-
-
-Turn = Callable[[FeedMessage], FeedMessage | None]
-"""What becomes of a message; None: it is not passed on."""
-
-
-class TurnedLocalFeed(LocalFeed):
-    turns: Sequence[Turn] = ()
-
-    async def messages(self) -> AsyncIterator[FeedMessage]:
-        async for message in _turned(super().messages(), self.turns):
-            yield message
-
-
-class TurnedRunFeed(RunFeed):
-    turns: Sequence[Turn] = ()
-
-    async def messages(self) -> AsyncIterator[FeedMessage]:
-        async for message in _turned(super().messages(), self.turns):
-            yield message
-
-
-async def _turned(messages: AsyncIterator[FeedMessage], turns: Sequence[Turn]) -> AsyncIterator[FeedMessage]:
-    # A feed lets go of its connection when its generator is closed.
-    async with aclosing(cast("AsyncGenerator[FeedMessage, None]", messages)) as source:
-        async for message in source:
-            turned: FeedMessage | None = message
-            for turn in turns:
-                turned = None if turned is None else turn(turned)
-            if turned is not None:
-                yield turned
-
-
-def choosing(indices: Collection[int]) -> Turn:
-    """Only these GPUs are told of."""
-    labels = {f"GPU {index}" for index in indices}
-
-    def turn(message: FeedMessage) -> FeedMessage | None:
-        if isinstance(message, MachineSnapshot):
-            return only_gpus(message, indices)
-        if isinstance(message, StateUpdate) and message.machine is not None:
-            return msgspec.structs.replace(message, machine=only_gpus(message.machine, indices))
-        if isinstance(message, HistoryRows) and message.key != HOST and message.label not in labels:
-            return None
-        return message
-
-    return turn

@@ -23,7 +23,6 @@ _GROUPS = (
     ("session", "This dashboard"),
     ("view", "Looking around"),
     ("replay", "The replay"),
-    ("demo", "The demo"),
 )
 _MARKS = """\
 Bars     █ allocated   ▓ cached by the allocator   ▒ CUDA context and libraries

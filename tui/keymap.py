@@ -110,11 +110,11 @@ ACTIONS = (
     Action("host", ("m",), "m", "Host details", "Host", "Host memory, swap, pressure and limits in full", "screen"),
     Action("history", ("h", "H"), "h", "History", "History", "Curves of memory, use and power, with a cursor", "screen"),
     Action(
-        "way_out",
+        "recovery",
         ("w",),
         "w",
-        "Way out",
-        "Way out",
+        "Recovery",
+        "Recovery",
         "The run died of memory: what happened, where it went, what can be done; Enter applies the first remedy",
         "screen",
     ),
@@ -128,7 +128,7 @@ ACTIONS = (
         "screen",
     ),
     Action(
-        "faster",
+        "speed",
         ("b",),
         "b",
         "Speed",
@@ -162,12 +162,11 @@ ACTIONS = (
     Action("replay_forward", ("right",), "→", "Minute on", "On", "One minute forward", "replay"),
     Action("replay_start", ("home",), "Home", "To its start", "Start", "To the run's beginning", "replay"),
     Action("replay_end", ("end",), "End", "To its end", "End", "To the run's end", "replay"),
-    Action("scene", ("x",), "x", "Scene", "Scene", "The invented run dies of memory, to see what is done then", "demo"),
 )
 BY_ID = {action.id: action for action in ACTIONS}
-BAR = tuple(action for action in ACTIONS if action.group not in ("view", "replay", "demo"))
+BAR = tuple(action for action in ACTIONS if action.group not in ("view", "replay"))
 """Those that look deeper, and those that give way, only where there is room."""
-_OF_A_RUN = ("way_out", "configurations", "faster")
+_OF_A_RUN = ("recovery", "configurations", "speed")
 
 
 def offered(action: Action, store: Store) -> bool:
@@ -176,8 +175,6 @@ def offered(action: Action, store: Store) -> bool:
         return False
     if action.group == "replay":
         return store.replaying
-    if action.group == "demo":
-        return store.staged
     return store.run is not None or (action.group != "run" and action.id not in _OF_A_RUN)
 
 
@@ -229,7 +226,7 @@ def foreign(action: Action, run: RunState) -> str | None:
 
 
 def _nothing_to_show(action: Action, run: RunState, store: Store) -> str | None:
-    if action.id == "way_out":
+    if action.id == "recovery":
         return "the run has not died of memory" if store.proposal is None else None
     if action.id == "configurations":
         return None if store.configurations else "no configuration of this run is known here"

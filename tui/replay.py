@@ -1,12 +1,13 @@
-"""Plays a run from what its folder remembers: ledger, journals and log, in their true order, with a clock of its own.
+"""Replays a run with its own clock: from the run's folder, or from a recorded stream of messages.
 
-Machine values are the full snapshots where the ledger still has them (a run's last hour), before that what its thinned-out
-history knows: no processes then.
+The folder has full snapshots of the machine for the run's last hour. Before that it has the reduced
+history, which knows no processes. The demo plays a recorded stream.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gzip
 import math
 import sqlite3
 import time
@@ -14,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -26,7 +28,7 @@ from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnaps
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import Attempt, Ledger, Step
 from memtop.supervisor.run.record.view import read_state, reading_ledger
-from memtop.tui.feed import Connected, Disconnected, FeedMessage, Replayed
+from memtop.tui.feed import Connected, Disconnected, FeedMessage, LogLines, Replayed
 
 SLOWEST, FASTEST = 1, 3600
 _TICK_SECONDS = 0.2
@@ -34,7 +36,7 @@ _MINUTE = 60.0
 _RATE_STEPS = 20
 # A full snapshot stands for the time until the next one; so does a stretch of the finest tier.
 _SNAPSHOT_STANDS = 7.0
-_NO_TIMES = "the lines of its log carry no times, so the log is not replayed: memtop show tells where it is"
+_NO_TIMES = "the log is not replayed because its lines have no times: memtop show prints its path"
 
 
 class Clock:
@@ -68,14 +70,57 @@ class Clock:
     def jump_to(self, moment: float) -> None:
         self._base, self._since = min(self.end, max(self.start, moment)), self._monotonic()
 
-    def line(self) -> str:
-        """`replay, 00:03:11 of 00:41:02, 60x`."""
-        state = "at its end" if self.now >= self.end else "paused" if self.paused else f"{self.speed}x"
-        return f"replay, {units.duration(self.now - self.start)} of {units.duration(self.end - self.start)}, {state}"
+    def position(self) -> str:
+        """`00:03:11 of 00:41:02, 60x`."""
+        return f"{units.duration(self.now - self.start)} of {units.duration(self.end - self.start)}, {self.speed_words()}"
+
+    def speed_words(self) -> str:
+        """`60x`, `paused` or `at its end`."""
+        return "at its end" if self.now >= self.end else "paused" if self.paused else f"{self.speed}x"
 
 
-class Recording:
-    """All that a run's folder tells of its course. Made in a thread; RunFolderError if it cannot be read."""
+class Recording(Protocol):
+    """The past of a run."""
+
+    start: float
+    end: float
+
+    def between(self, shown: float, now: float) -> list[FeedMessage]:
+        """The messages that lead from one moment to a later one, seconds since the epoch. If `now` is before `shown`, or
+        `shown` is minus infinity, all messages from the start."""
+
+
+class LogRow(msgspec.Struct, frozen=True, tag="log"):
+    """Lines that were added to the run's log."""
+
+    rows: tuple[str, ...]
+
+
+class Recorded(NamedTuple):
+    """One message of a recorded stream and when it was sent, seconds since the epoch."""
+
+    time: float
+    message: wire.StateUpdate | wire.MetricRows | wire.EventRows | wire.ConfigurationRows | LogRow
+
+
+class StreamRecording:
+    """Everything that a supervisor sent to a dashboard, from a gzip file with one JSON array `[time, message]` per line."""
+
+    def __init__(self, path: Path) -> None:
+        decoder = msgspec.json.Decoder(Recorded)
+        with gzip.open(path, "rb") as file:
+            self.rows = [decoder.decode(line) for line in file]
+        self._times = [row.time for row in self.rows]
+        self.start, self.end = self._times[0], self._times[-1]
+
+    def between(self, shown: float, now: float) -> list[FeedMessage]:
+        first = 0 if now < shown else bisect_right(self._times, shown)
+        messages = (row.message for row in self.rows[first : bisect_right(self._times, now)])
+        return [LogLines(message.rows) if isinstance(message, LogRow) else message for message in messages]
+
+
+class FolderRecording:
+    """The past that a run's folder has stored. Reads files: create it in a thread. RunFolderError if it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         folder = RunFolder(path)
@@ -102,6 +147,21 @@ class Recording:
         losses = (math.inf if step.loss is None else step.loss for step in self._steps)
         self._best = [None if loss == math.inf else loss for loss in accumulate(losses, min)]
         self._starts = {attempt.number: attempt.start_updates for attempt in self.attempts}
+
+    def between(self, shown: float, now: float) -> list[FeedMessage]:
+        messages: list[FeedMessage] = []
+        if now < shown or shown == -math.inf:
+            shown = -math.inf
+            notice = wire.Event(id=-1, time=self.start, attempt=0, kind="warning", message=_NO_TIMES)
+            messages.append(wire.EventRows(rows=(notice,)))
+        messages += self.rows_between(shown, now)
+        events = tuple(event for event in self.events if shown < event.time <= now)
+        if events:
+            messages.append(wire.EventRows(rows=events))
+        if (rows := self.configurations(now)) != (self.configurations(shown) if shown != -math.inf else ()):
+            messages.append(wire.ConfigurationRows(rows=rows))
+        messages.append(wire.StateUpdate(run=self.state(now), machine=self.machine(now)))
+        return messages
 
     # --- the run --------------------------------------------------------------------------------------------------------
 
@@ -267,20 +327,31 @@ def _rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
 
 
 class ReplayFeed:
-    """A run's past as a feed. Nothing can be asked of it."""
+    """A run's past as a feed. It refuses every request.
+
+    `load` reads the recording in a thread; `opens_at` is where the replay starts, as a share of the recording.
+    """
 
     read_only = True
 
-    def __init__(self, run_folder: Path, *, clock: Callable[[Recording], Clock] | None = None) -> None:
-        self._folder = run_folder
+    def __init__(
+        self,
+        load: Callable[[], Recording],
+        *,
+        what: str = "replay",
+        opens_at: float = 0.0,
+        clock: Callable[[Recording], Clock] | None = None,
+    ) -> None:
+        self._load = load
+        self._what = what
+        self._opens_at = opens_at
         self._make_clock = clock or (lambda recording: Clock(recording.start, recording.end))
-        self.label: str | None = "replay"
+        self.label: str | None = what
         self.clock: Clock | None = None
         """None until the run has been read."""
         self._moved = asyncio.Event()
 
     def control(self, action: str) -> bool:
-        """A key of the replay: pause, slower, faster, back, forward, start, end. False while there is nothing to control."""
         clock = self.clock
         if clock is None:
             return False
@@ -299,20 +370,22 @@ class ReplayFeed:
 
     async def messages(self) -> AsyncIterator[FeedMessage]:
         try:
-            recording = await asyncio.to_thread(Recording, self._folder)
+            recording = await asyncio.to_thread(self._load)
         except (MemtopError, OSError) as error:
             yield Disconnected(str(error))
             return
-        self.clock = self._make_clock(recording)
+        clock = self.clock = self._make_clock(recording)
+        clock.jump_to(clock.start + self._opens_at * (clock.end - clock.start))
         yield Connected()
         shown = -math.inf
         while True:
-            now = self.clock.now
-            # Said even where nothing moves: a picture that stands still is not a feed that went silent.
-            yield Replayed(self.clock.line(), rewound=now < shown or shown == -math.inf)
+            now = clock.now
+            # Sent even while nothing moves: a paused replay is not a feed that has stopped.
+            line, short = f"{self._what}, {clock.position()}", f"{self._what.partition(':')[0]} {clock.speed_words()}"
+            yield Replayed(line, short, rewound=now < shown or shown == -math.inf)
             try:
                 if now != shown:
-                    for message in await asyncio.to_thread(_between, recording, shown, now):
+                    for message in await asyncio.to_thread(recording.between, shown, now):
                         yield message
             except MemtopError as error:
                 yield Disconnected(str(error))
@@ -322,27 +395,8 @@ class ReplayFeed:
             try:
                 await asyncio.wait_for(self._moved.wait(), _TICK_SECONDS)
             except asyncio.TimeoutError:
-                # Nothing was pressed: the clock alone has moved on.
+                # No key was pressed: only the clock has moved.
                 continue
 
     async def request(self, make: Callable[[int], wire.Request]) -> AsyncIterator[wire.Answer]:
-        yield wire.Answer(
-            id=make(0).id, outcome=wire.Outcome.REFUSED, message="a replay only shows: nothing can be asked of it"
-        )
-
-
-def _between(recording: Recording, shown: float, now: float) -> list[FeedMessage]:
-    """What has to be told to come from the one moment to the other; going back, or at first, all of it."""
-    messages: list[FeedMessage] = []
-    if now < shown or shown == -math.inf:
-        shown = -math.inf
-        notice = wire.Event(id=-1, time=recording.start, attempt=0, kind="warning", message=_NO_TIMES)
-        messages.append(wire.EventRows(rows=(notice,)))
-    messages += recording.rows_between(shown, now)
-    events = tuple(event for event in recording.events if shown < event.time <= now)
-    if events:
-        messages.append(wire.EventRows(rows=events))
-    if (rows := recording.configurations(now)) != (recording.configurations(shown) if shown != -math.inf else ()):
-        messages.append(wire.ConfigurationRows(rows=rows))
-    messages.append(wire.StateUpdate(run=recording.state(now), machine=recording.machine(now)))
-    return messages
+        yield wire.Answer(id=make(0).id, outcome=wire.Outcome.REFUSED, message="a replay is read-only")

@@ -43,7 +43,9 @@ class Store:
 
     read_only: bool = False
     label: str | None = None
-    """What to say about the whole picture, e.g. "demo - invented numbers"."""
+    """A note on all values for the header, e.g. "replay, 00:03:11 of 00:41:02, 60x"."""
+    short_label: str | None = None
+    """The same for a narrow terminal."""
     link: Link = Link.WAITING
     link_reason: str = "waiting for the first sample"
     run: wire.RunState | None = None
@@ -61,10 +63,8 @@ class Store:
     host_history: tuple[Moment, ...] = ()
     host_peak_fraction: float | None = None
     followed: Followed | None = None
-    staged: bool = False
-    """The picture is invented, and its scenes can be asked for."""
     replaying: bool = False
-    """The picture is a past one, with a clock of its own."""
+    """The values are from the past, and the replay has its own clock."""
     all_pids_visible: bool = False
     """True only where a process that cannot be seen from here does not exist."""
     quiet_seconds: float = 0.0
@@ -124,7 +124,13 @@ def fold(store: Store, message: FeedMessage) -> Store:
     if isinstance(message, Replayed):
         kept = {name: getattr(store, name) for name in ("read_only", "link", "events_wanted", "all_pids_visible")}
         begun = Store(**kept)
-        return replace(begun if message.rewound else store, label=message.line, replaying=True, quiet_seconds=0.0)
+        return replace(
+            begun if message.rewound else store,
+            label=message.line,
+            short_label=message.short,
+            replaying=True,
+            quiet_seconds=0.0,
+        )
     if isinstance(message, wire.ConfigurationRows):
         return replace(store, configurations=message.rows)
     if isinstance(message, wire.HistoryRows):

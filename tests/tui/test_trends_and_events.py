@@ -13,7 +13,7 @@ from memtop.tui.line import Line, plain
 from memtop.tui.machine.gpu import draw_gpu
 from memtop.tui.machine.host import draw_host
 from memtop.tui.store import Store, fold
-from tests.tui.dying import CONFIGURATIONS, PROPOSAL, dead
+from tests.tui.failed_runs import CONFIGURATIONS, PROPOSAL, dead
 from tests.tui.support import NOW, RecordingFeed, dashboard, gpu, running, screen_text, settle
 
 RESERVED = wire.TrendSubject(kind=wire.TrendKind.GPU_RESERVED, gpu_index=0, rank=0)
@@ -193,22 +193,14 @@ def test_a_proposal_counts_only_while_the_run_lies_dead_or_waits() -> None:
     ):
         store = fold(fold(Store(), Connected()), dead(state=state))
         assert (store.proposal is PROPOSAL) is expected
-        assert (obstacle(BY_ID["way_out"], store) is None) is expected
+        assert (obstacle(BY_ID["recovery"], store) is None) is expected
     # An announced restart can be replaced by another; one that is under way cannot.
     assert obstacle(BY_ID["restart"], fold(fold(Store(), Connected()), dead(state=wire.Phase.RESTARTING))) is None
     under_way = fold(fold(Store(), Connected()), dead(None, state=wire.Phase.RESTARTING))
     assert obstacle(BY_ID["restart"], under_way) == "a restart is under way already"
 
 
-def test_scenes_are_offered_in_the_demo_only_and_screens_of_a_run_with_one_only() -> None:
-    assert not offered(BY_ID["scene"], store_of())
-    assert offered(BY_ID["scene"], replace_staged(store_of()))
-    for name in ("way_out", "configurations", "faster", "undo"):
+def test_the_screens_of_a_run_are_offered_only_with_a_run() -> None:
+    for name in ("recovery", "configurations", "speed", "undo"):
         assert offered(BY_ID[name], store_of())
         assert not offered(BY_ID[name], Store())
-
-
-def replace_staged(store: Store) -> Store:
-    from dataclasses import replace as changed
-
-    return changed(store, staged=True)

@@ -140,7 +140,7 @@ async def history(dashboard: Dashboard, key: str) -> None:
     await dashboard.app.push_screen_wait(HistoryScreen(dashboard))
 
 
-async def way_out(dashboard: Dashboard, key: str) -> None:
+async def recovery(dashboard: Dashboard, key: str) -> None:
     """The card of a death of memory. Without a key it opened by itself."""
     from memtop.supervisor.recovery.applying import change_for
     from memtop.tui.recovery import OomCard
@@ -196,7 +196,7 @@ async def undo(dashboard: Dashboard, key: str) -> None:
         await _send_restart(dashboard, change)
 
 
-async def faster(dashboard: Dashboard, key: str) -> None:
+async def speed(dashboard: Dashboard, key: str) -> None:
     from memtop.supervisor.recovery.applying import change_for
     from memtop.tui.speed import SpeedScreen
 
@@ -225,9 +225,9 @@ FLOWS: dict[str, Callable[[Dashboard, str], Awaitable[None]]] = {
     "gpu": gpu,
     "host": host,
     "history": history,
-    "way_out": way_out,
+    "recovery": recovery,
     "configurations": configurations,
     "undo": undo,
-    "faster": faster,
+    "speed": speed,
     "help": show_help,
 }

@@ -103,7 +103,7 @@ def _rank(action: Action) -> int:
     """Who gets room first. The way out of a death of memory comes before all other looks."""
     if not _optional(action):
         return 0
-    return 1 if action.id == "way_out" else 3 if action.gives_way else 2
+    return 1 if action.id == "recovery" else 3 if action.gives_way else 2
 
 
 _LINES, _LINES_LOW = 3, 2

@@ -30,7 +30,7 @@ from memtop.tui.dashboard.footer import ActionBar, ActionButton, FlashPanel
 from memtop.tui.dashboard.layout import GPU_PANELS, Plan, plan
 from memtop.tui.dashboard.log import LogPanel
 from memtop.tui.dashboard.training import draw_notice, notice
-from memtop.tui.feed import Controlled, DetailedFeed, Feed, FeedMessage, LocalFeed, Replayed, RunFeed, Staged
+from memtop.tui.feed import Controlled, DetailedFeed, Feed, FeedMessage, LocalFeed, Replayed, RunFeed
 from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
 from memtop.tui.line import Line
 from memtop.tui.machine import gpu as gpu_drawing
@@ -70,7 +70,6 @@ def first_store(feed: Feed, label: str | None) -> Store:
     return Store(
         read_only=feed.read_only,
         label=label,
-        staged=isinstance(feed, Staged),
         all_pids_visible=here and sees_all_pids(),
     )
 
@@ -245,7 +244,7 @@ class DashboardScreen(Dashboard):
         if died != self._carded:
             self._carded = died
             self._dialog_open = True
-            self._carry_out("way_out", "")
+            self._carry_out("recovery", "")
 
     def _is_covered(self) -> bool:
         """Behind a full screen nothing is drawn; dialogs leave the dashboard to be seen."""
@@ -345,9 +344,6 @@ class DashboardScreen(Dashboard):
             self.app.exit(self.result())
         elif action.group == "view":
             self._view(action_id)
-        elif action.group == "demo":
-            if isinstance(self.feed, Staged):
-                self.feed.play("oom")
         elif action.group == "replay":
             if isinstance(self.feed, Controlled):
                 self.feed.control(action_id.removeprefix("replay_"))

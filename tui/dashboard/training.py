@@ -80,13 +80,8 @@ def _label(store: Store) -> Line:
 
 
 def _short_label(store: Store) -> Line:
-    """`replay 60x`, `demo`, `read-only`: the least that says that this is not the present, or not to be acted on."""
-    label = store.label or ""
-    if store.replaying:
-        # The clock's own line, "replay, 00:03:11 of 00:41:02, 60x".
-        words = f"replay {label.rpartition(', ')[2]}"
-    else:
-        words = label.partition(" - ")[0] or ("read-only" if store.read_only else "")
+    """`replay 60x` or `read-only`: the shortest note that these values are past, or that nothing can be changed."""
+    words = store.short_label or store.label or ("read-only" if store.read_only else "")
     return line((f"{words} ", "edge")) if words else ()
 
 

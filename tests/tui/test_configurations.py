@@ -12,7 +12,7 @@ from memtop.tui.configurations import ConfigurationsScreen, consequences, facts,
 from memtop.tui.line import plain
 from memtop.tui.screen import ConfirmDialog
 from memtop.tui.store import Store, fold
-from tests.tui.dying import CONFIGURATIONS, configuration
+from tests.tui.failed_runs import CONFIGURATIONS, configuration
 from tests.tui.support import GIB, RecordingFeed, dashboard, gpu, running, screen_text, settle
 
 SIZES = [(80, 24), (160, 50)]

@@ -22,7 +22,7 @@ from memtop.tui.recovery import OomCard, memory_lines, outlook
 from memtop.tui.remedies import predicted_line, remedy_lines
 from memtop.tui.screen import ConfirmDialog
 from memtop.tui.store import Store, fold
-from tests.tui.dying import ALLOCATOR, BY_HAND, DIAGNOSIS, PROPOSAL, SHORTER, SMALLER, dead
+from tests.tui.failed_runs import ALLOCATOR, BY_HAND, DIAGNOSIS, PROPOSAL, SHORTER, SMALLER, dead
 from tests.tui.support import GIB, HOST, NOW, RecordingFeed, dashboard, gpu, machine, running, screen_text, settle
 
 SIZES = [(80, 24), (160, 50)]
@@ -186,7 +186,7 @@ async def test_escape_leaves_the_run_failed_and_the_notice_tells_the_key(size: t
         assert feed.requests == []
         notice = screen_text(app).splitlines()[1]
         assert "GPU 0 ran out of memory in the backward pass" in notice
-        assert "w Way out" in screen_text(app) or size == (80, 24)
+        assert "w Recovery" in screen_text(app) or size == (80, 24)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -335,7 +335,7 @@ async def test_a_run_that_is_well_has_no_card() -> None:
         await pilot.press("w")
         await settle(pilot)
         assert app.screen is app.dashboard
-        assert "✗ Way out: the run has not died of memory" in screen_text(app)
+        assert "✗ Recovery: the run has not died of memory" in screen_text(app)
 
 
 # --- what is drawn ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from memtop.tui.line import plain
 from memtop.tui.remedies import Outlook, outlook_of
 from memtop.tui.restart_plan import can_be_live
 from memtop.tui.store import Store, fold
-from tests.tui.dying import CONFIGURATIONS
+from tests.tui.failed_runs import CONFIGURATIONS
 from tests.tui.support import GIB, SETTINGS, RecordingFeed, dashboard, gpu, run_state, running, screen_text, settle
 
 SIZES = [(80, 24), (160, 50)]

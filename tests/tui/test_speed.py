@@ -11,7 +11,7 @@ from memtop.tui.dashboard.training import draw_compact_training, draw_training
 from memtop.tui.line import plain
 from memtop.tui.speed import SpeedScreen, advice_lines, trial_lines
 from memtop.tui.store import Store, fold
-from tests.tui.dying import BY_HAND, SMALLER
+from tests.tui.failed_runs import BY_HAND, SMALLER
 from tests.tui.support import GIB, NOW, RecordingFeed, dashboard, gpu, run_state, running, screen_text, settle
 
 SIZES = [(80, 24), (160, 50)]
