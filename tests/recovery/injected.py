@@ -71,7 +71,7 @@ SLOW = """
 """
 """A micro-batch of ten and more takes so long that a trial of it can be disturbed before it is over."""
 BROKEN_VERDICT = """
-    import memtop.supervisor.run.trials as trials
-    trials.verdict = lambda before, after: before / after
+    import memtop.supervisor.run.trial as trial
+    trial.verdict = lambda before, after: before / after
 """
 """The end of a trial meets an error of memtop's own."""
