@@ -19,6 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop.presets.comparing import changes
+from memtop.presets.fields import LIVE, differing
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.errors import MemtopError, UsageError
@@ -27,7 +28,7 @@ from memtop.supervisor.recovery.applying import change_for
 from memtop.supervisor.recovery.batch_trial import Split, Update, measured, verdict
 from memtop.supervisor.recovery.values import Forecast, Remedy
 from memtop.supervisor.run import explain, reports
-from memtop.supervisor.run.change import LIVE_FIELDS, live_values
+from memtop.supervisor.run.change import live_values
 from memtop.supervisor.run.record.configurations import same
 from memtop.supervisor.wire import Advice, Change, Phase, Trial
 
@@ -77,6 +78,8 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None = None
     """Why the run is in this phase."""
     attempt: int = 0
+    configuration: int | None = None
+    """The number of the present configuration."""
     settings: Settings | None = None
     """The settings that the run reports to be in place."""
     start_update: int = 0
@@ -127,6 +130,10 @@ class TrialState(msgspec.Struct, frozen=True, kw_only=True):
     """The change that goes back to `before`."""
     before: Settings
     after: Settings
+    requested: bool = False
+    """The change was requested."""
+    confirmed: bool = False
+    """The program has reported the settings on trial."""
     unproven: bool = False
     """The settings on trial may be in place."""
     attempt: int = 0
@@ -149,6 +156,11 @@ class TrialState(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def running(self) -> bool:
         return self.stage is not Stage.OVER
+
+    @property
+    def changed(self) -> list[str]:
+        """The settings that the trial changes."""
+        return differing(self.before, self.after)
 
     @property
     def proven(self) -> Settings | None:
@@ -250,7 +262,6 @@ def check_request(run: str, facts: RunFacts, present: TrialState | None) -> None
 def begin(
     change: Change,
     after: Settings,
-    configuration: int,
     facts: RunFacts,
     time: float,
     *,
@@ -260,8 +271,8 @@ def begin(
 ) -> Result:
     """Begin a trial after `check_request`; UsageError if the change changes nothing.
 
-    `after`: the settings that the change leads to; `configuration`: the number of the present one; `refused`: why the change
-    must not be tried, see `refusal`. A refused trial is over at once.
+    `after`: the settings that the change leads to; `refused`: why it must not be tried, see `refusal`. A refused trial is over
+    at once.
     """
     before = facts.settings
     assert before is not None, "check_request refuses external commands"
@@ -272,7 +283,7 @@ def begin(
         stage=Stage.MEASURING_BEFORE,
         trial=Trial(title=title, started=time, state="measuring before"),
         change=replace(change, reason=f"trial of {title}"),
-        undo=Change(configuration=configuration, reason=f"trial undone: {title}"),
+        undo=Change(configuration=facts.configuration, reason=f"trial undone: {title}"),
         before=before,
         after=after,
         attempt=facts.attempt,
@@ -306,10 +317,10 @@ def settings_reported(state: TrialState, facts: RunFacts, report: reports.Settin
         return state, ()
     if report.reason != "asked":
         state = _troubled(state, Trouble(f"the settings changed meanwhile: {report.reason}"))
-    elif not any(same(facts.settings, own) for own in (state.before, state.after)):
-        # Somebody's edit. It started from the settings before the trial, so nothing on trial is in place.
-        trouble = Trouble("the settings were changed meanwhile", undo=False)
-        state = _troubled(replace(state, unproven=False), trouble)
+    elif same(facts.settings, state.after):
+        state = replace(state, confirmed=True)
+    elif not same(facts.settings, state.before):
+        state = _edited(state, facts)
     return _guarded(state, facts, lambda: _advance(state, facts))
 
 
@@ -352,7 +363,7 @@ def taken_over(data: dict[str, Any], facts: RunFacts) -> Result | str:
     if not state.running:
         return state, ()
     if not state.unproven:
-        return _finish(state, "refused", _ORPHANED)
+        return _give_up(state, facts, _ORPHANED)
     state = replace(state, stage=Stage.TAKEN_OVER, attempt=facts.attempt, client=None, deadline=None, reason=_ORPHANED)
     return _guarded(state, facts, lambda: _advance(state, facts))
 
@@ -375,6 +386,18 @@ def _guarded(state: TrialState, facts: RunFacts, transition: Callable[[], Result
     except Exception as error:  # noqa: BLE001
         also = f"an error in memtop: {type(error).__name__}: {error}"
         return _wait_for_end(replace(state, failed=True, reason=why), facts, also)
+
+
+def _edited(state: TrialState, facts: RunFacts) -> TrialState:
+    """A person has edited the settings, starting from those before the trial."""
+    edited, why = facts.settings, "the settings were changed meanwhile"
+    if not state.unproven or state.confirmed or edited is None:
+        # Nothing on trial is in place, or no longer: an edit sets all that the trial has changed.
+        return _troubled(replace(state, unproven=False), Trouble(why, undo=False))
+    # The edit came first: what the trial has requested comes on top of it.
+    tried = {name: getattr(state.after, name) for name in state.changed}
+    undo = replace(state.undo, configuration=facts.configuration)
+    return _troubled(replace(state, before=edited, after=replace(edited, **tried), undo=undo), Trouble(why))
 
 
 def _measure(state: TrialState, facts: RunFacts, report: reports.Step) -> TrialState:
@@ -481,7 +504,7 @@ def _after_answer(state: TrialState, facts: RunFacts, problem: str | None, updat
 
 def _change(state: TrialState, facts: RunFacts) -> Result:
     """Request the settings on trial."""
-    state, recorded = _record(replace(state, unproven=True), "measuring after")
+    state, recorded = _record(replace(state, requested=True, unproven=True), "measuring after")
     values = _live_values(facts, state.after)
     if values is not None:
         return replace(state, stage=Stage.CHANGING), (*recorded, AskChange(values))
@@ -501,7 +524,7 @@ def _live_values(facts: RunFacts, wanted: Settings) -> dict[str, object] | None:
     wanted = replace(wanted, target_samples=facts.settings.target_samples, epochs=facts.settings.epochs)
     try:
         # The program may be ahead of its reports: if nothing seems to differ, set everything.
-        return live_values(facts.settings, wanted) or {name: getattr(wanted, name) for name in LIVE_FIELDS}
+        return live_values(facts.settings, wanted) or {name: getattr(wanted, name) for name in LIVE}
     except UsageError:
         return None
 
@@ -557,7 +580,8 @@ def _take_back(state: TrialState, facts: RunFacts) -> Result:
 def _give_up(state: TrialState, facts: RunFacts, reason: str, *, undo: bool = True) -> Result:
     """End the trial. If its settings may be in place, go back to those before: with the program if `undo`, else at its end."""
     if not state.unproven:
-        return _finish(state, "failed" if state.failed else "refused", reason)
+        undone = "undone" if state.requested else "refused"
+        return _finish(state, "failed" if state.failed else undone, reason)
     state = replace(state, reason=reason, trouble=None)
     if not undo:
         return _wait_for_end(state, facts, None)

@@ -53,16 +53,14 @@ class Trials:
         """Begin a trial; None: of the first proposal. MemtopError (UsageError) if it cannot begin."""
         supervisor, facts = self._supervisor, self.facts()
         trial.check_request(supervisor.folder.name, facts, self.state)
-        prevention, present = supervisor.prevention, supervisor.survival.configurations.present
+        prevention = supervisor.prevention
         change = trial.proposed(prevention.advice) if change is None else change
         after = supervisor.foreseen(change)
         assert supervisor.settings is not None
         assert after is not None
-        assert present is not None
         refused = trial.refusal(supervisor.settings, after, prevention.forecast, prevention.failed_batches())
-        number = present.configuration.number
         self._over.clear()
-        self._take(trial.begin(change, after, number, facts, time.time(), refused=refused))
+        self._take(trial.begin(change, after, facts, time.time(), refused=refused))
         if refused is not None:
             raise MemtopError(refused)
         assert self.state is not None
@@ -110,10 +108,12 @@ class Trials:
     def facts(self) -> RunFacts:
         supervisor, machine = self._supervisor, self._supervisor.watch.machine
         proposal, offers = supervisor.survival.proposal, supervisor.progress.offers
+        present = supervisor.survival.configurations.present
         return RunFacts(
             phase=supervisor.phase,
             reason=supervisor.lifecycle.reason,
             attempt=supervisor.attempt.number if supervisor.attempt is not None else 0,
+            configuration=present.configuration.number if present is not None else None,
             settings=supervisor.settings,
             start_update=supervisor.progress.start_update,
             restart_requested=supervisor.pending is not None,
