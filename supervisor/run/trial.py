@@ -29,7 +29,6 @@ from memtop.supervisor.recovery.batch_trial import Split, Update, measured, verd
 from memtop.supervisor.recovery.values import Forecast, Remedy
 from memtop.supervisor.run import explain, reports
 from memtop.supervisor.run.change import live_values
-from memtop.supervisor.run.record.configurations import same
 from memtop.supervisor.wire import Advice, Change, Phase, Trial
 
 UPDATES = 20
@@ -134,6 +133,8 @@ class TrialState(msgspec.Struct, frozen=True, kw_only=True):
     """The change was requested."""
     confirmed: bool = False
     """The program has reported the settings on trial."""
+    settled: bool = False
+    """All reports up to the moment when the settings were changed back have been read."""
     unproven: bool = False
     """The settings on trial may be in place."""
     attempt: int = 0
@@ -298,6 +299,8 @@ def begin(
 
 def step_reported(state: TrialState, facts: RunFacts, report: reports.Step) -> Result:
     """Rank 0 has done an update."""
+    if state.stage is Stage.SETTLING and report.update >= state.since:
+        state = replace(state, settled=True)
     return _guarded(state, facts, lambda: _advance(_measure(state, facts, report), facts))
 
 
@@ -317,9 +320,9 @@ def settings_reported(state: TrialState, facts: RunFacts, report: reports.Settin
         return state, ()
     if report.reason != "asked":
         state = _troubled(state, Trouble(f"the settings changed meanwhile: {report.reason}"))
-    elif same(facts.settings, state.after):
+    elif state.requested and _agrees(report.changes, state.after):
         state = replace(state, confirmed=True)
-    elif not same(facts.settings, state.before):
+    elif not _agrees(report.changes, state.before):
         state = _edited(state, facts)
     return _guarded(state, facts, lambda: _advance(state, facts))
 
@@ -388,6 +391,10 @@ def _guarded(state: TrialState, facts: RunFacts, transition: Callable[[], Result
         return _wait_for_end(replace(state, failed=True, reason=why), facts, also)
 
 
+def _agrees(values: dict[str, Any], settings: Settings) -> bool:
+    return all(getattr(settings, name, None) == value for name, value in values.items())
+
+
 def _edited(state: TrialState, facts: RunFacts) -> TrialState:
     """A person has edited the settings, starting from those before the trial."""
     edited, why = facts.settings, "the settings were changed meanwhile"
@@ -444,13 +451,18 @@ def _advance(state: TrialState, facts: RunFacts) -> Result:
             return _take_back(state, facts)
         case Stage.UNDOING if facts.died or facts.phase.final:
             return _undo_by_restart(state, facts)
-        case Stage.SETTLING if same(facts.settings, state.before):
+        case Stage.SETTLING if (state.confirmed or state.settled) and _is_gone(state, facts.settings):
             return _finish(state, "failed" if state.failed else "undone", state.reason)
         case Stage.UNDOING if not state.unproven:
             return _after_end(state, facts)
         case Stage.SETTLING | Stage.WAITING_FOR_END:
             return _after_end(state, facts)
     return state, ()
+
+
+def _is_gone(state: TrialState, settings: Settings | None) -> bool:
+    """Whether nothing on trial is in place. The program may have changed its split meanwhile, after an allocation failure."""
+    return settings is not None and all(getattr(settings, name) != getattr(state.after, name) for name in state.changed)
 
 
 def _trouble(state: TrialState, facts: RunFacts) -> Trouble | None:
@@ -498,7 +510,7 @@ def _after_answer(state: TrialState, facts: RunFacts, problem: str | None, updat
             # The running program does not accept them.
             return _undo_by_restart(state, facts)
         case Stage.UNDOING:
-            return _advance(replace(state, stage=Stage.SETTLING), facts)
+            return _advance(replace(state, stage=Stage.SETTLING, since=update or 0), facts)
     return state, ()
 
 
@@ -557,7 +569,7 @@ def _after_restart(state: TrialState, facts: RunFacts) -> Result:
         return _wait_for_end(state, facts, _RESTARTED) if undoing else _give_up(state, facts, _RESTARTED, undo=False)
     state = replace(state, attempt=facts.attempt)
     if undoing:
-        return _advance(replace(state, stage=Stage.SETTLING), facts)
+        return _advance(replace(state, stage=Stage.SETTLING, settled=True), facts)
     since = facts.start_update + 1 + WARM_UP
     return _advance(replace(state, stage=Stage.MEASURING_AFTER, since=since), facts)
 
