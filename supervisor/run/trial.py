@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from memtop.presets.comparing import changes
+from memtop.presets.comparison import changes
 from memtop.presets.fields import LIVE, differing
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
@@ -239,7 +239,7 @@ def refusal(
 
 
 def title_of(before: Settings, after: Settings) -> str:
-    """`batch 16 -> 20, accumulation 5 -> 4`, and other changes as `presets.comparing` words them. Empty if nothing changes."""
+    """`batch 16 -> 20, accumulation 5 -> 4`, and other changes as `presets.comparison` words them. Empty if nothing changes."""
     split = [
         f"{name} {getattr(before, name)} -> {getattr(after, name)}"
         for name in ("batch", "accumulation")

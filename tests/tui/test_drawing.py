@@ -10,9 +10,7 @@ from rich.cells import cell_len
 
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import Band, GpuDetails, GpuTrouble, Job, MigInstance
-from memtop.tui.bars import Share, memory_bar, progress_bar
-from memtop.tui.charts import Point, curve, history, nice_bounds
-from memtop.tui.dashboard.notice import notice
+from memtop.tui.charts import Point, Share, curve, history, memory_bar, nice_bounds, progress_bar
 from memtop.tui.dashboard.overview import draw_compact_machine, draw_processes
 from memtop.tui.dashboard.training import (
     PHASE_MARKS,
@@ -21,6 +19,7 @@ from memtop.tui.dashboard.training import (
     draw_header,
     draw_loss,
     draw_training,
+    notice,
 )
 from memtop.tui.feed import Connected, Disconnected, Followed, Replayed
 from memtop.tui.line import fit, join_fitting, line, plain, spread, width_of, wrap

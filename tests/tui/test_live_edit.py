@@ -11,7 +11,7 @@ from memtop.supervisor import wire
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.wire import Change, Edit, Restart
 from memtop.tui.line import plain
-from memtop.tui.outlook import Outlook, outlook_of
+from memtop.tui.remedies import Outlook, outlook_of
 from memtop.tui.restart_plan import can_be_live
 from memtop.tui.store import Store, fold
 from tests.tui.dying import CONFIGURATIONS
