@@ -10,10 +10,11 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.recovery import batch_trial
 from memtop.supervisor.run import explain, trial
 from memtop.supervisor.run.record.configurations import same
 from memtop.supervisor.run.reports import Oom, Report, SettingsChanged, Step
-from memtop.supervisor.run.trial import (
+from memtop.supervisor.run.trial_state import (
     Action,
     AskChange,
     AskSave,
@@ -54,11 +55,11 @@ class Trials:
         supervisor, facts = self._supervisor, self.facts()
         trial.check_request(supervisor.folder.name, facts, self.state)
         prevention = supervisor.prevention
-        change = trial.proposed(prevention.advice) if change is None else change
+        change = batch_trial.proposed(prevention.advice) if change is None else change
         after = supervisor.foreseen(change)
         assert supervisor.settings is not None
         assert after is not None
-        refused = trial.refusal(supervisor.settings, after, prevention.forecast, prevention.failed_batches())
+        refused = batch_trial.refusal(supervisor.settings, after, prevention.forecast, prevention.failed_batches())
         self._over.clear()
         self._take(trial.begin(change, after, facts, time.time(), refused=refused))
         if refused is not None:

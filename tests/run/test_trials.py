@@ -17,7 +17,7 @@ from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, Comeback, Waiting
 from memtop.supervisor.run.supervisor import Supervisor
-from memtop.supervisor.run.trial import Stage, TrialState
+from memtop.supervisor.run.trial_state import Stage, TrialState
 from memtop.supervisor.wire import Change, Phase, Proposal, Trial
 from tests.run.test_pieces import SETTINGS, Clock, supervisor_at_update
 
