@@ -18,6 +18,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor import units, wire
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
+from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.wire import Phase
 from memtop.tui import demo_recovery as recovery
 from memtop.tui.demo_machine import (
@@ -364,9 +365,9 @@ class DemoFeed:
             return 0.0 if self._phase.final else 1.2
         return base + 0.25 * wave(self._tick + index * 3, 9)
 
-    def _rank(self, index: int) -> wire.RankMemory:
+    def _rank(self, index: int) -> RankMemory:
         allocated = self._allocated(index)
-        return wire.RankMemory(
+        return RankMemory(
             rank=index,
             pid=41_210 + index,
             connected=not self._phase.final,
