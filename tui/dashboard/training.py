@@ -11,7 +11,8 @@ from rich.cells import cell_len
 from memtop.supervisor import units
 from memtop.supervisor.monitor.bands import mark
 from memtop.supervisor.monitor.values import Band
-from memtop.supervisor.wire import Event, Phase, RankMemory, RunState
+from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.wire import Event, Phase, RunState
 from memtop.tui.charts import Point, curve, progress_bar
 from memtop.tui.line import MUTED, STRONG, Line, cropped, fact, fit, grid, join, join_fitting, line, spread, width_of, wrap
 from memtop.tui.machine.gpu import driver_silence

@@ -10,7 +10,7 @@ from memtop.supervisor import units, wire
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.snapshots import why_incomplete_on
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot, MigInstance
-from memtop.supervisor.monitor.vram import RankUse, VramParts, placed, ranks_on, step_peak_bytes
+from memtop.supervisor.monitor.vram import RankMemory, VramParts, placed, ranks_on, step_peak_bytes
 from memtop.supervisor.monitor.vram import vram_parts as split
 from memtop.tui.charts import ROLES, Share, memory_bar, padded_tag
 from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, width_of
@@ -21,7 +21,6 @@ _JOB_LOOKS = (("█", "alloc"), ("▓", "cache"), ("▒", "context"))
 _NAME_WIDTH = 14
 _NAMED_JOBS = 3
 _WORTH_A_WORD = units.GIB // 100
-GONE_WORDS = "held by no living process"
 
 
 class Part(NamedTuple):
@@ -136,14 +135,13 @@ def _jobs(store: Store, parts: VramParts, named: int) -> list[Part]:
 
 def _rest(parts: VramParts) -> list[Part]:
     gone, unlisted = parts.gone_bytes or 0, parts.unlisted_bytes or 0
-    if unlisted and parts.unlisted_by == GONE_WORDS:
-        # No process is hidden from us: what none is listed for, nobody alive holds.
+    if parts.unlisted_has_no_owner:
         gone, unlisted = gone + unlisted, 0
     found = [
         Part("rest of the machine", parts.rest_of_machine_bytes, "░", "other"),
         Part("unlisted", unlisted, "░", "other"),
         Part("not told by whom", parts.unaccounted_bytes, "░", "other"),
-        Part(GONE_WORDS, gone, "░", "gone"),
+        Part("held by no living process", gone, "░", "gone"),
         Part("driver", parts.driver_reserved_bytes, "░", "driver"),
     ]
     return [part for part in found if (part.size or 0) >= _WORTH_A_WORD]
@@ -199,19 +197,9 @@ def step_peak(gpu: GpuSample, run: wire.RunState | None, machine: MachineSnapsho
     return None if peak is None else max(0, peak - (gpu.reserved_bytes or 0))
 
 
-def _ranks(run: wire.RunState | None, machine: MachineSnapshot | None) -> list[RankUse]:
+def _ranks(run: wire.RunState | None, machine: MachineSnapshot | None) -> list[RankMemory]:
     if run is None:
         return []
-    told = [
-        RankUse(
-            pid=rank.pid,
-            device_uuid=rank.device_uuid,
-            allocated_bytes=rank.allocated_bytes,
-            reserved_bytes=rank.reserved_bytes,
-            peak_reserved_bytes=rank.peak_reserved_bytes,
-        )
-        for rank in run.ranks
-        # A rank on the CPU tells nothing of a device.
-        if rank.device_uuid is not None or rank.reserved_bytes is not None
-    ]
-    return placed(told, machine.gpus) if machine is not None else told
+    # A rank on the CPU reports no device.
+    on_gpus = [rank for rank in run.ranks if rank.device_uuid is not None or rank.reserved_bytes is not None]
+    return placed(on_gpus, machine.gpus) if machine is not None else on_gpus
