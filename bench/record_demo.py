@@ -41,7 +41,8 @@ PLACE = Path("/tmp/demo")
 OUTPUT = ROOT / "tui" / "demo" / "recording.jsonl.gz"
 MODEL = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 6}
 CARD = 20 * GIB
-UPDATES = 130
+UPDATES = 105
+_STATE_SECONDS = 0.9
 
 
 class Drivers:
@@ -87,18 +88,25 @@ class Recorder:
         self._read = 0
 
     async def listen(self) -> None:
-        """Until the run is over and its supervisor has left."""
+        """Record until the run has finished."""
         client = await self._connected()
         await client.send(wire.Subscribe(id=1))
-        while (message := await client.receive()) is not None:
+        kept: tuple[float, wire.RunState | None] = (0.0, None)
+        while self.run is None or self.run.state is not wire.Phase.FINISHED:
+            message = await client.receive()
+            assert message is not None, "the supervisor has closed the connection"
             now = time.time()
             if isinstance(message, wire.StateUpdate):
-                self.run = message.run
+                before, self.run = kept[1], message.run
+                if before is not None and before.state is message.run.state and now - kept[0] < _STATE_SECONDS:
+                    continue
+                kept = (now, message.run)
                 self._drivers.write(message.run, len(self.rows))
                 self._read_log(now, message.run.log_path)
                 message = msgspec.structs.replace(message, run=msgspec.structs.replace(message.run, log_path=None))
             if not isinstance(message, wire.Answer | wire.HistoryRows):
                 self.rows.append(Recorded(now, message))
+        await client.close()
 
     async def _connected(self) -> AsyncRunClient:
         while True:
@@ -120,6 +128,7 @@ class Recorder:
     async def until(self, holds: Callable[[wire.RunState], bool], seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds
         while self.run is None or not holds(self.run):
+            assert self.run is None or self.run.state is not wire.Phase.FINISHED, "the run has finished too early"
             assert time.monotonic() < deadline, f"not reached: {self.run}"
             await asyncio.sleep(0.2)
 
@@ -136,22 +145,21 @@ async def play(folder: RunFolder, recorder: Recorder, group: MemoryGroup) -> Non
                 break
         await client.close()
 
-    await recorder.until(lambda run: (run.updates or 0) >= 25)
+    await recorder.until(lambda run: (run.updates or 0) >= 20)
     await send(lambda n: wire.Edit(id=n, change=wire.Change(assignments={"batch": "16", "accumulation": "2"})))
-    await recorder.until(lambda run: (run.updates or 0) >= 45)
-    await send(lambda n: wire.Try(id=n, change=wire.Change(assignments={"workers": "1"})))
-    await recorder.until(lambda run: (run.updates or 0) >= 60 and run.trial is not None and run.trial.state[0] != "m")
+    await recorder.until(lambda run: (run.updates or 0) >= 32)
+    await send(lambda n: wire.Try(id=n, change=wire.Change(assignments={"gradient_checkpointing": "true"})))
+    await recorder.until(lambda run: (run.updates or 0) >= 40 and run.trial is not None and run.trial.state[0] != "m")
     # Enough for these settings, too little for twice the batch.
-    group.limit(resident(group) + (110 << 20))
+    group.limit(resident(group) + (60 << 20))
     await send(lambda n: wire.Restart(id=n, change=wire.Change(assignments={"batch": "32", "accumulation": "1"})))
     await recorder.until(lambda run: run.state is wire.Phase.FAILED and run.proposal is not None)
-    await asyncio.sleep(40)
+    await asyncio.sleep(30)
     proposal = recorder.run.proposal if recorder.run is not None else None
     assert proposal is not None
     print(proposal.diagnosis.summary, [remedy.title for remedy in proposal.remedies], file=sys.stderr)
     change = change_for(proposal.remedies[0], reason=proposal.diagnosis.kind.value)
     await send(lambda n: wire.Restart(id=n, change=change))
-    await recorder.until(lambda run: run.state is wire.Phase.FINISHED)
 
 
 def resident(group: MemoryGroup) -> int:
@@ -206,7 +214,7 @@ async def record(group: MemoryGroup) -> list[Recorded]:
         recorder = Recorder(folder, drivers)
         listening = asyncio.create_task(recorder.listen())
         await play(folder, recorder, group)
-        await asyncio.wait_for(listening, 60)
+        await asyncio.wait_for(listening, 600)
         assert supervisor.wait(timeout=60) == 0
     return recorder.rows
 

@@ -34,13 +34,13 @@ SLOWEST, FASTEST = 1, 3600
 _TICK_SECONDS = 0.2
 _MINUTE = 60.0
 _RATE_STEPS = 20
-# A full snapshot stands for the time until the next one; so does a stretch of the finest tier.
+# A full snapshot, or a row of the finest tier, stands for the time until the next one, seconds.
 _SNAPSHOT_STANDS = 7.0
 _NO_TIMES = "the log is not replayed because its lines have no times: memtop show prints its path"
 
 
 class Clock:
-    """Where the replay stands between `start` and `end`, and how fast it goes."""
+    """The position of a replay between `start` and `end`, and its speed."""
 
     def __init__(self, start: float, end: float, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.start, self.end = start, end
@@ -55,12 +55,12 @@ class Clock:
         return min(self.end, self._base + passed)
 
     def pause(self) -> None:
-        """Pause, or go on."""
+        """Pause or continue."""
         self.jump_to(self.now)
         self.paused = not self.paused
 
     def change_speed(self, factor: float) -> None:
-        """2 doubles, 0.5 halves, within 1x and 3600x."""
+        """Multiply the speed, within 1x and 3600x."""
         self.jump_to(self.now)
         self.speed = min(FASTEST, max(SLOWEST, int(self.speed * factor)))
 
@@ -86,8 +86,10 @@ class Recording(Protocol):
     end: float
 
     def between(self, shown: float, now: float) -> list[FeedMessage]:
-        """The messages that lead from one moment to a later one, seconds since the epoch. If `now` is before `shown`, or
-        `shown` is minus infinity, all messages from the start."""
+        """The messages that lead from one moment to a later one, seconds since the epoch.
+
+        If `now` is before `shown`, or `shown` is minus infinity, all messages from the start.
+        """
 
 
 class LogRow(msgspec.Struct, frozen=True, tag="log"):
@@ -104,7 +106,9 @@ class Recorded(NamedTuple):
 
 
 class StreamRecording:
-    """Everything that a supervisor sent to a dashboard, from a gzip file with one JSON array `[time, message]` per line."""
+    """Everything that a supervisor sent to a dashboard, from a gzip file with one JSON array
+    `[time, message]` per line.
+    """
 
     def __init__(self, path: Path) -> None:
         decoder = msgspec.json.Decoder(Recorded)
@@ -120,7 +124,10 @@ class StreamRecording:
 
 
 class FolderRecording:
-    """The past that a run's folder has stored. Reads files: create it in a thread. RunFolderError if it cannot be read."""
+    """The past that a run's folder has stored.
+
+    Reads files: create it in a thread. RunFolderError if it cannot be read.
+    """
 
     def __init__(self, path: Path) -> None:
         folder = RunFolder(path)
@@ -138,7 +145,8 @@ class FolderRecording:
         moments = [a.started for a in self.attempts] + [a.ended for a in self.attempts if a.ended is not None]
         moments += [event.time for event in self.events] + [step.time for step in self._steps]
         if extent is not None and (not moments or self.attempts[-1].ended is None):
-            # Of a run that goes on: to now. Not its beginning: the first stretch begins up to ten seconds before the run.
+            # A run that is not over ends now. The extent's start is not used: it may be ten seconds
+            # before the run.
             moments.append(extent[1])
         if not moments:
             raise RunFolderError(f"{folder.ledger_path}: empty: there is nothing to replay")
@@ -166,11 +174,14 @@ class FolderRecording:
     # --- the run --------------------------------------------------------------------------------------------------------
 
     def attempt(self, now: float) -> Attempt | None:
-        """The attempt that was the newest then."""
+        """The newest attempt at that moment."""
         return next((a for a in reversed(self.attempts) if a.started <= now), None)
 
     def rows_between(self, shown: float, now: float) -> list[wire.MetricRows]:
-        """The updates that were done in between; those that a restart took back are named before its first."""
+        """The updates in between.
+
+        A restart's first rows name the update from which earlier rows no longer count.
+        """
         first, last = bisect_right(self._times, shown), bisect_right(self._times, now)
         before = self._steps[first - 1].attempt if first else None
         found: list[wire.MetricRows] = []
@@ -181,7 +192,10 @@ class FolderRecording:
         return found
 
     def configurations(self, now: float) -> tuple[wire.Configuration, ...]:
-        """Those that had begun by then; how the newest of them would go was not known yet, unless its attempt was over."""
+        """The configurations that had begun by then.
+
+        The outcome of the newest is unknown unless its attempt was over.
+        """
         begun = [row for row in self._configurations if row.started <= now]
         attempt = self.attempt(now)
         over = attempt is not None and attempt.ended is not None and attempt.ended <= now
@@ -190,7 +204,10 @@ class FolderRecording:
         return tuple(begun)
 
     def state(self, now: float) -> wire.RunState:
-        """The run as it was then, put together from its attempts and steps. What only lived in memory is unknown."""
+        """The run's state at that moment, from its attempts and steps.
+
+        Values that were never stored are unknown.
+        """
         attempt = self.attempt(now)
         last = self.last
         lasting = ("name", "folder", "created", "command", "total_updates", "target_samples")
@@ -244,7 +261,7 @@ class FolderRecording:
     # --- the machine ----------------------------------------------------------------------------------------------------
 
     def machine(self, now: float) -> MachineSnapshot:
-        """The machine then; what is not known any more is unknown."""
+        """The machine at that moment; values that are no longer stored are unknown."""
         try:
             ledger = Ledger(self._path, read_only=True)
             try:
@@ -257,7 +274,7 @@ class FolderRecording:
         except (sqlite3.Error, msgspec.DecodeError) as error:
             raise RunFolderError(f"{self._path}: cannot be read: {error}") from None
         gpus = [_gpu(key, self._sources[key], values) for key, values in found.items() if key != HOST and values]
-        note = None if gpus else "the ledger has no GPU values of this moment"
+        note = None if gpus else "the ledger has no GPU values for this moment"
         return MachineSnapshot(
             time=now,
             gpus=tuple(sorted(gpus, key=lambda gpu: gpu.index)),
@@ -267,18 +284,18 @@ class FolderRecording:
 
 
 def _death(attempt: Attempt) -> wire.Proposal | None:
-    """Why an attempt died of memory, as the ledger has it; what could have been done was not kept."""
+    """Why an attempt ran out of memory, from the ledger. The remedies are not stored."""
     try:
         diagnosis = msgspec.convert(attempt.diagnosis, Diagnosis)
     except msgspec.ValidationError:
-        # Written before there were diagnoses, or by a program that never started: nothing of memory is in it.
+        # The program never started: there is no diagnosis.
         return None
-    words = "a replay only shows: what could be done then was not recorded"
+    words = "a replay is read-only: the remedies were not recorded"
     return wire.Proposal(diagnosis=diagnosis, waiting=words) if diagnosis.of_memory else None
 
 
 def _at(series: dict[str, list[Bucket]], now: float) -> dict[str, float]:
-    """The mean of the finest stretch that contains the moment."""
+    """The mean of the shortest bucket that contains the moment."""
     values = {}
     for name, buckets in series.items():
         around = [bucket for bucket in buckets if bucket.time <= now < bucket.time + bucket.seconds]
@@ -299,7 +316,7 @@ def _gpu(key: str, label: str, values: dict[str, float]) -> GpuSample:
         utilization_fraction=values.get("utilization_fraction"),
         power_watts=values.get("power_watts"),
         temperature_celsius=values.get("temperature_celsius"),
-        unknown={"processes": "a replay knows the processes of a run's last hour only"},
+        unknown={"processes": "the processes are stored only for a run's last hour"},
     )
 
 
@@ -329,7 +346,8 @@ def _rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
 class ReplayFeed:
     """A run's past as a feed. It refuses every request.
 
-    `load` reads the recording in a thread; `opens_at` is where the replay starts, as a share of the recording.
+    `load` reads the recording in a thread; `opens_at` is where the replay starts, as a share of the
+    recording.
     """
 
     read_only = True

@@ -205,7 +205,7 @@ async def test_read_only_never_starts_a_supervisor(monkeypatch: pytest.MonkeyPat
     supervisors.run = run_state()
     messages = await take(run_feed(read_only=True).messages(), 5)
     assert supervisors.revived == 0
-    assert messages[4] == Disconnected("supervisor is gone, training goes on - reconnecting")
+    assert messages[4] == Disconnected("supervisor is gone, training continues - reconnecting")
 
 
 async def test_a_run_that_is_over_is_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:

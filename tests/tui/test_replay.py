@@ -149,7 +149,7 @@ async def test_to_the_end_and_back_everything_comes_in_its_order_and_goes_again(
     assert [row.update for row in at_end.metrics] == [1, 2, 3, 4, 5, 6]
     assert [row.attempt for row in at_end.metrics] == [1, 1, 1, 2, 2, 2]
     assert [event.kind for event in at_end.events] == ["warning", "attempt", "stop", "attempt", "finished"]
-    assert "carry no times" in at_end.events[0].message
+    assert "lines have no times" in at_end.events[0].message
     assert at_end.label == "replay, 02:01:40 of 02:01:40, at its end"
     assert at_end.replaying
     assert next(message for message in heard if isinstance(message, Replayed)).rewound
@@ -228,7 +228,7 @@ async def test_a_death_of_memory_and_the_configurations_are_replayed_and_change_
         await settle(pilot)
         text = screen_text(app)
         assert "GPU 0 ran out of memory." in text
-        assert "a replay only shows" in text
+        assert "a replay is read-only" in text
         await pilot.press("enter", "escape", "u", "enter")
         await settle(pilot)
         assert "read-only: nothing can be changed from here" in screen_text(app)

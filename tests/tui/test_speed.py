@@ -125,7 +125,7 @@ async def test_before_anything_was_measured_the_key_says_so() -> None:
         await pilot.press("b")
         await settle(pilot)
         assert app.screen is app.dashboard
-        assert "✗ Speed: what bounds the speed is not known yet" in screen_text(app)
+        assert "✗ Speed: what limits the speed is not known yet" in screen_text(app)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""The demo: a recorded run, played by the replay feed. `docs/record_demo.py` makes the recording."""
+"""The demo: a recorded run, played by the replay feed.
+
+`docs/record_demo.py` makes the recording.
+"""
 
 from __future__ import annotations
 
