@@ -154,7 +154,7 @@ async def test_a_waiting_request_hears_that_the_supervisor_died(monkeypatch: pyt
     assert isinstance(await anext(stream), Disconnected)
     answer = await waiting
     assert answer.outcome is wire.Outcome.FAILED
-    assert "went away before it answered" in answer.message
+    assert "ended before it answered" in answer.message
 
 
 async def test_a_run_that_is_over_shows_its_last_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ async def test_a_run_that_is_over_shows_its_last_state(monkeypatch: pytest.Monke
     ended = messages[4]
     assert isinstance(ended, Disconnected)
     assert ended.ended
-    assert "memtop restart tiny takes it up again" in ended.reason
+    assert "memtop restart tiny resumes it" in ended.reason
     (answer,) = [a async for a in feed.request(lambda number: wire.Stop(id=number))]
     assert answer.outcome is wire.Outcome.REFUSED
 
