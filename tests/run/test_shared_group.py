@@ -26,15 +26,7 @@ def group() -> Iterator[MemoryGroup]:
 
 def begin(runs: Runs, group: MemoryGroup, program: str) -> dict[str, Any]:
     """Everything in one group: memtop, its supervisor and the program."""
-    command = ("train", "--name", "a", "--detach", "--", sys.executable, "-c", program)
-    subprocess.run(
-        group.inside(sys.executable, "-m", "memtop", *command),
-        cwd=runs.root,
-        env=runs.environment,
-        stdin=subprocess.DEVNULL,
-        check=True,
-        timeout=60,
-    )
+    runs.memtop("train", "--name", "a", "--detach", "--", sys.executable, "-c", program, prepare=group.enter)
     state = runs.wait("a", lambda d: d["trainer_pid"] in group.pids())
     baseline = runs.path / "a/attempts/0001/baseline.json"
     runs.wait("a", lambda d: baseline.exists() and str(group.path) in baseline.read_text())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils.cpp_extension import get_default_build_root
 from memtop.presets import Settings
 from memtop.presets.schema import Zero
 from memtop.supervisor.run.processes.launch import launcher
+from tests.forking import run
 
 # Another cache for memtop's own files must not make DeepSpeed compile its parts again, for minutes, in every test.
 COMPILED = os.environ.get("TORCH_EXTENSIONS_DIR") or str(
@@ -41,9 +41,7 @@ def train_on(folder: Path, state: Path, settings: Settings, updates: int) -> dic
     report = folder / "report.json"
     arguments = ("--settings", str(folder / "settings.json"), "--state-dir", str(state), "--report", str(report))
     command = [*launcher(settings), "-m", "tests.train.state_worker", *arguments, "--updates", str(updates)]
-    done = subprocess.run(
-        [sys.executable, *command], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run([sys.executable, *command], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
     if done.returncode != 0:
         raise AssertionError(f"{settings.zero} x {settings.world_size}: {done.stdout[-3000:]}{done.stderr[-5000:]}")
     found: dict[str, Any] = json.loads(report.read_text())
@@ -74,15 +72,8 @@ def run_trainer(folder: Path, settings: Settings) -> Launched:
         "XDG_CACHE_HOME": str(folder / "cache"),
         "TORCH_EXTENSIONS_DIR": COMPILED,
     }
-    done = subprocess.run(
-        [sys.executable, *launcher(settings), *trainer],
-        env=surroundings,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = [sys.executable, *launcher(settings), *trainer]
+    done = run(command, env=surroundings, cwd=folder, capture_output=True, text=True, timeout=300)
     if done.returncode != 0:
         raise AssertionError(f"{settings.zero}: {done.stdout[-3000:]}{done.stderr[-5000:]}")
     reports = [json.loads(line) for line in (attempt / "rank-0.jsonl").read_text().splitlines()]

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from tests.forking import run as run_forked
+
 AGENT = Path(__file__).resolve().parents[2] / "train" / "agent"
 
 
@@ -22,7 +24,8 @@ def run(code: str, folder: Path, *, timeout: float = 60) -> str:
         "MEMTOP_ATTEMPT": "1",
         "MEMTOP_SOCKET": str(folder / "nobody.sock"),
     }
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    start = run_forked if "import torch" in code else subprocess.run
+    done = start([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
