@@ -28,6 +28,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import socket
@@ -42,7 +43,7 @@ from typing import Any, NamedTuple, NoReturn
 
 LIBRARIES = (
     *("asyncio", "concurrent.futures.thread", "multiprocessing.reduction", "sqlite3", "uuid", "statistics", "tomllib"),
-    *("msgspec", "psutil", "pynvml", "click", "numpy", "safetensors.torch"),
+    *("msgspec", "psutil", "pynvml", "click", "platformdirs", "numpy", "safetensors.torch"),
     *("torch", "torch.distributed.run", "torch.distributed.tensor", "torch._dynamo", "torch.utils.data"),
     *("torch.multiprocessing.spawn", "torch.nn.parallel.distributed", "torch.utils.checkpoint"),
     *("transformers", "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"),
@@ -50,9 +51,9 @@ LIBRARIES = (
     *("transformers.trainer", "accelerate", "accelerate.tracking", "accelerate.commands.launch"),
 )
 # Modules that start other programs: each of their processes has a starter.
-_STARTING = ("memtop", "memtop.supervisor", "torch.distributed.run")
+_STARTING = ("memtop", "memtop.supervisor", "torch.distributed.run", "accelerate.commands.launch")
 # What an interpreter or a library reads when it starts, or is imported.
-_READ_EARLY = ("PYTHON", "LC_", "LANG", "LD_", "OMP_", "MKL_", "MALLOC_", "HF_", "TRANSFORMERS_", "DS_")
+_READ_EARLY = ("PYTHON", "LC_", "LANG", "LD_", "OMP_", "MKL_", "MALLOC_", "HF_", "TRANSFORMERS_")
 _READ_LATE = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE")
 _MESSAGE = 1 << 18
 _SET_SUBREAPER, _GET_SUBREAPER, _SET_MM, _SET_MM_MAP = 36, 37, 35, 14
@@ -146,7 +147,8 @@ def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
     environment = dict(os.environ) if values["env"] is None else values["env"]
     prepare = getattr(self, "prepare", "")
     plain = not (values["shell"] or values["preexec_fn"] or values["pass_fds"]) and isinstance(argv, (list, tuple))
-    if _starter is None or not plain or not _starter.can_start([str(word) for word in argv], environment):
+    starter = getattr(self, "starter", _starter)
+    if starter is None or not plain or not starter.can_start([str(word) for word in argv], environment):
         assert not prepare, f"cannot be prepared, since it is started by exec: {argv}"
         _by_exec(self, *given)
         return
@@ -154,30 +156,33 @@ def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
     ignored = tuple(sorted(_ignored() - {signal.SIGPIPE, signal.SIGXFSZ}))
     cwd = os.fspath(values["cwd"] or Path.cwd())
     request = Request(tuple(map(str, argv)), environment, cwd, bool(values["start_new_session"]), ignored, prepare)
-    self.pid = _starter.start(request, [own if pipe == -1 else pipe for own, pipe in enumerate(pipes)])
+    self.pid = starter.start(request, [own if pipe == -1 else pipe for own, pipe in enumerate(pipes)])
     self._child_created = True  # type: ignore[attr-defined]
     names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
     self._close_pipe_fds(*(values[name] for name in names))  # type: ignore[attr-defined]
 
 
 class Program(subprocess.Popen[Any]):
-    """A `subprocess.Popen` that forks where it can. `prepare` is Python code that the new process runs first."""
+    """A `subprocess.Popen` that forks where it can.
 
-    def __init__(self, args: Sequence[str], *, prepare: str = "", **options: Any) -> None:
+    `prepare` is Python code that the new process runs first; `imported` names further libraries that it has already.
+    """
+
+    def __init__(self, args: Sequence[str], *, prepare: str = "", imported: tuple[str, ...] = (), **options: Any) -> None:
         self.prepare = prepare
-        open_starter()
+        self.starter = _starter_with(imported, options.get("env") or os.environ)
         super().__init__(list(args), **options)
 
     _execute_child = _execute_child
 
 
 def run(
-    args: Sequence[str], *, timeout: float | None = None, prepare: str = "", capture_output: bool = False, **options: Any
+    args: Sequence[str], *, timeout: float | None = None, capture_output: bool = False, **options: Any
 ) -> subprocess.CompletedProcess[Any]:
     """As `subprocess.run` without `check` and `input`."""
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with Program(args, prepare=prepare, **options) as process:
+    with Program(args, **options) as process:
         try:
             out, err = process.communicate(timeout=timeout)
         except BaseException:
@@ -186,18 +191,29 @@ def run(
     return subprocess.CompletedProcess(list(args), process.returncode, out, err)
 
 
-def open_starter() -> None:
-    """Start this process's own starter, once."""
-    global _starter
-    if _starter is not None or os.environ.get("MEMTOP_TESTS_EXEC") == "1":
-        return
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    with theirs:
-        command = [sys.executable, str(Path(__file__)), str(theirs.fileno())]
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=[theirs.fileno()], cwd="/")
-    assert ours.recv(64) == b"ready", "the starter of programs does not start"
-    _starter = Starter(ours, _early(os.environ))
+def runs_torch(code: str) -> bool:
+    """Whether a program imports torch, and none that a test has made up."""
+    return re.search(r"^\s*(import [^\n]*\btorch\b|from torch)", code, re.MULTILINE) is not None and "sys.modules[" not in code
+
+
+_starters: dict[tuple[str, ...], Starter] = {}
+
+
+def _starter_with(libraries: tuple[str, ...], environment: Mapping[str, str]) -> Starter | None:
+    """This process's starter that has imported these libraries, too, in this environment. It is started when first wanted."""
+    if os.environ.get("MEMTOP_TESTS_EXEC") == "1":
+        return None
+    if libraries not in _starters:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        its_own = (
+            {name: value for name, value in environment.items() if name != "PYTHONPATH"} if libraries else dict(os.environ)
+        )
+        with theirs:
+            command = [sys.executable, str(Path(__file__)), str(theirs.fileno()), *libraries]
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, env=its_own, pass_fds=[theirs.fileno()], cwd="/")
+        assert ours.recv(64) == b"ready", "the starter of programs does not start"
+        _starters[libraries] = Starter(ours, _early(its_own))
+    return _starters[libraries]
 
 
 # --- in the starter -----------------------------------------------------------------------------------------------------
@@ -394,7 +410,7 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     sys.path.pop(0)
     _base_path.extend(sys.path)
-    for name in LIBRARIES:
+    for name in (*LIBRARIES, *sys.argv[2:]):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a library has started a thread: nothing can be forked"  # noqa: PTH208

@@ -44,7 +44,7 @@ TINY = [word for key, value in _SMALL.items() for word in ("--set", f"model.conf
 def inject(runs: Runs, fault: str, supervisor: str = "    pass") -> None:
     """From now on trainers started by these commands have the one, supervisors the other."""
     folder = Path(runs.root) / "site"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(_TRAINER + fault + _SUPERVISOR + supervisor)
     runs.environment["PYTHONPATH"] = str(folder)
 
@@ -59,6 +59,18 @@ FATAL = """
     register_optimizer_step_pre_hook(lambda *_: torch.empty(1 << 46) if seen[0] >= 10 else None)
 """
 """With a micro-batch of ten and more the optimizer's step asks for too much: nothing to be survived in the process."""
+
+PACED = """
+    import time
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+    register_optimizer_step_post_hook(lambda *_: time.sleep(0.05))
+"""
+"""A model so small that its run would be over before anybody could act on it takes 2 s for 40 updates, and next to no CPU."""
+SOON_STALLED = """
+    import memtop.supervisor.run.post_mortem.stall as stall
+    stall.SECONDS = stall.FIRST_SECONDS = 3.0
+"""
+"""A program that is silent after words of missing memory is ended after seconds."""
 
 SLOW = """
     import time

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from tests.forking import run as run_forked
+from tests.forking import runs_torch
 
 AGENT = Path(__file__).resolve().parents[2] / "train" / "agent"
 
@@ -24,7 +25,7 @@ def run(code: str, folder: Path, *, timeout: float = 60) -> str:
         "MEMTOP_ATTEMPT": "1",
         "MEMTOP_SOCKET": str(folder / "nobody.sock"),
     }
-    start = run_forked if "import torch" in code else subprocess.run
+    start = run_forked if runs_torch(code) else subprocess.run
     done = start([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout

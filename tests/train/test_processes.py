@@ -22,7 +22,7 @@ from memtop.supervisor.run.explain import first_dead_rank, outcome
 from memtop.supervisor.run.processes.launch import launcher
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.wire import Phase
-from tests.forking import Program, run
+from tests.forking import Program, run, runs_torch
 from tests.run.reported import reported
 from tests.train.support import edited
 
@@ -55,7 +55,7 @@ def python(
 ) -> str:
     """Run a program to its end; its output. One that imports torch is forked from a process that has it, unless it shall be
     started `anew`."""
-    start = run if "import torch" in code and not anew else subprocess.run
+    start = run if runs_torch(code) and not anew else subprocess.run
     done = start([program, "-c", code], env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from memtop.presets.schema import Lora
-from tests.forking import run
+from tests.forking import run, runs_torch
 from tests.train.failing import distance
 from tests.train.launching import run_trainer
 from tests.train.support import edited
@@ -136,7 +136,7 @@ LIMITED = """
 import json, resource, sys
 from pathlib import Path
 import torch
-from tests.forking import run
+from tests.forking import run, runs_torch
 from tests.train.failing import fresh, small, splits_of
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
@@ -178,7 +178,7 @@ def test_a_batch_that_does_not_fit_under_a_real_limit_is_survived(tmp_path: Path
 
 def run_dying(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """A program that imports torch is forked from a process that has it already."""
-    start = run if "import torch" in code else subprocess.run
+    start = run if runs_torch(code) else subprocess.run
     return start([sys.executable, "-c", code], env=environment(folder), capture_output=True, text=True, timeout=120)
 
 
