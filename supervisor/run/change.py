@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
 from memtop.presets import SettingsError, edit_settings
+from memtop.presets.fields import LIVE, differing, not_live
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery.applying import ran_out
@@ -29,9 +30,6 @@ def edited(
     try:
         return edit_settings(
             _base(settings, change.configuration, rows),
-            batch=change.batch,
-            accumulation=change.accumulation,
-            seq_len=change.seq_len,
             preset=change.preset,
             max_updates=change.max_updates,
             assignments=change.assignments,
@@ -71,24 +69,25 @@ def edited_live(
     return edited(settings, change, Checkpoint(path="", updates=update, samples_seen=seen, complete=True), rows)
 
 
-LIVE_FIELDS = ("batch", "accumulation", "eval_batch", "gradient_checkpointing", "workers")
-"""What the built-in trainer can change at an update boundary."""
 _SPLIT = ("batch", "accumulation")
 
 
-def live_values(before: Settings | None, after: Settings | None) -> dict[str, object]:
-    """The fields that change, for the running program; UsageError where it takes a restart, with the reason.
+def live_values(before: Settings | None, after: Settings | None, also: Collection[str] = ()) -> dict[str, object]:
+    """The values that the running program must set; UsageError, with the reason, where the change takes a restart.
 
-    Batch and accumulation go together, so that the split which was told is the one that comes, whatever the program has now.
+    Batch and accumulation go together, so that the program ends up with the announced split, whatever it has now.
+    `also`: fields that are set even if they do not seem to change.
     """
     if before is None or after is None:
         raise UsageError("this program is your own: it cannot change while it runs; restart it")
-    fields = [name for name in before.__struct_fields__ if getattr(before, name) != getattr(after, name)]
-    others = [name for name in fields if name not in LIVE_FIELDS]
-    if others:
-        raise UsageError(f"{', '.join(others)}: cannot change while the program runs; restart it instead")
-    if before.zero.stage:
-        raise UsageError(f"{before.zero}: its engine is built for one split; restart it instead")
+    fields = differing(before, after)
+    if fixed := not_live(before, fields):
+        why = "cannot change while the program runs"
+        if before.zero.stage and set(fixed) <= set(LIVE):
+            why = f"cannot change while {before.zero} runs, whose engine is built for one split"
+        raise UsageError(f"{', '.join(fixed)}: {why}; restart it instead")
+    if fields:
+        fields += [name for name in also if name in LIVE and name not in fields]
     if set(_SPLIT) & set(fields):
         fields = [*_SPLIT, *(name for name in fields if name not in _SPLIT)]
     return {name: getattr(after, name) for name in fields}

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import MemtopError, RunFolderError
+from memtop.supervisor.monitor.processes.proc import ProcessId, identify
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.change import edited, edited_live
 from memtop.supervisor.run.clients.agents import Agents
@@ -30,14 +31,14 @@ from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.prevention import Prevention
 from memtop.supervisor.run.processes.attempt import RunningAttempt, StopLadder, Waits
 from memtop.supervisor.run.processes.launch import launch as start_program
-from memtop.supervisor.run.processes.process import ProcessId, become_subreaper, identify, reap_children, record_rank
+from memtop.supervisor.run.processes.process import become_subreaper, reap_children, record_rank
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record import rollback as going_back
 from memtop.supervisor.run.record.checkpoints import newest_checkpoint
 from memtop.supervisor.run.record.configurations import Record
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, StateFile, write_json
 from memtop.supervisor.run.record.ledger import open_for_writing
-from memtop.supervisor.run.state import rank_reports, run_state
+from memtop.supervisor.run.state import attempt_and_ranks, run_state
 from memtop.supervisor.run.survival import Survival
 from memtop.supervisor.run.taking_over import take_over
 from memtop.supervisor.wire import Change, Checkpoint, Event, Phase, RunState
@@ -83,7 +84,7 @@ class Supervisor:
         self._unwritten: deque[Event] = deque(maxlen=_EVENTS_KEPT)
         self.checkpoint = newest_checkpoint(folder.latest_state)
         self._socket = socket_path(folder.path)
-        self.watch = MachineWatch(folder.path.parent, self._members, lambda: rank_reports(self))
+        self.watch = MachineWatch(folder.path.parent, self._members, lambda: attempt_and_ranks(self))
         self._peers: Collection[Peer] = ()
         self.survival = Survival(self, monotonic)
         self.prevention = Prevention(self)
@@ -157,6 +158,7 @@ class Supervisor:
                 self.begin_restart(self.pending)
             else:
                 self.prevention.tick()
+        self.prevention.trials.tick()
         self.publish()
 
     def _pay(self) -> None:

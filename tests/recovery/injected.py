@@ -1,4 +1,4 @@
-"""Puts faults into the built-in trainer or the supervisor from outside: a `sitecustomize` that only that process takes up."""
+"""Injects faults into the built-in trainer: a `sitecustomize` that takes effect in that process only."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TINY = [word for key, value in _SMALL.items() for word in ("--set", f"model.conf
 
 
 def inject(runs: Runs, fault: str, supervisor: str = "    pass") -> None:
-    """From now on trainers started by these commands have the one, supervisors the other."""
+    """From now on, trainers that these commands start have the fault, and supervisors the change."""
     folder = Path(runs.root) / "site"
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(_TRAINER + fault + _SUPERVISOR + supervisor)
@@ -82,8 +82,3 @@ SLOW = """
     torch.nn.Embedding.forward = forward
 """
 """A micro-batch of ten and more takes so long that a trial of it can be disturbed before it is over."""
-BROKEN_VERDICT = """
-    import memtop.supervisor.run.trials as trials
-    trials.verdict = lambda before, after: before / after
-"""
-"""The end of a trial meets an error of memtop's own."""
