@@ -2,7 +2,7 @@
 
 import errno
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """The errors of a disk that is full, or whose user has used up a quota."""
 
 

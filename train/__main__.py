@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from memtop.train import NO_ROOM, TrainingError
+from memtop.train import DISK_FULL, TrainingError
 
 
 class _Passing(io.FileIO):
@@ -26,7 +26,7 @@ class _Passing(io.FileIO):
         try:
             written = super().write(text)
         except OSError as error:
-            if error.errno not in NO_ROOM:
+            if error.errno not in DISK_FULL:
                 raise
         else:
             self._cut = written < len(text)

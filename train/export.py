@@ -78,7 +78,7 @@ def export(settings: Settings, state_dir: Path, out: Path, *, asked: str | None 
     settings = msgspec.structs.replace(settings, device="cpu", zero=Zero(), gradient_checkpointing=False, compile=False)
     with _held(state_dir, best=settings.load_best_at_end) as source:
         tokens, config = tokens_and_config(settings)
-        kind = _kind(settings, source.manifest)
+        kind = _kind(source.manifest)
         beside = out.with_name(f"{out.name}.tmp-{os.getpid()}")
         try:
             beside.mkdir(parents=True)
@@ -150,10 +150,10 @@ def _held(state_dir: Path, *, best: bool) -> Iterator[Source]:
     raise BadInputError(f"{problem}; no whole state is left to export")
 
 
-def _kind(settings: Settings, manifest: Manifest) -> torch.dtype:
+def _kind(manifest: Manifest) -> torch.dtype:
     """bf16 for what was trained in bf16, otherwise fp32."""
-    mixed = manifest.precision or settings.precision
-    return torch.bfloat16 if mixed == "bf16" else torch.float32
+
+    return torch.bfloat16 if manifest.precision == "bf16" else torch.float32
 
 
 def _write_whole(settings: Settings, config: Any, tokens: Tokens, source: Source, kind: torch.dtype, folder: Path) -> None:

@@ -20,7 +20,7 @@ from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.batches import Position, agree_on_host_plan
 from memtop.train.checkpoint import load_weights
 from memtop.train.data import OpenedData, open_data
-from memtop.train.engine import Engine, LossScale, PlainEngine, trained_parameters
+from memtop.train.engine import Engine, PlainEngine, trained_parameters
 from memtop.train.model import build_model, tokens_and_config
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
@@ -87,7 +87,7 @@ def _train(
         tokens.pad,
         host=host,
         evaluation=data.evaluation,
-        waits=os.environ.get("MEMTOP_ON_OOM") != "stop",
+        wait_for_disk=os.environ.get("MEMTOP_ON_OOM") != "stop",
     )
     if found is not None:
         _say_resumed(*found, settings, say)
@@ -177,7 +177,7 @@ def open_engine(
     if found is not None and read is not None:
         engine.load_moments(read)
         if (scale := found[1].loss_scale) is not None:
-            engine.set_loss_scale(LossScale(scale, found[1].loss_scale_stable, found[1].loss_scale_hysteresis))
+            engine.set_loss_scale(scale)
     return engine, position
 
 

@@ -17,9 +17,10 @@ from accelerate import Accelerator
 from memtop.presets import Settings
 from memtop.presets.schema import Zero
 from memtop.train.compile_lock import await_compiled
-from memtop.train.engine import LossScale, ReadSaved, trained_parameters
+from memtop.train.engine import ReadSaved, trained_parameters
 from memtop.train.objective import Objective
 from memtop.train.optimizers import MOMENTS, full_moments
+from memtop.train.state_files import LossScale
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 100_000, 50_000_000
 
@@ -129,14 +130,14 @@ class ZeroEngine:
         if not last:
             self._engine.step()
 
-    def gaps(self) -> int:
+    def missing_gradients(self) -> int:
         return 0
 
-    def share_gaps(self) -> None:
+    def share_missing(self) -> None:
         """DeepSpeed exchanges gradients itself."""
 
-    def fill_gaps(self) -> None:
-        """There are none."""
+    def fill_missing(self) -> int:
+        return 0
 
     def drop_gradients(self) -> None:
         raise AssertionError("an update under ZeRO is never given up")
@@ -222,7 +223,6 @@ class ZeroEngine:
             return
         scaler = self._zero.loss_scaler
         scaler.cur_scale = saved.scale
-        if saved.stable is not None:
-            scaler.last_overflow_iter = scaler.cur_iter - 1 - saved.stable
+        scaler.last_overflow_iter = scaler.cur_iter - 1 - saved.stable
         if saved.hysteresis is not None:
             scaler.cur_hysteresis = saved.hysteresis

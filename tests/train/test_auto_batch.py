@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memtop.presets import Settings
-from memtop.train.auto_batch import Growth, Unmeasured
+from memtop.train.auto_batch import AutoBatch, UnmeasuredMemory
 from tests.train.failing import TOO_MUCH, Failing, Failure, Scripted, fresh, measured, small, splits_of
 
 
@@ -38,10 +38,10 @@ class Card:
         """Nothing is kept."""
 
 
-def after(peaks: dict[int, int], *, patience: int = 3) -> Growth:
+def after(peaks: dict[int, int], *, patience: int = 3) -> AutoBatch:
     """A growth that has seen updates with these batches, the largest first."""
     card = Card(peaks)
-    growth = Growth(card, patience)
+    growth = AutoBatch(card, patience)
     for batch in sorted(peaks, reverse=True):
         card.batch = batch
         growth.updated(batch, pressed=False)
@@ -63,7 +63,7 @@ def test_a_prediction_is_never_below_what_was_measured() -> None:
 
 def test_one_peak_or_an_unknown_limit_predicts_nothing() -> None:
     assert after({4: 300}).share(8) == math.inf
-    growth = Growth(Unmeasured(), 1)
+    growth = AutoBatch(UnmeasuredMemory(), 1)
     for batch in (8, 4, 2):
         growth.updated(batch, pressed=False)
     assert growth.share(8) == math.inf
@@ -71,7 +71,7 @@ def test_one_peak_or_an_unknown_limit_predicts_nothing() -> None:
 
 def test_one_peak_is_joined_with_what_is_held_without_any_batch() -> None:
     card = Card({4: 300})
-    growth = Growth(card, 3)
+    growth = AutoBatch(card, 3)
     growth.updated(4, pressed=False)
     card.held = 100
     assert growth.share(8) == pytest.approx(0.5)
@@ -84,7 +84,7 @@ def test_one_peak_is_joined_with_what_is_held_without_any_batch() -> None:
 def test_what_is_forgotten_is_predicted_again_from_the_next_peak() -> None:
     card = Card({4: 500, 8: 900})
     card.held = 100
-    growth = Growth(card, 3)
+    growth = AutoBatch(card, 3)
     growth.updated(8, pressed=False)
     card.batch = 4
     growth.updated(4, pressed=False)
@@ -98,15 +98,15 @@ def test_what_is_forgotten_is_predicted_again_from_the_next_peak() -> None:
 
 def test_retries_of_other_work_are_no_pressure_and_those_of_an_update_stay() -> None:
     card = Card({4: 300})
-    growth = Growth(card, 3)
-    with growth.aside():
+    growth = AutoBatch(card, 3)
+    with growth.outside_updates():
         card.retried += 2
     assert not growth.new_retries()
     # In an optimizer step, after the update was asked for its retries and before an evaluation.
     card.retried += 1
-    with growth.aside():
+    with growth.outside_updates():
         card.retried += 5
-    with growth.aside():
+    with growth.outside_updates():
         card.retried += 1
     assert growth.new_retries()
     assert growth.retries == 9
@@ -115,7 +115,7 @@ def test_retries_of_other_work_are_no_pressure_and_those_of_an_update_stay() -> 
 
 def test_the_retries_of_a_try_that_failed_are_not_those_of_the_next_one() -> None:
     card = Card({8: 300})
-    growth = Growth(card, 3)
+    growth = AutoBatch(card, 3)
     card.retried += 1
     growth.failed(8)
     growth.changed()

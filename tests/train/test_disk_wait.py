@@ -19,7 +19,7 @@ import pytest
 from memtop.presets import Settings
 from memtop.supervisor.run.processes.launch import launcher
 from memtop.train import checkpoint, state_files
-from memtop.train.checkpoint import Room
+from memtop.train.checkpoint import DiskWait
 from memtop.train.state_files import newest_update, read_manifest
 from tests.train.support import Recorder, Training, edited
 from tests.train.test_evaluation import held_out
@@ -72,7 +72,7 @@ def test_a_finished_training_waits_until_there_is_room(tmp_path: Path, small_dis
     undisturbed.run()
     filler = fill(small_disk, leave=512 * KIB)
     channel = Answering(lambda _: filler.unlink())
-    training = Training(small_disk / "state", channel=channel, waits=True)
+    training = Training(small_disk / "state", channel=channel, wait_for_disk=True)
     assert training.run() == "finished"
     assert training.trainer.unsaved is None
     assert training.digests == undisturbed.digests
@@ -83,22 +83,22 @@ def test_a_finished_training_waits_until_there_is_room(tmp_path: Path, small_dis
     words = [report["message"] for report in channel.of("save_failed")]
     assert words[0].endswith(f"2 MiB needed, 0 MiB free in {small_disk}; nothing saved yet; free some space"), words[0]
     assert words[-1] == (
-        f"finished update 10, waiting for room: 2 MiB needed, 0 MiB free in {small_disk}; free some, or stop the run"
+        f"finished update 10, waiting for disk space: 2 MiB needed, 0 MiB free in {small_disk}; free some space or stop the run"
     )
 
 
 def test_a_stop_ends_the_wait_and_says_what_is_lost(small_disk: Path) -> None:
     fill(small_disk, leave=512 * KIB)
     channel = Answering(lambda told: told.queued.extend([(1, "change", {"batch": 2}), (2, "checkpoint", {}), (3, "stop", {})]))
-    training = Training(small_disk / "state", channel=channel, waits=True)
+    training = Training(small_disk / "state", channel=channel, wait_for_disk=True)
     assert training.run() == "stopped"
     assert training.trainer.unsaved == (
         f"finished update 10, not saved: 2 MiB needed, 0 MiB free in {small_disk}; nothing saved yet"
     )
     answers = {number: (ok, message) for number, ok, message in channel.answers}
-    assert answers[1] == (False, "training is finished: it waits for room to be saved")
+    assert answers[1] == (False, "training has finished; it waits for disk space to save its state")
     assert not answers[2][0]
-    assert "waiting for room" in answers[2][1]
+    assert "waiting for disk space" in answers[2][1]
     assert answers[3][0]
     assert not (small_disk / "state").exists()
 
@@ -110,7 +110,7 @@ def test_a_stop_that_comes_with_the_room_saves(small_disk: Path) -> None:
         told.queued.append((1, "stop", {}))
         filler.unlink()
 
-    training = Training(small_disk / "state", channel=Answering(both), waits=True)
+    training = Training(small_disk / "state", channel=Answering(both), wait_for_disk=True)
     assert training.run() == "finished"
     assert training.trainer.unsaved is None
     assert newest_update(small_disk / "state") == 10
@@ -120,7 +120,7 @@ def test_a_stop_in_the_middle_does_not_wait(small_disk: Path) -> None:
     fill(small_disk, leave=512 * KIB)
     channel = Recorder()
     channel.commands[4] = [(1, "stop", {})]
-    training = Training(small_disk / "state", channel=channel, waits=True)
+    training = Training(small_disk / "state", channel=channel, wait_for_disk=True)
     assert training.run() == "stopped"
     assert training.trainer.unsaved is not None
     assert training.trainer.unsaved.startswith("stopped at update 4, not saved: 2 MiB needed")
@@ -158,7 +158,7 @@ def test_a_quota_is_tried_again_from_time_to_time(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(state_files, "write_safetensors", refused)
     monkeypatch.setattr("memtop.train.trainer.time.sleep", lambda seconds: setattr(clock, "now", clock.now + seconds))
     channel = Recorder()
-    training = Training(tmp_path / "state", edited(save_every=100), channel, waits=True, room=Room(clock))
+    training = Training(tmp_path / "state", edited(save_every=100), channel, wait_for_disk=True, disk_wait=DiskWait(clock))
     assert training.run() == "finished"
     assert training.trainer.unsaved is None
     assert [tried - tries[0] for tried in tries[:3]] == [0, 30, 60]
@@ -167,29 +167,29 @@ def test_a_quota_is_tried_again_from_time_to_time(tmp_path: Path, monkeypatch: p
 
 def test_a_wait_is_told_again_when_it_has_news_but_once_a_minute(tmp_path: Path) -> None:
     clock = Clock()
-    room = Room(clock)
-    assert room.is_news("3 MiB free")
+    disk_wait = DiskWait(clock)
+    assert disk_wait.is_news("3 MiB free")
     clock.now += 59
-    assert not room.is_news("2 MiB free")
+    assert not disk_wait.is_news("2 MiB free")
     clock.now += 2
-    assert not room.is_news("3 MiB free")
-    assert room.is_news("2 MiB free")
-    assert not room.due(), "no save has failed on this rank"
-    room.failed(checkpoint.NoSpaceError(tmp_path, 1 << 62))
+    assert not disk_wait.is_news("3 MiB free")
+    assert disk_wait.is_news("2 MiB free")
+    assert not disk_wait.due(), "no save has failed on this rank"
+    disk_wait.failed(checkpoint.NoSpaceError(tmp_path, 1 << 62))
     clock.now += 1000
-    assert not room.due()
-    assert not room.due(at_once=True)
-    room.failed(checkpoint.NoSpaceError(tmp_path, 1))
-    assert not room.due()
-    assert room.due(at_once=True)
+    assert not disk_wait.due()
+    assert not disk_wait.due(at_once=True)
+    disk_wait.failed(checkpoint.NoSpaceError(tmp_path, 1))
+    assert not disk_wait.due()
+    assert disk_wait.due(at_once=True)
     clock.now += 3
-    assert room.due()
-    room.failed(checkpoint.NoSpaceError(tmp_path, 1, "the quota is used up"))
+    assert disk_wait.due()
+    disk_wait.failed(checkpoint.NoSpaceError(tmp_path, 1, "the quota is used up"))
     clock.now += 29
-    assert not room.due()
-    assert room.due(at_once=True), "somebody may just have made room under the quota"
+    assert not disk_wait.due()
+    assert disk_wait.due(at_once=True), "somebody may just have made room under the quota"
     clock.now += 1
-    assert room.due()
+    assert disk_wait.due()
 
 
 def test_without_room_for_the_best_state_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def test_the_state_with_the_lowest_loss_is_kept(tmp_path: Path) -> None:
     # The newest state is the last one all the same, and a run that is taken up again knows the best so far.
     assert read_manifest(tmp_path / "state").updates == 10
     again = Training(tmp_path / "state", msgspec.structs.replace(settings, target_samples=96), evaluation=held_out())
-    assert again.trainer._best == losses[best]
+    assert again.trainer.best_loss == losses[best]
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(1, [9]), (2, [9]), (3, [9, 6]), (4, [9, 6, 3])])

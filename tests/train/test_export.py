@@ -22,7 +22,7 @@ from memtop.train.checkpoint import best_state
 from memtop.train.export import export
 from memtop.train.model import tokens_and_config
 from memtop.train.run import open_engine
-from memtop.train.state_files import FILE, newest_complete, previous_of, read_manifest
+from memtop.train.state_files import MANIFEST_NAME, newest_complete, previous_of, read_manifest
 from tests.train.data.support import build_tokenizer
 from tests.train.launching import ROOT, environment
 from tests.train.recipes import (
@@ -150,7 +150,7 @@ def test_the_best_state_is_exported_where_the_settings_say_so(train: Train, tmp_
     assert best.is_dir()
     last = msgspec.structs.replace(run.settings, load_best_at_end=False)
     # Another best than the last one, whatever the losses were.
-    (best / FILE).unlink()
+    (best / MANIFEST_NAME).unlink()
     for path in best.iterdir():
         path.unlink()
     for path in previous_of(run.state_dir).iterdir():
@@ -167,13 +167,13 @@ def test_a_broken_state_is_named_and_the_one_before_it_taken(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train(causal(tmp_path, save_every=3))
-    (run.state_dir / FILE).write_text("{")
+    (run.state_dir / MANIFEST_NAME).write_text("{")
     out = export(run.settings, run.state_dir, tmp_path / "model")
     err = capsys.readouterr().err
-    assert f"memtop: {run.state_dir / FILE}: cannot be understood: " in err
+    assert f"memtop: {run.state_dir / MANIFEST_NAME}: cannot be read: " in err
     assert f"taking {previous_of(run.state_dir)} instead\n" in err
     assert "exported update 3 (train_latest_state.previous)" in err
-    (previous_of(run.state_dir) / FILE).unlink()
+    (previous_of(run.state_dir) / MANIFEST_NAME).unlink()
     with pytest.raises(
         BadInputError, match=r"train_latest_state/manifest.json: cannot be .*; no whole state is left to export"
     ):

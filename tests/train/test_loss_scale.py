@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from memtop.train.engine import LossScale
+from memtop.train.state_files import LossScale
 from memtop.train.zero import ZeroEngine
 from tests.train.support import Training, edited
 
@@ -51,15 +50,6 @@ def test_a_resumed_run_scales_as_the_one_that_was_never_stopped(tmp_path: Path) 
     assert undisturbed.losses[STOP:] == second.losses
     for name, weight in undisturbed.weights().items():
         assert torch.equal(second.weights()[name], weight), name
-
-
-def test_a_state_from_before_has_the_scale_alone(tmp_path: Path) -> None:
-    stopped(tmp_path / "state")
-    path = tmp_path / "state" / "manifest.json"
-    manifest = json.loads(path.read_bytes())
-    del manifest["loss_scale_stable"], manifest["loss_scale_hysteresis"]
-    path.write_text(json.dumps(manifest))
-    assert Training(tmp_path / "state", edited(clip_norm=0.0)).engine.loss_scale() == LossScale(512.0, 0)
 
 
 def under_zero() -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memtop.presets import Settings
-from memtop.train.auto_batch import CudaGauge
+from memtop.train.auto_batch import CudaMemory
 from tests.train.card import Card, Reading, put_in
 from tests.train.failing import TOO_MUCH, Failing, Failure, fresh, small, splits_of
 from tests.train.support import Training
@@ -32,8 +32,8 @@ def on_card(folder: Path, card: Card, settings: Settings, *, evaluating: int = 1
     """A training whose micro-batches take 60 bytes for each sample beside what is held, and evaluations so much."""
     # The model was loaded, which took more than anything will.
     card.take(990)
-    gauge, channel = CudaGauge(GPU), Reading(card)
-    training = fresh(folder, settings, channel=channel, evaluation=held_out(), gauge=gauge, patience=patience)
+    gauge, channel = CudaMemory(GPU), Reading(card)
+    training = fresh(folder, settings, channel=channel, evaluation=held_out(), memory=gauge, patience=patience)
 
     def taken(module: torch.nn.Module, args: Any, values: Any) -> None:
         card.take(card.held + 60 * len(values["input_ids"]) if module.training else evaluating)
@@ -116,7 +116,7 @@ def test_retries_of_the_optimizer_are_one_whatever_comes_after_it(tmp_path: Path
 
 
 def test_what_is_only_cached_is_given_back_before_a_peak_is_counted(card: Card) -> None:
-    gauge = CudaGauge(GPU)
+    gauge = CudaMemory(GPU)
     card.take(800)
     assert gauge.peak_bytes() == 800
     gauge.reset()

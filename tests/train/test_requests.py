@@ -105,7 +105,7 @@ def test_checkpointing_is_switched_on_and_off_under_adapters(tmp_path: Path) -> 
 
 def test_an_edit_that_changes_nothing_says_so(tmp_path: Path) -> None:
     training = live(tmp_path, base(), {"batch": 4})
-    assert training.channel.answers == [(7, True, "nothing to change: it is so already")]
+    assert training.channel.answers == [(7, True, "nothing to change: these are the present values")]
     assert training.channel.of("settings") == []
 
 

@@ -305,4 +305,4 @@ def test_one_process_takes_no_memory_for_an_exchange(tmp_path: Path) -> None:
     training = fresh(tmp_path, small(dropout=0.0))
     alone = GradientSum(training.engine.accelerator, training.model)
     assert alone._bucket.numel() == 0
-    assert alone.gaps() == 0
+    assert alone.missing() == 0

@@ -69,7 +69,7 @@ def test_the_resident_set_does_not_grow_with_a_file_of_lines(tmp_path: Path) -> 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     cases = {
-        "gone.parquet": (None, "no such file; give --set data.train=FILE"),
+        "gone.parquet": (None, "no such file; give --set data.train=MANIFEST_NAME"),
         "empty.jsonl": (b"", "is empty"),
         "blank.txt": (b"\n \n", "has only blank lines"),
         "broken.parquet": (b"PAR1 and then nothing", "is no whole parquet file"),
