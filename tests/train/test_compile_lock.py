@@ -77,7 +77,7 @@ def test_a_lock_that_a_killed_compilation_left_is_removed(lock: Path, capsys: py
     await_compiled("some", what=WHAT, sleep=looks({}))
     assert not lock.exists()
     assert FileBaton(str(lock)).try_acquire(), "torch would go on"
-    assert capsys.readouterr().out == f"memtop: removed {lock}, which a compilation that was killed had left\n"
+    assert capsys.readouterr().out == f"memtop: removed {lock}, left by a compilation that was killed\n"
 
 
 def test_a_lock_of_a_living_compilation_is_left_and_waited_for(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_a_lock_of_a_living_compilation_is_left_and_waited_for(lock: Path, capsy
         await_compiled("some", what=WHAT, sleep=looks({50: release}))
         assert there == [True], "left alone for as long as it was held"
         assert process.returncode == 0, "it could release its lock"
-    assert capsys.readouterr().out == f"memtop: {WHAT}: waits until another process has compiled it in {lock.parent}\n"
+    assert capsys.readouterr().out == f"memtop: {WHAT}: waiting until another process has compiled it in {lock.parent}\n"
 
 
 def test_who_is_killed_while_it_is_waited_for_is_not_waited_for_any_more(lock: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_compilation_killed_half_way_holds_up_nobody(tmp_path: Path) -> None:
         second = compile_some(tmp_path)
         assert second.stdout is not None
         # What the killed one had started is at work, and its folder is left to it.
-        assert second.stdout.readline() == f"memtop: this test: waits until another process has compiled it in {folder}\n"
+        assert second.stdout.readline() == f"memtop: this test: waiting until another process has compiled it in {folder}\n"
         assert (folder / "lock").exists()
         for process in compilers:
             process.kill()
@@ -251,7 +251,7 @@ def test_a_compilation_killed_half_way_holds_up_nobody(tmp_path: Path) -> None:
                 process.kill()
         first.kill()
         first.wait()
-    assert told.splitlines()[0] == f"memtop: removed {folder / 'lock'}, which a compilation that was killed had left"
+    assert told.splitlines()[0] == f"memtop: removed {folder / 'lock'}, left by a compilation that was killed"
     assert told.splitlines()[-1] == "compiled"
     assert second.returncode == 0
 

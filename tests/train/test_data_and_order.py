@@ -199,7 +199,7 @@ def test_the_text_is_the_machines_own_and_bounded() -> None:
     # What is evaluated on comes right after what is trained on.
     assert found.evaluation is not None
     assert content(opened(source="python-stdlib", max_bytes=250_000).train) == content(found.train) + content(found.evaluation)
-    with pytest.raises(BadInputError, match=r"data.source 'moon': unknown; there is python-stdlib"):
+    with pytest.raises(BadInputError, match=r"data.source 'moon': unknown; use python-stdlib"):
         opened(source="moon")
 
 

@@ -125,7 +125,7 @@ def test_an_adapter_on_its_base_gives_the_trainers_logits(train: Train, tmp_path
     from peft import PeftModel
 
     run = train(tuning(recipe, tmp_path))
-    out = export(run.settings, run.state_dir, tmp_path / "adapter", asked="adapter" if recipe == "sft-lora" else None)
+    out = export(run.settings, run.state_dir, tmp_path / "adapter", form="adapter" if recipe == "sft-lora" else None)
     described = json.loads((out / "adapter_config.json").read_text())
     assert (described["base_model_name_or_path"], described["r"], described["lora_alpha"]) == (str(tmp_path / "llama"), 4, 8)
     assert not (out / "model.safetensors").exists()
@@ -137,7 +137,7 @@ def test_an_adapter_on_its_base_gives_the_trainers_logits(train: Train, tmp_path
 
 def test_qlora_is_merged_when_that_is_asked_for(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(tuning("sft-qlora", tmp_path))
-    model = AutoModelForCausalLM.from_pretrained(export(run.settings, run.state_dir, tmp_path / "model", asked="merge"))
+    model = AutoModelForCausalLM.from_pretrained(export(run.settings, run.state_dir, tmp_path / "model", form="merge"))
     assert getattr(model.config, "quantization_config", None) is None
     torch.testing.assert_close(logits(model), logits(trained_model(run)), rtol=1e-3, atol=1e-4)
     assert "the base out of its 4 bits with the adapter merged" in capsys.readouterr().err
@@ -171,11 +171,11 @@ def test_a_broken_state_is_named_and_the_one_before_it_taken(
     out = export(run.settings, run.state_dir, tmp_path / "model")
     err = capsys.readouterr().err
     assert f"memtop: {run.state_dir / MANIFEST_NAME}: cannot be read: " in err
-    assert f"taking {previous_of(run.state_dir)} instead\n" in err
+    assert f"using {previous_of(run.state_dir)} instead\n" in err
     assert "exported update 3 (train_latest_state.previous)" in err
     (previous_of(run.state_dir) / MANIFEST_NAME).unlink()
     with pytest.raises(
-        BadInputError, match=r"train_latest_state/manifest.json: cannot be .*; no whole state is left to export"
+        BadInputError, match=r"train_latest_state/manifest.json: cannot be .*; no complete state is left to export"
     ):
         export(run.settings, run.state_dir, tmp_path / "again")
     assert [path.name for path in tmp_path.glob("*again*")] == []
@@ -216,10 +216,10 @@ def test_a_full_disk_leaves_nothing_behind(train: Train, tmp_path: Path, monkeyp
 def test_what_cannot_be_exported_is_one_line(train: Train, tmp_path: Path) -> None:
     settings = causal(tmp_path)
     state = tmp_path / "none" / "train_latest_state"
-    with pytest.raises(BadInputError, match=f"{state}: no state was saved yet, there is nothing to export"):
+    with pytest.raises(BadInputError, match=f"{state}: no state was saved yet; `memtop checkpoint` saves one"):
         export(settings, state, tmp_path / "model")
-    with pytest.raises(BadInputError, match="--adapter: pretrain-causal trained the whole model, there is no adapter"):
-        export(settings, state, tmp_path / "model", asked="adapter")
+    with pytest.raises(BadInputError, match="--adapter: pretrain-causal trained the whole model, so there is no adapter"):
+        export(settings, state, tmp_path / "model", form="adapter")
     drawn = msgspec.structs.replace(tuning("sft-qlora", tmp_path), model=settings.model)
     with pytest.raises(BadInputError, match=r"--adapter: the base was drawn from the run's seed .*; give --merge"):
         export(drawn, state, tmp_path / "model")

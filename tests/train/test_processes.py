@@ -79,7 +79,7 @@ def trainer(folder: Path, settings: Settings, *, start: tuple[str, ...] = (), ag
     [
         (edited(batch=0), "batch 0: must be at least 1"),
         (edited(seq_len=65), "seq_len 65: beyond the model's 64 positions"),
-        (edited(world_size=2), "world_size 2: 1 processes were launched"),
+        (edited(world_size=2), "world_size 2: 1 processes were started"),
         (edited(device="cuda"), "device cuda: torch sees no CUDA device"),
         (edited(model={"config": {"model_type": "no-such-model"}}), "model.config"),
     ],

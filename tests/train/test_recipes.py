@@ -218,13 +218,13 @@ def test_what_is_no_model_is_named(llama: Path, tmp_path: Path, recipe: str) -> 
     )
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert refused(empty).startswith(f"model.path {empty}: no model can be read there (found nothing): ")
+    assert refused(empty).startswith(f"model.path {empty}: cannot read a model there (found nothing): ")
     tokenizer = build_tokenizer(tmp_path / "tokenizer")
-    assert refused(tokenizer).startswith(f"model.path {tokenizer}: no model can be read there (found tokenizer.json, ")
+    assert refused(tokenizer).startswith(f"model.path {tokenizer}: cannot read a model there (found tokenizer.json, ")
     weights = llama / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    assert refused(llama).startswith(f"model.path {llama}: no model can be read there (found ")
+    assert refused(llama).startswith(f"model.path {llama}: cannot read a model there (found ")
     weights.unlink()
     assert "model.safetensors" in refused(llama).partition("): ")[2]
 
@@ -243,7 +243,7 @@ def test_more_tokens_than_the_model_knows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError) as caught:
         tokens_and_config(fine_tuning("sft-lora", small))
     assert str(caught.value) == (
-        f"data.tokenizer {small}: has 100 ids, but model.path {small} knows 64; take the tokenizer that the model came with"
+        f"data.tokenizer {small}: has 100 ids, but model.path {small} knows 64; use the tokenizer of the model"
     )
     with pytest.raises(BadInputError, match=r"data.tokenizer bytes: has 259 ids, but model.path .* knows 64"):
         tokens_and_config(fine_tuning("sft-lora", small, data__tokenizer="bytes"))

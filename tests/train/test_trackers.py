@@ -89,7 +89,7 @@ def test_a_tracker_that_cannot_start_is_one_line(train: Train, tmp_path: Path) -
         def store_init_configuration(self, values: dict[str, Any]) -> None:
             raise RuntimeError("no account\nmore about it")
 
-    with pytest.raises(BadInputError, match=r"^trackers kept: cannot be started: no account$"):
+    with pytest.raises(BadInputError, match=r"^trackers kept: cannot start: no account$"):
         train(small(tmp_path), trackers=[Refusing()])
 
 
@@ -106,5 +106,5 @@ def test_a_tracker_that_is_not_installed_is_refused_in_one_line(
 
 
 def test_a_tracker_nobody_knows_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match="trackers aim: unknown; there are tensorboard, wandb"):
+    with pytest.raises(BadInputError, match="trackers aim: unknown; choose from tensorboard, wandb"):
         tracking_options(small(tmp_path, trackers="aim"), tmp_path)

@@ -226,7 +226,7 @@ def test_a_changed_byte_is_noticed_and_the_state_before_is_used(tmp_path: Path) 
     assert found is not None
     folder, manifest, problem = found
     assert (folder, manifest.updates) == (previous_of(state), 9)
-    assert problem == f"{weights}: not what was saved (size or checksum differ)"
+    assert problem == f"{weights}: size or checksum differs from the manifest"
     (previous_of(state) / "manifest.json").write_text("{")
     with pytest.raises(BrokenStateError, match=r"state-00001.safetensors: not what was saved"):
         newest_complete(state)

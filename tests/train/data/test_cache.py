@@ -119,7 +119,7 @@ def test_a_damaged_cache_is_said(tmp_path: Path) -> None:
     token_cache(TEXTS, BYTES, tmp_path, "key")
     (folder,) = tmp_path.glob("*.tokens")
     (folder / "tokens.npy").write_bytes(b"no")
-    with pytest.raises(BadInputError, match="remove the folder to have it built anew"):
+    with pytest.raises(BadInputError, match="delete the folder to build it again"):
         token_cache(TEXTS, BYTES, tmp_path, "key")
 
 

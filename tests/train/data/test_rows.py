@@ -277,10 +277,10 @@ def test_damage_is_said_where_it_is(tmp_path: Path) -> None:
     path = write_pairs(tmp_path / "a.parquet", 1000, group=100)
     whole = path.read_bytes()
     path.write_bytes(whole[:-400] + b"\xff" * 380 + whole[-20:])
-    with pytest.raises(BadInputError, match="is no whole parquet file: "):
+    with pytest.raises(BadInputError, match="is not a complete parquet file: "):
         open_rows(path, PAIR)
     path.write_bytes(whole[:50] + b"\xff" * 200 + whole[250:])
     rows = open_rows(path, PAIR)
     assert rows.row(999) == pair(999)
-    with pytest.raises(BadInputError, match=r"row group 0 is damaged: .*; fetch it anew"):
+    with pytest.raises(BadInputError, match=r"row group 0 is damaged: .*; replace it"):
         rows.row(0)

@@ -72,12 +72,12 @@ def test_a_template_that_stores_answers_in_another_way(tmp_path: Path) -> None:
 def test_a_template_that_fails_is_said(tmp_path: Path) -> None:
     tokens = LibraryTokens(str(build_tokenizer(tmp_path / "a", chat=True)))
     tokens._tokenizer.chat_template = "{{ raise_exception('system first') }}"
-    with pytest.raises(BadInputError, match=r"chat template fails: TemplateError: system first"):
+    with pytest.raises(BadInputError, match=r"chat template failed: TemplateError: system first"):
         tokens.chat("why", "so")
 
 
 def test_tokenizers_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match=r"tokenizer /nowhere/model: no such folder; name a folder"):
+    with pytest.raises(BadInputError, match=r"tokenizer /nowhere/model: no such folder; give a folder"):
         load_tokens("/nowhere/model")
     with pytest.raises(BadInputError, match=rf"tokenizer {tmp_path}: cannot be loaded: .*tokenizer\.json") as caught:
         load_tokens(str(tmp_path))
