@@ -1,4 +1,6 @@
-"""The built-in trainer: `run.py` starts it, `trainer.py` is the loop. Here are its errors, one line for the user each."""
+"""The built-in trainer: `run.py` starts it, `trainer.py` is the loop. Here are its errors, one line
+for the user each.
+"""
 
 import errno
 

@@ -1,4 +1,5 @@
-"""`python -m memtop.train --settings FILE --state-dir FOLDER [--resume auto|never]`: the built-in trainer.
+"""`python -m memtop.train --settings FILE --state-dir FOLDER [--resume auto|never]`: the built-in
+trainer.
 
 Exit status: 0 finished or stopped as requested (the journal says which), 1 failed, 2 bad input.
 """
@@ -36,7 +37,10 @@ def main() -> int:
 
 
 def survive_full_disk() -> None:
-    """Make `print` drop text instead of raising when the disk behind standard output is full. Each line is written at once."""
+    """Make `print` drop text instead of raising when the disk behind standard output is full.
+
+    Each line is written at once.
+    """
     before = sys.stdout
     before.flush()
     # Unbuffered, like `python -u`.

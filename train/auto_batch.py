@@ -1,6 +1,8 @@
-"""A micro-batch that fits into memory: smaller after a failure or before one, larger again when there is memory for it.
+"""A micro-batch that fits into memory: smaller after a failure or before one, larger again when
+there is memory for it.
 
-`OomGuard` turns an allocation failure into a value, `DeviceMemory` measures, and `AutoBatch` decides from values alone.
+`OomGuard` turns an allocation failure into a value, `DeviceMemory` measures, and `AutoBatch`
+decides from values alone.
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.reporting import Channel
 
 PATIENCE = 50
-"""Updates without failure or pressure before the micro-batch may grow; doubled after each growth that failed too soon."""
+"""Updates without failure or pressure before the micro-batch may grow; doubled after each growth
+that failed too soon.
+"""
 SAFE_FRACTION = 0.85
 """The predicted peak of a larger micro-batch must stay below this share of the memory."""
 _PRESSED = 2
-"""Consecutive updates in which the allocator had to free its cache that count as pressure: a single one may happen."""
+"""Consecutive updates in which the allocator had to free its cache that count as pressure: a single
+one may happen.
+"""
 
 Found = TypeVar("Found")
 
@@ -35,7 +41,9 @@ def smaller_split(settings: Settings) -> tuple[int, int] | None:
 
 
 def larger_split(settings: Settings, largest: int) -> tuple[int, int] | None:
-    """The next larger B up to `largest`, and its A with the same effective batch; None if there is none."""
+    """The next larger B up to `largest`, and its A with the same effective batch; None if there is
+    none.
+    """
     splits = exact_splits(settings.effective_batch, settings.world_size)
     return min((split for split in splits if settings.batch < split[0] <= largest), default=None)
 
@@ -53,10 +61,13 @@ class OomGuard:
         """What is in progress: data, forward, backward, optimizer, evaluation or save."""
 
     def attempt(self, work: Callable[[], Found], *, batch: int, accumulation: int | None) -> Found | None:
-        """Return what `work` returns, or None if memory ran out in it. The error is not kept: its frames hold tensors.
+        """Return what `work` returns, or None if memory ran out in it.
 
-        `batch` and `accumulation` are the split that `work` uses. At batch 1 the error is kept for `give_up`, which all
-        ranks call once they know of the failure. If the engine cannot repeat an update, the error is raised at once.
+        The error is not kept: its frames hold tensors.
+
+        `batch` and `accumulation` are the split that `work` uses. At batch 1 the error is kept for
+        `give_up`, which all ranks call once they know of the failure. If the engine cannot repeat
+        an update, the error is raised at once.
         """
         try:
             return work()
@@ -72,13 +83,17 @@ class OomGuard:
         return None
 
     def give_up(self, what: str) -> None:
-        """Raise the error for which no smaller batch is left; on the other ranks, a TrainingError that names it."""
+        """Raise the error for which no smaller batch is left; on the other ranks, a TrainingError
+        that names it.
+        """
         if self._fatal is not None:
             raise self._fatal
         raise TrainingError(f"{what}: another rank is out of memory, and no smaller batch is left")
 
     def report(self, error: Exception) -> None:
-        """Report an error that ends the training if it is an allocation failure and was not reported yet."""
+        """Report an error that ends the training if it is an allocation failure and was not
+        reported yet.
+        """
         if is_allocation_failure(error):
             self._report(error, survived=False, batch=None, accumulation=None)
 
@@ -90,19 +105,26 @@ class DeviceMemory(Protocol):
     """This rank's memory for micro-batches. Every method returns None if the value is not known."""
 
     def peak_bytes(self) -> int | None:
-        """The most that the allocator held since the peak was last reset, by `reset` or by anything else."""
+        """The most that the allocator held since the peak was last reset, by `reset` or by anything
+        else.
+        """
 
     def held_bytes(self) -> int | None:
         """What is allocated now. Between two updates that is what a batch of any size needs."""
 
     def share(self, peak_bytes: int) -> float | None:
-        """How full the memory would be (0-1) if the allocator held this much, with everything that others hold."""
+        """How full the memory would be (0-1) if the allocator held this much, with everything that
+        others hold.
+        """
 
     def retries(self) -> int | None:
         """How often the allocator had to free its cache and try again since the process began."""
 
     def reset(self) -> None:
-        """Free the cache and restart the peak. Cached memory would otherwise count as used by the next work."""
+        """Free the cache and restart the peak.
+
+        Cached memory would otherwise count as used by the next work.
+        """
 
 
 class UnmeasuredMemory:
@@ -162,7 +184,8 @@ def open_device_memory(device: torch.device) -> DeviceMemory:
 class AutoBatch:
     """Decides from the updates of one rank when its micro-batch may grow and when it should shrink.
 
-    Failures and pressure are the same on all ranks, so all ranks count alike. Only the peaks are each rank's own.
+    Failures and pressure are the same on all ranks, so all ranks count alike. Only the peaks are
+    each rank's own.
     """
 
     def __init__(self, memory: DeviceMemory, patience: int = PATIENCE) -> None:
@@ -196,7 +219,9 @@ class AutoBatch:
 
     @contextmanager
     def outside_updates(self) -> Iterator[None]:
-        """Wrap work between two updates, such as an evaluation or a save: its peak and retries do not count."""
+        """Wrap work between two updates, such as an evaluation or a save: its peak and retries do
+        not count.
+        """
         before = self._memory.retries()
         try:
             yield
@@ -207,7 +232,10 @@ class AutoBatch:
             self._memory.reset()
 
     def updated(self, batch: int, *, pressed: bool) -> bool:
-        """Note an update with this batch; `pressed` if any rank had new retries. True when pressure has just begun."""
+        """Note an update with this batch; `pressed` if any rank had new retries.
+
+        True when pressure has just begun.
+        """
         self._note_peak(batch)
         self._pressed = self._pressed + 1 if pressed else 0
         self._stable = 0 if pressed else self._stable + 1
@@ -224,7 +252,10 @@ class AutoBatch:
         self._on_trial = False
 
     def changed(self, *, grown: bool = False, forget: bool = False) -> None:
-        """Note another split. `grown`: it is on trial. `forget`: earlier peaks and failures no longer apply."""
+        """Note another split.
+
+        `grown`: it is on trial. `forget`: earlier peaks and failures no longer apply.
+        """
         self._stable = self._pressed = self._not_counted = 0
         # The retries of a failed attempt must not count against the next one.
         self.retries = self._memory.retries()
@@ -238,11 +269,13 @@ class AutoBatch:
         self._stable = 0
 
     def share(self, batch: int) -> float:
-        """How full this rank's memory would be with this batch (0-1); infinite if that is not known. Call between updates.
+        """How full this rank's memory would be with this batch (0-1); infinite if that is not
+        known. Call between updates.
 
-        The prediction is the line through the peaks measured at two or more batches, and never less than the peak at this
-        batch or a smaller one. With a single peak, the second point is what is held now, at batch 0. That point lacks
-        the gradients, which do not grow with the batch, so the line is too steep rather than too flat.
+        The prediction is the line through the peaks measured at two or more batches, and never less
+        than the peak at this batch or a smaller one. With a single peak, the second point is what
+        is held now, at batch 0. That point lacks the gradients, which do not grow with the batch,
+        so the line is too steep rather than too flat.
         """
         points = dict(self._peaks)
         if len(points) == 1:

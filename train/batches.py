@@ -1,4 +1,6 @@
-"""The micro-batches of each update, from any position and with any split, and the host memory plan of their loader."""
+"""The micro-batches of each update, from any position and with any split, and the host memory plan
+of their loader.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ Batch = dict[str, torch.Tensor]
 
 
 class Position(msgspec.Struct, kw_only=True):
-    """How far a training has come: finished updates, samples used, and where texts were cut into another length."""
+    """How far a training has come: finished updates, samples used, and where texts were cut into
+    another length.
+    """
 
     updates: int = 0
     samples_seen: int = 0
@@ -34,7 +38,10 @@ class Position(msgspec.Struct, kw_only=True):
 
 
 class Batches:
-    """One rank's micro-batches. `start` may be called at any time: the same position gives the same samples."""
+    """One rank's micro-batches.
+
+    `start` may be called at any time: the same position gives the same samples.
+    """
 
     def __init__(self, samples: Samples, orders: tuple[SampleOrder, SampleOrder], pad: int, rank: int) -> None:
         self._samples = samples
@@ -46,7 +53,9 @@ class Batches:
         self._batches: Iterator[Batch] = iter(())
 
     def start(self, settings: Settings, host: HostPlan, position: Position, target: int) -> None:
-        """Start again at this position; `target` is the number of samples at which the training ends."""
+        """Start again at this position; `target` is the number of samples at which the training
+        ends.
+        """
         # The old workers end before new ones start: both together may not fit into memory.
         self._batches = iter(())
         self._plans = _planned(self._order, settings, position, target)
@@ -66,7 +75,9 @@ class Batches:
         return next(self._plans, None)
 
     def fetch(self, plan: UpdatePlan) -> list[Batch]:
-        """All micro-batches of this rank for one update, on the CPU: their tokens are counted before the first one runs."""
+        """All micro-batches of this rank for one update, on the CPU: their tokens are counted
+        before the first one runs.
+        """
         found = []
         for keys in plan.micro_batches(self._settings.batch, self._settings.world_size, self._rank):
             batch = next(self._batches)
@@ -78,7 +89,8 @@ class Batches:
     def _micro_batches(self, settings: Settings, plans: Iterator[UpdatePlan]) -> Any:
         for plan in plans:
             for keys in plan.micro_batches(settings.batch, settings.world_size, self._rank):
-                # A rank without samples in a short last update runs a masked one, to stay in step with the others.
+                # A rank without samples in a short last update runs a masked one, to stay in step
+                # with the others.
                 yield keys or plan.keys[:1]
 
 
@@ -93,7 +105,10 @@ def _planned(order: SampleOrder, settings: Settings, position: Position, target:
 
 
 def agree_on_host_plan(settings: Settings, accelerator: Accelerator) -> HostPlan:
-    """Loader workers, pinned buffers and memory level. The first rank reads host memory once; all ranks get its plan."""
+    """Loader workers, pinned buffers and memory level.
+
+    The first rank reads host memory once; all ranks get its plan.
+    """
     answer: list[Any] = [None]
     if accelerator.is_main_process:
         answer = [host_plan(settings, available_bytes(), on_gpu=accelerator.device.type == "cuda")]
@@ -104,7 +119,9 @@ def agree_on_host_plan(settings: Settings, accelerator: Accelerator) -> HostPlan
 
 
 def available_bytes() -> int | None:
-    """Host memory that can still be allocated: the machine's, or the cgroup's if its limit is nearer; None if not known."""
+    """Host memory that can still be allocated: the machine's, or the cgroup's if its limit is
+    nearer; None if not known.
+    """
     memory: Any = psutil.virtual_memory()
     group = read_cgroup_memory(Path("/proc"), Path("/sys/fs/cgroup"), memory.total)
     if isinstance(group, CgroupMemory):

@@ -1,8 +1,10 @@
-"""Saving and loading `train_latest_state`: fp32 weights and optimizer moments per parameter name, and a manifest.
+"""Saving and loading `train_latest_state`: fp32 weights and optimizer moments per parameter name,
+and a manifest.
 
-The state depends on neither batch, processes, ZeRO stage nor offload: any of them resumes from any other. A save writes a
-temporary folder, flushes it to the disk and renames it into place; the previous state is kept. At every moment there is at
-least one complete state on the disk, and a folder that was only half written is never taken for one.
+The state depends on neither batch, processes, ZeRO stage nor offload: any of them resumes from any
+other. A save writes a temporary folder, flushes it to the disk and renames it into place; the
+previous state is kept. At every moment there is at least one complete state on the disk, and a
+folder that was only half written is never taken for one.
 """
 
 from __future__ import annotations
@@ -36,9 +38,12 @@ from memtop.train.state_files import (
 )
 
 ROUND_SECONDS = 1.0
-"""While the final save waits for disk space, all ranks meet this often: far below a process group's time limit."""
+"""While the final save waits for disk space, all ranks meet this often: far below a process group's
+time limit.
+"""
 _RETRY_SECONDS = 3.0
-# The disk reports enough free space, yet the write fails: a quota, or no more inodes. Only another attempt can tell.
+# The disk reports enough free space, yet the write fails: a quota, or no more inodes. Only another
+# attempt can tell.
 _HIDDEN_LIMIT_RETRY_SECONDS = 30.0
 _REPEAT_MESSAGE_SECONDS = 60.0
 # File headers and the manifest, in addition to the tensors.
@@ -46,7 +51,10 @@ _MARGIN_BYTES = 1 << 20
 
 
 class NoSpaceError(Exception):
-    """The disk cannot hold another state; the existing ones are untouched. The text gives needed and free space, and where."""
+    """The disk cannot hold another state; the existing ones are untouched.
+
+    The text gives needed and free space, and where.
+    """
 
     def __init__(self, folder: Path, needed_bytes: int, why: str = "") -> None:
         free = shutil.disk_usage(folder).free
@@ -72,9 +80,11 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DiskWait:
-    """After a save that failed for lack of disk space: when to try again, and when to repeat the message.
+    """After a save that failed for lack of disk space: when to try again, and when to repeat the
+    message.
 
-    Only the first rank writes, so on the other ranks no retry is ever due. `monotonic` returns seconds.
+    Only the first rank writes, so on the other ranks no retry is ever due. `monotonic` returns
+    seconds.
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -88,7 +98,10 @@ class DiskWait:
         self._error, self._tried_at = error, self._monotonic()
 
     def due(self, *, at_once: bool = False) -> bool:
-        """Whether another attempt may succeed now. `at_once` skips the pause since the last one: it is the last chance."""
+        """Whether another attempt may succeed now.
+
+        `at_once` skips the pause since the last one: it is the last chance.
+        """
         error = self._error
         if error is None or shutil.disk_usage(error.folder).free < error.needed_bytes:
             return False
@@ -96,7 +109,9 @@ class DiskWait:
         return at_once or since >= (_HIDDEN_LIMIT_RETRY_SECONDS if error.hidden else _RETRY_SECONDS)
 
     def is_news(self, text: str) -> bool:
-        """Whether to report this text: it differs from the last one, and the last one is a minute old."""
+        """Whether to report this text: it differs from the last one, and the last one is a minute
+        old.
+        """
         now = self._monotonic()
         if text == self._message or (self._message is not None and now - self._message_at < _REPEAT_MESSAGE_SECONDS):
             return False
@@ -105,7 +120,10 @@ class DiskWait:
 
 
 class StateSaver:
-    """Saves a training's state and reports the result. All ranks call its methods together; the first rank writes."""
+    """Saves a training's state and reports the result.
+
+    All ranks call its methods together; the first rank writes.
+    """
 
     def __init__(
         self, state_dir: Path, engine: Engine, channel: Channel, ranks: Ranks, disk_wait: DiskWait, saved_update: int
@@ -125,12 +143,13 @@ class StateSaver:
     def save(self, progress: Progress, settings: Settings, *, best: bool, waiting: bool) -> tuple[bool, str]:
         """Write the state; return whether it worked, and a message.
 
-        `best`: also keep it as the state with the lowest evaluation loss. `waiting`: if the disk is full, the training
-        waits for space instead of ending.
+        `best`: also keep it as the state with the lowest evaluation loss. `waiting`: if the disk is
+        full, the training waits for space instead of ending.
         """
         accelerator = self._engine.accelerator
         accelerator.wait_for_everyone()
-        # The journal must contain every update that the checkpoint covers before the checkpoint exists.
+        # The journal must contain every update that the checkpoint covers before the checkpoint
+        # exists.
         self._channel.flush()
         started = time.perf_counter()
         done = (True, f"checkpoint at update {progress.updates}")
@@ -192,7 +211,9 @@ class StateSaver:
 
 
 def save_state(state_dir: Path, engine: Engine, progress: Progress, settings: Settings) -> Manifest | None:
-    """Write the state and make it the newest. All ranks call this; the first one writes, the others get None.
+    """Write the state and make it the newest.
+
+    All ranks call this; the first one writes, the others get None.
 
     NoSpaceError (on the first rank) leaves the existing states untouched.
     """
@@ -255,7 +276,9 @@ def _write_state(
 
 
 def load_weights(read: ShardReader, model: torch.nn.Module, folder: Path) -> None:
-    """Copy the saved weights into the model, one at a time; BadInputError if they belong to another model."""
+    """Copy the saved weights into the model, one at a time; BadInputError if they belong to another
+    model.
+    """
     for _, parameter, tensor in saved_weights(read, model, folder):
         _copy_into(parameter, tensor)
 
@@ -263,7 +286,9 @@ def load_weights(read: ShardReader, model: torch.nn.Module, folder: Path) -> Non
 def saved_weights(
     read: ShardReader, model: torch.nn.Module, folder: Path
 ) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor]]:
-    """Name, parameter of the model and saved tensor, one at a time; BadInputError if they belong to another model."""
+    """Name, parameter of the model and saved tensor, one at a time; BadInputError if they belong to
+    another model.
+    """
     parameters = trained_parameters(model)
     if read.names != parameters.keys():
         odd = sorted(read.names ^ parameters.keys())[0]
@@ -282,7 +307,8 @@ def _copy_into(parameter: Any, tensor: torch.Tensor) -> None:
         return
     import deepspeed
 
-    # DeepSpeed sharded it while the model was built. It is whole inside this block, and the first rank's values count.
+    # DeepSpeed sharded it while the model was built. It is whole inside this block, and the first
+    # rank's values count.
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
         if torch.distributed.get_rank() == 0:
             parameter.data.copy_(tensor)
@@ -300,7 +326,10 @@ def _check_space(state_dir: Path, needed: int) -> None:
 
 
 def _move_into_place(temporary: Path, state_dir: Path, *, keep: int) -> None:
-    """Make the new state the newest. `keep` counts all states, the new one included; at least two are kept."""
+    """Make the new state the newest.
+
+    `keep` counts all states, the new one included; at least two are kept.
+    """
     if state_dir.exists():
         previous = previous_of(state_dir)
         if previous.exists():
@@ -337,7 +366,8 @@ def best_loss(state_dir: Path) -> float | None:
 
 
 def keep_best(state_dir: Path) -> None:
-    """Keep the newest state as the best one, by hard links: they need hardly any space while both exist.
+    """Keep the newest state as the best one, by hard links: they need hardly any space while both
+    exist.
 
     NoSpaceError if even the links do not fit; the former best state remains.
     """

@@ -1,8 +1,10 @@
-"""Waits for other processes that compile an extension of torch, and removes the lock that a killed compilation left.
+"""Waits for other processes that compile an extension of torch, and removes the lock that a killed
+compilation left.
 
-During a compilation torch keeps a file `lock` in the extension's folder, and it waits silently and forever while such a file
-exists (`torch.utils.file_baton`). The owner has the file open, and the kernel grants a lease on a file only if no other
-process has it open, in any container. The compilers outlive a killed owner, but they work inside that folder.
+During a compilation torch keeps a file `lock` in the extension's folder, and it waits silently and
+forever while such a file exists (`torch.utils.file_baton`). The owner has the file open, and the
+kernel grants a lease on a file only if no other process has it open, in any container. The
+compilers outlive a killed owner, but they work inside that folder.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def extension_folder(name: str) -> Path:
 def await_compiled(
     name: str, *, what: str, longest: float = LONGEST_SECONDS, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Return when the extension can be compiled or loaded without waiting forever. `what` names it in messages.
+    """Return when the extension can be compiled or loaded without waiting forever.
+
+    `what` names it in messages.
 
     BadInputError after `longest` seconds.
     """
@@ -65,7 +69,9 @@ def await_compiled(
 
 
 def _unused(lock: Path) -> int | None:
-    """The lock's inode if certainly no process compiles under it, 0 if one does or may; None if there is no lock."""
+    """The lock's inode if certainly no process compiles under it, 0 if one does or may; None if
+    there is no lock.
+    """
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -82,7 +88,8 @@ def _unused(lock: Path) -> int | None:
 
 def _leased(descriptor: int) -> bool:
     """Whether the kernel grants a lease on the open file. The lease ends when the file is closed."""
-    # A process that opens the file now makes the kernel signal this one; the default signal would end it.
+    # A process that opens the file now makes the kernel signal this one; the default signal would
+    # end it.
     fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)

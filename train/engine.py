@@ -1,8 +1,10 @@
-"""`Engine`: how gradients and optimizer steps are computed. Plain data parallelism is here, DeepSpeed's ZeRO in `zero.py`.
+"""`Engine`: how gradients and optimizer steps are computed. Plain data parallelism is here,
+DeepSpeed's ZeRO in `zero.py`.
 
-Plain data parallelism does not use torch's DistributedDataParallel, which communicates during the backward pass. If one rank
-runs out of memory there, the others wait forever for an all-reduce that it never joins. Here the ranks first agree that all
-of them hold their gradients, and the all-reduce itself allocates no memory.
+Plain data parallelism does not use torch's DistributedDataParallel, which communicates during the
+backward pass. If one rank runs out of memory there, the others wait forever for an all-reduce that
+it never joins. Here the ranks first agree that all of them hold their gradients, and the all-reduce
+itself allocates no memory.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from memtop.train.state_files import LossScale
 
 _SLOTS = 8
 BUCKET_BYTES = 32 << 20
-"""Smaller gradients are copied into a bucket of up to this size and reduced together; larger ones are reduced in place."""
+"""Smaller gradients are copied into a bucket of up to this size and reduced together; larger ones
+are reduced in place.
+"""
 
 ReadSaved = Callable[[str], dict[str, torch.Tensor]]
 """Maps a parameter's name to its saved tensors: weight, step and moments."""
@@ -40,28 +44,43 @@ class Engine(Protocol):
     """Tokens whose logits exist at one time; 0 for all."""
 
     retries: bool
-    """Whether an update can be given up before its step and repeated: forward and backward wait for no other rank."""
+    """Whether an update can be given up before its step and repeated: forward and backward wait for
+    no other rank.
+    """
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """Add the gradient of this rank's part of the loss. `last`: this is the update's last micro-batch."""
+        """Add the gradient of this rank's part of the loss.
+
+        `last`: this is the update's last micro-batch.
+        """
 
     def missing_gradients(self) -> int:
         """The number of parameters without a gradient on this rank. May run out of memory."""
 
     def share_missing(self) -> None:
-        """Learn which parameters have a gradient on any rank. Allocates nothing: `missing_gradients` has prepared it."""
+        """Learn which parameters have a gradient on any rank.
+
+        Allocates nothing: `missing_gradients` has prepared it.
+        """
 
     def fill_missing(self) -> int:
-        """Allocate zeros for gradients that only other ranks have; return how many. May run out of memory, never waits."""
+        """Allocate zeros for gradients that only other ranks have; return how many.
+
+        May run out of memory, never waits.
+        """
 
     def drop_gradients(self) -> None:
         """Discard the gradients of an update that was given up."""
 
     def step(self, rate: float) -> float | None:
-        """Do one optimizer step over the sum of all ranks' gradients; return the gradient norm, if known."""
+        """Do one optimizer step over the sum of all ranks' gradients; return the gradient norm, if
+        known.
+        """
 
     def saved_tensors(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """Yield each trained parameter's name with weight, step and moments, in fp32 on the CPU, one at a time."""
+        """Yield each trained parameter's name with weight, step and moments, in fp32 on the CPU,
+        one at a time.
+        """
 
     def load_moments(self, read: ReadSaved) -> None:
         """Restore saved moments (and exact fp32 weights), one parameter at a time."""
@@ -77,7 +96,8 @@ class Engine(Protocol):
 
 
 class Ranks:
-    """Reduces a few numbers over all ranks in memory allocated at the start, so it works when memory has run out.
+    """Reduces a few numbers over all ranks in memory allocated at the start, so it works when
+    memory has run out.
 
     All ranks call every method together. With one process it returns what it was given.
     """
@@ -108,7 +128,10 @@ class Ranks:
 
 
 class GradientSum:
-    """Sums the gradients of a model over the ranks, after the last backward pass. All ranks call every method together."""
+    """Sums the gradients of a model over the ranks, after the last backward pass.
+
+    All ranks call every method together.
+    """
 
     def __init__(self, accelerator: Accelerator, model: torch.nn.Module, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._several = accelerator.num_processes > 1
@@ -124,8 +147,9 @@ class GradientSum:
     def _connect(self, device: torch.device) -> None:
         """Reduce zeros once in every size up to the largest.
 
-        At the first all-reduce of each kind, which depends on the size, NCCL connects the ranks and allocates memory. Here
-        there is room for that; in the middle of an update that barely fits there may be none.
+        At the first all-reduce of each kind, which depends on the size, NCCL connects the ranks and
+        allocates memory. Here there is room for that; in the middle of an update that barely fits
+        there may be none.
         """
         alone = (p.numel() * p.element_size() for p in self._parameters)
         length = max(len(self._bucket), -(-max(alone, default=0) // self._bucket.element_size()))
@@ -135,7 +159,9 @@ class GradientSum:
             length //= 8
 
     def missing(self) -> int:
-        """The number of parameters without a gradient on this rank; 0 with one process. May run out of memory.
+        """The number of parameters without a gradient on this rank; 0 with one process.
+
+        May run out of memory.
 
         Notes which ones they are, for `share_missing`.
         """
@@ -149,11 +175,15 @@ class GradientSum:
         return held.count(False)
 
     def share_missing(self) -> None:
-        """Learn which parameters have a gradient on any rank. Call after `missing` on all ranks; allocates nothing."""
+        """Learn which parameters have a gradient on any rank.
+
+        Call after `missing` on all ranks; allocates nothing.
+        """
         torch.distributed.all_reduce(self._held)
 
     def fill_missing(self) -> int:
-        """Allocate zeros for gradients that only other ranks have, after `share_missing`; return how many.
+        """Allocate zeros for gradients that only other ranks have, after `share_missing`; return
+        how many.
 
         May run out of memory, but never waits for another rank.
         """
@@ -165,7 +195,10 @@ class GradientSum:
         return filled
 
     def __call__(self) -> None:
-        """Replace each gradient by its sum over the ranks. Parameters without a gradient on any rank stay without."""
+        """Replace each gradient by its sum over the ranks.
+
+        Parameters without a gradient on any rank stay without.
+        """
         if not self._several:
             return
         waiting: list[torch.Tensor] = []
@@ -196,12 +229,18 @@ class GradientSum:
 
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:
-    """A one-dimensional view. Gradients have no holes in memory, whatever the order of their dimensions."""
+    """A one-dimensional view.
+
+    Gradients have no holes in memory, whatever the order of their dimensions.
+    """
     return gradient.view(-1) if gradient.is_contiguous() else gradient.as_strided((gradient.numel(),), (1,))
 
 
 def _broadcast_from_first(model: torch.nn.Module) -> None:
-    """Give every rank the first rank's weights. They should be equal already; this makes it certain."""
+    """Give every rank the first rank's weights.
+
+    They should be equal already; this makes it certain.
+    """
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             whole = tensor.detach().contiguous()
@@ -216,7 +255,9 @@ def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 class PlainEngine:
-    """One process, or several with a whole model each that sum their gradients before the optimizer step."""
+    """One process, or several with a whole model each that sum their gradients before the optimizer
+    step.
+    """
 
     retries = True
 
@@ -228,7 +269,8 @@ class PlainEngine:
         self.model = objective.model
         self.loss_chunk = objective.chunk
         self.bare_optimizer = optimizer
-        # evaluation_mode: accelerate's mixed precision and placement, without its DistributedDataParallel.
+        # evaluation_mode: accelerate's mixed precision and placement, without its
+        # DistributedDataParallel.
         self.objective: torch.nn.Module = accelerator.prepare_model(objective, evaluation_mode=True)
         self._optimizer = accelerator.prepare_optimizer(optimizer)
         self._sum_gradients = GradientSum(accelerator, self.objective)
@@ -284,6 +326,7 @@ class PlainEngine:
         scaler = self.accelerator.scaler
         if scaler is not None:
             state = scaler.state_dict()
-            # torch grows the scale when the count equals the interval. DeepSpeed's count can be past it, so wrap it.
+            # torch grows the scale when the count equals the interval. DeepSpeed's count can be
+            # past it, so wrap it.
             state |= {"scale": saved.scale, "_growth_tracker": saved.stable % state["growth_interval"]}
             scaler.load_state_dict(state)

@@ -1,4 +1,6 @@
-"""The evaluation loss: the mean over the predicted tokens of held-out samples, on all ranks together."""
+"""The evaluation loss: the mean over the predicted tokens of held-out samples, on all ranks
+together.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,14 @@ from memtop.train.objective import IGNORED, predicted_tokens
 from memtop.train.order import Key
 
 MAX_SAMPLES = 512
-"""An evaluation uses at most this many samples, always the same ones, evenly spread over the data."""
+"""An evaluation uses at most this many samples, always the same ones, evenly spread over the data.
+"""
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """The loss in nats per token, the numbers of samples and tokens behind it, and how long it took."""
+    """The loss in nats per token, the numbers of samples and tokens behind it, and how long it
+    took.
+    """
 
     loss: float
     samples: int
@@ -66,7 +71,8 @@ class Evaluator:
                 for start in range(0, len(self._keys), whole):
                     first = start + accelerator.process_index * size
                     mine = self._keys[first : first + size]
-                    # A rank without samples runs a masked one: sharded models need every rank in every layer.
+                    # A rank without samples runs a masked one: sharded models need every rank in
+                    # every layer.
                     batch = self._collate([self._data[key] for key in mine or self._keys[:1]])
                     if not mine:
                         batch["labels"] = torch.full_like(batch["labels"], IGNORED)

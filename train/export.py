@@ -1,8 +1,10 @@
-"""`python -m memtop.train.export --settings FILE --state-dir FOLDER --out DIR [--adapter | --merge]`: a trained model as files.
+"""`python -m memtop.train.export --settings FILE --state-dir FOLDER --out DIR [--adapter |
+--merge]`: a trained model as files.
 
-Writes the model of the newest complete state, or of the best one with `load_best_at_end`, in Hugging Face's format:
-safetensors, configuration and tokenizer. Prints the folder to stdout and everything else to stderr. Exit status: 0 done,
-1 the files could not be written, 2 wrong usage or bad input.
+Writes the model of the newest complete state, or of the best one with `load_best_at_end`, in
+Hugging Face's format: safetensors, configuration and tokenizer. Prints the folder to stdout and
+everything else to stderr. Exit status: 0 done, 1 the files could not be written, 2 wrong usage or
+bad input.
 """
 
 from __future__ import annotations
@@ -68,9 +70,12 @@ def main() -> int:
 
 
 def export(settings: Settings, state_dir: Path, out: Path, *, form: str | None = None) -> Path:
-    """Write the model into `out`, a new or empty folder. `form`: "adapter", "merge" or None for the method's default.
+    """Write the model into `out`, a new or empty folder.
 
-    Writes a temporary folder and renames it into place. TrainingError if the user can solve the problem.
+    `form`: "adapter", "merge" or None for the method's default.
+
+    Writes a temporary folder and renames it into place. TrainingError if the user can solve the
+    problem.
     """
     form = _checked_form(settings, form)
     out = _checked_target(out)
@@ -102,7 +107,8 @@ def _checked_form(settings: Settings, form: str | None) -> str:
         if form is not None:
             raise BadInputError(f"--{form}: {settings.recipe} trained the whole model, so there is no adapter; leave it out")
         return "whole"
-    # Requantized, a merged adapter would be rounded away; dequantized, the model is larger. So QLoRA merges only on request.
+    # Requantized, a merged adapter would be rounded away; dequantized, the model is larger. So
+    # QLoRA merges only on request.
     form = form or ("adapter" if settings.method == "qlora" else "merge")
     if form == "adapter" and not settings.model.get("path"):
         whose = "the base was drawn from the run's seed and is in no folder, so an adapter alone is of no use"
@@ -121,7 +127,9 @@ def _checked_target(out: Path) -> Path:
 
 @contextlib.contextmanager
 def _held(state_dir: Path, *, best: bool) -> Iterator[Source]:
-    """The best or newest complete state, kept by hard links: a trainer may replace it in the meantime."""
+    """The best or newest complete state, kept by hard links: a trainer may replace it in the
+    meantime.
+    """
     order = [state_dir, previous_of(state_dir), *older_states(state_dir)]
     if best:
         order.insert(0, best_state(state_dir))
@@ -159,7 +167,8 @@ def _kind(manifest: Manifest) -> torch.dtype:
 def _write_whole(settings: Settings, config: Any, tokens: Tokens, source: Source, kind: torch.dtype, folder: Path) -> None:
     """Write the model, with its adapters merged if it has any."""
     if settings.method == "qlora":
-        # In fp32, dequantized weights are exactly those that were trained with; only the final cast rounds.
+        # In fp32, dequantized weights are exactly those that were trained with; only the final cast
+        # rounds.
         model = with_adapters(settings, build_base(settings, config).dequantize(dtype=torch.float32))
     else:
         model = build_model(settings, config, mixed="bf16" if kind == torch.bfloat16 else "no")
@@ -172,13 +181,18 @@ def _write_whole(settings: Settings, config: Any, tokens: Tokens, source: Source
 
 
 def _name_special_ids(model: Any, tokens: Tokens) -> None:
-    """Store the ids that a model without a path was trained with, in place of its architecture's defaults."""
+    """Store the ids that a model without a path was trained with, in place of its architecture's
+    defaults.
+    """
     for config in (model.config, model.generation_config):
         config.bos_token_id, config.eos_token_id, config.pad_token_id = tokens.begin, tokens.end, tokens.pad
 
 
 def _write_adapter(settings: Settings, config: Any, source: Source, folder: Path) -> None:
-    """Write the adapter in peft's format. It only names the base, so only the base's shapes are needed."""
+    """Write the adapter in peft's format.
+
+    It only names the base, so only the base's shapes are needed.
+    """
     with torch.device("meta"):
         base = model_class(settings).from_config(config)
     model: Any = with_adapters(settings, base)

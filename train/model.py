@@ -1,4 +1,6 @@
-"""Builds the model that the settings name: new from a configuration, or read from a folder or hub name; with adapters."""
+"""Builds the model that the settings name: new from a configuration, or read from a folder or hub
+name; with adapters.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ _COMPUTE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def tokens_and_config(settings: Settings) -> tuple[Tokens, Any]:
-    """The tokenizer and the model's configuration. A missing model is reported before its tokenizer."""
+    """The tokenizer and the model's configuration.
+
+    A missing model is reported before its tokenizer.
+    """
     path = settings.model.get("path")
     if path:
         _config_of(str(path))
@@ -91,7 +96,9 @@ def build_model(settings: Settings, config: Any, *, mixed: str = "no") -> torch.
 
 
 def set_checkpointing(model: Any, *, on: bool) -> None:
-    """Switch gradient checkpointing on or off, at the start or between two updates; BadInputError if the model lacks it."""
+    """Switch gradient checkpointing on or off, at the start or between two updates; BadInputError
+    if the model lacks it.
+    """
     adapted = hasattr(model, "peft_config")
     base = model.get_base_model() if adapted else model
     if on and not base.supports_gradient_checkpointing:
@@ -123,8 +130,8 @@ def model_class(settings: Settings) -> Any:
 def _whole(settings: Settings, config: Any, kind: torch.dtype) -> Any:
     if not settings.model.get("path"):
         return model_class(settings).from_config(config, dtype=torch.float32)
-    # What is trained is kept in fp32. A frozen base needs only the compute precision; under fp16 it is in bf16, because
-    # large weights exceed fp16's range.
+    # What is trained is kept in fp32. A frozen base needs only the compute precision; under fp16 it
+    # is in bf16, because large weights exceed fp16's range.
     frozen = torch.bfloat16 if settings.method == "lora" and kind != torch.float32 else torch.float32
     return _read(settings, dtype=frozen)
 
@@ -162,7 +169,8 @@ def _quantized(settings: Settings, config: Any, kind: torch.dtype) -> Any:
             model = model_class(settings).from_pretrained(folder, **options)
     for module in model.modules():
         if isinstance(module, Linear4bit):
-            # On a CPU with AVX-512, a pass in evaluation mode would re-pack the weights for a kernel without gradients.
+            # On a CPU with AVX-512, a pass in evaluation mode would re-pack the weights for a
+            # kernel without gradients.
             module.support_avx512bf16_for_cpu = False
     prepare: Any = peft.prepare_model_for_kbit_training
     return prepare(model, use_gradient_checkpointing=False)

@@ -1,7 +1,9 @@
-"""The training loss: cross entropy summed over the predicted tokens, with the output head applied in chunks.
+"""The training loss: cross entropy summed over the predicted tokens, with the output head applied
+in chunks.
 
-A language model's largest tensors are its logits, batch x length x vocabulary, in 16 bits, in 32 bits and as a gradient.
-Here the head and the cross entropy run over a few tokens at a time and keep only what the gradient needs.
+A language model's largest tensors are its logits, batch x length x vocabulary, in 16 bits, in 32
+bits and as a gradient. Here the head and the cross entropy run over a few tokens at a time and keep
+only what the gradient needs.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ CHUNK_BYTES = 64 << 20
 
 
 class Objective(torch.nn.Module):
-    """A Hugging Face model with its loss. forward returns the sum over all predicted tokens, a scalar in fp32 (nats).
+    """A Hugging Face model with its loss. forward returns the sum over all predicted tokens, a
+    scalar in fp32 (nats).
 
-    `chunk` is the number of tokens whose logits exist at one time: 0 for all, -1 for as many as CHUNK_BYTES hold. With
-    `sparse`, tokens whose labels do not count (masked prompts) get no logits; that costs one wait for the device.
+    `chunk` is the number of tokens whose logits exist at one time: 0 for all, -1 for as many as
+    CHUNK_BYTES hold. With `sparse`, tokens whose labels do not count (masked prompts) get no
+    logits; that costs one wait for the device.
     """
 
     def __init__(self, model: torch.nn.Module, *, seq2seq: bool = False, chunk: int = -1, sparse: bool = False) -> None:
@@ -35,7 +39,8 @@ class Objective(torch.nn.Module):
         vocabulary = self.head.out_features if isinstance(self.head, torch.nn.Linear) else 1
         self.chunk = max(1, CHUNK_BYTES // (4 * vocabulary)) if chunk < 0 else chunk
         if self.chunk and not _head_gives_the_logits(self):
-            # The model changes the logits after its head (a cap, a scale), so they must be computed whole.
+            # The model changes the logits after its head (a cap, a scale), so they must be computed
+            # whole.
             self.chunk = 0
 
     @property
@@ -47,7 +52,9 @@ class Objective(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """input_ids [b, t]; labels [b, t], or [b, u] for sequence to sequence; attention_mask [b, t] if padding matters."""
+        """input_ids [b, t]; labels [b, t], or [b, u] for sequence to sequence; attention_mask [b,
+        t] if padding matters.
+        """
         inputs: dict[str, torch.Tensor] = {"input_ids": input_ids}
         if self.seq2seq:
             model: Any = self.model
@@ -56,7 +63,8 @@ class Objective(torch.nn.Module):
                 inputs["attention_mask"] = attention_mask
             wanted = labels
         else:
-            # No mask: padding is at the end, and causal attention does not look ahead. The last position predicts nothing.
+            # No mask: padding is at the end, and causal attention does not look ahead. The last
+            # position predicts nothing.
             wanted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         if self.chunk == 0:
             logits = self.model(**inputs, use_cache=False).logits
@@ -75,7 +83,8 @@ class Objective(torch.nn.Module):
         weight = getattr(self.head, "weight", None)
         if type(self.head) is torch.nn.Linear and not hasattr(weight, "ds_id"):
             return _ChunkedLoss.apply(hidden, self.head.weight, self.head.bias, labels, self.chunk)  # type: ignore[no-untyped-call,no-any-return]
-        # A head with adapters, in 4 bits or sharded: call its forward, and recompute it in the backward pass.
+        # A head with adapters, in 4 bits or sharded: call its forward, and recompute it in the
+        # backward pass.
         total = torch.zeros((), device=hidden.device)
         for start in range(0, len(labels), self.chunk):
             part = slice(start, start + self.chunk)
@@ -121,7 +130,9 @@ def _catching(head: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def _head_gives_the_logits(objective: Objective) -> bool:
-    """Whether the model's logits are exactly its head's output, tested with numbers that any cap or scale would change."""
+    """Whether the model's logits are exactly its head's output, tested with numbers that any cap or
+    scale would change.
+    """
     model: Any = objective.model
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         # Sharded while it was built: it cannot run before DeepSpeed wraps it.
@@ -146,7 +157,8 @@ _PLAIN_HEADS = {"llama", "mistral", "qwen2", "qwen3", "t5", "gpt2", "gpt_neox"}
 class _ChunkedLoss(torch.autograd.Function):
     """Summed cross entropy of a linear head over hidden [n, h], `chunk` tokens at a time.
 
-    The gradients of a chunk are computed together with its loss, while its logits exist; backward only scales them.
+    The gradients of a chunk are computed together with its loss, while its logits exist; backward
+    only scales them.
     """
 
     @staticmethod

@@ -1,13 +1,16 @@
-"""The learning rate, the optimizers, and their moments as they are saved: tensors per parameter, under every strategy.
+"""The learning rate, the optimizers, and their moments as they are saved: tensors per parameter,
+under every strategy.
 
 Saved for each parameter: `step` (scalar), and by the kind of optimizer
 
 * `exp_avg` and `exp_avg_sq` (the parameter's shape, fp32);
-* from an 8-bit optimizer, `*_q8` (uint8) and `*_absmax` (fp32, one per block of 256 elements), so that it resumes exactly;
-* from Adafactor, `exp_avg_sq_row` and `exp_avg_sq_col` (means of exp_avg_sq over the last and the last but one dimension).
+* from an 8-bit optimizer, `*_q8` (uint8) and `*_absmax` (fp32, one per block of 256 elements), so
+  that it resumes exactly;
+* from Adafactor, `exp_avg_sq_row` and `exp_avg_sq_col` (means of exp_avg_sq over the last and the
+  last but one dimension).
 
-Another kind of optimizer gets the closest conversion: 8 bits round, a factored second moment becomes the product of its
-rows and columns, and a first moment that was not kept starts at zero.
+Another kind of optimizer gets the closest conversion: 8 bits round, a factored second moment
+becomes the product of its rows and columns, and a first moment that was not kept starts at zero.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from memtop.train.compile_lock import await_compiled
 
 
 def learning_rate(settings: Settings, samples_seen: int, target_samples: int) -> float:
-    """The rate of the update that ends at `samples_seen`: linear warm-up, then a cosine down to the final fraction.
+    """The rate of the update that ends at `samples_seen`: linear warm-up, then a cosine down to the
+    final fraction.
 
     It depends on progress in samples alone, so a changed batch neither restarts nor stretches it.
     """
@@ -43,7 +47,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def build_optimizer(
     settings: Settings, parameters: Iterable[torch.nn.Parameter], device: torch.device
 ) -> torch.optim.Optimizer:
-    """The optimizer that the settings name, for the parameters that are trained; BadInputError if it cannot run here."""
+    """The optimizer that the settings name, for the parameters that are trained; BadInputError if
+    it cannot run here.
+    """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     rate, decay = settings.learning_rate, settings.weight_decay
     if settings.optimizer == "adamw":

@@ -1,10 +1,13 @@
-"""Which samples an update uses: a pure function of seed, cuts and position, not of batch, accumulation or world size.
+"""Which samples an update uses: a pure function of seed, cuts and position, not of batch,
+accumulation or world size.
 
-The samples of all epochs form one endless sequence; an epoch is a permutation drawn from (seed, epoch) alone. An update uses
-the next `count` of them. So B, A and W may change at any update, and each sample is still used exactly once per epoch.
+The samples of all epochs form one endless sequence; an epoch is a permutation drawn from (seed,
+epoch) alone. An update uses the next `count` of them. So B, A and W may change at any update, and
+each sample is still used exactly once per epoch.
 
-A changed sequence length is a cut at a position: the rest of the epoch is cut again there, and shuffled from (seed, epoch,
-number of the cut). So no token of an epoch is left out or used twice, whatever T was in between.
+A changed sequence length is a cut at a position: the rest of the epoch is cut again there, and
+shuffled from (seed, epoch, number of the cut). So no token of an epoch is left out or used twice,
+whatever T was in between.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ class Samples(Protocol):
     """A data set that can be cut into samples."""
 
     recut: bool
-    """Whether the samples depend on the sequence length: stretches of a text do, rows of a table do not."""
+    """Whether the samples depend on the sequence length: stretches of a text do, rows of a table do
+    not.
+    """
 
     def table(self, seq_len: int) -> Table: ...
 
@@ -85,7 +90,8 @@ class SampleOrder:
         if position == 0:
             return 0.0
         stretch = self._at(position - 1)
-        # The rest of the epoch counts in samples of the present length, what was used before a cut in samples of that time.
+        # The rest of the epoch counts in samples of the present length, what was used before a cut
+        # in samples of that time.
         left = len(stretch.table) - (position - stretch.start)
         done = position - stretch.epoch_start
         return stretch.epoch + done / (done + left)
@@ -150,13 +156,19 @@ class UpdatePlan(msgspec.Struct, frozen=True):
         return [key[0] for key in self.keys]
 
     def micro_batches(self, batch: int, world_size: int, rank: int) -> list[list[Key]]:
-        """This rank's micro-batches. All ranks get the same number; in a short last update some may be empty."""
+        """This rank's micro-batches.
+
+        All ranks get the same number; in a short last update some may be empty.
+        """
         whole = batch * world_size
         return [self.keys[start + rank * batch : start + (rank + 1) * batch] for start in range(0, len(self.keys), whole)]
 
 
 def plan_updates(order: SampleOrder, *, updates: int, position: int, target: int, effective_batch: int) -> Iterator[UpdatePlan]:
-    """The updates from here to the target. The last one is short if the target is not a multiple of the effective batch."""
+    """The updates from here to the target.
+
+    The last one is short if the target is not a multiple of the effective batch.
+    """
     while position < target:
         updates += 1
         keys = order.take(position, min(effective_batch, target - position))

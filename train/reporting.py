@@ -1,4 +1,6 @@
-"""What the trainer reports: to the supervisor through the agent, to the log, and to accelerate's trackers."""
+"""What the trainer reports: to the supervisor through the agent, to the log, and to accelerate's
+trackers.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,20 @@ _NUMBERS = ("loss", "learning_rate", "gradient_norm", "samples_seen", "epoch")
 
 
 class Channel(Protocol):
-    """Reports to the supervisor, and its commands. `train/agent/__init__.py` lists the reports and their fields."""
+    """Reports to the supervisor, and its commands.
+
+    `train/agent/__init__.py` lists the reports and their fields.
+    """
 
     def offer(self, *names: str) -> None: ...
 
     def report(self, kind: str, **values: Any) -> None: ...
 
     def oom(self, error: BaseException, **values: Any) -> None:
-        """Report an allocation failure, once per error. The error is not kept: its frames hold tensors."""
+        """Report an allocation failure, once per error.
+
+        The error is not kept: its frames hold tensors.
+        """
 
     def flush(self) -> None: ...
 
@@ -79,13 +87,18 @@ class Unsupervised:
 
 
 def open_channel() -> Channel:
-    """The agent that `sitecustomize` loaded into this process, if memtop started it; otherwise `Unsupervised`."""
+    """The agent that `sitecustomize` loaded into this process, if memtop started it; otherwise
+    `Unsupervised`.
+    """
     agent: Any = sys.modules.get("memtop_agent")
     return Unsupervised() if agent is None else agent
 
 
 class Stopwatch:
-    """Measures how an update's time is spent. On CUDA it uses events and waits for the device once per update."""
+    """Measures how an update's time is spent.
+
+    On CUDA it uses events and waits for the device once per update.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -108,7 +121,9 @@ class Stopwatch:
             self._seconds[name] += time.perf_counter() - started
 
     def lap(self) -> dict[str, float]:
-        """Return the seconds of each part and, as `step_seconds`, of the whole update; start the next one."""
+        """Return the seconds of each part and, as `step_seconds`, of the whole update; start the
+        next one.
+        """
         if self._events:
             torch.cuda.synchronize()
             for name, before, after in self._events:
@@ -124,7 +139,9 @@ def _event() -> torch.cuda.Event:
 
 
 class MemoryRecord:
-    """Records host memory and this rank's GPU memory, as a report and, on the first rank, as a line of the log."""
+    """Records host memory and this rank's GPU memory, as a report and, on the first rank, as a line
+    of the log.
+    """
 
     def __init__(self, channel: Channel, accelerator: Accelerator, log: Callable[[str], None] = print) -> None:
         self._channel = channel
@@ -141,7 +158,8 @@ class MemoryRecord:
         if self._device.type == "cuda":
             values["allocated_bytes"] = torch.cuda.memory_allocated(self._device)
             values["reserved_bytes"] = torch.cuda.memory_reserved(self._device)
-            # Only this rank's GPU: torch knows nothing of what other processes allocate on the others.
+            # Only this rank's GPU: torch knows nothing of what other processes allocate on the
+            # others.
             text += f", GPU {self._device.index} allocated {values['allocated_bytes'] / _GB:.2f}GB"
             text += f" reserved {values['reserved_bytes'] / _GB:.2f}GB"
         self._channel.report("memory", message=text, **values)
@@ -150,7 +168,9 @@ class MemoryRecord:
 
 
 def tracking_options(settings: Settings, folder: Path, more: Sequence[GeneralTracker] = ()) -> dict[str, Any]:
-    """The Accelerator's arguments for trackers, which may write into `folder`; BadInputError if a tracker is missing."""
+    """The Accelerator's arguments for trackers, which may write into `folder`; BadInputError if a
+    tracker is missing.
+    """
     for name in settings.trackers:
         if name not in _PACKAGES:
             raise BadInputError(f"trackers {name}: unknown; choose from {', '.join(_PACKAGES)}")
@@ -162,13 +182,17 @@ def tracking_options(settings: Settings, folder: Path, more: Sequence[GeneralTra
 
 
 class Tracking:
-    """Sends metrics to the accelerator's trackers, from the first rank; does nothing without trackers."""
+    """Sends metrics to the accelerator's trackers, from the first rank; does nothing without
+    trackers.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
 
     def start(self, settings: Settings, folder: Path) -> None:
-        """Start the trackers; BadInputError says why one cannot start (no account, no network, ...)."""
+        """Start the trackers; BadInputError says why one cannot start (no account, no network,
+        ...).
+        """
         if not self._accelerator.log_with:
             return
         name = Path(os.environ.get("MEMTOP_RUN", "")).name or settings.recipe

@@ -88,7 +88,9 @@ class Control:
 
 
 def edit_live(settings: Settings, values: dict[str, Any]) -> Settings:
-    """The settings after an edit, checked. None among `values` leaves a setting alone. SettingsError if it is not possible.
+    """The settings after an edit, checked.
+
+    None among `values` leaves a setting alone. SettingsError if it is not possible.
 
     As at a restart, changing batch or accumulation leaves the other one unchanged.
     """

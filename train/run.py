@@ -32,10 +32,11 @@ from memtop.train.zero import ZeroEngine, open_deepspeed
 
 
 def train(settings_path: Path, state_dir: Path, *, resume: bool, trackers: Sequence[GeneralTracker] = ()) -> str:
-    """Train to the target or until a stop is requested, and save the state; return "finished" or "stopped".
+    """Train to the target or until a stop is requested, and save the state; return "finished" or
+    "stopped".
 
-    `trackers` get the metrics in addition to those that the settings name. TrainingError if the user can solve the problem,
-    UnsavedError if the state did not fit on the disk.
+    `trackers` get the metrics in addition to those that the settings name. TrainingError if the
+    user can solve the problem, UnsavedError if the state did not fit on the disk.
     """
     channel = open_channel()
     try:
@@ -59,7 +60,10 @@ def train(settings_path: Path, state_dir: Path, *, resume: bool, trackers: Seque
 def _train(
     settings: Settings, state_dir: Path, resume: bool, channel: Channel, trackers: Sequence[GeneralTracker]
 ) -> tuple[str, str | None]:
-    """Return the outcome, and why the last state is not saved or None. Only the first rank knows the exact reason."""
+    """Return the outcome, and why the last state is not saved or None.
+
+    Only the first rank knows the exact reason.
+    """
     channel.report("phase", phase="loading")
     tokens, config = tokens_and_config(settings)
     folder = Path(os.environ.get("MEMTOP_ATTEMPT_DIR") or state_dir.parent)
@@ -115,7 +119,8 @@ def _train(
     except BaseException:
         tracking.end()
         raise
-    # All ranks leave together: one that ends while the others still communicate is aborted, and the run would count as failed.
+    # All ranks leave together: one that ends while the others still communicate is aborted, and the
+    # run would count as failed.
     accelerator.wait_for_everyone()
     # Also flushes the trackers.
     accelerator.end_training()
@@ -123,7 +128,9 @@ def _train(
 
 
 class _Notifier:
-    """Notifies the user, from the first rank: a line of the log and, as a warning, a report to the supervisor."""
+    """Notifies the user, from the first rank: a line of the log and, as a warning, a report to the
+    supervisor.
+    """
 
     def __init__(self, channel: Channel, first: bool) -> None:
         self._channel = channel
@@ -196,7 +203,9 @@ def count_parameters(parameters: Iterable[torch.nn.Parameter]) -> int:
 
 
 def read_settings(path: Path) -> Settings:
-    """The settings of a file, checked again because it may have been edited by hand; BadInputError if they are wrong."""
+    """The settings of a file, checked again because it may have been edited by hand; BadInputError
+    if they are wrong.
+    """
     try:
         return check(msgspec.json.decode(path.read_bytes(), type=Settings))
     except OSError as error:
@@ -206,7 +215,8 @@ def read_settings(path: Path) -> Settings:
 
 
 def open_accelerator(settings: Settings, config: Any, tracking: dict[str, Any] | None = None) -> Accelerator:
-    """Accelerate, with DeepSpeed if the settings use ZeRO; BadInputError if this machine cannot do it.
+    """Accelerate, with DeepSpeed if the settings use ZeRO; BadInputError if this machine cannot do
+    it.
 
     `tracking` are the Accelerator's arguments for trackers.
     """

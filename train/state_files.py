@@ -3,8 +3,9 @@
 {"format": 2, "updates", "samples_seen", "epoch", "effective_batch", "seq_len", "saved_at", "optimizer", "settings": {...},
  "cuts": [[position, seq_len], ...], "files": [{"name", "size_bytes", "sha256"}, ...], ...}
 
-A folder without a valid manifest is not a state. Tensors are named `KIND/NAME`: `weight/model.layers.0....`, `exp_avg/...`.
-All tensors of one parameter are in one file. They are written and read one at a time, so the largest file bounds the memory.
+A folder without a valid manifest is not a state. Tensors are named `KIND/NAME`:
+`weight/model.layers.0....`, `exp_avg/...`. All tensors of one parameter are in one file. They are
+written and read one at a time, so the largest file bounds the memory.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Cut(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LossScale(msgspec.Struct, frozen=True):
-    """The factor on fp16 losses that keeps small gradients from vanishing, and what decides its next change."""
+    """The factor on fp16 losses that keeps small gradients from vanishing, and what decides its
+    next change.
+    """
 
     scale: float
     stable: int
@@ -87,7 +90,9 @@ def describe_file(path: Path) -> StateFile:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, after checking every file that it names; BrokenStateError names the first that is wrong."""
+    """The manifest, after checking every file that it names; BrokenStateError names the first that
+    is wrong.
+    """
     manifest = _decode(folder / MANIFEST_NAME)
     for expected in manifest.files:
         try:
@@ -117,14 +122,18 @@ def previous_of(state_dir: Path) -> Path:
 
 
 def older_states(state_dir: Path) -> list[Path]:
-    """The states before the previous one, newest first. Their names end in the nanosecond at which they were replaced."""
+    """The states before the previous one, newest first.
+
+    Their names end in the nanosecond at which they were replaced.
+    """
     prefix = state_dir.name + "."
     found = [p for p in state_dir.parent.glob(prefix + "*") if p.name.removeprefix(prefix).isdigit()]
     return sorted(found, key=lambda p: int(p.name.removeprefix(prefix)), reverse=True)
 
 
 def newest_complete(state_dir: Path) -> tuple[Path, Manifest, str | None] | None:
-    """The newest complete state, and what is wrong with a newer one, if any; None if nothing was ever saved.
+    """The newest complete state, and what is wrong with a newer one, if any; None if nothing was
+    ever saved.
 
     BrokenStateError if there are states but none is complete.
     """
@@ -167,7 +176,8 @@ class ShardWriter:
         if self._waiting and self._bytes + size > self._limit:
             self._write()
         for kind, tensor in tensors.items():
-            # Not copied: nothing trains during a save, and a copy would hold a model on the CPU twice.
+            # Not copied: nothing trains during a save, and a copy would hold a model on the CPU
+            # twice.
             self._waiting[f"{kind}/{name}"] = tensor.detach().contiguous()
         self._bytes += size
 
@@ -185,9 +195,11 @@ class ShardWriter:
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write one safetensors file and flush it to the disk: the header's length, the header in JSON, each tensor's bytes.
+    """Write one safetensors file and flush it to the disk: the header's length, the header in JSON,
+    each tensor's bytes.
 
-    The library would first build the whole file in memory; this writes each tensor from its own memory.
+    The library would first build the whole file in memory; this writes each tensor from its own
+    memory.
     """
     header, end = {}, 0
     for key, tensor in tensors.items():

@@ -1,7 +1,9 @@
-"""The training loop. `Trainer.train_step` is one update from the batch to the optimizer; `Trainer.run` repeats it.
+"""The training loop. `Trainer.train_step` is one update from the batch to the optimizer;
+`Trainer.run` repeats it.
 
-Read on in `order.py` (which samples an update uses), `batches.py` (its micro-batches), `objective.py` (the loss),
-`engine.py` or `zero.py` (backward pass and optimizer step), and `auto_batch.py` (what happens when memory runs out).
+Read on in `order.py` (which samples an update uses), `batches.py` (its micro-batches),
+`objective.py` (the loss), `engine.py` or `zero.py` (backward pass and optimizer step), and
+`auto_batch.py` (what happens when memory runs out).
 """
 
 from __future__ import annotations
@@ -55,8 +57,9 @@ class Gradients(msgspec.Struct, frozen=True):
 class Trainer:
     """Trains from a position to the target, or until it is asked to stop.
 
-    `memory` and `patience` (updates) decide when a micro-batch that a failure made smaller may grow again. With
-    `wait_for_disk`, a finished training whose state does not fit on the disk stays in memory until it fits or is stopped.
+    `memory` and `patience` (updates) decide when a micro-batch that a failure made smaller may grow
+    again. With `wait_for_disk`, a finished training whose state does not fit on the disk stays in
+    memory until it fits or is stopped.
     """
 
     def __init__(
@@ -77,7 +80,9 @@ class Trainer:
         disk_wait: DiskWait | None = None,
     ) -> None:
         self.settings = settings
-        """The settings in effect now: memory failures and live edits change them during the training."""
+        """The settings in effect now: memory failures and live edits change them during the
+        training.
+        """
         self.position = position
         self._engine = engine
         self._accelerator = engine.accelerator
@@ -124,7 +129,10 @@ class Trainer:
         return self.position.samples_seen >= self.target_samples
 
     def run(self, control: Control) -> str:
-        """Train and save the state; return "finished" or "stopped". If the state could not be saved, `unsaved` says why."""
+        """Train and save the state; return "finished" or "stopped".
+
+        If the state could not be saved, `unsaved` says why.
+        """
         try:
             return self._run(control)
         except Exception as error:
@@ -154,8 +162,9 @@ class Trainer:
     def train_step(self, plan: UpdatePlan) -> None:
         """Do one update over the samples of `plan`. All ranks call this together.
 
-        If memory runs out before the optimizer step, the update is repeated with a smaller micro-batch and more
-        accumulation, so the result is the same. TrainingError if the loss is not finite.
+        If memory runs out before the optimizer step, the update is repeated with a smaller
+        micro-batch and more accumulation, so the result is the same. TrainingError if the loss is
+        not finite.
         """
         self._guard.update = plan.number
         while (gradients := self._compute_gradients(plan)) is None:
@@ -180,13 +189,16 @@ class Trainer:
         self._report(plan, gradients, rate, norm)
 
     def _compute_gradients(self, plan: UpdatePlan) -> Gradients | None:
-        """Run forward and backward over the update's micro-batches; None if memory ran out on any rank.
+        """Run forward and backward over the update's micro-batches; None if memory ran out on any
+        rank.
 
-        Work that can run out of memory never waits for another rank. After each such part, one small all-reduce tells
-        every rank whether any of them failed, and then all of them give up this attempt together.
+        Work that can run out of memory never waits for another rank. After each such part, one
+        small all-reduce tells every rank whether any of them failed, and then all of them give up
+        this attempt together.
         """
         split = {"batch": self.settings.batch, "accumulation": self.settings.accumulation}
-        # The random state depends on the position alone, so a resumed or re-split run draws the same numbers.
+        # The random state depends on the position alone, so a resumed or re-split run draws the
+        # same numbers.
         torch.manual_seed((self.settings.seed * 1_000_003 + plan.position) * 64 + self._accelerator.process_index)
         with self._stopwatch.part("data_wait_seconds"):
             self._guard.phase = "data"
@@ -208,13 +220,17 @@ class Trainer:
         return None if failed else Gradients(loss, tokens, pressed > 0)
 
     def _fetch(self, plan: UpdatePlan) -> tuple[list[Batch], int]:
-        """This rank's micro-batches, on the CPU, and the number of tokens that are predicted in them."""
+        """This rank's micro-batches, on the CPU, and the number of tokens that are predicted in
+        them.
+        """
         batches = self._batches.fetch(plan)
         seq2seq = self.settings.task == "seq2seq"
         return batches, sum(predicted_tokens(batch["labels"], seq2seq=seq2seq) for batch in batches)
 
     def _forward_backward(self, batches: list[Batch], tokens: int) -> float:
-        """Add up the gradients of this rank's micro-batches; return this rank's part of the mean loss."""
+        """Add up the gradients of this rank's micro-batches; return this rank's part of the mean
+        loss.
+        """
         device = self._accelerator.device
         total = torch.zeros((), device=device)
         for number, batch in enumerate(batches, start=1):
@@ -265,7 +281,9 @@ class Trainer:
             self._change(reason, batch=split[0], accumulation=split[1])
 
     def _adapt_batch(self) -> None:
-        """Between two updates: shrink before memory runs out, or grow after a stable stretch if the larger batch fits."""
+        """Between two updates: shrink before memory runs out, or grow after a stable stretch if the
+        larger batch fits.
+        """
         if not self._engine.retries or self._at_target:
             return
         if self._auto_batch.pressed:
@@ -282,7 +300,9 @@ class Trainer:
             self._auto_batch.refused()
 
     def _edit(self, values: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
-        """Apply a live edit from the next update on; return whether it was applied, a message, and the details."""
+        """Apply a live edit from the next update on; return whether it was applied, a message, and
+        the details.
+        """
         try:
             after = edit_live(self.settings, values)
             if after.gradient_checkpointing != self.settings.gradient_checkpointing:
@@ -301,7 +321,10 @@ class Trainer:
         return True, f"from update {update} on: {_described(before, changes)}{note}", {"update": update, "changes": changes}
 
     def _change(self, reason: str, **changes: Any) -> None:
-        """Use other settings from the next update on. It takes the same samples that it would have taken without them."""
+        """Use other settings from the next update on.
+
+        It takes the same samples that it would have taken without them.
+        """
         before, self.settings = self.settings, msgspec.structs.replace(self.settings, **changes)
         if "workers" in changes:
             workers = agree_on_host_plan(self.settings, self._accelerator).workers
@@ -323,7 +346,9 @@ class Trainer:
         self._batches.start(self.settings, self._host, self.position, self.target_samples)
 
     def _evaluate(self, update: int) -> bool:
-        """Evaluate if this update is one of those to evaluate after; return whether the loss is the lowest so far."""
+        """Evaluate if this update is one of those to evaluate after; return whether the loss is the
+        lowest so far.
+        """
         if self._evaluator is None or update % self.settings.eval_every:
             return False
         self._guard.phase = "evaluation"
@@ -364,12 +389,16 @@ class Trainer:
         return done
 
     def _finish(self, control: Control) -> str:
-        """Save the final state. If the disk is full, keep it in memory until there is space or a stop is requested."""
+        """Save the final state.
+
+        If the disk is full, keep it in memory until there is space or a stop is requested.
+        """
         if self.unsaved is not None:
             self._save(end=True)
         while self.unsaved is not None and self._wait_for_disk:
             time.sleep(ROUND_SECONDS)
-            # All ranks meet here every second, so none waits longer than a process group's time limit.
+            # All ranks meet here every second, so none waits longer than a process group's time
+            # limit.
             requests = control.at_boundary()
             for number, _ in requests.changes:
                 control.answer(number, False, "training has finished; it waits for disk space to save its state", {})

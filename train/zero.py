@@ -1,4 +1,6 @@
-"""DeepSpeed's ZeRO: its configuration, the engine, and the conversion of its sharded state to tensors per parameter name."""
+"""DeepSpeed's ZeRO: its configuration, the engine, and the conversion of its sharded state to
+tensors per parameter name.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,12 @@ _SMALLEST_BUCKET, _LARGEST_BUCKET = 100_000, 50_000_000
 
 
 def zero_config(settings: Settings, *, hidden_size: int, precision: str, pin_memory: bool) -> dict[str, Any]:
-    """DeepSpeed's JSON for these settings: integers and explicit sizes, nothing that depends on its version.
+    """DeepSpeed's JSON for these settings: integers and explicit sizes, nothing that depends on its
+    version.
 
-    Buckets are counted in elements and follow the model's width. `train_batch_size` is left out because DeepSpeed derives
-    it. There is no optimizer block: every strategy uses memtop's optimizer, so its state moves between them.
+    Buckets are counted in elements and follow the model's width. `train_batch_size` is left out
+    because DeepSpeed derives it. There is no optimizer block: every strategy uses memtop's
+    optimizer, so its state moves between them.
     """
     square = hidden_size * hidden_size
     bucket = min(max(square, _SMALLEST_BUCKET), _LARGEST_BUCKET)
@@ -70,7 +74,10 @@ def zero_config(settings: Settings, *, hidden_size: int, precision: str, pin_mem
 def open_deepspeed(
     settings: Settings, config: Any, precision: str, mixed: str, on_gpu: bool, tracking: dict[str, Any]
 ) -> Accelerator:
-    """Accelerate with DeepSpeed for these settings. `precision`: fp32, bf16 or fp16; `mixed`: what accelerate calls it."""
+    """Accelerate with DeepSpeed for these settings.
+
+    `precision`: fp32, bf16 or fp16; `mixed`: what accelerate calls it.
+    """
     if not on_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
         # The extension that DeepSpeed's CPU ranks communicate through.
@@ -97,16 +104,21 @@ def open_deepspeed(
         **tracking,
     )
     if not sharded:
-        # transformers would shard a new model while it is built, which draws other weights for the same seed.
+        # transformers would shard a new model while it is built, which draws other weights for the
+        # same seed.
         unset_hf_deepspeed_config()
     return accelerator
 
 
 class ZeroEngine:
-    """A DeepSpeed engine. The trainer marks the end of each update, because the last one of a run may be short."""
+    """A DeepSpeed engine.
 
-    # ZeRO-2 and 3 reduce gradients during the backward pass, and ZeRO-3 gathers weights in every layer. A rank that gives
-    # up leaves the others waiting and the engine's buffers half full, so only a restart helps.
+    The trainer marks the end of each update, because the last one of a run may be short.
+    """
+
+    # ZeRO-2 and 3 reduce gradients during the backward pass, and ZeRO-3 gathers weights in every
+    # layer. A rank that gives up leaves the others waiting and the engine's buffers half full, so
+    # only a restart helps.
     retries = False
 
     def __init__(
@@ -187,7 +199,9 @@ class ZeroEngine:
         return [parameter for group in self._base.param_groups for parameter in group["params"]]
 
     def _make_optimizer_state(self, step: float) -> None:
-        """Create the optimizer's state, which it would create at its first step, with the saved step count."""
+        """Create the optimizer's state, which it would create at its first step, with the saved
+        step count.
+        """
         whole = type(self._base).__name__ == "DeepSpeedCPUAdam"
         for piece in self._pieces():
             self._base.state[piece] = {

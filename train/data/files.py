@@ -1,4 +1,6 @@
-"""The file that rows are read from, and files that are derived from it once and shared by all ranks and later runs."""
+"""The file that rows are read from, and files that are derived from it once and shared by all ranks
+and later runs.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Source(msgspec.Struct, frozen=True):
                 )
 
     def stamp(self, path: Path) -> tuple[int, int]:
-        """Size in bytes and modification time in ns, to detect a change before the file is opened again."""
+        """Size in bytes and modification time in ns, to detect a change before the file is opened
+        again.
+        """
         try:
             found = path.stat()
         except OSError as error:
@@ -54,21 +58,28 @@ class Source(msgspec.Struct, frozen=True):
 
 
 def fingerprint(path: Path, *parts: str) -> str:
-    """A name (hex) for a file derived from this one. It changes with path, size, modification time and each part."""
+    """A name (hex) for a file derived from this one.
+
+    It changes with path, size, modification time and each part.
+    """
     found = path.stat()
     return digest(str(path.resolve()), str(found.st_size), str(found.st_mtime_ns), *parts)
 
 
 def digest(*parts: str) -> str:
-    """128 bits of SHA-256 (hex) over the parts, each with its length, so that ("ab", "c") differs from ("a", "bc")."""
+    """128 bits of SHA-256 (hex) over the parts, each with its length, so that ("ab", "c") differs
+    from ("a", "bc").
+    """
     return hashlib.sha256("".join(f"{len(part)}:{part}" for part in parts).encode()).hexdigest()[:32]
 
 
 def built_once(target: Path, build: Callable[[Path], None]) -> Path:
-    """Return `target`, a file or a folder, after one process has built it by calling `build` with a temporary path.
+    """Return `target`, a file or a folder, after one process has built it by calling `build` with a
+    temporary path.
 
-    A kernel lock makes other processes wait. The target appears only when it is complete, and the leftovers of a killed
-    process are removed by the next one. BadInputError if it cannot be written.
+    A kernel lock makes other processes wait. The target appears only when it is complete, and the
+    leftovers of a killed process are removed by the next one. BadInputError if it cannot be
+    written.
     """
     if target.exists():
         return target

@@ -1,4 +1,6 @@
-"""Rows of a parquet file. Only the needed columns are decoded, one row group at a time, and few groups are kept."""
+"""Rows of a parquet file. Only the needed columns are decoded, one row group at a time, and few
+groups are kept.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from memtop.train import BadInputError
 from memtop.train.data.files import Source, built_once, fingerprint
 
 GROUP_BYTES = 32 * 2**20
-"""The largest row group, in decoded bytes of the needed columns, that is read without rewriting the file."""
+"""The largest row group, in decoded bytes of the needed columns, that is read without rewriting the
+file.
+"""
 GROUP_ROWS = 20_000
 """The same in rows."""
 REWRITTEN_ROWS = 2000
@@ -26,7 +30,9 @@ _REWRITTEN_BYTES = 8 * 2**20
 
 
 def open_parquet(source: Source, groups_kept: int, cache_dir: Path) -> ParquetRows:
-    """The rows of a file, or of its copy in smaller row groups if its own are too large for random access."""
+    """The rows of a file, or of its copy in smaller row groups if its own are too large for random
+    access.
+    """
     mapped = _Mapped(source, source.path)
     try:
         _check_columns(source, mapped.file)
@@ -43,7 +49,9 @@ def open_parquet(source: Source, groups_kept: int, cache_dir: Path) -> ParquetRo
 
 
 class ParquetRows:
-    """Rows from a small cache of decoded row groups; the resident set does not depend on the file's size."""
+    """Rows from a small cache of decoded row groups; the resident set does not depend on the file's
+    size.
+    """
 
     def __init__(self, source: Source, path: Path, groups_kept: int) -> None:
         self.groups_read = 0
@@ -110,7 +118,10 @@ class ParquetRows:
 
 
 class _Mapped:
-    """A memory-mapped parquet file. Pages are released after a read; otherwise they would add up in the resident set."""
+    """A memory-mapped parquet file.
+
+    Pages are released after a read; otherwise they would add up in the resident set.
+    """
 
     def __init__(self, source: Source, path: Path) -> None:
         self.source = source
@@ -156,7 +167,10 @@ def _check_columns(source: Source, file: Any) -> None:
 
 
 def _check_nulls(source: Source, file: Any) -> None:
-    """Find missing values by the file's statistics. Without statistics, they are found when their row is read."""
+    """Find missing values by the file's statistics.
+
+    Without statistics, they are found when their row is read.
+    """
     start = 0
     for number in range(file.metadata.num_row_groups):
         group = file.metadata.row_group(number)

@@ -1,8 +1,9 @@
 """Rows of text from a file of any size, read one at a time, in any order, in little memory.
 
-`.parquet` is read by row groups (`parquet.py`), `.jsonl`, `.ndjson` and `.json` by lines, everything else as text with one
-row per line. For a file of lines, one pass finds where each line begins and checks it, so that a run does not fail hours
-later at line 700 000. After that, a row is one read at its offset. Blank lines are skipped.
+`.parquet` is read by row groups (`parquet.py`), `.jsonl`, `.ndjson` and `.json` by lines,
+everything else as text with one row per line. For a file of lines, one pass finds where each line
+begins and checks it, so that a run does not fail hours later at line 700 000. After that, a row is
+one read at its offset. Blank lines are skipped.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class LineRows:
-    """The common part of JSON lines and text. `_starts` is int64 [rows + 1]: the offset of each row, and the file's size."""
+    """The common part of JSON lines and text.
+
+    `_starts` is int64 [rows + 1]: the offset of each row, and the file's size.
+    """
 
     _kind: ClassVar[str]
 
@@ -79,7 +83,8 @@ class LineRows:
     def _opened(self) -> FileIO:
         if self._file is None:
             self._source.check_unchanged(self._source.path, self._stamp)
-            # Read at an offset, not mapped: one access to a mapping may make megabytes resident. Forks may share the file.
+            # Read at an offset, not mapped: one access to a mapping may make megabytes resident.
+            # Forks may share the file.
             self._file = self._source.path.open("rb", buffering=0)
         return self._file
 
@@ -155,7 +160,10 @@ _LINES = (".jsonl", ".ndjson", ".json")
 
 
 class Rows(Protocol):
-    """Rows of named texts. Can be pickled into a loader worker, which opens the file again at the first read."""
+    """Rows of named texts.
+
+    Can be pickled into a loader worker, which opens the file again at the first read.
+    """
 
     def __len__(self) -> int: ...
 
@@ -164,7 +172,10 @@ class Rows(Protocol):
         ...
 
     def group_sizes(self) -> list[int]:
-        """The sizes of the parts that are read as a whole, which a shuffle should keep together. Their sum is the length."""
+        """The sizes of the parts that are read as a whole, which a shuffle should keep together.
+
+        Their sum is the length.
+        """
         ...
 
     def close(self) -> None: ...
@@ -180,9 +191,10 @@ def open_rows(
 ) -> Rows:
     """The rows of a file; BadInputError says in one line what is wrong with it.
 
-    `columns` names the needed columns, or maps each role to its column ({"prompt": "question"}); rows use the columns' names.
-    `cache_dir` stores what is prepared once: a parquet file in smaller groups, or the index of a file of lines. Without it,
-    parquet files go to the user's cache folder and indices stay in memory. `setting` names the file in messages.
+    `columns` names the needed columns, or maps each role to its column ({"prompt": "question"});
+    rows use the columns' names. `cache_dir` stores what is prepared once: a parquet file in smaller
+    groups, or the index of a file of lines. Without it, parquet files go to the user's cache folder
+    and indices stay in memory. `setting` names the file in messages.
     """
     path = Path(path).expanduser()
     roles = dict(columns) if isinstance(columns, Mapping) else {name: name for name in columns}
@@ -200,8 +212,9 @@ def open_rows(
 def window_order(sizes: Sequence[int], window: int, generator: np.random.Generator) -> np.ndarray:
     """A permutation of all rows, int64 [sum of sizes], that reads `window` row groups at a time.
 
-    The groups are shuffled and taken `window` at a time, and the rows of each window are shuffled together. With a cache of
-    `window` groups, every group is read once per epoch. A single group gives a plain permutation.
+    The groups are shuffled and taken `window` at a time, and the rows of each window are shuffled
+    together. With a cache of `window` groups, every group is read once per epoch. A single group
+    gives a plain permutation.
     """
     starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
     groups = generator.permutation(len(sizes))

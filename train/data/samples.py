@@ -1,7 +1,9 @@
-"""Samples: running text cut into pieces of at most T tokens, or rows of prompt and response; and their batches.
+"""Samples: running text cut into pieces of at most T tokens, or rows of prompt and response; and
+their batches.
 
-A piece of running text never spans two documents. The last piece of a document is shorter than T, so samples differ in
-length and losses are weighted by tokens. Rows longer than T are cut; `cut_report` counts how many and how much is lost.
+A piece of running text never spans two documents. The last piece of a document is shorter than T,
+so samples differ in length and losses are weighted by tokens. Rows longer than T are cut;
+`cut_report` counts how many and how much is lost.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class _Pairs(Dataset[Sample]):
         return len(self.rows)
 
     def cut_report(self, sample_count: int = 512) -> dict[str, Any]:
-        """{"examined", "cut", "dropped_tokens_fraction"} over a fixed subset: short stretches, evenly spread over the rows."""
+        """{"examined", "cut", "dropped_tokens_fraction"} over a fixed subset: short stretches,
+        evenly spread over the rows.
+        """
         cut = before = after = 0
         examined = _spread(len(self), sample_count)
         for index in examined:
@@ -63,10 +67,12 @@ class _Pairs(Dataset[Sample]):
 
 
 class PromptResponse(_Pairs):
-    """For causal models: prompt and response in one sequence of up to T tokens. Only the response is trained on.
+    """For causal models: prompt and response in one sequence of up to T tokens.
 
-    With a chat template the prompt is the user's turn and the response the assistant's; otherwise the sequence is
-    [begin] prompt response end.
+    Only the response is trained on.
+
+    With a chat template the prompt is the user's turn and the response the assistant's; otherwise
+    the sequence is [begin] prompt response end.
     """
 
     def __getitem__(self, index: int) -> Sample:
@@ -86,9 +92,11 @@ class PromptResponse(_Pairs):
         return begin + tokens.encode(prompt), [*tokens.encode(response), tokens.end]
 
     def _fit(self, prompt: list[int], response: list[int]) -> tuple[list[int], list[int]]:
-        """Cut the end of the response, with its end token: the model must not learn to stop in mid-sentence.
+        """Cut the end of the response, with its end token: the model must not learn to stop in
+        mid-sentence.
 
-        If the prompt leaves the response less than a quarter of T, cut its beginning, except for the begin token.
+        If the prompt leaves the response less than a quarter of T, cut its beginning, except for
+        the begin token.
         """
         room = self._seq_len - min(len(response), max(1, self._seq_len // 4))
         if len(prompt) > room:
@@ -98,7 +106,9 @@ class PromptResponse(_Pairs):
 
 
 class Seq2SeqPairs(_Pairs):
-    """For encoder-decoder models such as T5: prompt + end as input, response + end as output, each of up to T tokens."""
+    """For encoder-decoder models such as T5: prompt + end as input, response + end as output, each
+    of up to T tokens.
+    """
 
     def __getitem__(self, index: int) -> Sample:
         prompt, response = self._fit(*self._encoded(index))
@@ -132,7 +142,9 @@ class RowText:
 
 
 def collate(samples: Sequence[Sample], pad: int) -> dict[str, torch.Tensor]:
-    """Pad to the longest sample: input_ids and attention_mask [b, t], labels [b, u]; padding has the label IGNORED."""
+    """Pad to the longest sample: input_ids and attention_mask [b, t], labels [b, u]; padding has
+    the label IGNORED.
+    """
     inputs = [ids for ids, _ in samples]
     lengths = torch.tensor([len(ids) for ids in inputs])
     padded = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True, padding_value=pad)
@@ -143,7 +155,9 @@ def collate(samples: Sequence[Sample], pad: int) -> dict[str, torch.Tensor]:
 
 
 def _spread(size: int, count: int) -> list[int]:
-    """Up to `count` of `size` indices in ascending order, in stretches, because neighbours are cheap to read."""
+    """Up to `count` of `size` indices in ascending order, in stretches, because neighbours are
+    cheap to read.
+    """
     if size <= count:
         return list(range(size))
     stretches = max(1, count // _STRETCH)
@@ -189,7 +203,10 @@ class PackedText(Dataset[Sample]):
 
 
 class RowSamples(Dataset[Sample]):
-    """Pairs of prompt and response, one sample per row. A sample's id is the row's number, whatever T cuts off."""
+    """Pairs of prompt and response, one sample per row.
+
+    A sample's id is the row's number, whatever T cuts off.
+    """
 
     recut = False
 
@@ -210,7 +227,10 @@ class RowSamples(Dataset[Sample]):
 
 
 def _cut(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Table:
-    """Cut stretches of text into pieces of at most `seq_len`. A last piece of one token predicts nothing and is left out."""
+    """Cut stretches of text into pieces of at most `seq_len`.
+
+    A last piece of one token predicts nothing and is left out.
+    """
     pieces = np.maximum(0, -(-(lengths - 1) // seq_len))
     # 0, 1, 2, ... within each stretch.
     number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)

@@ -1,4 +1,6 @@
-"""Token ids of texts, by bytes or a tokenizer of the transformers library, and the cache of a whole corpus on disk."""
+"""Token ids of texts, by bytes or a tokenizer of the transformers library, and the cache of a whole
+corpus on disk.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Tokens(Protocol):
         ...
 
     def chat(self, prompt: str, response: str) -> tuple[list[int], list[int]] | None:
-        """The ids of a dialogue before the response, and of the response with its end; None without a chat template."""
+        """The ids of a dialogue before the response, and of the response with its end; None without
+        a chat template.
+        """
         ...
 
     def save(self, folder: Path) -> None:
@@ -91,7 +95,8 @@ class LibraryTokens:
         known = tokenizer.get_vocab()
         # Some vocabularies have holes, so their length may be below some ids.
         self.vocabulary: int = max(known.values()) + 1
-        # Many tokenizers define a begin token that they never add. The model was trained with what they do add.
+        # Many tokenizers define a begin token that they never add. The model was trained with what
+        # they do add.
         added = tokenizer("a", verbose=False)["input_ids"]
         self.begin: int | None = added[0] if added and added[0] == tokenizer.bos_token_id else None
         self.identity = digest(repr(sorted(known.items())), _rules(tokenizer), str(self.begin), str(end))
@@ -106,7 +111,8 @@ class LibraryTokens:
         question = [{"role": "user", "content": prompt}]
         opening = self._render(question, add_generation_prompt=True)
         whole = self._render([*question, {"role": "assistant", "content": response}])
-        # Some templates open a response differently from how they store it; then only the response itself is used.
+        # Some templates open a response differently from how they store it; then only the response
+        # itself is used.
         answer = self.encode(whole.removeprefix(opening) if whole.startswith(opening) else response)
         if self.end in answer:
             # Drop what templates add after the end, such as a line break.
@@ -129,7 +135,9 @@ class LibraryTokens:
 
 
 def load_tokens(name: str | None, model_path: str | None = None) -> Tokens:
-    """ "bytes", or a tokenizer by folder or hub name; by default the model's own, and bytes for a model without a path."""
+    """ "bytes", or a tokenizer by folder or hub name; by default the model's own, and bytes for a
+    model without a path.
+    """
     name = name or model_path or "bytes"
     return ByteTokens() if name == "bytes" else LibraryTokens(name)
 
@@ -167,7 +175,8 @@ _FLUSH = 1 << 20
 
 
 class TokenStore:
-    """`tokens` [n], uint16 or uint32, and `boundaries` [documents + 1], int64: document i is tokens[b[i]:b[i + 1]].
+    """`tokens` [n], uint16 or uint32, and `boundaries` [documents + 1], int64: document i is
+    tokens[b[i]:b[i + 1]].
 
     A store in a folder is memory-mapped, and pickled as the folder's name.
     """
@@ -210,10 +219,12 @@ class TokenStore:
 
 
 def token_cache(rows_or_texts: Iterable[str | Sequence[int]], tokens: Tokens, folder: Path, key: str) -> TokenStore:
-    """Every document as [begin] ids [end]: built in bounded memory by the first call, memory-mapped by later ones.
+    """Every document as [begin] ids [end]: built in bounded memory by the first call, memory-mapped
+    by later ones.
 
-    Documents are texts or lists of ids, such as RowText gives. `key` must change with them (see `files.fingerprint`); the
-    tokenizer's identity is added to it. One process builds, the others wait.
+    Documents are texts or lists of ids, such as RowText gives. `key` must change with them (see
+    `files.fingerprint`); the tokenizer's identity is added to it. One process builds, the others
+    wait.
     """
     name = digest("tokens 1", key, tokens.identity)
     path = built_once(folder / f"{name}.tokens", lambda temporary: _build(rows_or_texts, tokens, temporary))
