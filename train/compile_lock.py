@@ -50,7 +50,7 @@ def await_compiled(
     """
     lock = extension_folder(name) / "lock"
     before, notified, waited = None, False, 0.0
-    while (found := _unused(lock)) is not None:
+    while (found := unused_lock(lock)) is not None:
         # Looked at twice: an owner that has finished closes the file a moment before it removes it.
         if found and found == before:
             _remove(lock, found)
@@ -68,7 +68,7 @@ def await_compiled(
         waited += _LOOK_SECONDS
 
 
-def _unused(lock: Path) -> int | None:
+def unused_lock(lock: Path) -> int | None:
     """The lock's inode if certainly no process compiles under it, 0 if one does or may; None if
     there is no lock.
     """
@@ -80,7 +80,7 @@ def _unused(lock: Path) -> int | None:
         # Another process holds the lease of this check, or the file belongs to another user.
         return 0
     try:
-        unused = _leased(descriptor) and _file_system(lock) in _LOCAL and not _in_use(lock.parent)
+        unused = _leased(descriptor) and file_system(lock) in _LOCAL and not _in_use(lock.parent)
         return os.fstat(descriptor).st_ino if unused else 0
     finally:
         os.close(descriptor)
@@ -112,7 +112,7 @@ def _in_use(folder: Path) -> bool:
     return False
 
 
-def _file_system(path: Path) -> str:
+def file_system(path: Path) -> str:
     """The type of the file system of a path; empty if it is not known."""
     whole = path.resolve()
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
@@ -124,7 +124,7 @@ def _remove(lock: Path, inode: int) -> None:
     try:
         # One rank at a time: the next one must not remove the lock of a compilation that has begun.
         fcntl.flock(folder, fcntl.LOCK_EX)
-        if _unused(lock) == inode:
+        if unused_lock(lock) == inode:
             lock.unlink()
             print(f"memtop: removed {lock}, left by a compilation that was killed", flush=True)
     finally:

@@ -95,22 +95,8 @@ def _train(
     )
     if found is not None:
         _notify_resumed(*found, settings, notify)
-    channel.report(
-        "plan",
-        total_updates=trainer.total_updates,
-        target_samples=trainer.target_samples,
-        updates=position.updates,
-        samples_seen=position.samples_seen,
-        resumed=found is not None,
-        parameters=count_parameters(engine.model.parameters()),
-        trained_parameters=count_parameters(trained_parameters(engine.model).values()),
-        epoch_samples=len(data.train.table(settings.seq_len)),
-        strategy=str(engine.strategy()),
-        loss_chunk=engine.loss_chunk,
-        host=msgspec.to_builtins(host),
-        device=str(accelerator.device),
-        device_uuid=_device_uuid(accelerator.device),
-    )
+    epoch_samples = len(data.train.table(settings.seq_len))
+    _report_plan(channel, trainer, engine, host, epoch_samples=epoch_samples, resumed=found is not None)
     tracking = Tracking(accelerator)
     tracking.start(settings, folder)
     channel.report("phase", phase="training")
@@ -125,6 +111,28 @@ def _train(
     # Also flushes the trackers.
     accelerator.end_training()
     return outcome, trainer.unsaved
+
+
+def _report_plan(
+    channel: Channel, trainer: Trainer, engine: Engine, host: HostPlan, *, epoch_samples: int, resumed: bool
+) -> None:
+    device = engine.accelerator.device
+    channel.report(
+        "plan",
+        total_updates=trainer.total_updates,
+        target_samples=trainer.target_samples,
+        updates=trainer.position.updates,
+        samples_seen=trainer.position.samples_seen,
+        resumed=resumed,
+        parameters=count_parameters(engine.model.parameters()),
+        trained_parameters=count_parameters(trained_parameters(engine.model).values()),
+        epoch_samples=epoch_samples,
+        strategy=str(engine.strategy()),
+        loss_chunk=engine.loss_chunk,
+        host=msgspec.to_builtins(host),
+        device=str(device),
+        device_uuid=_device_uuid(device),
+    )
 
 
 class _Notifier:

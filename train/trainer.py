@@ -152,7 +152,7 @@ class Trainer:
             self._adapt_batch()
             due = plan.number % self.settings.save_every == 0 and not self._at_target
             if requests.save or requests.stop or best or due:
-                control.saved(requests, self._save(best=best))
+                control.saved(requests, self.save(best=best))
             if plan.number % RECORD_EVERY == 0:
                 self._record(f"update {plan.number}")
             if requests.stop:
@@ -372,7 +372,7 @@ class Trainer:
     def _evaluation_batch(self) -> int:
         return self.settings.eval_batch or self.settings.batch
 
-    def _save(self, *, best: bool = False, end: bool = False) -> tuple[bool, str]:
+    def save(self, *, best: bool = False, end: bool = False) -> tuple[bool, str]:
         """Save the state; return whether it worked, and a message. All ranks call this together."""
         progress = Progress(
             updates=self.position.updates,
@@ -394,7 +394,7 @@ class Trainer:
         If the disk is full, keep it in memory until there is space or a stop is requested.
         """
         if self.unsaved is not None:
-            self._save(end=True)
+            self.save(end=True)
         while self.unsaved is not None and self._wait_for_disk:
             time.sleep(ROUND_SECONDS)
             # All ranks meet here every second, so none waits longer than a process group's time
@@ -403,7 +403,7 @@ class Trainer:
             for number, _ in requests.changes:
                 control.answer(number, False, "training has finished; it waits for disk space to save its state", {})
             if self._ranks.any(requests.save or self._saver.retry_due(at_once=requests.stop)):
-                control.saved(requests, self._save(end=True))
+                control.saved(requests, self.save(end=True))
             if requests.stop and self.unsaved is not None:
                 return "stopped"
         return "finished"

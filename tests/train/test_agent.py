@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ import msgspec
 AGENT = Path(__file__).resolve().parents[2] / "train" / "agent"
 
 
-def run(code: str, folder: Path, *, timeout: float = 60) -> str:
+def run(code: str, folder: Path, *, timeout: float = 60, socket: str = "") -> str:
     """Run a program with the agent in it; its output. It must end well and say nothing on stderr."""
     env = {
         **os.environ,
         "PYTHONPATH": str(AGENT / "site"),
         "MEMTOP_ATTEMPT_DIR": str(folder),
         "MEMTOP_ATTEMPT": "1",
-        "MEMTOP_SOCKET": str(folder / "nobody.sock"),
+        "MEMTOP_SOCKET": socket or str(folder / "nobody.sock"),
     }
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -148,42 +149,61 @@ def test_without_any_thread_the_reports_are_written_at_the_end(tmp_path: Path) -
     assert [report.get("update") for report in reports(tmp_path)] == [None, 1]
 
 
+SERVER = """
+import json, os, socket, sys, threading, memtop_agent as a
+server = socket.socket(socket.AF_UNIX)
+server.bind(os.environ["MEMTOP_SOCKET"])
+server.listen()
+def send(commands):
+    def serve():
+        connection, _ = server.accept()
+        connection.sendall(b"".join(json.dumps(command).encode() + b"\\n" for command in commands))
+        connection.recv(1 << 20)
+    threading.Thread(target=serve, daemon=True).start()
+"""
+"""A supervisor's end of the socket, inside the program: `send` gives the commands to the first agent that connects."""
+
+
 def test_no_command_is_lost_between_the_threads(tmp_path: Path) -> None:
     code = """
-import sys, threading, memtop_agent as a
 sys.setswitchinterval(1e-6)
-a.offer("checkpoint")
 COUNT = 50000
-def hear():
-    for number in range(COUNT):
-        a._agent._receive({"type": "command", "id": number, "name": "checkpoint"})
-thread = threading.Thread(target=hear)
-thread.start()
+send({"type": "command", "id": number, "name": "checkpoint"} for number in range(COUNT))
+a.offer("checkpoint")
 taken = []
-while thread.is_alive():
+while len(taken) < COUNT:
     taken += a.take_commands()
-taken += a.take_commands()
 print(taken == [(number, "checkpoint", {}) for number in range(COUNT)])
 """
-    assert run(code, tmp_path) == "True\n"
+    with tempfile.TemporaryDirectory(prefix="memtop-") as folder:
+        assert run(SERVER + code, tmp_path, socket=f"{folder}/s") == "True\n"
 
 
 def test_a_child_that_ends_by_itself_writes_nothing_of_its_parent(tmp_path: Path) -> None:
     code = """
-import os, sys
+import os, sys, threading
 import memtop_agent as a
 a.report("step", update=0)
 a.flush()
+write, writing, written = os.write, threading.Event(), threading.Event()
+def slow_write(descriptor, data):
+    if threading.current_thread().name == "memtop-journal":
+        written.clear()
+        writing.set()
+        written.wait()
+    return write(descriptor, data)
+os.write = slow_write
 for update in range(1, 20):
     a.report("step", update=update)
-    # Held as it would be if the journal's thread were writing at this moment.
-    a._agent._journal._lock.acquire()
+    # The journal's thread is writing at the moment of the fork.
+    writing.wait()
     if os.fork() == 0:
         a.report("step", update=1000)
         a.answer(1, True, "by the child")
         sys.exit()
-    a._agent._journal._lock.release()
     os.wait()
+    written.set()
+    writing.clear()
 """
     run(code, tmp_path, timeout=30)
     assert [report.get("update") for report in reports(tmp_path)] == [None, *range(20)]
@@ -226,10 +246,13 @@ def test_a_trainer_that_offers_commands_has_its_peak_counted_anew_each_time(tmp_
 
 def test_a_command_brings_its_values(tmp_path: Path) -> None:
     code = """
-import memtop_agent as a
+all_values = ({"values": {"batch": 4}}, {}, {"values": "nonsense"})
+send(dict(values, type="command", id=1, name="change") for values in all_values)
 a.offer("change")
-for values in ({"values": {"batch": 4}}, {}, {"values": "nonsense"}):
-    a._agent._receive(dict(values, type="command", id=1, name="change"))
-print(a.take_commands())
+taken = []
+while len(taken) < len(all_values):
+    taken += a.take_commands()
+print(taken)
 """
-    assert run(code, tmp_path) == "[(1, 'change', {'batch': 4}), (1, 'change', {}), (1, 'change', {})]\n"
+    with tempfile.TemporaryDirectory(prefix="memtop-") as folder:
+        assert run(SERVER + code, tmp_path, socket=f"{folder}/s") == "[(1, 'change', {'batch': 4}), (1, 'change', {}), (1, 'change', {})]\n"

@@ -153,22 +153,22 @@ def test_the_wait_ends_with_what_to_do(lock: Path) -> None:
 
 def test_where_another_machine_may_compile_nothing_is_removed(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock.touch()
-    monkeypatch.setattr(compile_lock, "_file_system", lambda path: "nfs4")
+    monkeypatch.setattr(compile_lock, "file_system", lambda path: "nfs4")
     with pytest.raises(BadInputError, match="is still there after 1 min"):
         await_compiled("some", what=WHAT, longest=60.0, sleep=looks({}))
     assert lock.exists()
 
 
 def test_the_file_system_is_the_one_that_is_mounted_nearest() -> None:
-    assert compile_lock._file_system(Path("/dev/shm/nowhere/lock")) == "tmpfs"
-    assert compile_lock._file_system(Path("/proc/self/status")) == "proc"
+    assert compile_lock.file_system(Path("/dev/shm/nowhere/lock")) == "tmpfs"
+    assert compile_lock.file_system(Path("/proc/self/status")) == "proc"
 
 
 def test_many_that_ask_at_once_end_none_of_each_other(lock: Path) -> None:
     # The kernel signals who has a lease when somebody else opens the file; unprepared, that ends a process.
     code = (
-        "import sys; from memtop.train.compile_lock import _unused; from pathlib import Path\n"
-        "for _ in range(3000): _unused(Path(sys.argv[1]))"
+        "import sys; from memtop.train.compile_lock import unused_lock; from pathlib import Path\n"
+        "for _ in range(3000): unused_lock(Path(sys.argv[1]))"
     )
     lock.touch()
     many = [subprocess.Popen([sys.executable, "-c", code, str(lock)], cwd=ROOT) for _ in range(3)]

@@ -220,12 +220,15 @@ def test_a_journal_that_cannot_be_written_disturbs_nobody(tmp_path: Path) -> Non
 
 def test_a_full_queue_drops_the_oldest_and_counts_them(tmp_path: Path) -> None:
     code = """
-import memtop_agent.journal as j
+import json, os, memtop_agent.journal as j
 journal = j.Journal(PATH + "/not/there", capacity=10)
 for n in range(25):
     journal.put({"n": n})
 journal.flush()
-print(journal.dropped, [report["n"] for report in journal._queue])
+os.makedirs(PATH + "/not/there")
+journal.flush()
+lines = open(PATH + "/not/there/rank-0.jsonl").read().splitlines()
+print(journal.dropped, [json.loads(line)["n"] for line in lines])
 """.replace("PATH", repr(str(tmp_path)))
     assert python(code, environment(tmp_path)) == f"15 {list(range(15, 25))}\n"
 

@@ -277,7 +277,7 @@ import memtop_agent
 class Odd(MemoryError):
     def __str__(self): raise RuntimeError("no words")
     def __setattr__(self, name, value): raise RuntimeError("no marks")
-memtop_agent._agent.report = lambda *a, **k: 1 / 0
+memtop_agent.memory.at_failure = lambda *a, **k: 1 / 0
 raise Odd()
 """
     done = run_dying(code, tmp_path)

@@ -61,17 +61,24 @@ def test_a_chat_template_frames_both_parts(tmp_path: Path) -> None:
     assert opening == tokens.encode("<user>why\n<assistant>")
 
 
+def with_template(folder: Path, template: str) -> LibraryTokens:
+    """The test tokenizer with another chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(build_tokenizer(folder / "a"))
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder / "b")
+    return LibraryTokens(str(folder / "b"))
+
+
 def test_a_template_that_stores_answers_in_another_way(tmp_path: Path) -> None:
-    tokens = LibraryTokens(str(build_tokenizer(tmp_path / "a", chat=True)))
-    tokens._tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[think]{% endif %}"
-    )
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[think]{% endif %}"
+    tokens = with_template(tmp_path, template)
     assert tokens.chat("why", "so") == (tokens.encode("why[think]"), [*tokens.encode("so"), tokens.end])
 
 
 def test_a_template_that_fails_is_said(tmp_path: Path) -> None:
-    tokens = LibraryTokens(str(build_tokenizer(tmp_path / "a", chat=True)))
-    tokens._tokenizer.chat_template = "{{ raise_exception('system first') }}"
+    tokens = with_template(tmp_path, "{{ raise_exception('system first') }}")
     with pytest.raises(BadInputError, match=r"chat template failed: TemplateError: system first"):
         tokens.chat("why", "so")
 
