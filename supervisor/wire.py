@@ -15,6 +15,7 @@ import msgspec
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.recovery.values import Peak, Remedy
 
 
@@ -57,22 +58,6 @@ class StepSplit(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_seconds: float | None = None
 
 
-class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent inside one rank measured at its newest update; device bytes are None on CPU."""
-
-    rank: int
-    pid: int
-    connected: bool
-    device_uuid: str | None = None
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
-    peak_bytes: int | None = None
-    """The most allocated during that update (in a program of the user's own: ever)."""
-    peak_reserved_bytes: int | None = None
-    """The most that its allocator held meanwhile: what the card had to have, beside the context."""
-    rss_bytes: int | None = None
-
-
 class RoleMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory of a run's processes of one role. Bytes."""
 
@@ -107,20 +92,52 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     """None while it lasts; replaced | finished | stopped | the kind of failure (`gpu_oom`, ...)."""
 
 
-class Trend(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that grows steadily. `per_update` is None for what is followed by time alone."""
+class TrendKind(str, Enum):
+    """Which measurement grows."""
 
+    GPU_ALLOCATED = "gpu_allocated"
+    """Tensors of one rank, as torch's allocator counts them."""
+    GPU_RESERVED = "gpu_reserved"
+    """Memory that torch's allocator of one rank holds, tensors and cache."""
+    GPU_USED = "gpu_used"
+    """Used memory of a whole GPU, as the driver reports it."""
+    HOST_ANONYMOUS = "host_anonymous"
+    """Private resident memory of processes that is backed by no file."""
+    SWAP_IN = "swap_in"
+    """Memory read back from swap."""
+
+    @property
+    def of_gpu(self) -> bool:
+        return self in (TrendKind.GPU_ALLOCATED, TrendKind.GPU_RESERVED, TrendKind.GPU_USED)
+
+
+class TrendSubject(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a trend is about. A field is None where it does not apply or is not known."""
+
+    kind: TrendKind
+    gpu_index: int | None = None
+    gpu_uuid: str | None = None
+    rank: int | None = None
+    role: str | None = None
+    """The role of the processes, one of `host_memory.ROLES`; "rank" with `rank` None means all ranks together."""
+
+
+class Trend(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory that grows steadily, or sustained swapping."""
+
+    subject: TrendSubject
     what: str
-    """`GPU 0`, `GPU 0 reserved`, `anonymous memory of rank 0`, `anonymous memory of the loader workers`, `swap-in`"""
+    """The subject as text, for people only: `GPU 0`, `GPU 0 reserved by rank 0`, `anonymous memory of rank 0`, `swap-in`."""
     bytes_per_second: float
     bytes_per_update: float | None = None
+    """None for a series that is sampled once a second instead of once per update."""
     confidence: float
-    """0-1: how sure it is that this grows at all."""
+    """0-1: the probability that the growth is real."""
     full_in_seconds: float | None = None
-    """Until the limit at this rate; None where there is no limit."""
+    """Time until the memory is full at this rate; None where there is no limit."""
     full_at_update: int | None = None
     message: str
-    """One line for a person."""
+    """One line for people."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,15 +278,12 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a restart edits; None leaves a setting as it is."""
+    """What a restart edits. The preset is applied first, then the assignments."""
 
-    batch: int | None = None
-    accumulation: int | None = None
-    seq_len: int | None = None
     preset: str | None = None
-    max_updates: int | None = None
     assignments: dict[str, str] = {}
-    """--set KEY=VALUE."""
+    """Settings by the names of `--set`, as text: {"batch": "4", "lora.r": "16"}."""
+    max_updates: int | None = None
     configuration: int | None = None
     """Go back to the settings of this configuration of the run; the other fields are edits of those."""
     state_before: int | None = None

@@ -22,10 +22,10 @@ from memtop.presets import (
     resolve,
     take_whole,
 )
-from memtop.presets.checking import check
-from memtop.presets.comparing import outlook
-from memtop.presets.editing import find_preset
+from memtop.presets.comparison import outlook
+from memtop.presets.edits import find_preset
 from memtop.presets.schema import ALL_TARGETS, ATTENTION_TARGETS, Lora, Zero
+from memtop.presets.validation import check
 
 GIB = 1 << 30
 PRESETS = load_presets()
@@ -123,7 +123,8 @@ def test_cpu_adam_goes_back_to_adamw_where_nothing_is_offloaded_any_more() -> No
         ({"zero": Zero(stage=3), "batch": 1, "accumulation": 16}, "resumes", "same state"),
         ({"seq_len": 512}, "resumes", "T 1024 -> 512: other data"),
         ({"accumulation": 8}, "resumes", "effective batch 16 -> 32"),
-        ({"lora": Lora(r=64, alpha=32)}, "resumes", "alpha / r 0.25 -> 0.5"),
+        ({"lora": Lora(r=64, alpha=32)}, "new run", "lora.alpha 16 -> 32: the scale alpha / r of the adapters jumps"),
+        ({"lora": Lora(r=64, alpha=16, targets=ALL_TARGETS[::-1])}, "resumes", "same state"),
         ({"optimizer": "adamw_8bit"}, "converts", "rounded to 8 bits"),
         ({"optimizer": "adafactor"}, "converts", "row and column means"),
         ({"optimizer": "cpu_adam"}, "resumes", "same state"),

@@ -96,10 +96,10 @@ def test_show_tells_what_can_be_done_as_the_card_does(runs: Runs, dead: RunFolde
         "evidence: Error code 12",
         "anonymous memory of rank 0 grew by 5.0 MiB per update",
         "nothing is done by itself: --on-oom ask",
-        "1. batch 4 -> 2, accumulation 8 -> 16: effective batch stays 32 [same mathematics, resumes]",
+        "1. batch 4 -> 2, accumulation 8 -> 16: effective batch stays 32 [training unchanged, resumes]",
         "predicted peak 2.0 GiB of 8.0 GiB (25.0 %): line through B 4 and B 8",
         "memtop restart a --batch 2 --accum 16",
-        "2. sequence length 128 -> 64 [other mathematics, resumes, needs your consent]",
+        "2. sequence length 128 -> 64 [changes training, resumes, needs your consent]",
         "peak not known: one measured peak is known (B 4), two are needed",
         "memtop restart a --seq-len 64",
         "- see who else holds the card",
@@ -130,9 +130,9 @@ def test_back_to_what_it_has_now_is_refused_in_one_line(runs: Runs, dead: RunFol
 def test_a_restart_with_what_has_died_is_warned_of_before_it_starts(dead: RunFolder) -> None:
     again = "the run has died of memory with batch 8: this is the same, and saves nothing more"
     assert risk_of(dead, Change()) == again
-    assert "this is more than that (16)" in str(risk_of(dead, Change(batch=16, accumulation=2)))
+    assert "this is more than that (16)" in str(risk_of(dead, Change(assignments={"batch": "16", "accumulation": "2"})))
     # A preset does not raise it.
     assert risk_of(dead, Change(preset="low")) is None
-    assert risk_of(dead, Change(batch=4, accumulation=8)) is None
+    assert risk_of(dead, Change(assignments={"batch": "4", "accumulation": "8"})) is None
     # What cannot be is for the supervisor to refuse.
-    assert risk_of(dead, Change(batch=0)) is None
+    assert risk_of(dead, Change(assignments={"batch": "0"})) is None

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from memtop.presets import Settings
-from memtop.presets.arithmetic import exact_splits, split_below
+from memtop.presets.schema import exact_splits, split_below
 from memtop.train import TrainingError
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.reporting import Channel

@@ -11,14 +11,12 @@ import torch
 from accelerate import Accelerator
 
 from memtop.presets import Settings, SettingsError
-from memtop.presets.assigning import assign
-from memtop.presets.checking import check
+from memtop.presets.edits import assign
+from memtop.presets.fields import LIVE, differing, not_live
+from memtop.presets.validation import check
 from memtop.train.engine import Ranks
 from memtop.train.reporting import Channel
 
-LIVE = ("batch", "accumulation", "eval_batch", "gradient_checkpointing", "workers")
-"""Settings that can change between two updates."""
-_FIXED_UNDER_ZERO = ("batch", "accumulation", "gradient_checkpointing")
 Changes = tuple[tuple[int, dict[str, Any]], ...]
 """Commands to change settings: the command's id, and the new values by name."""
 
@@ -101,9 +99,8 @@ def edit_live(settings: Settings, values: dict[str, Any]) -> Settings:
         if name not in LIVE:
             raise SettingsError(name, text, f"cannot change during a run, only {', '.join(LIVE)} can; restart with it")
     after = assign(settings, given)
-    for name in _FIXED_UNDER_ZERO:
-        if settings.zero.stage and getattr(after, name) != getattr(settings, name):
-            raise SettingsError(name, _text(getattr(after, name)), f"cannot change while {settings.zero} runs; restart with it")
+    for name in not_live(settings, differing(settings, after)):
+        raise SettingsError(name, _text(getattr(after, name)), f"cannot change while {settings.zero} runs; restart with it")
     return check(after)
 
 

@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from memtop.presets import Settings, SettingsError
+from memtop.presets.fields import LIVE
 from memtop.presets.host_memory import HostPlan, host_plan
 from memtop.train import BadInputError, TrainingError
 from memtop.train.agent.memory import free_cache
@@ -40,7 +41,7 @@ from memtop.train.objective import predicted_tokens
 from memtop.train.optimizers import learning_rate
 from memtop.train.order import SampleOrder, Samples, UpdatePlan, sample_digest
 from memtop.train.reporting import RECORD_EVERY, Channel, MemoryRecord, Stopwatch, Tracking
-from memtop.train.requests import LIVE, Control, edit_live
+from memtop.train.requests import Control, edit_live
 
 
 class Gradients(msgspec.Struct, frozen=True):

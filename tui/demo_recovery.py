@@ -268,6 +268,7 @@ def trend(update: int, step_seconds: float, bytes_per_update: int, left_bytes: i
     what = "anonymous memory of the loader workers"
     grows = f"{what} grows by {bytes_per_update / 1024**2:.1f} MiB per update"
     return wire.Trend(
+        subject=wire.TrendSubject(kind=wire.TrendKind.HOST_ANONYMOUS, role="loader worker"),
         what=what,
         bytes_per_second=bytes_per_update / step_seconds,
         bytes_per_update=bytes_per_update,

@@ -13,15 +13,13 @@ from memtop.tui.line import MUTED, Line, line
 
 
 def of_gpu(run: RunState, gpu: GpuSample) -> Trend | None:
-    """The trend of this card that fills it first."""
-    name = f"GPU {gpu.index}"
-    found = [trend for trend in run.trends if trend.what == name or trend.what.startswith(f"{name} ")]
-    return first_full(found)
+    """The trend that fills this GPU first."""
+    return first_full([trend for trend in run.trends if trend.subject.gpu_index == gpu.index])
 
 
 def of_host(run: RunState) -> list[Trend]:
-    """Those of host memory and swap."""
-    return [trend for trend in run.trends if not trend.what.startswith("GPU ")]
+    """The trends of host memory and swap."""
+    return [trend for trend in run.trends if not trend.subject.kind.of_gpu]
 
 
 def first_full(trends: Sequence[Trend]) -> Trend | None:

@@ -1,4 +1,4 @@
-"""From growth to a warning and a decision: what grows, when its pool is full, and whether something must be done before."""
+"""Turns growing series into trends: what grows, when its memory is full, and whether the run must be restarted before that."""
 
 from __future__ import annotations
 
@@ -10,41 +10,61 @@ import msgspec
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.recovery.trend import Slope
-from memtop.supervisor.wire import Trend
+from memtop.supervisor.wire import Trend, TrendKind, TrendSubject
 
 SOON_SECONDS = 120.0
-"""A pool that is full within this time is full soon."""
+"""A leak that fills its memory within this time is acted on at once."""
 SAVE_MARGIN = 5
-"""Updates after the next save that the memory must still last, so that the save is whole and another one can follow."""
+"""Updates after the next save for which the memory must last, so that the save completes."""
 FEWEST_UPDATES = 100
-"""Updates of an attempt before a leak may restart it: a restart that comes more often costs more than it gives."""
+"""Updates that an attempt must have done before a leak may restart it: more frequent restarts cost more than they save."""
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
-    """What the growth fills."""
+    """The memory that a leak fills."""
 
     name: str
-    """`GPU 0`, `host RAM`, `the memory group`"""
+    """`GPU 0`, `host RAM`, `the memory group`."""
     left_bytes: int | None
-    """None: not known."""
+    """None if not known."""
 
 
 class Leak(NamedTuple):
-    """A series that grows, by its slope."""
+    """A series that grows steadily."""
 
-    what: str
-    """`anonymous memory of rank 0`"""
+    subject: TrendSubject
     pool: str
     """Key of the pool that it fills."""
     slope: Slope
     by_update: bool
-    """Followed from update to update; otherwise by time alone."""
+    """The series has one value per update; otherwise one per second."""
     spare_bytes: int = 0
-    """What it may take before the pool gives anything: the allocator's cache, for allocated memory."""
+    """What the series can grow by before it takes anything from the pool: for tensors, the allocator's cache."""
+
+
+_PROCESSES = {"rank": "the ranks", "loader worker": "the loader workers", "other": "the run's other processes"}
+
+
+def processes_of(role: str) -> str:
+    """A role as text: `the loader workers`."""
+    return _PROCESSES.get(role, role)
+
+
+def describe(subject: TrendSubject) -> str:
+    """The subject as text, for people only."""
+    if subject.kind is TrendKind.SWAP_IN:
+        return "swap-in"
+    who = processes_of(subject.role or "other") if subject.rank is None else f"rank {subject.rank}"
+    if subject.kind is TrendKind.HOST_ANONYMOUS:
+        return f"anonymous memory of {who}"
+    card = "the card" if subject.gpu_index is None else f"GPU {subject.gpu_index}"
+    if subject.kind is TrendKind.GPU_USED:
+        return card
+    return f"{card} {'allocated' if subject.kind is TrendKind.GPU_ALLOCATED else 'reserved'} by {who}"
 
 
 def trends(leaks: Iterable[Leak], pools: Mapping[str, Pool], update: int | None) -> tuple[Trend, ...]:
-    """One `Trend` for each, the nearest end first. Leaks into the same pool fill it together."""
+    """One `Trend` per leak, the one that fills its pool first at the front. Leaks into one pool fill it together."""
     leaks = list(leaks)
     rates: dict[str, float] = {}
     for leak in leaks:
@@ -60,10 +80,10 @@ def _trend(leak: Leak, pool: Pool | None, rate: float, update: int | None) -> Tr
         left = pool.left_bytes + leak.spare_bytes
         full_in = left / rate
         if leak.by_update and update is not None:
-            # As many updates as this rate makes in that time.
             at_update = update + int(full_in * slope.per_second / slope.per_unit)
     return Trend(
-        what=leak.what,
+        subject=leak.subject,
+        what=describe(leak.subject),
         bytes_per_second=slope.per_second,
         bytes_per_update=slope.per_unit if leak.by_update else None,
         confidence=slope.confidence,
@@ -79,7 +99,7 @@ def _message(leak: Leak, pool: Pool | None, full_in: float | None, at_update: in
         how = f"{_rate(slope.per_unit)} per update ({_rate(slope.per_second)}/s), without a fall for {slope.span:.0f} updates"
     else:
         how = f"{_rate(slope.per_second)}/s, without a fall for {_time(slope.seconds)}"
-    text = f"{leak.what} grows by {how}"
+    text = f"{describe(leak.subject)} grows by {how}"
     if full_in is None or pool is None:
         return text
     at = "" if at_update is None else f", at update {at_update}"
@@ -101,26 +121,19 @@ def _time(seconds: float) -> str:
 
 
 def cause_of_death(found: Iterable[Trend], kind: Kind) -> tuple[str, ...]:
-    """What grew until a program died of this kind of memory, a line for each: it is what is to be mended."""
+    """The leaks that filled the memory which ran out, one line each."""
     return tuple(
-        f"{trend.what} grew by {_rate_of(trend)} until the end: a leak; a smaller batch cures none, find what is kept from "
-        "update to update"
+        f"{trend.what} grew by {_rate_of(trend)} until the end: a leak; a smaller batch does not fix it, find what the program "
+        "keeps from update to update"
         for trend in that_filled(found, kind)
     )
 
 
 def that_filled(found: Iterable[Trend], kind: Kind) -> tuple[Trend, ...]:
-    """Those that filled the memory which ran out: the host's, or a card's."""
-    host = kind in (Kind.HOST_OOM_ALLOC, Kind.HOST_OOM_KILLED)
-    return tuple(
-        trend
-        for trend in found
-        if trend.what != SWAP_IN and (host or kind.of_gpu) and trend.what.startswith(OF_HOST_MEMORY) == host
-    )
-
-
-OF_HOST_MEMORY, SWAP_IN = "anonymous memory", "swap-in"
-"""How `Trend.what` begins for the host's memory, and what it is for swapping."""
+    """The trends of the memory that ran out: of the host, or of a GPU."""
+    if kind in (Kind.HOST_OOM_ALLOC, Kind.HOST_OOM_KILLED):
+        return tuple(trend for trend in found if trend.subject.kind is TrendKind.HOST_ANONYMOUS)
+    return tuple(trend for trend in found if kind.of_gpu and trend.subject.kind.of_gpu)
 
 
 def _rate_of(trend: Trend) -> str:
@@ -130,24 +143,29 @@ def _rate_of(trend: Trend) -> str:
 
 
 def swap_trend(rate: float, share: float) -> Trend:
-    """Sustained swapping in: no growth, but the memory of processes that run is on the disk."""
+    """Sustained swapping: memory that running processes use was moved to disk.
+
+    `rate` in bytes per second; `share` is the fraction of the last seconds in which memory was read back.
+    """
+    subject = TrendSubject(kind=TrendKind.SWAP_IN)
     return Trend(
-        what=SWAP_IN,
+        subject=subject,
+        what=describe(subject),
         bytes_per_second=rate,
         confidence=share,
         message=f"{_rate(rate)}/s are read back from swap, in {units.percent(share, 0)} of the last seconds: "
-        "more memory is in use than there is",
+        "the programs use more memory than the machine has",
     )
 
 
 def must_act(
     found: Iterable[Trend], *, update: int | None, start_update: int, seconds: float, save_every: int | None
 ) -> Trend | None:
-    """The leak that will have filled its memory before the next save and its margin, or within two minutes; None if there is
-    none, or if this attempt is too young to be restarted for it: it must have lasted for as long as it still would.
+    """The leak that fills its memory within two minutes, or before the next save and its margin; None if there is none.
 
-    `update` and `start_update`: where the attempt is and where it began; `seconds`: for how long it has run; `save_every`:
-    updates between two saves.
+    None, too, while the attempt is too young to be restarted: it must have run for at least as long as the memory will still
+    last. `update` and `start_update`: the newest and the first update of the attempt; `seconds`: how long it has run;
+    `save_every`: updates between two saves, None if not known.
     """
     if update is None or update - start_update < FEWEST_UPDATES:
         return None

@@ -17,6 +17,7 @@ from memtop.supervisor.recovery.host_ladder import PROVEN, beyond_all_memory, mo
 from memtop.supervisor.recovery.situation import HostFacts, restart_command, to_do
 from memtop.supervisor.recovery.to_copy import copied
 from memtop.supervisor.recovery.values import Remedy
+from memtop.supervisor.wire import TrendSubject
 
 _BATCH = ("per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size", "batch_size_per_gpu", "batch_size")
 _ACCUMULATION = ("gradient_accumulation_steps", "accumulation_steps", "accumulate_grad_batches", "grad_accum_steps")
@@ -30,8 +31,8 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     loader_workers: bool = False
     """Processes that load its data were seen."""
     on_gpu: bool = False
-    leaks: tuple[str, ...] = ()
-    """What grew from update to update when it died (`Trend.what`)."""
+    leaks: tuple[TrendSubject, ...] = ()
+    """What grew from update to update when the program died."""
 
     def mentions(self, *words: str) -> bool:
         """Whether one of these words is in the command."""
@@ -200,7 +201,7 @@ def _host(of: Diagnosis, seen: Seen | None, host: HostFacts | None) -> Iterator[
     leaks = () if seen is None else seen.leaks
     limited = of.address_space_bytes is not None
     has_workers = seen is None or seen.loader_workers or seen.mentions("workers")
-    if has_workers and not limited and _may_be_in(leaks, "workers"):
+    if has_workers and not limited and _may_be_in(leaks, "loader worker"):
         why = "each holds its own copy of what it touches"
         yield _typed("workers", "no data-loader workers (num_workers 0), or fewer", why)
     if not leaks:
@@ -208,9 +209,9 @@ def _host(of: Diagnosis, seen: Seen | None, host: HostFacts | None) -> Iterator[
         yield from (one for one in more_host_memory(of, host) if isinstance(one, Remedy))
 
 
-def _may_be_in(leaks: Sequence[str], role: str) -> bool:
-    """Where something leaked, whether it was in these processes."""
-    return not leaks or any(role in what for what in leaks)
+def _may_be_in(leaks: Sequence[TrendSubject], role: str) -> bool:
+    """Whether processes of this role leaked; true where no leak is known."""
+    return not leaks or any(leak.role == role for leak in leaks)
 
 
 def _smaller_host(seen: Seen | None) -> Iterator[Remedy]:

@@ -8,9 +8,9 @@ from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.recovery.policy import Decision
 from memtop.supervisor.run import explain
+from memtop.supervisor.run.intake import read_reports
 from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, ExitFile, clear_leftovers
 from memtop.supervisor.run.record.checkpoints import newest_checkpoint
-from memtop.supervisor.run.reports import read_reports
 from memtop.supervisor.wire import Change, Phase
 
 if TYPE_CHECKING:
@@ -22,14 +22,19 @@ async def finish(supervisor: Supervisor, ended: ExitFile) -> None:
     assert supervisor.attempt is not None
     read_reports(supervisor, to_the_end=True)
     # Among them may be the trainer itself, whose launcher or wrapper has ended: what it still says counts.
-    attempt, progress = supervisor.attempt, supervisor.progress
+    attempt = supervisor.attempt
     await clear_leftovers(attempt, lambda text: supervisor.event("leftovers", text), supervisor.ladder, supervisor.keep_up)
     read_reports(supervisor, to_the_end=True)
-    status = None if ended.status == UNKNOWN_STATUS else ended.status
+    progress, status = supervisor.progress, None if ended.status == UNKNOWN_STATUS else ended.status
     supervisor.ended, supervisor.exit_status = ended.ended, status
     supervisor.checkpoint = newest_checkpoint(supervisor.folder.latest_state)
     phase, reason, diagnosis = explain.outcome(
-        attempt.log_path, progress.end, status, supervisor.lifecycle.phase, own_program=supervisor.settings is None
+        attempt.log_path,
+        progress.end,
+        status,
+        supervisor.lifecycle.phase,
+        own_program=supervisor.settings is None,
+        end_rank=progress.end_rank,
     )
     if supervisor.survival.stalled is not None and supervisor.pending is None and phase in (Phase.STOPPED, Phase.FINISHED):
         phase, reason = Phase.FAILED, f"stood still after: {supervisor.survival.stalled}"
@@ -53,8 +58,8 @@ async def finish(supervisor: Supervisor, ended: ExitFile) -> None:
         exit_status=status,
         outcome=outcome,
         diagnosis=diagnosis,
-        updates=progress.step.get("update"),
-        samples_seen=progress.step.get("samples_seen"),
+        updates=progress.update,
+        samples_seen=progress.step.samples_seen if progress.step else None,
         peak_bytes=progress.peak_bytes,
     )
     if supervisor.pending is None:
@@ -66,7 +71,9 @@ async def finish(supervisor: Supervisor, ended: ExitFile) -> None:
 def _decision(supervisor: Supervisor, phase: Phase, examined: Diagnosis | None) -> Decision | None:
     """What is done about the death by itself; None where it was none, or somebody has asked for something else."""
     # Whoever told it to stop, be it from outside memtop, does not want it to come back.
-    told = supervisor.lifecycle.phase is Phase.STOPPING or (supervisor.progress.end or {}).get("outcome") == "stopped"
+    told = supervisor.lifecycle.phase is Phase.STOPPING or (
+        supervisor.progress.end is not None and supervisor.progress.end.outcome == "stopped"
+    )
     died = phase is Phase.FAILED and not told
     return supervisor.survival.decide(examined) if examined is not None and died and supervisor.pending is None else None
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from memtop.presets.comparing import describe_split
-from memtop.presets.risks import risk
+from memtop.presets.comparison import describe_split, risk
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.sentences import PHASES
@@ -19,6 +18,7 @@ from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.recovery.applying import ran_out
 from memtop.supervisor.recovery.policy import SURE, Decision
+from memtop.supervisor.run.reports import End, Evaluated, MemoryRecord, Oom, SettingsChanged
 from memtop.supervisor.wire import Change, Checkpoint, Configuration, Phase
 
 _TAIL_BYTES = 16_384
@@ -26,14 +26,14 @@ _EVIDENCE_LINES = 8
 
 
 def outcome(
-    log: Path, end: dict[str, Any] | None, status: int | None, phase: Phase, *, own_program: bool
+    log: Path, end: End | None, status: int | None, phase: Phase, *, own_program: bool, end_rank: int = 0
 ) -> tuple[Phase, str | None, dict[str, Any] | None]:
     """How an attempt ended: the run's next phase, the reason in one line, and a diagnosis where it failed.
 
     `end` is what the program itself said last; `status` its exit status (negative for a signal, None if not known). The
     built-in trainer is only believed to have finished if it said so: exit status 0 alone proves nothing.
     """
-    said = end.get("outcome") if end else None
+    said = end.outcome if end else None
     unsaved = not_saved(end)
     if unsaved:
         return Phase.FAILED, unsaved, {"summary": unsaved, "evidence": last_lines(log)}
@@ -51,12 +51,12 @@ def outcome(
     if first is not None:
         rank, its_status = first
         summary = f"rank {rank} died first, {describe_status(its_status)}"
-        end = end if end and end.get("rank") == rank else None
+        end = end if end_rank == rank else None
         lines = _evidence_of_rank(log) or lines
-        if end and end.get("message"):
-            summary = f"{summary}: {end['message']}"
-    elif end and end.get("message"):
-        summary = f"{summary}: {end['message']}"
+        if end and end.message:
+            summary = f"{summary}: {end.message}"
+    elif end and end.message:
+        summary = f"{summary}: {end.message}"
     elif status is not None and status >= 0 and lines:
         summary = f"{summary}: {lines[-1]}"
     return Phase.FAILED, summary, {"summary": summary, "evidence": lines}
@@ -73,14 +73,13 @@ def with_cause(examined: Diagnosis, told: dict[str, Any] | None, reason: str | N
     return {**values, **(told or {})}, reason
 
 
-def oom_text(rank: int, report: dict[str, Any]) -> str:
+def oom_text(rank: int, report: Oom) -> str:
     """An allocation failure in one line."""
-    update, phase = report.get("update"), report.get("phase")
-    during = PHASES.get(str(phase))
-    where = ", ".join(filter(None, (f"rank {rank}", f"update {update}" if update else None, during)))
-    split = f" with batch {report['batch']} x {report.get('accumulation')}" if report.get("batch") else ""
-    words = str(report.get("message") or report.get("error") or "no words").strip().splitlines()
-    then = "; the same samples are done again in smaller pieces" if report.get("survived") else ""
+    update = f"update {report.update}" if report.update else None
+    where = ", ".join(filter(None, (f"rank {rank}", update, PHASES.get(report.phase))))
+    split = f" with batch {report.batch} x {report.accumulation}" if report.batch else ""
+    words = (report.message or report.error or "no words").strip().splitlines()
+    then = "; the same samples are done again in smaller pieces" if report.survived else ""
     return f"out of memory ({where}{split}): {words[0] if words else 'no words'}{then}"
 
 
@@ -90,19 +89,19 @@ def decided(decision: Decision) -> str:
     return f"{words[decision.action]}: {decision.why}"
 
 
-def settings_text(before: Settings, after: Settings, report: dict[str, Any]) -> str:
+def settings_text(before: Settings, after: Settings, report: SettingsChanged) -> str:
     """What the running program has changed, and why."""
     names = [name for name in before.__struct_fields__ if getattr(before, name) != getattr(after, name)]
     edits = ", ".join(f"{name} {getattr(before, name)} -> {getattr(after, name)}" for name in names) or "nothing"
-    return f"{report.get('reason') or 'changed'} at update {report.get('update')}: {edits}"
+    return f"{report.reason or 'changed'} at update {report.update}: {edits}"
 
 
-def not_saved(end: dict[str, Any] | None) -> str | None:
+def not_saved(end: End | None) -> str | None:
     """That a program which came to its end, or was told to stop, could not save its state, and why, in its own words; None
     where it could, or says nothing."""
-    if end is None or end.get("outcome") not in ("finished", "stopped") or end.get("saved", True):
+    if end is None or end.outcome not in ("finished", "stopped") or end.saved:
         return None
-    return str(end.get("message") or f"{end['outcome']}, not saved: no reason given")
+    return end.message or f"{end.outcome}, not saved: no reason given"
 
 
 def done_again(reached: int | None, saved: Checkpoint | None) -> str | None:
@@ -163,25 +162,21 @@ def _tail(log: Path) -> str:
         return f"{log}: cannot be read: {error.strerror}"
 
 
-def report_text(report: dict[str, Any]) -> str:
+def report_text(report: MemoryRecord | Evaluated) -> str:
     """A memory record or an evaluation of the trainer in one line."""
-    if report.get("type") == "evaluation":
-        return (
-            f"evaluation at update {report.get('update')}: loss {report.get('loss'):.4f} over {report.get('samples')} samples"
-        )
-    used, total = report.get("used_bytes"), report.get("total_bytes")
-    return f"{report.get('stage')}: host {units.size(used)} of {units.size(total)} used"
+    if isinstance(report, Evaluated):
+        loss = "not reported" if report.loss is None else f"{report.loss:.4f}"
+        return f"evaluation at update {report.update}: loss {loss} over {report.samples} samples"
+    return f"{report.stage}: host {units.size(report.used_bytes)} of {units.size(report.total_bytes)} used"
 
 
 def restart_reason(change: Change) -> str:
     """Why an attempt begins: `restart with batch 4, accumulation 8`."""
     prefix = f"{change.reason}: " if change.reason else ""
-    edits = [
-        f"{name} {value}"
-        for name in ("preset", "batch", "accumulation", "seq_len", "max_updates")
-        if (value := getattr(change, name)) is not None
-    ]
-    edits += [f"{key} {value}" for key, value in change.assignments.items()]
+    edits = [f"preset {change.preset}"] if change.preset is not None else []
+    edits += [f"{name} {text}" for name, text in change.assignments.items()]
+    if change.max_updates is not None:
+        edits.append(f"max_updates {change.max_updates}")
     if change.configuration is not None:
         edits.insert(0, f"the settings of configuration {change.configuration}")
     if change.state_before is not None:

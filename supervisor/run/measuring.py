@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.recovery.bottleneck import Measured
+from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import RoleMemory
 
 _UPDATES, _SAMPLES = 20, 30
@@ -29,7 +30,7 @@ class Measuring:
     """Of one configuration of one attempt: `changed` begins anew."""
 
     def __init__(self) -> None:
-        self._updates: deque[Mapping[str, Any]] = deque(maxlen=_UPDATES)
+        self._updates: deque[Step] = deque(maxlen=_UPDATES)
         self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
         self._skip = _WARM_UP
         self._at_start: int | None = None
@@ -39,11 +40,11 @@ class Measuring:
         self._updates.clear()
         self._skip = _WARM_UP
 
-    def step(self, report: Mapping[str, Any]) -> None:
+    def step(self, report: Step) -> None:
         """Rank 0 has done an update."""
         if self._skip > 0:
             self._skip -= 1
-        elif report.get("step_seconds"):
+        elif report.step_seconds:
             self._updates.append(report)
 
     def sample(self, machine: MachineSnapshot, gpus: Iterable[GpuSample]) -> None:
@@ -78,7 +79,7 @@ class Measuring:
         return Measured(
             updates=len(self._updates),
             on_gpu=bool(gpus),
-            **{name: _median(update.get(name) for update in self._updates) for name in _PARTS},
+            **{name: _median(getattr(update, name) for update in self._updates) for name in _PARTS},
             samples_per_second=samples_per_second,
             utilization_fraction=self._of(lambda sample: sample.utilization),
             sm_active_fraction=self._of(lambda sample: sample.sm_active),

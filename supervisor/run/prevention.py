@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
-from memtop.supervisor.monitor.vram import RankUse, placed, ranks_on
+from memtop.supervisor.monitor.vram import RankMemory, placed, ranks_on
 from memtop.supervisor.recovery.applying import key
 from memtop.supervisor.recovery.batch_trial import upper_bound
 from memtop.supervisor.recovery.bottleneck import advise
@@ -20,6 +21,8 @@ from memtop.supervisor.recovery.forecast import Line, line_through, peaks_of
 from memtop.supervisor.recovery.leaks import must_act
 from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run.measuring import Measuring
+from memtop.supervisor.run.processes.host_memory import anonymous_bytes
+from memtop.supervisor.run.reports import Pressure, Report, SettingsChanged, Step
 from memtop.supervisor.run.trends import Member, TrendWatch
 from memtop.supervisor.run.trials import Trials
 from memtop.supervisor.wire import Advice, Change, Phase, Trend
@@ -52,24 +55,25 @@ class Prevention:
     def trends(self) -> tuple[Trend, ...]:
         return self._trends.trends
 
-    def report(self, rank: int, report: dict[str, Any]) -> None:
-        """A rank has said something."""
+    def report(self, rank: int, report: Report) -> None:
+        """A rank has reported something."""
         self._follow_attempt()
         self.trials.report(rank, report)
-        kind = report.get("type")
-        if kind == "step":
+        if isinstance(report, Step):
             self._trends.step(rank, report)
             if rank == 0:
                 self._measuring.step(report)
-        elif kind == "settings" and rank == 0:
+        elif isinstance(report, SettingsChanged) and rank == 0:
             self._measuring.changed()
-        elif kind == "pressure":
+        elif isinstance(report, Pressure):
             self._pressure(rank, report)
 
     def tick(self) -> None:
         """After new reports were read."""
         self._follow_attempt()
-        self._trends.look(time.time(), self._members())
+        if self._trends.wants_reading:
+            members = self._members()
+            self._trends.read(time.time(), members, anonymous_bytes([member.pid for member in members]))
         for message, data in self._trends.news():
             self._supervisor.event("trend", message, data)
         self._act()
@@ -80,10 +84,12 @@ class Prevention:
         if machine is None or supervisor.attempt is None or supervisor.phase.final:
             return
         self._follow_attempt()
-        ranks = _uses(supervisor)
+        ranks = supervisor.progress.rank_memory()
         gpus = _own_gpus(machine, ranks)
         bases = supervisor.watch.gpu_base_bytes
-        for line in self._trends.sample(machine, self._members(), ranks, bases, loading=self._is_loading()):
+        for line in self._trends.sample(
+            machine, self._members(), ranks, bases, supervisor.watch.reading, loading=self._is_loading()
+        ):
             supervisor.event("danger", line)
         self._measuring.sample(machine, gpus)
         self._samples += 1
@@ -106,13 +112,13 @@ class Prevention:
 
     def _members(self) -> list[Member]:
         """The run's processes with their roles, as far as they have been seen."""
-        ranks = {rank.pid: rank.rank for rank in self._supervisor.progress.ranks(set())}
+        ranks = {rank.pid: rank.rank for rank in self._supervisor.progress.rank_memory()}
         roles = {**self._supervisor.watch.roles, **dict.fromkeys(ranks, "rank")}
         return [Member(pid, role, ranks.get(pid)) for pid, role in roles.items()]
 
-    def _pressure(self, rank: int, report: dict[str, Any]) -> None:
+    def _pressure(self, rank: int, report: Pressure) -> None:
         """torch's allocator had to give its cache back and ask again: the step before the failure."""
-        retries, update = report.get("allocation_retries"), report.get("update")
+        retries, update = report.allocation_retries, report.update
         text = f"update {update}: the allocator of rank {rank} was refused memory and had to empty its cache first"
         self._supervisor.event("pressure", f"{text} ({retries} times so far)", {"rank": rank, "retries": retries})
 
@@ -125,12 +131,11 @@ class Prevention:
             return
         if supervisor.progress.unsaved is not None:
             return  # what it has learnt would be lost; that nothing can be saved is told already
-        plan, step = supervisor.progress.plan, supervisor.progress.step
         settings = supervisor.settings
         trend = must_act(
             self._trends.own,
-            update=step.get("update"),
-            start_update=int(plan.get("updates") or 0),
+            update=supervisor.progress.update,
+            start_update=supervisor.progress.start_update,
             seconds=time.time() - (supervisor.started or time.time()),
             save_every=settings.save_every if settings is not None else None,
         )
@@ -203,7 +208,9 @@ class Prevention:
         """The size of what the run trains in, and how much of it is taken: of its fullest card, or of host memory."""
         if self._supervisor.survival.on_gpu:
             gpus = [
-                gpu for gpu in _own_gpus(machine, _uses(self._supervisor)) if gpu.total_bytes and gpu.free_bytes is not None
+                gpu
+                for gpu in _own_gpus(machine, self._supervisor.progress.rank_memory())
+                if gpu.total_bytes and gpu.free_bytes is not None
             ]
             fullest = max(gpus, key=lambda gpu: gpu.used_fraction or 0.0, default=None)
             if fullest is None or fullest.total_bytes is None or fullest.free_bytes is None:
@@ -213,20 +220,7 @@ class Prevention:
         return (host.total_bytes if host.limit_bytes is None else host.limit_bytes), host.used_bytes
 
 
-def _uses(supervisor: Supervisor) -> list[RankUse]:
-    return [
-        RankUse(
-            pid=rank.pid,
-            device_uuid=rank.device_uuid,
-            allocated_bytes=rank.allocated_bytes,
-            reserved_bytes=rank.reserved_bytes,
-            peak_reserved_bytes=rank.peak_reserved_bytes,
-        )
-        for rank in supervisor.progress.ranks(set())
-    ]
-
-
-def _own_gpus(machine: MachineSnapshot, ranks: list[RankUse]) -> list[GpuSample]:
+def _own_gpus(machine: MachineSnapshot, ranks: Iterable[RankMemory]) -> list[GpuSample]:
     """The cards that the run's ranks are on."""
     where = placed(ranks, machine.gpus)
     return [gpu for gpu in machine.gpus if ranks_on(gpu, where)]

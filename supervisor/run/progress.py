@@ -1,177 +1,212 @@
-"""Folds the agents' reports into what is known of the training: position, loss, speed, memory per rank."""
+"""The training of one attempt, folded from its reports."""
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace
+
 from memtop.presets.schema import Settings
-from memtop.supervisor.run.processes.gpu_base import RankReport
-from memtop.supervisor.wire import Metric, RankMemory, StepSplit
+from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.run.reports import (
+    End,
+    Evaluated,
+    Hello,
+    Offers,
+    Oom,
+    PhaseChanged,
+    Plan,
+    Report,
+    Saved,
+    SaveFailed,
+    SettingsChanged,
+    Step,
+)
+from memtop.supervisor.wire import StepSplit
 
-# Updates over which speed is averaged: long enough to be steady, short enough to notice a change.
+# Speed is the mean over so many updates: enough to be steady, few enough to follow a change.
 _WINDOW = 20
-# A program can survive many; the newest say why it ended.
+# A program may survive many allocation failures; the newest explain its end.
 _FAILURES_KEPT = 256
-_SPLIT = ("data_wait_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds")
 
 
-class Progress:
-    """The training of one attempt, as its reports tell it. Values are None until a report has told them."""
+class Rank(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's process."""
 
-    def __init__(self, best_loss: float | None = None) -> None:
-        self.step: dict[str, Any] = {}
-        """Rank 0's newest step report."""
-        self.plan: dict[str, Any] = {}
-        self.end: dict[str, Any] | None = None
-        """{"outcome": finished | stopped | failed, "message": ...} once the program has said so."""
-        self.best_loss = best_loss
-        self.peak_bytes: int | None = None
-        self.phase: str | None = None
-        self.unsaved: str | None = None
-        """Why the newest save failed; None where it did not."""
-        self.waits_for_room = False
-        """It is done but for its last save, which waits: then it has no more to say."""
-        self.heard = 0
-        """How many reports there were of all ranks."""
-        self.longest_pause = 0.0
-        """Seconds that went by at most between two reports of rank 0 since its first update: evaluations and saves."""
-        self.save_seconds: float | None = None
-        """What the newest save took; None before the first."""
-        self._last_heard: float | None = None
-        self._evaluated: int | None = None
-        self._saved: int | None = None
-        self.offers: frozenset[str] | None = None
-        """The commands that rank 0 carries out; None until it has said so."""
-        self.failures: list[tuple[int, dict[str, Any]]] = []
-        """Allocations that failed: the ranks and their `oom` reports."""
-        self._ranks: dict[int, dict[str, Any]] = {}
-        self._recent: deque[tuple[float, int, float]] = deque(maxlen=_WINDOW)
+    pid: int | None = None
+    device_uuid: str | None = None
+    """The GPU that it trains on; None on the CPU, or until a report names it."""
+    step: Step | None = None
+    """Its newest update."""
 
-    def resume_from(self, history: list[Metric]) -> None:
-        """Start from what earlier attempts reached."""
-        self.best_loss = min((m.loss for m in history if m.loss is not None), default=None)
 
-    def apply(self, rank: int, report: dict[str, Any]) -> None:
-        kind = report.get("type")
-        self.heard += 1
-        if rank == 0:
-            self._note_pause(report.get("time"))
-        if kind == "hello":
-            self._ranks[rank] = {"pid": report.get("pid"), "device_uuid": None}
-            if rank == 0:
-                self.offers = frozenset(map(str, report.get("offers") or ()))
-        elif kind == "offers" and rank == 0:
-            self.offers = frozenset(map(str, report.get("offers") or ()))
-        elif kind == "plan":
-            self._ranks.setdefault(rank, {})["device_uuid"] = report.get("device_uuid")
-            if rank == 0:
-                self.plan = report
-        elif kind == "step":
-            self._ranks.setdefault(rank, {}).update(report)
-            if rank == 0:
-                self._apply_step(report)
-        elif kind == "oom":
-            self.failures = [*self.failures[-_FAILURES_KEPT + 1 :], (rank, report)]
-        elif kind == "settings" and rank == 0 and report.get("total_updates") is not None:
-            self.plan = {**self.plan, "total_updates": report["total_updates"]}
-        elif kind == "evaluation" and rank == 0:
-            self._evaluated = report.get("update")
-        elif kind == "checkpoint" and rank == 0:
-            self.save_seconds = report.get("seconds")
-            self.unsaved, self.waits_for_room, self._saved = None, False, report.get("updates")
-        elif kind == "save_failed" and rank == 0:
-            self.unsaved, self.waits_for_room = report.get("message"), bool(report.get("waiting"))
-            self._saved = report.get("update")
-        elif kind == "phase" and rank == 0:
-            self.phase = report.get("phase")
-        elif kind == "end":
-            self._apply_end(rank, report)
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ranks have reported. Values are None until a report gives them."""
 
-    def _note_pause(self, time: float | None) -> None:
-        if time is None:
-            return
-        if self.step and self._last_heard is not None:
-            self.longest_pause = max(self.longest_pause, time - self._last_heard)
-        self._last_heard = time
+    step: Step | None = None
+    """Rank 0's newest update."""
+    plan: Plan | None = None
+    end: End | None = None
+    """The program's last report: of several ranks that failed, that of the first."""
+    end_rank: int = 0
+    best_loss: float | None = None
+    peak_bytes: int | None = None
+    phase: str | None = None
+    unsaved: str | None = None
+    """Why the newest save failed; None where it did not."""
+    waits_for_space: bool = False
+    """All updates are done, and the last save waits for space on the disk."""
+    heard: int = 0
+    """The number of reports of all ranks."""
+    longest_pause: float = 0.0
+    """The most seconds between two reports of rank 0 since its first update: evaluations and saves."""
+    save_seconds: float | None = None
+    """How long the newest save took."""
+    last_heard: float | None = None
+    """The time of rank 0's newest report, seconds since the epoch."""
+    evaluated: int | None = None
+    """The update of the newest evaluation."""
+    saved: int | None = None
+    """The update of the newest save, failed or not."""
+    offers: frozenset[str] | None = None
+    """The commands that rank 0 carries out."""
+    failures: tuple[tuple[int, Oom], ...] = ()
+    """Allocations that failed, with their ranks."""
+    ranks: dict[int, Rank] = {}
+    recent: tuple[tuple[float, int, int], ...] = ()
+    """Of the newest updates the time, the samples seen, and the tokens."""
+
+    def after(self, rank: int, report: Report) -> Progress:
+        """The progress once this report is counted in."""
+        progress = replace(self, heard=self.heard + 1)
+        if rank == 0 and report.time is not None:
+            pause = report.time - self.last_heard if self.step is not None and self.last_heard is not None else 0.0
+            progress = replace(progress, last_heard=report.time, longest_pause=max(self.longest_pause, pause))
+        match report:
+            case Step():
+                return progress._after_step(rank, report)
+            case Hello(pid=pid, offers=offers):
+                known = {**self.ranks, rank: Rank(pid=pid)}
+                return replace(progress, ranks=known, offers=frozenset(offers) if rank == 0 else self.offers)
+            case Plan(device_uuid=uuid):
+                known = {**self.ranks, rank: replace(self.ranks.get(rank) or Rank(), device_uuid=uuid)}
+                return replace(progress, ranks=known, plan=report if rank == 0 else self.plan)
+            case Oom():
+                return replace(progress, failures=(*self.failures[-_FAILURES_KEPT + 1 :], (rank, report)))
+            case End():
+                return progress._after_end(rank, report)
+        return progress._after_report_of_first(report) if rank == 0 else progress
+
+    def _after_report_of_first(self, report: Report) -> Progress:
+        match report:
+            case Offers(offers=offers):
+                return replace(self, offers=frozenset(offers))
+            case SettingsChanged(total_updates=int(total)):
+                return replace(self, plan=replace(self.plan or Plan(), total_updates=total))
+            case Evaluated(update=update):
+                return replace(self, evaluated=update)
+            case Saved(seconds=seconds, updates=updates):
+                return replace(self, save_seconds=seconds, unsaved=None, waits_for_space=False, saved=updates)
+            case SaveFailed(message=message, waiting=waiting, update=update):
+                return replace(self, unsaved=message, waits_for_space=waiting, saved=update)
+            case PhaseChanged(phase=phase):
+                return replace(self, phase=phase)
+        return self
+
+    def _after_step(self, rank: int, step: Step) -> Progress:
+        before = self.ranks.get(rank)
+        if before is None:
+            known = Rank(device_uuid=step.device_uuid, step=step)
+        else:
+            known = Rank(pid=before.pid, device_uuid=step.device_uuid or before.device_uuid, step=step)
+        ranks = {**self.ranks, rank: known}
+        if rank != 0:
+            return replace(self, ranks=ranks)
+        best, peak, recent = self.best_loss, self.peak_bytes, self.recent
+        if step.loss is not None and (best is None or step.loss < best):
+            best = step.loss
+        if step.peak_bytes is not None:
+            peak = max(step.peak_bytes, peak or 0)
+        if step.samples_seen is not None and step.time is not None:
+            recent = (*recent[-_WINDOW + 1 :], (step.time, step.samples_seen, step.tokens or 0))
+        return replace(self, ranks=ranks, step=step, best_loss=best, peak_bytes=peak, recent=recent)
+
+    def _after_end(self, rank: int, end: End) -> Progress:
+        known = self.end if self.end is not None and self.end.outcome == "failed" else None
+        # The first rank that fails has the cause; the others only lost their peer.
+        if end.outcome == "failed" and (known is None or (end.time or 0.0) < (known.time or 0.0)):
+            return replace(self, end=end, end_rank=rank)
+        return replace(self, end=end, end_rank=0) if rank == 0 and known is None else self
+
+    @property
+    def update(self) -> int | None:
+        """The newest update of this attempt; None before its first."""
+        return None if self.step is None else self.step.update
+
+    @property
+    def start_update(self) -> int:
+        """The update that the attempt resumed after; 0 until the program has reported it."""
+        return 0 if self.plan is None else self.plan.updates
+
+    @property
+    def step_seconds(self) -> float | None:
+        return None if self.step is None else self.step.step_seconds
+
+    @property
+    def total_updates(self) -> int | None:
+        return None if self.plan is None else self.plan.total_updates
 
     @property
     def longest_aside(self) -> float:
-        """Seconds that something beside updates has taken at most, as far as it is known: a save, an evaluation."""
+        """The most seconds that something other than an update has taken, as far as it is known: a save, an evaluation."""
         return max(self.longest_pause, self.save_seconds or 0.0)
 
     @property
     def at_the_end(self) -> bool:
-        """Whether no update is left to begin: the last one is under way or done, maybe not saved yet."""
-        update, total = self.step.get("update"), self.plan.get("total_updates")
-        last = isinstance(update, int) and isinstance(total, int) and update + 1 >= total
-        return self.waits_for_room or last
+        """Whether no update is left to begin: the last one is in progress or done, but perhaps not saved yet."""
+        update, total = self.update, self.total_updates
+        return self.waits_for_space or (update is not None and total is not None and update + 1 >= total)
 
     def is_aside(self, settings: Settings) -> bool:
-        """Whether our own trainer may be at something else than an update, which takes longer: by its settings it evaluates or
-        saves after the newest update, and has not told that it did."""
-        update = self.step.get("update")
-        if not isinstance(update, int):
+        """Whether the built-in trainer may be busy with something longer than an update: according to its settings it evaluates
+        or saves after the newest update, and has not reported that it did."""
+        update = self.update
+        if update is None:
             return False
-        evaluates = settings.eval_every > 0 and update % settings.eval_every == 0 and (self._evaluated or 0) < update
-        if update == self.plan.get("total_updates"):
+        if update == self.total_updates:
             return True
-        return evaluates or (update % settings.save_every == 0 and (self._saved or 0) < update)
-
-    def _apply_end(self, rank: int, report: dict[str, Any]) -> None:
-        failed = report.get("outcome") == "failed"
-        known = self.end if self.end is not None and self.end.get("outcome") == "failed" else None
-        # Of several ranks that fail, the first one has the cause; the others only lost their peer.
-        if failed and (known is None or report.get("time", 0.0) < known.get("time", 0.0)):
-            self.end = {**report, "rank": rank}
-        elif rank == 0 and known is None:
-            self.end = report
-
-    def _apply_step(self, report: dict[str, Any]) -> None:
-        self.step = report
-        loss, peak = report.get("loss"), report.get("peak_bytes")
-        if loss is not None and (self.best_loss is None or loss < self.best_loss):
-            self.best_loss = loss
-        if peak is not None:
-            self.peak_bytes = max(peak, self.peak_bytes or 0)
-        if report.get("samples_seen") is not None:
-            self._recent.append((report["time"], report["samples_seen"], report.get("tokens") or 0))
+        evaluates = settings.eval_every > 0 and update % settings.eval_every == 0 and (self.evaluated or 0) < update
+        return evaluates or (update % settings.save_every == 0 and (self.saved or 0) < update)
 
     def rates(self) -> tuple[float | None, float | None]:
         """Samples and tokens per second over the newest updates; None before there are two."""
-        if len(self._recent) < 2:
+        if len(self.recent) < 2:
             return None, None
-        (start, first, _), (end, last, _) = self._recent[0], self._recent[-1]
+        (start, first, _), (end, last, _) = self.recent[0], self.recent[-1]
         if end <= start:
             return None, None
-        tokens = sum(t for _, _, t in list(self._recent)[1:])
+        tokens = sum(count for _, _, count in self.recent[1:])
         return (last - first) / (end - start), tokens / (end - start) if tokens else None
 
     def split(self) -> StepSplit:
-        return StepSplit(**{name: self.step.get(name) for name in _SPLIT})
+        return StepSplit(**{name: getattr(self.step, name, None) for name in StepSplit.__struct_fields__})
 
     @property
     def devices(self) -> dict[int, str]:
         """The GPU of each rank that has one."""
-        return {rank: known["device_uuid"] for rank, known in self._ranks.items() if known.get("device_uuid")}
+        return {number: rank.device_uuid for number, rank in self.ranks.items() if rank.device_uuid}
 
-    def rank_reports(self) -> tuple[RankReport, ...]:
-        """What each rank last said of its allocator, and when."""
-        return tuple(
-            RankReport(
-                pid=known["pid"],
-                device_uuid=known.get("device_uuid"),
-                reserved_bytes=known.get("reserved_bytes"),
-                time=known.get("time"),
-            )
-            for known in self._ranks.values()
-            if known.get("pid") is not None
-        )
+    def rank_memory(self, connected: frozenset[int] | set[int] = frozenset()) -> tuple[RankMemory, ...]:
+        """The ranks by number, with what they hold; `connected`: those whose agent is connected."""
+        found = []
+        for number, rank in sorted(self.ranks.items()):
+            if rank.pid is not None:
+                held: dict[str, Any] = {} if rank.step is None else {name: getattr(rank.step, name) for name in _MEMORY}
+                is_connected = number in connected
+                memory = RankMemory(rank=number, pid=rank.pid, connected=is_connected, device_uuid=rank.device_uuid, **held)
+                found.append(memory)
+        return tuple(found)
 
-    def ranks(self, connected: set[int]) -> tuple[RankMemory, ...]:
-        names = ("device_uuid", "allocated_bytes", "reserved_bytes", "peak_bytes", "peak_reserved_bytes", "rss_bytes")
-        return tuple(
-            RankMemory(rank=rank, pid=known["pid"], connected=rank in connected, **{n: known.get(n) for n in names})
-            for rank, known in sorted(self._ranks.items())
-            if known.get("pid") is not None
-        )
+
+_MEMORY = ("time", "allocated_bytes", "reserved_bytes", "peak_bytes", "peak_reserved_bytes", "rss_bytes")

@@ -115,7 +115,7 @@ def _seen(supervisor: Supervisor, diagnosis: Diagnosis) -> Seen:
         command=tuple(supervisor.spec.command),
         loader_workers="loader worker" in supervisor.watch.roles.values(),
         on_gpu=supervisor.survival.on_gpu,
-        leaks=tuple(trend.what for trend in that_filled(supervisor.prevention.trends, diagnosis.kind)),
+        leaks=tuple(trend.subject for trend in that_filled(supervisor.prevention.trends, diagnosis.kind)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from memtop.supervisor.run.processes.gpu_base import RankReport
+from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.wire import RunState
 
 if TYPE_CHECKING:
@@ -19,9 +19,11 @@ def run_state(supervisor: Supervisor) -> RunState:
     samples_rate, tokens_rate = progress.rates()
     # Until the program has said where it stands, it stands where it will resume.
     saved = supervisor.checkpoint if supervisor.checkpoint is not None and supervisor.checkpoint.complete else None
-    seen = step.get("samples_seen", plan.get("samples_seen", saved.samples_seen if saved else None))
-    updates = step.get("update", plan.get("updates", saved.updates if saved else None))
-    target = plan.get("target_samples") or (settings.target_samples if settings else None)
+    at = step or plan or saved
+    seen = None if at is None else at.samples_seen
+    start = plan or saved
+    updates = step.update if step is not None else None if start is None else start.updates
+    target = (plan.target_samples if plan else None) or (settings.target_samples if settings else None)
     running = attempt is not None and attempt.alive()
     left = None if seen is None or target is None else max(0, target - seen)
     return RunState(
@@ -41,20 +43,20 @@ def run_state(supervisor: Supervisor) -> RunState:
         command=supervisor.spec.command,
         effective_batch=settings.effective_batch if settings else None,
         updates=updates,
-        total_updates=plan.get("total_updates"),
+        total_updates=progress.total_updates,
         samples_seen=seen,
         target_samples=target,
-        epoch=step.get("epoch"),
-        loss=step.get("loss"),
+        epoch=step.epoch if step else None,
+        loss=step.loss if step else None,
         best_loss=progress.best_loss,
-        learning_rate=step.get("learning_rate"),
-        gradient_norm=step.get("gradient_norm"),
+        learning_rate=step.learning_rate if step else None,
+        gradient_norm=step.gradient_norm if step else None,
         samples_per_second=samples_rate,
         tokens_per_second=tokens_rate,
-        step_seconds=step.get("step_seconds"),
+        step_seconds=progress.step_seconds,
         split=progress.split(),
         eta_seconds=left / samples_rate if running and samples_rate and left is not None else None,
-        ranks=progress.ranks(supervisor.agents.ranks),
+        ranks=progress.rank_memory(supervisor.agents.ranks),
         run_rss_bytes=supervisor.watch.run_rss_bytes if running else None,
         run_memory=supervisor.watch.run_memory if running else (),
         gpu_base_bytes=supervisor.watch.gpu_base_bytes if running else {},
@@ -73,6 +75,6 @@ def run_state(supervisor: Supervisor) -> RunState:
     )
 
 
-def rank_reports(supervisor: Supervisor) -> tuple[int, tuple[RankReport, ...]]:
-    """The number of the attempt (0 before the first), and what its ranks last said of their allocators."""
-    return supervisor.attempt.number if supervisor.attempt is not None else 0, supervisor.progress.rank_reports()
+def attempt_and_ranks(supervisor: Supervisor) -> tuple[int, tuple[RankMemory, ...]]:
+    """The number of the attempt (0 before the first), and the memory that its ranks last reported."""
+    return supervisor.attempt.number if supervisor.attempt is not None else 0, supervisor.progress.rank_memory()

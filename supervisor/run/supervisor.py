@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import MemtopError, RunFolderError
+from memtop.supervisor.monitor.processes.proc import ProcessId, identify
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.change import edited, edited_live
 from memtop.supervisor.run.clients.agents import Agents
@@ -24,20 +25,20 @@ from memtop.supervisor.run.clients.publish import Publisher
 from memtop.supervisor.run.clients.server import ControlServer, Peer, socket_path
 from memtop.supervisor.run.commands import Commands
 from memtop.supervisor.run.ending import finish
+from memtop.supervisor.run.intake import read_reports, store_owed
 from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.prevention import Prevention
 from memtop.supervisor.run.processes.attempt import RunningAttempt, StopLadder, Waits
 from memtop.supervisor.run.processes.launch import launch as start_program
-from memtop.supervisor.run.processes.process import ProcessId, become_subreaper, identify, reap_children, record_rank
+from memtop.supervisor.run.processes.process import become_subreaper, reap_children, record_rank
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record import rollback as going_back
 from memtop.supervisor.run.record.checkpoints import newest_checkpoint
 from memtop.supervisor.run.record.configurations import Record
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, StateFile, write_json
 from memtop.supervisor.run.record.ledger import open_for_writing
-from memtop.supervisor.run.reports import read_reports, store_owed
-from memtop.supervisor.run.state import rank_reports, run_state
+from memtop.supervisor.run.state import attempt_and_ranks, run_state
 from memtop.supervisor.run.survival import Survival
 from memtop.supervisor.run.taking_over import take_over
 from memtop.supervisor.wire import Change, Checkpoint, Event, Phase, RunState
@@ -83,7 +84,7 @@ class Supervisor:
         self._unwritten: deque[Event] = deque(maxlen=_EVENTS_KEPT)
         self.checkpoint = newest_checkpoint(folder.latest_state)
         self._socket = socket_path(folder.path)
-        self.watch = MachineWatch(folder.path.parent, self._members, lambda: rank_reports(self))
+        self.watch = MachineWatch(folder.path.parent, self._members, lambda: attempt_and_ranks(self))
         self._peers: Collection[Peer] = ()
         self.survival = Survival(self, monotonic)
         self.prevention = Prevention(self)
@@ -214,7 +215,7 @@ class Supervisor:
         self.started, self.ended, self.exit_status = started, None, None
         self.pending, self.ladder, self.adopted = None, None, False
         self.agents.reset()
-        self.progress = Progress(self.progress.best_loss)
+        self.progress = Progress(best_loss=self.progress.best_loss)
         if start is not None:
             self.publisher.take_back_from(start + 1)
         self.attempt, self._owed = RunningAttempt(self.folder, number, shim), {}
@@ -230,7 +231,7 @@ class Supervisor:
         """What is lost of the attempt before; of a program that memtop does not know, or gone back on purpose, nothing is."""
         if self.settings is None or change.state_before is not None:
             return None
-        return explain.done_again(self.progress.step.get("update"), checkpoint)
+        return explain.done_again(self.progress.update, checkpoint)
 
     def foreseen(self, change: Change) -> Settings | None:
         """The settings that a change asked for now will give; UsageError if it cannot be."""
@@ -302,7 +303,7 @@ class Supervisor:
         assert self.attempt is not None
         # Whoever was asked to finish an update is given the time that its updates take, and its saves. Our own trainer does the
         # same on a signal, unless it stands still.
-        update = self.progress.step.get("step_seconds") or 0.0
+        update = self.progress.step_seconds or 0.0
         saves = self.settings is not None and self.survival.stalled is None
         self.ladder = StopLadder(
             self.attempt,

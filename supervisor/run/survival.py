@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
@@ -29,6 +29,7 @@ from memtop.supervisor.run.processes.attempt import ExitFile
 from memtop.supervisor.run.record.configurations import Configurations, Record
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.record.ledger import Attempt
+from memtop.supervisor.run.reports import Oom, Plan, Report, SettingsChanged, Step, values
 from memtop.supervisor.wire import Change, Proposal
 
 if TYPE_CHECKING:
@@ -106,10 +107,10 @@ class Survival:
             started=attempt.started,
         )
 
-    def replay(self, rank: int, report: dict[str, Any]) -> None:
+    def replay(self, rank: int, report: Report) -> None:
         """A rank had said this to an earlier supervisor, which may have died before it had drawn its conclusions. What is known
         already stays as it is."""
-        if report.get("type") != "step":
+        if not isinstance(report, Step):
             self.report(rank, report)
 
     def wait_again(self, waiting: Waiting) -> None:
@@ -159,19 +160,19 @@ class Survival:
     def _trains_on_the_cpu(self) -> bool:
         """Whether it is certain: before the trainer has said where it trains, its host memory is not its peak."""
         progress = self._supervisor.progress
-        said = progress.plan if self._supervisor.settings is not None else progress.step
-        return bool(said) and not self.on_gpu
+        reported = progress.plan if self._supervisor.settings is not None else progress.step
+        return reported is not None and not self.on_gpu
 
     def _look_for_a_stall(self) -> None:
         supervisor = self._supervisor
         if self._stall is None or supervisor.ladder is not None or self.comeback is not None:
             return
-        if supervisor.progress.waits_for_room:
+        if supervisor.progress.waits_for_space:
             return
         progress, settings = supervisor.progress, supervisor.settings
         words = self._stall.look(
             progress.heard,
-            progress.step.get("step_seconds"),
+            progress.step_seconds,
             longest_pause=progress.longest_pause,
             aside=settings is None or progress.is_aside(settings),
         )
@@ -182,65 +183,62 @@ class Survival:
             supervisor.save_state()
             supervisor.begin_stop(asked=False)
 
-    def report(self, rank: int, report: dict[str, Any]) -> None:
-        """A rank has said something."""
-        kind = report.get("type")
-        if kind == "step":
+    def report(self, rank: int, report: Report) -> None:
+        """A rank has reported something."""
+        if isinstance(report, Step):
             base = self._supervisor.watch.gpu_base_bytes.get(self._supervisor.progress.devices.get(rank, ""))
             self.configurations.note_step(rank, report, base, self._key())
             if self.proposal is not None and rank == 0:
                 self.proposal = None
-        elif kind == "oom":
+        elif isinstance(report, Oom):
             self._note_failure(rank, report)
-            self._tell("survived" if report.get("survived") else "oom", explain.oom_text(rank, report), report)
-        elif kind == "settings" and rank == 0:
+            self._tell("survived" if report.survived else "oom", explain.oom_text(rank, report), report)
+        elif isinstance(report, SettingsChanged) and rank == 0:
             self._changed(report)
-        elif kind == "plan" and rank == 0:
-            self.configurations.resumed(int(report.get("updates") or 0))
+        elif isinstance(report, Plan) and rank == 0:
+            self.configurations.resumed(report.updates)
             if self._trains_on_the_cpu():
                 # The first allocation after this may be the one that fails, long before the next sample.
                 self.configurations.note_host(self._resident, self._key())
 
-    def _note_failure(self, rank: int, report: dict[str, Any]) -> None:
+    def _note_failure(self, rank: int, report: Oom) -> None:
         """On the CPU what is held at the failure is the peak: no sample may ever have seen it."""
-        present, held = self.configurations.present, report.get("rss_bytes")
+        present, held = self.configurations.present, report.rss_bytes
         if present is None or held is None or not self._trains_on_the_cpu():
             return
-        if (report.get("time") or 0.0) < present.configuration.started:
+        if (report.time or 0.0) < present.configuration.started:
             return  # an earlier one's, which an earlier supervisor has dealt with
-        others = sum(other.rss_bytes or 0 for other in self._supervisor.progress.ranks(set()) if other.rank != rank)
+        others = sum(other.rss_bytes or 0 for other in self._supervisor.progress.rank_memory() if other.rank != rank)
         self.configurations.note_host(held + others, self._key())
 
-    def _tell(self, kind: str, text: str, report: dict[str, Any]) -> None:
+    def _tell(self, kind: str, text: str, report: Report) -> None:
         """An event that comes of a report, unless it was told already."""
-        if (kind, report.get("time")) not in self._told:
-            self._supervisor.event(kind, text, _data(report))
+        if report.time is None or (kind, report.time) not in self._told:
+            self._supervisor.event(kind, text, values(report))
 
-    def _changed(self, report: dict[str, Any]) -> None:
+    def _changed(self, report: SettingsChanged) -> None:
         """The running program goes on with other settings: they are the run's from now on."""
-        supervisor, changes = self._supervisor, report.get("changes")
-        if supervisor.settings is None or not isinstance(changes, dict):
+        supervisor = self._supervisor
+        if supervisor.settings is None:
             return
         try:
-            after = msgspec.convert({**msgspec.to_builtins(supervisor.settings), **changes}, Settings)
+            after = msgspec.convert({**msgspec.to_builtins(supervisor.settings), **report.changes}, Settings)
         except msgspec.ValidationError as error:
             supervisor.event("warning", f"the program reports settings that cannot be: {error}")
             return
         text = explain.settings_text(supervisor.settings, after, report)
         supervisor.settings = after
-        failed = report.get("reason") == "allocation failure"
-        update = int(report.get("update") or 0)
-        died = self._kind_of_failure(update) if failed else None
+        died = self._kind_of_failure(report.update) if report.reason == "allocation failure" else None
         assert supervisor.attempt is not None
-        said = supervisor.attempt.number, float(report.get("time") or 0.0)
-        self.configurations.change(update, text, after, died=died, saved=self._saved(), said=said)
+        said = supervisor.attempt.number, report.time or 0.0
+        self.configurations.change(report.update, text, after, died=died, saved=self._saved(), said=said)
         self._tell("settings", text, report)
 
     def _kind_of_failure(self, update: int) -> str:
         """What the trainer, which went on with less from this update on, ran out of. The journals are read one after the other:
         the failure may be in one that comes later, and then it is that of where the run trains."""
-        failures = [report for _, report in self._supervisor.progress.failures if (report.get("update") or 0) >= update - 1]
-        on_gpu = any(report.get("device_uuid") for report in failures[-1:]) if failures else self.on_gpu
+        failures = [report for _, report in self._supervisor.progress.failures if (report.update or 0) >= update - 1]
+        on_gpu = any(report.device_uuid for report in failures[-1:]) if failures else self.on_gpu
         return str(Kind.GPU_OOM.value if on_gpu else Kind.HOST_OOM_ALLOC.value)
 
     # --- its end --------------------------------------------------------------------------------------------------------
@@ -259,7 +257,7 @@ class Survival:
             asked_to_stop=asked,
             settings=supervisor.settings,
             reports=tuple(supervisor.progress.failures),
-            newest_step=supervisor.progress.step.get("time"),
+            newest_step=supervisor.progress.step.time if supervisor.progress.step else None,
         )
         work = asyncio.ensure_future(asyncio.to_thread(autopsy.examine, end, witness))
         while not work.done():
@@ -274,7 +272,7 @@ class Survival:
 
     def ended(self, outcome: str, diagnosis: Diagnosis | None) -> None:
         """The attempt is over: so is its configuration."""
-        update = self._supervisor.progress.step.get("update")
+        update = self._supervisor.progress.update
         died = diagnosis is not None and diagnosis.of_memory and diagnosis.confidence >= SURE
         # A full disk is nothing that a smaller configuration would mend: it may be tried again when there is room.
         room = diagnosis is not None and diagnosis.kind is Kind.DISK_FULL
@@ -310,7 +308,7 @@ class Survival:
 
     def _prepare(self, diagnosis: Diagnosis, decision: Decision) -> None:
         supervisor = self._supervisor
-        update = supervisor.progress.step.get("update")
+        update = supervisor.progress.update
         reason = f"{diagnosis.kind.value} at update {update}" if update is not None else diagnosis.kind.value
         change = Change(reason=reason) if decision.remedy is None else change_for(decision.remedy, reason=reason)
         uuids = set(supervisor.progress.devices.values())
@@ -363,8 +361,9 @@ class Survival:
         saved = self._supervisor.checkpoint
         known = saved.size_bytes if saved is not None and saved.complete else None
         if known is None:
-            trained = self._supervisor.progress.plan.get("trained_parameters")
-            known = trained * _STATE_BYTES if isinstance(trained, int) else None
+            plan = self._supervisor.progress.plan
+            trained = plan.trained_parameters if plan is not None else None
+            known = None if trained is None else trained * _STATE_BYTES
         return int(known * _DISK_MARGIN) + _DISK_BYTES if known else _DISK_UNKNOWN_BYTES
 
     @property
@@ -390,11 +389,7 @@ class Survival:
         watch, progress = self._supervisor.watch, self._supervisor.progress
         held = [
             watch.gpu_base_bytes[rank.device_uuid] + rank.allocated_bytes
-            for rank in progress.ranks(set())
+            for rank in progress.rank_memory()
             if rank.device_uuid in watch.gpu_base_bytes and rank.device_uuid and rank.allocated_bytes is not None
         ]
         return max(held, default=None)
-
-
-def _data(report: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in report.items() if key not in ("type", "message")}

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.run import explain
+from memtop.supervisor.run.intake import read_reports
 from memtop.supervisor.run.processes.attempt import RunningAttempt
 from memtop.supervisor.run.processes.launch import was_begun
+from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.record.ledger import Attempt
-from memtop.supervisor.run.reports import read_reports
+from memtop.supervisor.run.reports import Report
 from memtop.supervisor.wire import Change, Phase
 
 if TYPE_CHECKING:
@@ -58,11 +60,12 @@ def _remember(supervisor: Supervisor, last: Attempt, state: StateFile | None) ->
     supervisor.settings = last.settings
     supervisor.attempt = RunningAttempt(supervisor.folder, last.number, shim_pid=None)
     supervisor.survival.remember(last, state)
-    supervisor.progress.resume_from(supervisor.ledger.metrics())
+    losses = [metric.loss for metric in supervisor.ledger.metrics() if metric.loss is not None]
+    supervisor.progress = Progress(best_loss=min(losses, default=None))
     supervisor.started, supervisor.ended, supervisor.exit_status = last.started, last.ended, last.exit_status
 
-    def replay(rank: int, report: dict[str, Any]) -> None:
-        supervisor.progress.apply(rank, report)
+    def replay(rank: int, report: Report) -> None:
+        supervisor.progress = supervisor.progress.after(rank, report)
         supervisor.survival.replay(rank, report)
 
     supervisor.attempt.replay(lambda rank: supervisor.ledger.journal_offset(last.number, rank), replay)

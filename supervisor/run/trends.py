@@ -1,29 +1,28 @@
-"""Follows a run's memory: by its updates what each rank and the loader workers hold, by the clock what the cards are taken for.
+"""Follows the memory of one attempt: once per update for each rank and the loader workers, once a second for each GPU.
 
-Fed by the supervisor with reports and samples; says what leaks, when that memory is full, and why a gauge is in danger.
+It reports what leaks, when that memory will be full, and why a gauge stays in its danger band. It reads no files and no clocks:
+the supervisor passes in every reading.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import msgspec
 
 from memtop.supervisor.monitor.history import gpu_key
-from memtop.supervisor.monitor.processes import PROC
 from memtop.supervisor.monitor.values import Band, HostSample, MachineSnapshot
-from memtop.supervisor.monitor.vram import RankUse, VramParts, placed, ranks_on, vram_parts
+from memtop.supervisor.monitor.vram import RankMemory, VramParts, placed, ranks_on, vram_parts
 from memtop.supervisor.recovery.danger import DangerWatch
-from memtop.supervisor.recovery.leaks import OF_HOST_MEMORY, Leak, Pool, swap_trend, trends
+from memtop.supervisor.recovery.leaks import Leak, Pool, processes_of, swap_trend, trends
 from memtop.supervisor.recovery.trend import BY_SECOND, BY_UPDATE, Growth, Sustained
-from memtop.supervisor.run.post_mortem.evidence import address_room
-from memtop.supervisor.wire import Trend
+from memtop.supervisor.run.processes.host_memory import HostReading
+from memtop.supervisor.run.reports import Step
+from memtop.supervisor.wire import Trend, TrendKind, TrendSubject
 
 _HOST = "host"
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-_ROLES = {"rank": "the ranks", "loader worker": "the loader workers", "other": "the run's other processes"}
 
 
 class Member(NamedTuple):
@@ -31,232 +30,250 @@ class Member(NamedTuple):
 
     pid: int
     role: str
-    """See run_memory.ROLES."""
+    """One of host_memory.ROLES."""
     rank: int | None = None
 
 
+class View(IntEnum):
+    """How a series counts its bytes, from the innermost view to the outermost. Growth seen in one view shows in all views
+    outside it too; only the innermost is reported."""
+
+    ALLOCATED = 0
+    RESERVED = 1
+    USED = 2
+    ANONYMOUS = 3
+    ANONYMOUS_BY_TIME = 4
+
+    @property
+    def by_update(self) -> bool:
+        return self in (View.ALLOCATED, View.RESERVED, View.ANONYMOUS)
+
+
+_KINDS = {
+    View.ALLOCATED: TrendKind.GPU_ALLOCATED,
+    View.RESERVED: TrendKind.GPU_RESERVED,
+    View.USED: TrendKind.GPU_USED,
+    View.ANONYMOUS: TrendKind.HOST_ANONYMOUS,
+    View.ANONYMOUS_BY_TIME: TrendKind.HOST_ANONYMOUS,
+}
+
+
 class Key(NamedTuple):
-    """A series. Of those of one family the first in `_KINDS` that leaks speaks for all: the others see the same bytes."""
+    """Identifies a series."""
 
     pool: str
-    kind: str
-    who: str
-    """`rank 0`, `the loader workers`, `GPU 0`"""
-
-
-# From the innermost view to the outermost.
-_KINDS = ("allocated", "reserved", "used", "anonymous", "anonymous by time")
-_BY_UPDATE = ("allocated", "reserved", "anonymous")
+    """`host`, the key of a GPU, or a placeholder for the GPU of a rank that is not known yet."""
+    view: View
+    rank: int | None = None
+    role: str | None = None
 
 
 class TrendWatch:
-    """The series of one attempt."""
+    """The series of one attempt. Its methods change it in place; one model owns it."""
 
     def __init__(self) -> None:
         self.trends: tuple[Trend, ...] = ()
-        """What grows, the nearest end first."""
+        """Everything that grows; what is full first comes first."""
         self.own: tuple[Trend, ...] = ()
-        """Those of them that a new start of the run's processes would end: what fills a card from outside is not theirs, and an
-        allocator's growing cache is given back before anything fails."""
+        """The trends that a restart of the run would end. Growth that only the driver sees may belong to other programs, and
+        the allocator gives a growing cache back before an allocation fails."""
         self.swap_in = Sustained()
         self._series: dict[Key, Growth] = {}
         self._pools: dict[str, Pool] = {}
-        self._cards: dict[int, str] = {}
-        """The card that each rank is on."""
+        self._gpus: dict[str, int] = {}
+        """The index of each GPU by its key."""
+        self._gpu_of: dict[int, str] = {}
+        """The key of the GPU that each rank uses."""
         self._cached: dict[int, int] = {}
-        """What each rank's allocator keeps beside its tensors."""
+        """Bytes that the allocator of each rank holds in addition to its tensors."""
         self._dangers: dict[str, DangerWatch] = {}
         self._update: int | None = None
         self._read_at: int | None = None
-        self._tells: set[int] = set()
+        self._reporting: set[int] = set()
         """The ranks that report their anonymous memory themselves."""
-        self._announced: set[str] = set()
-        self._withdrawn: set[str] = set()
+        self._announced: dict[TrendSubject, str] = {}
+        self._withdrawn: set[TrendSubject] = set()
 
-    # --- what comes in ----------------------------------------------------------------------------------------------------
+    # --- input ------------------------------------------------------------------------------------------------------------
 
-    def step(self, rank: int, report: Mapping[str, Any]) -> None:
-        """A rank has done an update."""
-        update, time = report.get("update"), report.get("time")
-        if not isinstance(update, int) or time is None:
+    def step(self, rank: int, report: Step) -> None:
+        """A rank has finished an update."""
+        update, time = report.update, report.time
+        if time is None:
             return
         if rank == 0:
             self._update = update
-        card = self._cards.get(rank, f"the card of rank {rank}")
-        for kind in ("allocated", "reserved"):
-            self._add(Key(card, kind, f"rank {rank}"), update, time, report.get(f"{kind}_bytes"))
-        if report.get("anonymous_bytes") is not None:
-            self._tells.add(rank)
-            self._add(Key(_HOST, "anonymous", f"rank {rank}"), update, time, report["anonymous_bytes"])
-        reserved, allocated = report.get("reserved_bytes"), report.get("allocated_bytes")
+        gpu = self._gpu_of.get(rank, _gpu_of_rank(rank))
+        allocated, reserved = report.allocated_bytes, report.reserved_bytes
+        self._add(Key(gpu, View.ALLOCATED, rank), update, time, allocated)
+        self._add(Key(gpu, View.RESERVED, rank), update, time, reserved)
+        if report.anonymous_bytes is not None:
+            self._reporting.add(rank)
+            self._add(Key(_HOST, View.ANONYMOUS, rank), update, time, report.anonymous_bytes)
         if reserved is not None and allocated is not None:
             self._cached[rank] = reserved - allocated
 
-    def look(self, time: float, members: Iterable[Member]) -> None:
-        """Once after new updates: what the processes hold that do not tell it themselves."""
-        if self._update is None or self._update == self._read_at:
+    @property
+    def wants_reading(self) -> bool:
+        """Whether updates were done since the last `read`."""
+        return self._update is not None and self._update != self._read_at
+
+    def read(self, time: float, members: Iterable[Member], anonymous: Mapping[int, int]) -> None:
+        """Take the anonymous memory by pid, after new updates: of the loader workers, and of ranks that do not report it."""
+        if self._update is None:
             return
         self._read_at = self._update
         members = list(members)
         workers = [member.pid for member in members if member.role == "loader worker"]
         if workers:
-            self._add(Key(_HOST, "anonymous", _ROLES["loader worker"]), self._update, time, anonymous_bytes(workers))
+            key = Key(_HOST, View.ANONYMOUS, role="loader worker")
+            self._add(key, self._update, time, _total(anonymous, workers))
         for member in members:
-            if member.rank is not None and member.rank not in self._tells:
-                self._add(Key(_HOST, "anonymous", f"rank {member.rank}"), self._update, time, anonymous_bytes([member.pid]))
+            if member.rank is not None and member.rank not in self._reporting:
+                self._add(Key(_HOST, View.ANONYMOUS, member.rank), self._update, time, anonymous.get(member.pid))
         self._judge()
 
     def sample(
         self,
         machine: MachineSnapshot,
         members: Iterable[Member],
-        ranks: Iterable[RankUse],
+        ranks: Iterable[RankMemory],
         bases: Mapping[str, int],
+        reading: HostReading,
         *,
         loading: bool = False,
     ) -> list[str]:
-        """The machine a second later; what is to be told of gauges that stay in danger. `bases`: RunState.gpu_base_bytes;
-        `loading`: the program is not at work yet, and what grows meanwhile is what it loads."""
-        members, ranks = list(members), placed(ranks, machine.gpus)
-        host, held = machine.host, _held(members)
-        self._pools = {_HOST: _host_pool(host, members)}
+        """Take a sample of the machine. Returns one line for each gauge that has stayed in its danger band.
+
+        `bases`: as `RunState.gpu_base_bytes`. `loading`: the program has not begun to train, so growth is what it loads.
+        """
+        members, ranks, time = list(members), placed(ranks, machine.gpus), machine.time
+        host, held = machine.host, _by_role(members, reading.anonymous)
+        self._pools = {_HOST: _host_pool(host, reading.address_space_left)}
         if host.swap_in_bytes_per_second is not None:
             self.swap_in.add(host.swap_in_bytes_per_second)
-        for role, size in held.items():
-            if not loading:
-                self._add(Key(_HOST, "anonymous by time", _ROLES.get(role, role)), machine.time, machine.time, size)
-        told = [self._danger(_HOST, "host RAM", machine.time, host.band, host.used_fraction, _host_parts(host, held))]
-        by_pid = {member.pid: member.rank for member in members if member.rank is not None}
+        if not loading:
+            for role, size in held.items():
+                self._add(Key(_HOST, View.ANONYMOUS_BY_TIME, role=role), time, time, size)
+        lines = [self._danger(_HOST, "host RAM", time, host.band, host.used_fraction, _host_parts(host, held))]
+        rank_of = {member.pid: member.rank for member in members if member.rank is not None}
+        pids = {member.pid for member in members}
         for gpu in machine.gpus:
             here, key = ranks_on(gpu, ranks), gpu_key(gpu)
-            pids = {member.pid for member in members}
             if not here and not any(row.pid in pids for row in gpu.processes):
-                continue  # somebody else's card is not this run's to watch
+                continue  # this run does not use the GPU
+            self._gpus[key] = gpu.index
             self._pools[key] = Pool(name=f"GPU {gpu.index}", left_bytes=gpu.free_bytes)
-            self._place(key, [by_pid[rank.pid] for rank in here if rank.pid in by_pid])
+            self._place(key, [rank_of[rank.pid] for rank in here if rank.pid in rank_of])
             if not loading:
-                self._add(Key(key, "used", f"GPU {gpu.index}"), machine.time, machine.time, gpu.used_bytes)
+                self._add(Key(key, View.USED), time, time, gpu.used_bytes)
             parts = _gpu_parts(vram_parts(gpu, here, own_pids=pids, base_bytes=bases.get(key)))
-            told.append(self._danger(key, f"GPU {gpu.index}", machine.time, gpu.band, gpu.used_fraction, parts))
+            lines.append(self._danger(key, f"GPU {gpu.index}", time, gpu.band, gpu.used_fraction, parts))
         self._judge()
-        return [line for line in told if line is not None]
+        return [line for line in lines if line is not None]
 
-    def _place(self, card: str, ranks: Iterable[int]) -> None:
-        """These ranks are on this card: what was followed of them before that was known is followed as the card's."""
+    def _place(self, gpu: str, ranks: Iterable[int]) -> None:
+        """These ranks use this GPU: move their series from the placeholder to it."""
         for rank in ranks:
-            before = self._cards.get(rank, f"the card of rank {rank}")
-            if before != card:
-                moved = {
-                    key: key._replace(pool=card) for key in self._series if key.pool == before and key.who == f"rank {rank}"
-                }
-                for old, new in moved.items():
-                    self._series[new] = self._series.pop(old)
-                self._cards[rank] = card
+            before = self._gpu_of.get(rank, _gpu_of_rank(rank))
+            if before != gpu:
+                for key in [key for key in self._series if key.pool == before and key.rank == rank]:
+                    self._series[key._replace(pool=gpu)] = self._series.pop(key)
+                self._gpu_of[rank] = gpu
 
     def _add(self, key: Key, x: float, time: float, value: int | None) -> None:
         if value is not None:
             if key not in self._series:
-                self._series[key] = Growth(BY_UPDATE if key.kind in _BY_UPDATE else BY_SECOND)
+                self._series[key] = Growth(BY_UPDATE if key.view.by_update else BY_SECOND)
             self._series[key].add(x, time, value)
 
     def _danger(self, key: str, gauge: str, time: float, band: Band, fraction: float | None, parts: _Parts) -> str | None:
         watch = self._dangers.setdefault(key, DangerWatch(gauge))
         return watch.add(time, band, fraction, *parts)
 
-    # --- what is said ------------------------------------------------------------------------------------------------------
+    # --- output -----------------------------------------------------------------------------------------------------------
 
     def _judge(self) -> None:
         leaking = {key: slope for key, growth in self._series.items() if (slope := growth.leaking) is not None}
         found: list[Leak] = []
-        outside = set()
-        for key, slope in sorted(leaking.items(), key=lambda item: _KINDS.index(item[0].kind)):
-            if any(_same(key, other) for other in leaking if _KINDS.index(other.kind) < _KINDS.index(key.kind)):
+        for key, slope in sorted(leaking.items(), key=lambda item: item[0].view):
+            if any(_same_bytes(key, other) for other in leaking if other.view < key.view):
                 continue
-            spare = self._cached.get(int(key.who.removeprefix("rank ")), 0) if key.kind == "allocated" else 0
-            found.append(Leak(_words(key, self._pools), key.pool, slope, key.kind in _BY_UPDATE, spare))
-            if key.kind in ("used", "reserved"):
-                outside.add(found[-1].what)
-        said = list(trends(found, self._pools, self._update))
-        self.own = tuple(trend for trend in said if trend.what not in outside)
+            spare = self._cached.get(key.rank or 0, 0) if key.view is View.ALLOCATED else 0
+            found.append(Leak(self._subject(key), key.pool, slope, key.view.by_update, spare))
+        growing = trends(found, self._pools, self._update)
+        outside = (TrendKind.GPU_USED, TrendKind.GPU_RESERVED)
+        self.own = tuple(trend for trend in growing if trend.subject.kind not in outside)
         rate = self.swap_in.value
-        if rate:
-            said.append(swap_trend(rate, self.swap_in.share))
-        self.trends = tuple(said)
+        self.trends = (*growing, swap_trend(rate, self.swap_in.share)) if rate else growing
+
+    def _subject(self, key: Key) -> TrendSubject:
+        kind, role = _KINDS[key.view], key.role
+        if not kind.of_gpu:
+            return TrendSubject(kind=kind, rank=key.rank, role="rank" if key.rank is not None else role)
+        index = self._gpus.get(key.pool)
+        return TrendSubject(kind=kind, gpu_index=index, gpu_uuid=key.pool if index is not None else None, rank=key.rank)
 
     def news(self) -> list[tuple[str, dict[str, Any]]]:
-        """What has begun to grow since the last call, and what has been taken back: each once in an attempt."""
-        told: list[tuple[str, dict[str, Any]]] = []
-        present = {trend.what: trend for trend in self.trends}
-        for what, trend in present.items():
-            if what not in self._announced:
-                self._announced.add(what)
-                told.append((trend.message, {"update": self._update, **msgspec.to_builtins(trend)}))
-        for what in self._announced - present.keys() - self._withdrawn:
-            self._withdrawn.add(what)
-            ended = "swapping in has ended" if what == "swap-in" else f"{what} no longer grows: it was no leak, or it has ended"
-            told.append((ended, {"what": what}))
-        return told
+        """The text and data of events: what has begun to grow since the last call, and what has stopped. Each only once."""
+        events: list[tuple[str, dict[str, Any]]] = []
+        present = {trend.subject: trend for trend in self.trends}
+        for subject, trend in present.items():
+            if subject not in self._announced:
+                self._announced[subject] = trend.what
+                events.append((trend.message, {"update": self._update, **msgspec.to_builtins(trend)}))
+        for subject, what in self._announced.items():
+            if subject not in present and subject not in self._withdrawn:
+                self._withdrawn.add(subject)
+                stopped = f"{what} has stopped growing: it was not a leak, or the leak has ended"
+                text = "swapping in has ended" if subject.kind is TrendKind.SWAP_IN else stopped
+                events.append((text, {"subject": msgspec.to_builtins(subject), "what": what}))
+        return events
 
 
-def anonymous_bytes(pids: Iterable[int]) -> int | None:
-    """Resident bytes of these processes that are of no file and not shared; None where none can be read. Pages that a fork
-    left in common count in each: what matters here is how the sum grows."""
-    total = None
-    for pid in pids:
-        try:
-            with (PROC / str(pid) / "statm").open("rb", buffering=0) as file:
-                words = file.read(128).split()
-        except OSError:
-            continue  # it has ended, or is hidden from this user
-        if len(words) > 2:
-            total = (total or 0) + (int(words[1]) - int(words[2])) * _PAGE
-    return total
+def _gpu_of_rank(rank: int) -> str:
+    """The pool of a rank's series while its GPU is not known."""
+    return f"the GPU of rank {rank}"
 
 
-def _same(key: Key, other: Key) -> bool:
-    """Whether the bytes of `key` are those of `other` too, seen from further outside."""
+def _same_bytes(key: Key, other: Key) -> bool:
+    """Whether the bytes of the outer view `key` include those of the inner view `other`."""
     if key.pool != other.pool:
         return False
-    if key.kind == "anonymous by time":
-        return (other.who == key.who) or (key.who == _ROLES["rank"] and other.who.startswith("rank "))
-    return key.kind == "used" or key.who == other.who
+    if key.view is View.ANONYMOUS_BY_TIME:
+        return key.role == ("rank" if other.rank is not None else other.role)
+    return key.view is View.USED or key.rank == other.rank
 
 
-def _words(key: Key, pools: Mapping[str, Pool]) -> str:
-    if key.pool == _HOST:
-        return f"{OF_HOST_MEMORY} of {key.who}"
-    pool = pools.get(key.pool)
-    card = pool.name if pool is not None else "the card"
-    if key.kind == "used":
-        return card
-    return f"{card} {key.kind} by {key.who}"
+def _total(sizes: Mapping[int, int], pids: Iterable[int]) -> int | None:
+    """None if none of these processes could be read. Pages that processes share since a fork count in each of them; that is
+    accurate enough to see growth."""
+    known = [sizes[pid] for pid in pids if pid in sizes]
+    return sum(known) if known else None
 
 
-def _host_pool(host: HostSample, members: Iterable[Member]) -> Pool:
-    """What a rank that grows fills first: the host's memory, or its own address space where that is limited."""
-    name = "host RAM" if host.limit_bytes is None else "the memory group"
-    rooms = [room for member in members if member.role == "rank" and (room := address_room(member.pid)) is not None]
-    room = min(rooms, default=None)
-    if room is not None and (host.available_bytes is None or room < host.available_bytes):
-        return Pool(name="the address space (ulimit -v)", left_bytes=room)
-    return Pool(name=name, left_bytes=host.available_bytes)
-
-
-def _held(members: Iterable[Member]) -> dict[str, int | None]:
-    """Anonymous bytes by role, without the launchers, whose memory does not move."""
-    by_role: dict[str, list[int]] = {}
+def _by_role(members: Iterable[Member], anonymous: Mapping[int, int]) -> dict[str, int | None]:
+    """Anonymous bytes by role. Launchers are left out: their memory does not change."""
+    pids: dict[str, list[int]] = {}
     for member in members:
         if member.role != "launcher":
-            by_role.setdefault(member.role, []).append(member.pid)
-    return {role: anonymous_bytes(pids) for role, pids in by_role.items()}
+            pids.setdefault(member.role, []).append(member.pid)
+    return {role: _total(anonymous, found) for role, found in pids.items()}
+
+
+def _host_pool(host: HostSample, address_space_left: int | None) -> Pool:
+    """What a growing rank fills first: the host's memory, or its own address space where that is limited."""
+    if address_space_left is not None and (host.available_bytes is None or address_space_left < host.available_bytes):
+        return Pool(name="the address space (ulimit -v)", left_bytes=address_space_left)
+    return Pool(name="host RAM" if host.limit_bytes is None else "the memory group", left_bytes=host.available_bytes)
 
 
 _Parts = tuple[int | None, dict[str, int | None]]
-"""The whole, and its parts by their names; None: not known."""
+"""Total bytes, and the bytes of each part by its name; None if not known."""
 
 
 def _host_parts(host: HostSample, held: Mapping[str, int | None]) -> _Parts:
-    own = {_ROLES.get(role, role): size for role, size in held.items()}
+    own = {processes_of(role): size for role, size in held.items()}
     others = None
     if host.used_bytes is not None:
         others = max(0, host.used_bytes - sum(size or 0 for size in own.values()) - (host.shared_bytes or 0))
@@ -269,7 +286,7 @@ def _gpu_parts(parts: VramParts) -> _Parts:
     return parts.total_bytes, {
         "tensors": parts.allocated_bytes,
         "cache": parts.cached_bytes,
-        "what the run holds beside its allocator": parts.other_own_bytes,
+        "memory of the run outside its allocator": parts.other_own_bytes,
         "other programs": None if None in jobs else sum(size for size in jobs if size is not None),
         "memory listed under no process": parts.unlisted_bytes,
     }

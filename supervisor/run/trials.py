@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
+from memtop.presets.fields import LIVE
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.recovery.batch_trial import Update, measured, verdict
-from memtop.supervisor.run.change import LIVE_FIELDS, live_values
+from memtop.supervisor.run.change import live_values
 from memtop.supervisor.run.record.configurations import same
+from memtop.supervisor.run.reports import Oom, Report, SettingsChanged, Step
 from memtop.supervisor.run.trying import come_back_with, proposed, put_back, title_of, why_not
 from memtop.supervisor.wire import Change, Phase, Trial
 
@@ -56,7 +58,7 @@ class Trials:
         self._supervisor = supervisor
         self.newest: Trial | None = None
         self._task: asyncio.Task[None] | None = None
-        self._updates: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._updates: asyncio.Queue[Step] = asyncio.Queue()
         self.before: Settings | None = None
         """The settings before those on trial; None where no settings on trial are in place."""
         self._undo: Change | None = None
@@ -120,21 +122,20 @@ class Trials:
         assert self.newest is not None
         return self.newest
 
-    def report(self, rank: int, report: dict[str, Any]) -> None:
-        """A rank has said something."""
+    def report(self, rank: int, report: Report) -> None:
+        """A rank has reported something."""
         if not self.running:
             return
-        kind = report.get("type")
-        if kind == "oom":
-            why = f"memory ran out at update {report.get('update')}: {report.get('message')}"
-            if report.get("survived"):
+        if isinstance(report, Oom):
+            why = f"memory ran out at update {report.update}: {report.message}"
+            if report.survived:
                 self._trouble = _Disturbed(why)
             else:
                 # It is dying of it. When it is dead, there is something to start again.
                 self._last_words = why
-        elif kind == "settings" and rank == 0:
-            self._changed(str(report.get("reason")))
-        elif kind == "step" and rank == 0:
+        elif isinstance(report, SettingsChanged) and rank == 0:
+            self._changed(str(report.reason))
+        elif isinstance(report, Step) and rank == 0:
             self._updates.put_nowait(report)
 
     def _changed(self, reason: str) -> None:
@@ -285,22 +286,22 @@ class Trials:
                 report = await asyncio.wait_for(self._updates.get(), _LOOK_SECONDS)
             except asyncio.TimeoutError:
                 continue
-            if report.get("batch", settings.batch) != settings.batch:
-                if report["update"] >= since:
+            if (report.batch or settings.batch) != settings.batch:
+                if report.update >= since:
                     self._check()  # which knows why
                     raise _Disturbed("the settings were changed meanwhile")
-            elif report["update"] >= since and report.get("step_seconds"):
+            elif report.update >= since and report.step_seconds:
                 found.append(self._update(report, settings))
         return found
 
-    def _update(self, report: dict[str, Any], settings: Settings) -> Update:
+    def _update(self, report: Step, settings: Settings) -> Update:
         machine = self._supervisor.watch.machine
         return Update(
-            number=report["update"],
+            number=report.update,
             samples=settings.effective_batch,
-            seconds=report["step_seconds"],
-            tokens=report.get("tokens"),
-            peak_bytes=report.get("peak_reserved_bytes") or report.get("peak_bytes"),
+            seconds=report.step_seconds or 0.0,
+            tokens=report.tokens,
+            peak_bytes=report.peak_reserved_bytes or report.peak_bytes,
             host_bytes=self._supervisor.watch.run_rss_bytes,
             swap_bytes=machine.host.swap_used_bytes if machine is not None else None,
         )
@@ -326,7 +327,7 @@ class Trials:
         supervisor = self._supervisor
         try:
             # The program may be ahead of what it has told: where nothing seems to differ, all is said.
-            values = live_values(supervisor.settings, after) or {name: getattr(after, name) for name in LIVE_FIELDS}
+            values = live_values(supervisor.settings, after) or {name: getattr(after, name) for name in LIVE}
         except UsageError:
             return await self._restart(change)
         if supervisor.phase is not Phase.TRAINING or supervisor.pending is not None or 0 not in supervisor.agents.ranks:
@@ -353,7 +354,7 @@ class Trials:
         if self.before is None:
             raise _Disturbed("the run was restarted meanwhile", undo=False)
         self._attempt = supervisor.state().attempt
-        return int(supervisor.progress.plan.get("updates") or 0) + 1
+        return supervisor.progress.start_update + 1
 
     def _refuse_restart(self) -> None:
         """Raise where a person has stopped or restarted the run, where it ended for another reason than the trial, or where its

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from memtop.presets.comparing import changes
+from memtop.presets.comparison import changes
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.recovery import batch_trial

@@ -7,13 +7,14 @@ from typing import Any
 from memtop.supervisor.monitor.values import GpuDetails, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.recovery.bottleneck import Measured
 from memtop.supervisor.run.measuring import Measuring
+from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import RoleMemory
 
 GIB = 1 << 30
 
 
-def update(seconds: float = 1.0, **more: Any) -> dict[str, Any]:
-    return {"step_seconds": seconds, "data_wait_seconds": seconds / 4, "forward_seconds": seconds / 4, **more}
+def update(seconds: float = 1.0, **more: Any) -> Step:
+    return Step(update=1, step_seconds=seconds, data_wait_seconds=seconds / 4, forward_seconds=seconds / 4, **more)
 
 
 def measured(measuring: Measuring, *gpus: GpuSample, limit: int | None = None) -> Measured:
@@ -44,7 +45,7 @@ def test_after_a_change_it_begins_anew() -> None:
 def test_what_is_not_told_is_not_zero() -> None:
     measuring = Measuring()
     for _ in range(15):
-        measuring.step({"step_seconds": 1.0})
+        measuring.step(Step(update=1, step_seconds=1.0))
     found = measured(measuring)
     assert (found.step_seconds, found.data_wait_seconds, found.wait_fraction) == (1.0, None, None)
     assert (found.on_gpu, found.utilization_fraction, found.power_fraction) == (False, None, None)

@@ -8,7 +8,7 @@ from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.danger import HELD_SAMPLES, DangerWatch
 from memtop.supervisor.recovery.leaks import Leak, Pool, must_act, swap_trend, trends
 from memtop.supervisor.recovery.trend import Slope
-from memtop.supervisor.wire import Trend
+from memtop.supervisor.wire import Trend, TrendKind, TrendSubject
 
 GIB, MIB = 1 << 30, 1 << 20
 # 1 MiB per update, two updates in a second.
@@ -16,8 +16,12 @@ SLOPE = Slope(per_unit=MIB, per_second=2 * MIB, confidence=1.0, span=80, seconds
 POOLS = {"host": Pool(name="host RAM", left_bytes=GIB), "card": Pool(name="GPU 0", left_bytes=None)}
 
 
-def leak(what: str = "anonymous memory of rank 0", pool: str = "host", spare: int = 0, by_update: bool = True) -> Leak:
-    return Leak(what, pool, SLOPE, by_update, spare)
+RANK = TrendSubject(kind=TrendKind.HOST_ANONYMOUS, rank=0, role="rank")
+TENSORS = TrendSubject(kind=TrendKind.GPU_ALLOCATED, gpu_index=0, rank=0)
+
+
+def leak(subject: TrendSubject = RANK, pool: str = "host", spare: int = 0, by_update: bool = True) -> Leak:
+    return Leak(subject, pool, SLOPE, by_update, spare)
 
 
 def test_when_it_is_full() -> None:
@@ -30,18 +34,18 @@ def test_when_it_is_full() -> None:
 
 
 def test_two_leaks_fill_one_pool_together() -> None:
-    both = trends([leak(), leak("anonymous memory of the loader workers")], POOLS, 200)
+    both = trends([leak(), leak(TrendSubject(kind=TrendKind.HOST_ANONYMOUS, role="loader worker"))], POOLS, 200)
     assert [trend.full_at_update for trend in both] == [712, 712]
 
 
 def test_what_the_allocator_has_in_store_is_used_first() -> None:
     pools = {"card": Pool(name="GPU 0", left_bytes=GIB)}
-    (trend,) = trends([leak("GPU 0 allocated by rank 0", "card", spare=GIB)], pools, 0)
+    (trend,) = trends([leak(TENSORS, "card", spare=GIB)], pools, 0)
     assert trend.full_at_update == 2048
 
 
 def test_without_a_limit_there_is_no_end() -> None:
-    (trend,) = trends([leak("GPU 0 allocated by rank 0", "card")], POOLS, 200)
+    (trend,) = trends([leak(TENSORS, "card")], POOLS, 200)
     assert (trend.full_in_seconds, trend.full_at_update) == (None, None)
     assert "full" not in trend.message
 
@@ -52,7 +56,15 @@ def test_followed_by_time_there_is_no_update() -> None:
 
 
 def trend(seconds: float | None, at: int | None) -> Trend:
-    return Trend(what="x", bytes_per_second=1, confidence=1, full_in_seconds=seconds, full_at_update=at, message="x grows")
+    return Trend(
+        subject=RANK,
+        what="x",
+        bytes_per_second=1,
+        confidence=1,
+        full_in_seconds=seconds,
+        full_at_update=at,
+        message="x grows",
+    )
 
 
 @pytest.mark.parametrize(

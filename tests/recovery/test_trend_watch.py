@@ -7,15 +7,21 @@ import os
 import sys
 from typing import Any
 
+import pytest
+
 from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSample, MachineSnapshot
-from memtop.supervisor.monitor.vram import RankUse
-from memtop.supervisor.run.trends import Member, TrendWatch, anonymous_bytes
+from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.run.processes.host_memory import HostReading, anonymous_bytes
+from memtop.supervisor.run.trends import Member, TrendWatch
+from memtop.supervisor.wire import TrendKind, TrendSubject
 from tests.conftest import Runs
 from tests.recovery.test_trend_live import events
+from tests.run.reported import reported
 
 GIB, MIB = 1 << 30, 1 << 20
 ME = os.getpid()
 RANK = Member(ME, "rank", 0)
+NOTHING = HostReading()
 
 
 def card(used: int, *, band: Band = Band.SAFE) -> GpuSample:
@@ -41,12 +47,12 @@ def train(watch: TrendWatch, updates: int, **grows: int) -> list[tuple[str, dict
     told = []
     for update in range(1, updates + 1):
         values = {name: GIB + step * update for name, step in grows.items()}
-        watch.step(0, {"update": update, "time": 1000.0 + update, **values})
+        watch.step(0, reported({"type": "step", "update": update, "time": 1000.0 + update, **values}))
         used = values.get("reserved_bytes")
         gpus = () if used is None else (card(used + GIB),)
-        ranks = [RankUse(pid=ME, device_uuid="GPU-a", reserved_bytes=used)]
-        watch.sample(machine(1000.0 + update, *gpus), [RANK], ranks, {})
-        watch.look(1000.0 + update, [RANK])
+        ranks = [RankMemory(rank=0, pid=ME, device_uuid="GPU-a", reserved_bytes=used)]
+        watch.sample(machine(1000.0 + update, *gpus), [RANK], ranks, {}, NOTHING)
+        watch.read(1000.0 + update, [RANK], {})
         told += watch.news()
     return told
 
@@ -82,8 +88,8 @@ def test_host_memory_of_a_rank() -> None:
 def test_what_fills_a_card_from_outside_is_told_but_is_not_the_runs_own() -> None:
     watch = TrendWatch()
     for second in range(1, 700):
-        ranks = [RankUse(pid=ME, device_uuid="GPU-a", reserved_bytes=GIB)]
-        watch.sample(machine(1000.0 + second, card(GIB + 4 * MIB * second)), [RANK], ranks, {})
+        ranks = [RankMemory(rank=0, pid=ME, device_uuid="GPU-a", reserved_bytes=GIB)]
+        watch.sample(machine(1000.0 + second, card(GIB + 4 * MIB * second)), [RANK], ranks, {}, NOTHING)
     assert [trend.what for trend in watch.trends] == ["GPU 0"]
     assert watch.own == ()
 
@@ -91,7 +97,7 @@ def test_what_fills_a_card_from_outside_is_told_but_is_not_the_runs_own() -> Non
 def test_what_grows_while_the_program_loads_is_what_it_loads() -> None:
     watch = TrendWatch()
     for second in range(1, 700):
-        watch.sample(machine(1000.0 + second, card(GIB + 4 * MIB * second)), [RANK], [], {}, loading=True)
+        watch.sample(machine(1000.0 + second, card(GIB + 4 * MIB * second)), [RANK], [], {}, NOTHING, loading=True)
     assert watch.trends == ()
 
 
@@ -100,7 +106,7 @@ def test_swapping_is_told_while_it_lasts() -> None:
     told = []
     for second in range(120):
         swap = 5.0 * MIB if 20 <= second < 70 else 0.0
-        watch.sample(machine(1000.0 + second, swap=swap), [RANK], [], {})
+        watch.sample(machine(1000.0 + second, swap=swap), [RANK], [], {}, NOTHING)
         told += [message for message, _ in watch.news()]
     assert [message[:40] for message in told] == ["5.0 MiB/s are read back from swap, in 53", "swapping in has ended"]
 
@@ -110,28 +116,32 @@ def test_a_leak_that_was_none_is_taken_back_once() -> None:
     told = []
     for update in range(1, 800):
         values = {"anonymous_bytes": GIB + MIB * min(update, 150)}
-        watch.step(0, {"update": update, "time": 1000.0 + update, **values})
-        watch.look(1000.0 + update, [RANK])
+        watch.step(0, reported({"type": "step", "update": update, "time": 1000.0 + update, **values}))
+        watch.read(1000.0 + update, [RANK], {})
         told += [message for message, _ in watch.news()]
     assert len(told) == 2
-    assert told[1] == "anonymous memory of rank 0 no longer grows: it was no leak, or it has ended"
+    assert told[1] == "anonymous memory of rank 0 has stopped growing: it was not a leak, or the leak has ended"
     assert watch.trends == ()
 
 
-def fresh_megabyte() -> mmap.mmap:
-    """Pages of its own: what the heap has left over from other tests would not make the process grow."""
-    pages = mmap.mmap(-1, MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.write(b"x" * MIB)
-    return pages
-
-
-def test_a_rank_that_does_not_tell_its_memory_is_read_by_us() -> None:
-    watch, kept = TrendWatch(), []
+def test_a_rank_that_does_not_report_its_memory_is_read() -> None:
+    watch = TrendWatch()
     for update in range(1, 101):
-        watch.step(0, {"update": update, "time": 1000.0 + update})
-        watch.look(1000.0 + update, [RANK])
-        kept.append(fresh_megabyte())
-    assert [trend.what for trend in watch.trends] == ["anonymous memory of rank 0"]
+        watch.step(0, reported({"type": "step", "update": update, "time": 1000.0 + update}))
+        assert watch.wants_reading
+        watch.read(1000.0 + update, [RANK], {ME: GIB + update * MIB})
+        assert not watch.wants_reading
+    (trend,) = watch.trends
+    assert trend.subject == TrendSubject(kind=TrendKind.HOST_ANONYMOUS, rank=0, role="rank")
+
+
+def test_loader_workers_are_read_together() -> None:
+    watch, workers = TrendWatch(), [Member(5, "loader worker"), Member(6, "loader worker")]
+    for update in range(1, 101):
+        watch.step(0, reported({"type": "step", "update": update, "time": 1000.0 + update, "anonymous_bytes": GIB}))
+        watch.read(1000.0 + update, [RANK, *workers], {5: GIB + update * MIB, 6: GIB + update * MIB, ME: update * GIB})
+    (trend,) = watch.trends
+    assert (trend.what, trend.bytes_per_update) == ("anonymous memory of the loader workers", 2 * MIB)
 
 
 def test_a_program_that_counts_from_one_again_begins_anew() -> None:
@@ -139,9 +149,10 @@ def test_a_program_that_counts_from_one_again_begins_anew() -> None:
     watch = TrendWatch()
     for start in (0, 60):
         for update in range(1, 61):
-            report = {"update": update, "time": 1000.0 + start + update, "anonymous_bytes": GIB + MIB * (start + update)}
-            watch.step(0, report)
-            watch.look(1000.0 + start + update, [RANK])
+            held = GIB + MIB * (start + update)
+            report = {"type": "step", "update": update, "time": 1000.0 + start + update, "anonymous_bytes": held}
+            watch.step(0, reported(report))
+            watch.read(1000.0 + start + update, [RANK], {})
     assert watch.trends == ()
 
 
@@ -149,21 +160,22 @@ def test_danger_of_a_card_is_explained() -> None:
     watch, told = TrendWatch(), []
     for second in range(60):
         reserved = 5 * GIB + min(second, 40) * 100 * MIB
-        ranks = [RankUse(pid=ME, device_uuid="GPU-a", allocated_bytes=5 * GIB, reserved_bytes=reserved)]
+        ranks = [RankMemory(rank=0, pid=ME, device_uuid="GPU-a", allocated_bytes=5 * GIB, reserved_bytes=reserved)]
         band = Band.DANGER if second >= 40 else Band.SAFE
-        told += watch.sample(machine(1000.0 + second, card(reserved + 256 * MIB, band=band)), [RANK], ranks, {})
+        told += watch.sample(machine(1000.0 + second, card(reserved + 256 * MIB, band=band)), [RANK], ranks, {}, NOTHING)
     (line,) = told
     assert line.startswith("GPU 0 stays in danger")
     assert "cache grew 3.9 GiB in 3" in line
 
 
-def test_memory_of_no_process_is_not_known() -> None:
-    assert anonymous_bytes([]) is None
-    assert anonymous_bytes([1 << 22]) is None
-    mine = anonymous_bytes([ME])
-    assert mine is not None
-    assert anonymous_bytes([ME, 1 << 22]) is not None
-    assert mine > MIB
+def test_anonymous_memory_is_read_from_the_kernel() -> None:
+    """Fresh pages of one mapping, so that leftovers in the heap do not hide them."""
+    before = anonymous_bytes([ME, 1 << 22])
+    pages = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.write(b"x" * 64 * MIB)
+    after = anonymous_bytes([ME])
+    assert list(before) == [ME]  # a process that does not exist is left out
+    assert after[ME] - before[ME] == pytest.approx(64 * MIB, rel=0.2)
 
 
 def test_allocator_retries_are_an_event(runs: Runs) -> None:

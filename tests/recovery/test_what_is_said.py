@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.recovery.bottleneck import Measured, advise
 from memtop.supervisor.recovery.host_ladder import beyond_all_memory
-from memtop.supervisor.recovery.leaks import cause_of_death
+from memtop.supervisor.recovery.leaks import cause_of_death, describe
 from memtop.supervisor.recovery.own_program import Seen
 from memtop.supervisor.recovery.policy import Candidate, decide
 from memtop.supervisor.recovery.remedies import HostFacts, remedies
 from memtop.supervisor.run import explain
-from memtop.supervisor.wire import Trend
+from memtop.supervisor.run.reports import Oom
+from memtop.supervisor.wire import Trend, TrendKind, TrendSubject
 from tests.recovery.support import FIRST, GIB, S1, climb, died, ids, named, peak
 
 CPU_RUN = replace(FIRST, workers=2, device="cpu", loss_chunk=0)
@@ -22,15 +25,27 @@ LIMITED = replace(REFUSED, address_space_bytes=4 * GIB)
 HOST = HostFacts(limit_bytes=24 * GIB, memory_bytes=26 * GIB)
 
 
-def trend(what: str, per_update: float | None = 5.0 * (1 << 20)) -> Trend:
-    return Trend(what=what, bytes_per_second=1 << 20, bytes_per_update=per_update, confidence=0.99, message="it grows")
+RANK = TrendSubject(kind=TrendKind.HOST_ANONYMOUS, rank=0, role="rank")
+WORKERS = TrendSubject(kind=TrendKind.HOST_ANONYMOUS, role="loader worker")
+CARD = TrendSubject(kind=TrendKind.GPU_RESERVED, gpu_index=0, rank=0)
+
+
+def trend(subject: TrendSubject, per_update: float | None = 5.0 * (1 << 20)) -> Trend:
+    return Trend(
+        subject=subject,
+        what=describe(subject),
+        bytes_per_second=1 << 20,
+        bytes_per_update=per_update,
+        confidence=0.99,
+        message="it grows",
+    )
 
 
 # --- a leak -------------------------------------------------------------------------------------------------------------
 
 
 def test_what_filled_the_memory_that_ran_out_is_the_cause() -> None:
-    rank, card, swapping = trend("anonymous memory of rank 0"), trend("GPU 0 reserved by rank 0", None), trend("swap-in", None)
+    rank, card, swapping = trend(RANK), trend(CARD, None), trend(TrendSubject(kind=TrendKind.SWAP_IN), None)
     (line,) = cause_of_death([rank, card, swapping], Kind.HOST_OOM_KILLED)
     assert line.startswith("anonymous memory of rank 0 grew by 5.0 MiB per update until the end: a leak")
     (line,) = cause_of_death([rank, card, swapping], Kind.GPU_OOM)
@@ -40,9 +55,9 @@ def test_what_filled_the_memory_that_ran_out_is_the_cause() -> None:
 
 
 def test_of_a_leaking_program_only_the_processes_that_leak_can_be_left_out() -> None:
-    rank = Seen(command=("python", "t.py"), loader_workers=True, leaks=("anonymous memory of rank 0",))
+    rank = Seen(command=("python", "t.py"), loader_workers=True, leaks=(RANK,))
     assert ids(remedies(REFUSED, None, seen=rank)) == []
-    workers = replace(rank, leaks=("anonymous memory of the loader workers",))
+    workers = replace(rank, leaks=(WORKERS,))
     assert ids(remedies(REFUSED, None, seen=workers)) == ["workers"]
 
 
@@ -138,8 +153,11 @@ def test_the_parts_of_an_update_add_up() -> None:
     [
         ({"update": 404, "phase": "unknown"}, "out of memory (rank 0, update 404): no words"),
         ({"phase": "unknown"}, "out of memory (rank 0): no words"),
-        ({"update": 3, "phase": "backward", "batch": 1, "accumulation": 4}, "(rank 0, update 3, in backward with batch 1 x 4)"),
+        (
+            {"update": 3, "phase": "backward", "batch": 1, "accumulation": 4},
+            "(rank 0, update 3, in the backward pass with batch 1 x 4)",
+        ),
     ],
 )
-def test_what_is_not_known_of_a_failure_is_left_out(report: dict[str, object], words: str) -> None:
-    assert words in explain.oom_text(0, report)
+def test_what_is_not_known_of_a_failure_is_left_out(report: dict[str, Any], words: str) -> None:
+    assert words in explain.oom_text(0, Oom(**report))

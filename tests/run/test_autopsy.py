@@ -19,6 +19,7 @@ from memtop.supervisor.run.post_mortem.evidence import Witness
 from memtop.supervisor.run.post_mortem.examine import End, evidence_of, examine
 from memtop.supervisor.run.post_mortem.oom_kills import RELATED_SECONDS
 from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.reports import Oom
 from tests.conftest import Runs
 
 LOGITS = 8 * 252 * 40960 * 4
@@ -59,9 +60,9 @@ def settings_of(batch: int) -> Settings:
     )
 
 
-def oom(**about: Any) -> dict[str, Any]:
+def oom(**about: Any) -> Oom:
     message = f"CUDA out of memory. Tried to allocate {LOGITS / (1 << 20):.2f} MiB."
-    return {"type": "oom", "time": 1.0, "error": "torch.OutOfMemoryError", "message": message, "survived": False, **about}
+    return Oom(**{"time": 1.0, "error": "torch.OutOfMemoryError", "message": message, "survived": False, **about})
 
 
 def test_what_failed_is_told_with_the_batch_that_it_had(folder: Path) -> None:

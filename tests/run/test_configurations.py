@@ -12,6 +12,7 @@ from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.run.record.configurations import Configurations, Record, Start, before_the_present
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.view import read_configurations
+from memtop.supervisor.run.reports import Step
 
 SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
 HALF = replace(SETTINGS, batch=SETTINGS.batch // 2, accumulation=SETTINGS.accumulation * 2)
@@ -34,8 +35,8 @@ class Book:
         self.told += 1
 
 
-def step(update: int, **more: Any) -> dict[str, Any]:
-    return {"type": "step", "update": update, "samples_seen": update * 32, "step_seconds": 0.5, **more}
+def step(update: int, **more: Any) -> Step:
+    return Step(**{"update": update, "samples_seen": update * 32, "step_seconds": 0.5, **more})
 
 
 def test_a_stretch_has_its_reason_peak_speed_and_outcome() -> None:

@@ -21,6 +21,7 @@ from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.errors import RunFolderError, UsageError
@@ -48,9 +49,11 @@ from memtop.supervisor.run.record.folder import (
 from memtop.supervisor.run.record.journal import Journal
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.view import known_runs, read_run, read_state, show
+from memtop.supervisor.run.reports import End, Step
 from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.run.taking_over import take_over
 from memtop.supervisor.wire import Change, Checkpoint, Event, Outcome, Phase, Restart
+from tests.run.reported import heard, reported
 
 SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
 
@@ -216,28 +219,32 @@ def test_a_damaged_run_json_hides_no_other_run(tmp_path: Path) -> None:
 
 def test_only_whole_lines_are_read_and_damaged_ones_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.jsonl"
-    path.write_text('{"update": 1}\n{"upd\n{"update": 2}\n{"update": 3')
+    path.write_text('{"type": "step", "update": 1}\n{"upd\n{"type": "step", "update": 2}\n{"type": "step", "update": 3')
     journal = Journal(path)
     reports, end = journal.read_new()
-    assert reports == [{"update": 1}, {"update": 2}]
+    assert reports == [Step(update=1), Step(update=2)]
     journal.offset = end
     with path.open("a") as file:
         file.write("}\n")
-    assert journal.read_new()[0] == [{"update": 3}]
+    assert journal.read_new()[0] == [Step(update=3)]
 
 
 def step(update: int, loss: float = 1.0) -> dict[str, Any]:
     return {"type": "step", "update": update, "loss": loss, "sample_digest": f"d{update}", "time": 1.0}
 
 
+def steps(update: int, loss: float = 1.0) -> Step:
+    return Step(update=update, loss=loss, sample_digest=f"d{update}", time=1.0)
+
+
 def ledger_with_two_attempts(tmp_path: Path, resumed_at: int | None) -> Ledger:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.add_attempt(1, "start", SETTINGS, 1.0)
-    ledger.add_reports(1, 0, [step(n, 1.0) for n in range(1, 8)], 100)
+    ledger.add_reports(1, 0, [steps(n, 1.0) for n in range(1, 8)], 100)
     ledger.add_attempt(2, "restart", SETTINGS, 2.0)
     if resumed_at is not None:
         ledger.update_attempt(2, start_updates=resumed_at)
-        ledger.add_reports(2, 0, [step(n, 2.0) for n in range(resumed_at + 1, 10)], 100)
+        ledger.add_reports(2, 0, [steps(n, 2.0) for n in range(resumed_at + 1, 10)], 100)
     return ledger
 
 
@@ -261,7 +268,7 @@ def test_reports_read_twice_count_once_and_the_offset_goes_with_them(tmp_path: P
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.add_attempt(1, "start", None, 1.0)
     for _ in range(2):
-        ledger.add_reports(1, 0, [step(1), step(2)], 64)
+        ledger.add_reports(1, 0, [steps(1), steps(2)], 64)
     assert len(ledger.metrics()) == 2
     assert ledger.journal_offset(1, 0) == 64
 
@@ -271,7 +278,7 @@ def test_a_full_disk_leaves_the_ledger_as_it_was(tmp_path: Path) -> None:
     ledger.add_attempt(1, "start", None, 1.0)
     pages = ledger._db.execute("PRAGMA page_count").fetchone()[0]
     ledger._db.execute(f"PRAGMA max_page_count={pages}")
-    many = [{**step(n), "padding": "x" * 500} for n in range(200)]
+    many = [replace(steps(n), sample_digest="x" * 500) for n in range(200)]
     with pytest.raises(sqlite3.OperationalError, match="full"):
         ledger.add_reports(1, 0, many, 9000)
     assert ledger.journal_offset(1, 0) == 0
@@ -295,8 +302,9 @@ def test_speed_is_that_of_the_newest_updates() -> None:
     assert progress.rates() == (None, None)
     for n in range(1, 40):
         seconds = n if n < 19 else 18 + (n - 18) * 2
-        progress.apply(
-            0, {"type": "step", "update": n, "samples_seen": n * 8, "tokens": 80, "time": float(seconds), "loss": 1 / n}
+        progress = progress.after(
+            0,
+            reported({"type": "step", "update": n, "samples_seen": n * 8, "tokens": 80, "time": float(seconds), "loss": 1 / n}),
         )
     samples, tokens = progress.rates()
     assert samples == pytest.approx(4.0)
@@ -371,13 +379,16 @@ def test_a_trainer_that_saves_for_long_is_not_killed_in_the_middle_of_it(tmp_pat
     supervisor = supervisor_at_update(tmp_path, 7)
     clock = Clock()
     supervisor._monotonic = clock
-    at = supervisor.progress.step["time"]
+    assert supervisor.progress.step is not None
+    at = supervisor.progress.step.time or 0.0
     if told == "checkpoint":
         # The supervisor may have come after the update before it.
-        supervisor.progress.step = {}
-        supervisor.progress.apply(0, {"type": "checkpoint", "updates": 7, "seconds": 150.0, "time": at + 1.0})
+        supervisor.progress = replace(supervisor.progress, step=None)
+        supervisor.progress = supervisor.progress.after(
+            0, reported({"type": "checkpoint", "updates": 7, "seconds": 150.0, "time": at + 1.0})
+        )
     else:
-        supervisor.progress.apply(0, {"type": "evaluation", "update": 7, "time": at + 150.0})
+        supervisor.progress = heard(supervisor.progress, {"type": "evaluation", "update": 7, "time": at + 150.0})
     ladder = supervisor.begin_stop(asked=True)
     for _ in range(2):
         clock.now += 329.0
@@ -394,7 +405,7 @@ def test_who_would_not_save_on_a_signal_is_not_given_longer_for_it(tmp_path: Pat
     supervisor = supervisor_at_update(tmp_path, 7)
     clock = Clock()
     supervisor._monotonic = clock
-    supervisor.progress.longest_pause = 150.0
+    supervisor.progress = replace(supervisor.progress, longest_pause=150.0)
     if why == "own program":
         supervisor.settings = None
     else:
@@ -414,9 +425,9 @@ def test_who_would_not_save_on_a_signal_is_not_given_longer_for_it(tmp_path: Pat
 def test_a_run_whose_last_update_has_begun_is_at_its_end(update: int, total: int | None, waits: bool, expected: bool) -> None:
     progress = Progress()
     assert not progress.at_the_end
-    progress.apply(0, {"type": "plan", "total_updates": total})
-    progress.apply(0, step(update))
-    progress.apply(0, {"type": "save_failed", "update": update, "message": "no room", "waiting": waits})
+    progress = heard(progress, {"type": "plan", "total_updates": total})
+    progress = heard(progress, step(update))
+    progress = heard(progress, {"type": "save_failed", "update": update, "message": "no room", "waiting": waits})
     assert progress.at_the_end is expected
 
 
@@ -434,13 +445,13 @@ def test_who_declines_to_stop_gets_signals_at_once_but_only_once(tmp_path: Path)
 @pytest.mark.parametrize(
     ("end", "status", "before", "own", "phase"),
     [
-        ({"outcome": "finished"}, 0, Phase.TRAINING, False, Phase.FINISHED),
-        ({"outcome": "finished", "saved": True, "message": ""}, 0, Phase.TRAINING, False, Phase.FINISHED),
-        ({"outcome": "finished", "saved": False, "message": "loss is NaN"}, 0, Phase.STOPPING, False, Phase.FAILED),
-        ({"outcome": "stopped", "saved": False, "message": "loss is NaN"}, 1, Phase.STOPPING, False, Phase.FAILED),
-        ({"outcome": "stopped"}, 0, Phase.STOPPING, False, Phase.STOPPED),
-        ({"outcome": "stopped"}, 0, Phase.TRAINING, False, Phase.STOPPED),
-        ({"outcome": "failed", "message": "loss is NaN"}, 1, Phase.TRAINING, False, Phase.FAILED),
+        (End(outcome="finished"), 0, Phase.TRAINING, False, Phase.FINISHED),
+        (End(outcome="finished", message=""), 0, Phase.TRAINING, False, Phase.FINISHED),
+        (End(outcome="finished", saved=False, message="loss is NaN"), 0, Phase.STOPPING, False, Phase.FAILED),
+        (End(outcome="stopped", saved=False, message="loss is NaN"), 1, Phase.STOPPING, False, Phase.FAILED),
+        (End(outcome="stopped"), 0, Phase.STOPPING, False, Phase.STOPPED),
+        (End(outcome="stopped"), 0, Phase.TRAINING, False, Phase.STOPPED),
+        (End(outcome="failed", message="loss is NaN"), 1, Phase.TRAINING, False, Phase.FAILED),
         (None, 0, Phase.TRAINING, False, Phase.FAILED),
         (None, 0, Phase.TRAINING, True, Phase.FINISHED),
         (None, -9, Phase.TRAINING, True, Phase.FAILED),
@@ -449,26 +460,26 @@ def test_who_declines_to_stop_gets_signals_at_once_but_only_once(tmp_path: Path)
     ],
 )
 def test_how_an_attempt_ended(
-    tmp_path: Path, end: dict[str, Any] | None, status: int | None, before: Phase, own: bool, phase: Phase
+    tmp_path: Path, end: End | None, status: int | None, before: Phase, own: bool, phase: Phase
 ) -> None:
     log = tmp_path / "output.log"
     log.write_text("step 1\nRuntimeError: boom\n")
     found, reason, diagnosis = explain.outcome(log, end, status, before, own_program=own)
     assert found is phase
     assert (diagnosis is not None) == (phase is Phase.FAILED)
-    if end and end.get("message"):
+    if end and end.message:
         assert reason is not None
         assert "loss is NaN" in reason
 
 
 def test_a_state_that_could_not_be_saved_is_not_hidden(tmp_path: Path) -> None:
     words = "stopped at update 7, not saved: 16 MiB needed, 7 MiB free in /runs/a; nothing saved yet"
-    end = {"outcome": "stopped", "saved": False, "message": words}
+    end = End(outcome="stopped", saved=False, message=words)
     for phase in (Phase.STOPPING, Phase.TRAINING):
         # Whatever its exit status, which an older trainer has left at 0.
         for status in (0, 1):
             assert explain.outcome(tmp_path / "log", end, status, phase, own_program=False)[:2] == (Phase.FAILED, words)
-    silent = {"outcome": "finished", "saved": False}
+    silent = End(outcome="finished", saved=False)
     finished = explain.outcome(tmp_path / "log", silent, 1, Phase.TRAINING, own_program=False)
     assert finished[:2] == (Phase.FAILED, "finished, not saved: no reason given")
 
@@ -496,11 +507,11 @@ def test_of_a_state_that_is_not_whole_nobody_knows_what_is_done_again() -> None:
 
 def test_a_save_that_failed_is_known_until_one_works() -> None:
     progress = Progress()
-    progress.apply(1, {"type": "save_failed", "message": "of another rank"})
+    progress = progress.after(1, reported({"type": "save_failed", "message": "of another rank"}))
     assert progress.unsaved is None
-    progress.apply(0, {"type": "save_failed", "message": "update 3 not saved"})
+    progress = heard(progress, {"type": "save_failed", "message": "update 3 not saved"})
     assert progress.unsaved == "update 3 not saved"
-    progress.apply(0, {"type": "checkpoint", "updates": 6})
+    progress = heard(progress, {"type": "checkpoint", "updates": 6})
     assert progress.unsaved is None
 
 
@@ -523,7 +534,7 @@ def test_allocator_options_are_added_to_the_users_own(wanted: str, inherited: di
 
 
 def test_a_restart_says_what_it_changes() -> None:
-    change = Change(batch=4, accumulation=8, assignments={"seed": "1"})
+    change = Change(assignments={"batch": "4", "accumulation": "8", "seed": "1"})
     assert explain.restart_reason(change) == "restart with batch 4, accumulation 8, seed 1"
     assert explain.restart_reason(Change()) == "restart"
 
@@ -542,7 +553,9 @@ def supervisor_at_update(tmp_path: Path, update: int) -> Supervisor:
     supervisor.ledger.add_attempt(1, "start", SETTINGS, 1.0)
     supervisor.attempt = RunningAttempt(folder, 1, shim_pid=None)
     supervisor.lifecycle = Lifecycle(Phase.TRAINING, Clock())
-    supervisor.progress.apply(0, {**step(update), "samples_seen": update * SETTINGS.effective_batch})
+    supervisor.progress = supervisor.progress.after(
+        0, reported({**step(update), "samples_seen": update * SETTINGS.effective_batch})
+    )
     return supervisor
 
 
@@ -583,7 +596,7 @@ def test_an_attempt_that_cannot_be_started_changes_nothing(tmp_path: Path, obsta
         shutil.rmtree(supervisor.folder.path / "attempts")
         (supervisor.folder.path / "attempts").write_text("")
     with pytest.raises(RunFolderError):
-        supervisor.begin_restart(Change(batch=2))
+        supervisor.begin_restart(Change(assignments={"batch": "2"}))
     after = supervisor.state()
     assert msgspec.structs.replace(after, warnings=()) == before
     attempts = supervisor.ledger.attempts()
@@ -605,7 +618,7 @@ async def test_a_restart_tells_what_becomes_of_the_effective_batch(tmp_path: Pat
     monkeypatch.setattr("memtop.supervisor.run.supervisor.start_program", lambda *_, **__: os.getpid())
     peer = Mock()
     split = f"effective batch {SETTINGS.effective_batch} -> {SETTINGS.accumulation}"
-    await Commands(supervisor)._restart(peer, Restart(id=1, change=Change(batch=1)))
+    await Commands(supervisor)._restart(peer, Restart(id=1, change=Change(assignments={"batch": "1"})))
     accepted = peer.send.call_args_list[0].args[0]
     assert accepted.outcome is Outcome.ACCEPTED
     assert split in accepted.message
@@ -616,7 +629,12 @@ async def test_a_restart_tells_what_becomes_of_the_effective_batch(tmp_path: Pat
 async def test_a_change_that_cannot_be_is_refused_as_wrong_usage(tmp_path: Path) -> None:
     supervisor = supervisor_at_update(tmp_path, 7)
     peer = Mock()
-    for change in (Change(batch=0), Change(preset="no-such"), Change(assignments={"nothing": "1"}), Change(max_updates=3)):
+    for change in (
+        Change(assignments={"batch": "0"}),
+        Change(preset="no-such"),
+        Change(assignments={"nothing": "1"}),
+        Change(max_updates=3),
+    ):
         await Commands(supervisor)._restart(peer, Restart(id=1, change=change))
         assert peer.refuse.call_args.kwargs == {"usage": True}
     supervisor.lifecycle.move(Phase.STOPPING)
@@ -726,10 +744,12 @@ async def test_a_leak_ends_nothing_that_is_not_saved(tmp_path: Path, monkeypatch
         await asyncio.sleep(0.05)
 
     # While saves fail, it is not even asked for one more.
-    supervisor.progress.apply(0, {"type": "save_failed", "update": 7, "message": "update 7 not saved", "waiting": False})
+    supervisor.progress = supervisor.progress.after(
+        0, reported({"type": "save_failed", "update": 7, "message": "update 7 not saved", "waiting": False})
+    )
     await act(again=True)
     assert (asked.await_count, restarts) == (0, [])
-    supervisor.progress.apply(0, {"type": "checkpoint", "updates": 7})
+    supervisor.progress = heard(supervisor.progress, {"type": "checkpoint", "updates": 7})
     await act(again=True)
     assert (asked.await_count, restarts) == (1, [])
     told = [event.message for event in supervisor.ledger.events() if event.kind == "leak"]

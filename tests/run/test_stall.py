@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.run.post_mortem.stall import ASIDE_SECONDS, FIRST_SECONDS, MOST_SECONDS, SECONDS, StallWatch
 from memtop.supervisor.run.progress import Progress
+from tests.run.reported import reported
 from tests.run.test_pieces import supervisor_at_update
 
 
@@ -127,7 +128,8 @@ def test_when_our_own_trainer_is_at_something_else(tmp_path: Path) -> None:
     assert not progress.is_aside(settings)
 
     def hear(kind: str, time: float, **values: object) -> bool:
-        progress.apply(0, {"type": kind, "time": time, **values})
+        nonlocal progress
+        progress = progress.after(0, reported({"type": kind, "time": time, **values}))
         return progress.is_aside(settings)
 
     assert not hear("plan", 0.0, total_updates=13)
@@ -150,9 +152,9 @@ def test_a_finished_program_that_waits_for_room_is_not_ended(tmp_path: Path, mon
     monkeypatch.setattr(StallWatch, "is_of_memory", lambda _: True)
     supervisor.survival._stall = StallWatch(tmp_path / "output.log", Clock())
     failed = {"type": "save_failed", "update": 7, "message": "finished update 7, waiting for room", "waiting": True}
-    supervisor.progress.apply(0, failed)
+    supervisor.progress = supervisor.progress.after(0, reported(failed))
     supervisor.survival._look_for_a_stall()
     assert (ended, supervisor.survival.stalled) == ([], None)
-    supervisor.progress.apply(0, {"type": "checkpoint", "updates": 7})
+    supervisor.progress = supervisor.progress.after(0, reported({"type": "checkpoint", "updates": 7}))
     supervisor.survival._look_for_a_stall()
     assert ended == [False]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
 
 import msgspec
@@ -17,12 +17,13 @@ import pytest
 
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
-from memtop.supervisor.monitor.processes import identify
+from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.recovery.policy import decide
 from memtop.supervisor.run.clients.client import ask
 from memtop.supervisor.run.clients.publish import Publisher
 from memtop.supervisor.run.clients.server import ControlServer
 from memtop.supervisor.run.ending import finish
+from memtop.supervisor.run.intake import read_reports
 from memtop.supervisor.run.pending_restart import Waiting
 from memtop.supervisor.run.post_mortem import examine as autopsy
 from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile
@@ -31,11 +32,12 @@ from memtop.supervisor.run.record.configurations import Start
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.view import known_runs, needs_supervisor, read_state
-from memtop.supervisor.run.reports import read_reports
+from memtop.supervisor.run.reports import Step
 from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.run.taking_over import take_over
 from memtop.supervisor.wire import Change, Phase, RunState, Stop
 from tests.conftest import Runs
+from tests.run.reported import reported
 from tests.run.test_deaths import FRAGMENTED
 
 SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
@@ -214,7 +216,7 @@ def test_what_a_supervisor_had_only_read_is_concluded_by_the_next(tmp_path: Path
     folder = make_run(tmp_path)
     ledger = Ledger(folder.ledger_path)
     ledger.add_attempt(1, "start", SETTINGS, 9.0)
-    ledger.add_reports(1, 0, [STEP], tell(folder, 1, HELLO, PLAN, OOM, SPLIT, STEP))
+    ledger.add_reports(1, 0, [cast(Step, reported(STEP))], tell(folder, 1, HELLO, PLAN, OOM, SPLIT, STEP))
     ledger.close()
     for _ in range(2):  # the second finds all of it done
         supervisor = next_supervisor(folder)
@@ -236,13 +238,15 @@ def test_an_attempt_that_was_begun_and_not_told_of_has_its_configuration(tmp_pat
     first.survival.configurations.begin_attempt(1, "start", SETTINGS)
     first.survival.configurations.end("host_oom_killed", 4, 3, died_of_memory=True)
     first.ledger.update_attempt(1, ended=10.0, outcome="failed")
-    change = Change(batch=HALF.batch, accumulation=HALF.accumulation, reason="host_oom_killed at update 4")
+    change = Change(
+        assignments={"batch": str(HALF.batch), "accumulation": str(HALF.accumulation)}, reason="host_oom_killed at update 4"
+    )
     reason = f"host_oom_killed at update 4: restart with batch {HALF.batch}, accumulation {HALF.accumulation}"
     first.ledger.add_attempt(2, reason, HALF, 20.0, 3)
     tell(folder, 2, HELLO)
     first.ledger.close()
     state = RunState(name="a", folder=str(folder.path), state=Phase.RESTARTING, created=1.0, attempt=1)
-    pending = Change(batch=1)
+    pending = Change(assignments={"batch": "1"})
     file = StateFile(run=state, socket="", waiting=Waiting(change=change), waited_at=3, pending=pending)
     write_json(folder.state_path, file)
     supervisor = next_supervisor(folder)
@@ -269,7 +273,7 @@ def test_an_attempt_that_is_only_in_the_ledger_was_never_begun(tmp_path: Path, m
     first.ledger.close()
     folder.attempt(2).mkdir()
     state = RunState(name="a", folder=str(folder.path), state=Phase.TRAINING, reason="died", created=1.0, attempt=1)
-    waiting = Waiting(change=Change(batch=4, accumulation=8), disk_bytes=5)
+    waiting = Waiting(change=Change(assignments={"batch": "4", "accumulation": "8"}), disk_bytes=5)
     write_json(folder.state_path, StateFile(run=state, socket="", waiting=waiting))
     supervisor = next_supervisor(folder)
     assert (supervisor.phase, supervisor.lifecycle.reason, supervisor.settings) == (Phase.RESTARTING, "died", SETTINGS)
@@ -299,7 +303,7 @@ def test_a_death_that_the_ledger_could_not_take_is_no_stop(tmp_path: Path) -> No
     first.survival.configurations.begin_attempt(1, "start", SETTINGS)
     first.ledger.close()
     state = RunState(name="a", folder=str(folder.path), state=Phase.RESTARTING, reason="died", created=1.0, attempt=1)
-    write_json(folder.state_path, StateFile(run=state, socket="", waiting=Waiting(change=Change(batch=4))))
+    write_json(folder.state_path, StateFile(run=state, socket="", waiting=Waiting(change=Change(assignments={"batch": "4"}))))
     supervisor = next_supervisor(folder)
     assert (supervisor.phase, supervisor.ladder, supervisor.pending) == (Phase.TRAINING, None, None)
 
@@ -314,7 +318,7 @@ def test_a_restart_that_was_asked_for_is_carried_out_by_the_next(tmp_path: Path,
     first.ledger.update_attempt(1, ended=10.0, outcome="restarted")
     first.ledger.close()
     state = RunState(name="a", folder=str(folder.path), state=Phase.RESTARTING, created=1.0, attempt=1)
-    write_json(folder.state_path, StateFile(run=state, socket="", pending=Change(batch=1)))
+    write_json(folder.state_path, StateFile(run=state, socket="", pending=Change(assignments={"batch": "1"})))
     assert needs_supervisor(folder)
     assert read_state(folder).state is Phase.RESTARTING
     # Moved aside, it is not to come back beside the run that took its place.
@@ -394,7 +398,7 @@ def test_a_full_disk_hides_nothing_of_what_the_program_says(tmp_path: Path) -> N
     size = tell(supervisor.folder, 1, PLAN, OOM, SPLIT, STEP, end)
     read_reports(supervisor, to_the_end=True)
     assert supervisor.progress.end is not None
-    assert supervisor.progress.end["message"] == "no room"
+    assert supervisor.progress.end.message == "no room"
     assert supervisor.settings == HALF
     assert supervisor.ledger.metrics() == []
     assert [event.kind for event in supervisor.ledger.events()] == ["adopted"]
@@ -492,7 +496,7 @@ async def test_a_decision_is_written_down_before_the_end_is(tmp_path: Path, monk
     (kept,) = at_the_end
     assert kept is not None
     assert kept.waiting is not None
-    assert kept.waiting.change.assignments or kept.waiting.change.batch
+    assert kept.waiting.change.assignments
     assert supervisor.phase is Phase.RESTARTING
 
 

@@ -20,6 +20,7 @@ from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, Comeback, Waiting
 from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.wire import Change, Phase, Proposal, Trial
+from tests.run.reported import reported
 from tests.run.test_pieces import SETTINGS, Clock, supervisor_at_update
 
 # The same effective batch in smaller pieces.
@@ -100,9 +101,9 @@ async def test_a_restart_that_was_asked_for_goes_before_the_undoing(tmp_path: Pa
     monkeypatch.setattr("memtop.supervisor.run.supervisor.start_program", lambda *_, **__: 1)
     trials = supervisor.prevention.trials
     trials.take_up()
-    supervisor.pending = Change(seq_len=16)
+    supervisor.pending = Change(assignments={"seq_len": "16"})
     await asyncio.sleep(0.3)
-    assert supervisor.pending == Change(seq_len=16)
+    assert supervisor.pending == Change(assignments={"seq_len": "16"})
     supervisor.lifecycle.move(Phase.RESTARTING)
     supervisor.launch(2, "restart", supervisor.pending)
     assert (await trials.finished()).state == "undone"
@@ -125,7 +126,7 @@ def test_a_change_starts_from_the_settings_before_unless_it_names_others(tmp_pat
     trials = supervisor.prevention.trials
     trials.before = SETTINGS
     assert supervisor.foreseen(Change()) == SETTINGS
-    named = supervisor.foreseen(Change(batch=TRIED.batch, accumulation=TRIED.accumulation))
+    named = supervisor.foreseen(Change(assignments={"batch": str(TRIED.batch), "accumulation": str(TRIED.accumulation)}))
     assert named == TRIED
     supervisor.lifecycle = Lifecycle(Phase.STOPPED, Clock())
     assert supervisor.foreseen(Change()) == SETTINGS
@@ -140,8 +141,8 @@ async def test_an_edit_of_a_person_ends_a_trial(tmp_path: Path) -> None:
     assert trials.running
     edited = {"batch": SETTINGS.batch, "accumulation": SETTINGS.accumulation, "workers": 3}
     report = {"type": "settings", "update": 8, "reason": "asked", "changes": edited}
-    supervisor.survival.report(0, report)
-    supervisor.prevention.report(0, report)
+    supervisor.survival.report(0, reported(report))
+    supervisor.prevention.report(0, reported(report))
     assert trials.before is None
     assert trials._task is not None
     trials._task.cancel()
@@ -174,7 +175,7 @@ async def test_a_change_just_after_the_program_took_it_back_starts_from_the_sett
     assert supervisor.foreseen(Change()) == SETTINGS
     report = {"type": "settings", "update": 8, "reason": "asked"}
     changes = {"batch": SETTINGS.batch, "accumulation": SETTINGS.accumulation}
-    supervisor.survival.report(0, {**report, "changes": changes})
+    supervisor.survival.report(0, reported({**report, "changes": changes}))
     assert (await trials.finished()).state == "undone"
     assert supervisor.foreseen(Change()) == SETTINGS
 
@@ -215,9 +216,13 @@ async def test_whatever_ends_the_task_is_told(tmp_path: Path) -> None:
 
 
 def at_its_end(supervisor: Supervisor, how: str) -> None:
-    supervisor.progress.apply(0, {"type": "plan", "total_updates": 7 if how == "last update" else 1000})
+    supervisor.progress = supervisor.progress.after(
+        0, reported({"type": "plan", "total_updates": 7 if how == "last update" else 1000})
+    )
     if how == "waits for room":
-        supervisor.progress.apply(0, {"type": "save_failed", "update": 7, "message": "no room", "waiting": True})
+        supervisor.progress = supervisor.progress.after(
+            0, reported({"type": "save_failed", "update": 7, "message": "no room", "waiting": True})
+        )
 
 
 @pytest.mark.parametrize("how", ["waits for room", "last update"])
@@ -259,7 +264,7 @@ async def test_a_trial_that_died_comes_back_when_the_memory_is_free(tmp_path: Pa
     survival.configurations.end("gpu_oom", 7, 5, died_of_memory=True)
     diagnosis = Diagnosis(kind=Kind.GPU_OOM, reason="torch", confidence=1.0, summary="out of memory")
     survival.proposal = Proposal(diagnosis=diagnosis)
-    remedy = Change(batch=1, accumulation=TRIED.accumulation, reason="gpu_oom at update 7")
+    remedy = Change(assignments={"batch": "1", "accumulation": str(TRIED.accumulation)}, reason="gpu_oom at update 7")
     forecast = Forecast(peak_bytes=1 << 30, basis="line")
     waiting = Waiting(change=remedy, gpus_before={"GPU-0": 0}, forecast=forecast)
     survival.comeback = Comeback(waiting, tmp_path, clock)
@@ -298,7 +303,7 @@ async def test_a_comeback_from_a_trial_can_be_called_off(tmp_path: Path) -> None
     survival, trials = supervisor.survival, supervisor.prevention.trials
     diagnosis = Diagnosis(kind=Kind.GPU_OOM, reason="torch", confidence=1.0, summary="out of memory")
     survival.proposal = Proposal(diagnosis=diagnosis)
-    survival.comeback = Comeback(Waiting(change=Change(batch=1)), tmp_path, Clock())
+    survival.comeback = Comeback(Waiting(change=Change(assignments={"batch": "1"})), tmp_path, Clock())
     trials.before, trials.newest, trials._undo = SETTINGS, TRIAL, UNDO
     trials._go(trials._give_up("the program died"))
     await asyncio.sleep(0.3)

@@ -33,7 +33,7 @@ def reports(folder: Path) -> list[dict[str, Any]]:
     return [msgspec.json.decode(line) for line in (folder / "rank-0.jsonl").read_bytes().splitlines()]
 
 
-def test_numbers_that_json_does_not_know_are_null_and_named(tmp_path: Path) -> None:
+def test_numbers_that_json_lacks_are_null_and_named(tmp_path: Path) -> None:
     run(
         "import memtop_agent as a; inf = float('inf')\n"
         "a.report('step', update=1, loss=float('nan'), gradient_norm=inf, parts={'head': -inf, 'body': [1.0, inf]})\n"
@@ -48,7 +48,7 @@ def test_numbers_that_json_does_not_know_are_null_and_named(tmp_path: Path) -> N
     assert "not_finite" not in second
 
 
-def test_a_report_that_cannot_be_written_is_counted_and_holds_up_no_other(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_encoded_is_counted_and_does_not_block_others(tmp_path: Path) -> None:
     code = """
 import memtop_agent as a
 class Odd:
@@ -87,7 +87,7 @@ def test_a_program_may_clear_its_environment(tmp_path: Path) -> None:
     assert [report.get("update") for report in reports(tmp_path)] == [None, 1, 2]
 
 
-def test_a_step_that_cannot_be_followed_is_said_once_and_disturbs_nobody(tmp_path: Path) -> None:
+def test_a_step_that_cannot_be_followed_is_reported_once(tmp_path: Path) -> None:
     code = """
 optimizer.step()
 optimizer.param_groups = [{"lr": "as the schedule says"}]
@@ -104,7 +104,7 @@ print(len(hooks))
     assert "as the schedule says" in warning["message"]
 
 
-def test_torch_itself_goes_on_when_a_step_cannot_be_followed(tmp_path: Path) -> None:
+def test_torch_continues_when_a_step_cannot_be_followed(tmp_path: Path) -> None:
     code = """
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -124,7 +124,7 @@ print(len(seen))
     assert [report["type"] for report in reports(tmp_path)] == ["hello", "step", "warning"]
 
 
-def test_threads_that_cannot_start_disturb_nobody(tmp_path: Path) -> None:
+def test_threads_that_cannot_start_do_not_disturb_the_program(tmp_path: Path) -> None:
     code = """
 import threading
 real = threading.Thread.start
@@ -179,7 +179,7 @@ print(taken == [(number, "checkpoint", {}) for number in range(COUNT)])
         assert run(SERVER + code, tmp_path, socket=f"{folder}/s") == "True\n"
 
 
-def test_a_child_that_ends_by_itself_writes_nothing_of_its_parent(tmp_path: Path) -> None:
+def test_a_forked_child_that_exits_writes_none_of_its_parents_reports(tmp_path: Path) -> None:
     code = """
 import os, sys, threading
 import memtop_agent as a
@@ -230,13 +230,13 @@ sys.modules["torch"] = types.SimpleNamespace(cuda=cuda)
 """
 
 
-def test_the_peak_of_a_program_of_ones_own_is_read_and_not_reset(tmp_path: Path) -> None:
+def test_the_peak_of_an_external_command_is_read_but_not_reset(tmp_path: Path) -> None:
     code = "optimizer.step()\noptimizer.step()\nprint(cuda.resets)"
     assert run(CUDA + TORCH + code, tmp_path) == "0\n"
     assert [report["peak_bytes"] for report in reports(tmp_path)[1:]] == [15, 15]
 
 
-def test_a_trainer_that_offers_commands_has_its_peak_counted_anew_each_time(tmp_path: Path) -> None:
+def test_a_trainer_that_offers_commands_has_its_peak_reset_at_each_reading(tmp_path: Path) -> None:
     code = (
         "import memtop_agent as a\na.offer('stop')\n"
         "print([a.readings()['peak_bytes'] for _ in range(2)], a.readings()['reserved_bytes'], cuda.resets)"
@@ -244,7 +244,7 @@ def test_a_trainer_that_offers_commands_has_its_peak_counted_anew_each_time(tmp_
     assert run(CUDA + code, tmp_path) == "[15, 0] 20 3\n"
 
 
-def test_a_command_brings_its_values(tmp_path: Path) -> None:
+def test_a_command_carries_its_values(tmp_path: Path) -> None:
     code = """
 all_values = ({"values": {"batch": 4}}, {}, {"values": "nonsense"})
 send(dict(values, type="command", id=1, name="change") for values in all_values)
@@ -255,4 +255,7 @@ while len(taken) < len(all_values):
 print(taken)
 """
     with tempfile.TemporaryDirectory(prefix="memtop-") as folder:
-        assert run(SERVER + code, tmp_path, socket=f"{folder}/s") == "[(1, 'change', {'batch': 4}), (1, 'change', {}), (1, 'change', {})]\n"
+        assert (
+            run(SERVER + code, tmp_path, socket=f"{folder}/s")
+            == "[(1, 'change', {'batch': 4}), (1, 'change', {}), (1, 'change', {})]\n"
+        )

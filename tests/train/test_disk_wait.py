@@ -67,7 +67,7 @@ class Answering(Recorder):
         return taken
 
 
-def test_a_finished_training_waits_until_there_is_room(tmp_path: Path, small_disk: Path) -> None:
+def test_a_finished_training_waits_for_disk_space(tmp_path: Path, small_disk: Path) -> None:
     undisturbed = Training(tmp_path / "state")
     undisturbed.run()
     filler = fill(small_disk, leave=512 * KIB)
@@ -87,7 +87,7 @@ def test_a_finished_training_waits_until_there_is_room(tmp_path: Path, small_dis
     )
 
 
-def test_a_stop_ends_the_wait_and_says_what_is_lost(small_disk: Path) -> None:
+def test_a_stop_ends_the_wait_and_names_the_unsaved_update(small_disk: Path) -> None:
     fill(small_disk, leave=512 * KIB)
     channel = Answering(lambda told: told.queued.extend([(1, "change", {"batch": 2}), (2, "checkpoint", {}), (3, "stop", {})]))
     training = Training(small_disk / "state", channel=channel, wait_for_disk=True)
@@ -103,7 +103,7 @@ def test_a_stop_ends_the_wait_and_says_what_is_lost(small_disk: Path) -> None:
     assert not (small_disk / "state").exists()
 
 
-def test_a_stop_that_comes_with_the_room_saves(small_disk: Path) -> None:
+def test_a_stop_requested_once_there_is_space_saves(small_disk: Path) -> None:
     filler = fill(small_disk, leave=512 * KIB)
 
     def both(told: Answering) -> None:
@@ -127,7 +127,7 @@ def test_a_stop_in_the_middle_does_not_wait(small_disk: Path) -> None:
     assert [(told["update"], told["waiting"]) for told in channel.of("save_failed")] == [(3, False), (4, False)]
 
 
-def test_who_is_not_to_wait_says_so_at_once(small_disk: Path) -> None:
+def test_without_waiting_an_unsaved_end_is_reported_at_once(small_disk: Path) -> None:
     fill(small_disk, leave=512 * KIB)
     training = Training(small_disk / "state", edited(save_every=100))
     assert training.run() == "finished"
@@ -136,7 +136,7 @@ def test_who_is_not_to_wait_says_so_at_once(small_disk: Path) -> None:
     assert [report["waiting"] for report in training.channel.of("save_failed")] == [False]
 
 
-def test_what_a_killed_save_left_is_no_reason_to_wait(small_disk: Path) -> None:
+def test_the_leftovers_of_a_killed_save_do_not_block_the_next(small_disk: Path) -> None:
     left = small_disk / "state.tmp-1"
     left.mkdir()
     fill(left, leave=512 * KIB)
@@ -145,7 +145,7 @@ def test_what_a_killed_save_left_is_no_reason_to_wait(small_disk: Path) -> None:
     assert training.trainer.unsaved is None
 
 
-def test_a_quota_is_tried_again_from_time_to_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_stopped_by_a_quota_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk shows room, only writing tells: no kernel here enforces a quota, so the write itself is replaced."""
     clock, tries, write = Clock(), list[float](), state_files.write_safetensors
 
@@ -165,7 +165,7 @@ def test_a_quota_is_tried_again_from_time_to_time(tmp_path: Path, monkeypatch: p
     assert "(the quota is used up)" in channel.of("save_failed")[0]["message"]
 
 
-def test_a_wait_is_told_again_when_it_has_news_but_once_a_minute(tmp_path: Path) -> None:
+def test_a_wait_repeats_news_at_most_once_a_minute(tmp_path: Path) -> None:
     clock = Clock()
     disk_wait = DiskWait(clock)
     assert disk_wait.is_news("3 MiB free")
@@ -192,7 +192,7 @@ def test_a_wait_is_told_again_when_it_has_news_but_once_a_minute(tmp_path: Path)
     assert disk_wait.due()
 
 
-def test_without_room_for_the_best_state_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_space_for_the_best_state_training_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -202,7 +202,7 @@ def test_without_room_for_the_best_state_training_goes_on(tmp_path: Path, monkey
     assert training.run() == "finished"
     assert training.trainer.unsaved is None
     assert read_manifest(tmp_path / "state").updates == 10
-    assert "the best state is not kept: 1 MiB needed" in channel.of("warning")[0]["message"]
+    assert "the state with the lowest evaluation loss is not kept: 1 MiB needed" in channel.of("warning")[0]["message"]
     assert not checkpoint.best_state(tmp_path / "state").exists()
     assert list(tmp_path.glob("*.tmp-*")) == []
 
@@ -256,7 +256,7 @@ def test_two_ranks_wait_together(tmp_path: Path, small_disk: Path, room: bool) -
         assert "memtop: finished update 10, not saved:" in log
 
 
-def test_one_process_that_is_interrupted_while_it_waits_ends_with_status_1(tmp_path: Path, small_disk: Path) -> None:
+def test_a_process_that_is_interrupted_while_it_waits_ends_with_status_1(tmp_path: Path, small_disk: Path) -> None:
     fill(small_disk, leave=512 * KIB)
     process = start(tmp_path, small_disk / "state", edited(), tmp_path / "log")
     wait_for_the_wait(tmp_path, process)
@@ -274,7 +274,7 @@ def test_on_oom_stop_does_not_wait(tmp_path: Path, small_disk: Path) -> None:
     assert (end["type"], end["outcome"], end["saved"]) == ("end", "finished", False)
 
 
-def test_a_log_that_takes_no_line_ends_no_training(tmp_path: Path, small_disk: Path) -> None:
+def test_training_continues_when_the_log_cannot_be_written(tmp_path: Path, small_disk: Path) -> None:
     """The disk is full to its last byte, and the trainer's output goes there, too."""
     log = small_disk / "log"
     # Of the file's only page six bytes are left.

@@ -135,15 +135,15 @@ def test_an_adapter_on_its_base_gives_the_trainers_logits(train: Train, tmp_path
     torch.testing.assert_close(logits(PeftModel.from_pretrained(base, out)), logits(trained), rtol=1e-5, atol=1e-6)
 
 
-def test_qlora_is_merged_when_that_is_asked_for(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_qlora_is_merged_on_request(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(tuning("sft-qlora", tmp_path))
     model = AutoModelForCausalLM.from_pretrained(export(run.settings, run.state_dir, tmp_path / "model", form="merge"))
     assert getattr(model.config, "quantization_config", None) is None
     torch.testing.assert_close(logits(model), logits(trained_model(run)), rtol=1e-3, atol=1e-4)
-    assert "the base out of its 4 bits with the adapter merged" in capsys.readouterr().err
+    assert "the base with the adapter merged, dequantized" in capsys.readouterr().err
 
 
-def test_the_best_state_is_exported_where_the_settings_say_so(train: Train, tmp_path: Path) -> None:
+def test_load_best_at_end_exports_the_best_state(train: Train, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "held.jsonl", [{"text": text} for text in documents(5)])
     run = train(causal(tmp_path, data__eval=data, eval_every=1, load_best_at_end=True, save_every=1))
     best = best_state(run.state_dir)
@@ -163,7 +163,7 @@ def test_the_best_state_is_exported_where_the_settings_say_so(train: Train, tmp_
     assert torch.equal(logits(models[1]), logits(trained_model(run)))
 
 
-def test_a_broken_state_is_named_and_the_one_before_it_taken(
+def test_a_broken_state_is_named_and_the_previous_one_exported(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train(causal(tmp_path, save_every=3))
@@ -213,7 +213,7 @@ def test_a_full_disk_leaves_nothing_behind(train: Train, tmp_path: Path, monkeyp
     assert list(tmp_path.glob("model*")) == []
 
 
-def test_what_cannot_be_exported_is_one_line(train: Train, tmp_path: Path) -> None:
+def test_a_refused_export_is_one_line(train: Train, tmp_path: Path) -> None:
     settings = causal(tmp_path)
     state = tmp_path / "none" / "train_latest_state"
     with pytest.raises(BadInputError, match=f"{state}: no state was saved yet; `memtop checkpoint` saves one"):
@@ -232,7 +232,7 @@ def test_what_cannot_be_exported_is_one_line(train: Train, tmp_path: Path) -> No
         export(settings, state, full / "file")
 
 
-def test_as_a_program_it_prints_the_folder_and_nothing_else(train: Train, tmp_path: Path) -> None:
+def test_the_command_prints_only_the_folder(train: Train, tmp_path: Path) -> None:
     build_tokenizer(tmp_path / "tokenizer")
     run = train(causal(tmp_path, data__tokenizer=tmp_path / "tokenizer"))
     out = tmp_path / "model"

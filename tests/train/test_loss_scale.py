@@ -38,7 +38,7 @@ def stopped(state: Path) -> None:
     assert training.engine.loss_scale() == LossScale(512.0, 2)
 
 
-def test_a_resumed_run_scales_as_the_one_that_was_never_stopped(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_loss_scale_of_an_uninterrupted_one(tmp_path: Path) -> None:
     undisturbed = Training(tmp_path / "undisturbed", edited(clip_norm=0.0))
     undisturbed.run()
     stopped(tmp_path / "state")
@@ -64,7 +64,7 @@ def under_zero() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("at", range(1, 20))
-def test_deepspeeds_scale_goes_on_as_if_it_had_not_been_stopped(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeeds_scale_continues_as_if_never_stopped(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 0)
     overflows = {2, 9, 10}
     (whole, whole_scaler), (part, part_scaler) = under_zero(), under_zero()
@@ -82,7 +82,7 @@ def test_deepspeeds_scale_goes_on_as_if_it_had_not_been_stopped(at: int, monkeyp
     assert len(set(scales)) > 2, "otherwise this shows nothing"
 
 
-def test_a_count_of_deepspeeds_that_is_beyond_torchs_does_not_stop_it_from_growing(tmp_path: Path) -> None:
+def test_the_scale_grows_from_a_deepspeed_count_beyond_torchs_interval(tmp_path: Path) -> None:
     training = Training(tmp_path / "state", edited(clip_norm=0.0, target_samples=8))
     training.engine.set_loss_scale(LossScale(128.0, 1003, 1))
     training.run()

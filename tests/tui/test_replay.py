@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +14,7 @@ from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnaps
 from memtop.supervisor.run.record.configurations import Record
 from memtop.supervisor.run.record.folder import RunFolder, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import Event, Phase
 from memtop.tui.app import DashboardApp
 from memtop.tui.feed import Disconnected, FeedMessage, Replayed
@@ -34,8 +34,8 @@ class Seconds:
         return self.now
 
 
-def step(update: int, moment: float, loss: float) -> dict[str, Any]:
-    return {"type": "step", "update": update, "time": START + moment, "loss": loss, "samples_seen": 32 * update, "tokens": 640}
+def step(update: int, moment: float, loss: float) -> Step:
+    return Step(update=update, time=START + moment, loss=loss, samples_seen=32 * update, tokens=640)
 
 
 @pytest.fixture

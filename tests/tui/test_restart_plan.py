@@ -1,4 +1,4 @@
-"""The restart form's judgement: refuse nonsense by naming the field, say what happens to the mathematics and the data."""
+"""The restart form's judgement: refuse nonsense by naming the field, show what happens to training and the data."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ def test_untouched_fields_change_nothing() -> None:
     assert "nothing changed" in plan.lines[-1]
 
 
-def test_an_exact_split_is_the_same_mathematics() -> None:
+def test_an_exact_split_leaves_training_unchanged() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "batch": "4", "accumulation": "8"}, "standard")
-    assert plan.change == Change(batch=4, accumulation=8)
-    assert plan.lines == ("effective batch 32 -> 32: same mathematics",)
+    assert plan.change == Change(assignments={"batch": "4", "accumulation": "8"})
+    assert plan.lines == ("effective batch 32 -> 32: training is unchanged",)
 
 
 def test_another_effective_batch_names_the_nearest_exact_pairs() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "batch": "6"}, "standard")
-    assert plan.change == Change(batch=6)
-    assert "32 -> 24 (-25.0%): other mathematics; exact pairs: 4 x 8, 8 x 4" in plan.lines[0]
+    assert plan.change == Change(assignments={"batch": "6"})
+    assert "32 -> 24 (-25.0%): changes training; exact pairs: 4 x 8, 8 x 4" in plan.lines[0]
 
 
 def test_another_sequence_length_changes_the_data() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "seq_len": "64"}, "standard")
-    assert plan.change == Change(seq_len=64)
+    assert plan.change == Change(assignments={"seq_len": "64"})
     assert "seq_len 128 -> 64: a changed seq_len changes the data" in plan.lines
 
 
 def test_a_preset_brings_its_own_split_and_is_sent_by_name() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "batch": "4", "accumulation": "8"}, "low")
     assert plan.change == Change(preset="low")
-    assert plan.lines[0] == "effective batch 32 -> 32: same mathematics"
+    assert plan.lines[0] == "effective batch 32 -> 32: training is unchanged"
 
 
 def test_a_preset_that_moves_the_optimizer_says_so() -> None:
@@ -62,7 +62,7 @@ def test_sharding_alone_saves_nothing_on_one_process() -> None:
 
 def test_fields_edited_beyond_a_preset_are_sent_with_it() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "batch": "2", "accumulation": "16"}, "low")
-    assert plan.change == Change(preset="low", batch=2, accumulation=16)
+    assert plan.change == Change(preset="low", assignments={"batch": "2", "accumulation": "16"})
 
 
 @pytest.mark.parametrize(

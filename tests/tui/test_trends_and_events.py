@@ -6,8 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from memtop.supervisor import wire
-from memtop.tui.dashboard.notice import draw_notice, notice
-from memtop.tui.dashboard.training import draw_compact_training, draw_events
+from memtop.tui.dashboard.training import draw_compact_training, draw_events, draw_notice, notice
 from memtop.tui.feed import Connected, Replayed
 from memtop.tui.keymap import BY_ID, obstacle, offered
 from memtop.tui.line import Line, plain
@@ -17,7 +16,9 @@ from memtop.tui.store import Store, fold
 from tests.tui.dying import CONFIGURATIONS, PROPOSAL, dead
 from tests.tui.support import NOW, RecordingFeed, dashboard, gpu, running, screen_text, settle
 
+RESERVED = wire.TrendSubject(kind=wire.TrendKind.GPU_RESERVED, gpu_index=0, rank=0)
 LEAK = wire.Trend(
+    subject=RESERVED,
     what="GPU 0 reserved",
     bytes_per_second=2e6,
     bytes_per_update=2.3e6,
@@ -26,8 +27,21 @@ LEAK = wire.Trend(
     full_at_update=1520,
     message="GPU 0 reserved grows 2.2 MiB per update: full in 14 min, at update 1 520",
 )
-WORKERS = replace(LEAK, what="anonymous memory of the loader workers", full_in_seconds=5400.0, full_at_update=None)
-SWAP = replace(LEAK, what="swap-in", full_in_seconds=None, full_at_update=None, message="swap-in grows to 12 MiB/s")
+WORKERS = replace(
+    LEAK,
+    subject=wire.TrendSubject(kind=wire.TrendKind.HOST_ANONYMOUS, role="loader worker"),
+    what="anonymous memory of the loader workers",
+    full_in_seconds=5400.0,
+    full_at_update=None,
+)
+SWAP = replace(
+    LEAK,
+    subject=wire.TrendSubject(kind=wire.TrendKind.SWAP_IN),
+    what="swap-in",
+    full_in_seconds=None,
+    full_at_update=None,
+    message="swap-in grows to 12 MiB/s",
+)
 
 
 def text_of(lines: list[Line]) -> str:
@@ -45,7 +59,7 @@ def test_the_gpu_that_grows_says_when_it_is_full_and_at_which_update() -> None:
     assert "full in" not in text_of(draw_gpu(store, store.gpus[1], 100, 8))
     ten = gpu(10)
     assert "full in" not in text_of(draw_gpu(store, ten, 100, 8))
-    one = store_of(replace(LEAK, what="GPU 1"))
+    one = store_of(replace(LEAK, subject=wire.TrendSubject(kind=wire.TrendKind.GPU_USED, gpu_index=1), what="GPU 1"))
     assert "full in" in text_of(draw_gpu(one, one.gpus[1], 100, 8))
     assert "full in" not in text_of(draw_gpu(one, ten, 100, 8))
 

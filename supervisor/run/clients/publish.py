@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run.clients.server import ControlServer, Peer
 from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import (
     Configuration,
     ConfigurationRows,
@@ -25,7 +25,7 @@ from memtop.supervisor.wire import (
 )
 
 _STATE_FILE_SECONDS = 1.0
-_METRIC_FIELDS = Metric.__struct_fields__
+_METRIC_FIELDS = tuple(name for name in Metric.__struct_fields__ if name != "attempt")
 
 
 class Publisher:
@@ -48,10 +48,9 @@ class Publisher:
         """The state is another than before."""
         self._dirty = True
 
-    def add_steps(self, attempt: int, steps: list[dict[str, Any]]) -> None:
+    def add_steps(self, attempt: int, steps: list[Step]) -> None:
         for step in steps:
-            values = {name: step.get(name) for name in _METRIC_FIELDS if name != "attempt"}
-            self._rows.append(msgspec.convert({**values, "attempt": attempt}, Metric))
+            self._rows.append(Metric(attempt=attempt, **{name: getattr(step, name) for name in _METRIC_FIELDS}))
 
     def take_back_from(self, update: int) -> None:
         """A restart resumed before this update: later rows no longer count."""

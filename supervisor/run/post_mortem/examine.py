@@ -14,13 +14,14 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.engine import diagnose, diagnose_file
+from memtop.supervisor.diagnosis.diagnose import diagnose, diagnose_file
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind, OomRecord
 from memtop.supervisor.run.explain import first_dead_rank
 from memtop.supervisor.run.post_mortem.error_files import error_files
 from memtop.supervisor.run.post_mortem.evidence import Sight, Witness
 from memtop.supervisor.run.post_mortem.kernel_log import kernel_lines
 from memtop.supervisor.run.post_mortem.oom_kills import RELATED_SECONDS
+from memtop.supervisor.run.reports import Oom
 
 # A disk with less than this free takes no output and no exit file.
 _FULL_BYTES = 1 << 20
@@ -37,7 +38,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     status: int | None
     asked_to_stop: bool
     settings: Settings | None
-    reports: Sequence[tuple[int, dict[str, Any]]]
+    reports: Sequence[tuple[int, Oom]]
     """The `oom` reports of the attempt with their ranks."""
     newest_step: float | None = None
     """When the last update was reported, in seconds since the epoch."""
@@ -143,14 +144,12 @@ def _most_held(sights: Sequence[Sight]) -> dict[str, int]:
     return {uuid: max(sight.gpu_run_bytes.get(uuid, 0) for sight in sights) for uuid in uuids}
 
 
-def oom_record(rank: int, report: dict[str, Any]) -> OomRecord | None:
-    """An agent's `oom` report; None where it is not in the shape of one."""
-    known = {name: report[name] for name in OomRecord.__struct_fields__ if report.get(name) is not None}
-    survived = report.get("survived", False)
-    try:
-        return msgspec.convert({**known, "rank": rank, "survived": survived}, OomRecord, strict=False)
-    except msgspec.ValidationError:
+def oom_record(rank: int, report: Oom) -> OomRecord | None:
+    """The evidence in an `oom` report; None where it lacks its time or its words."""
+    if report.time is None or report.message is None or report.error is None:
         return None
+    names = (name for name in OomRecord.__struct_fields__ if name != "rank")
+    return OomRecord(rank=rank, **{name: getattr(report, name) for name in names})
 
 
 def model_config(settings: Settings) -> dict[str, Any] | None:

@@ -8,13 +8,14 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from memtop.supervisor.run.processes.process import ProcessId, alive, identify, members, reap_children, send
+from memtop.supervisor.monitor.processes.proc import ProcessId, identify
+from memtop.supervisor.run.processes.process import alive, members, reap_children, send
 from memtop.supervisor.run.record.folder import RunFolder, read_json
 from memtop.supervisor.run.record.journal import Journal, find_journals
+from memtop.supervisor.run.reports import Report
 
 # An exit file may just be being renamed; and a shim that nobody here has started may not have written itself down yet.
 _GONE_SECONDS, _NEVER_SEEN_SECONDS = 1.0, 5.0
@@ -126,7 +127,7 @@ class RunningAttempt:
                 journal.offset = journal.stored = stored(journal.rank)
         return list(self._journals.values())
 
-    def replay(self, known: Callable[[int], int], apply: Callable[[int, dict[str, Any]], None]) -> None:
+    def replay(self, known: Callable[[int], int], apply: Callable[[int, Report], None]) -> None:
         """Read again what an earlier supervisor had read, up to `known(rank)`: the ledger has it already."""
         for journal in self.journals(known):
             at, until = 0, journal.stored

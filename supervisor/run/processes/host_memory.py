@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
-from memtop.supervisor.monitor.processes import PROC, ProcessId, identify, parent_of
+from memtop.supervisor.monitor.processes.proc import PROC, ProcessId, identify, parent_of
+from memtop.supervisor.run.post_mortem.evidence import address_room
 from memtop.supervisor.wire import RoleMemory
 
 ROLES = ("launcher", "rank", "loader worker", "other")
 EVERY_SECONDS = 10.0
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # The kernel walks every page of a process for this: at most a fiftieth of one core goes into it, however large they are.
 _SHARE = 50
 _LAUNCHERS = (
@@ -135,6 +137,36 @@ def _command(pid: int, proc_root: Path) -> list[str]:
     except OSError:
         return []  # it ended while we looked
     return os.fsdecode(raw).split("\0")
+
+
+class HostReading(msgspec.Struct, frozen=True, kw_only=True):
+    """What /proc shows of the run's processes at one moment."""
+
+    anonymous: Mapping[int, int] = {}
+    """By pid, private resident bytes that no file backs; a process that could not be read is left out."""
+    address_space_left: int | None = None
+    """Bytes that the rank with the least left may still map; None without a limit (ulimit -v)."""
+
+
+def read_host_memory(pids: Iterable[int], rank_pids: Iterable[int]) -> HostReading:
+    """Read the memory of the run's processes; `rank_pids` are the ranks among them."""
+    left = [room for pid in rank_pids if (room := address_room(pid)) is not None]
+    return HostReading(anonymous=anonymous_bytes(pids), address_space_left=min(left, default=None))
+
+
+def anonymous_bytes(pids: Iterable[int], proc_root: Path = PROC) -> dict[int, int]:
+    """By pid, resident bytes that no file backs and that are not shared memory. A process that has ended, or that this user
+    may not read, is left out."""
+    found = {}
+    for pid in pids:
+        try:
+            with (proc_root / str(pid) / "statm").open("rb", buffering=0) as file:
+                words = file.read(128).split()
+        except OSError:
+            continue
+        if len(words) > 2:
+            found[pid] = (int(words[1]) - int(words[2])) * _PAGE_BYTES
+    return found
 
 
 class RunMemory:

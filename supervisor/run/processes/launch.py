@@ -15,7 +15,7 @@ from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.run.post_mortem.error_files import error_file_environment
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
 
-_PACKAGE = Path(__file__).resolve().parents[2]
+_PACKAGE = Path(__file__).resolve().parents[3]
 # On PYTHONPATH, its sitecustomize brings the agent into the training process. A path, not an import: the supervisor
 # does not know the trainer.
 _AGENT_SITE = _PACKAGE / "train" / "agent" / "site"

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.recovery.values import Peak
+from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import Configuration
 
 if TYPE_CHECKING:
@@ -179,16 +180,16 @@ class Configurations:
             starts=_saved(self.present.starts, saved),
         )
 
-    def note_step(self, rank: int, report: dict[str, Any], base_bytes: int | None, key: str) -> None:
+    def note_step(self, rank: int, report: Step, base_bytes: int | None, key: str) -> None:
         """A rank has done an update. `base_bytes`: what its GPU holds of the run beside the allocator, None if not known;
         `key`: everything but the split that shapes the peak."""
-        taken = report.get("peak_reserved_bytes") or report.get("peak_bytes")
+        taken = report.peak_reserved_bytes or report.peak_bytes
         if taken is not None:
             self._on_gpu = True
             self._note_peak(taken + (base_bytes or 0), key)
         if rank != 0 or self.present is None:
             return
-        seen, seconds = report.get("samples_seen"), report.get("step_seconds")
+        seen, seconds = report.samples_seen, report.step_seconds
         # The first update of an attempt warms up; its time is not that of the others.
         if self._seen is not None and seen is not None and seconds:
             samples, time_taken = self.present.samples + seen - self._seen, self.present.seconds + seconds

@@ -7,9 +7,8 @@ next one, and so is what the ledger could not take.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import msgspec
+from memtop.supervisor.run.reports import Report, decode
 
 _CHUNK_BYTES = 4 << 20
 
@@ -25,17 +24,17 @@ class Journal:
         self.stored = offset
         """How far the ledger has it: behind `offset` while it cannot be written."""
 
-    def read_new(self) -> tuple[list[dict[str, Any]], int]:
+    def read_new(self) -> tuple[list[Report], int]:
         """The complete lines from `offset` on, and the offset behind them; at most 4 MiB at once.
 
         `offset` is left to the caller to move on.
         """
         return self.read(self.offset)
 
-    def read(self, start: int, until: int | None = None) -> tuple[list[dict[str, Any]], int]:
+    def read(self, start: int, until: int | None = None) -> tuple[list[Report], int]:
         """The complete lines from there (before `until`, if given), and the offset behind them; at most 4 MiB at once.
 
-        A line that is no JSON (a full disk cuts lines) is passed over.
+        A line that is not JSON (a full disk cuts lines) is skipped.
         """
         try:
             with self.path.open("rb") as file:
@@ -46,15 +45,8 @@ class Journal:
         if until is not None:
             block = block[: max(0, until - start)]
         end = block.rfind(b"\n") + 1
-        reports = []
-        for line in block[:end].splitlines():
-            try:
-                report = msgspec.json.decode(line)
-            except msgspec.DecodeError:
-                continue
-            if isinstance(report, dict):
-                reports.append(report)
-        return reports, start + end
+        reports = (decode(line) for line in block[:end].splitlines())
+        return [report for report in reports if report is not None], start + end
 
 
 def find_journals(attempt_folder: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.monitor.history import Bucket
 from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.run import reports
 from memtop.supervisor.run.record import configurations, tiers
 from memtop.supervisor.wire import Event, Metric
 
@@ -172,7 +173,7 @@ class Ledger:
         row = self._db.execute("SELECT offset FROM journals WHERE attempt = ? AND rank = ?", (attempt, rank)).fetchone()
         return int(row[0]) if row else 0
 
-    def add_reports(self, attempt: int, rank: int, steps: Iterable[dict[str, Any]], offset: int) -> int:
+    def add_reports(self, attempt: int, rank: int, steps: Iterable[reports.Step], offset: int) -> int:
         """Store step reports and how far the journal was read, together: no report is lost or counted twice.
 
         The offset again.
@@ -184,10 +185,8 @@ class Ledger:
                 " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 [
                     (
-                        attempt,
-                        step["update"],
-                        *(step.get(name) for name in ("time", "loss", "learning_rate", "samples_seen", "sample_digest")),
-                        *(step.get(name) for name in ("step_seconds", "data_wait_seconds", "peak_bytes")),
+                        *(attempt, step.update, step.time, step.loss, step.learning_rate, step.samples_seen),
+                        *(step.sample_digest, step.step_seconds, step.data_wait_seconds, step.peak_bytes),
                         msgspec.json.encode(step).decode(),
                     )
                     for step in steps
@@ -211,13 +210,6 @@ class Ledger:
             metric = Metric(**dict(zip(names, row, strict=True)))
             found.setdefault(metric.update, metric)
         return [found[update] for update in sorted(found)]
-
-    def last_report(self, attempt: int) -> dict[str, Any] | None:
-        """The newest step report of an attempt as the agent wrote it."""
-        row = self._db.execute(
-            'SELECT report FROM metrics WHERE attempt = ? ORDER BY "update" DESC LIMIT 1', (attempt,)
-        ).fetchone()
-        return None if row is None else msgspec.json.decode(row[0])
 
     def steps(self) -> list[Step]:
         """Every update ever reported, in the order of their times."""

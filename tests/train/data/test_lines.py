@@ -67,13 +67,13 @@ def test_the_resident_set_does_not_grow_with_a_file_of_lines(tmp_path: Path) -> 
     assert found["growth"] < 10e6
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     cases = {
         "gone.parquet": (None, "no such file; give --set data.train=FILE"),
         "empty.jsonl": (b"", "is empty"),
         "blank.txt": (b"\n \n", "has only blank lines"),
         "broken.parquet": (b"PAR1 and then nothing", "is not a complete parquet file"),
-        "weights.bin": (b"\x00\x01\x02", ".bin is not text; .parquet, .jsonl and text files can be read"),
+        "weights.bin": (b"\x00\x01\x02", ".bin is not text; give a .parquet, .jsonl or text file"),
         "latin.txt": ("für\n".encode("latin-1"), "line 1 is not UTF-8"),
     }
     for name, (content, expected) in cases.items():

@@ -1,0 +1,161 @@
+"""What the rules want done, as values: only `performer.py` acts on them.
+
+Every effect may be performed twice: a supervisor may be killed right after it, and the next one
+decides again from what was written.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from memtop.presets.schema import Settings
+from memtop.supervisor.run.record.configurations import Record
+from memtop.supervisor.wire import Answer, Event
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
+    """Write the attempt into the ledger, go back to an earlier state if `state_before` asks for it, start the program.
+
+    Answered by `Launched` or `LaunchRefused`; a launch that is refused leaves the saved states where they were.
+    """
+
+    number: int
+    reason: str
+    settings: Settings | None
+    """None for an external command."""
+    allocator: str = ""
+    """Allocator options for an external command."""
+    state_before: int | None = None
+    """Go back to the newest kept state at or before this update."""
+
+
+class Target(str, Enum):
+    """Who gets a signal."""
+
+    GROUP = "group"
+    """The program and what it started in its own process group: what Ctrl-C in a terminal reaches."""
+    PROGRAM = "program"
+    """The program alone: launchers pass the signal on to their ranks."""
+    ALL = "all"
+    """All processes of the attempt."""
+
+
+class Signal(msgspec.Struct, frozen=True, kw_only=True, tag="signal"):
+    """Answered by `Signalled`."""
+
+    name: str
+    """`SIGINT`, `SIGTERM`, `SIGKILL`"""
+    target: Target
+
+
+class ClearLeftovers(msgspec.Struct, frozen=True, kw_only=True, tag="clear_leftovers"):
+    """End what a program left behind. Answered by `LeftoversCleared`."""
+
+    untouched_seconds: float
+    """How long processes that were interrupted together with the program may still save."""
+    terminate_seconds: float
+    """How long all of them have after SIGTERM."""
+
+
+class Examine(msgspec.Struct, frozen=True, kw_only=True, tag="examine"):
+    """Find out why the program ended. Answered by `Examined`."""
+
+    ended: float
+    status: int | None
+    """None also where the status would prove nothing."""
+    stop_requested: bool
+    settings: Settings | None
+
+
+class ReadCheckpoint(msgspec.Struct, frozen=True, tag="read_checkpoint"):
+    """Answered by `CheckpointRead`."""
+
+
+class HoldState(msgspec.Struct, frozen=True, tag="hold_state"):
+    """Protect the state that will be gone back to from later saves. Answered by `StateHeld`."""
+
+    update: int
+
+
+class ReleaseState(msgspec.Struct, frozen=True, tag="release_state"):
+    """Give up what was held: the run does not go back any more."""
+
+
+class AskRanks(msgspec.Struct, frozen=True, kw_only=True, tag="ask_ranks"):
+    """Send a command to the agents of these ranks. Answered by `Answered`."""
+
+    ask: int
+    name: str
+    """free_cache | checkpoint | stop | change"""
+    ranks: frozenset[int]
+    values: dict[str, Any] | None = None
+
+
+class SaveState(msgspec.Struct, frozen=True, tag="save_state"):
+    """Write state.json from the model as it is now."""
+
+
+class AddEvent(msgspec.Struct, frozen=True, tag="add_event"):
+    """Write a line of the run's log into the ledger and send it to the viewers."""
+
+    event: Event
+
+
+class UpdateAttempt(msgspec.Struct, frozen=True, kw_only=True, tag="update_attempt"):
+    """Set columns of an attempt's row in the ledger."""
+
+    number: int
+    values: dict[str, Any]
+
+
+class SaveConfigurations(msgspec.Struct, frozen=True, tag="save_configurations"):
+    """Write these configurations into the ledger."""
+
+    records: tuple[Record, ...]
+
+
+class NotifyConfigurations(msgspec.Struct, frozen=True, tag="notify_configurations"):
+    """Send the configurations to the viewers: one has begun or ended."""
+
+
+class DropRows(msgspec.Struct, frozen=True, tag="drop_rows"):
+    """Viewers drop the metric rows from this update on: a restart resumed before it."""
+
+    update: int
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
+    """Answer a client; nothing happens if it is gone."""
+
+    client: int
+    answer: Answer
+
+
+class GiveUp(msgspec.Struct, frozen=True, kw_only=True, tag="give_up"):
+    """This supervisor cannot begin with what it was asked for: it ends with this error."""
+
+    why: str
+    usage: bool = False
+
+
+Effect = (
+    Launch
+    | Signal
+    | ClearLeftovers
+    | Examine
+    | ReadCheckpoint
+    | HoldState
+    | ReleaseState
+    | AskRanks
+    | SaveState
+    | AddEvent
+    | UpdateAttempt
+    | SaveConfigurations
+    | NotifyConfigurations
+    | DropRows
+    | Reply
+    | GiveUp
+)

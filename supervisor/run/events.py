@@ -1,0 +1,310 @@
+"""What happens to a run, as values: everything that the supervisor's rules react to.
+
+The loop collects these and gives them to `step` one at a time. An event carries all that the rules need to know at that moment:
+rules read no file, no clock and no process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from memtop.supervisor.diagnosis.values import Diagnosis
+from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.run.record.configurations import Record
+from memtop.supervisor.run.record.folder import StateFile
+from memtop.supervisor.run.record.ledger import Attempt
+from memtop.supervisor.run.reports import Report
+from memtop.supervisor.wire import Change, Checkpoint, CheckpointNow, Edit, FreeCache, Restart, RoleMemory, Stop, Try
+
+
+class Now(msgspec.Struct, frozen=True):
+    """The moment of an event."""
+
+    time: float
+    """Seconds since the epoch."""
+    monotonic: float
+    """Seconds of a clock that is never set back: waits are measured with it."""
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """A process of the run."""
+
+    pid: int
+    role: str
+    """launcher | rank | loader worker | other"""
+    rank: int | None = None
+    anonymous_bytes: int | None = None
+    """Resident bytes that belong to no file and are not shared; None where they cannot be read."""
+    address_room_bytes: int | None = None
+    """What it may still map where its address space is limited; None where it is not."""
+
+
+class States(msgspec.Struct, frozen=True, kw_only=True):
+    """The saved states in the run's folder."""
+
+    newest: Checkpoint | None = None
+    """`train_latest_state` if it is complete, else the one before it; the broken one where neither is complete."""
+    kept: tuple[Checkpoint, ...] = ()
+    """All complete states, the newest first."""
+
+
+class LogEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a program's output."""
+
+    lines: tuple[str, ...] = ()
+    """The last lines that are not empty."""
+    first_dead_rank: tuple[int, int] | None = None
+    """The rank that ended first of several and its exit status, as torchrun reports it."""
+    rank_lines: tuple[str, ...] = ()
+    """torchrun's lines about that rank."""
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What remedies depend on, read when an attempt has ended."""
+
+    gpu_used_before_bytes: dict[str, int] = {}
+    """By GPU uuid, what was taken before the run took its part."""
+    in_own_group: bool = False
+    """The program's memory was limited by a cgroup that holds nothing else."""
+    host_limit_bytes: int | None = None
+    kept_states: tuple[Checkpoint, ...] = ()
+    disk_free_bytes: int | None = None
+    """On the disk of the run's folder."""
+    deepspeed: bool = False
+    """DeepSpeed is installed."""
+    inherited_allocator: str = ""
+    """Allocator options in the supervisor's own environment."""
+    model_config: dict[str, Any] | None = None
+    """None where only the trainer can know it."""
+    has_loader_workers: bool = False
+
+
+class AgentAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's answer to a command."""
+
+    rank: int
+    ok: bool
+    message: str
+    result: dict[str, Any] = {}
+
+
+# --- how a supervisor begins ---------------------------------------------------------------------------------------------
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
+    """A supervisor begins: what it found in the run's folder. Reports of the newest attempt follow, then `Replayed`."""
+
+    pid: int
+    """Its own."""
+    attempts: tuple[Attempt, ...] = ()
+    has_program: bool = True
+    """False where the newest attempt is open in the ledger and its program was never started."""
+    state: StateFile | None = None
+    records: tuple[Record, ...] = ()
+    announced: frozenset[tuple[str, float]] = frozenset()
+    """Events of the newest attempt that came of a report: their kind, and the time of the report."""
+    best_loss: float | None = None
+    trial: dict[str, Any] | None = None
+    """The data of the newest event of the kind `trial`."""
+    states: States = States()
+    change: Change | None = None
+    """The restart that a person asked this supervisor for."""
+
+
+class Replayed(msgspec.Struct, frozen=True, tag="replayed"):
+    """All reports that an earlier supervisor had read have been repeated."""
+
+
+# --- the program ---------------------------------------------------------------------------------------------------------
+
+
+class Launched(msgspec.Struct, frozen=True, kw_only=True, tag="launched"):
+    """The program of an attempt was started."""
+
+    number: int
+    started: float
+    """Seconds since the epoch."""
+    checkpoint: Checkpoint | None = None
+    """The state that it resumes from."""
+    set_aside: str | None = None
+    """The folder that now holds the states after the one that was gone back to."""
+
+
+class LaunchRefused(msgspec.Struct, frozen=True, kw_only=True, tag="launch_refused"):
+    """The program could not be started; the ledger has the attempt as one that never began, if it has it at all."""
+
+    number: int
+    why: str
+    usage: bool = False
+    """The fault lies with what was asked for."""
+
+
+class Reported(msgspec.Struct, frozen=True, kw_only=True, tag="reported"):
+    """A rank has reported something."""
+
+    rank: int
+    report: Report
+    replayed: bool = False
+    """An earlier supervisor had read it."""
+
+
+class CheckpointRead(msgspec.Struct, frozen=True, tag="checkpoint_read"):
+    """The newest saved state was looked at."""
+
+    checkpoint: Checkpoint | None
+
+
+class ProgramEnded(msgspec.Struct, frozen=True, kw_only=True, tag="program_ended"):
+    """The program has ended, and its reports were read to the end."""
+
+    ended: float
+    """Seconds since the epoch."""
+    status: int | None
+    """Negative for a signal; None where nobody could collect it."""
+
+
+class LeftoversCleared(msgspec.Struct, frozen=True, kw_only=True, tag="leftovers_cleared"):
+    """No process of the attempt is left, and what they still reported was read."""
+
+    log: LogEnd
+    checkpoint: Checkpoint | None
+
+
+class Examined(msgspec.Struct, frozen=True, kw_only=True, tag="examined"):
+    """The post-mortem is finished."""
+
+    diagnosis: Diagnosis
+    facts: Facts
+    problem: str | None = None
+    """What went wrong with the post-mortem itself."""
+
+
+class StoodStill(msgspec.Struct, frozen=True, tag="stood_still"):
+    """After these words in its output nothing was heard from the program for too long."""
+
+    words: str
+
+
+class Signalled(msgspec.Struct, frozen=True, kw_only=True, tag="signalled"):
+    """A signal was sent."""
+
+    name: str
+    """`SIGTERM`"""
+    pids: tuple[int, ...]
+    """The processes that it reached."""
+
+
+# --- the machine and the clock -------------------------------------------------------------------------------------------
+
+
+class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
+    """The machine was sampled, once a second."""
+
+    machine: MachineSnapshot
+    members: tuple[Member, ...] = ()
+    run_rss_bytes: int | None = None
+    """Resident bytes of all processes of the run together."""
+    run_memory: tuple[RoleMemory, ...] = ()
+    gpu_base_bytes: dict[str, int] = {}
+    """By GPU uuid, the least that the run held outside torch's allocator in this attempt."""
+    crossings: tuple[str, ...] = ()
+    """Gauges that changed their band, a line each."""
+    keep: bool = False
+    """True now and then: this one goes into the ledger."""
+
+
+class SamplingFailed(msgspec.Struct, frozen=True, tag="sampling_failed"):
+    why: str
+
+
+class MembersRead(msgspec.Struct, frozen=True, tag="members_read"):
+    """The memory of the run's processes was read after new updates."""
+
+    members: tuple[Member, ...]
+
+
+class Tick(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
+    """A fifth of a second has passed, and all new reports were taken in."""
+
+    watched: bool = False
+    """A dashboard shows the run."""
+    alive: bool = False
+    """The training program exists."""
+    trainer_pid: int | None = None
+    disk_free: int | str | None = None
+    """Bytes free on the run's disk, or why that cannot be read; None: not read, since no rule waits for it."""
+
+
+# --- clients and agents --------------------------------------------------------------------------------------------------
+
+
+Command = FreeCache | CheckpointNow | Stop | Restart | Edit | Try
+"""The requests that the rules answer."""
+
+
+class Requested(msgspec.Struct, frozen=True, kw_only=True, tag="requested"):
+    """A client asks for something."""
+
+    client: int
+    request: Command
+    states: States = States()
+
+
+class AgentConnected(msgspec.Struct, frozen=True, tag="agent_connected"):
+    rank: int
+
+
+class AgentGone(msgspec.Struct, frozen=True, tag="agent_gone"):
+    rank: int
+
+
+class Answered(msgspec.Struct, frozen=True, kw_only=True, tag="answered"):
+    """All ranks that were asked have answered or are gone; empty where none of them was connected."""
+
+    ask: int
+    answers: tuple[AgentAnswer, ...]
+
+
+# --- what could be written -----------------------------------------------------------------------------------------------
+
+
+class StateHeld(msgspec.Struct, frozen=True, kw_only=True, tag="state_held"):
+    """The state to go back to is protected from later saves; `problem`: why it could not be."""
+
+    problem: str | None = None
+
+
+class WriteChecked(msgspec.Struct, frozen=True, kw_only=True, tag="write_checked"):
+    """The ledger or state.json could be written again, or (`problem`) can not be written now."""
+
+    topic: str
+    """ledger | state"""
+    problem: str | None = None
+
+
+Occurrence = (
+    Opened
+    | Replayed
+    | Launched
+    | LaunchRefused
+    | Reported
+    | CheckpointRead
+    | ProgramEnded
+    | LeftoversCleared
+    | Examined
+    | StoodStill
+    | Signalled
+    | Sampled
+    | SamplingFailed
+    | MembersRead
+    | Tick
+    | Requested
+    | AgentConnected
+    | AgentGone
+    | Answered
+    | StateHeld
+    | WriteChecked
+)
+"""Every event. (`wire.Event` is a line of the run's log.)"""
