@@ -15,6 +15,7 @@ from memtop.train import TrainingError
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.auto_batch import OomGuard, larger_split, smaller_split
 from memtop.train.engine import GradientSum, PlainEngine
+from memtop.train.reporting import Unsupervised
 from tests.train.failing import (
     TOO_MUCH,
     Failing,
@@ -297,7 +298,7 @@ def test_what_counts_as_an_allocation_failure(error: BaseException, memory: bool
 
 def test_the_other_ranks_end_with_one_line() -> None:
     with pytest.raises(TrainingError, match=r"^update 7: another rank is out of memory, and no smaller batch is left$"):
-        OomGuard(Recorder(), retries=True).give_up("update 7")
+        OomGuard(Unsupervised(), retries=True).give_up("update 7")
 
 
 def tensors() -> list[torch.Tensor]:
