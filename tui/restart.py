@@ -15,7 +15,7 @@ from textual.widgets import Button, Input, Label, Select, Static
 from memtop.presets import apply_preset
 from memtop.presets.editing import find_preset
 from memtop.presets.schema import Settings
-from memtop.supervisor.recovery.applying import ran_out
+from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.wire import Change, RunState
 from memtop.tui.dialog import Dialog
 from memtop.tui.line import Line
@@ -121,7 +121,7 @@ class RestartDialog(Dialog[Asked]):
         return [] if after is None else outlook_of(store).lines(after, width)[:height]
 
     def _failed(self) -> tuple[Settings, ...]:
-        return ran_out(self._dashboard.store.configurations)
+        return failed_settings(self._dashboard.store.configurations)
 
     def _judge(self) -> None:
         texts = {field: self.query_one(f"#{field}", Input).value for field in NUMBER_FIELDS}

@@ -11,7 +11,7 @@ from memtop.presets.comparing import changes
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.recovery import batch_trial
-from memtop.supervisor.recovery.applying import change_for
+from memtop.supervisor.recovery.configuration import change_for
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.record.configurations import same

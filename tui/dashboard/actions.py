@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from memtop.presets import apply_preset, presets_for
 from memtop.supervisor import units, wire
 from memtop.supervisor.monitor.snapshots import why_incomplete
-from memtop.supervisor.recovery.applying import ran_out
+from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Change
 from memtop.tui.dialog import ConfirmDialog
@@ -98,7 +98,7 @@ async def preset(screen: DashboardScreen, key: str) -> None:
         listed = ", ".join(f"{p.key} {n}" for n, p in presets.items() if p.key is not None)
         screen.say(f"no preset of the recipe {run.settings.recipe} has key {key}: there are {listed}", "bad")
         return
-    failed = ran_out(screen.store.configurations)
+    failed = failed_settings(screen.store.configurations)
     name = await screen.app.push_screen_wait(PresetDialog(run, run.settings, presets, key, failed))
     if name is None:
         return
@@ -246,7 +246,7 @@ async def history(screen: DashboardScreen, key: str) -> None:
 
 async def way_out(screen: DashboardScreen, key: str) -> None:
     """The card of a death of memory. Without a key it opened by itself."""
-    from memtop.supervisor.recovery.applying import change_for
+    from memtop.supervisor.recovery.configuration import change_for
     from memtop.tui.recovery import OomCard
 
     by_itself = not key
@@ -301,7 +301,7 @@ async def undo(screen: DashboardScreen, key: str) -> None:
 
 
 async def faster(screen: DashboardScreen, key: str) -> None:
-    from memtop.supervisor.recovery.applying import change_for
+    from memtop.supervisor.recovery.configuration import change_for
     from memtop.tui.speed import FasterScreen
 
     page = FasterScreen(screen)
