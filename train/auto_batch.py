@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from memtop.presets import Settings
-from memtop.presets.arithmetic import exact_splits, split_below
+from memtop.presets.schema import exact_splits, split_below
 from memtop.train import TrainingError
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.agent.memory import free_cache

@@ -13,9 +13,9 @@ import torch
 from accelerate import Accelerator
 
 from memtop.presets import Settings, SettingsError
-from memtop.presets.assigning import assign
-from memtop.presets.checking import check
+from memtop.presets.edits import assign
 from memtop.presets.fields import LIVE, differing, not_live
+from memtop.presets.validation import check
 from memtop.train.engine import Ranks
 from memtop.train.reporting import Channel
 

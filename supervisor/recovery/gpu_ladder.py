@@ -13,9 +13,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from memtop.presets.arithmetic import exact_splits
-from memtop.presets.loading import load_presets
-from memtop.presets.schema import Preset, Settings
+from memtop.presets.files import load_presets
+from memtop.presets.schema import Preset, Settings, exact_splits
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.bands import EDGE_FROM

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from memtop.presets.fields import OPTIONS
-from memtop.presets.loading import PresetFileError, parse
+from memtop.presets.files import PresetFileError, parse
 from memtop.presets.schema import Settings
 from memtop.supervisor.recovery.values import Remedy
 
