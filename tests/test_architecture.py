@@ -39,7 +39,7 @@ def loaded_after(code: str, runs_dir: Path) -> set[str]:
         "from memtop.cli import run; assert run(['doctor']) == 0",
         "import memtop.supervisor.__main__",
         "import memtop.supervisor.run.clients.client",
-        "import memtop.headless",
+        "import memtop.cli.foreground",
     ],
 )
 def test_commands_and_supervisor_load_neither_torch_nor_textual(code: str, tmp_path: Path) -> None:

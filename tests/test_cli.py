@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from memtop import straying
-from memtop.cli import app, run
+from memtop.cli import app, run, strays
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 from tests.conftest import Runs
@@ -291,8 +290,8 @@ def test_a_pid_that_was_used_again_is_not_ended(
         assert found is not None
         before = GpuProcess(pid=found.pid, choosable=True, started_ticks=found.started_ticks - 1)
         machine = MachineSnapshot(time=0.0, gpus=(GpuSample(index=0, processes=(before,)),))
-        monkeypatch.setattr(straying.Sampler, "sample", lambda sampler: machine)
-        assert straying.command(tmp_path, as_json=False, kill=[found.pid]) == 1
+        monkeypatch.setattr(strays.Sampler, "sample", lambda sampler: machine)
+        assert strays.list_or_end(tmp_path, as_json=False, kill=[found.pid]) == 1
         assert bystander.poll() is None
         bystander.kill()
     assert "is not the one that was chosen: its pid was reused" in capsys.readouterr().out

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from memtop.requesting import risk_of
-from memtop.rolling_back import change_to
+from memtop.cli.restart import risk_of
+from memtop.cli.rollback import change_to
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.values import Band

@@ -19,8 +19,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from memtop.prometheus import Endpoint, is_loopback, parse_address
-from memtop.streaming import CSV_COLUMNS, CSV_RUN_COLUMNS
+from memtop.cli.prometheus import Endpoint, is_loopback, parse_address
+from memtop.cli.streams import CSV_COLUMNS, CSV_RUN_COLUMNS
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.values import (
     GpuDetails,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memtop import gpus
+from memtop.cli import gpus
 from memtop.supervisor.monitor.nvml import NvmlReader
 from memtop.supervisor.monitor.nvml import events as nvml_events
 from memtop.supervisor.monitor.nvml.sleep import ASLEEP, all_asleep
