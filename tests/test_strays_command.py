@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from memtop.cli import strays
-from memtop.cli.runs import print_once
+from memtop.cli import run, strays
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.processes.proc import sees_all_pids
 from tests.nvml_double.double import Script, driver, nvml_library
@@ -123,7 +122,7 @@ def test_the_end_of_a_process_as_json(
 
 def test_memtop_itself_is_refused(driver: Script, tmp_path: Path) -> None:
     driver.gpu(0, total=24 * GIB).process(0, pid=os.getpid(), used=GIB).write()
-    with pytest.raises(RefusedError, match=f"--kill {os.getpid()}: not yours to end: memtop itself"):
+    with pytest.raises(RefusedError, match=f"--kill {os.getpid()}: you cannot end it: memtop itself"):
         strays.list_or_end(tmp_path, as_json=False, kill=[os.getpid()])
 
 
@@ -165,7 +164,7 @@ def test_the_row_that_forbids_it_gives_the_reason(
 ) -> None:
     driver.gpu(0, total=24 * GIB).gpu(1, total=24 * GIB).process(0, pid=program.pid, used=2 * GIB)
     driver.process(1, pid=program.pid, used=GIB, kind="graphics").write()
-    with pytest.raises(RefusedError, match=f"--kill {program.pid}: not yours to end: draws on the screen"):
+    with pytest.raises(RefusedError, match=f"--kill {program.pid}: you cannot end it: draws on the screen"):
         strays.list_or_end(tmp_path, as_json=False, kill=[program.pid])
     assert program.poll() is None
     strays.list_or_end(tmp_path, as_json=True, kill=[])
@@ -177,5 +176,5 @@ def test_one_look_at_the_machine_says_where_processes_may_be_missing(
     driver: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver.gpu(0, total=24 * GIB, used=9 * GIB).fail("nvmlDeviceGetComputeRunningProcesses_v3", 0, 999).write()
-    print_once(tmp_path, None, pid=None, gpus=None, as_json=False, read_only=True)
+    assert run(["watch", "--once", "--read-only", "--runs-dir", str(tmp_path)]) == 0
     assert "  not all of its processes are known: unknown error in the driver" in capsys.readouterr().out
