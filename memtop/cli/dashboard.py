@@ -19,8 +19,7 @@ from memtop.supervisor.run.record.folder import RunFolder
 
 if TYPE_CHECKING:
     from memtop.cli.prometheus import Endpoint
-    from memtop.tui.chosen_feed import Turn
-    from memtop.tui.feed import Feed
+    from memtop.tui.feed import Feed, Turn
 
 
 class Look(NamedTuple):
@@ -50,7 +49,7 @@ def open_dashboard(
     elif living := living_runs(runs_dir):
         return open_run(living[-1][0], look, endpoint=endpoint)
     need_terminal()
-    from memtop.tui.chosen_feed import TurnedLocalFeed
+    from memtop.tui.feed import TurnedLocalFeed
 
     feed = TurnedLocalFeed(lambda: Sampler(lambda: view.known_runs(runs_dir)), look.interval, read_only=look.read_only, pid=pid)
     feed.turns = _turns(look, endpoint)
@@ -63,7 +62,7 @@ def open_run(
     """Open the dashboard on a run. The exit status reflects the run's failure only if
     `started_here`."""
     need_terminal()
-    from memtop.tui.chosen_feed import TurnedRunFeed
+    from memtop.tui.feed import TurnedRunFeed
 
     def sampler() -> Sampler:
         return Sampler(lambda: view.known_runs(folder.path.parent))
@@ -108,7 +107,7 @@ def need_terminal() -> None:
 
 
 def _turns(look: Look, endpoint: Endpoint | None) -> list[Turn]:
-    from memtop.tui.chosen_feed import choosing
+    from memtop.tui.feed import choosing
 
     turns = [] if look.gpus is None else [choosing(look.gpus)]
     if endpoint is not None:

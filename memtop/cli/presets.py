@@ -18,7 +18,7 @@ from memtop.presets.comparison import Outlook, outlook
 from memtop.presets.edits import find_preset
 from memtop.presets.files import usable
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.recovery.applying import ran_out
+from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.run.record.folder import default_runs_dir
 from memtop.supervisor.run.record.view import read_configurations
 from memtop.supervisor.wire import RunState
@@ -71,7 +71,7 @@ def _groups(run: RunState | None, name: str | None) -> list[tuple[str, list[Outl
     if run is not None and settings is not None:
         offered = usable(presets, settings.recipe)
         if offered:
-            failed = ran_out(read_configurations(Path(run.folder)))
+            failed = failed_settings(read_configurations(Path(run.folder)))
             looks = [outlook(settings, preset, failed) for preset in offered.values()]
             return [(f"run {run.name}: {_describe(settings)}", looks)]
         # A preset that was named but is for another recipe is compared with that recipe.

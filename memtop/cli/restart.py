@@ -24,7 +24,7 @@ from memtop.cli.options import (
 from memtop.cli.requests import ask, final_answer
 from memtop.presets.comparison import risk
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
-from memtop.supervisor.recovery.applying import ran_out
+from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.change import edited
 from memtop.supervisor.run.clients import client
@@ -104,4 +104,4 @@ def risk_of(folder: RunFolder, change: Change) -> str | None:
         after = edited(state.settings, change, state.checkpoint, rows)
     except MemtopError:
         return None  # The supervisor refuses it and reports the reason.
-    return None if after is None else risk(after, ran_out(rows))
+    return None if after is None else risk(after, failed_settings(rows))

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
-from memtop.supervisor.monitor.vram import RankUse, placed, ranks_on
-from memtop.supervisor.recovery.applying import key
+from memtop.supervisor.monitor.vram import RankMemory, placed, ranks_on
 from memtop.supervisor.recovery.batch_trial import upper_bound
 from memtop.supervisor.recovery.bottleneck import advise
+from memtop.supervisor.recovery.configuration import configuration_key
 from memtop.supervisor.recovery.forecast import Line, line_through, peaks_of
 from memtop.supervisor.recovery.leaks import must_act
 from memtop.supervisor.recovery.values import Forecast
@@ -83,7 +84,7 @@ class Prevention:
         if machine is None or supervisor.attempt is None or supervisor.phase.final:
             return
         self._follow_attempt()
-        ranks = _uses(supervisor)
+        ranks = supervisor.progress.rank_memory()
         gpus = _own_gpus(machine, ranks)
         bases = supervisor.watch.gpu_base_bytes
         for line in self._trends.sample(
@@ -181,7 +182,7 @@ class Prevention:
             settings.batch
             for record in records
             if record.died_of_memory and (settings := record.configuration.settings) is not None
-            if present is not None and key(replace(settings, batch=present.batch)) == key(present)
+            if present is not None and configuration_key(replace(settings, batch=present.batch)) == configuration_key(present)
         }
 
     def forecast(self, batch: int) -> Forecast | None:
@@ -207,7 +208,9 @@ class Prevention:
         """The size of what the run trains in, and how much of it is taken: of its fullest card, or of host memory."""
         if self._supervisor.survival.on_gpu:
             gpus = [
-                gpu for gpu in _own_gpus(machine, _uses(self._supervisor)) if gpu.total_bytes and gpu.free_bytes is not None
+                gpu
+                for gpu in _own_gpus(machine, self._supervisor.progress.rank_memory())
+                if gpu.total_bytes and gpu.free_bytes is not None
             ]
             fullest = max(gpus, key=lambda gpu: gpu.used_fraction or 0.0, default=None)
             if fullest is None or fullest.total_bytes is None or fullest.free_bytes is None:
@@ -217,20 +220,7 @@ class Prevention:
         return (host.total_bytes if host.limit_bytes is None else host.limit_bytes), host.used_bytes
 
 
-def _uses(supervisor: Supervisor) -> list[RankUse]:
-    return [
-        RankUse(
-            pid=rank.pid,
-            device_uuid=rank.device_uuid,
-            allocated_bytes=rank.allocated_bytes,
-            reserved_bytes=rank.reserved_bytes,
-            peak_reserved_bytes=rank.peak_reserved_bytes,
-        )
-        for rank in supervisor.progress.rank_memory()
-    ]
-
-
-def _own_gpus(machine: MachineSnapshot, ranks: list[RankUse]) -> list[GpuSample]:
+def _own_gpus(machine: MachineSnapshot, ranks: Iterable[RankMemory]) -> list[GpuSample]:
     """The cards that the run's ranks are on."""
     where = placed(ranks, machine.gpus)
     return [gpu for gpu in machine.gpus if ranks_on(gpu, where)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from memtop.supervisor.run.processes.gpu_base import RankReport
+from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.wire import RunState
 
 if TYPE_CHECKING:
@@ -75,6 +75,6 @@ def run_state(supervisor: Supervisor) -> RunState:
     )
 
 
-def rank_reports(supervisor: Supervisor) -> tuple[int, tuple[RankReport, ...]]:
-    """The number of the attempt (0 before the first), and what its ranks last said of their allocators."""
-    return supervisor.attempt.number if supervisor.attempt is not None else 0, supervisor.progress.rank_reports()
+def attempt_and_ranks(supervisor: Supervisor) -> tuple[int, tuple[RankMemory, ...]]:
+    """The number of the attempt (0 before the first), and the memory that its ranks last reported."""
+    return supervisor.attempt.number if supervisor.attempt is not None else 0, supervisor.progress.rank_memory()

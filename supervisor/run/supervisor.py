@@ -38,7 +38,7 @@ from memtop.supervisor.run.record.checkpoints import newest_checkpoint
 from memtop.supervisor.run.record.configurations import Record
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, StateFile, write_json
 from memtop.supervisor.run.record.ledger import open_for_writing
-from memtop.supervisor.run.state import rank_reports, run_state
+from memtop.supervisor.run.state import attempt_and_ranks, run_state
 from memtop.supervisor.run.survival import Survival
 from memtop.supervisor.run.taking_over import take_over
 from memtop.supervisor.wire import Change, Checkpoint, Event, Phase, RunState
@@ -84,7 +84,7 @@ class Supervisor:
         self._unwritten: deque[Event] = deque(maxlen=_EVENTS_KEPT)
         self.checkpoint = newest_checkpoint(folder.latest_state)
         self._socket = socket_path(folder.path)
-        self.watch = MachineWatch(folder.path.parent, self._members, lambda: rank_reports(self))
+        self.watch = MachineWatch(folder.path.parent, self._members, lambda: attempt_and_ranks(self))
         self._peers: Collection[Peer] = ()
         self.survival = Survival(self, monotonic)
         self.prevention = Prevention(self)
@@ -158,6 +158,7 @@ class Supervisor:
                 self.begin_restart(self.pending)
             else:
                 self.prevention.tick()
+        self.prevention.trials.tick()
         self.publish()
 
     def _pay(self) -> None:

@@ -14,14 +14,13 @@ from memtop.supervisor.recovery.values import Forecast, Remedy
 from memtop.supervisor.wire import Change, Restart, Stop
 from memtop.tui import recovery as oom
 from memtop.tui.app import DashboardApp
-from memtop.tui.block_list import BlockList
-from memtop.tui.dialog import ConfirmDialog
 from memtop.tui.feed import Disconnected
 from memtop.tui.line import plain
+from memtop.tui.line_list import LineList
 from memtop.tui.processes.screen import ProcessesScreen
-from memtop.tui.recovery import OomCard
-from memtop.tui.recovery_drawing import memory_lines, outlook
+from memtop.tui.recovery import OomCard, memory_lines, outlook
 from memtop.tui.remedies import predicted_line, remedy_lines
+from memtop.tui.screen import ConfirmDialog
 from memtop.tui.store import Store, fold
 from tests.tui.dying import ALLOCATOR, BY_HAND, DIAGNOSIS, PROPOSAL, SHORTER, SMALLER, dead
 from tests.tui.support import GIB, HOST, NOW, RecordingFeed, dashboard, gpu, machine, running, screen_text, settle
@@ -226,14 +225,14 @@ async def test_where_nothing_is_announced_there_is_nothing_to_call_off() -> None
 
 async def test_its_first_picture_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     painted: list[str] = []
-    paint = BlockList.render_line
+    paint = LineList.render_line
 
-    def painting(self: BlockList, y: int) -> Strip:
+    def painting(self: LineList, y: int) -> Strip:
         strip = paint(self, y)
         painted.append(strip.text)
         return strip
 
-    monkeypatch.setattr(BlockList, "render_line", painting)
+    monkeypatch.setattr(LineList, "render_line", painting)
     app = dashboard(RecordingFeed(dead()))
     async with app.run_test(size=(80, 24)) as pilot:
         await settle(pilot)
