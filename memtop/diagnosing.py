@@ -16,7 +16,7 @@ from memtop.supervisor.diagnosis.sentences import size
 from memtop.supervisor.diagnosis.text import why_no_text
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.recovery.offline import remedies_for
+from memtop.supervisor.recovery.external_command import remedies_for_command
 from memtop.supervisor.recovery.policy import SURE
 from memtop.supervisor.recovery.values import Remedy
 
@@ -36,7 +36,7 @@ def command(log: str | None, exit_code: int | None, *, as_json: bool) -> int:
     if exit_code is not None and not any(exit_code in range_ for range_ in _STATUSES):
         raise UsageError(f"--exit-code {exit_code}: no program ends so; give 0 to 255, or -N for signal N")
     diagnosis = _diagnosis(log, Evidence(exit_status=exit_code))
-    remedies = remedies_for(diagnosis)
+    remedies = remedies_for_command(diagnosis)
     if as_json:
         print(json.dumps(_document(diagnosis, remedies), indent=2))
     else:

@@ -16,7 +16,7 @@ from memtop.presets.comparison import Outlook, outlook
 from memtop.presets.edits import find_preset
 from memtop.presets.files import usable
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.recovery.applying import ran_out
+from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.run.record.view import read_configurations
 from memtop.supervisor.wire import RunState
 
@@ -61,7 +61,7 @@ def _groups(run: RunState | None, name: str | None) -> list[tuple[str, list[Outl
     if run is not None and settings is not None:
         offered = usable(presets, settings.recipe)
         if offered:
-            failed = ran_out(read_configurations(Path(run.folder)))
+            failed = failed_settings(read_configurations(Path(run.folder)))
             looks = [outlook(settings, preset, failed) for preset in offered.values()]
             return [(f"run {run.name}: {_describe(settings)}", looks)]
         # A preset asked for by name that serves another recipe is shown for that one.

@@ -47,7 +47,7 @@ def risk_of(folder: RunFolder, change: Change) -> str | None:
     """That the run would go on with what it has died of, in one line."""
     from memtop.finding import readable_ledger
     from memtop.presets.comparison import risk
-    from memtop.supervisor.recovery.applying import ran_out
+    from memtop.supervisor.recovery.configuration import failed_settings
     from memtop.supervisor.run.change import edited
     from memtop.supervisor.run.record import view
 
@@ -58,7 +58,7 @@ def risk_of(folder: RunFolder, change: Change) -> str | None:
         after = edited(state.settings, change, state.checkpoint, rows)
     except MemtopError:
         return None  # the supervisor refuses it, and says why
-    return None if after is None else risk(after, ran_out(rows))
+    return None if after is None else risk(after, failed_settings(rows))
 
 
 def ask(folder: RunFolder, make: Callable[[int], Request]) -> int:

@@ -1,4 +1,4 @@
-"""Host memory, shared memory, pinned memory, disk: other deaths, other ladders. Rows are those of the seeds' checklist."""
+"""The remedies for a lack of host memory, shared memory, pinned memory and disk space."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import Zero
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
-from memtop.supervisor.recovery.applying import applied
-from memtop.supervisor.recovery.remedies import HostFacts, KeptState
-from memtop.supervisor.recovery.to_copy import commands_to_copy
+from memtop.supervisor.recovery.configuration import applied
+from memtop.supervisor.recovery.situation import HostFacts, KeptState
+from memtop.supervisor.recovery.suggested_commands import suggestions
 from tests.recovery.support import CARD, FIRST, GIB, LORA, T5, climb, died, gib, ids, named, peak, why_not
 
 GPU_RUN = replace(T5, workers=4, device="cuda")
@@ -24,7 +24,7 @@ REFUSED = died(Kind.HOST_OOM_ALLOC, phase="forward")
 def test_on_a_gpu_run_a_smaller_micro_batch_does_nothing_for_host_memory(diagnosis: Diagnosis) -> None:
     found = climb(diagnosis, GPU_RUN)
     assert ids(found) == ["workers", "pin_memory", "host_level", "processes", "swap"]
-    assert why_not(found, "a smaller micro-batch: what it saves lies on the card")
+    assert why_not(found, "a smaller micro-batch: it saves GPU memory")
     for remedy in found.remedies:
         assert remedy.keeps_math
         assert "batch" not in remedy.assignments
@@ -113,8 +113,8 @@ def test_offload_comes_back_where_the_card_has_room() -> None:
     assert ids(found).index("offload_off") > ids(found).index("host_level")
     full = climb(KILLED, OFFLOADED, peaks=(peak(OFFLOADED, 2, 13.0), peak(OFFLOADED, 4, 15.0)), total_bytes=CARD)
     assert "offload_off" not in ids(full)
-    assert why_not(full, "optimizer back onto the card: it would be 91.6 % full")
-    assert why_not(climb(KILLED, OFFLOADED), "whether it has room is not known")
+    assert why_not(full, "optimizer back on the GPU: it would be 91.6 % full")
+    assert why_not(climb(KILLED, OFFLOADED), "whether it fits is not known")
 
 
 def test_offload_back_takes_torchs_optimizer() -> None:
@@ -156,13 +156,13 @@ def test_a_full_disk_deletes_nothing_and_says_what_takes_the_room() -> None:
     fewer, room, elsewhere = found.remedies
     assert fewer.assignments == {"save_total_limit": "2"}
     assert fewer.keeps_math
-    assert room.why.startswith("200 MiB are free; this run keeps /r/x/state5 5.0 GiB, /r/x/state4 4.0 GiB")
+    assert room.why.startswith("200 MiB are free; this run's saved states are /r/x/state5 5.0 GiB, /r/x/state4 4.0 GiB")
     assert not re.search(r"\brm\b|-delete|unlink", " ".join(remedy.command or "" for remedy in found.remedies))
     assert elsewhere.command is not None
     assert "--runs-dir /PATH/WITH/ROOM" in elsewhere.command
     two = climb(died(Kind.DISK_FULL), T5)
     assert "save_total_limit" not in ids(two)
-    assert why_not(two, "fewer kept states")
+    assert why_not(two, "fewer saved states")
 
 
 def test_what_older_states_give_back_is_the_sum_of_those_that_go() -> None:
@@ -195,20 +195,13 @@ def test_limits_of_a_group_only_where_there_is_one() -> None:
     assert "docker update --memory" in (named(inside, "memory_limit").command or "")
 
 
-def test_commands_to_copy_are_data_and_nothing_here_can_start_one() -> None:
+def test_suggested_commands_are_data_and_recovery_can_start_no_program() -> None:
     from pathlib import Path
 
     from memtop.supervisor import recovery
 
-    assert set(commands_to_copy()) == {"swap", "shm", "shm_container", "memlock", "memory_limit", "address_space", "who_killed"}
-    folder = Path(str(recovery.__path__[0]))
-    ladders = [path for path in folder.glob("*.py") if path.name in _PURE]
-    assert len(ladders) == len(_PURE)
-    for path in ladders:
+    assert set(suggestions()) == {"swap", "shm", "shm_container", "memlock", "memory_limit", "address_space", "who_killed"}
+    modules = list(Path(str(recovery.__path__[0])).glob("*.py"))
+    assert len(modules) > 10
+    for path in modules:
         assert not re.search(r"\bsubprocess\b|\bos\.|\bpsutil\b|\bsignal\b|\bPopen\b|\bsystem\(", path.read_text()), path.name
-
-
-_PURE = (
-    *("advice.py", "applying.py", "choices.py", "forecast.py", "gpu_ladder.py", "host_ladder.py", "learning.py", "offline.py"),
-    *("own_program.py", "parameters.py", "remedies.py", "situation.py", "splits.py", "to_copy.py"),
-)
