@@ -137,7 +137,7 @@ def test_a_larger_batch_is_tried_measured_and_kept_or_undone(runs: Runs) -> None
     assert "trial of batch 8 -> 10, accumulation 5 -> 4" in text
     runs.memtop("stop", "a")
     done = runs.memtop("advise", "a", status=1)
-    assert done.stderr == "memtop: run 'a' is not running: it is stopped; advice is about a run at work\n"
+    assert done.stderr == "memtop: run 'a' is not running: it is stopped; advice needs a run in progress\n"
 
 
 def refuse_what_must_not_be_tried(runs: Runs) -> None:
