@@ -287,7 +287,7 @@ def test_half_the_processes_take_twice_the_accumulation() -> None:
 
 def test_another_stage_than_asked_for_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainEngine, "strategy", lambda self: Zero(stage=2))
-    with pytest.raises(TrainingError, match="zero: asked for plain, DeepSpeed runs ZeRO-2"):
+    with pytest.raises(TrainingError, match="zero: requested plain, but DeepSpeed runs ZeRO-2"):
         Training(tmp_path / "state")
 
 

@@ -158,7 +158,9 @@ class Commands:
         supervisor = self._supervisor
         try:
             after = supervisor.foreseen(request.change)
-            values = live_values(supervisor.settings, after)
+            trial = supervisor.prevention.trials.state
+            on_trial = trial.changed if trial is not None and trial.unproven else ()
+            values = live_values(supervisor.settings, after, on_trial)
         except MemtopError as error:
             peer.refuse(request.id, str(error), usage=isinstance(error, UsageError))
             return

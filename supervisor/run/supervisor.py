@@ -158,6 +158,7 @@ class Supervisor:
                 self.begin_restart(self.pending)
             else:
                 self.prevention.tick()
+        self.prevention.trials.tick()
         self.publish()
 
     def _pay(self) -> None:

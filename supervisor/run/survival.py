@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
-from memtop.supervisor.recovery.applying import change_for
-from memtop.supervisor.recovery.forecast import settings_key
+from memtop.supervisor.recovery.configuration import change_for, settings_key
 from memtop.supervisor.recovery.policy import SURE, Decision
 from memtop.supervisor.run import explain, proposing
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, WATCHED_NOTICE_SECONDS, Comeback, Waiting, free_bytes

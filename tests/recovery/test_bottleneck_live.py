@@ -153,4 +153,4 @@ def test_what_must_not_be_tried_is_refused_in_one_line(runs: Runs) -> None:
         assert "\n" not in str(refusal.value)
     runs.memtop("stop", "a")
     done = runs.memtop("advise", "a", status=1)
-    assert done.stderr == "memtop: run 'a' is not running: it is stopped; advice is about a run at work\n"
+    assert done.stderr == "memtop: run 'a' is not running: it is stopped; advice needs a run in progress\n"
