@@ -1,4 +1,4 @@
-"""Which GPUs a run is to use, or a dashboard to show: named by index, the free ones, or those that CUDA may see."""
+"""The GPUs that `--gpus` selects: by index, the free ones, or those that CUDA may use."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 FREE_FRACTION = 0.9
-"""A GPU counts as free with so much of its memory left and, as the driver tells for certain, no program computing on it."""
+"""A GPU is free if this share of its memory is free and the driver lists no compute process on
+it."""
 
 
 def sample() -> MachineSnapshot:
     """The machine now."""
-    sampler = Sampler(patience=ONCE_SECONDS, wake=True)  # a run is about to use them
+    sampler = Sampler(patience=ONCE_SECONDS, wake=True)  # Wake sleeping GPUs: a run is about to use them.
     try:
         return sampler.sample()
     finally:
@@ -26,10 +27,11 @@ def sample() -> MachineSnapshot:
 
 
 def wanted(text: str | None) -> list[str] | None:
-    """The device indices that `--gpus` means: `0,1`, `free` (one) or `free:2`; None if it was not given.
+    """The device indices that `train --gpus` selects: `0,1`, `free` (one) or `free:2`; None if it
+    was not given.
 
-    Refused (UsageError): what is not an index, GPUs that this machine has not (training would go on without them, on the
-    CPU), and more free ones than there are for certain.
+    UsageError for text that is no index, for GPUs that this machine does not have (training would
+    silently run on the CPU), and if fewer GPUs are certainly free.
     """
     if text is None:
         return None
@@ -48,8 +50,11 @@ def wanted(text: str | None) -> list[str] | None:
 
 
 def watched(text: str | None, machine: MachineSnapshot | None = None) -> frozenset[int] | None:
-    """The indices that `watch --gpus` means on this machine: `0,2`, or `visible` (those of CUDA_VISIBLE_DEVICES); None if it
-    was not given. Refused (UsageError) is what is no index, and what the machine has not."""
+    """The indices that `watch --gpus` selects: `0,2`, or `visible` (those of CUDA_VISIBLE_DEVICES);
+    None if it was not given.
+
+    UsageError for text that is no index, and for GPUs that this machine does not have.
+    """
     if text is None:
         return None
     indices = None if text.strip() == "visible" else _parsed(text, "visible for those of CUDA_VISIBLE_DEVICES")
@@ -78,7 +83,7 @@ def _visible(machine: MachineSnapshot) -> frozenset[int]:
 
 
 def _numbers(variable: str, reason: str) -> frozenset[int]:
-    """The variable's numbers where CUDA may mean others by them."""
+    """The numbers in CUDA_VISIBLE_DEVICES, although CUDA may number the GPUs differently."""
     words = [word.strip() for word in variable.split(",")]
     if not all(map(_is_index, words)) or len(set(words)) < len(words):
         raise UsageError(f"--gpus visible: {reason}; or give indices like --gpus 0,1")
@@ -92,19 +97,21 @@ def _none_visible(given: str, machine: MachineSnapshot) -> str:
 
 
 def visible(gpus: list[str] | None, machine: MachineSnapshot) -> list[str] | None:
-    """The indices of the GPUs that a run may use: as given, else as CUDA_VISIBLE_DEVICES says; None: all of them."""
+    """The indices of the GPUs that a run may use: `gpus` if given, otherwise those of
+    CUDA_VISIBLE_DEVICES; None: all."""
     variable = os.environ.get(VARIABLE)
     if gpus is not None or variable is None:
         return gpus
     if any("visible_index" in gpu.unknown for gpu in machine.gpus):
-        # CUDA may count in another order than the driver: its numbers are the best guess that there is.
+        # CUDA may number the GPUs differently from the driver: use its numbers, there is nothing
+        # better.
         words = variable.replace(" ", "").split(",")
         return words if all(word.isdigit() for word in words) else None
     return [str(gpu.index) for gpu in machine.gpus if gpu.visible_index is not None]
 
 
 def least_free(machine: MachineSnapshot, gpus: list[str] | None) -> tuple[int | None, str]:
-    """Free bytes of the GPU that has the least of them, and which one that is where there are several."""
+    """The free bytes of the fullest GPU, and, if there are several, a text that names it."""
     known = [
         (gpu.free_bytes, gpu.index)
         for gpu in machine.gpus
@@ -117,7 +124,7 @@ def least_free(machine: MachineSnapshot, gpus: list[str] | None) -> tuple[int | 
 
 
 def _parsed(text: str, other: str) -> list[str]:
-    # "00" is GPU 0 too, and must not be a second one.
+    # "00" is GPU 0 too: "0,00" names it twice.
     words = [str(int(word)) if _is_index(word.strip()) else "" for word in text.split(",")]
     if not all(words) or len(set(words)) != len(words):
         raise UsageError(f"--gpus {text!r}: give different device indices like 0 or 0,1, or {other}")
@@ -145,7 +152,7 @@ def _need_some(machine: MachineSnapshot, given: str, without: str) -> None:
 
 
 def _free(count: int, given: str) -> list[str]:
-    """The emptiest of the free GPUs, in order of their index."""
+    """The free GPUs with the most free memory, in the order of their indices."""
     machine = sample()
     _need_some(machine, f"--gpus {given}", "to train on the CPU")
     allowed = visible(None, machine)

@@ -1,4 +1,5 @@
-"""A run in the foreground without a dashboard: progress on stderr, the run's end as exit status."""
+"""Staying with a run that was just started: in the dashboard, or without it with progress on
+stderr."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import signal
 import sys
 import time
 
-from memtop.proposals import proposal_lines
+from memtop.cli.output import proposal_lines
 from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError, RunFolderError
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
@@ -18,19 +19,36 @@ from memtop.supervisor.wire import EventRows, Phase, RunState, StateUpdate, Stop
 
 _PROGRESS_SECONDS = 5.0
 _RETRY_SECONDS = 0.3
-# A new supervisor can lose the lock to another look at the run; so many failures in a row are a real one.
+# Another command can start the new supervisor first. This many failures in a row are an error.
 _REVIVALS = 5
-# Events that a person wants to read as they happen; the rest is in the ledger.
-_SPOKEN = {
+# Events that are printed as they happen; all are in the ledger.
+_PRINTED = {
     *("attempt", "plan", "adopted", "warning", "band", "stop", "leftovers", "stalled"),
     *("oom", "survived", "settings", "remedy", "rollback"),
 }
 
 
-def follow(folder: RunFolder, *, since: float) -> int:
-    """Stay until the run is over: 0 finished or stopped from elsewhere, 1 failed, 130 interrupted here.
+def stay(folder: RunFolder, begun: float, *, headless: bool, detach: bool) -> int:
+    """Stay with a run that was started at `begun` (Unix time), in the dashboard or without it; the
+    exit status.
 
-    Events from before `since` (seconds since the epoch) are history and not told.
+    With `detach`, only print the run's name. Without a terminal there is no dashboard.
+    """
+    if detach:
+        print(folder.name)
+        return 0
+    if headless or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return follow(folder, since=begun)
+    from memtop.cli.dashboard import open_run
+
+    return open_run(folder, started_here=True)
+
+
+def follow(folder: RunFolder, *, since: float) -> int:
+    """Print the run's progress until it is over; the exit status is 0 if it finished or was
+    stopped, 1 if it failed, 130 if it was interrupted here.
+
+    Events before `since` (Unix time) are not printed.
     """
     return asyncio.run(_Follower(folder, since).run())
 
@@ -39,7 +57,7 @@ class _Follower:
     def __init__(self, folder: RunFolder, since: float) -> None:
         self._folder = folder
         self._interrupts = 0
-        self._stop_said = False
+        self._stop_printed = False
         self._last_line = 0.0
         self._last_update: int | None = None
         self._last_event = since
@@ -50,7 +68,7 @@ class _Follower:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupt)
-        self._say(f"run {self._folder.name} in {self._folder.path}; from another terminal: memtop watch {self._folder.name}")
+        self._print(f"run {self._folder.name} in {self._folder.path}; from another terminal: memtop watch {self._folder.name}")
         while self._interrupts < 2:
             try:
                 connection = await client.AsyncRunClient.connect(self._folder.path)
@@ -63,13 +81,17 @@ class _Follower:
         return self._exit_status()
 
     async def _over(self) -> bool:
-        """Nobody listens: True if the run is over. Else its supervisor died and the trainer goes on under a new one, which
-        this viewer starts, or another one that was quicker."""
+        """Whether the run is over, after its supervisor did not answer.
+
+        If the run is not over, its supervisor died: this process starts a new one, unless another
+        process did so already.
+        """
         if await asyncio.to_thread(self._revived):
-            self._say("the supervisor was gone; a new one has taken over")
+            self._print("the supervisor was gone; a new one has taken over")
             return False
         self._state = read_state(self._folder)
-        # A supervisor that is just starting, or just leaving, holds the lock: what the folder says is not its last word.
+        # A supervisor that starts or exits holds the lock: the state in the folder is not final
+        # yet.
         if (self._state.state.final or self._state.state is Phase.CREATED) and not RunLock(self._folder).is_held():
             return True
         await asyncio.sleep(_RETRY_SECONDS)
@@ -87,7 +109,8 @@ class _Follower:
         return revived
 
     async def _listen(self, connection: client.AsyncRunClient) -> bool:
-        """Report what comes; True once the run is over (or the user has had enough), False if the supervisor is gone."""
+        """Print what the supervisor reports; True once the run is over or the user interrupts
+        twice, False if the supervisor is gone."""
         try:
             await connection.send(Subscribe(id=1, history=0))
             return await self._report(connection)
@@ -103,11 +126,12 @@ class _Follower:
             while self._interrupts < 2:
                 done, _ = await asyncio.wait({pending}, timeout=0.2)
                 if self._interrupts and not stop_asked:
-                    # Each supervisor has to be told: the one before may have died with the request.
+                    # Send it to each new supervisor: the one before may have died before it stopped
+                    # the run.
                     stop_asked = True
-                    if not self._stop_said:
-                        self._say("stopping: the run finishes its update and saves; once more to leave at once")
-                    self._stop_said = True
+                    if not self._stop_printed:
+                        self._print("stopping: the run finishes its update and saves; interrupt again to leave at once")
+                    self._stop_printed = True
                     await connection.send(Stop(id=2))
                 if not done:
                     continue
@@ -132,8 +156,8 @@ class _Follower:
 
     def _report_events(self, message: EventRows) -> None:
         for event in message.rows:
-            if event.kind in _SPOKEN and event.time > self._last_event:
-                self._say(event.message)
+            if event.kind in _PRINTED and event.time > self._last_event:
+                self._print(event.message)
             self._last_event = max(self._last_event, event.time)
 
     def _progress(self, run: RunState, machine: MachineSnapshot | None, *, at_once: bool = False) -> None:
@@ -149,25 +173,25 @@ class _Follower:
             parts.append(f"{run.samples_per_second:.1f} samples/s")
         if run.eta_seconds is not None:
             parts.append(f"ETA {units.duration(run.eta_seconds)}")
-        self._say("  ".join(parts + _memory(machine)))
+        self._print("  ".join(parts + _memory(machine)))
 
     def _exit_status(self) -> int:
         state = self._state
         if self._interrupts and (state is None or state.state is not Phase.FINISHED):
-            self._say(
+            self._print(
                 "interrupted" if state is None or not state.state.final else f"interrupted: the run is {state.state.value}"
             )
             return 130
         assert state is not None
         if state.state is Phase.FAILED and state.proposal is not None:
             for line in proposal_lines(state.proposal):
-                self._say(line)
+                self._print(line)
         where = f"; memtop show {state.name}"
-        self._say(f"run {state.name}: {state.state.value}{f' ({state.reason})' if state.reason else ''}{where}")
+        self._print(f"run {state.name}: {state.state.value}{f' ({state.reason})' if state.reason else ''}{where}")
         return 0 if state.state in (Phase.FINISHED, Phase.STOPPED) else 1
 
     @staticmethod
-    def _say(text: str) -> None:
+    def _print(text: str) -> None:
         print(f"memtop: {text}", file=sys.stderr, flush=True)
 
 

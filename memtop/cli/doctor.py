@@ -1,17 +1,20 @@
-"""`memtop doctor`: what memtop finds on this machine, and what to do about what is missing. Reads only."""
+"""`memtop doctor`: what memtop finds on this machine, and what to do about what is missing. It
+changes nothing."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import msgspec
 
+from memtop.cli.options import json_option, runs_dir_option
+from memtop.cli.output import print_json
 from memtop.presets import PresetFileError, load_presets, load_recipes
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError
@@ -20,10 +23,11 @@ from memtop.supervisor.monitor.processes.proc import sees_all_pids
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run.clients.server import socket_path
+from memtop.supervisor.run.record.folder import default_runs_dir
 
 _TRAINING = ("torch", "transformers", "accelerate", "safetensors")
-# What a machine without a limit or a single look lacks is nothing to worry about; this is.
-_WORTH_KNOWING = {
+# Host values that are worth a note if they are unknown; the others are often unknown.
+_NOTED_IF_UNKNOWN = {
     "total_bytes": "RAM",
     "swap_fraction": "swap",
     "pressure_fraction": "memory pressure",
@@ -33,7 +37,7 @@ _WORTH_KNOWING = {
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One check. `ok` None means: worth knowing, neither good nor bad."""
+    """One check. `ok` is None for a note, which is neither good nor bad."""
 
     check: str
     ok: bool | None
@@ -41,11 +45,17 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     advice: str | None = None
 
 
-def command(runs_dir: Path, *, as_json: bool) -> int:
-    """Print the findings; exit status 1 if something that memtop needs is missing."""
-    findings = list(_findings(runs_dir))
+@click.command()
+@json_option
+@runs_dir_option
+def doctor(as_json: bool, runs_dir: Path | None) -> int:
+    """Check what memtop finds on this machine.
+
+    The exit status is 1 if something that memtop needs is missing.
+    """
+    findings = list(_findings(runs_dir or default_runs_dir()))
     if as_json:
-        print(json.dumps(msgspec.to_builtins(findings), indent=2))
+        print_json(msgspec.to_builtins(findings))
     else:
         for finding in findings:
             word = {True: "ok", False: "MISSING", None: "note"}[finding.ok]
@@ -74,7 +84,7 @@ def _packages() -> Iterator[Finding]:
             if name == "textual":
                 yield Finding(check=name, ok=False, found="not installed", advice="pip install textual")
             else:
-                advice = "pip install 'memtop[train]' (watching other programs works without)"
+                advice = "pip install 'memtop[train]' (not needed to watch other programs)"
                 yield Finding(check=name, ok=None, found="not installed", advice=advice)
 
 
@@ -96,20 +106,20 @@ def _machine() -> Iterator[Finding]:
     host = machine.host
     limit = "" if host.limit_bytes is None else f", cgroup limit {units.size(host.limit_bytes)}"
     yield Finding(check="host RAM", ok=True, found=f"{units.size(host.available_bytes)} available{limit}")
-    for field, name in _WORTH_KNOWING.items():
+    for field, name in _NOTED_IF_UNKNOWN.items():
         if field in host.unknown:
             yield Finding(check=name, ok=None, found=host.unknown[field])
 
 
 def _processes(machine: MachineSnapshot) -> Finding:
-    """Whether memory can be told by process, and processes by name."""
+    """Whether the memory of each process is known, and which process it is."""
     rows = [process for gpu in machine.gpus for process in gpu.processes]
     reason = next((row.unknown["used_bytes"] for row in rows if "used_bytes" in row.unknown), None)
     if reason is not None:
         return Finding(check="gpu processes", ok=None, found=f"their memory is not known: {reason}")
     if not sees_all_pids():
-        advice = "start the container with the host's pids (docker run --pid=host) to see who they are"
-        return Finding(check="gpu processes", ok=None, found="those outside this container are not visible here", advice=advice)
+        advice = "start the container with the host's pids (docker run --pid=host) to see them"
+        return Finding(check="gpu processes", ok=None, found="processes outside this container are not visible", advice=advice)
     return Finding(check="gpu processes", ok=True, found=f"{len({row.pid for row in rows})} on {len(machine.gpus)} GPUs")
 
 
@@ -140,12 +150,12 @@ def _kernel() -> Finding:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
         return Finding(check="pidfd", ok=False, found=error.strerror or str(error), advice="memtop needs Linux 5.3 or newer")
-    return Finding(check="pidfd", ok=True, found="signals reach the process that was meant, and no other")
+    return Finding(check="pidfd", ok=True, found="signals reach exactly the intended process")
 
 
 def _data_files() -> Finding:
     try:
         found = f"{len(load_recipes())} recipes, {len(load_presets())} presets"
     except PresetFileError as error:
-        return Finding(check="presets", ok=False, found=str(error), advice="correct the file or move it away")
+        return Finding(check="presets", ok=False, found=str(error), advice="correct the file or remove it")
     return Finding(check="presets", ok=True, found=found)

@@ -1,16 +1,29 @@
-"""From what was typed after `memtop train` to the settings of a run."""
+"""`memtop train`: from the command line to the settings of a new run, and its start."""
 
 from __future__ import annotations
 
 import difflib
 import importlib.util
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import click
 from msgspec.structs import replace
 
-from memtop import gpus as gpu_choice
+from memtop import __version__
+from memtop.cli import gpus as gpu_choice
+from memtop.cli.foreground import stay
+from memtop.cli.options import (
+    WHOLE,
+    assignments_of,
+    detach_option,
+    edit_options,
+    headless_option,
+    refuse_both,
+    runs_dir_option,
+)
 from memtop.presets import (
     Preset,
     PresetFileError,
@@ -24,11 +37,78 @@ from memtop.presets import (
 from memtop.presets.edits import draft, find_preset
 from memtop.presets.fields import OPTIONS
 from memtop.supervisor.errors import RunFolderError, UsageError
+from memtop.supervisor.recovery.policy import ON_OOM
+from memtop.supervisor.run.clients.client import start_supervisor
+from memtop.supervisor.run.record.folder import RunSpec, create_run, default_runs_dir
 from memtop.supervisor.wire import Change
 
-# What a tracker needs, any one of them, and what to install for it; the trainer refuses names that it does not know.
+# By tracker: the modules of which one must be installed, and the package to install. The trainer
+# refuses unknown names.
 _TRACKERS = {"tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"), "wandb": (("wandb",), "wandb")}
 _NEEDED = ("torch", "transformers", "accelerate", "safetensors")
+
+
+@click.command()
+@click.argument("recipe", required=False, metavar="[RECIPE]")
+@edit_options
+@click.option("--gpus", metavar="0,1|free:N", help="the GPUs to use, or N free ones; one process per GPU")
+@click.option("--name", metavar="NAME", help="the name of the run")
+@click.option("--save-every", type=WHOLE, metavar="N", help="updates between two saves")
+@headless_option
+@detach_option
+@click.option("--on-oom", default="auto", metavar="auto|ask|stop", help="what to do when memory runs out [auto]")
+@click.option("--fresh", is_flag=True, help="move an existing run of that name aside and start a new one")
+@runs_dir_option
+@click.pass_obj
+def train(
+    program: tuple[str, ...] | None,
+    recipe: str | None,
+    preset: str | None,
+    batch: int | None,
+    accum: int | None,
+    seq_len: int | None,
+    assignments: tuple[str, ...],
+    max_updates: int | None,
+    gpus: str | None,
+    name: str | None,
+    save_every: int | None,
+    headless: bool,
+    detach: bool,
+    on_oom: str,
+    fresh: bool,
+    runs_dir: Path | None,
+) -> int:
+    """Train a recipe or your own program and open the dashboard.
+
+    Your own program follows two dashes: `memtop train -- COMMAND ARG ...`. Without a terminal the
+    run is headless. Closing the dashboard does not stop the run.
+    """
+    begun = time.time()
+    refuse_both(headless, detach)
+    if on_oom not in ON_OOM:
+        raise UsageError(f"--on-oom {on_oom}: give auto (continue with less), ask (propose it) or stop (report it)")
+    gpu_list = gpu_choice.wanted(gpus)
+    values = assignments_of(assignments, batch=batch, accumulation=accum, seq_len=seq_len, save_every=save_every)
+    edits = Change(assignments=values, max_updates=max_updates)
+    if program:
+        refuse_for_program(recipe, preset, edits)
+        settings, stem = None, Path(program[0]).stem
+    else:
+        settings, stem = settings_for(recipe or "first-run", preset, edits, gpu_list, fresh=fresh), recipe or "first-run"
+    where = runs_dir or default_runs_dir()
+    spec = RunSpec(
+        name=name or free_name(where, stem),
+        created=begun,
+        settings=settings,
+        command=program or (),
+        cwd=str(Path.cwd()),
+        gpus=None if gpu_list is None else ",".join(gpu_list),
+        on_oom=on_oom,
+        memtop_version=__version__,
+    )
+    folder = create_run(where, spec, fresh=fresh)
+    start_supervisor(folder)
+    return stay(folder, begun, headless=headless, detach=detach)
 
 
 def settings_for(
@@ -39,9 +119,10 @@ def settings_for(
     *,
     fresh: bool = False,
 ) -> Settings:
-    """The settings of a new run; UsageError names the option and the value that cannot be.
+    """The settings of a new run; UsageError names the option and the value that is wrong.
 
-    A preset that is named is taken whole where it is meant for the recipe, and always with `fresh`.
+    A named preset is taken with its guide's values if it is meant for the recipe, and always with
+    `fresh`.
     """
     _refuse_missing(_NEEDED, f"RECIPE {recipe_name}: the built-in trainer")
     try:
@@ -59,7 +140,7 @@ def settings_for(
     _refuse_missing_trackers(settings.trackers)
     settings = replace(settings, data=_placed_data(settings.data), model=_placed_model(settings.model))
     if reason is not None:
-        print(f"memtop: {reason}; --preset NAME takes another", file=sys.stderr)
+        print(f"memtop: {reason}; --preset NAME chooses another", file=sys.stderr)
     return settings
 
 
@@ -73,19 +154,19 @@ def _recipe(name: str) -> Recipe:
 
 
 def _edited(recipe: Recipe, preset: Preset, whole: bool, edits: Change, gpus: list[str] | None) -> Settings:
-    # With a batch given, W need not divide the recipe's own effective batch.
+    # If a batch is given, the number of processes need not divide the recipe's effective batch.
     world = len(gpus) if gpus else 1
     given = "batch" in edits.assignments or "accumulation" in edits.assignments
     settings = replace(draft(recipe, preset=preset, world_size=1 if given else world, whole=whole), world_size=world)
     updates = edits.max_updates
     if updates is None and settings.target_samples and "epochs" not in edits.assignments:
-        # The recipe's number of updates, whatever the effective batch has become.
+        # Keep the recipe's number of updates, whatever the effective batch is now.
         updates = recipe.max_updates
     return edit_settings(settings, assignments=edits.assignments, max_updates=updates)
 
 
 def _own_preset(recipe: Recipe, edits: Change, gpus: list[str] | None) -> tuple[Preset, str | None]:
-    """The preset that the recipe names; for `auto` the one that fits the free GPU memory, and the reason."""
+    """The recipe's preset; for `auto`, the one for the free GPU memory, and the reason."""
     if recipe.preset != "auto":
         return find_preset(recipe.preset, recipe.name), None
     free, where = None, ""
@@ -107,7 +188,7 @@ def _refuse_missing(names: tuple[str, ...], who: str) -> None:
     if missing:
         raise UsageError(
             f"{who} needs {', '.join(missing)}: pip install 'memtop[train]'; "
-            "your own program goes after `--` and needs none of it"
+            "your own program, given after `--`, does not need it"
         )
 
 
@@ -119,7 +200,7 @@ def _refuse_missing_trackers(names: tuple[str, ...]) -> None:
 
 
 def _placed_data(data: dict[str, Any]) -> dict[str, Any]:
-    """The data with whole paths; refused where files must be given and are not, or are not there."""
+    """The data with absolute paths; UsageError if a file is missing."""
     if not data.get("source") and not data.get("train"):
         columns = ", ".join(data.get("columns", {}).values())
         shape = f" with columns {columns}" if columns else ""
@@ -138,7 +219,7 @@ def _placed(field: str, value: str) -> str:
 
 
 def _placed_model(model: dict[str, Any]) -> dict[str, Any]:
-    """A folder by its whole path; a hub name as it is."""
+    """The model with an absolute path if it is a folder; a hub name stays unchanged."""
     name = model.get("path")
     if not isinstance(name, str):
         return model
@@ -150,18 +231,18 @@ def _placed_model(model: dict[str, Any]) -> dict[str, Any]:
     return model
 
 
-def refuse_for_own_program(recipe: str | None, preset: str | None, edits: Change) -> None:
-    """Refuse the options that mean nothing for the user's own program."""
+def refuse_for_program(recipe: str | None, preset: str | None, edits: Change) -> None:
+    """UsageError for options that have no meaning for the user's own program."""
     given = {"RECIPE": recipe, "--preset": preset, "--max-updates": edits.max_updates}
     options = {**OPTIONS, "save_every": "--save-every"}
     given |= {options.get(name, f"--set {name}"): text for name, text in edits.assignments.items()}
     for option, value in given.items():
         if value is not None:
-            raise UsageError(f"{option} {value}: your own program's settings are its own; pass them after `--`")
+            raise UsageError(f"{option} {value}: memtop does not set the options of your own program; pass them after `--`")
 
 
 def free_name(runs_dir: Path, stem: str) -> str:
-    """`first-run`, or `first-run-2` where that is taken, ..."""
+    """A name that no run has: `first-run`, `first-run-2`, ..."""
     stem = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem)[:80].strip("-._") or "run"
     number, name = 1, stem
     try:

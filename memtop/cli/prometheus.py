@@ -1,6 +1,6 @@
-"""The newest sample as Prometheus metrics over HTTP. A scrape reads what was sampled last; it never calls the driver.
+"""Serves the newest sample as Prometheus metrics over HTTP. A scrape never calls the driver.
 
-What is not known is absent. Names end in their unit; counters end in `_total` on the wire.
+Unknown values are absent. Names end in their unit; the client library appends `_total` to counters.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 _GPU = ("gpu", "uuid", "name")
-# Metric, field, words. Fields with `details.` are those that change slowly.
+# Metric, field, description. Fields of `details` change slowly.
 _GPU_GAUGES = (
-    ("memory_total_bytes", "total_bytes", "GPU memory in all"),
-    ("memory_used_bytes", "used_bytes", "GPU memory in use, without what the driver reserves"),
+    ("memory_total_bytes", "total_bytes", "total GPU memory"),
+    ("memory_used_bytes", "used_bytes", "GPU memory in use, without the memory that the driver reserves"),
     ("memory_free_bytes", "free_bytes", "GPU memory that can still be allocated"),
     ("memory_reserved_bytes", "reserved_bytes", "GPU memory that the driver reserves"),
-    ("memory_used_ratio", "used_fraction", "share of GPU memory that cannot be allocated any more, 0-1"),
-    ("utilization_ratio", "utilization_fraction", "share of time in which some kernel ran, 0-1"),
+    ("memory_used_ratio", "used_fraction", "share of GPU memory that cannot be allocated, 0-1"),
+    ("utilization_ratio", "utilization_fraction", "share of time in which a kernel ran, 0-1"),
     ("memory_utilization_ratio", "memory_utilization_fraction", "share of time in which memory was read or written, 0-1"),
     ("temperature_celsius", "temperature_celsius", "core temperature"),
-    ("power_watts", "power_watts", "power drawn"),
-    ("power_limit_watts", "power_limit_watts", "power allowed"),
+    ("power_watts", "power_watts", "power draw"),
+    ("power_limit_watts", "power_limit_watts", "power limit"),
     ("memory_temperature_celsius", "details.memory_temperature_celsius", "memory temperature"),
     ("fan_ratio", "details.fan_fraction", "fan speed, 0-1"),
     ("pcie_sent_bytes_per_second", "details.pcie_sent_bytes_per_second", "from the GPU over PCIe"),
@@ -51,29 +51,29 @@ _GPU_COUNTERS = (
     ("ecc_uncorrected_errors", "details.ecc_uncorrected_errors", "since the driver was loaded"),
 )
 _HOST_GAUGES = (
-    ("memory_total_bytes", "total_bytes", "RAM in all"),
-    ("memory_limit_bytes", "limit_bytes", "the cgroup's limit where one below the RAM is set"),
+    ("memory_total_bytes", "total_bytes", "total RAM"),
+    ("memory_limit_bytes", "limit_bytes", "limit of the cgroup, if it is lower than the RAM"),
     ("memory_used_bytes", "used_bytes", "RAM in use"),
-    ("memory_available_bytes", "available_bytes", "RAM that can still be had"),
+    ("memory_available_bytes", "available_bytes", "RAM that can still be allocated"),
     ("memory_used_ratio", "used_fraction", "share of RAM (or of the limit) in use, 0-1"),
-    ("swap_total_bytes", "swap_total_bytes", "swap in all"),
+    ("swap_total_bytes", "swap_total_bytes", "total swap"),
     ("swap_used_bytes", "swap_used_bytes", "swap in use"),
-    ("swap_in_bytes_per_second", "swap_in_bytes_per_second", "read back from swap"),
-    ("swap_out_bytes_per_second", "swap_out_bytes_per_second", "written to swap"),
-    ("memory_pressure_ratio", "pressure_fraction", "share of 10 s in which some task waited for memory, 0-1"),
+    ("swap_in_bytes_per_second", "swap_in_bytes_per_second", "bytes read from swap"),
+    ("swap_out_bytes_per_second", "swap_out_bytes_per_second", "bytes written to swap"),
+    ("memory_pressure_ratio", "pressure_fraction", "share of the last 10 s in which a task waited for memory, 0-1"),
     ("cpu_ratio", "cpu_fraction", "share of the cores' time in use, 0-1"),
 )
 _RUN_GAUGES = (
     ("update", "updates", "updates done"),
-    ("updates_planned", "total_updates", "updates that the run will have"),
-    ("samples_seen", "samples_seen", "samples trained on"),
+    ("updates_planned", "total_updates", "total updates of the run"),
+    ("samples_seen", "samples_seen", "training samples seen"),
     ("loss", "loss", "newest training loss"),
     ("learning_rate", "learning_rate", "newest learning rate"),
     ("gradient_norm", "gradient_norm", "newest gradient norm"),
-    ("samples_per_second", "samples_per_second", "speed"),
-    ("tokens_per_second", "tokens_per_second", "speed"),
-    ("step_seconds", "step_seconds", "time that the newest update took"),
-    ("eta_seconds", "eta_seconds", "time that is left"),
+    ("samples_per_second", "samples_per_second", "training speed"),
+    ("tokens_per_second", "tokens_per_second", "training speed"),
+    ("step_seconds", "step_seconds", "duration of the newest update"),
+    ("eta_seconds", "eta_seconds", "estimated time until the run ends"),
     ("resident_memory_bytes", "run_rss_bytes", "resident memory of all processes of the run"),
 )
 
@@ -92,12 +92,12 @@ def is_loopback(host: str) -> bool:
 
 
 class Endpoint(Collector):
-    """Serves /metrics on a thread of its own until `close`. UsageError if that address cannot be had."""
+    """Serves /metrics in a thread until `close`. UsageError if it cannot listen at that address."""
 
     def __init__(self, host: str, port: int) -> None:
         self._machine: MachineSnapshot | None = None
         self._run: RunState | None = None
-        # By (GPU, code): how many, and the newest moments already counted.
+        # The number of Xids by (GPU, code), and the time of the newest counted one by GPU.
         self._xids: dict[tuple[str, int], int] = {}
         self._counted: dict[str, float] = {}
         registry = CollectorRegistry()
@@ -110,14 +110,14 @@ class Endpoint(Collector):
             raise UsageError(f"--prometheus {host}:{port}: cannot listen there: {error.strerror}; give another port") from None
 
     def update(self, machine: MachineSnapshot | None, run: RunState | None) -> None:
-        """What the next scrape tells. None leaves what was known."""
+        """Set what the next scrape returns; None keeps the previous value."""
         if machine is not None:
             self._count_xids(machine)
             self._machine = machine
         self._run = run or self._run
 
-    def overhear(self, message: FeedMessage) -> FeedMessage:
-        """Take what a message to the dashboard tells, and pass it on."""
+    def observe(self, message: FeedMessage) -> FeedMessage:
+        """Take the sample out of a message to the dashboard, and return the message."""
         if isinstance(message, MachineSnapshot):
             self.update(message, None)
         elif isinstance(message, StateUpdate):
@@ -140,13 +140,13 @@ class Endpoint(Collector):
     # --- a scrape -------------------------------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        # Taken once: the next sample may come while this is being sent.
+        # Read once: the next sample may arrive while this one is being sent.
         machine, run, xids = self._machine, self._run, dict(self._xids)
         families: list[GaugeMetricFamily | CounterMetricFamily] = []
         if machine is not None:
-            families += [_gauge("memtop_sample_time_seconds", "when this was sampled, Unix time", (), [((), machine.time)])]
+            families += [_gauge("memtop_sample_time_seconds", "time of the sample, Unix time", (), [((), machine.time)])]
             age: Rows = [] if machine.gpu_age_seconds is None else [((), machine.gpu_age_seconds)]
-            words = "how old the GPUs' numbers are, there only while the driver does not answer in time"
+            words = "age of the values of the GPUs; present only while the driver does not answer in time"
             families += [_gauge("memtop_gpu_age_seconds", words, (), age)]
             families += [*_gpus(machine, xids), *_mig(machine), *_processes(machine), *_host(machine)]
         if run is not None:
@@ -190,24 +190,24 @@ def _gpus(machine: MachineSnapshot, xids: dict[tuple[str, int], int]) -> Iterato
         rows = [(_names(gpu), value) for gpu in machine.gpus if (value := _value(gpu, path)) is not None]
         yield _counter(f"memtop_gpu_{name}", words, _GPU, list(rows))
     up = [(_names(gpu), 0.0 if gpu.error else 1.0) for gpu in machine.gpus]
-    yield _gauge("memtop_gpu_up", "1 if the GPU can be read, 0 if the driver refuses it", _GPU, list(up))
+    yield _gauge("memtop_gpu_up", "1 if the GPU can be read, otherwise 0", _GPU, list(up))
     held: Rows = [((*_names(gpu), reason), 1.0) for gpu in machine.gpus for reason in gpu.details.throttle_reasons or ()]
-    yield _gauge("memtop_gpu_throttled", "1 for each reason that holds the clocks down now", (*_GPU, "reason"), held)
+    yield _gauge("memtop_gpu_throttled", "1 for each reason that currently lowers the clocks", (*_GPU, "reason"), held)
     errors: Rows = [
         ((*_names(gpu), str(code)), float(count))
         for gpu in machine.gpus
         for (key, code), count in sorted(xids.items())
         if key == gpu_key(gpu)
     ]
-    yield _counter("memtop_gpu_xid_errors", "Xids announced since memtop began to watch", (*_GPU, "code"), errors)
+    yield _counter("memtop_gpu_xid_errors", "Xid errors since memtop started to watch", (*_GPU, "code"), errors)
 
 
 def _mig(machine: MachineSnapshot) -> Iterator[GaugeMetricFamily]:
     for name, field, words in (
-        ("total_bytes", "total_bytes", "memory of a MIG instance in all"),
+        ("total_bytes", "total_bytes", "total memory of a MIG instance"),
         ("used_bytes", "used_bytes", "memory of a MIG instance in use"),
         ("free_bytes", "free_bytes", "memory of a MIG instance that can still be allocated"),
-        ("used_ratio", "used_fraction", "share of a MIG instance's memory that cannot be allocated any more, 0-1"),
+        ("used_ratio", "used_fraction", "share of a MIG instance's memory that cannot be allocated, 0-1"),
     ):
         rows: Rows = [
             ((str(gpu.index), str(one.position), one.uuid or "", one.name or ""), value)
@@ -222,14 +222,14 @@ def _processes(machine: MachineSnapshot) -> Iterator[GaugeMetricFamily]:
     held = _Sums()
     for gpu in machine.gpus:
         for p in gpu.processes:
-            # Once for each MIG instance that it is on.
+            # A process is listed once for each MIG instance that it uses.
             held.add((*_names(gpu), str(p.pid), p.user or "", p.name or "", p.run or ""), p.used_bytes)
     labels = (*_GPU, "pid", "user", "process", "run")
     yield _gauge("memtop_process_memory_used_bytes", "GPU memory of one process on one GPU", labels, held.rows)
     for name, field, words in (
         ("memory_used_bytes", "used_bytes", "GPU memory of all its processes"),
         ("resident_memory_bytes", "host_rss_bytes", "resident host memory of all its processes"),
-        ("cpu_cores", "host_cpu_fraction", "cores' time in use"),
+        ("cpu_cores", "host_cpu_fraction", "CPU cores in use"),
     ):
         of_jobs = _Sums()
         for job in machine.jobs:
@@ -238,7 +238,7 @@ def _processes(machine: MachineSnapshot) -> Iterator[GaugeMetricFamily]:
 
 
 class _Sums:
-    """One row for each set of labels, since labels must not repeat; none where a part of its sum is not known."""
+    """Sums by labels, since labels must not repeat. A sum with an unknown part is absent."""
 
     def __init__(self) -> None:
         self._of: dict[tuple[str, ...], float | None] = {}
@@ -268,8 +268,8 @@ def _run(run: RunState) -> list[GaugeMetricFamily | CounterMetricFamily]:
         value = _value(run, field)
         families.append(_gauge(f"memtop_run_{metric}", words, ("run",), [] if value is None else [(name, value)]))
     state: Rows = [((run.name, run.state.value), 1.0)]
-    families.append(_gauge("memtop_run_state", "1 for the state that the run is in", ("run", "state"), state))
+    families.append(_gauge("memtop_run_state", "1 for the current state of the run", ("run", "state"), state))
     peaks: Rows = [((run.name, str(r.rank)), float(r.peak_bytes)) for r in run.ranks if r.peak_bytes is not None]
-    words = "most that torch's allocator held in the newest update"
+    words = "peak memory of torch's allocator in the newest update"
     families.append(_gauge("memtop_run_peak_memory_bytes", words, ("run", "rank"), peaks))
     return families

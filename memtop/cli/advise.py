@@ -1,47 +1,67 @@
-"""`memtop advise`: what a run spends its time on, what would make it faster, and a trial of the first proposal."""
+"""`memtop advise`: what limits a run's speed, what would make it faster, and a trial of the first
+proposal."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 
+from memtop.cli.lookup import find_run
+from memtop.cli.options import RUN_HELP, json_option, run_argument, runs_dir_option
+from memtop.cli.output import print_json
+from memtop.cli.requests import final_answer
 from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.view import read_state
-from memtop.supervisor.wire import Advice, RunState, Trial
+from memtop.supervisor.wire import Advice, RunState, Trial, Try
 
 _ROWS = (("samples_per_second", "samples/s"), ("tokens_per_second", "tokens/s"))
 _SIZES = (("peak_bytes", "peak"), ("host_bytes", "host memory of the run"), ("swap_bytes", "swap"))
 
 
-def print_advice(folder: RunFolder, *, as_json: bool) -> int:
-    """The newest advice, what grows, and the newest trial."""
+@click.command(epilog=RUN_HELP)
+@run_argument
+@json_option
+@click.option("--try", "try_it", is_flag=True, help="try the first proposal: measure, change, measure, keep or undo")
+@runs_dir_option
+def advise(run_name: str, as_json: bool, try_it: bool, runs_dir: Path | None) -> int:
+    """Show what limits a run's speed and what would make it faster.
+
+    It also lists the changes that must not be made now, and the memory that grows.
+    """
+    folder = find_run(run_name, runs_dir)
+    if not try_it:
+        return _print_advice(folder, as_json=as_json)
+    return _print_trial(final_answer(folder, lambda number: Try(id=number)).data, as_json=as_json)
+
+
+def _print_advice(folder: RunFolder, *, as_json: bool) -> int:
     state = read_state(folder)
     if not state.alive:
-        raise NotRunningError(f"run {folder.name!r} is not running: it is {state.state.value}; advice is about a run at work")
+        raise NotRunningError(f"run {folder.name!r} is not running: it is {state.state.value}; advice needs a run in progress")
     if as_json:
-        print(json.dumps(document(state), indent=2))
+        print_json(_document(state))
     else:
-        print("\n".join(lines(state)))
+        print("\n".join(_lines(state)))
     return 0
 
 
-def print_trial(answer: dict[str, Any], *, as_json: bool) -> int:
-    """What came of a trial, as the supervisor's answer tells it."""
+def _print_trial(answer: dict[str, Any], *, as_json: bool) -> int:
     if as_json:
-        print(json.dumps(answer, indent=2))
+        print_json(answer)
     else:
         print("\n".join(_trial_lines(msgspec.convert(answer, Trial))))
     return 0
 
 
-def document(state: RunState) -> dict[str, Any]:
-    """The document of `memtop advise --json`; `bottleneck` is null before anything was measured."""
+def _document(state: RunState) -> dict[str, Any]:
+    """The JSON document; `bottleneck` is null before anything was measured."""
     advice = state.advice
     empty = dict.fromkeys(Advice.__struct_fields__)
     return {
@@ -51,8 +71,7 @@ def document(state: RunState) -> dict[str, Any]:
     }
 
 
-def lines(state: RunState) -> Iterator[str]:
-    """The same for a person."""
+def _lines(state: RunState) -> Iterator[str]:
     advice = state.advice
     if advice is None:
         yield "not known yet: nothing has been measured"

@@ -1,4 +1,4 @@
-"""`memtop presets`: what each preset would make of the run that is going on, or of the recipe it is meant for."""
+"""`memtop presets`: what each preset would change in the run in progress, or in its recipe."""
 
 from __future__ import annotations
 
@@ -7,27 +7,36 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 
-from memtop.finding import run_folders, state_of
-from memtop.looking import print_json
+from memtop.cli.lookup import living_runs
+from memtop.cli.options import json_option
+from memtop.cli.output import print_json
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets, load_recipes, resolve
 from memtop.presets.comparison import Outlook, outlook
 from memtop.presets.edits import find_preset
 from memtop.presets.files import usable
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery.configuration import failed_settings
+from memtop.supervisor.run.record.folder import default_runs_dir
 from memtop.supervisor.run.record.view import read_configurations
 from memtop.supervisor.wire import RunState
 
 _DEFAULT_RECIPE = "first-run"
 
 
-def print_presets(runs_dir: Path, name: str | None, *, as_json: bool) -> int:
-    """The table, or one preset in full if named."""
-    run = _living(runs_dir)
+@click.command()
+@click.argument("name", required=False, metavar="[NAME]")
+@json_option
+def presets(name: str | None, as_json: bool) -> int:
+    """List the presets and what each of them would change.
+
+    They are compared with the newest run in progress, or with the recipe that they are for. NAME
+    shows one preset in full.
+    """
     try:
-        groups = _groups(run, name)
+        groups = _groups(_run_in_progress(default_runs_dir()), name)
     except (SettingsError, PresetFileError) as error:
         raise UsageError(str(error)) from None
     if as_json:
@@ -40,19 +49,20 @@ def print_presets(runs_dir: Path, name: str | None, *, as_json: bool) -> int:
             print("\n".join(_full(look) if name else _lines(look)))
     if not name:
         print(
-            "(a switch keeps effective batch, T, LoRA and learning rate; --fresh --preset NAME takes it whole)", file=sys.stderr
+            "(a switch keeps effective batch, T, LoRA and learning rate; --fresh --preset NAME takes all its values)",
+            file=sys.stderr,
         )
     return 0
 
 
-def _living(runs_dir: Path) -> RunState | None:
-    states = (state_of(folder) for folder in reversed(run_folders(runs_dir)))
-    living = (state for state in states if isinstance(state, RunState) and state.alive)
-    return next((state for state in living if state.settings is not None), None)
+def _run_in_progress(runs_dir: Path) -> RunState | None:
+    """The newest run of the built-in trainer in progress."""
+    states = (state for _, state in reversed(living_runs(runs_dir)))
+    return next((state for state in states if state.settings is not None), None)
 
 
 def _groups(run: RunState | None, name: str | None) -> list[tuple[str, list[Outlook]]]:
-    """Presets under the settings that they are judged against, each with its heading."""
+    """The presets by the settings with which they are compared, each group with its heading."""
     presets = load_presets()
     settings = None if run is None else run.settings
     if name is not None:
@@ -64,7 +74,7 @@ def _groups(run: RunState | None, name: str | None) -> list[tuple[str, list[Outl
             failed = failed_settings(read_configurations(Path(run.folder)))
             looks = [outlook(settings, preset, failed) for preset in offered.values()]
             return [(f"run {run.name}: {_describe(settings)}", looks)]
-        # A preset asked for by name that serves another recipe is shown for that one.
+        # A preset that was named but is for another recipe is compared with that recipe.
     groups: dict[str, list[Preset]] = {}
     for preset in presets.values():
         groups.setdefault(preset.recipes[0] if preset.recipes else _DEFAULT_RECIPE, []).append(preset)
@@ -77,7 +87,7 @@ def _groups(run: RunState | None, name: str | None) -> list[tuple[str, list[Outl
 
 def _base(recipe: str) -> Settings:
     recipes = load_recipes()
-    # A user's preset may name a recipe that is not there any more.
+    # A user's preset may name a recipe that no longer exists.
     known = recipes.get(recipe, recipes[_DEFAULT_RECIPE])
     return resolve(known, preset=load_presets()["standard"], whole=False)
 

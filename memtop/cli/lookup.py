@@ -1,4 +1,5 @@
-"""Runs as the commands see them: one that cannot be read is named with its reason, and hides no other."""
+"""Finding runs for the commands. A run that cannot be read is listed with the reason and hides no
+other run."""
 
 from __future__ import annotations
 
@@ -13,20 +14,25 @@ import msgspec
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.run.record import folder as folders
 from memtop.supervisor.run.record import view
-from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.run.record.folder import RunFolder, default_runs_dir
 from memtop.supervisor.wire import RunState
 
 
 class Unreadable(msgspec.Struct, frozen=True, kw_only=True):
-    """A run whose files cannot be read or understood; `error` is one line."""
+    """A run whose files cannot be read or decoded; `error` is one line."""
 
     name: str
     folder: str
     error: str
 
 
-def find_run(reference: str, runs_dir: Path) -> RunFolder:
-    """The run of that name, at that path, or the newest for `latest`; what prevents looking is told, not passed over."""
+def find_run(reference: str, runs_dir: Path | None = None) -> RunFolder:
+    """The run with that name or path, or the newest for `latest`.
+
+    `runs_dir` defaults to MEMTOP_RUNS_DIR or ./runs. UsageError if there is no such run,
+    RunFolderError if its place cannot be read.
+    """
+    runs_dir = runs_dir or default_runs_dir()
     try:
         return folders.find_run(reference, runs_dir)
     except OSError as error:
@@ -34,12 +40,13 @@ def find_run(reference: str, runs_dir: Path) -> RunFolder:
             raise UsageError(f"run {reference!r}: not found in {runs_dir}: no file has so long a name") from None
         raise RunFolderError(f"{error.filename}: cannot be read: {error.strerror}") from None
     except MemtopError:
-        _entries(runs_dir)
+        _entries(runs_dir)  # If the whole folder cannot be read, that is the reason to report.
         raise
 
 
 def run_folders(runs_dir: Path) -> list[RunFolder]:
-    """All runs, oldest first, those that cannot be read among them; RunFolderError if the place itself cannot be read."""
+    """All runs, oldest first, including unreadable ones; RunFolderError if `runs_dir` cannot be
+    read."""
     found = []
     for path in _entries(runs_dir):
         try:
@@ -57,7 +64,7 @@ def run_folders(runs_dir: Path) -> list[RunFolder]:
 
 
 def state_of(folder: RunFolder) -> RunState | Unreadable:
-    """The run's state, or why it cannot be told."""
+    """The run's state, or why it cannot be read."""
     try:
         folder.spec()
         return view.read_state(folder)
@@ -67,9 +74,15 @@ def state_of(folder: RunFolder) -> RunState | Unreadable:
         return _unreadable(folder, f"{error.filename or folder.path}: cannot be read: {error.strerror}")
 
 
+def living_runs(runs_dir: Path) -> list[tuple[RunFolder, RunState]]:
+    """The runs in progress, oldest first."""
+    states = [(folder, state_of(folder)) for folder in run_folders(runs_dir)]
+    return [(folder, state) for folder, state in states if isinstance(state, RunState) and state.alive]
+
+
 @contextmanager
 def readable_ledger(folder: RunFolder) -> Iterator[None]:
-    """What SQLite says of a damaged ledger becomes one line."""
+    """Turn the exceptions of a damaged ledger into a RunFolderError of one line."""
     try:
         yield
     except (sqlite3.Error, msgspec.MsgspecError) as error:
@@ -81,7 +94,7 @@ def _unreadable(folder: RunFolder, error: str) -> Unreadable:
 
 
 def _entries(runs_dir: Path) -> list[Path]:
-    """All that lies there, nothing if there is no such folder; RunFolderError if it cannot be read."""
+    """The folder's entries, none if it does not exist; RunFolderError if it cannot be read."""
     try:
         return list(runs_dir.iterdir())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""`memtop watch` without a screen: one JSON document a line, CSV rows, or nothing but the Prometheus endpoint."""
+"""Streams of samples: one JSON document per line, CSV rows, or only the Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from memtop.finding import run_folders, state_of
-from memtop.looking import summary
-from memtop.opening import Look
+from memtop.cli.dashboard import Look
+from memtop.cli.lookup import run_folders, state_of
+from memtop.cli.output import summary
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.snapshots import only_gpus
@@ -30,7 +30,7 @@ from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import RunState
 
 if TYPE_CHECKING:
-    from memtop.prometheus import Endpoint
+    from memtop.cli.prometheus import Endpoint
 
 _GPU_COLUMNS = (
     *("uuid", "name", "total_bytes", "used_bytes", "free_bytes", "reserved_bytes", "used_fraction", "band"),
@@ -52,7 +52,7 @@ CSV_COLUMNS = (
 )
 CSV_RUN_COLUMNS = tuple(f"run_{name.removeprefix('run_')}" for name in _RUN_COLUMNS)
 
-# A card that sleeps takes seconds to wake; a driver that hangs must not hold the stream up for ever.
+# A sleeping GPU takes seconds to wake up. A driver that hangs must not delay the stream any longer.
 _WAKE_SECONDS = 10.0
 
 Write = Callable[[MachineSnapshot, RunState | None], None]
@@ -67,34 +67,43 @@ def stream(
     count: int | None,
     endpoint: Endpoint | None = None,
 ) -> int:
-    """Sample every interval, `count` times or for ever, and write each in that form ("json", "csv", or None for
-    nothing) to stdout and to the endpoint. 0 at the end or after SIGTERM, 130 after SIGINT."""
+    """Write a sample every `look.interval` seconds to stdout and to the endpoint, `count` times or
+    without end.
+
+    `form`: "json", "csv", or None to write nothing to stdout. The exit status is 130 after SIGINT,
+    otherwise 0.
+    """
     if folder is not None and not look.read_only:
         revive(folder.path)
     try:
-        with _asked_to_end() as ended, closing(_awake_sampler(runs_dir, ended)) as sampler:
+        with _stop_signals() as ended, closing(_awake_sampler(runs_dir, ended)) as sampler:
             write = _writer(form, runs_dir, with_run=folder is not None)
             for _ in _ticks(look.interval, count, ended):
                 machine = sampler.sample()
                 if look.gpus is not None:
                     machine = only_gpus(machine, look.gpus)
-                # What cannot be read ends the stream with its reason: a row without its run would pass for one without values.
+                # If the run cannot be read, the stream ends with the error: a row without the run
+                # would look like a run without values.
                 run = None if folder is None else view.read_state(folder)
                 if endpoint is not None:
                     endpoint.update(machine, run)
                 write(machine, run)
             return 130 if ended.number == signal.SIGINT else 0
     except BrokenPipeError:
-        # The reader has what it wanted. Caught here, since click would make an error of it; what is still held goes nowhere.
+        # The reader closed the pipe. Click would report an error; discard what is still buffered.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
-def _awake_sampler(runs_dir: Path, ended: _Ending) -> Sampler:
-    """A sampler whose first sample has the GPUs: waking cards takes the driver longer than a tick waits, and the only row of
-    `watch --csv` must not be one without them. A driver that hangs is told of by the first sample."""
+def _awake_sampler(runs_dir: Path, ended: _StopSignal) -> Sampler:
+    """A sampler that waits until the driver has answered once, so that the first sample has the
+    GPUs.
+
+    Waking them can take longer than a sample waits, and `watch --csv` prints only one sample. If
+    the driver hangs, the first sample reports it.
+    """
     reader = NvmlReader()
-    first = threading.Thread(target=reader.read, name="memtop-first-look", daemon=True)
+    first = threading.Thread(target=reader.read, name="memtop-first-read", daemon=True)
     first.start()
     given_up = time.monotonic() + _WAKE_SECONDS
     while first.is_alive() and not ended.event.is_set() and time.monotonic() < given_up:
@@ -102,8 +111,8 @@ def _awake_sampler(runs_dir: Path, ended: _Ending) -> Sampler:
     return Sampler(lambda: view.known_runs(runs_dir), nvml=reader)
 
 
-class _Ending:
-    """Whether a signal has asked for the end, and which."""
+class _StopSignal:
+    """Whether a signal asked to stop, and which."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -115,9 +124,9 @@ class _Ending:
 
 
 @contextlib.contextmanager
-def _asked_to_end() -> Iterator[_Ending]:
-    """SIGINT and SIGTERM end the stream between two documents, never inside one."""
-    ending = _Ending()
+def _stop_signals() -> Iterator[_StopSignal]:
+    """Make SIGINT and SIGTERM end the stream between two documents, never inside one."""
+    ending = _StopSignal()
     before = {number: signal.signal(number, ending) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield ending
@@ -126,15 +135,16 @@ def _asked_to_end() -> Iterator[_Ending]:
             signal.signal(number, handler)
 
 
-def _ticks(interval: float, count: int | None, ending: _Ending) -> Iterator[int]:
-    """Once per interval, by a clock that does not slip with the time that the work takes."""
+def _ticks(interval: float, count: int | None, ending: _StopSignal) -> Iterator[int]:
+    """Yield once per interval. The time between two yields does not grow with the time that the
+    caller takes."""
     due, number = time.monotonic(), 0
     while not ending.event.is_set():
         yield number
         number += 1
         if number == count:
             return
-        # After a stall (a suspended laptop) it goes on from now instead of catching up.
+        # After a long pause (a suspended laptop) continue from now instead of catching up.
         due = max(due + interval, time.monotonic())
         ending.event.wait(due - time.monotonic())
 
@@ -150,7 +160,8 @@ def _writer(form: str | None, runs_dir: Path, *, with_run: bool) -> Write:
 def _write_json(runs_dir: Path, machine: MachineSnapshot, run: RunState | None) -> None:
     document: dict[str, Any] = snapshot_json(machine)
     if run is not None:
-        # The named run with all that is known of it, its newest step included; `runs` has the shape of --once.
+        # `run` has everything about the named run, including its newest step; `runs` is the same as
+        # with --once.
         document["run"] = msgspec.to_builtins(run)
         document["runs"] = [view.summary(run)]
     else:
@@ -160,9 +171,10 @@ def _write_json(runs_dir: Path, machine: MachineSnapshot, run: RunState | None) 
 
 
 def _csv_writer(*, with_run: bool) -> Write:
-    """Long form: one row per sample and GPU, the host's and the run's columns repeated in each.
+    """Write one row per sample and GPU, with the columns of the host and the run repeated in each.
 
-    The columns stay the same when GPUs come and go. A machine without GPUs has one row per sample, `gpu` empty.
+    The columns stay the same when GPUs appear or vanish. Without GPUs there is one row per sample,
+    with `gpu` empty.
     """
     rows = csv.writer(sys.stdout, lineterminator="\n")
     rows.writerow([*CSV_COLUMNS, *(CSV_RUN_COLUMNS if with_run else ())])
@@ -179,6 +191,6 @@ def _csv_writer(*, with_run: bool) -> Write:
 
 
 def _cells(of: object, names: tuple[str, ...]) -> list[str]:
-    """Unknown is empty."""
+    """The values as text; unknown values are empty."""
     values = (getattr(of, name) for name in names)
     return ["" if value is None else str(getattr(value, "value", value)) for value in values]
