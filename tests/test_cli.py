@@ -200,7 +200,9 @@ def test_closed_streams_are_no_error(runs: Runs, closed: str) -> None:
 def test_places_that_cannot_be_used_are_one_line(runs: Runs) -> None:
     (runs.root / "file").write_text("")
     done = runs.memtop("train", "--runs-dir", str(runs.root / "file"), status=1)
-    assert done.stderr == (f"memtop: {runs.root}/file/first-run: cannot be created: Not a directory; give another --runs-dir\n")
+    assert done.stderr == (
+        f"memtop: {runs.root}/file/first-run: cannot be created: Not a directory; choose another --runs-dir\n"
+    )
     assert "no runs in" in runs.memtop("show", "latest", status=1).stderr
 
 
@@ -216,12 +218,12 @@ def test_a_damaged_run_hides_no_other(runs: Runs) -> None:
     assert listed["a"] == {
         "name": "a",
         "folder": str(runs.path / "a"),
-        "error": f"{runs.path}/a/state.json: cannot be understood: Input data was truncated",
+        "error": f"{runs.path}/a/state.json: cannot be decoded: Input data was truncated",
     }
-    assert listed["b"]["error"].startswith(f"{runs.path}/b/run.json: cannot be understood: ")
+    assert listed["b"]["error"].startswith(f"{runs.path}/b/run.json: cannot be decoded: ")
     assert listed["c"]["state"] == "finished"
     table = runs.memtop("runs").stdout
-    assert f"a                    unreadable: {runs.path}/a/state.json: cannot be understood" in table
+    assert f"a                    unreadable: {runs.path}/a/state.json: cannot be decoded" in table
     assert "c                    finished" in table
     once = runs.memtop("watch", "--once")
     assert "a                    unreadable: " in once.stdout

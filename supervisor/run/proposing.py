@@ -21,7 +21,7 @@ from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run.post_mortem.examine import model_config
 from memtop.supervisor.run.processes.launch import inherited_allocator
 from memtop.supervisor.run.record.checkpoints import kept_states
-from memtop.supervisor.run.record.configurations import Record, Start
+from memtop.supervisor.run.record.configurations import Record
 from memtop.supervisor.wire import Proposal
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def tried(records: Sequence[Record], settings: Settings | None, allocator: str) 
             saved_after=start.saved_after,
         )
         for record in records
-        for start in record.starts or (Start(attempt=record.configuration.attempt),)
+        for start in record.starts
     ]
 
 

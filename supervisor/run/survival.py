@@ -230,7 +230,7 @@ class Survival:
         died = self._kind_of_failure(report.update) if report.reason == "allocation failure" else None
         assert supervisor.attempt is not None
         said = supervisor.attempt.number, report.time or 0.0
-        self.configurations.change(report.update, text, after, died=died, saved=self._saved(), said=said)
+        self.configurations.change(report.update, text, after, died=died, saved=self._saved(), changed_by=said)
         self._tell("settings", text, report)
 
     def _kind_of_failure(self, update: int) -> str:
