@@ -64,14 +64,14 @@ def ids(measured: Measured, settings: Settings = T5, **more: Any) -> list[str]:
     return [remedy.id for remedy in advise(measured, settings, **more).proposals]
 
 
-def test_row_1_the_state_is_computed_not_copied() -> None:
+def test_the_state_is_computed_not_copied() -> None:
     evidence = "\n".join(advise(S2, T5, line).evidence)
     assert "96.2 % used" in evidence or "96.3 % used" in evidence  # not the guide's 94.2
     assert "52.5 % used" in evidence  # not 50.8
     assert "57% of its memory taken" in evidence
 
 
-def test_row_2_a_busy_card_that_does_not_wait_is_compute_bound() -> None:
+def test_a_busy_gpu_that_does_not_wait_is_compute_bound() -> None:
     for told in ({}, {"power_fraction": None}, {"sm_active_fraction": 0.9}):
         advice = advise(replace(S2, **told), T5, line)
         assert advice.bottleneck == "compute"
@@ -79,7 +79,7 @@ def test_row_2_a_busy_card_that_does_not_wait_is_compute_bound() -> None:
 
 
 @pytest.mark.parametrize("busy", [0.0, 0.3, 0.79, 0.8, 1.0])
-def test_row_2_utilisation_alone_never_decides(busy: float) -> None:
+def test_utilization_alone_never_decides(busy: float) -> None:
     without_split = replace(S2, data_wait_seconds=None, utilization_fraction=busy)
     advice = advise(without_split, T5, line)
     assert (advice.bottleneck, advice.proposals) == ("unknown", ())
@@ -88,7 +88,7 @@ def test_row_2_utilisation_alone_never_decides(busy: float) -> None:
     assert advise(kept_up, T5, line).bottleneck == "unknown"
 
 
-def test_row_3_accumulation_makes_nobody_wait() -> None:
+def test_accumulation_is_no_wait_for_data() -> None:
     assert any("accumulation 8 makes nobody wait" in text for text in advise(S2, T5, line).evidence)
     # A small batch may leave the multiprocessors without work, however busy the card is called.
     small = replace(S2, sm_active_fraction=0.2)
@@ -96,7 +96,7 @@ def test_row_3_accumulation_makes_nobody_wait() -> None:
     assert advise(replace(S2, power_fraction=0.3), T5, line).bottleneck == "launch"
 
 
-def test_row_4_16_to_32_is_refused_and_names_the_prediction() -> None:
+def test_doubling_the_batch_is_refused_with_the_predicted_peak() -> None:
     advice = advise(replace(ROOMY, sm_active_fraction=0.2), T5, line)
     (reason,) = [text for text in advice.refused if text.startswith("batch 16 -> 32")]
     assert "predicted 100.8 %" in reason
@@ -105,7 +105,7 @@ def test_row_4_16_to_32_is_refused_and_names_the_prediction() -> None:
     assert "384 -> 192 (-50.0 %)" in str(split_refusal(T5, Split(batch=32, accumulation=2), line(32)))
 
 
-def test_row_4_growth_is_at_most_a_quarter_with_the_effective_batch_held() -> None:
+def test_the_batch_grows_by_at_most_a_quarter_and_keeps_the_effective_batch() -> None:
     # 3 x 20 x 8 = 480 = 3 x 16 x 10: one step of a quarter.
     run = replace(T5, accumulation=10)
     (remedy,) = [one for one in advise(ROOMY, run, line).proposals if one.id == "larger_batch"]
@@ -118,7 +118,7 @@ def test_row_4_growth_is_at_most_a_quarter_with_the_effective_batch_held() -> No
 
 
 @given(batch=st.integers(1, 64), accumulation=st.integers(1, 64), world=st.integers(1, 8), base=st.floats(1, 15))
-def test_row_4_whatever_is_proposed_holds_the_batch_and_stays_below_the_limit(
+def test_every_proposal_keeps_the_effective_batch_and_stays_below_the_limit(
     batch: int, accumulation: int, world: int, base: float
 ) -> None:
     run = replace(T5, batch=batch, accumulation=accumulation, world_size=world)
@@ -135,12 +135,12 @@ def test_row_4_whatever_is_proposed_holds_the_batch_and_stays_below_the_limit(
             assert forecast(new["batch"]).fraction < 0.85  # type: ignore[operator]
 
 
-def test_row_6_workers_are_counted_over_all_processes_and_loaders() -> None:
+def test_workers_are_counted_over_all_processes_and_loaders() -> None:
     assert loader_processes(6, 3) == 18
     assert loader_processes(6, 3, loaders=2) == 36
 
 
-def test_row_6_workers_are_refused_while_ram_is_full_and_proposed_within_a_budget() -> None:
+def test_workers_are_refused_while_ram_is_full_and_proposed_within_a_budget() -> None:
     waiting = replace(S2, data_wait_seconds=4.0)
     assert advise(waiting, T5, line).bottleneck == "data"
     assert "workers" not in ids(waiting)
@@ -160,13 +160,13 @@ def test_row_6_workers_are_refused_while_ram_is_full_and_proposed_within_a_budge
 @pytest.mark.parametrize(
     ("gib", "workers", "pin"), [(12.0, 8, True), (11.99, 2, False), (10.0, 2, False), (8.0, 2, False), (7.99, 0, False)]
 )
-def test_row_7_one_table_decides_at_the_start(gib: float, workers: int, pin: bool) -> None:
+def test_one_table_decides_host_memory_at_the_start(gib: float, workers: int, pin: bool) -> None:
     """One reading on the first rank; the split is never touched."""
     plan = host_plan(replace(T5, workers=8, world_size=1), int(gib * GIB), on_gpu=True)
     assert (plan.workers, plan.pin_memory) == (workers, pin)
 
 
-def test_row_8_earlier_thresholds_decide_nothing() -> None:
+def test_the_guides_other_thresholds_decide_nothing() -> None:
     """13 and 15 GiB are borders no more: on both sides the same is done."""
     for border in (13.0, 15.0):
         sides = [
@@ -175,12 +175,12 @@ def test_row_8_earlier_thresholds_decide_nothing() -> None:
         assert (sides[0].workers, sides[0].pin_memory) == (sides[1].workers, sides[1].pin_memory)
 
 
-def test_row_10_available_at_the_start_and_now_are_told_apart() -> None:
+def test_memory_available_at_the_start_and_now_are_distinguished() -> None:
     (text,) = [text for text in advise(S2, T5).evidence if text.startswith("host memory")]
     assert "available at the start 28.1 GiB, now 1.2 GiB" in text
 
 
-def test_row_14_speed_is_compared_in_samples() -> None:
+def test_speed_is_compared_in_samples() -> None:
     # 200 micro-steps in 204 s; a step of twice the size in 0.6 s is not 70 % faster but 3.4 times as fast.
     before = measured([Update(number=1, samples=16 * 3, seconds=204 / 200)])["samples_per_second"]
     after = measured([Update(number=1, samples=32 * 3, seconds=0.6)])["samples_per_second"]
@@ -189,7 +189,7 @@ def test_row_14_speed_is_compared_in_samples() -> None:
     assert after / before == pytest.approx(3.4, abs=0.01)
 
 
-def test_row_15_nothing_that_is_proposed_changes_what_is_learnt() -> None:
+def test_no_proposal_changes_training() -> None:
     for wait in (0.1, 4.0):
         for host in (S2, ROOMY):
             for swap in (0.0, 8 * MIB):
@@ -197,7 +197,7 @@ def test_row_15_nothing_that_is_proposed_changes_what_is_learnt() -> None:
                 assert all(one.keeps_math for one in advise(measured, replace(T5, accumulation=10), line).proposals)
 
 
-def test_row_16_further_growth_and_offload_are_refused_with_reasons() -> None:
+def test_more_growth_and_offload_are_refused_with_reasons() -> None:
     # B 40 at B x A = 120: 3 x 40 x 3.
     run = replace(T5, batch=20, accumulation=6)
     assert "predicted 121.8 %" in str(split_refusal(run, Split(batch=40, accumulation=3), line(40)))
@@ -212,20 +212,20 @@ def test_row_16_further_growth_and_offload_are_refused_with_reasons() -> None:
     ("fraction", "band"),
     [(0.5, Band.SAFE), (0.799, Band.SAFE), (0.80, Band.EDGE), (0.87, Band.EDGE), (0.90, Band.EDGE), (0.901, Band.DANGER)],
 )
-def test_row_19_ram_bands(fraction: float, band: Band) -> None:
+def test_bands_of_host_memory(fraction: float, band: Band) -> None:
     assert ram_band(fraction) is band
     assert ram_band(fraction, 0.0) is band
     # Any sustained swapping in is danger, however much is said to be free.
     assert ram_band(fraction, 1.0) is Band.DANGER
 
 
-def test_row_19_the_guides_87_to_94_percent_are_not_fine() -> None:
+def test_87_to_94_percent_of_host_memory_is_not_safe() -> None:
     assert ram_band(0.87) is Band.EDGE
     assert ram_band(0.94) is Band.DANGER
     assert ram_band(None) is Band.UNKNOWN
 
 
-def test_row_20_pinning_is_said_to_cost_host_memory_only() -> None:
+def test_pinning_costs_host_memory_only() -> None:
     unpinned = replace(T5, pin_memory=False)
     (remedy,) = [one for one in advise(replace(ROOMY, data_wait_seconds=4.0), unpinned).proposals if one.id == "pin_memory"]
     assert "costs host memory only" in remedy.why

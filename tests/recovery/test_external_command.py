@@ -21,7 +21,7 @@ from memtop.supervisor.wire import Change
 from tests.recovery.support import GIB, S1, died, gib, ids, named
 
 
-def test_row_3_of_s1_fragmentation_first_from_the_log_alone() -> None:
+def test_fragmentation_first_from_the_log_alone() -> None:
     first = remedies_for_command(S1)[0]
     assert (first.id, first.keeps_math, first.resumable) == ("allocator", True, "none")
     assert first.command == (
@@ -31,14 +31,14 @@ def test_row_3_of_s1_fragmentation_first_from_the_log_alone() -> None:
 
 
 @pytest.mark.parametrize(("batch", "size"), [(32, 1.23), (24, 0.92), (20, 0.77), (16, 0.62)])
-def test_row_4_of_s1_the_request_at_a_smaller_batch(batch: int, size: float) -> None:
+def test_the_request_at_a_smaller_batch(batch: int, size: float) -> None:
     found = requested_at(S1, batch)
     assert found is not None
     assert round(found / GIB, 2) == size
 
 
 @pytest.mark.parametrize(("batch", "length", "size"), [(2, 2048, 2.32), (1, 2048, 1.16), (1, 1024, 0.58), (1, 512, 0.29)])
-def test_3_4_row_1_the_logits_of_s3(batch: int, length: int, size: float) -> None:
+def test_the_size_of_the_logits_by_batch_and_length(batch: int, length: int, size: float) -> None:
     asked = died(
         requested_bytes=2 * length * 151936 * 4,
         requested_logits=Logits(2, length, 151936, 4),

@@ -43,7 +43,7 @@ ROOMY = HostFacts(limit_bytes=64 * GIB, available_bytes=48 * GIB)
 KEEPING = ("allocator", "smaller_batch", "checkpointing", "chunked_loss", "offload_optimizer", "next_preset", "eval_batch")
 
 
-def test_row_3_fragmentation_first_where_idle_memory_covers_the_request() -> None:
+def test_fragmentation_first_where_idle_memory_covers_the_request() -> None:
     found = climb(S1, T5, host=ROOMY, peaks=measured())
     first = found.remedies[0]
     assert (first.id, first.keeps_math, first.resumable, first.speed) == ("allocator", True, "resumes", 1.0)
@@ -71,7 +71,7 @@ def test_the_allocator_is_an_extra_where_fragmentation_is_not_seen() -> None:
     assert ids(climb(replace(whole, kind=Kind.GPU_OOM_FRAGMENTED), T5))[0] == "allocator"
 
 
-def test_4_3_effective_192_on_three_cards_is_held_as_16_x_4() -> None:
+def test_an_effective_batch_of_192_on_three_gpus_is_kept_as_16_x_4() -> None:
     split = named(climb(S1, T5, peaks=measured()), "smaller_batch")
     assert split.assignments == {"batch": "16", "accumulation": "4"}
     assert split.title == "batch 32 -> 16, accumulation 2 -> 4: effective batch stays 192"
@@ -90,7 +90,7 @@ def test_4_3_effective_192_on_three_cards_is_held_as_16_x_4() -> None:
         *((32, 1, 1, (16, 2)), (29, 1, 1, (1, 29))),
     ],
 )
-def test_row_7_the_first_exact_divisor_that_fits(batch: int, accumulation: int, world: int, then: tuple[int, int]) -> None:
+def test_the_first_exact_divisor_that_fits(batch: int, accumulation: int, world: int, then: tuple[int, int]) -> None:
     """At most 26 fit: 24 where it divides, never 24 x 2 or 20 x 2 for 64."""
     before = replace(T5, batch=batch, accumulation=accumulation, world_size=world)
     line = (peak(before, 16, 11.49), peak(before, 32, 19.73))
@@ -100,7 +100,7 @@ def test_row_7_the_first_exact_divisor_that_fits(batch: int, accumulation: int, 
     assert after.effective_batch == before.effective_batch
 
 
-def test_4_3_effective_384_keeps_16_x_8() -> None:
+def test_an_effective_batch_of_384_is_kept_as_16_x_8() -> None:
     before = replace(T5, batch=16, accumulation=8)
     assert before.effective_batch == 384
     assert ids(climb(died(total_bytes=CARD), before, peaks=measured(before)))[0] == "smaller_batch"
@@ -164,7 +164,7 @@ def test_a_limit_that_was_set_on_purpose_is_the_limit() -> None:
     assert forecast.total_bytes == gib(10)
 
 
-def test_row_11_exact_split_and_checkpointing_come_before_anything_that_is_learnt_changes() -> None:
+def test_exact_split_and_checkpointing_come_before_changes_of_training() -> None:
     found = climb(S1, replace(T5, eval_every=100), host=ROOMY, peaks=measured())
     order = ids(found)
     assert order == [
@@ -178,7 +178,7 @@ def test_row_11_exact_split_and_checkpointing_come_before_anything_that_is_learn
     assert all(remedy.needs_consent and not remedy.keeps_math for remedy in found.remedies[5:])
 
 
-def test_row_11_what_is_forecast_to_run_out_again_comes_last_of_what_needs_no_asking() -> None:
+def test_remedies_forecast_to_run_out_again_come_last_before_those_that_need_consent() -> None:
     one = replace(T5, batch=1, accumulation=64, eval_every=100)
     found = climb(replace(S1, phase="unknown"), one, host=ROOMY, peaks=(peak(one, 1, 30.0, failed=True),), base_bytes=gib(3))
     assert ids(found) == ["allocator", "checkpointing", "offload_optimizer", "seq_len", "smaller_model"]
@@ -195,7 +195,7 @@ def test_row_11_what_is_forecast_to_run_out_again_comes_last_of_what_needs_no_as
     assert ids(others)[0] == "strays"
 
 
-def test_row_23_the_ladder_in_order() -> None:
+def test_the_order_of_the_ladder() -> None:
     everything = replace(LORA, loss_chunk=0, eval_every=100, seq_len=2048, preset="deepspeed", zero=Zero(stage=2))
     order = ids(climb(died(), everything, host=ROOMY))
     assert order == [
@@ -206,7 +206,7 @@ def test_row_23_the_ladder_in_order() -> None:
     assert unsure.index("next_preset") < unsure.index("eval_batch") < unsure.index("seq_len")
 
 
-def test_row_8_checkpointing_is_estimated_for_activations_alone() -> None:
+def test_checkpointing_is_estimated_for_activations_alone() -> None:
     found = named(climb(S1, T5, peaks=measured()), "checkpointing")
     assert found.forecast is not None
     # 3.25 stay, 30 % of 16.48 go: not 30 % of the peak.
@@ -222,7 +222,7 @@ def test_row_8_checkpointing_is_estimated_for_activations_alone() -> None:
     assert (known.forecast.peak_bytes, known.forecast.basis) == (gib(9.0), "measured at B 32")
 
 
-def test_3_4_row_9_what_is_on_already_gains_nothing() -> None:
+def test_what_is_already_on_is_not_proposed() -> None:
     found = climb(died(), QLORA)
     assert "checkpointing" not in ids(found)
     assert why_not(found, "checkpointing") == "gradient checkpointing: already on"
@@ -239,7 +239,7 @@ def test_loss_in_pieces_only_where_it_is_whole() -> None:
         assert why_not(found, "chunked loss")
 
 
-def test_3_1_row_17_offload_only_where_host_memory_is_there() -> None:
+def test_offload_only_if_host_memory_allows_it() -> None:
     needed = 16 * 196_648_704
     roomy = named(climb(S1, T5, host=ROOMY, peaks=measured()), "offload_optimizer")
     assert roomy.assignments == {"zero.offload_optimizer": "true", "zero.stage": "2"}
@@ -262,7 +262,7 @@ def test_3_1_row_17_offload_only_where_host_memory_is_there() -> None:
     ("world", "rungs"),
     [(4, ["deepspeed", "stage2_offload", "stage3", "minimal"]), (1, ["deepspeed", "stage2_offload", "minimal"])],
 )
-def test_3_1_row_5_the_ladder_is_climbed_down_one_rung_at_a_time(world: int, rungs: list[str]) -> None:
+def test_the_ladder_is_climbed_down_one_rung_at_a_time(world: int, rungs: list[str]) -> None:
     """On one process stage 3 without offload takes more of the card than stage 2 with it: row 6."""
     now = replace(LORA, preset="deepspeed", zero=Zero(stage=2), world_size=world, batch=4, accumulation=4)
     seen = [now.preset]
@@ -342,7 +342,7 @@ def test_live_where_the_trainer_runs_and_nothing_is_laid_out_by_the_split() -> N
 @pytest.mark.parametrize(
     ("now", "then"), [(4096, 3072), (2048, 1536), (1792, 1536), (1024, 768), (768, 512), (600, 512), (512, 384), (256, 192)]
 )
-def test_row_9_the_next_usual_length_with_consent(now: int, then: int) -> None:
+def test_the_next_usual_sequence_length_needs_consent(now: int, then: int) -> None:
     found = named(climb(died(), replace(LORA, seq_len=now)), "seq_len")
     assert found.assignments == {"seq_len": str(then)}
     assert (found.needs_consent, found.keeps_math) == (True, False)
@@ -362,7 +362,7 @@ def test_a_length_that_is_forecast_to_fit_is_chosen_but_none_below_512_from_abov
     assert int(named(climb(died(total_bytes=CARD), long, peaks=hopeless), "seq_len").assignments["seq_len"]) >= 512
 
 
-def test_plan_5_of_s1_is_19_7_to_15_6_by_estimate() -> None:
+def test_a_shorter_sequence_lowers_the_estimate_from_19_7_to_15_6_gib() -> None:
     found = named(climb(S1, T5, peaks=measured()), "seq_len")
     assert found.assignments == {"seq_len": "192"}
     assert found.forecast is not None
@@ -372,7 +372,7 @@ def test_plan_5_of_s1_is_19_7_to_15_6_by_estimate() -> None:
 @pytest.mark.parametrize(
     ("r", "alpha", "then"), [(64, 16, (32, 8)), (64, 128, (32, 64)), (48, 16, (24, 8)), (32, 64, (16, 32))]
 )
-def test_3_4_row_7_alpha_over_r_is_held_and_it_is_a_new_run(r: int, alpha: int, then: tuple[int, int]) -> None:
+def test_a_smaller_rank_keeps_alpha_over_r_and_is_a_new_run(r: int, alpha: int, then: tuple[int, int]) -> None:
     before = replace(LORA, lora=Lora(r=r, alpha=alpha))
     found = named(climb(died(), before), "lora_rank")
     after = applied(before, found)
@@ -392,7 +392,7 @@ def test_a_rank_that_cannot_be_halved_with_its_scale_is_left() -> None:
         assert why_not(found, "cannot be halved")
 
 
-def test_3_5_row_6_the_smaller_model_is_named_with_its_size() -> None:
+def test_the_smaller_model_is_named_with_its_size() -> None:
     found = named(climb(S1, T5), "smaller_model")
     assert "196.6 -> 46.4 M parameters, 2.2 GiB less" in found.why
     assert found.resumable == "new run"
@@ -406,7 +406,7 @@ def test_3_5_row_6_the_smaller_model_is_named_with_its_size() -> None:
     assert "model.path=SMALLER_MODEL" in by_path.command
 
 
-def test_3_4_rows_3_and_13_effective_16_is_held_and_accumulation_32_is_never_proposed() -> None:
+def test_an_effective_batch_of_16_is_kept_and_accumulation_32_is_never_proposed() -> None:
     found = climb(died(requested_bytes=2 * 2048 * 151936 * 4), QLORA, host=ROOMY)
     split = named(found, "smaller_batch")
     assert split.assignments == {"batch": "1", "accumulation": "16"}
@@ -416,7 +416,7 @@ def test_3_4_rows_3_and_13_effective_16_is_held_and_accumulation_32_is_never_pro
     assert ids(at_one)[-3:] == ["seq_len", "lora_rank", "smaller_model"]
 
 
-def test_3_2_row_24_the_worst_card_decides() -> None:
+def test_the_fullest_gpu_decides() -> None:
     cards = (11.49, 9.37, 9.11)
     peaks = [*(peak(T5, 16, size) for size in cards), peak(T5, 32, 19.73, failed=True)]
     split = named(climb(S1, T5, peaks=tuple(peaks)), "smaller_batch")

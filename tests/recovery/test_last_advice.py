@@ -16,7 +16,7 @@ def situation(diagnosis: Diagnosis = S1, settings: Any = T5, **more: Any) -> Sit
     return situation_of(diagnosis, settings, **more)
 
 
-def test_3_1_row_16_the_guides_last_advice_in_its_order_with_estimates() -> None:
+def test_the_last_advice_is_in_order_and_has_estimates() -> None:
     long = replace(T5, seq_len=2048, eval_every=100, load_best_at_end=True)
     lines = (peak(long, 1, 6.0), peak(long, 32, 19.73))
     crowded = replace(S1, other_process_bytes=gib(3), other_process_pids=(99,))
