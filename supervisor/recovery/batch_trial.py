@@ -171,7 +171,8 @@ def proposed(advice: Advice | None) -> Change:
 def refusal(
     before: Settings, after: Settings, forecast: Callable[[int], Forecast | None], failed: Collection[int]
 ) -> str | None:
-    """Why this change must not be tried, in one line; None if it may be. `failed`: micro-batches that ran out of memory."""
+    """Why this change must not be tried, in one line; None if it may be. `failed`: micro-batches
+    that ran out of memory."""
     if before.effective_batch != after.effective_batch:
         return f"a trial must not change training; {describe_split(before, after)}"
     if after.batch <= before.batch:
@@ -181,7 +182,8 @@ def refusal(
 
 
 def title_of(before: Settings, after: Settings) -> str:
-    """`batch 16 -> 20, accumulation 5 -> 4`, and other changes as `presets.comparison` words them. Empty if nothing changes."""
+    """`batch 16 -> 20, accumulation 5 -> 4`, and other changes as `presets.comparison` words them.
+    Empty if nothing changes."""
     split = [
         f"{name} {getattr(before, name)} -> {getattr(after, name)}"
         for name in ("batch", "accumulation")
