@@ -171,7 +171,7 @@ def test_precision_by_what_the_hardware_has(
 
 
 def test_fp16_without_a_gpu_is_refused() -> None:
-    with pytest.raises(BadInputError, match="precision fp16: needs a GPU; give --set precision=bf16 or fp32"):
+    with pytest.raises(BadInputError, match="precision fp16: requires a GPU; give --set precision=bf16 or fp32"):
         run.open_accelerator(replace(TINY, precision="fp16"), None)
 
 

@@ -173,7 +173,7 @@ def test_what_older_states_give_back_is_the_sum_of_those_that_go() -> None:
     assert ": 8.0 GiB less on disk" in found.remedies[0].why
 
 
-def test_a_swap_file_is_suggested_only_for_host_memory() -> None:
+def test_swap_is_suggested_only_for_host_memory() -> None:
     swap = named(climb(KILLED, GPU_RUN), "swap")
     assert (swap.resumable, swap.needs_consent) == ("none", True)
     assert (swap.command or "").splitlines() == [
