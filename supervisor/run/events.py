@@ -12,11 +12,12 @@ import msgspec
 
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.recovery.bottleneck import Measured
 from memtop.supervisor.run.record.configurations import Record
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.record.ledger import Attempt
 from memtop.supervisor.run.reports import Report
-from memtop.supervisor.wire import Change, Checkpoint, CheckpointNow, Edit, FreeCache, Restart, RoleMemory, Stop, Try
+from memtop.supervisor.wire import Change, Checkpoint, CheckpointNow, Edit, FreeCache, Restart, RoleMemory, Stop, Trend, Try
 
 
 class Now(msgspec.Struct, frozen=True):
@@ -26,19 +27,6 @@ class Now(msgspec.Struct, frozen=True):
     """Seconds since the epoch."""
     monotonic: float
     """Seconds of a clock that is never set back: waits are measured with it."""
-
-
-class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of the run."""
-
-    pid: int
-    role: str
-    """launcher | rank | loader worker | other"""
-    rank: int | None = None
-    anonymous_bytes: int | None = None
-    """Resident bytes that belong to no file and are not shared; None where they cannot be read."""
-    address_room_bytes: int | None = None
-    """What it may still map where its address space is limited; None where it is not."""
 
 
 class States(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,8 +114,8 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True, tag="launched"):
     number: int
     started: float
     """Seconds since the epoch."""
-    checkpoint: Checkpoint | None = None
-    """The state that it resumes from."""
+    states: States = States()
+    """The newest is the state that it resumes from."""
     set_aside: str | None = None
     """The folder that now holds the states after the one that was gone back to."""
 
@@ -150,10 +138,10 @@ class Reported(msgspec.Struct, frozen=True, kw_only=True, tag="reported"):
     """An earlier supervisor had read it."""
 
 
-class CheckpointRead(msgspec.Struct, frozen=True, tag="checkpoint_read"):
-    """The newest saved state was looked at."""
+class StatesRead(msgspec.Struct, frozen=True, tag="states_read"):
+    """The saved states were read."""
 
-    checkpoint: Checkpoint | None
+    states: States
 
 
 class ProgramEnded(msgspec.Struct, frozen=True, kw_only=True, tag="program_ended"):
@@ -162,14 +150,14 @@ class ProgramEnded(msgspec.Struct, frozen=True, kw_only=True, tag="program_ended
     ended: float
     """Seconds since the epoch."""
     status: int | None
-    """Negative for a signal; None where nobody could collect it."""
+    """Negative for a signal; None where it could not be collected."""
 
 
 class LeftoversCleared(msgspec.Struct, frozen=True, kw_only=True, tag="leftovers_cleared"):
     """No process of the attempt is left, and what they still reported was read."""
 
     log: LogEnd
-    checkpoint: Checkpoint | None
+    states: States
 
 
 class Examined(msgspec.Struct, frozen=True, kw_only=True, tag="examined"):
@@ -203,7 +191,6 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
     """The machine was sampled, once a second."""
 
     machine: MachineSnapshot
-    members: tuple[Member, ...] = ()
     run_rss_bytes: int | None = None
     """Resident bytes of all processes of the run together."""
     run_memory: tuple[RoleMemory, ...] = ()
@@ -211,18 +198,16 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
     """By GPU uuid, the least that the run held outside torch's allocator in this attempt."""
     crossings: tuple[str, ...] = ()
     """Gauges that changed their band, a line each."""
+    dangers: tuple[str, ...] = ()
+    """Gauges that have stayed in their danger band, a line each."""
+    measured: Measured | None = None
+    """The newest updates and samples as medians, every few samples."""
     keep: bool = False
     """True now and then: this one goes into the ledger."""
 
 
 class SamplingFailed(msgspec.Struct, frozen=True, tag="sampling_failed"):
     why: str
-
-
-class MembersRead(msgspec.Struct, frozen=True, tag="members_read"):
-    """The memory of the run's processes was read after new updates."""
-
-    members: tuple[Member, ...]
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
@@ -233,6 +218,12 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
     alive: bool = False
     """The training program exists."""
     trainer_pid: int | None = None
+    trends: tuple[Trend, ...] = ()
+    """Everything that grows steadily; what is full first comes first."""
+    own_trends: tuple[Trend, ...] = ()
+    """Those that a restart of the run would end."""
+    trend_news: tuple[tuple[str, dict[str, Any]], ...] = ()
+    """What has begun or stopped growing, as messages and data."""
     disk_free: int | str | None = None
     """Bytes free on the run's disk, or why that cannot be read; None: not read, since no rule waits for it."""
 
@@ -290,7 +281,7 @@ Occurrence = (
     | Launched
     | LaunchRefused
     | Reported
-    | CheckpointRead
+    | StatesRead
     | ProgramEnded
     | LeftoversCleared
     | Examined
@@ -298,7 +289,6 @@ Occurrence = (
     | Signalled
     | Sampled
     | SamplingFailed
-    | MembersRead
     | Tick
     | Requested
     | AgentConnected

@@ -159,12 +159,8 @@ class Ledger:
             self._db.execute("INSERT OR REPLACE INTO configurations VALUES (?, ?)", row)
 
     def configurations(self) -> list[configurations.Record]:
-        """All of the run, oldest first; of a ledger that has none, what its attempts tell of them."""
-        rows: list[tuple[str]] = []
-        if self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'configurations'").fetchone():
-            rows = self._db.execute("SELECT record FROM configurations ORDER BY number").fetchall()
-        if not rows:
-            return configurations.of_attempts(self.attempts())
+        """All of the run, oldest first."""
+        rows = self._db.execute("SELECT record FROM configurations ORDER BY number").fetchall()
         return [msgspec.json.decode(text, type=configurations.Record) for (text,) in rows]
 
     # --- reports ---
