@@ -42,7 +42,7 @@ print((time.perf_counter() - started) / n)
 def settings_file(folder: Path) -> Path:
     settings = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
     path = folder / "settings.json"
-    path.write_bytes(msgspec.json.encode(edit_settings(settings, max_updates=UPDATES, save_every=10_000)))
+    path.write_bytes(msgspec.json.encode(edit_settings(settings, max_updates=UPDATES, assignments={"save_every": "10000"})))
     return path
 
 

@@ -25,7 +25,9 @@ from typing import Any
 
 from bench.common import report
 from memtop.supervisor.errors import MemtopError
-from memtop.supervisor.monitor.processes import SignalRefused, identify, run_processes, signal_process
+from memtop.supervisor.monitor.processes.proc import identify
+from memtop.supervisor.monitor.processes.signals import SignalRefused, signal_process
+from memtop.supervisor.monitor.processes.table import run_processes
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.view import needs_supervisor, read_state
 from memtop.supervisor.wire import Phase, RunState
@@ -196,7 +198,7 @@ class Chaos:
         until = time.monotonic() + 15
         while (left := run_processes(str(folder.path))) and time.monotonic() < until:
             time.sleep(0.1)
-        self.wrong += [f"{name}: process {process.identity.pid} is left over" for process in left]
+        self.wrong += [f"{name}: process {process.pid} is left over" for process in left]
 
 
 def torment(runs: Runs, kills: int, seed: int, seconds: float = float("inf")) -> dict[str, Any]:

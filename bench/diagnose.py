@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import report
-from memtop.supervisor.diagnosis.engine import diagnose
-from memtop.supervisor.diagnosis.excerpt import BLOCK
+from memtop.supervisor.diagnosis.diagnose import diagnose
+from memtop.supervisor.diagnosis.text import BLOCK
 from memtop.supervisor.diagnosis.values import Evidence
 from tests.diagnosis import logs
 from tests.diagnosis.logs import Log
@@ -32,7 +32,7 @@ _MESSAGE = (
 _MEASURE = """
 import json, resource, sys, time
 from pathlib import Path
-from memtop.supervisor.diagnosis.engine import diagnose, diagnose_file
+from memtop.supervisor.diagnosis.diagnose import diagnose, diagnose_file
 from memtop.supervisor.diagnosis.values import Evidence
 diagnose([b"warm"])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -22,6 +22,7 @@ from memtop.presets import (
     load_recipes,
 )
 from memtop.presets.editing import draft, find_preset
+from memtop.presets.fields import OPTIONS
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.wire import Change
 
@@ -34,7 +35,6 @@ def settings_for(
     recipe_name: str,
     preset_name: str | None,
     edits: Change,
-    save_every: int | None,
     gpus: list[str] | None,
     *,
     fresh: bool = False,
@@ -52,7 +52,7 @@ def settings_for(
             whole = fresh or preset.meant_for(recipe.name)
         else:
             (preset, reason), whole = _own_preset(recipe, edits, gpus), False
-        settings = _edited(recipe, preset, whole, edits, save_every, gpus)
+        settings = _edited(recipe, preset, whole, edits, gpus)
     except (SettingsError, PresetFileError) as error:
         raise UsageError(str(error)) from None
     _refuse_missing(_libraries(settings), f"RECIPE {recipe_name}, preset {settings.preset}: this")
@@ -72,26 +72,16 @@ def _recipe(name: str) -> Recipe:
     return recipes[name]
 
 
-def _edited(
-    recipe: Recipe, preset: Preset, whole: bool, edits: Change, save_every: int | None, gpus: list[str] | None
-) -> Settings:
+def _edited(recipe: Recipe, preset: Preset, whole: bool, edits: Change, gpus: list[str] | None) -> Settings:
     # With a batch given, W need not divide the recipe's own effective batch.
     world = len(gpus) if gpus else 1
-    given = edits.batch is not None or edits.accumulation is not None
+    given = "batch" in edits.assignments or "accumulation" in edits.assignments
     settings = replace(draft(recipe, preset=preset, world_size=1 if given else world, whole=whole), world_size=world)
     updates = edits.max_updates
     if updates is None and settings.target_samples and "epochs" not in edits.assignments:
         # The recipe's number of updates, whatever the effective batch has become.
         updates = recipe.max_updates
-    return edit_settings(
-        settings,
-        batch=edits.batch,
-        accumulation=edits.accumulation,
-        seq_len=edits.seq_len,
-        save_every=save_every,
-        max_updates=updates,
-        assignments=edits.assignments,
-    )
+    return edit_settings(settings, assignments=edits.assignments, max_updates=updates)
 
 
 def _own_preset(recipe: Recipe, edits: Change, gpus: list[str] | None) -> tuple[Preset, str | None]:
@@ -160,21 +150,14 @@ def _placed_model(model: dict[str, Any]) -> dict[str, Any]:
     return model
 
 
-def refuse_for_own_program(recipe: str | None, preset: str | None, edits: Change, save_every: int | None) -> None:
-    """Options that mean nothing for a program of the user's own are refused, not passed over."""
-    given = {
-        f"RECIPE {recipe}": recipe,
-        f"--preset {preset}": preset,
-        f"--batch {edits.batch}": edits.batch,
-        f"--accum {edits.accumulation}": edits.accumulation,
-        f"--seq-len {edits.seq_len}": edits.seq_len,
-        f"--max-updates {edits.max_updates}": edits.max_updates,
-        f"--save-every {save_every}": save_every,
-        "--set": edits.assignments or None,
-    }
+def refuse_for_own_program(recipe: str | None, preset: str | None, edits: Change) -> None:
+    """Refuse the options that mean nothing for the user's own program."""
+    given = {"RECIPE": recipe, "--preset": preset, "--max-updates": edits.max_updates}
+    options = {**OPTIONS, "save_every": "--save-every"}
+    given |= {options.get(name, f"--set {name}"): text for name, text in edits.assignments.items()}
     for option, value in given.items():
         if value is not None:
-            raise UsageError(f"{option}: your own program's settings are its own; pass them after `--`")
+            raise UsageError(f"{option} {value}: your own program's settings are its own; pass them after `--`")
 
 
 def free_name(runs_dir: Path, stem: str) -> str:

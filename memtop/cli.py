@@ -143,10 +143,10 @@ def train(
         raise UsageError(f"--on-oom {on_oom}: give auto (go on smaller), ask (propose it) or stop (report it)")
     gpu_list = gpu_choice.wanted(gpus)
     own = _program
-    edits = Change(batch=batch, accumulation=accum, seq_len=seq_len, max_updates=max_updates, assignments=_pairs(assignments))
+    edits = Change(max_updates=max_updates, assignments=_assigned(assignments, batch, accum, seq_len, save_every))
     if own:
-        asking.refuse_for_own_program(recipe, preset, edits, save_every)
-    settings = None if own else asking.settings_for(recipe or "first-run", preset, edits, save_every, gpu_list, fresh=fresh)
+        asking.refuse_for_own_program(recipe, preset, edits)
+    settings = None if own else asking.settings_for(recipe or "first-run", preset, edits, gpu_list, fresh=fresh)
     where = runs_dir or default_runs_dir()
     spec = RunSpec(
         name=name or asking.free_name(where, Path(own[0]).stem if own else recipe or "first-run"),
@@ -265,14 +265,7 @@ def restart(
     """Restart from train_latest_state, with edits; a live run is stopped gracefully first."""
     _exclude(headless, detach)
     folder = _find(run_name, runs_dir)
-    change = Change(
-        batch=batch,
-        accumulation=accum,
-        seq_len=seq_len,
-        preset=preset,
-        max_updates=max_updates,
-        assignments=_pairs(assignments),
-    )
+    change = Change(preset=preset, assignments=_assigned(assignments, batch, accum, seq_len), max_updates=max_updates)
     if not live:
         return requesting.restart(folder, change, headless=headless, detach=detach)
     if headless or detach:
@@ -403,11 +396,16 @@ def _exclude(headless: bool, detach: bool) -> None:
         raise UsageError("--headless and --detach: give one of them")
 
 
-def _pairs(texts: Sequence[str]) -> dict[str, str]:
+def _assigned(
+    texts: Sequence[str], batch: int | None, accum: int | None, seq_len: int | None, save_every: int | None = None
+) -> dict[str, str]:
+    """The settings that the options name, as text. An option of its own wins over the same name after `--set`."""
+    numbers = {"batch": batch, "accumulation": accum, "seq_len": seq_len, "save_every": save_every}
+    options = {name: str(number) for name, number in numbers.items() if number is not None}
     pairs = {}
     for text in texts:
         key, sign, value = text.partition("=")
         if not sign or not key:
             raise UsageError(f"--set {text!r}: give KEY=VALUE")
         pairs[key] = value
-    return pairs
+    return {**options, **pairs, **options}

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.encoding import why_no_text
-from memtop.supervisor.diagnosis.engine import chunks_of, diagnose
+from memtop.supervisor.diagnosis.diagnose import chunks_of, diagnose
 from memtop.supervisor.diagnosis.sentences import size
+from memtop.supervisor.diagnosis.text import why_no_text
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery.offline import remedies_for

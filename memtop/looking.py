@@ -18,12 +18,11 @@ from memtop.supervisor.diagnosis.sentences import OUTCOMES
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.monitor.bands import mark
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
+from memtop.supervisor.monitor.processes.table import TreeProcess, process_tree
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
-from memtop.supervisor.monitor.selecting import only
-from memtop.supervisor.monitor.unlisted import untold_of
+from memtop.supervisor.monitor.snapshots import only_gpus, why_incomplete_on
 from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot
 from memtop.supervisor.run.clients.client import revive
-from memtop.supervisor.run.processes.process import TreeProcess, process_tree
 from memtop.supervisor.run.record import view
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import RunState
@@ -47,7 +46,7 @@ def print_once(
     machine = sampler.sample()
     chosen = watched(gpus, machine)
     if chosen is not None:
-        machine = only(machine, chosen)
+        machine = only_gpus(machine, chosen)
     if as_json:
         document = {**snapshot_json(machine), "runs": [summary(state) for state in states]}
         if tree is not None:
@@ -81,7 +80,7 @@ def _revived(folder: RunFolder) -> RunState | Unreadable:
 
 def tree_of(pid: int) -> list[TreeProcess]:
     """The process and all below it; UsageError if there is none of that number."""
-    # Beyond the kernel's PID_MAX_LIMIT there are none; psutil is not to be asked for those.
+    # The kernel gives out no larger pids (PID_MAX_LIMIT).
     tree = process_tree(pid) if 0 < pid <= 1 << 22 else None
     if tree is None:
         raise UsageError(f"--pid {pid}: no such process")
@@ -220,7 +219,7 @@ def _gpu_lines(gpu: GpuSample) -> Iterator[str]:
         stray = "stray: " if process.stray else ""
         who = f"{process.pid:>8} {process.user or '?':<10} {units.size(process.used_bytes):>9}"
         yield f"  {who}  {stray}{process.command or process.name or process.reason or '?'}"
-    if why := untold_of(gpu):
+    if why := why_incomplete_on(gpu):
         yield f"  {why}"
 
 

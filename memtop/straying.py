@@ -12,14 +12,14 @@ import msgspec
 
 from memtop.supervisor import units
 from memtop.supervisor.errors import RefusedError
-from memtop.supervisor.monitor.choosing import choose, forbidden, rows_of
-from memtop.supervisor.monitor.ending import end_and_measure
 from memtop.supervisor.monitor.nvml import errors as codes
 from memtop.supervisor.monitor.nvml.sleep import ASLEEP
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
-from memtop.supervisor.monitor.processes import ProcessId
+from memtop.supervisor.monitor.processes.proc import ProcessId
 from memtop.supervisor.monitor.sampler import Sampler
-from memtop.supervisor.monitor.unlisted import untold, untold_of
+from memtop.supervisor.monitor.snapshots import why_incomplete, why_incomplete_on
+from memtop.supervisor.monitor.strays import choose, forbidden, rows_of
+from memtop.supervisor.monitor.termination import end_and_measure
 from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
 from memtop.supervisor.run.record.view import known_runs
 
@@ -36,7 +36,7 @@ def command(runs_dir: Path, *, as_json: bool, kill: list[int]) -> int:
     if kill:
         return _end([_chosen(pid, machine) for pid in kill], machine, as_json)
     # Without GPUs an empty document says it all.
-    for reason in [] if as_json and _nobody_can(machine) else untold(machine):
+    for reason in [] if as_json and _nobody_can(machine) else why_incomplete(machine):
         print(reason, file=sys.stderr)
     status = 1 if _nothing_listed(machine) else 0
     rows = sorted(_rows(machine), key=lambda row: (not row[1].stray, row[0], row[1].pid))
@@ -58,7 +58,7 @@ def _nothing_listed(machine: MachineSnapshot) -> bool:
     """Whether there is not one GPU whose processes are told, though somebody may use one."""
     if not machine.gpus:
         return not _nobody_can(machine)
-    return all(untold_of(gpu) and not gpu.processes for gpu in machine.gpus)
+    return all(why_incomplete_on(gpu) and not gpu.processes for gpu in machine.gpus)
 
 
 def _sample(sampler: Sampler, kill: list[int]) -> MachineSnapshot:
@@ -116,7 +116,7 @@ def _rows(machine: MachineSnapshot) -> list[tuple[int, GpuProcess]]:
 def _chosen(pid: int, machine: MachineSnapshot) -> ProcessId:
     """The process of that pid, if it holds a GPU and may be ended; RefusedError says why not."""
     if all(row.pid != pid for row in rows_of(machine)):
-        why = "" if _nobody_can(machine) else "; ".join(untold(machine))
+        why = "" if _nobody_can(machine) else "; ".join(why_incomplete(machine))
         raise RefusedError(f"--kill {pid}: no GPU lists this process{f' ({why})' if why else ''}; see `memtop strays`")
     reason = forbidden(rows_of(machine)).get(pid)
     if reason is not None:

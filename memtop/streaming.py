@@ -22,7 +22,7 @@ from memtop.looking import summary
 from memtop.opening import Look
 from memtop.supervisor.monitor.nvml import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
-from memtop.supervisor.monitor.selecting import only
+from memtop.supervisor.monitor.snapshots import only_gpus
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run.clients.client import revive
 from memtop.supervisor.run.record import view
@@ -77,7 +77,7 @@ def stream(
             for _ in _ticks(look.interval, count, ended):
                 machine = sampler.sample()
                 if look.gpus is not None:
-                    machine = only(machine, look.gpus)
+                    machine = only_gpus(machine, look.gpus)
                 # What cannot be read ends the stream with its reason: a row without its run would pass for one without values.
                 run = None if folder is None else view.read_state(folder)
                 if endpoint is not None:

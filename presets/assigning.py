@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from memtop.presets.checking import SettingsError, did_you_mean
+from memtop.presets.fields import FIELDS
 from memtop.presets.schema import Lora, Settings, Zero
 
-# Not for --set: each has an option of its own, or follows from others.
-_FIXED = {"recipe", "preset", "target_samples", "world_size"}
 _PARTS: dict[str, type[Lora] | type[Zero]] = {"lora": Lora, "zero": Zero}
 _DATA: dict[str, type] = {"source": str, "max_bytes": int, "train": str, "eval": str, "tokenizer": str, "text": str}
 _COLUMNS = ("prompt", "response", "text")
 _DOTTED = ("lora", "zero", "model", "data")
 
 
-def assign(settings: Settings, assignments: dict[str, str]) -> Settings:
+def assign(settings: Settings, assignments: Mapping[str, str]) -> Settings:
     """The settings after `--set`, unchecked as a whole; SettingsError for an unknown key or a value of another type."""
     changes: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = {}
@@ -56,7 +56,7 @@ def typed(key: str, kind: Any, text: str) -> Any:
 
 
 def _refuse_unknown(key: str, head: str, dotted: bool) -> None:
-    names = [name for name in Settings.__struct_fields__ if name not in _FIXED]
+    names = [name for name in Settings.__struct_fields__ if name not in FIELDS or FIELDS[name].editable]
     if head not in names:
         listed = ", ".join(f"{name}.…" if name in _DOTTED else name for name in names)
         raise SettingsError("--set", key, f"unknown key; there are {listed}{did_you_mean(head, names)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from memtop.presets.fields import FIELDS, value_of
 from memtop.presets.schema import Lora, Settings
 
 
@@ -43,29 +44,10 @@ def max_seq_len(settings: Settings) -> int | None:
     return value if isinstance(value, int) else None
 
 
-# Beyond these a number is a slip, or does not fit where it is kept: torch's seeds, the ledger, JSON.
-_SAMPLES = 1 << 20
 _EFFECTIVE = 1 << 24
-_COUNT = (1 << 31) - 1
-_TOTAL = 1 << 53
-_BOUNDS = {
-    "batch": (1, _SAMPLES),
-    "accumulation": (1, _SAMPLES),
-    "seq_len": (1, 1 << 24),
-    "save_every": (1, _COUNT),
-    "world_size": (1, 1 << 12),
-    "save_total_limit": (1, _COUNT),
-    "log_every": (1, _COUNT),
-    "workers": (0, 1 << 10),
-    "target_samples": (0, _TOTAL),
-    "eval_every": (0, _COUNT),
-    "eval_batch": (0, _SAMPLES),
-    "warmup_samples": (0, _TOTAL),
-    "seed": (0, _COUNT),
-}
-MOST_UPDATES = _COUNT
+_MOST_BYTES = 1 << 53
+_MOST_TOKENS = (1 << 31) - 1
 _MOST_EPOCHS = 1_000_000
-_WIDEST_ADAPTER = 1 << 16
 
 
 def check_bounds(field: str, value: int, least: int, most: int) -> None:
@@ -77,8 +59,9 @@ def check_bounds(field: str, value: int, least: int, most: int) -> None:
 
 
 def _check_counts(settings: Settings) -> None:
-    for field, (least, most) in _BOUNDS.items():
-        check_bounds(field, getattr(settings, field), least, most)
+    for name, field in FIELDS.items():
+        if field.bounds is not None and (value := value_of(settings, name)) is not None:
+            check_bounds(name, value, *field.bounds)
     if settings.effective_batch > _EFFECTIVE:
         raise SettingsError(
             "effective batch", settings.effective_batch, f"must be at most {_EFFECTIVE}; take a smaller --accum"
@@ -86,16 +69,18 @@ def _check_counts(settings: Settings) -> None:
     if settings.seq_len < 2:
         raise SettingsError("seq_len", settings.seq_len, "must be at least 2: a token is predicted from those before it")
     if isinstance(size := settings.data.get("max_bytes"), int):
-        check_bounds("data.max_bytes", size, 1, _TOTAL)
+        check_bounds("data.max_bytes", size, 1, _MOST_BYTES)
     if not 0 <= settings.epochs <= _MOST_EPOCHS:
         raise SettingsError("epochs", settings.epochs, f"must lie between 0 and {_MOST_EPOCHS}")
     if not settings.target_samples and not settings.epochs:
         raise SettingsError("epochs", 0, "the run has no end; give --max-updates N or --set epochs=E")
     if settings.load_best_at_end and not settings.eval_every:
         raise SettingsError("load_best_at_end", "true", "nothing is evaluated; add --set eval_every=N")
-    if not -1 <= settings.loss_chunk <= _COUNT:
+    if not -1 <= settings.loss_chunk <= _MOST_TOKENS:
         raise SettingsError(
-            "loss_chunk", settings.loss_chunk, f"must be a number of tokens up to {_COUNT}, 0 (all at once) or -1 (chosen)"
+            "loss_chunk",
+            settings.loss_chunk,
+            f"must be a number of tokens up to {_MOST_TOKENS}, 0 (all at once) or -1 (chosen)",
         )
 
 
@@ -124,8 +109,6 @@ def _check_method(settings: Settings) -> None:
 
 
 def _check_lora(lora: Lora) -> None:
-    for field in ("r", "alpha"):
-        check_bounds(f"lora.{field}", getattr(lora, field), 1, _WIDEST_ADAPTER)
     if not 0 <= lora.dropout < 1:
         raise SettingsError("lora.dropout", lora.dropout, "must be at least 0 and below 1")
     if not lora.targets or not all(lora.targets):

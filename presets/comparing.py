@@ -2,53 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import msgspec
 
 from memtop.presets.arithmetic import nearest_splits
 from memtop.presets.checking import SettingsError, check
+from memtop.presets.fields import FIELDS, differing, value_of
 from memtop.presets.risks import risk
-from memtop.presets.schema import Lora, Optimizer, Preset, Settings
+from memtop.presets.schema import Optimizer, Preset, Settings
 from memtop.presets.strategies import apply_preset, take_whole
 
 Fit = Literal["resumes", "converts", "new run"]
 
-_NEW_RUN = {
-    "task": "the training of another task",
-    "model": "another model: its state does not fit",
-    "data": "other data: the position in it means nothing there",
-    "seed": "another order of the samples",
-}
 _EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit")
 
 
 def compatibility(before: Settings, after: Settings) -> tuple[Fit, str]:
     """Whether the state of a run with `before` goes on with `after`, and why (not), or what is lost."""
-    if before.method != after.method:
-        return "new run", f"method {before.method} -> {after.method}: other weights are trained"
-    reason = _other_adapters(before.lora, after.lora)
-    if reason:
-        return "new run", reason
-    for field, words in _NEW_RUN.items():
-        if getattr(before, field) != getattr(after, field):
-            return "new run", f"{field}: {words}"
+    for name in differing(before, after):
+        if reason := FIELDS[name].new_run:
+            return "new run", f"{_change(name, before, after)}: {reason}"
     lost = _lost_moments(before.optimizer, after.optimizer)
     if lost:
         return "converts", f"optimizer {before.optimizer} -> {after.optimizer}: {lost}"
     notes = list(_notes(before, after))
     return "resumes", "; ".join(notes) or "same state, same samples"
-
-
-def _other_adapters(before: Lora | None, after: Lora | None) -> str | None:
-    if before is None or after is None:
-        return None if before is after else "adapters appear or vanish: other weights are trained"
-    if before.r != after.r:
-        return f"lora.r {before.r} -> {after.r}: adapters of another shape"
-    if set(before.targets) != set(after.targets):
-        return f"lora.targets {','.join(before.targets)} -> {','.join(after.targets)}: other layers have adapters"
-    return None
 
 
 def _lost_moments(before: Optimizer, after: Optimizer) -> str | None:
@@ -73,9 +53,6 @@ def _notes(before: Settings, after: Settings) -> Iterator[str]:
         yield f"T {before.seq_len} -> {after.seq_len}: other data: {rest}"
     if before.effective_batch != after.effective_batch:
         yield describe_split(before, after)
-    if before.lora is not None and after.lora is not None and before.lora.alpha != after.lora.alpha:
-        scales = f"{before.lora.alpha / before.lora.r:g} -> {after.lora.alpha / after.lora.r:g}"
-        yield f"adapter scale alpha / r {scales}: the adapters' effect jumps"
 
 
 def describe_split(before: Settings, after: Settings) -> str:
@@ -90,50 +67,54 @@ def describe_split(before: Settings, after: Settings) -> str:
 
 def changes(before: Settings, after: Settings) -> list[str]:
     """What differs, each in a few words, the memory strategy first."""
-    return [*_strategy_changes(before, after), *_training_changes(before, after), *_keeping_changes(before, after)]
-
-
-def _strategy_changes(before: Settings, after: Settings) -> Iterator[str]:
     old, new = (f"{s.batch} x {s.accumulation} x {s.world_size}" for s in (before, after))
-    if old != new:
-        yield f"split {old} -> {new}"
-    if before.zero != after.zero:
-        yield f"{before.zero} -> {after.zero}"
-    if before.gradient_checkpointing != after.gradient_checkpointing:
-        yield f"checkpointing {'on' if after.gradient_checkpointing else 'off'}"
-    if before.workers != after.workers:
-        yield f"workers {before.workers} -> {after.workers}"
-    if before.host_level != after.host_level:
-        yield f"host memory {before.host_level} -> {after.host_level}"
-    if before.allocator != after.allocator:
-        yield f"allocator {before.allocator or 'as torch has it'} -> {after.allocator or 'as torch has it'}"
-    if before.pin_memory != after.pin_memory:
-        words = {True: "on", False: "off", None: "where memory allows"}
-        yield f"pinned buffers {words[after.pin_memory]}"
-    if before.optimizer != after.optimizer:
-        yield f"optimizer {before.optimizer} -> {after.optimizer}"
+    split = [f"split {old} -> {new}"] if old != new else []
+    return [*split, *_effective(before, after), *_changes(differing(before, after), before, after)]
 
 
-def _training_changes(before: Settings, after: Settings) -> Iterator[str]:
-    if before.effective_batch != after.effective_batch:
-        yield f"effective batch {effective_change(before.effective_batch, after.effective_batch)}"
-    names = {"seq_len": "T", "learning_rate": "learning rate", "epochs": "epochs", "precision": "precision"}
-    for field, name in names.items():
-        old, new = getattr(before, field), getattr(after, field)
-        if old != new:
-            yield f"{name} {old:g} -> {new:g}" if isinstance(new, float) else f"{name} {old} -> {new}"
-    if before.warmup_samples != after.warmup_samples:
-        yield f"warm-up {after.warmup_samples // after.effective_batch} updates"
-    if before.lora is not None and after.lora is not None and before.lora != after.lora:
-        yield f"LoRA r {before.lora.r} -> {after.lora.r}, alpha {before.lora.alpha} -> {after.lora.alpha}"
-        if len(before.lora.targets) != len(after.lora.targets):
-            yield f"{len(before.lora.targets)} -> {len(after.lora.targets)} target modules"
+_NOT_LISTED = ("recipe", "preset", "batch", "accumulation", "world_size", "target_samples")
 
 
-def _keeping_changes(before: Settings, after: Settings) -> Iterator[str]:
-    for field in ("save_every", "eval_every", "eval_batch", "save_total_limit", "load_best_at_end"):
-        if getattr(before, field) != getattr(after, field):
-            yield f"{field} {str(getattr(before, field)).lower()} -> {str(getattr(after, field)).lower()}"
+def _training_changes(before: Settings, after: Settings) -> list[str]:
+    names = [name for name in differing(before, after) if FIELDS[name].changes_training]
+    return [*_effective(before, after), *_changes(names, before, after)]
+
+
+def _effective(before: Settings, after: Settings) -> list[str]:
+    old, new = before.effective_batch, after.effective_batch
+    return [] if old == new else [f"effective batch {effective_change(old, new)}"]
+
+
+def _changes(names: Iterable[str], before: Settings, after: Settings) -> list[str]:
+    lines = (_change(name, before, after, FIELDS[name].label) for name in names if name not in _NOT_LISTED)
+    return list(dict.fromkeys(lines))  # The rows of ZeRO give the same line.
+
+
+def _change(name: str, before: Settings, after: Settings, label: str | None = None) -> str:
+    """One difference: `workers 2 -> 0`, under the setting's own name where no label is given."""
+    old, new = value_of(before, name), value_of(after, name)
+    label = name if label is None else label
+    if name.startswith("zero."):
+        return f"{before.zero} -> {after.zero}"
+    if name == "pin_memory":
+        return f"{label} {'where memory allows' if new is None else _shown(new)}"
+    if name == "warmup_samples":
+        return f"{label} {new // after.effective_batch} updates"
+    if isinstance(new, bool):
+        return f"{label} {_shown(new)}"
+    if isinstance(new, dict):
+        return label
+    return f"{label} {_shown(old)} -> {_shown(new)}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, tuple):
+        return ",".join(value) or "none"
+    return "default" if value == "" else str(value).lower()
 
 
 def effective_change(old: int, new: int) -> str:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from memtop.presets.arithmetic import split_below
 from memtop.presets.assigning import assign
-from memtop.presets.checking import MOST_UPDATES, SettingsError, check, check_bounds, did_you_mean, max_seq_len
+from memtop.presets.checking import SettingsError, check, check_bounds, did_you_mean, max_seq_len
 from memtop.presets.comparing import describe_split
+from memtop.presets.fields import FIELDS, MOST_UPDATES, row_of, value_of
 from memtop.presets.loading import load_presets, presets_for
 from memtop.presets.schema import Preset, Recipe, Settings
-from memtop.presets.strategies import apply_preset, take_whole
+from memtop.presets.strategies import apply_preset, shared_values, take_whole
 
 __all__ = [
     "SettingsError",
@@ -27,14 +27,6 @@ __all__ = [
     "resolve",
     "take_whole",
 ]
-
-# What makes a run the run it is.
-_OF_THE_RUN = ("model", "data", "lora", "method", "task", "seed")
-_SAME_NAME = (
-    *("batch", "accumulation", "seq_len", "epochs", "save_every", "eval_every", "save_total_limit", "learning_rate"),
-    *("warmup_fraction", "final_learning_rate_fraction", "weight_decay", "clip_norm", "seed", "precision", "task", "method"),
-    *("lora", "optimizer", "model", "data"),
-)
 
 
 def resolve(recipe: Recipe, *, preset: Preset, world_size: int = 1, whole: bool | None = None) -> Settings:
@@ -56,9 +48,10 @@ def draft(recipe: Recipe, *, preset: Preset, world_size: int = 1, whole: bool | 
             world_size,
             f"{world_size} processes do not divide the effective batch {effective}; give --batch and --accum",
         )
-    values: dict[str, Any] = {name: getattr(recipe, name) for name in _SAME_NAME}
+    values = shared_values(recipe)
+    values |= {"recipe": recipe.name, "preset": preset.name, "world_size": world_size}
     values |= {"batch": split[0], "accumulation": split[1], "target_samples": recipe.max_updates * effective}
-    settings = Settings(recipe=recipe.name, preset=preset.name, world_size=world_size, **values)
+    settings = Settings(**values)
     if preset.meant_for(recipe.name) if whole is None else whole:
         return take_whole(settings, preset)
     return apply_preset(settings, preset)
@@ -67,37 +60,24 @@ def draft(recipe: Recipe, *, preset: Preset, world_size: int = 1, whole: bool | 
 def edit_settings(
     settings: Settings,
     *,
-    batch: int | None = None,
-    accumulation: int | None = None,
-    seq_len: int | None = None,
     preset: str | None = None,
+    assignments: Mapping[str, str] | None = None,
     max_updates: int | None = None,
-    save_every: int | None = None,
-    assignments: dict[str, str] | None = None,
     updates_done: int | None = None,
     samples_seen: int = 0,
     failed: Sequence[Settings] = (),
 ) -> Settings:
     """The settings after an edit, checked.
 
-    `preset` is applied first (its memory strategy), then the single values. `max_updates` counts all updates of the run, those
+    `preset` is applied first (its memory strategy), then the `assignments`, as text by the names of `--set`.
+    `max_updates` counts all updates of the run, those
     already done (`updates_done`, `samples_seen`) included. Without it the run keeps its target in samples. With `updates_done`
     given, be it 0, a run is in progress: what makes it that run cannot be changed. `failed`: see `apply_preset`.
     """
     before = settings
     if preset is not None:
         settings = apply_preset(settings, find_preset(preset, settings.recipe), failed)
-    changes: dict[str, Any] = {
-        name: value
-        for name, value in (
-            ("batch", batch),
-            ("accumulation", accumulation),
-            ("seq_len", seq_len),
-            ("save_every", save_every),
-        )
-        if value is not None
-    }
-    settings = msgspec.structs.replace(_assigned(settings, assignments or {}), **changes)
+    settings = _assigned(settings, assignments or {})
     if updates_done is not None:
         _refuse_another_run(before, settings, assignments or {})
     if max_updates is None:
@@ -110,7 +90,7 @@ def edit_settings(
     return check(msgspec.structs.replace(settings, target_samples=target))
 
 
-def _assigned(settings: Settings, assignments: dict[str, str]) -> Settings:
+def _assigned(settings: Settings, assignments: Mapping[str, str]) -> Settings:
     after = assign(settings, assignments)
     # Two settings say when a run ends, and two how long it warms up: the one that was given must be the one that counts.
     if "epochs" in assignments:
@@ -120,10 +100,10 @@ def _assigned(settings: Settings, assignments: dict[str, str]) -> Settings:
     return after
 
 
-def _refuse_another_run(before: Settings, after: Settings, assignments: dict[str, str]) -> None:
+def _refuse_another_run(before: Settings, after: Settings, assignments: Mapping[str, str]) -> None:
     for key, text in assignments.items():
-        field = key.partition(".")[0]
-        if field in _OF_THE_RUN and getattr(before, field) != getattr(after, field):
+        name = row_of(key)
+        if FIELDS[name].new_run and value_of(before, name) != value_of(after, name):
             how = f"memtop train {before.recipe} --name NEW --set {key}={text}, or --fresh with this run's name"
             raise SettingsError(key, text, f"makes a new run: {how}")
 

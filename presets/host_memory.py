@@ -7,12 +7,12 @@ from pathlib import Path
 
 import msgspec
 
+from memtop.presets.fields import HOST_LEVELS
 from memtop.presets.loading import PresetFileError, parse
 from memtop.presets.schema import HostLevel, Settings
 
 _FILE = Path(__file__).with_name("host_memory.toml")
 _GIB = 1 << 30
-_LEVELS: tuple[HostLevel, ...] = ("standard", "low", "extreme")
 
 
 class HostRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +54,7 @@ def host_plan(settings: Settings, available_bytes: int | None, *, on_gpu: bool) 
         pin = on_gpu and settings.pin_memory is not False
         return HostPlan(settings.host_level, settings.workers, pin, None, "available memory is not known: as the settings say")
     row = next(row for row in host_rows() if available_bytes >= row.from_gib * _GIB or row.from_gib == 0)
-    level = max(settings.host_level, row.level, key=_LEVELS.index)
+    level = max(settings.host_level, row.level, key=HOST_LEVELS.index)
     workers = min(settings.workers, row.workers // settings.world_size)
     pin = on_gpu and settings.pin_memory is not False and (row.pin or settings.pin_memory is True)
     border = f"{available_bytes / _GIB:.1f} GiB available, at least {row.from_gib:g}"

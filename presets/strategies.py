@@ -9,22 +9,7 @@ import msgspec
 
 from memtop.presets.arithmetic import split_below
 from memtop.presets.loading import load_recipes
-from memtop.presets.schema import Preset, Settings
-
-# Guide values that are settings of the same name.
-_SAME_NAME = (
-    "batch",
-    "accumulation",
-    "seq_len",
-    "learning_rate",
-    "precision",
-    "save_every",
-    "eval_every",
-    "eval_batch",
-    "save_total_limit",
-    "load_best_at_end",
-    "log_every",
-)
+from memtop.presets.schema import Guide, Preset, Recipe, Settings
 
 
 def apply_preset(settings: Settings, preset: Preset, failed: Sequence[Settings] = ()) -> Settings:
@@ -49,22 +34,25 @@ def take_whole(settings: Settings, preset: Preset) -> Settings:
     """
     guide = preset.guide
     settings = apply_preset(settings, preset) if guide.batch is None else _with_strategy(settings, preset)
-    values = {name: value for name in _SAME_NAME if (value := getattr(guide, name)) is not None}
-    settings = msgspec.structs.replace(settings, **values)
-    more: dict[str, Any] = {}
+    values = shared_values(guide)
+    if settings.method == "full":
+        values.pop("lora", None)
     if guide.epochs is not None:
-        more |= {"epochs": guide.epochs, "target_samples": 0}
-    if guide.warmup_updates is not None:
-        more["warmup_samples"] = guide.warmup_updates * settings.effective_batch
-    if guide.lora is not None and settings.method != "full":
-        more["lora"] = guide.lora
-    return msgspec.structs.replace(settings, **more)
+        values["target_samples"] = 0
+    settings = msgspec.structs.replace(settings, **values)
+    if guide.warmup_updates is None:
+        return settings
+    return msgspec.structs.replace(settings, warmup_samples=guide.warmup_updates * settings.effective_batch)
+
+
+def shared_values(source: Recipe | Preset | Guide) -> dict[str, Any]:
+    """What a recipe, a preset or a guide gives for the settings of the same names."""
+    names = [name for name in source.__struct_fields__ if name in Settings.__struct_fields__]
+    return {name: value for name in names if (value := getattr(source, name)) is not None}
 
 
 def _with_strategy(settings: Settings, preset: Preset) -> Settings:
-    fields = ("zero", "gradient_checkpointing", "workers", "host_level", "pin_memory", "allocator")
-    given = {name: value for name in fields if (value := getattr(preset, name)) is not None}
-    after = msgspec.structs.replace(settings, preset=preset.name, **given)
+    after = msgspec.structs.replace(settings, preset=preset.name, **shared_values(preset))
     if after.optimizer == "cpu_adam" and not after.zero.offload_optimizer:
         # The same update and the same state, computed where the state now lies.
         after = msgspec.structs.replace(after, optimizer="adamw")

@@ -293,15 +293,12 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a restart edits; None leaves a setting as it is."""
+    """What a restart edits. The preset is applied first, then the assignments."""
 
-    batch: int | None = None
-    accumulation: int | None = None
-    seq_len: int | None = None
     preset: str | None = None
-    max_updates: int | None = None
     assignments: dict[str, str] = {}
-    """--set KEY=VALUE."""
+    """Settings by the names of `--set`, as text: {"batch": "4", "lora.r": "16"}."""
+    max_updates: int | None = None
     configuration: int | None = None
     """Go back to the settings of this configuration of the run; the other fields are edits of those."""
     state_before: int | None = None

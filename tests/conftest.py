@@ -18,7 +18,9 @@ import msgspec
 import pytest
 
 from memtop import looking
-from memtop.supervisor.monitor.processes import SignalRefused, identify, run_processes, signal_process
+from memtop.supervisor.monitor.processes.proc import identify
+from memtop.supervisor.monitor.processes.signals import SignalRefused, signal_process
+from memtop.supervisor.monitor.processes.table import run_processes
 from memtop.supervisor.run.record.folder import find_run
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -110,7 +112,7 @@ class Runs:
         for state_path in self.path.glob("*/state.json"):
             state = json.loads(state_path.read_text())
             supervisor = state["run"]["supervisor_pid"]
-            doomed = [process.identity for process in run_processes(str(state_path.parent))]
+            doomed = run_processes(str(state_path.parent))
             found = identify(supervisor) if supervisor else None
             if found is not None and found.started_ticks == state["supervisor_started_ticks"]:
                 doomed.insert(0, found)

@@ -51,7 +51,7 @@ def test_the_fullest_gpu_decides(
     said: str,
 ) -> None:
     monkeypatch.setattr(gpus_of, "sample", lambda: machine(*free))
-    settings = asking.settings_for("sft-lora", None, data, None, gpus)
+    settings = asking.settings_for("sft-lora", None, data, gpus)
     assert settings.preset == preset
     # Chosen, not named: the recipe's own values stay.
     assert (settings.effective_batch, settings.seq_len) == (16, 1024)
@@ -68,33 +68,33 @@ def test_what_cuda_may_not_see_does_not_decide(data: Change, monkeypatch: pytest
     # By UUID as by number: what the variable means is the monitor's to say.
     for value in ("1", "GPU-b"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-        assert asking.settings_for("sft-lora", None, data, None, None).preset == "deepspeed"
+        assert asking.settings_for("sft-lora", None, data, None).preset == "deepspeed"
 
 
 def test_on_the_cpu_no_gpu_is_asked(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus_of, "sample", lambda: pytest.fail("asked the machine"))
     cpu = Change(assignments={**data.assignments, "device": "cpu"})
-    assert asking.settings_for("sft-lora", None, cpu, None, None).preset == "standard"
+    assert asking.settings_for("sft-lora", None, cpu, None).preset == "standard"
 
 
 def test_a_named_preset_is_taken_whole_where_it_is_meant_and_with_fresh_anywhere(data: Change) -> None:
-    whole = asking.settings_for("sft-lora", "stage2_offload", data, None, None)
+    whole = asking.settings_for("sft-lora", "stage2_offload", data, None)
     assert (whole.effective_batch, whole.seq_len, whole.epochs, whole.target_samples) == (18, 1792, 3.0, 0)
-    kept = asking.settings_for("pretrain-causal", "stage2_offload", Change(), None, None)
+    kept = asking.settings_for("pretrain-causal", "stage2_offload", Change(), None)
     assert (kept.effective_batch, kept.seq_len, kept.target_samples) == (64, 512, 2000 * 64)
-    fresh = asking.settings_for("pretrain-causal", "stage2_offload", Change(), None, None, fresh=True)
+    fresh = asking.settings_for("pretrain-causal", "stage2_offload", Change(), None, fresh=True)
     assert (fresh.effective_batch, fresh.seq_len, fresh.target_samples) == (18, 1792, 2000 * 18)
-    edited = asking.settings_for("first-run", "deepspeed", Change(seq_len=64), None, None, fresh=True)
+    edited = asking.settings_for("first-run", "deepspeed", Change(assignments={"seq_len": "64"}), None, fresh=True)
     assert (edited.seq_len, edited.effective_batch) == (64, 16)
 
 
 def test_files_and_folders_are_kept_by_their_whole_path(data: Change, tmp_path: Path) -> None:
     (tmp_path / "qwen").mkdir()
     asked = Change(assignments={**data.assignments, "model.path": "qwen", "data.eval": "pairs.jsonl"})
-    settings = asking.settings_for("sft-lora", "standard", asked, None, None)
+    settings = asking.settings_for("sft-lora", "standard", asked, None)
     assert settings.data["train"] == settings.data["eval"] == str(tmp_path / "pairs.jsonl")
     assert settings.model == {"path": str(tmp_path / "qwen")}
-    hub = asking.settings_for("sft-lora", "standard", data, None, None)
+    hub = asking.settings_for("sft-lora", "standard", data, None)
     assert hub.model == {"path": "Qwen/Qwen2.5-0.5B"}
 
 
@@ -103,7 +103,7 @@ def test_a_missing_library_is_named_before_anything_starts(data: Change, monkeyp
     with pytest.raises(
         UsageError, match=r"RECIPE sft-lora, preset stage3: this needs deepspeed: pip install 'memtop\[train\]'"
     ):
-        asking.settings_for("sft-lora", "stage3", data, None, None)
+        asking.settings_for("sft-lora", "stage3", data, None)
 
 
 def test_a_missing_tracker_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +115,6 @@ def test_a_missing_tracker_is_named_before_anything_starts(monkeypatch: pytest.M
     )
     asked = Change(assignments={"trackers": "tensorboard,wandb"})
     with pytest.raises(UsageError, match=r"^trackers wandb: not installed: pip install wandb$"):
-        asking.settings_for("first-run", "standard", asked, None, None)
+        asking.settings_for("first-run", "standard", asked, None)
     there.add("wandb")
-    assert asking.settings_for("first-run", "standard", asked, None, None).trackers == ("tensorboard", "wandb")
+    assert asking.settings_for("first-run", "standard", asked, None).trackers == ("tensorboard", "wandb")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from memtop.supervisor.monitor.selecting import only
+from memtop.supervisor.monitor.snapshots import only_gpus
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, Job, MachineSnapshot
 from memtop.supervisor.units import GIB
 from memtop.supervisor.wire import HistoryRows, Phase, RunState, StateUpdate
@@ -52,7 +52,7 @@ def three(*, second: int | None = 5) -> MachineSnapshot:
 
 
 def test_only_these_gpus_and_what_is_on_them() -> None:
-    found = only(three(), {0})
+    found = only_gpus(three(), {0})
     assert [gpu.index for gpu in found.gpus] == [0]
     (job,) = found.jobs
     # What it holds elsewhere is not counted, so the sum is known here; its processes are still all of it.
@@ -61,24 +61,24 @@ def test_only_these_gpus_and_what_is_on_them() -> None:
 
 
 def test_jobs_are_in_the_order_of_their_memory_here() -> None:
-    assert [(job.key, job.used_bytes) for job in only(three(), {1}).jobs] == [("one", 7), ("ddp", 5)]
+    assert [(job.key, job.used_bytes) for job in only_gpus(three(), {1}).jobs] == [("one", 7), ("ddp", 5)]
 
 
 def test_what_is_not_known_here_stays_unknown_with_its_reason() -> None:
     for indices in ({2}, {0, 2}):
-        (job,) = only(three(), indices).jobs
+        (job,) = only_gpus(three(), indices).jobs
         assert (job.used_bytes, job.unknown) == (None, {"used_bytes": "the driver does not say"})
 
 
 def test_all_of_them_is_the_same_snapshot() -> None:
     whole = three()
-    assert only(whole, {0, 1, 2}) is whole
+    assert only_gpus(whole, {0, 1, 2}) is whole
     bare = MachineSnapshot(time=1.0, gpu_note="no NVIDIA GPU")
-    assert only(bare, {0}) is bare
+    assert only_gpus(bare, {0}) is bare
 
 
 def test_gpus_that_are_gone_are_told() -> None:
-    found = only(three(), {5, 4})
+    found = only_gpus(three(), {5, 4})
     assert (found.gpus, found.jobs) == ((), ())
     assert found.gpu_note == "GPU 4, 5: the driver does not list it now, only GPU 0, 1, 2"
 

@@ -15,7 +15,7 @@ import pytest
 
 from memtop import straying
 from memtop.cli import app, run
-from memtop.supervisor.monitor.processes import identify
+from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 from tests.conftest import Runs
 from tests.terminal import Terminal
@@ -295,7 +295,7 @@ def test_a_pid_that_was_used_again_is_not_ended(
         assert straying.command(tmp_path, as_json=False, kill=[found.pid]) == 1
         assert bystander.poll() is None
         bystander.kill()
-    assert "is not the one that was chosen: the number has been used again" in capsys.readouterr().out
+    assert "is not the one that was chosen: its pid was reused" in capsys.readouterr().out
 
 
 def test_leaving_the_dashboard_of_a_run_that_failed(runs: Runs) -> None:

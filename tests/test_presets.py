@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args, get_type_hints
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from memtop.presets import (
     PresetFileError,
@@ -19,6 +23,8 @@ from memtop.presets import (
 )
 from memtop.presets.arithmetic import exact_splits, nearest_splits, split_below
 from memtop.presets.editing import describe_split, find_preset
+from memtop.presets.fields import FIELDS, can_change_live, training_unchanged
+from memtop.presets.schema import Lora, Settings, Zero
 
 RECIPE = load_recipes()["first-run"]
 BASE = resolve(RECIPE, preset=load_presets()["standard"])
@@ -48,7 +54,7 @@ def test_first_run_is_what_the_contract_says() -> None:
 @pytest.mark.parametrize("name", list(load_presets()))
 def test_a_preset_never_changes_the_effective_batch(name: str) -> None:
     for batch, accumulation in exact_splits(48):
-        settings = edit_settings(BASE, batch=batch, accumulation=accumulation)
+        settings = edit_settings(BASE, assignments={"batch": str(batch), "accumulation": str(accumulation)})
         assert apply_preset(settings, find_preset(name)).effective_batch == 48
 
 
@@ -61,10 +67,10 @@ def test_preset_keys_are_their_own_undo() -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ({"batch": 0}, "batch 0: must be at least 1"),
-        ({"accumulation": -1}, "accumulation -1: must be at least 1"),
-        ({"seq_len": 1}, "seq_len 1: must be at least 2"),
-        ({"seq_len": 2000}, "seq_len 2000: beyond the model's 1024 positions; give at most 1024"),
+        ({"assignments": {"batch": "0"}}, "batch 0: must be at least 1"),
+        ({"assignments": {"accumulation": "-1"}}, "accumulation -1: must be at least 1"),
+        ({"assignments": {"seq_len": "1"}}, "seq_len 1: must be at least 2"),
+        ({"assignments": {"seq_len": "2000"}}, "seq_len 2000: beyond the model's 1024 positions; give at most 1024"),
         ({"preset": "extrem"}, "(did you mean extreme?)"),
         ({"max_updates": 0}, "max_updates 0: must be at least 1"),
         ({"assignments": {"lerning_rate": "1"}}, "(did you mean learning_rate?)"),
@@ -93,11 +99,14 @@ def test_preset_keys_are_their_own_undo() -> None:
         ({"assignments": {"seed": "x"}}, "seed 'x': Expected `int`"),
         ({"assignments": {"seed": "-1"}}, "seed -1: must be 0 or more"),
         ({"assignments": {"seed": "4294967296"}}, "seed 4294967296: must be at most 2147483647"),
-        ({"batch": 10**30}, f"batch {10**30}: must be at most 1048576"),
-        ({"accumulation": 1 << 40}, "accumulation 1099511627776: must be at most 1048576"),
-        ({"batch": 1 << 20, "accumulation": 1 << 20}, f"effective batch {1 << 40}: must be at most 16777216"),
-        ({"seq_len": 10**30}, f"seq_len {10**30}: must be at most 16777216"),
-        ({"save_every": 10**10}, "save_every 10000000000: must be at most 2147483647"),
+        ({"assignments": {"batch": str(10**30)}}, f"batch {10**30}: must be at most 1048576"),
+        ({"assignments": {"accumulation": str(1 << 40)}}, "accumulation 1099511627776: must be at most 1048576"),
+        (
+            {"assignments": {"batch": str(1 << 20), "accumulation": str(1 << 20)}},
+            f"effective batch {1 << 40}: must be at most 16777216",
+        ),
+        ({"assignments": {"seq_len": str(10**30)}}, f"seq_len {10**30}: must be at most 16777216"),
+        ({"assignments": {"save_every": str(10**10)}}, "save_every 10000000000: must be at most 2147483647"),
         ({"max_updates": 10**10}, "max_updates 10000000000: must be at most 2147483647"),
         ({"assignments": {"workers": "5000"}}, "workers 5000: must be at most 1024"),
         ({"assignments": {"epochs": "1e300"}}, "epochs 1e+300: must lie between 0 and 1000000"),
@@ -122,14 +131,16 @@ def test_set_takes_any_other_setting_with_its_type() -> None:
 
 
 def test_max_updates_counts_what_is_done_already() -> None:
-    edited = edit_settings(BASE, batch=4, accumulation=4, max_updates=50, updates_done=10, samples_seen=320)
+    edited = edit_settings(
+        BASE, assignments={"batch": "4", "accumulation": "4"}, max_updates=50, updates_done=10, samples_seen=320
+    )
     assert edited.target_samples == 320 + 40 * 16
     with pytest.raises(SettingsError, match="10 updates are done already"):
         edit_settings(BASE, max_updates=5, updates_done=10, samples_seen=320)
 
 
 def test_a_split_that_breaks_the_batch_names_the_nearest_exact_ones() -> None:
-    after = edit_settings(BASE, batch=3)
+    after = edit_settings(BASE, assignments={"batch": "3"})
     assert describe_split(BASE, after) == "effective batch 32 -> 12 (-62.5%): other mathematics; exact pairs: 2 x 16, 4 x 8"
     assert describe_split(BASE, BASE) == "effective batch 32 -> 32: same mathematics"
 
@@ -169,3 +180,47 @@ def test_a_broken_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(PresetFileError, match=message) as refusal:
         load_presets()
     assert "mine.toml" in str(refusal.value)
+
+
+def leaves(shape: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
+    """The fields of a struct with dotted names; those of a nested struct stand for it."""
+    for name, kind in get_type_hints(shape).items():
+        nested = [one for one in (kind, *get_args(kind)) if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+        if nested:
+            yield from leaves(nested[0], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def test_every_setting_has_a_row_in_the_table() -> None:
+    assert sorted(FIELDS) == sorted(leaves(Settings))
+    assert {"zero.stage", "lora.r", "model"} <= set(FIELDS)
+    for name, field in FIELDS.items():
+        assert field.label, name
+        # What makes another run, or changes training, is no edit of a running program.
+        assert field.live == "no" or not (field.new_run or field.changes_training), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "live", "live_under_zero", "trains_the_same"),
+    [
+        ({}, True, True, True),
+        ({"batch": 4, "accumulation": 8}, True, False, True),
+        ({"batch": 4}, True, False, False),
+        ({"workers": 2, "eval_batch": 3}, True, True, True),
+        ({"gradient_checkpointing": True}, True, False, True),
+        ({"zero": Zero(stage=2, offload_optimizer=True)}, False, False, True),
+        ({"seq_len": 64}, False, False, False),
+        ({"clip_norm": 2.0}, False, False, False),
+        ({"lora": Lora(r=8, alpha=16)}, False, False, False),
+        ({"allocator": "expandable_segments:True", "loss_chunk": 64}, False, False, True),
+    ],
+    ids=str,
+)
+def test_what_the_table_says_of_a_change(
+    changes: dict[str, object], live: bool, live_under_zero: bool, trains_the_same: bool
+) -> None:
+    assert can_change_live(BASE, replace(BASE, **changes)) is live
+    sharded = replace(BASE, zero=Zero(stage=1))
+    assert can_change_live(sharded, replace(sharded, **changes)) is live_under_zero
+    assert training_unchanged(BASE, replace(BASE, **changes)) is trains_the_same

@@ -269,7 +269,8 @@ def test_the_configurations_of_guide_s4_can_be_given(
 ) -> None:
     two = replace(T5, world_size=2)
     given: Settings = edit_settings(
-        two, batch=batch, accumulation=accumulation, seq_len=seq_len, assignments={"precision": precision}
+        two,
+        assignments={"batch": str(batch), "accumulation": str(accumulation), "seq_len": str(seq_len), "precision": precision},
     )
     assert (given.effective_batch, given.seq_len, given.precision) == (effective, seq_len, precision)
 

@@ -130,9 +130,9 @@ def test_back_to_what_it_has_now_is_refused_in_one_line(runs: Runs, dead: RunFol
 def test_a_restart_with_what_has_died_is_warned_of_before_it_starts(dead: RunFolder) -> None:
     again = "the run has died of memory with batch 8: this is the same, and saves nothing more"
     assert risk_of(dead, Change()) == again
-    assert "this is more than that (16)" in str(risk_of(dead, Change(batch=16, accumulation=2)))
+    assert "this is more than that (16)" in str(risk_of(dead, Change(assignments={"batch": "16", "accumulation": "2"})))
     # A preset does not raise it.
     assert risk_of(dead, Change(preset="low")) is None
-    assert risk_of(dead, Change(batch=4, accumulation=8)) is None
+    assert risk_of(dead, Change(assignments={"batch": "4", "accumulation": "8"})) is None
     # What cannot be is for the supervisor to refuse.
-    assert risk_of(dead, Change(batch=0)) is None
+    assert risk_of(dead, Change(assignments={"batch": "0"})) is None

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from memtop.presets import Settings, SettingsError
 from memtop.presets.assigning import assign
 from memtop.presets.checking import check
+from memtop.presets.fields import LIVE, differing, not_live
 from memtop.train.engine import Ranks
 from memtop.train.reporting import Channel
 
@@ -85,11 +86,6 @@ class Control:
         signal.signal(number, signal.SIG_DFL)
 
 
-LIVE = ("batch", "accumulation", "eval_batch", "gradient_checkpointing", "workers")
-"""Settings that can change at an update boundary."""
-_FIXED_UNDER_ZERO = ("batch", "accumulation", "gradient_checkpointing")
-
-
 def edit_live(settings: Settings, values: dict[str, Any]) -> Settings:
     """The settings after the edit, checked; None among `values` leaves a setting as it is. A SettingsError says what cannot be.
 
@@ -102,9 +98,8 @@ def edit_live(settings: Settings, values: dict[str, Any]) -> Settings:
         if name not in LIVE:
             raise SettingsError(name, text, f"cannot change in a running program, only {', '.join(LIVE)} can; restart with it")
     after = assign(settings, given)
-    for name in _FIXED_UNDER_ZERO:
-        if settings.zero.stage and getattr(after, name) != getattr(settings, name):
-            raise SettingsError(name, _text(getattr(after, name)), f"is fixed while {settings.zero} runs; restart with it")
+    for name in not_live(settings, differing(settings, after)):
+        raise SettingsError(name, _text(getattr(after, name)), f"is fixed while {settings.zero} runs; restart with it")
     return check(after)
 
 

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from memtop.presets import Settings, SettingsError
+from memtop.presets.fields import LIVE
 from memtop.presets.host_memory import HostPlan, host_plan
 from memtop.train import BadInputError, TrainingError, checkpoint
 from memtop.train.agent.memory import free_cache
@@ -27,7 +28,7 @@ from memtop.train.objective import predicted_tokens
 from memtop.train.optimizers import learning_rate
 from memtop.train.order import SampleOrder, Samples, UpdatePlan, sample_digest
 from memtop.train.reporting import RECORD_EVERY, Channel, MemoryRecord, Stopwatch, Tracking
-from memtop.train.requests import LIVE, Control, edit_live
+from memtop.train.requests import Control, edit_live
 from memtop.train.state_files import Manifest, newest_update
 
 __all__ = ["Position", "Trainer"]

@@ -12,7 +12,7 @@ from typing import cast
 import msgspec
 
 from memtop.supervisor.monitor.history import HOST
-from memtop.supervisor.monitor.selecting import only
+from memtop.supervisor.monitor.snapshots import only_gpus
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.wire import HistoryRows, StateUpdate
 from memtop.tui.feed import FeedMessage, LocalFeed, RunFeed
@@ -54,9 +54,9 @@ def choosing(indices: Collection[int]) -> Turn:
 
     def turn(message: FeedMessage) -> FeedMessage | None:
         if isinstance(message, MachineSnapshot):
-            return only(message, indices)
+            return only_gpus(message, indices)
         if isinstance(message, StateUpdate) and message.machine is not None:
-            return msgspec.structs.replace(message, machine=only(message.machine, indices))
+            return msgspec.structs.replace(message, machine=only_gpus(message.machine, indices))
         if isinstance(message, HistoryRows) and message.key != HOST and message.label not in labels:
             return None
         return message

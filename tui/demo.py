@@ -197,14 +197,7 @@ class DemoFeed:
         before = self._settings
         if change.configuration is not None:
             before = next((c.settings or before for c in self._configurations if c.number == change.configuration), before)
-        after = edit_settings(
-            before,
-            batch=change.batch,
-            accumulation=change.accumulation,
-            seq_len=change.seq_len,
-            preset=change.preset,
-            assignments=dict(change.assignments),
-        )
+        after = edit_settings(before, preset=change.preset, assignments=change.assignments)
         words = "; ".join(changes(self._settings, after)) or "the same settings"
         self._settings = after
         self._configurations = recovery.after(

@@ -173,7 +173,7 @@ class LocalFeed:
 
 def follow(pid: int) -> Followed:
     """The process tree below `pid` as it is now."""
-    from memtop.supervisor.run.processes.process import process_tree
+    from memtop.supervisor.monitor.processes.table import process_tree
 
     tree = process_tree(pid)
     if tree is None:

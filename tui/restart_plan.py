@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
 from memtop.presets import SettingsError, edit_settings
 from memtop.presets.comparing import compatibility, describe_split
+from memtop.presets.fields import can_change_live
 from memtop.presets.risks import risk
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
@@ -41,16 +40,11 @@ def restart_plan(before: Settings, texts: dict[str, str], preset: str, failed: S
         numbers[field] = int(text)
     try:
         base = edit_settings(before, preset=preset if preset != before.preset else None, failed=failed)
-        after = edit_settings(base, batch=numbers["batch"], accumulation=numbers["accumulation"], seq_len=numbers["seq_len"])
+        after = edit_settings(base, assignments={name: str(value) for name, value in numbers.items()})
     except SettingsError as error:
         return _wrong(error.field, str(error))
-    changes = {name: value for name, value in numbers.items() if value != getattr(base, name)}
-    change = Change(
-        preset=preset if preset != before.preset else None,
-        batch=changes.get("batch"),
-        accumulation=changes.get("accumulation"),
-        seq_len=changes.get("seq_len"),
-    )
+    changes = {name: str(value) for name, value in numbers.items() if value != getattr(base, name)}
+    change = Change(preset=preset if preset != before.preset else None, assignments=changes)
     found = risk(after, failed)
     warning = () if found is None else (f"! {found}",)
     return RestartPlan(change, after, None, None, (*_consequences(before, after), *warning))
@@ -101,7 +95,7 @@ def where_it_resumes(run: RunState) -> str:
 
 
 def can_be_live(before: Settings, after: Settings, run: RunState) -> bool:
-    """Whether the trainer can take these settings up while it runs: another split, nothing else, and nothing sharded."""
-    if run.state is not Phase.TRAINING or not run.alive or before.zero.stage or after == before:
+    """Whether the running trainer can take these settings up at its next update."""
+    if run.state is not Phase.TRAINING or not run.alive or after == before:
         return False
-    return replace(after, batch=before.batch, accumulation=before.accumulation) == before
+    return can_change_live(before, after)

@@ -8,8 +8,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from memtop.supervisor import wire
-from memtop.supervisor.monitor.choosing import forbidden, overruled, rows_of
 from memtop.supervisor.monitor.history import gpu_key
+from memtop.supervisor.monitor.strays import forbidden, overruled, rows_of
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines, Replayed
 from memtop.tui.machine.vram_parts import total_of

@@ -1,21 +1,21 @@
-"""Whether the program went on after what was found: a complete message does not mean a failed run."""
+"""Whether the program went on after a failure: a complete message does not mean that the run
+failed."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left
 
-from memtop.supervisor.diagnosis.cleaning import Line
 from memtop.supervisor.diagnosis.finding import Finding, Weight
-from memtop.supervisor.diagnosis.page import Page
+from memtop.supervisor.diagnosis.text import Line, Page
 from memtop.supervisor.diagnosis.values import Kind
 
-# As much as a program's standard output may still hold when its error stream is already in the log.
+# How many bytes standard output can still hold back when the error stream is already in the log.
 _BUFFER = 8 << 10
 _NEAR = 12
 _MANY_STEPS = 3
 
-# Of a lack of memory in its own words.
+# Words for going on after a lack of memory.
 _RECOVERY = re.compile(
     r"(?i)batch[ _-]?size (?:will be |is |was )?(?:automatically )?(?:decreased|reduced|halved|lowered)"
     r"|(?:decreas|reduc|halv|lower)ing (?:the )?(?:auto )?(?:micro)?[ _-]?batch(?:[ _-]?size)? (?:from|to|by)"
@@ -23,7 +23,7 @@ _RECOVERY = re.compile(
     r"|batch size \d+ (?:failed|succeeded), trying|trying (?:with )?(?:a )?(?:smaller )?batch[ _-]?size"
     r"|trigger(?:ing|ed) (?:global )?restart|restart(?:ed)? (?:completed|succeeded|successful)|attempts? left; will restart"
 )
-# Of anything, so they count on the message's own line or where the program is seen to go on.
+# Words for going on after anything: they count on the message's own line, or where steps follow.
 _ANOTHER_TRY = re.compile(
     r"(?i)(?<!not )(?<!no )\bretry(?:ing)?\b(?! (?:limit|count|failed|exceeded))|will (?:be )?retr(?:y|ied)"
     r"|(?:skip(?:ping|ped)|discard(?:ing|ed)?) (?:this |the )?(?:batch|sample|step|update|request|image|file|item)"
@@ -45,14 +45,15 @@ _STEP = re.compile(
     r"|ppl|acc|lr|it/s|s/it|wps|tokens|time|elapsed|eta|\d\s*%))|^\W{0,2}\s*\d+\s*/\s*\d+\W"
     r"|[\[(]\s*\d+\s*/\s*\d+\s*[\])]|'loss':|\"loss\":|\btrain_loss\b\W{1,3}\d"
 )
-# Characters of a line: who reports a step says so soon, and a long line may count a thousand times without a loss.
+# Characters of a line that are searched: a report of a step names it early, and a line can hold a
+# thousand counts.
 _STEP_WITHIN = 1000
 _BAR_COUNT = re.compile(r"%\|[^|]*\|\s*(\d+)")
 _RAISED = re.compile(r"^(?:E\s+)?(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b")
 _MILD = re.compile(r"\b(?:WARNING|WARN|INFO|DEBUG|\w*Warning)\b|\[W\b|: [WI] (?=\w)|^[WI]\d{4} |dlerror")
 
 _FROM_OUTSIDE = (Kind.HOST_OOM_KILLED,)
-# Ends by their nature, whatever other ranks or buffers print after them.
+# Failures that always end the program, whatever other ranks or buffers print after them.
 _ENDS = frozenset(
     {
         "sigterm",
@@ -69,16 +70,17 @@ _ENDS = frozenset(
 
 
 class Progress:
-    """Where a log shows that the program computes."""
+    """The lines of a log that report training steps."""
 
     def __init__(self, page: Page) -> None:
         self._page = page
         self._steps = [index for index, line in enumerate(page.lines) if _is_step(line)]
         self.completed = any(_COMPLETED.search(line.text) for line in page.lines)
-        """By the program's own words."""
+        """Whether the program reports that its training is complete."""
 
     def between(self, start: int, end: int) -> tuple[int, int]:
-        """How many steps are seen from one line to another, and about how many bytes after the first line the last of them."""
+        """How many steps two lines have between them, and about how many bytes after the first line
+        the last of them is."""
         first, last = bisect_left(self._steps, start), bisect_left(self._steps, end)
         if first == last:
             return 0, 0
@@ -86,8 +88,10 @@ class Progress:
 
 
 def seems_survived(page: Page, finding: Finding) -> str | None:
-    """The last line behind a failure by which the program may have gone on to its end after it: a suspicion, since words
-    of before may come late, and others may have been those that completed. None where nothing sounds like it."""
+    """The last line after a failure that suggests that the program went on and completed, or None.
+
+    It is a suspicion: buffered output can appear late, and the line can be about another program.
+    """
     raised = _RAISED.match(page.lines[finding.line].text) is not None and not is_mild(page.lines[finding.line])
     for line in reversed(page.lines[finding.last_line + 1 :]):
         if _COMPLETED.search(line.text) or (not raised and _EPOCH_DONE.search(line.text)):
@@ -96,17 +100,21 @@ def seems_survived(page: Page, finding: Finding) -> str | None:
 
 
 def is_mild(line: Line) -> bool:
-    """Logged as no more than a warning."""
+    """Whether the line is logged as a warning or less."""
     return _MILD.search(line.shown[:120]) is not None
 
 
 def went_on(page: Page, progress: Progress, finding: Finding, until: int, *, failed: bool) -> str | None:
-    """`oom_retried`, `oom_handled`, or None where it may have ended the program. `until`: where the next failure begins;
-    `failed`: the program is known to have ended badly."""
+    """How the program went on after the finding: `oom_retried` or `oom_handled`; None if it can
+    have ended the program.
+
+    `until`: the line where the next failure begins; `failed`: the program is known to have failed.
+    """
     if finding.reason in _ENDS or finding.weight < Weight.BROKEN:
         return None
     if finding.kind in _FROM_OUTSIDE:
-        # A compiler, of which many programs can do without what it was to build; but no data loader without its workers.
+        # Many programs can do without what a killed compiler was building, but no data loader
+        # without its workers.
         helper = finding.weight is Weight.ERROR and finding.phase != "data"
         return "oom_handled" if helper and progress.between(finding.last_line + 1, until)[0] >= _MANY_STEPS else None
     here = page.lines[finding.line]
@@ -114,25 +122,26 @@ def went_on(page: Page, progress: Progress, finding: Finding, until: int, *, fai
     after = finding.last_line + 1
     steps, distance = progress.between(after, until)
     if finding.kind is not Kind.NOT_MEMORY:
-        # The words of giving up may also come after the last of several tries.
+        # The program can also report that it gives up after the last of several tries.
         near, late = page.lines[after : min(until, after + _NEAR)], page.lines[until : until + _NEAR]
-        tried = _says(_RECOVERY, [*own, *near]) or _says(_ANOTHER_TRY, [*own, *near] if steps else own)
-        if tried and not _says(_GAVE_UP, [*own, *near, *late]):
+        tried = _any_matches(_RECOVERY, [*own, *near]) or _any_matches(_ANOTHER_TRY, [*own, *near] if steps else own)
+        if tried and not _any_matches(_GAVE_UP, [*own, *near, *late]):
             return "oom_retried"
     if _RAISED.match(here.text) is None or is_mild(here):
         return "oom_handled" if steps >= (_MANY_STEPS if failed else 1) else None
-    # What standard output still held when the error was written follows it; more than that was computed later.
+    # Output that was still buffered when the error was written follows it; more than a buffer was
+    # computed later.
     return "oom_handled" if steps >= 2 and distance > _BUFFER else None
 
 
 def _is_step(line: Line) -> bool:
     if line.text.startswith("wandb:"):
-        return False  # the last values once more, in a summary
+        return False  # a summary repeats the last values
     if line.bar:
         count = _BAR_COUNT.search(line.text)
         return count is not None and int(count[1]) > 0
     return _STEP.search(line.text, 0, _STEP_WITHIN) is not None
 
 
-def _says(pattern: re.Pattern[str], lines: list[Line]) -> bool:
+def _any_matches(pattern: re.Pattern[str], lines: list[Line]) -> bool:
     return any(pattern.search(line.text) for line in lines)

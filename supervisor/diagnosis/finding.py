@@ -1,37 +1,47 @@
-"""One thing that a log says, and the shapes by which it is recognised."""
+"""What a log or other evidence says about a failure (`Finding`), and the patterns that find it in a
+log (`Pattern`)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from memtop.supervisor.diagnosis.page import View
+from memtop.supervisor.diagnosis.text import View
 from memtop.supervisor.diagnosis.values import Kind
+
+Source = Literal["record", "error_file", "kernel", "samples", "words", "exit_status"]
+"""Where a finding comes from, the strongest evidence first."""
+
+
+SUSPECTED = 0.4
+"""The confidence in a lack of host memory that SIGKILL alone gives: `kill -9` by hand looks the
+same."""
 
 
 class Weight(IntEnum):
-    """What may have caused what: the heaviest finding is the cause, of equals the first."""
+    """How likely a finding is the cause: the heaviest finding is the cause; of equals, the first
+    one."""
 
     HINT = 0
-    """Shown beside a failure, seldom one itself."""
+    """Printed next to failures, seldom one itself."""
     TERMINATED = 10
-    """SIGTERM: how a launcher ends the others when one has failed."""
+    """SIGTERM: a launcher ends the other ranks with it when one has failed."""
     KILLED = 20
-    """SIGKILL without a word about who sent it."""
+    """SIGKILL, with no word about who sent it."""
     BROKEN = 30
     """What the other ranks see when one has failed: timeouts, lost connections."""
     ERROR = 40
-    """Any error, and an end from outside."""
+    """Any error, and an end that was ordered from outside."""
     CAUSE = 50
-    """A failure that says itself what it is."""
+    """A failure whose message names its cause."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a message prints, in bytes."""
+    """The numbers that a message prints. Memory is in bytes."""
 
     device_index: int | None = None
     requested: int | None = None
@@ -43,9 +53,9 @@ class Figures:
     allowed: int | None = None
     other_pids: tuple[int, ...] = ()
     other: int | None = None
-    """Held by other processes; inferred."""
+    """Held by other processes (inferred)."""
     context: int | None = None
-    """Held by the process beside its allocator; inferred."""
+    """Held by the process outside its allocator (inferred)."""
 
     @property
     def known(self) -> int:
@@ -57,39 +67,70 @@ NO_FIGURES = Figures()
 
 @dataclass(frozen=True)
 class Finding:
-    line: int
+    """One failure that a log, a record, the kernel or the exit status reports."""
+
     kind: Kind
-    reason: str | None
-    weight: Weight
-    confidence: float
+    reason: str | None = None
+    confidence: float = 0.9
+    """0-1."""
+    weight: Weight = Weight.CAUSE
     phase: str | None = None
-    """None: to be read from the lines before."""
+    """None: not known yet; `log.read` reads it from the traceback."""
     figures: Figures = NO_FIGURES
+    line: int = 0
+    """The index of the first of its lines in `Page.lines`, if it is from a log."""
     last_line: int = 0
+    source: Source = "words"
+    evidence: tuple[str, ...] = ()
+    """The lines (or the counters, as sentences) that prove it."""
+    rank: int | None = None
+    device_uuid: str | None = None
+    batch: int | None = None
+    """The micro-batch of the work that failed, if a rank reported it."""
+    detail: str | None = None
+    """What the program printed, for failures that have no sentence of their own."""
+    caveat: str | None = None
+    """A sentence that closes the summary."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A pattern over text without white space. It is written with single spaces for the reader; they are dropped. It repeats
-    nothing without an end, so that no text costs it more than its length."""
+class Pattern:
+    """A regular expression over the text of a `View`, and what a match means.
 
-    pattern: re.Pattern[str]
+    It is written with single spaces for the reader. `compiled` removes them, because a view has no
+    white space, and refuses whatever would then mean something else than what is written.
+    """
+
+    pattern: str
     kind: Kind
-    reason: str | None
-    weight: Weight
-    confidence: float
-    phase: str | None
-    at_start: bool
-    needle: str
-    asserted: bool
+    confidence: float = 0.9
+    reason: str | None = None
+    weight: Weight = Weight.CAUSE
+    phase: str | None = None
+    """None: read from the traceback."""
+    needle: str = ""
+    """A plain part of every text that can match: the search for it is a fast way to say no."""
+    at_start: bool = False
+    """Match only at the start of a line."""
+    asserted: bool = False
+    """Match only where the line states it, not where it only mentions it."""
+    whole_word: bool = False
+    """Match only where a word of the line ends with the match."""
+    regex: re.Pattern[str] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "regex", compiled(self.pattern))
+        object.__setattr__(self, "needle", self.needle.replace(" ", ""))
 
     def find(self, view: View) -> Iterator[Finding]:
         if self.needle and self.needle not in view.text:
             return
-        yield from both_ends(list(self.pattern.finditer(view.text)), lambda match: self._accepted(view, match))
+        yield from both_ends(list(self.regex.finditer(view.text)), lambda match: self._accepted(view, match))
 
     def _accepted(self, view: View, match: re.Match[str]) -> Finding | None:
         if self.at_start and not view.starts_line(match.start()):
+            return None
+        if self.whole_word and not view.ends_word(match.end() - 1):
             return None
         before = view.before(match.start(), _BEFORE)
         if _SUPPOSED.search(before) or (self.asserted and not _ASSERTED.search(before)):
@@ -103,18 +144,80 @@ class Shape:
         )
         line = view.line_at(match.start())
         last = max(line, view.line_at(match.end() - 1))
-        return Finding(line, self.kind, self.reason, self.weight, self.confidence, self.phase, figures, last)
+        return Finding(self.kind, self.reason, self.confidence, self.weight, self.phase, figures, line, last)
+
+
+def other(
+    pattern: str,
+    reason: str,
+    confidence: float = 0.9,
+    *,
+    weight: Weight = Weight.ERROR,
+    phase: str | None = None,
+    needle: str = "",
+    at_start: bool = False,
+    whole_word: bool = False,
+) -> Pattern:
+    """A pattern of a failure that is not a lack of memory.
+
+    It weighs as much as any error: many such messages are warnings, and a lack of memory that
+    follows must outweigh them.
+    """
+    return Pattern(
+        pattern, Kind.NOT_MEMORY, confidence, reason, weight, phase, needle, at_start=at_start, whole_word=whole_word
+    )
+
+
+# --- compiling -------------------------------------------------------------------------------------
+
+SIZE = r"\d[\d,]{0,24}(?:\.\d{0,6})?(?:[KMGTP]i?[Bb]|[KMGT](?![A-Za-z])|[Bb]ytes?|B(?![A-Za-z]))"
+_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P<\w+>|P=|[a-z]+:|[:=!]|<[=!])|\{\d+,?\d*\}|.", re.DOTALL)
+_QUANTIFIER = re.compile(r"[?*+]|\{\d+,?\d*\}")
+# What stands for one character of a number or a name, and how long a number or a name can be.
+_LONGEST = {r"\d": 20, r"\w": 80}
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    """The pattern for text without white space: without its spaces, and with SIZE standing for a
+    printed size.
+
+    `\\d+` and `\\w+` get an upper bound, as all other repeats must have one. A view can be one word
+    from end to end, and two endless repeats next to each other would cost the square of its length.
+
+    Raises ValueError where the compiled form would not be what is written: a repeated space (`code
+    ?-7` would become `code?-7`), white space in a character class, an anchor or a word boundary,
+    and a repeat without an upper bound.
+    """
+    tokens = _TOKEN.findall(pattern)
+    parts: list[str] = []
+    for at, token in enumerate(tokens):
+        before = tokens[at - 1] if at else ""
+        if before == " " and _QUANTIFIER.fullmatch(token):
+            raise ValueError(f"pattern {pattern!r}: {token!r} repeats a space, and spaces are removed")
+        if token[0] == "[" and re.search(r"\s|\\[sS]", token):
+            raise ValueError(f"pattern {pattern!r}: {token!r} names white space, and the text has none")
+        if token in (r"\s", r"\S", r"\b", r"\B", r"\A", r"\Z", r"\n", r"\t", r"\r", "\\ ", "^", "$"):
+            raise ValueError(f"pattern {pattern!r}: {token!r} has no meaning in text without white space")
+        if token in ("*", "+") and before in _LONGEST:
+            token = f"{{{int(token == '+')},{_LONGEST[before]}}}"
+        elif token in ("*", "+") or (token[0] == "{" and token.endswith(",}")):
+            raise ValueError(f"pattern {pattern!r}: {before + token!r} has no upper bound")
+        parts.append("" if token.isspace() else token)
+    return re.compile("".join(parts).replace("SIZE", SIZE))
+
+
+# --- matching --------------------------------------------------------------------------------------
 
 
 def _cuts_number(view: View, end: int) -> bool:
-    """Whether a match that ends in a digit ends within a number: `exitcode: -9` is not in `exitcode: -93`, but the next line
-    may well begin with a digit."""
+    """Whether a match ends within a number: `exitcode: -9` is not in `exitcode: -93`, but the next
+    line can begin with a digit."""
     around = view.text[end - 1 : end + 1]
     return len(around) == 2 and around.isdigit() and not view.starts_line(end)
 
 
 def _device(view: View, match: re.Match[str]) -> int | None:
-    """A number at the end of a message must not go on into the next line."""
+    """The GPU's index, which must not continue into the next line."""
     text = match["gpu"]
     for length in range(1, len(text)):
         if view.starts_line(match.start("gpu") + length):
@@ -125,9 +228,10 @@ def _device(view: View, match: re.Match[str]) -> int | None:
 
 MOST_OF_A_KIND = 40
 _TRIES = 1000
-"""How many candidates of either end are looked at: a log may hold a hundred thousand that are none."""
+"""How many candidates at either end are examined: a log can hold a hundred thousand that are
+rejected."""
 _BEFORE = 80
-"""Characters in front of a match that say whether it is meant."""
+"""How many characters in front of a match are read to see whether it is meant."""
 
 Candidate = TypeVar("Candidate")
 
@@ -135,8 +239,10 @@ Candidate = TypeVar("Candidate")
 def both_ends(
     candidates: Sequence[Candidate], accepted: Callable[[Candidate], Finding | None], most: int = MOST_OF_A_KIND
 ) -> list[Finding]:
-    """What is accepted of the candidates, in order: of many the first and the last, half of `most` each. A log may tell of a
-    hundred failures that were survived before the one that ended the program."""
+    """The accepted candidates in order; of many, the first and the last `most / 2`.
+
+    A log can report a hundred failures that the program survived before the one that ended it.
+    """
     front: list[Finding] = []
     back: list[Finding] = []
     taken = 0
@@ -154,12 +260,13 @@ def both_ends(
     return front + back[::-1]
 
 
-# At the beginning of what is said: of a line, after an error's class, in quotes; or as what something failed with.
+# What stands in front of a statement: a line's start, an error's class, a quotation mark, or the
+# verb of a failure.
 _ASSERTED = re.compile(
     r"(?:^|[:\"'`(\[>=!\].,;*–—-]|\b(?:failed|crashed|died|aborted|stopped|ended|killed)\b.{0,30})\s*$", re.IGNORECASE
 )
 
-# "try this if you run out of memory" names no failure.
+# "try this if you run out of memory" reports no failure.
 _SUPPOSED = re.compile(
     r"\b(?:if|avoid|avoids|prevent|prevents|may|might|can|could|would|when|whenever|in case of|to fix|reduces?|lest|without|"
     r"instead of|help|helps|helpful|except|catch|catches|catching|handle|handles|handling|handler|detects?|check(?:s|ing)? for|"
@@ -170,50 +277,8 @@ _SUPPOSED = re.compile(
 )
 
 
-def shape(
-    pattern: str,
-    kind: Kind,
-    reason: str | None = None,
-    *,
-    weight: Weight = Weight.CAUSE,
-    confidence: float = 0.9,
-    phase: str | None = None,
-    at_start: bool = False,
-    needle: str = "",
-    asserted: bool = False,
-) -> Shape:
-    """`needle` is a plain part of every text that can match: a fast way to say no. `asserted`: only where the line says it, not
-    where it speaks about it."""
-    compiled = re.compile(bounded(pattern.replace(" ", "").replace("SIZE", SIZE)))
-    return Shape(compiled, kind, reason, weight, confidence, phase, at_start, needle.replace(" ", ""), asserted)
+# --- sizes -----------------------------------------------------------------------------------------
 
-
-def bounded(pattern: str) -> str:
-    """The pattern with numbers and names of a length that numbers and names have: one of any length costs the square of the
-    text's length where it stands beside another, and a text without white space can be one number from end to end."""
-    for token, longest in (("\\d", 20), ("\\w", 80)):
-        pattern = pattern.replace(f"{token}+", f"{token}{{1,{longest}}}").replace(f"{token}*", f"{token}{{0,{longest}}}")
-    return pattern
-
-
-def not_memory(
-    pattern: str,
-    reason: str,
-    *,
-    weight: Weight = Weight.ERROR,
-    confidence: float = 0.9,
-    phase: str | None = None,
-    at_start: bool = False,
-    needle: str = "",
-) -> Shape:
-    """Mostly of the weight of any error, since many are warnings of something that a program does without: a lack of memory
-    that follows weighs more."""
-    return shape(
-        pattern, Kind.NOT_MEMORY, reason, weight=weight, confidence=confidence, phase=phase, at_start=at_start, needle=needle
-    )
-
-
-SIZE = r"\d[\d,]{0,24}(?:\.\d{0,6})?(?:[KMGTP]i?[Bb]|[KMGT](?![A-Za-z])|[Bb]ytes?|B(?![A-Za-z]))"
 _SIZE_PARTS = re.compile(r"([\d,]+(?:\.\d*)?)([A-Za-z]*)")
 _SHIFTS = {"k": 10, "m": 20, "g": 30, "t": 40, "p": 50}
 _WRAPPED = 1 << 60
@@ -221,8 +286,10 @@ _WRAPPED = 1 << 60
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of a printed size, rounded half up; GB is 2**30 as GiB is, since the programs that print it mean that. None where
-    it is no size."""
+    """The bytes of a printed size, rounded half up; None if it is not a size.
+
+    GB is 2**30, as GiB is: the programs that print it mean that.
+    """
     parts = _SIZE_PARTS.match(text)
     if parts is None:
         return None
@@ -231,7 +298,7 @@ def parse_size(text: str) -> int | None:
         return None
     decimals = decimals[:9]
     shift = _SHIFTS.get(parts[2][:1].lower(), 0)
-    # In whole numbers: a float rounds 17179869184.00 GiB and its like.
+    # In integers: a float would round 17179869184.00 GiB.
     scale = 10 ** len(decimals)
     size = (2 * (int(whole) * scale + int(decimals or 0)) * (1 << shift) + scale) // (2 * scale)
     return None if size >= _WRAPPED else size

@@ -1,6 +1,8 @@
-"""What ended a program, as a value: the public JSON of `memtop diagnose --json`, the ledger's and the dashboard's.
+"""What ended a program, as a value: the public JSON of `memtop diagnose --json`, of the ledger and
+of the dashboard.
 
-Bytes are as the evidence prints them; what it does not print is None, and sums that are only inferred have names of their own.
+Bytes are as the evidence prints them. What it does not print is None; sums that are only inferred
+have fields of their own.
 """
 
 from __future__ import annotations
@@ -11,17 +13,19 @@ import msgspec
 
 
 class Kind(str, Enum):
-    """What ran out. Everything that is not a lack of memory or room is NOT_MEMORY, with a `reason`."""
+    """What ran out. Everything that is no lack of memory or disk space is NOT_MEMORY, with a
+    `reason`."""
 
     GPU_OOM = "gpu_oom"
     GPU_OOM_FRAGMENTED = "gpu_oom_fragmented"
-    """The allocator held enough, in pieces: reserved but unallocated covers the request."""
+    """The allocator held enough memory in pieces: what it reserved without using it covers the
+    request."""
     GPU_OOM_OTHER_PROCESS = "gpu_oom_other_process"
-    """More than half of the card is held by processes that are not the program's."""
+    """More than half of the GPU is held by processes that are not the program's."""
     HOST_OOM_ALLOC = "host_oom_alloc"
-    """An allocation of host memory was refused: the program saw it and could say so."""
+    """An allocation of host memory was refused. The program saw that and could report it."""
     HOST_OOM_KILLED = "host_oom_killed"
-    """The kernel killed for lack of host memory."""
+    """The kernel killed the program for lack of host memory."""
     PINNED_HOST_OOM = "pinned_host_oom"
     SHM_EXHAUSTED = "shm_exhausted"
     DISK_FULL = "disk_full"
@@ -31,40 +35,64 @@ class Kind(str, Enum):
     def of_gpu(self) -> bool:
         return self in (Kind.GPU_OOM, Kind.GPU_OOM_FRAGMENTED, Kind.GPU_OOM_OTHER_PROCESS)
 
+    @property
+    def of_host(self) -> bool:
+        return self in (Kind.HOST_OOM_ALLOC, Kind.HOST_OOM_KILLED)
+
+
+class Logits(msgspec.Struct, frozen=True):
+    """The logits of one micro-batch: B x T x V numbers."""
+
+    batch: int
+    seq_len: int
+    vocabulary: int
+    width_bytes: int
+    """4 or 2, of one number."""
+
+    def __str__(self) -> str:
+        width = "fp32" if self.width_bytes == 4 else "16 bit"
+        return f"the logits (B {self.batch} x T {self.seq_len} x V {self.vocabulary}, {width})"
+
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """One failure. `evidence` holds the lines (or counters, in words) that prove it, the strongest first."""
+    """One failure. `evidence` holds the lines (or the counters, as sentences) that prove it, the
+    strongest first."""
 
     kind: Kind
     reason: str | None = None
-    """For NOT_MEMORY a short name of what it was instead: nccl_timeout, killed_by_something, python_error, ... For
-    HOST_OOM_ALLOC whose own limit it was, where it was one: java_heap, node_heap. Else None."""
+    """For NOT_MEMORY, a short name of what it was instead: nccl_timeout, killed_by_something,
+    python_error, ... For HOST_OOM_ALLOC, the program whose own limit it was, if it was one:
+    java_heap, node_heap. Else None."""
     confidence: float
-    """0-1: 0.95 and more is proven (a counter, the program's own record, a complete message); below 0.5 nothing is done by
-    itself."""
+    """0-1. From 0.95 on it is proven: by a counter, a rank's own record, or a complete message.
+    Below 0.5 memtop does not act on it."""
     summary: str
-    """One sentence for a person, sizes included."""
+    """One sentence for a person, with sizes."""
     phase: str = "unknown"
     """load | forward | loss | backward | optimizer | evaluation | save | data | unknown"""
     rank: int | None = None
-    """The rank that failed first, where there are several."""
+    """With several ranks, the one that failed first."""
     device_index: int | None = None
-    """The index in the program's message: of the devices that it sees, not of the machine's cards."""
+    """The index in the program's message. It counts the devices that the program sees, not the
+    machine's."""
     device_uuid: str | None = None
     requested_bytes: int | None = None
     requested_for: str | None = None
-    """What the request was for, where its size gives it away: "the logits (B 32 x T 252 x V 40960, fp32)"."""
+    """What the request was for, if its size shows that: "the logits (B 32 x T 252 x V 40960,
+    fp32)"."""
+    requested_logits: Logits | None = None
+    """The same as a value, if it was the logits."""
     total_bytes: int | None = None
     free_bytes: int | None = None
     process_bytes: int | None = None
     allocated_bytes: int | None = None
     reserved_unallocated_bytes: int | None = None
     allowed_bytes: int | None = None
-    """A limit set on purpose (a memory fraction, an address-space limit, a cgroup)."""
+    """A limit that somebody set (a memory fraction, a cgroup)."""
     address_space_bytes: int | None = None
-    """The program's limit of address space (`ulimit -v`), where that is what refused the allocation."""
+    """The program's limit of address space (`ulimit -v`), if that refused the allocation."""
     context_bytes: int | None = None
-    """Inferred: what the process held beside its allocator."""
+    """Inferred: held by the process outside its allocator."""
     other_process_bytes: int | None = None
     other_process_pids: tuple[int, ...] = ()
     source: str = "words"
@@ -77,22 +105,23 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OomRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent inside a rank wrote when an allocation failed (report `oom`), caught or not."""
+    """What the agent inside a rank wrote when an allocation failed (report `oom`), caught or
+    not."""
 
     rank: int
     time: float
     """Seconds since the epoch."""
     message: str
-    """The error's own words, whole."""
+    """The whole message of the error."""
     error: str
     """The error's class, e.g. `torch.OutOfMemoryError`."""
     survived: bool | None = False
-    """True where the trainer redid the update in smaller pieces and went on; None where it was in a thread beside, and nobody
-    knows whether the program could do without that."""
+    """True if the trainer repeated the update in smaller pieces and went on; None if it was in
+    another thread, and it is unknown whether the program can do without that thread."""
     phase: str = "unknown"
     update: int | None = None
     batch: int | None = None
-    """B of the work that failed; None where the rank did not say."""
+    """The micro-batch of the work that failed; None if the rank did not report it."""
     device_uuid: str | None = None
     total_bytes: int | None = None
     free_bytes: int | None = None
@@ -102,37 +131,43 @@ class OomRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What the supervisor itself knows of an attempt's end, beside its log. None: not known."""
+    """What the supervisor knows about an attempt's end, in addition to its log. None: not known."""
 
     exit_status: int | None = None
     """Negative for a signal."""
     asked_to_stop: bool = False
-    """memtop (or the person, through it) ended the program."""
+    """memtop ended the program, by itself or because a person requested it."""
     records: tuple[OomRecord, ...] = ()
     error_files: tuple[str, ...] = ()
-    """torchrun's error files of the ranks, as text (JSON)."""
+    """The text (JSON) of torchrun's error files, one for each rank that has one."""
     cgroup_oom_kills: int | None = None
     """How many processes the kernel killed in the program's memory group during the attempt."""
     cgroup_killed_near_end: bool | None = None
-    """Whether one of them was killed shortly before the end: an earlier one is not what the program died of."""
+    """Whether it killed one of them shortly before the end. An earlier kill is not the cause of the
+    end."""
     in_own_group: bool = False
-    """That group holds the program and nobody else; others may have been killed in one that is shared."""
+    """Whether only the program is in that group. In a shared one the victim can be another
+    program."""
     kernel_lines: tuple[str, ...] = ()
-    """Records of the kernel's log about kills shortly before the end, where this user may read it."""
+    """The kernel log's records of kills shortly before the end, if this user can read them."""
     member_pids: frozenset[int] = frozenset()
-    """Pids that the run had: whether a kernel record is about it."""
+    """The pids of the run's processes: a kernel record is about the run if it names one of them."""
     host_limit_bytes: int | None = None
     host_peak_fraction: float | None = None
-    """The most of the host's (or the group's) memory that our samples saw in use shortly before the end."""
+    """The largest share of the host's (or the group's) memory that the samples show in use shortly
+    before the end."""
     address_space_bytes: int | None = None
-    """The least limit of address space (RLIMIT_AS) that a process of the program had; None: none, or not known."""
+    """The lowest limit of address space (RLIMIT_AS) of the program's processes; None: no limit, or
+    not known."""
     shm_free_bytes: int | None = None
     disk_free_bytes: int | None = None
     gpu_free_bytes: dict[str, int] = {}
-    """By uuid, our last sample."""
+    """By GPU uuid, in the last sample."""
     gpu_run_bytes: dict[str, int] = {}
-    """By uuid the most that the run's processes together were seen to hold shortly before the end, where the driver tells."""
+    """By GPU uuid, the most that the run's processes together held shortly before the end, if the
+    driver reports it."""
     batch: int | None = None
-    """B, T and V of the program where they are known: a request of B x T x V x 2 or 4 bytes is the logits."""
+    """B, T and V of the program, if known: a request of B x T x V x 2 or 4 bytes is for the
+    logits."""
     seq_len: int | None = None
     vocabulary: int | None = None

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from memtop.presets import SettingsError, edit_settings
+from memtop.presets.fields import memory_shape
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
-from memtop.supervisor.recovery.forecast import settings_key
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Change, Configuration
-
-_NUMBERS = ("batch", "accumulation", "seq_len")
 
 
 def change_for(remedy: Remedy, *, reason: str = "") -> Change:
     """The edit of a restart (or of a live edit) that carries the remedy out. Empty for one that only has a command to copy."""
-    numbers = {name: int(value) for name, value in remedy.assignments.items() if name in _NUMBERS}
-    rest = {name: value for name, value in remedy.assignments.items() if name not in _NUMBERS}
-    return Change(preset=remedy.preset, assignments=rest, reason=reason, **numbers)
+    return Change(preset=remedy.preset, assignments=dict(remedy.assignments), reason=reason)
 
 
 def applied(settings: Settings, remedy: Remedy) -> Settings:
@@ -42,11 +41,10 @@ def applicable(remedies: Iterable[Remedy], settings: Settings) -> tuple[tuple[Re
 def key(settings: Settings) -> str:
     """What makes two configurations the same for "never tried again": all that shapes memory or disk use, so not the
     accumulation, the learning rate or how often something is logged."""
-    parts = [f"B {settings.batch}", f"W {settings.world_size}", settings_key(settings, on_gpu=False)]
+    values = memory_shape(settings, "peak", "host", "disk")
     if settings.eval_every:
-        parts.append(f"evaluation of {settings.eval_batch or settings.batch}")
-    parts.append(f"{settings.save_total_limit} states")
-    return ", ".join(parts)
+        values["eval_batch"] = settings.eval_batch or settings.batch
+    return hashlib.blake2b(msgspec.json.encode(values, order="deterministic"), digest_size=12).hexdigest()
 
 
 # Where others held the card, or the loader's shared memory was full, the micro-batch had no part in it.

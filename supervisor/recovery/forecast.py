@@ -14,17 +14,13 @@ from itertools import combinations
 
 import msgspec
 
+from memtop.presets.fields import memory_shape
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.monitor.bands import EDGE_FROM, band_of
 from memtop.supervisor.recovery.values import Forecast, Peak
 
 _MOST_SAMPLES = 1 << 20
-_SHAPES_THE_PEAK = (
-    *("seq_len", "precision", "task", "method", "lora", "zero", "optimizer", "gradient_checkpointing", "loss_chunk"),
-    *("compile", "allocator", "device", "model", "data"),
-)
-_SHAPES_HOST_MEMORY = ("workers", "host_level", "pin_memory", "world_size")
 
 
 def settings_key(settings: Settings, *, on_gpu: bool | None = None) -> str:
@@ -32,13 +28,11 @@ def settings_key(settings: Settings, *, on_gpu: bool | None = None) -> str:
 
     `on_gpu`: the peak is one of GPU memory; None: as the settings' device says. In host memory loader workers count too.
     """
-    values = {name: msgspec.to_builtins(getattr(settings, name)) for name in _SHAPES_THE_PEAK}
+    on_gpu = settings.device != "cpu" if on_gpu is None else on_gpu
+    values = memory_shape(settings, "peak") if on_gpu else memory_shape(settings, "peak", "host")
+    del values["batch"]
     # What is sharded over the processes depends on their number; what is only copied, on whether there are several (buckets).
     values["processes"] = settings.world_size if settings.zero.stage else min(2, settings.world_size)
-    # An evaluation with a batch of its own needs the same whatever B is.
-    values["eval_batch"] = settings.eval_batch if settings.eval_every else 0
-    if not (settings.device != "cpu" if on_gpu is None else on_gpu):
-        values |= {name: getattr(settings, name) for name in _SHAPES_HOST_MEMORY}
     digest = hashlib.blake2b(msgspec.json.encode(values, order="deterministic"), digest_size=6).hexdigest()
     words = [f"T {settings.seq_len}", settings.precision, settings.method, str(settings.zero), settings.optimizer]
     if settings.gradient_checkpointing:

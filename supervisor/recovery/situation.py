@@ -11,15 +11,13 @@ import msgspec
 
 from memtop.presets import SettingsError, compatibility, edit_settings
 from memtop.presets.comparing import changes
+from memtop.presets.fields import OPTIONS, can_change_live, training_unchanged
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.recovery.applying import key
 from memtop.supervisor.recovery.forecast import Line, line_through, peaks_of, settings_key
 from memtop.supervisor.recovery.parameters import trained_parameters
 from memtop.supervisor.recovery.values import Class, Forecast, Peak, Remedy
-
-_LIVE = {"batch", "accumulation", "eval_batch", "gradient_checkpointing", "workers"}
-"""What the built-in trainer changes at an update boundary, where no ZeRO has laid out its buffers by them."""
 
 
 class KeptState(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,13 +129,14 @@ class Situation:
         fit, _ = compatibility(self.settings, after)
         foreseen = unforeseen if unforeseen is not None else self.foresee(after, estimate)
         another = fit == "new run"
+        unchanged = training_unchanged(self.settings, after)
         return Remedy(
             id=id,
             title=title or "; ".join(changes(self.settings, after)),
             why=why,
-            keeps_math=_same_mathematics(self.settings, after) and fit == "resumes",
-            resumable="live" if self._is_live(after) else fit,
-            needs_consent=consent or another or not _same_mathematics(self.settings, after),
+            keeps_math=unchanged and fit == "resumes",
+            resumable="live" if self.alive and can_change_live(self.settings, after) else fit,
+            needs_consent=consent or another or not unchanged,
             assignments=values,
             preset=preset,
             forecast=foreseen if isinstance(foreseen, Forecast) else None,
@@ -145,18 +144,6 @@ class Situation:
             speed=speed,
             command=train_command(self.settings, values) if another else restart_command(self.run, values, preset),
         )
-
-    def _is_live(self, after: Settings) -> bool:
-        if not self.alive or self.settings.zero.stage:
-            return False
-        names = Settings.__struct_fields__
-        return {name for name in names if getattr(self.settings, name) != getattr(after, name)} <= _LIVE
-
-
-def _same_mathematics(before: Settings, after: Settings) -> bool:
-    """Whether every update stays what it was, up to rounding."""
-    names = ("effective_batch", "seq_len", "lora", "precision", "model", "data", "learning_rate")
-    return all(getattr(before, name) == getattr(after, name) for name in names)
 
 
 def to_do(id: str, title: str, why: str, command: str | None, *, keeps_math: bool = True) -> Remedy:
@@ -174,9 +161,6 @@ def to_do(id: str, title: str, why: str, command: str | None, *, keeps_math: boo
     )
 
 
-_OPTIONS = {"batch": "--batch", "accumulation": "--accum", "seq_len": "--seq-len"}
-
-
 def restart_command(run: str, assignments: Mapping[str, str], preset: str | None = None) -> str:
     """`memtop restart RUN --batch 4 --accum 8`, as a person would type it."""
     words = ["memtop", "restart", run, *(("--preset", preset) if preset else ()), *_edits(assignments)]
@@ -185,7 +169,7 @@ def restart_command(run: str, assignments: Mapping[str, str], preset: str | None
 
 def train_command(settings: Settings, assignments: Mapping[str, str], *extra: str) -> str:
     """A new run like this one but for the assignments; `NEW` stands for its name."""
-    own = {name: str(getattr(settings, name)) for name in _OPTIONS}
+    own = {name: str(getattr(settings, name)) for name in OPTIONS}
     data = {f"data.{name}": str(settings.data[name]) for name in ("train", "eval") if settings.data.get(name)}
     path = {"model.path": str(settings.model["path"])} if settings.model.get("path") else {}
     values = {**own, **data, **path, **assignments}
@@ -194,6 +178,6 @@ def train_command(settings: Settings, assignments: Mapping[str, str], *extra: st
 
 
 def _edits(assignments: Mapping[str, str]) -> list[str]:
-    options = [word for name, option in _OPTIONS.items() if name in assignments for word in (option, assignments[name])]
-    rest = [word for name, text in assignments.items() if name not in _OPTIONS for word in ("--set", f"{name}={text}")]
+    options = [word for name, option in OPTIONS.items() if name in assignments for word in (option, assignments[name])]
+    rest = [word for name, text in assignments.items() if name not in OPTIONS for word in ("--set", f"{name}={text}")]
     return [*options, *rest]

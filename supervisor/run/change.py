@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from memtop.presets import SettingsError, edit_settings
+from memtop.presets.fields import LIVE, differing, not_live
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery.applying import ran_out
@@ -29,9 +30,6 @@ def edited(
     try:
         return edit_settings(
             _base(settings, change.configuration, rows),
-            batch=change.batch,
-            accumulation=change.accumulation,
-            seq_len=change.seq_len,
             preset=change.preset,
             max_updates=change.max_updates,
             assignments=change.assignments,
@@ -71,8 +69,6 @@ def edited_live(
     return edited(settings, change, Checkpoint(path="", updates=update, samples_seen=seen, complete=True), rows)
 
 
-LIVE_FIELDS = ("batch", "accumulation", "eval_batch", "gradient_checkpointing", "workers")
-"""What the built-in trainer can change at an update boundary."""
 _SPLIT = ("batch", "accumulation")
 
 
@@ -83,12 +79,12 @@ def live_values(before: Settings | None, after: Settings | None) -> dict[str, ob
     """
     if before is None or after is None:
         raise UsageError("this program is your own: it cannot change while it runs; restart it")
-    fields = [name for name in before.__struct_fields__ if getattr(before, name) != getattr(after, name)]
-    others = [name for name in fields if name not in LIVE_FIELDS]
-    if others:
-        raise UsageError(f"{', '.join(others)}: cannot change while the program runs; restart it instead")
-    if before.zero.stage:
-        raise UsageError(f"{before.zero}: its engine is built for one split; restart it instead")
+    fields = differing(before, after)
+    if fixed := not_live(before, fields):
+        why = "cannot change while the program runs"
+        if before.zero.stage and set(fixed) <= set(LIVE):
+            why = f"cannot change while {before.zero} runs, whose engine is built for one split"
+        raise UsageError(f"{', '.join(fixed)}: {why}; restart it instead")
     if set(_SPLIT) & set(fields):
         fields = [*_SPLIT, *(name for name in fields if name not in _SPLIT)]
     return {name: getattr(after, name) for name in fields}

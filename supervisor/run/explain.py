@@ -135,12 +135,10 @@ def report_text(report: MemoryRecord | Evaluated) -> str:
 def restart_reason(change: Change) -> str:
     """Why an attempt begins: `restart with batch 4, accumulation 8`."""
     prefix = f"{change.reason}: " if change.reason else ""
-    edits = [
-        f"{name} {value}"
-        for name in ("preset", "batch", "accumulation", "seq_len", "max_updates")
-        if (value := getattr(change, name)) is not None
-    ]
-    edits += [f"{key} {value}" for key, value in change.assignments.items()]
+    edits = [f"preset {change.preset}"] if change.preset is not None else []
+    edits += [f"{name} {text}" for name, text in change.assignments.items()]
+    if change.max_updates is not None:
+        edits.append(f"max_updates {change.max_updates}")
     if change.configuration is not None:
         edits.insert(0, f"the settings of configuration {change.configuration}")
     if change.state_before is not None:

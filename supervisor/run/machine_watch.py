@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from memtop.supervisor.monitor.processes import ProcessId
+from memtop.supervisor.monitor.processes.proc import ProcessId
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.run import explain

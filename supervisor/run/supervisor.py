@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import MemtopError, RunFolderError
+from memtop.supervisor.monitor.processes.proc import ProcessId, identify
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.change import edited, edited_live
 from memtop.supervisor.run.clients.agents import Agents
@@ -30,7 +31,7 @@ from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.prevention import Prevention
 from memtop.supervisor.run.processes.attempt import RunningAttempt, StopLadder, Waits
 from memtop.supervisor.run.processes.launch import launch as start_program
-from memtop.supervisor.run.processes.process import ProcessId, become_subreaper, identify, reap_children, record_rank
+from memtop.supervisor.run.processes.process import become_subreaper, reap_children, record_rank
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record import rollback as going_back
 from memtop.supervisor.run.record.checkpoints import newest_checkpoint

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
+from memtop.presets.fields import LIVE
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.recovery.batch_trial import Update, measured, verdict
-from memtop.supervisor.run.change import LIVE_FIELDS, live_values
+from memtop.supervisor.run.change import live_values
 from memtop.supervisor.run.record.configurations import same
 from memtop.supervisor.run.reports import Oom, Report, SettingsChanged, Step
 from memtop.supervisor.run.trying import come_back_with, proposed, put_back, title_of, why_not
@@ -326,7 +327,7 @@ class Trials:
         supervisor = self._supervisor
         try:
             # The program may be ahead of what it has told: where nothing seems to differ, all is said.
-            values = live_values(supervisor.settings, after) or {name: getattr(after, name) for name in LIVE_FIELDS}
+            values = live_values(supervisor.settings, after) or {name: getattr(after, name) for name in LIVE}
         except UsageError:
             return await self._restart(change)
         if supervisor.phase is not Phase.TRAINING or supervisor.pending is not None or 0 not in supervisor.agents.ranks:

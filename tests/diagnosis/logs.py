@@ -1,16 +1,27 @@
-"""The failure logs that the tests and the benchmark read: what each says, and what a diagnosis must say of it."""
+"""The failure logs of the tests and the benchmark, each with the diagnosis that is expected of it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from memtop.supervisor.diagnosis.values import Diagnosis
+from memtop.supervisor.diagnosis.diagnose import diagnose
+from memtop.supervisor.diagnosis.values import Diagnosis, Evidence
+
+GIB = 1 << 30
+MESSAGE = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.23 GiB. GPU 0 has a total capacity of 19.58 GiB "
+    "of which 1.06 GiB is free. Including non-PyTorch memory, this process has 18.50 GiB memory in use. Of the allocated "
+    "memory 14.94 GiB is allocated by PyTorch, and 3.18 GiB is reserved by PyTorch but unallocated."
+)
+RAISED = f'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n{MESSAGE}\n'
+STEPS = "".join(f"step {number}/9000 | loss 2.{number} | lr 1e-4 | 3.1 it/s\n" for number in range(400))
 
 DATA = Path(__file__).parent / "data"
 BYTES = ("requested_bytes", "total_bytes", "free_bytes", "process_bytes", "allocated_bytes", "reserved_unallocated_bytes")
-# The data file's names of the phases, and the product's.
+# The phases' names in the data file, and the product's.
 _PHASES = {"model_load": "load", "checkpoint": "save", "eval": "evaluation", "dataloader": "data"}
 
 
@@ -50,7 +61,7 @@ class Log(msgspec.Struct, frozen=True):
         return _PHASES.get(self.expected.phase, self.expected.phase)
 
     def wrong_bytes(self, found: Diagnosis) -> list[str]:
-        """The byte fields that are not as printed: two decimals of a unit leave no more than half a hundredth of it open."""
+        """The byte fields that differ from what is printed by more than its two decimals leave open."""
         wrong = []
         for name in BYTES:
             told, wanted = getattr(found, name), getattr(self.expected, name)
@@ -67,3 +78,8 @@ def _open(size: int) -> float:
 def read(name: str) -> list[Log]:
     lines = (DATA / name).read_text(encoding="utf-8").splitlines()
     return [msgspec.json.decode(line, type=Log) for line in lines if line.strip()]
+
+
+def of(text: str = "", **evidence: Any) -> Diagnosis:
+    """The diagnosis of this text, with these fields of `Evidence`."""
+    return diagnose([text.encode()], Evidence(**evidence))

@@ -18,7 +18,7 @@ import pytest
 
 from memtop.cli import run
 from tests.conftest import Runs
-from tests.diagnosis.test_traps import MESSAGE, RAISED
+from tests.diagnosis.logs import MESSAGE, RAISED
 from tests.test_architecture import HEAVY, loaded_after
 
 # design: the public JSON.
@@ -68,7 +68,7 @@ def test_json(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_text(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["diagnose", str(log)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("gpu_oom_fragmented\nGPU 0 ran out of memory: asked for 1.23 GiB")
+    assert out.startswith("gpu_oom_fragmented\nGPU 0 ran out of memory: it requested 1.23 GiB")
     assert "19.58 GiB: tensors 14.94 GiB (76.3 %) | cached 3.18 GiB (16.2 %) | context 389 MiB (1.9 %)" in out
     assert MESSAGE in out
     assert "Confidence 0.97: proven." in out
@@ -104,7 +104,7 @@ def test_a_program_that_failed_for_another_reason_is_offered_nothing(
     path.write_text("Traceback (most recent call last):\nKeyError: 'labels'\n")
     assert run(["diagnose", str(path)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("not_memory: python_error\nThe program failed with an error of its own: KeyError: 'labels'.\n")
+    assert out.startswith("not_memory: python_error\nThe program raised an exception: KeyError: 'labels'.\n")
     assert "What can be done" not in out
 
 
@@ -204,7 +204,7 @@ def test_each_line_of_a_command_is_indented(tmp_path: Path, capsys: pytest.Captu
     path.write_text("Unable to allocate 728. TiB for an array with shape (1,) and data type float64\n")
     assert run(["diagnose", str(path)]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[1] == "728.0 TiB of host memory was refused."
+    assert out.splitlines()[1] == "An allocation of 728.0 TiB of host memory failed."
     advice = out.partition("What can be done")[2].splitlines()[1:]
     assert sum("swap" in line for line in advice) > 3
     assert all(line.startswith("  ") for line in advice)
@@ -215,7 +215,7 @@ def test_a_log_without_a_word_of_it_is_no_guess(tmp_path: Path, capsys: pytest.C
     path.write_text("step 1/9 loss 2.0\n")
     assert run(["diagnose", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "Nothing here tells of a lack of memory; why the program ended is not known." in out
+    assert "No sign of a lack of memory was found; why the program ended is unknown." in out
     assert "guess" not in out
 
 

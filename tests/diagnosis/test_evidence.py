@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 
-from memtop.supervisor.diagnosis.engine import diagnose
-from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind, OomRecord
+from memtop.supervisor.diagnosis.diagnose import diagnose
+from memtop.supervisor.diagnosis.values import Evidence, Kind, OomRecord
 from memtop.supervisor.recovery.offline import remedies_for
 from memtop.supervisor.recovery.policy import SURE
+from tests.diagnosis.logs import GIB, of
 
-GIB = 1 << 30
 DISK = "OSError: [Errno 28] No space left on device: '/data/x'\n"
-
-
-def of(text: str = "", **evidence: Any) -> Diagnosis:
-    return diagnose([text.encode()], Evidence(**evidence))
 
 
 def record(**about: Any) -> OomRecord:
@@ -388,8 +384,8 @@ def test_a_limit_of_address_space_refuses_while_there_is_memory(limit: int | Non
     found = diagnose([REFUSED.encode()], evidence)
     assert found.kind is Kind.HOST_OOM_ALLOC
     assert found.address_space_bytes == (limit if named else None)
-    words = ": its address space is limited to 4.00 GiB (ulimit -v)."
-    assert found.summary == "14 MiB of host memory was refused" + (words if named else ".")
+    words = ": the program's address space is limited to 4.00 GiB (ulimit -v)."
+    assert found.summary == "An allocation of 14 MiB of host memory failed" + (words if named else ".")
 
 
 def test_a_limit_of_address_space_is_no_matter_of_the_card() -> None:

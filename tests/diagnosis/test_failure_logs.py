@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from memtop.supervisor.diagnosis.engine import diagnose
-from memtop.supervisor.diagnosis.reading import SHAPES
+from memtop.supervisor.diagnosis.diagnose import diagnose
+from memtop.supervisor.diagnosis.log import PATTERNS
 from memtop.supervisor.diagnosis.sentences import REASONS
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind
 from tests.diagnosis import logs
@@ -66,8 +66,8 @@ def test_suspicion_is_never_a_reason_to_shrink() -> None:
 
 
 def test_every_reason_has_its_sentence() -> None:
-    shapes = {shape.reason for shape in SHAPES if shape.reason is not None}
-    assert shapes <= set(REASONS)
+    reasons = {pattern.reason for pattern in PATTERNS if pattern.reason is not None}
+    assert reasons <= set(REASONS)
     for log in LOGS:
         found = diagnose([log.data], Evidence(exit_status=log.exit_code))
         assert found.reason is None or found.reason in REASONS

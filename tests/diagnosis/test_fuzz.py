@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtop.supervisor.diagnosis.engine import diagnose
+from memtop.supervisor.diagnosis.diagnose import diagnose
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind
 from tests.diagnosis import logs
 from tests.diagnosis.mutations import HARMLESS, mutate

@@ -1,4 +1,4 @@
-"""No log costs more than its length: patterns repeat nothing without an end where a text can be one word from end to end."""
+"""The tables of patterns: what is refused when one is compiled, and that none costs more than a text's length."""
 
 from __future__ import annotations
 
@@ -8,27 +8,120 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from memtop.supervisor.diagnosis import allocator, cleaning, ending_words, phase
-from memtop.supervisor.diagnosis.engine import diagnose
-from memtop.supervisor.diagnosis.finding import bounded
-from memtop.supervisor.diagnosis.reading import SHAPES
+from memtop.supervisor.diagnosis import allocator, frames, log, text
+from memtop.supervisor.diagnosis.diagnose import diagnose
+from memtop.supervisor.diagnosis.finding import Pattern, compiled
+from memtop.supervisor.diagnosis.log import PATTERNS
+from memtop.supervisor.diagnosis.values import Evidence, Kind
 
 # Public only since Python 3.11, and not under a name of its own.
 _parser: Any = importlib.import_module("re._parser" if hasattr(re, "_parser") else "sre_parse")
 
-# Of the text of all lines, white space taken out: a megabyte without a break.
+# Searched in the text of all lines without white space: it can be a megabyte without a break.
 OF_A_VIEW = [
-    *(shape.pattern for shape in SHAPES),
+    *(pattern.regex for pattern in PATTERNS),
     *(value for value in vars(allocator).values() if isinstance(value, re.Pattern)),
-    ending_words._VICTIM,
+    log.VICTIM,
 ]
-# Looked for at every place of a line.
-SEARCHED = [cleaning._RIGHT_BORDER, cleaning._BAR, cleaning._COLOUR, *(pattern for _, pattern in phase._RULES)]
+# Tried at every position of a line.
+SEARCHED = [text.RIGHT_BORDER, text.BAR, text.COLOUR, *(pattern for _, pattern in frames.RULES)]
+
+
+# --- what the compiled form means -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching", "other"),
+    [
+        ("exit code = -9", "exitcode=-9", "exit code = -9"),
+        ("(?:exitcode:?|code =) -7", "code=-7", "-7"),
+        (r"line \d+: \w*x", "line12:abcx", "line:abcx"),
+        ("allocate (SIZE)", "allocate1.5GiB", "allocate"),
+    ],
+)
+def test_a_pattern_is_compiled_without_its_spaces(pattern: str, matching: str, other: str) -> None:
+    assert compiled(pattern).fullmatch(matching)
+    assert not compiled(pattern).search(other)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("(?:exitcode:?|return code =) ?-7", "repeats a space"),
+        ("Timed? ?out", "repeats a space"),
+        ("a {0,3}b", "repeats a space"),
+        ("out[- ]of[- ]memory", "names white space"),
+        (r"x[^\s]y", "names white space"),
+        (r"gloo/\S{0,80}? failed", "no meaning"),
+        (r"Error\b", "no meaning"),
+        ("^Killed", "no meaning"),
+        ("Killed$", "no meaning"),
+        ("a\\ b", "no meaning"),
+        ("ab*c", "no upper bound"),
+        ("(?:ab)+", "no upper bound"),
+        (r"[\d,]{1,}", "no upper bound"),
+    ],
+)
+def test_a_pattern_that_would_mean_something_else_without_spaces_is_refused(pattern: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        compiled(pattern)
+
+
+def test_numbers_and_names_get_an_upper_bound() -> None:
+    assert compiled(r"line \d+: \w*x").pattern == r"line\d{1,20}:\w{0,80}x"
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-7B", "Llama-6B", "gpt-15b", "model-11b", "checkpoint-9"])
+def test_a_model_name_is_not_a_signal(name: str) -> None:
+    """A bare -7 once matched as exit code -7, because a repeated space lost its space."""
+    found = diagnose([f"loading org/{name}-Instruct\nKilled\n".encode()], Evidence(exit_status=137))
+    assert (found.kind, found.reason) == (Kind.HOST_OOM_KILLED, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "reason"),
+    [
+        ("The replica workerpool0-0 ran out of memory and exited with a non-zero status of 9", "host_oom_killed", None),
+        ("The replica workerpool0-0 ran out-of-memory and exited", "host_oom_killed", None),
+        ("Some of your processes may have been killed by the cgroup out of memory handler.", "host_oom_killed", None),
+        ("Some of your processes were killed by the cgroup out-of-memory handler.", "host_oom_killed", None),
+        ("job 3: loss is inf stopping training", "not_memory", "loss_nan"),
+        ("loss is informative", "not_memory", "no_evidence"),
+        ("requests.exceptions.ReadTimeout\nretrying later", "not_memory", "network"),
+        ("class HTTPErrorHandler registered", "not_memory", "no_evidence"),
+    ],
+)
+def test_words_that_are_written_apart_or_end_a_line_are_found(line: str, kind: str, reason: str | None) -> None:
+    found = diagnose([f"{line}\n".encode()], Evidence(exit_status=1))
+    assert (found.kind.value, found.reason) == (kind, reason)
+
+
+_NEEDLED = [pattern for pattern in PATTERNS if pattern.needle]
+
+
+@pytest.mark.parametrize("pattern", _NEEDLED, ids=lambda pattern: pattern.pattern[:40])
+def test_every_text_that_matches_holds_the_needle(pattern: Pattern) -> None:
+    @settings(max_examples=6, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.from_regex(pattern.regex))
+    def holds(text: str) -> None:
+        assert pattern.needle in text
+
+    holds()
+
+
+def test_no_alternative_of_a_pattern_is_so_short_that_it_matches_anywhere() -> None:
+    shortest = {pattern.pattern: _parser.parse(pattern.regex.pattern).getwidth()[0] for pattern in PATTERNS}
+    assert {pattern: width for pattern, width in shortest.items() if width < 6} == {}
+
+
+# --- what a pattern costs ---------------------------------------------------------------------------
 
 
 def endless(tree: Any) -> Iterator[Any]:
-    """The repeats of a parsed pattern that have no end."""
+    """The repeats of a parsed pattern that have no upper bound."""
     for operation, about in tree:
         parts: list[Any] = []
         if "REPEAT" in str(operation):
@@ -53,24 +146,19 @@ def test_the_check_itself_sees_an_endless_repeat() -> None:
     assert endless_in(r"a{1,9}(?:b{0,300}?|c)?") == 0
 
 
-@pytest.mark.parametrize("pattern", OF_A_VIEW, ids=lambda pattern: pattern.pattern[:40])
-def test_what_reads_a_text_without_breaks_repeats_nothing_endlessly(pattern: re.Pattern[str]) -> None:
-    assert endless_in(pattern.pattern) == 0
+def test_patterns_over_a_text_without_breaks_have_no_endless_repeat() -> None:
+    assert [pattern.pattern for pattern in OF_A_VIEW if endless_in(pattern.pattern)] == []
 
 
 @pytest.mark.parametrize("pattern", SEARCHED, ids=lambda pattern: pattern.pattern[:40])
 def test_what_is_searched_for_does_not_begin_with_an_endless_repeat(pattern: re.Pattern[str]) -> None:
-    """Else a run of what it repeats is walked through from each of its places."""
+    """Otherwise a run of the repeated character would be scanned again from each of its positions."""
     operation, about = _parser.parse(pattern.pattern)[0]
     assert not ("REPEAT" in str(operation) and about[1] is _parser.MAXREPEAT)
 
 
-def test_numbers_and_names_have_an_end() -> None:
-    assert bounded(r"line\d+:\w*x") == r"line\d{1,20}:\w{0,80}x"
-
-
 @pytest.mark.parametrize("unit", ["1", " ", "│ ", "pid: ", "Aa.", "[1", "step 1 "])
 def test_a_megabyte_on_one_line_is_read(unit: str) -> None:
-    """With the square of its length this would take hours."""
+    """Time that grows with the square of the length would be hours."""
     line = "line" + unit * (1_000_000 // len(unit))
     assert diagnose([f"{line} Killed by nobody\nValueError: x\n".encode()]).reason == "python_error"

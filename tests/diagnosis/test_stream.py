@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memtop.supervisor.diagnosis.engine import diagnose, diagnose_file
-from memtop.supervisor.diagnosis.excerpt import AFTER, BLOCK, HEAD, TAIL, excerpt
+from memtop.supervisor.diagnosis.diagnose import diagnose, diagnose_file
+from memtop.supervisor.diagnosis.text import AFTER, BLOCK, HEAD, TAIL, excerpt
 from memtop.supervisor.diagnosis.values import Evidence, Kind
 from tests.diagnosis import logs
-from tests.diagnosis.test_traps import MESSAGE, RAISED
+from tests.diagnosis.logs import MESSAGE, RAISED
 
 LOGS = logs.read("failure_logs.jsonl")
 STEP = b"step 1/9000 | loss 2.1 | lr 1e-4 | 3.1 it/s\n"

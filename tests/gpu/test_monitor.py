@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from memtop.supervisor.monitor.processes import identify
+from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.sampler import Sampler
-from memtop.supervisor.monitor.strays import end_and_measure
+from memtop.supervisor.monitor.termination import end_and_measure
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample
 from memtop.supervisor.units import GIB
 

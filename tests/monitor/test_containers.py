@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memtop.supervisor.monitor.processes.containers import container_of
+from memtop.supervisor.monitor.processes.facts import container_of
 
 ID = "3f2a9c1b7d10" + "e5" * 26
 UID = "0f6c1a52-77aa-4a0e-9d3b-2f1e5d0c9b8a"

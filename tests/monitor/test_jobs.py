@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from memtop.supervisor.monitor.processes import roles
-from memtop.supervisor.monitor.processes.jobs import About, Draft, Grouping, about
-from memtop.supervisor.monitor.processes.proc import ProcessId, Row
+from memtop.supervisor.monitor.processes.jobs import Grouping, JobDraft, Program, read_program
+from memtop.supervisor.monitor.processes.proc import ProcessId, ProcessStat
 
 TRAIN = "/venv/bin/python -u train.py --lr 1"
 FORK_SERVER = ("/venv/bin/python", "-c", "from multiprocessing.forkserver import main; main(5, 6)")
@@ -23,8 +23,8 @@ class Table:
     """Processes under pid 1, written as (pid, parent, command, ...)."""
 
     def __init__(self) -> None:
-        self.rows: dict[int, Row] = {}
-        self.abouts: dict[int, About] = {}
+        self.rows: dict[int, ProcessStat] = {}
+        self.programs: dict[int, Program] = {}
         self.gpu: set[int] = set()
 
     def add(
@@ -43,16 +43,16 @@ class Table:
     ) -> Table:
         words = tuple(command.split()) if isinstance(command, str) else command
         comm = comm or roles.program(words)[:15]
-        self.rows[pid] = Row(ProcessId(pid, pid * 10), comm, dead, parent, session, 1, 0, 0, 1, uid)
-        self.abouts[pid] = about(words, comm, marks, run)
+        self.rows[pid] = ProcessStat(ProcessId(pid, pid * 10), comm, dead, parent, session, 1, 0, 0, 1, uid)
+        self.programs[pid] = read_program(words, comm, marks, run)
         if gpu:
             self.gpu.add(pid)
         return self
 
-    def drafts(self) -> list[Draft]:
-        return Grouping(self.rows, frozenset(self.gpu), self.abouts.__getitem__).drafts()
+    def drafts(self) -> list[JobDraft]:
+        return Grouping(self.rows, frozenset(self.gpu), self.programs.__getitem__).drafts()
 
-    def only(self) -> Draft:
+    def only(self) -> JobDraft:
         (draft,) = self.drafts()
         return draft
 
@@ -67,7 +67,7 @@ def test_torchrun_its_ranks_and_their_loader_workers() -> None:
     job = table.only()
     assert (job.leader, job.pids[0]) == (12, 12)
     assert job.counts == {"launcher": 1, "rank": 2, "loader worker": 4, "process": 2}
-    assert {pid: part for pid, part in job.parts.items() if pid < 30} == {12: "launcher", 20: "rank 0", 21: "rank 1"}
+    assert {pid: part for pid, part in job.roles.items() if pid < 30} == {12: "launcher", 20: "rank 0", 21: "rank 1"}
     assert job.key == "pid 12@120"
 
 
@@ -92,7 +92,7 @@ def test_launchers(command: str) -> None:
     job = table.only()
     assert job.leader == 10
     # None tells its number: launchers start them in order.
-    assert job.parts == {10: "launcher", 20: "rank 0", 21: "rank 1"}
+    assert job.roles == {10: "launcher", 20: "rank 0", 21: "rank 1"}
 
 
 @pytest.mark.parametrize(
@@ -105,13 +105,13 @@ def test_launchers(command: str) -> None:
 )
 def test_what_never_leads(command: str) -> None:
     table = Table().add(10, 1, command).add(20, 10, TRAIN, gpu=True).add(21, 10, "python other.py", gpu=True)
-    assert {job.leader: job.parts for job in table.drafts()} == {20: {20: "process"}, 21: {21: "process"}}
+    assert {job.leader: job.roles for job in table.drafts()} == {20: {20: "process"}, 21: {21: "process"}}
 
 
 def test_subshells_of_a_script_do_not_make_one_job_of_its_programs() -> None:
     table = Table().add(10, 1, "bash all.sh").add(11, 10, "bash all.sh").add(12, 10, "bash all.sh").add(13, 10, "bash all.sh")
     table.add(20, 11, TRAIN, gpu=True).add(21, 12, "python other.py", gpu=True).add(22, 13, "sleep 9")
-    assert {job.leader: job.parts for job in table.drafts()} == {20: {20: "process"}, 21: {21: "process"}}
+    assert {job.leader: job.roles for job in table.drafts()} == {20: {20: "process"}, 21: {21: "process"}}
 
 
 def test_a_shell_between_a_launcher_and_its_ranks() -> None:
@@ -143,7 +143,7 @@ def test_what_a_training_program_starts_on_the_gpu_belongs_to_it() -> None:
         Table().add(10, 1, TRAIN, gpu=True, RANK="0").add(11, 10, "sh -c x").add(12, 11, "python eval.py", gpu=True, RANK="0")
     )
     job = table.only()
-    assert (job.leader, job.parts[12]) == (10, "process")
+    assert (job.leader, job.roles[12]) == (10, "process")
 
 
 def test_another_users_launcher_does_not_lead() -> None:
@@ -172,13 +172,13 @@ def test_a_slurm_step_of_several_tasks() -> None:
         step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_PROCID": str(rank)}
         table.add(20 + rank, 10, TRAIN, gpu=True, **step)
     job = table.only()
-    assert (job.key, job.parts) == ("slurm 7.0", {20: "rank 0", 21: "rank 1", 22: "rank 2"})
+    assert (job.key, job.roles) == ("slurm 7.0", {20: "rank 0", 21: "rank 1", 22: "rank 2"})
 
 
 def test_programs_in_an_interactive_allocation_are_jobs_of_their_own() -> None:
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_PROCID": "0", "SLURM_PTY_PORT": "9"}
     table = Table().add(10, 1, "bash").add(20, 10, TRAIN, gpu=True, **step).add(21, 10, TRAIN, gpu=True, **step)
-    assert [job.parts for job in table.drafts()] == [{20: "process"}, {21: "process"}]
+    assert [job.roles for job in table.drafts()] == [{20: "process"}, {21: "process"}]
 
 
 def test_servers_that_name_their_own_parts() -> None:
@@ -189,8 +189,8 @@ def test_servers_that_name_their_own_parts() -> None:
     table.add(13, 11, ("VLLM::Worker_TP1",), gpu=True, comm="VLLM::Worker_TP")
     table.add(30, 1, "/ray/raylet").add(31, 30, ("ray::Trainer.train",), gpu=True, comm="ray::Trainer.tr")
     first, second = table.drafts()
-    assert first.parts[12] == "worker TP0"
-    assert second.parts == {30: "launcher", 31: "ray worker"}
+    assert first.roles[12] == "worker TP0"
+    assert second.roles == {30: "launcher", 31: "ray worker"}
     assert 13 in first.pids, "both workers are one job"
 
 

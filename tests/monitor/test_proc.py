@@ -1,4 +1,4 @@
-"""Reading /proc: rows, environments, what is hidden; the tree around GPU processes."""
+"""Reading /proc: rows, environments, what is hidden."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 
 from memtop.supervisor.monitor.processes import proc
-from memtop.supervisor.monitor.processes.facts import full_name
-from memtop.supervisor.monitor.processes.proc import ProcessId, Row, environment_of, hidepid, identify, read_row
+from memtop.supervisor.monitor.processes.proc import (
+    ProcessId,
+    ProcessStat,
+    environment_of,
+    full_name,
+    hidepid,
+    identify,
+    read_stat,
+)
 from memtop.supervisor.monitor.processes.table import CpuMeter, ProcessTable, resident_bytes
-from memtop.supervisor.monitor.processes.tree import TreeReader, tree_order
-from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 from tests.monitor.conftest import Start, Tree
 
 MOUNTS = "22 1 0:20 / /proc rw,relatime shared:5 - proc proc rw"
@@ -26,13 +31,13 @@ def known(pid: int) -> ProcessId:
     return found
 
 
-def row(pid: int, parent: int, *, session: int = 0, ticks: int = 0, cpu: int = 0) -> Row:
-    return Row(ProcessId(pid, ticks or pid), "x", False, parent, session, 1, cpu, 0, 0, 0)
+def row(pid: int, parent: int, *, session: int = 0, ticks: int = 0, cpu: int = 0) -> ProcessStat:
+    return ProcessStat(ProcessId(pid, ticks or pid), "x", False, parent, session, 1, cpu, 0, 0, 0)
 
 
 def test_a_row_says_what_the_kernel_says(start: Start) -> None:
     process = start()
-    found = read_row(process.pid)
+    found = read_stat(process.pid)
     assert found is not None
     assert (found.identity, found.parent_pid) == (known(process.pid), os.getpid())
     assert (found.session, found.threads, found.is_dead) == (os.getsid(process.pid), 1, False)
@@ -68,7 +73,10 @@ def test_the_environment_of_another_users_process_is_not_shown() -> None:
         f"print(environment_of(identify({os.getpid()})))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == f"the environment of process {os.getpid()} is another user's: only that user and root may read it\n"
+    assert (
+        done.stdout
+        == f"the environment of process {os.getpid()} belongs to another user: only that user and root may read it\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,12 +99,12 @@ def test_a_real_proc_that_hides(start: Start, tmp_path: Path) -> None:
     """In a mount namespace of its own: what nobody sees of it is not all."""
     program = (
         "import ctypes, os, subprocess, sys\n"
-        "from memtop.supervisor.monitor.processes.proc import hidepid, in_host_pid_namespace, read_row, sees_all_pids\n"
+        "from memtop.supervisor.monitor.processes.proc import hidepid, in_host_pid_namespace, read_stat, sees_all_pids\n"
         "assert ctypes.CDLL(None).unshare(0x20000) == 0\n"
         "subprocess.run(['mount', '--make-rprivate', '/'], check=True)\n"
         "subprocess.run(['mount', '-t', 'proc', '-o', 'hidepid=2', 'proc', '/proc'], check=True)\n"
         "seen = sees_all_pids(); os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-        "print(hidepid(), read_row(1), seen == in_host_pid_namespace(), sees_all_pids())\n"
+        "print(hidepid(), read_stat(1), seen == in_host_pid_namespace(), sees_all_pids())\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     if "mount:" in done.stderr:
@@ -134,30 +142,3 @@ def test_resident_bytes_count_what_is_shared_once(tree: Tree) -> None:
     root = tree({"7/statm": "900 500 200 0 0 0 0", "8/statm": "900 300 250 0 0 0 0"})
     assert resident_bytes([7, 8, 9], root) == (300 + 50 + 250) * proc.PAGE_BYTES
     assert resident_bytes([9], root) is None
-
-
-def test_the_order_of_the_tree() -> None:
-    table = {one.identity.pid: one for one in (row(5, 1), row(10, 5, session=10), row(11, 10, session=10))}
-    table |= {one.identity.pid: one for one in (row(12, 11, session=10), row(13, 11, session=10), row(20, 5, session=20))}
-    assert tree_order(table, frozenset({12})) == [(10, 0), (11, 1), (12, 2)], "up to the session's leader, no siblings"
-    assert tree_order(table, frozenset({11, 20})) == [(10, 0), (11, 1), (12, 2), (13, 2), (20, 0)]
-    ranks = {one.identity.pid: one for one in (row(30, 1, session=30), row(31, 30, session=30), row(32, 31, session=32))}
-    assert tree_order(ranks, frozenset({32})) == [(32, 0)]
-    assert tree_order(ranks, frozenset({32}), {32: 31}) == [(30, 0), (31, 1), (32, 2)], "a rank in a session of its own"
-    circle = {7: row(7, 8, session=1), 8: row(8, 7, session=1)}
-    assert tree_order(circle, frozenset({7})) == []
-
-
-def test_the_tree_of_a_real_process(start: Start) -> None:
-    process = start()
-    identity = known(process.pid)
-    rows = tuple(GpuProcess(pid=process.pid, started_ticks=ticks, used_bytes=5) for ticks in (identity.started_ticks, 1))
-    machine = MachineSnapshot(time=0.0, gpus=(GpuSample(index=0, processes=rows), GpuSample(index=1, processes=rows[:1])))
-    reader = TreeReader()
-    first = reader.read(machine)
-    mine = next(one for one in first if one.pid == process.pid)
-    parent = next(one for one in first if one.pid == os.getpid())
-    assert (mine.gpu_bytes, mine.on_gpu, mine.parent_pid, mine.depth) == (10, True, os.getpid(), parent.depth + 1)
-    assert (parent.gpu_bytes, parent.on_gpu, mine.cpu_fraction) == (None, False, None)
-    assert (mine.command or "").startswith(sys.executable)
-    assert all(one.cpu_fraction is not None for one in reader.read(machine) if one.pid == process.pid)

@@ -10,19 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.monitor import processes
-from memtop.supervisor.monitor.processes import (
-    ProcessDescriber,
-    ProcessGone,
-    ProcessId,
-    SignalRefused,
-    identify,
-    is_alive,
-    run_marker,
-    run_processes,
-    signal_process,
-    tree_rss_bytes,
-)
+from memtop.supervisor.monitor.processes import proc
+from memtop.supervisor.monitor.processes.facts import ProcessDescriber
+from memtop.supervisor.monitor.processes.proc import ProcessId, identify, is_alive
+from memtop.supervisor.monitor.processes.signals import ProcessGone, SignalRefused, signal_process
+from memtop.supervisor.monitor.processes.table import process_tree, run_processes
 from tests.monitor.conftest import Start
 
 
@@ -34,8 +26,8 @@ def known(pid: int) -> ProcessId:
 
 def test_identity_is_pid_and_start(start: Start) -> None:
     one = known(start().pid)
-    assert is_alive(one.pid, one.started_ticks)
-    assert not is_alive(one.pid, one.started_ticks + 1)
+    assert is_alive(one)
+    assert not is_alive(ProcessId(one.pid, one.started_ticks + 1))
     assert known(one.pid) == one
 
 
@@ -45,7 +37,7 @@ def test_a_zombie_is_dead() -> None:
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert identify(child.pid) == identity, "still in the process table"
-    assert not is_alive(identity.pid, identity.started_ticks)
+    assert not is_alive(identity)
     child.wait()
     assert identify(child.pid) is None
 
@@ -57,30 +49,29 @@ def test_a_name_with_brackets_and_spaces(tmp_path: Path) -> None:
     assert identify(7, tmp_path) == ProcessId(7, 4242)
 
 
-def test_run_marker(start: Start, tmp_path: Path) -> None:
-    marked, unmarked = start(env={"MEMTOP_RUN": str(tmp_path)}), start()
-    assert run_marker(marked.pid) == str(tmp_path)
-    assert run_marker(unmarked.pid) is None
-    marked.kill()
-    marked.wait()
-    assert run_marker(marked.pid) is None
-
-
 def test_processes_of_a_run(start: Start, tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
-    mine = [start(env={"MEMTOP_RUN": folder, "MEMTOP_ATTEMPT": "3"}) for _ in range(2)]
+    mine = [start(env={"MEMTOP_RUN": folder, "MEMTOP_ATTEMPT": number}) for number in ("3", "3", "4")]
     start(env={"MEMTOP_RUN": folder + "-other"})
-    found = run_processes(folder)
-    assert {process.identity for process in found} == {known(process.pid) for process in mine}
-    for process in found:
-        assert process.parent_pid == os.getpid()
-        assert process.attempt == 3
-        assert process.rss_bytes is not None
-        assert process.rss_bytes > 1024**2
-    total = tree_rss_bytes(folder)
-    assert total is not None
-    assert total >= sum(process.anonymous_bytes or 0 for process in found)
-    assert tree_rss_bytes(str(tmp_path / "nobody")) is None
+    assert run_processes(folder) == sorted(known(process.pid) for process in mine)
+    assert run_processes(folder, 3) == sorted(known(process.pid) for process in mine[:2])
+    mine[0].kill()
+    mine[0].wait()
+    assert run_processes(folder, 3) == [known(mine[1].pid)]
+
+
+def test_the_tree_below_a_process(start: Start) -> None:
+    process = start()
+    tree = process_tree(os.getpid())
+    assert tree is not None
+    assert tree[0].pid == os.getpid()
+    child = next(one for one in tree if one.pid == process.pid)
+    assert child.parent_pid == os.getpid()
+    assert child.command.startswith(sys.executable)
+    assert child.rss_bytes > 1024**2
+    process.kill()
+    process.wait()
+    assert process_tree(process.pid) is None
 
 
 def test_description(start: Start, tmp_path: Path) -> None:
@@ -109,7 +100,7 @@ def test_nobody_of_that_number(start: Start) -> None:
 def test_in_a_container_only_a_process_that_holds_the_gpu_is_meant(
     start: Start, monkeypatch: pytest.MonkeyPatch, holds: bool | None, described: bool
 ) -> None:
-    monkeypatch.delenv(processes.TRUST_VARIABLE, raising=False)
+    monkeypatch.delenv(proc.TRUST_VARIABLE, raising=False)
     describer = ProcessDescriber(holds=lambda pid, minors: holds, same_namespace=lambda: False)
     facts = describer.describe(start().pid)
     assert (facts.name is not None) is described
@@ -118,13 +109,13 @@ def test_in_a_container_only_a_process_that_holds_the_gpu_is_meant(
 
 
 def test_a_process_without_a_gpu_device_does_not_hold_one(start: Start) -> None:
-    assert processes.holds_gpu(start().pid) is False
+    assert proc.holds_gpu(start().pid) is False
 
 
 def test_an_open_gpu_device_is_seen(tmp_path: Path) -> None:
     (tmp_path / "7/fd").mkdir(parents=True)
     (tmp_path / "7/fd/3").symlink_to("/dev/nvidia0")
-    assert processes.holds_gpu(7, proc_root=tmp_path) is True
+    assert proc.holds_gpu(7, proc_root=tmp_path) is True
 
 
 @pytest.mark.parametrize(
@@ -136,17 +127,17 @@ def test_another_gpu_that_is_open_proves_nothing(tmp_path: Path, wanted: set[int
         (tmp_path / f"7/fd/{number}").symlink_to(device)
     mapped = ("/usr/lib/libcuda.so.550.54", "/dev/nvidia11")
     (tmp_path / "7/maps").write_text("".join(f"7f00-7f01 rw-s 0 00:00 0 {path}\n" for path in mapped))
-    assert processes.holds_gpu(7, frozenset(wanted), tmp_path) is held
+    assert proc.holds_gpu(7, frozenset(wanted), tmp_path) is held
 
 
 def test_the_mapped_driver_is_seen(tmp_path: Path) -> None:
     (tmp_path / "7/fd").mkdir(parents=True)
     (tmp_path / "7/maps").write_text("7f00-7f01 r-xp 0 00:00 0 /usr/lib/libcuda.so.550.54\n")
-    assert processes.holds_gpu(7, proc_root=tmp_path) is True
+    assert proc.holds_gpu(7, proc_root=tmp_path) is True
 
 
 def test_what_may_not_be_read_is_not_known(tmp_path: Path) -> None:
-    assert processes.holds_gpu(7, proc_root=tmp_path) is None
+    assert proc.holds_gpu(7, proc_root=tmp_path) is None
 
 
 def test_a_description_is_made_once_per_process(start: Start) -> None:
@@ -171,7 +162,7 @@ def test_a_signal_reaches_the_process(start: Start) -> None:
 def test_a_number_that_was_used_again_is_refused(start: Start) -> None:
     process = start()
     earlier = ProcessId(process.pid, known(process.pid).started_ticks - 1)
-    with pytest.raises(SignalRefused, match="used again"):
+    with pytest.raises(SignalRefused, match="was reused"):
         signal_process(earlier, signal.SIGKILL)
     assert process.poll() is None
 
@@ -196,5 +187,5 @@ def test_the_kernels_refusal_is_told(start: Start, monkeypatch: pytest.MonkeyPat
 
 
 def test_own_family_reaches_up_to_the_first_process() -> None:
-    family = processes.own_family()
+    family = proc.own_family()
     assert {0, 1, os.getpid(), os.getppid()} <= family

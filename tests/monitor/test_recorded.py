@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from memtop.supervisor.monitor.nvml import NvmlReader
-from memtop.supervisor.monitor.processes import ProcessDescriber
+from memtop.supervisor.monitor.processes.facts import ProcessDescriber
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.processes.signals import SignalRefused, signal_process
 from memtop.supervisor.monitor.sampler import Sampler

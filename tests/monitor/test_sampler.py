@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from memtop.supervisor.monitor import processes
 from memtop.supervisor.monitor.nvml import NvmlReader
-from memtop.supervisor.monitor.processes import ProcessDescriber
-from memtop.supervisor.monitor.processes.proc import read_row
+from memtop.supervisor.monitor.processes import facts, proc
+from memtop.supervisor.monitor.processes.facts import ProcessDescriber
+from memtop.supervisor.monitor.processes.proc import read_stat
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
-from memtop.supervisor.monitor.selecting import only
+from memtop.supervisor.monitor.snapshots import only_gpus
 from memtop.supervisor.monitor.strays import KnownRun
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.monitor.vram import vram_parts
@@ -76,7 +76,7 @@ def test_a_process_is_choosable_on_all_of_its_gpus_or_on_none(driver: Script, re
     process = start()
     driver.gpu(0, total=GIB).gpu(1, total=GIB).process(0, pid=process.pid, used=9)
     driver.process(1, pid=process.pid, used=8, kind="graphics").write()
-    (row,) = only(sampler(reader).sample(), [0]).gpus[0].processes
+    (row,) = only_gpus(sampler(reader).sample(), [0]).gpus[0].processes
     assert not row.choosable
     assert row.reason is not None
     assert "draws on the screen" in row.reason
@@ -167,13 +167,13 @@ def test_a_process_is_described_once_however_often_it_is_sampled(
             driver.process(index, pid=pid, used=GIB)
     driver.write()
     described: list[int] = []
-    describe = processes.describe_process
+    describe = facts.describe_process
 
-    def counted(identity: processes.ProcessId, proc_root: Path) -> processes.ProcessFacts:
+    def counted(identity: proc.ProcessId, proc_root: Path) -> facts.ProcessFacts:
         described.append(identity.pid)
         return describe(identity, proc_root)
 
-    monkeypatch.setattr(processes.facts, "describe_process", counted)
+    monkeypatch.setattr(facts, "describe_process", counted)
     watcher = sampler(reader)
     for _ in range(60):
         assert all(len(gpu.processes) == 8 for gpu in watcher.sample().gpus)
@@ -205,7 +205,10 @@ def test_memory_under_an_ended_process_is_called_gone_at_the_second_look(
     (second,) = watcher.sample().gpus[0].processes
     assert (second.gone, second.choosable, second.stray) == (True, False, False)
     assert second.reason is not None
-    assert f"still lists 512 MiB under pid {process.pid}, which has ended: end what shares its GPU context" in second.reason
+    assert (
+        f"still lists 512 MiB under pid {process.pid}, which has ended: end the processes that share its GPU context"
+        in second.reason
+    )
 
 
 @pytest.mark.parametrize(("same_namespace", "sees_all"), [(True, False), (False, False), (False, True)])
@@ -218,7 +221,7 @@ def test_where_not_all_is_seen_nobody_is_called_gone(
     same_namespace: bool,
     sees_all: bool,
 ) -> None:
-    monkeypatch.delenv(processes.TRUST_VARIABLE, raising=False)
+    monkeypatch.delenv(proc.TRUST_VARIABLE, raising=False)
     process = start()
     process.kill()
     process.wait()
@@ -254,7 +257,7 @@ def test_a_zombie_is_gone_and_named_with_the_parent_that_must_collect_it(
 def test_the_gpus_on_which_a_pid_is_listed_decide_who_it_is(
     driver: Script, reader: NvmlReader, clock: Clock, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(processes.TRUST_VARIABLE, raising=False)
+    monkeypatch.delenv(proc.TRUST_VARIABLE, raising=False)
     mine, other = start().pid, start().pid
     held = {mine: frozenset({3, 5}), other: frozenset({5})}
     driver.gpu(0, total=GIB, device_minor=5).gpu(1, total=GIB, device_minor=3).gpu(2, total=GIB)
@@ -275,7 +278,7 @@ def test_host_memory_and_cpu(driver: Script, reader: NvmlReader, clock: Clock, s
     watcher = Sampler(nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), monotonic=clock)
     for row in watcher.sample().gpus[0].processes:
         assert row.host_cpu_fraction is None
-        assert "two looks" in row.unknown["host_cpu_fraction"]
+        assert "two samples" in row.unknown["host_cpu_fraction"]
         assert row.host_rss_bytes is not None
         assert row.host_rss_bytes > 1024**2
         assert row.parent_pid == os.getpid()
@@ -292,7 +295,7 @@ def test_host_memory_and_cpu(driver: Script, reader: NvmlReader, clock: Clock, s
 
 
 def cpu_ticks(pid: int) -> int:
-    row = read_row(pid)
+    row = read_stat(pid)
     assert row is not None
     return row.cpu_ticks
 
@@ -333,14 +336,14 @@ def test_jobs_of_real_processes(driver: Script, reader: NvmlReader, start: Start
         (run.pid, "run r", "rank 3"),
         (plain.pid, first.key, "process"),
     }
-    alone, both = read_row(run.pid), second.host_rss_bytes
+    alone, both = read_stat(run.pid), second.host_rss_bytes
     assert alone is not None
     assert both is not None
     assert both < 2 * alone.rss_bytes, "what the fork shares is counted once"
 
 
 def ticks(pid: int) -> int:
-    found = processes.started_ticks(pid)
+    found = proc.started_ticks(pid)
     assert found is not None
     return found
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memtop.supervisor.errors import RefusedError
-from memtop.supervisor.monitor.processes import ProcessFacts, ProcessId
-from memtop.supervisor.monitor.strays import GPU_SERVICES, KnownRun, Verdict, choose, judge, stray_count
+from memtop.supervisor.monitor.processes.facts import ProcessFacts
+from memtop.supervisor.monitor.processes.proc import ProcessId
+from memtop.supervisor.monitor.strays import GPU_SERVICES, KnownRun, Verdict, choose, judge
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 
 ME, OTHER = 1000, 1001
@@ -101,12 +102,6 @@ def test_a_process_that_cannot_be_seen() -> None:
     assert found == Verdict(None, False, False, "not visible from this container")
 
 
-def test_count() -> None:
-    own = verdict(facts(folder="/runs/over"))
-    others = verdict(facts(folder="/runs/over", uid=OTHER))
-    assert stray_count([own, others, verdict(facts())]) == 1
-
-
 def row(pid: int, *, choosable: bool, ticks: int | None = 5) -> GpuProcess:
     return GpuProcess(pid=pid, choosable=choosable, started_ticks=ticks, reason="because")
 
@@ -123,9 +118,9 @@ def test_choice_by_number_gives_identities() -> None:
     ("gpus", "reason"),
     [
         ((), "process 7 is not on a GPU"),
-        (((row(7, choosable=False),),), "not to be ended from here: because"),
-        (((row(7, choosable=False),), (row(7, choosable=True),)), "not to be ended from here: because"),
-        (((row(7, choosable=True, ticks=None),),), "not to be ended from here: because"),
+        (((row(7, choosable=False),),), "cannot be ended from here: because"),
+        (((row(7, choosable=False),), (row(7, choosable=True),)), "cannot be ended from here: because"),
+        (((row(7, choosable=True, ticks=None),),), "cannot be ended from here: because"),
     ],
 )
 def test_choice_by_number_is_refused(gpus: tuple[tuple[GpuProcess, ...], ...], reason: str) -> None:

@@ -14,11 +14,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from memtop.supervisor.errors import RefusedError
-from memtop.supervisor.monitor.ending import end_processes
-from memtop.supervisor.monitor.processes import ProcessFacts
+from memtop.supervisor.monitor.processes.facts import ProcessFacts
 from memtop.supervisor.monitor.processes.proc import Owners, ProcessId
 from memtop.supervisor.monitor.processes.signals import Kernel
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt, choose, judge
+from memtop.supervisor.monitor.termination import end_processes
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 
 TABLES = 10_000

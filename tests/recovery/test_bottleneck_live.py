@@ -141,10 +141,10 @@ def test_what_must_not_be_tried_is_refused_in_one_line(runs: Runs) -> None:
     start_first_run(runs)
     folder = find_run("a", runs.path)
     for change, error, words in (
-        (Change(batch=10), RefusedError, "effective batch 40 -> 50"),
-        (Change(batch=40, accumulation=1), RefusedError, "+400%"),
-        (Change(batch=8), UsageError, "nothing changes"),
-        (Change(batch=0), UsageError, "batch"),
+        (Change(assignments={"batch": "10"}), RefusedError, "effective batch 40 -> 50"),
+        (Change(assignments={"batch": "40", "accumulation": "1"}), RefusedError, "+400%"),
+        (Change(assignments={"batch": "8"}), UsageError, "nothing changes"),
+        (Change(assignments={"batch": "0"}), UsageError, "batch"),
     ):
         with pytest.raises(MemtopError) as refusal:
             ask(folder, lambda number, change=change: Try(id=number, change=change))  # type: ignore[misc]

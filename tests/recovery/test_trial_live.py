@@ -37,7 +37,7 @@ def trial_that_is(runs: Runs, state: str) -> Trial:
     return trial
 
 
-GROW = Change(batch=10, accumulation=4)
+GROW = Change(assignments={"batch": "10", "accumulation": "4"})
 
 
 def test_memory_that_runs_out_in_a_trial_undoes_it_for_good(runs: Runs) -> None:

@@ -153,7 +153,10 @@ def test_the_parts_of_an_update_add_up() -> None:
     [
         ({"update": 404, "phase": "unknown"}, "out of memory (rank 0, update 404): no words"),
         ({"phase": "unknown"}, "out of memory (rank 0): no words"),
-        ({"update": 3, "phase": "backward", "batch": 1, "accumulation": 4}, "(rank 0, update 3, in backward with batch 1 x 4)"),
+        (
+            {"update": 3, "phase": "backward", "batch": 1, "accumulation": 4},
+            "(rank 0, update 3, in the backward pass with batch 1 x 4)",
+        ),
     ],
 )
 def test_what_is_not_known_of_a_failure_is_left_out(report: dict[str, Any], words: str) -> None:

@@ -39,7 +39,7 @@ def card(used: int, *processes: GpuProcess) -> MachineSnapshot:
 
 
 def comeback(clock: Clock, forecast: Forecast | None = None) -> Comeback:
-    waiting = Waiting(change=Change(batch=4), gpus_before={"GPU-0": GIB}, forecast=forecast)
+    waiting = Waiting(change=Change(assignments={"batch": "4"}), gpus_before={"GPU-0": GIB}, forecast=forecast)
     return Comeback(waiting, Path("/"), clock)
 
 

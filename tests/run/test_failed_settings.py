@@ -57,7 +57,7 @@ def test_where_nothing_has_died_a_preset_is_what_it_always_was() -> None:
 
 
 def test_the_numbers_that_a_person_gives_with_it_are_taken_and_warned_of() -> None:
-    change = Change(preset="low", batch=4, accumulation=1, assignments={"gradient_checkpointing": "false"})
+    change = Change(preset="low", assignments={"batch": "4", "accumulation": "1", "gradient_checkpointing": "false"})
     after = edited(SAVING, change, None, DIED)
     assert after is not None
     assert (after.batch, after.accumulation, after.gradient_checkpointing) == (4, 1, False)

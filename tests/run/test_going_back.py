@@ -192,7 +192,9 @@ def ended(tmp_path: Path) -> Supervisor:
     return supervisor
 
 
-@pytest.mark.parametrize("change", [Change(state_before=30, max_updates=20), Change(state_before=30, batch=0)])
+@pytest.mark.parametrize(
+    "change", [Change(state_before=30, max_updates=20), Change(state_before=30, assignments={"batch": "0"})]
+)
 def test_a_change_that_is_refused_moves_no_state(ended: Supervisor, change: Change) -> None:
     before = tree(ended.folder.latest_state.parent)
     with pytest.raises(UsageError):

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from memtop.supervisor.monitor.processes import ProcessId, describe_process, identify
+from memtop.supervisor.monitor.processes.facts import describe_process
+from memtop.supervisor.monitor.processes.proc import ProcessId, identify
 from memtop.supervisor.monitor.strays import judge
 from memtop.supervisor.run.processes import process
 from memtop.supervisor.run.processes.attempt import ProcessFile

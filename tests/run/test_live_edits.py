@@ -35,7 +35,7 @@ def taken_up(before: Settings, change: Change) -> Settings:
 )
 def test_what_was_given_is_what_comes(present: tuple[int, int], asked: dict[str, Any], expected: tuple[int, int]) -> None:
     before = replace(SETTINGS, batch=present[0], accumulation=present[1])
-    after = taken_up(before, Change(**asked))
+    after = taken_up(before, Change(assignments={name: str(value) for name, value in asked.items()}))
     assert (after.batch, after.accumulation) == expected
 
 
@@ -48,7 +48,8 @@ def test_what_was_given_is_what_comes(present: tuple[int, int], asked: dict[str,
 )
 def test_it_is_what_a_restart_would_make(b: int, a: int, batch: int | None, accumulation: int | None, workers: bool) -> None:
     before = replace(SETTINGS, batch=b, accumulation=a)
-    change = Change(batch=batch, accumulation=accumulation, assignments={"workers": "2"} if workers else {})
+    given = {"batch": batch, "accumulation": accumulation, "workers": 2 if workers else None}
+    change = Change(assignments={name: str(value) for name, value in given.items() if value is not None})
     after = edited(before, change, None)
     if after != before:
         assert taken_up(before, change) == after
@@ -57,6 +58,6 @@ def test_it_is_what_a_restart_would_make(b: int, a: int, batch: int | None, accu
 def test_the_split_that_was_told_comes_even_if_the_program_has_another_by_then() -> None:
     """It may have halved its micro-batch after an allocation failure that was not reported yet."""
     before = replace(SETTINGS, batch=8, accumulation=2)
-    values = live_values(before, edited(before, Change(accumulation=4), None))
+    values = live_values(before, edited(before, Change(assignments={"accumulation": "4"}), None))
     after = edit_live(replace(before, batch=4, accumulation=4), values)
     assert (after.batch, after.accumulation) == (8, 4)

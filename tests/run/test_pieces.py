@@ -534,7 +534,7 @@ def test_allocator_options_are_added_to_the_users_own(wanted: str, inherited: di
 
 
 def test_a_restart_says_what_it_changes() -> None:
-    change = Change(batch=4, accumulation=8, assignments={"seed": "1"})
+    change = Change(assignments={"batch": "4", "accumulation": "8", "seed": "1"})
     assert explain.restart_reason(change) == "restart with batch 4, accumulation 8, seed 1"
     assert explain.restart_reason(Change()) == "restart"
 
@@ -596,7 +596,7 @@ def test_an_attempt_that_cannot_be_started_changes_nothing(tmp_path: Path, obsta
         shutil.rmtree(supervisor.folder.path / "attempts")
         (supervisor.folder.path / "attempts").write_text("")
     with pytest.raises(RunFolderError):
-        supervisor.begin_restart(Change(batch=2))
+        supervisor.begin_restart(Change(assignments={"batch": "2"}))
     after = supervisor.state()
     assert msgspec.structs.replace(after, warnings=()) == before
     attempts = supervisor.ledger.attempts()
@@ -618,7 +618,7 @@ async def test_a_restart_tells_what_becomes_of_the_effective_batch(tmp_path: Pat
     monkeypatch.setattr("memtop.supervisor.run.supervisor.start_program", lambda *_, **__: os.getpid())
     peer = Mock()
     split = f"effective batch {SETTINGS.effective_batch} -> {SETTINGS.accumulation}"
-    await Commands(supervisor)._restart(peer, Restart(id=1, change=Change(batch=1)))
+    await Commands(supervisor)._restart(peer, Restart(id=1, change=Change(assignments={"batch": "1"})))
     accepted = peer.send.call_args_list[0].args[0]
     assert accepted.outcome is Outcome.ACCEPTED
     assert split in accepted.message
@@ -629,7 +629,12 @@ async def test_a_restart_tells_what_becomes_of_the_effective_batch(tmp_path: Pat
 async def test_a_change_that_cannot_be_is_refused_as_wrong_usage(tmp_path: Path) -> None:
     supervisor = supervisor_at_update(tmp_path, 7)
     peer = Mock()
-    for change in (Change(batch=0), Change(preset="no-such"), Change(assignments={"nothing": "1"}), Change(max_updates=3)):
+    for change in (
+        Change(assignments={"batch": "0"}),
+        Change(preset="no-such"),
+        Change(assignments={"nothing": "1"}),
+        Change(max_updates=3),
+    ):
         await Commands(supervisor)._restart(peer, Restart(id=1, change=change))
         assert peer.refuse.call_args.kwargs == {"usage": True}
     supervisor.lifecycle.move(Phase.STOPPING)

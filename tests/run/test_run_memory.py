@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.monitor.processes import ProcessId, identify
+from memtop.supervisor.monitor.processes.proc import ProcessId, identify
 from memtop.supervisor.run.processes.host_memory import EVERY_SECONDS, RunMemory, process_memory, role_memory, roles
 from memtop.supervisor.wire import RoleMemory
 from tests.monitor.conftest import Clock

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from memtop.supervisor.errors import NotRunningError
-from memtop.supervisor.monitor.processes import identify, is_alive, run_processes
+from memtop.supervisor.monitor.processes.proc import identify, is_alive
+from memtop.supervisor.monitor.processes.table import run_processes
 from memtop.supervisor.run.clients.client import AsyncRunClient, ask
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run, find_run, move_aside
 from memtop.supervisor.run.record.view import read_state
@@ -375,4 +376,4 @@ async def test_nonsense_on_the_socket_is_refused_and_harms_nobody(runs: Runs, mo
     supervisor = (await asyncio.to_thread(runs.show, "a"))["supervisor_pid"]
     found = identify(supervisor)
     assert found is not None
-    assert is_alive(supervisor, found.started_ticks)
+    assert is_alive(found)

@@ -17,7 +17,7 @@ import pytest
 
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
-from memtop.supervisor.monitor.processes import identify
+from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.recovery.policy import decide
 from memtop.supervisor.run.clients.client import ask
 from memtop.supervisor.run.clients.publish import Publisher
@@ -238,13 +238,15 @@ def test_an_attempt_that_was_begun_and_not_told_of_has_its_configuration(tmp_pat
     first.survival.configurations.begin_attempt(1, "start", SETTINGS)
     first.survival.configurations.end("host_oom_killed", 4, 3, died_of_memory=True)
     first.ledger.update_attempt(1, ended=10.0, outcome="failed")
-    change = Change(batch=HALF.batch, accumulation=HALF.accumulation, reason="host_oom_killed at update 4")
+    change = Change(
+        assignments={"batch": str(HALF.batch), "accumulation": str(HALF.accumulation)}, reason="host_oom_killed at update 4"
+    )
     reason = f"host_oom_killed at update 4: restart with batch {HALF.batch}, accumulation {HALF.accumulation}"
     first.ledger.add_attempt(2, reason, HALF, 20.0, 3)
     tell(folder, 2, HELLO)
     first.ledger.close()
     state = RunState(name="a", folder=str(folder.path), state=Phase.RESTARTING, created=1.0, attempt=1)
-    pending = Change(batch=1)
+    pending = Change(assignments={"batch": "1"})
     file = StateFile(run=state, socket="", waiting=Waiting(change=change), waited_at=3, pending=pending)
     write_json(folder.state_path, file)
     supervisor = next_supervisor(folder)
@@ -271,7 +273,7 @@ def test_an_attempt_that_is_only_in_the_ledger_was_never_begun(tmp_path: Path, m
     first.ledger.close()
     folder.attempt(2).mkdir()
     state = RunState(name="a", folder=str(folder.path), state=Phase.TRAINING, reason="died", created=1.0, attempt=1)
-    waiting = Waiting(change=Change(batch=4, accumulation=8), disk_bytes=5)
+    waiting = Waiting(change=Change(assignments={"batch": "4", "accumulation": "8"}), disk_bytes=5)
     write_json(folder.state_path, StateFile(run=state, socket="", waiting=waiting))
     supervisor = next_supervisor(folder)
     assert (supervisor.phase, supervisor.lifecycle.reason, supervisor.settings) == (Phase.RESTARTING, "died", SETTINGS)
@@ -301,7 +303,7 @@ def test_a_death_that_the_ledger_could_not_take_is_no_stop(tmp_path: Path) -> No
     first.survival.configurations.begin_attempt(1, "start", SETTINGS)
     first.ledger.close()
     state = RunState(name="a", folder=str(folder.path), state=Phase.RESTARTING, reason="died", created=1.0, attempt=1)
-    write_json(folder.state_path, StateFile(run=state, socket="", waiting=Waiting(change=Change(batch=4))))
+    write_json(folder.state_path, StateFile(run=state, socket="", waiting=Waiting(change=Change(assignments={"batch": "4"}))))
     supervisor = next_supervisor(folder)
     assert (supervisor.phase, supervisor.ladder, supervisor.pending) == (Phase.TRAINING, None, None)
 
@@ -316,7 +318,7 @@ def test_a_restart_that_was_asked_for_is_carried_out_by_the_next(tmp_path: Path,
     first.ledger.update_attempt(1, ended=10.0, outcome="restarted")
     first.ledger.close()
     state = RunState(name="a", folder=str(folder.path), state=Phase.RESTARTING, created=1.0, attempt=1)
-    write_json(folder.state_path, StateFile(run=state, socket="", pending=Change(batch=1)))
+    write_json(folder.state_path, StateFile(run=state, socket="", pending=Change(assignments={"batch": "1"})))
     assert needs_supervisor(folder)
     assert read_state(folder).state is Phase.RESTARTING
     # Moved aside, it is not to come back beside the run that took its place.
@@ -494,7 +496,7 @@ async def test_a_decision_is_written_down_before_the_end_is(tmp_path: Path, monk
     (kept,) = at_the_end
     assert kept is not None
     assert kept.waiting is not None
-    assert kept.waiting.change.assignments or kept.waiting.change.batch
+    assert kept.waiting.change.assignments
     assert supervisor.phase is Phase.RESTARTING
 
 

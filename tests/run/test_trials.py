@@ -101,9 +101,9 @@ async def test_a_restart_that_was_asked_for_goes_before_the_undoing(tmp_path: Pa
     monkeypatch.setattr("memtop.supervisor.run.supervisor.start_program", lambda *_, **__: 1)
     trials = supervisor.prevention.trials
     trials.take_up()
-    supervisor.pending = Change(seq_len=16)
+    supervisor.pending = Change(assignments={"seq_len": "16"})
     await asyncio.sleep(0.3)
-    assert supervisor.pending == Change(seq_len=16)
+    assert supervisor.pending == Change(assignments={"seq_len": "16"})
     supervisor.lifecycle.move(Phase.RESTARTING)
     supervisor.launch(2, "restart", supervisor.pending)
     assert (await trials.finished()).state == "undone"
@@ -126,7 +126,7 @@ def test_a_change_starts_from_the_settings_before_unless_it_names_others(tmp_pat
     trials = supervisor.prevention.trials
     trials.before = SETTINGS
     assert supervisor.foreseen(Change()) == SETTINGS
-    named = supervisor.foreseen(Change(batch=TRIED.batch, accumulation=TRIED.accumulation))
+    named = supervisor.foreseen(Change(assignments={"batch": str(TRIED.batch), "accumulation": str(TRIED.accumulation)}))
     assert named == TRIED
     supervisor.lifecycle = Lifecycle(Phase.STOPPED, Clock())
     assert supervisor.foreseen(Change()) == SETTINGS
@@ -264,7 +264,7 @@ async def test_a_trial_that_died_comes_back_when_the_memory_is_free(tmp_path: Pa
     survival.configurations.end("gpu_oom", 7, 5, died_of_memory=True)
     diagnosis = Diagnosis(kind=Kind.GPU_OOM, reason="torch", confidence=1.0, summary="out of memory")
     survival.proposal = Proposal(diagnosis=diagnosis)
-    remedy = Change(batch=1, accumulation=TRIED.accumulation, reason="gpu_oom at update 7")
+    remedy = Change(assignments={"batch": "1", "accumulation": str(TRIED.accumulation)}, reason="gpu_oom at update 7")
     forecast = Forecast(peak_bytes=1 << 30, basis="line")
     waiting = Waiting(change=remedy, gpus_before={"GPU-0": 0}, forecast=forecast)
     survival.comeback = Comeback(waiting, tmp_path, clock)
@@ -303,7 +303,7 @@ async def test_a_comeback_from_a_trial_can_be_called_off(tmp_path: Path) -> None
     survival, trials = supervisor.survival, supervisor.prevention.trials
     diagnosis = Diagnosis(kind=Kind.GPU_OOM, reason="torch", confidence=1.0, summary="out of memory")
     survival.proposal = Proposal(diagnosis=diagnosis)
-    survival.comeback = Comeback(Waiting(change=Change(batch=1)), tmp_path, Clock())
+    survival.comeback = Comeback(Waiting(change=Change(assignments={"batch": "1"})), tmp_path, Clock())
     trials.before, trials.newest, trials._undo = SETTINGS, TRIAL, UNDO
     trials._go(trials._give_up("the program died"))
     await asyncio.sleep(0.3)

@@ -219,7 +219,7 @@ def test_the_rate_rises_then_falls_along_a_cosine() -> None:
 
 
 def test_the_rate_does_not_depend_on_the_split() -> None:
-    other = edit_settings(SETTINGS, batch=1, accumulation=32)
+    other = edit_settings(SETTINGS, assignments={"batch": "1", "accumulation": "32"})
     assert [rate(n) for n in range(0, 4000, 32)] == [rate(n, other) for n in range(0, 4000, 32)]
 
 

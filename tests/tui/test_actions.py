@@ -129,7 +129,7 @@ async def test_restart_sends_the_edited_change(by_button: bool) -> None:
         assert "effective batch 32 -> 32: same mathematics" in screen_text(app)
         await pilot.click("#confirm")
         await settle(pilot)
-        assert feed.requests == [Restart(id=1, change=Change(batch=2, accumulation=16))]
+        assert feed.requests == [Restart(id=1, change=Change(assignments={"batch": "2", "accumulation": "16"}))]
 
 
 async def test_restart_refuses_nonsense_while_typing() -> None:
@@ -259,7 +259,7 @@ async def test_the_preset_button_points_at_the_present_one_which_is_not_applied_
 
 
 async def test_the_runs_own_preset_can_be_applied_again_after_another_split() -> None:
-    settings = edit_settings(SETTINGS, batch=1, accumulation=2)
+    settings = edit_settings(SETTINGS, assignments={"batch": "1", "accumulation": "2"})
     feed = RecordingFeed(running(gpu(0), settings=settings))
     app = dashboard(feed)
     async with app.run_test(size=SIZE) as pilot:

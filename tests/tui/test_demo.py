@@ -123,7 +123,7 @@ async def answers(feed: DemoFeed, request: wire.Request) -> list[str]:
 async def test_it_carries_out_edits_trials_and_rollbacks() -> None:
     feed = DemoFeed(interval=0, warm_up=20, ticks=0)
     await played(feed)
-    said = await answers(feed, wire.Edit(id=1, change=wire.Change(batch=4, accumulation=8)))
+    said = await answers(feed, wire.Edit(id=1, change=wire.Change(assignments={"batch": "4", "accumulation": "8"})))
     assert "split 8 x 4 x 2 -> 4 x 8 x 2" in said[1]
     assert "without a restart" in said[1]
     assert "undone" in (await answers(feed, wire.Try(id=2, change=wire.Change(assignments={"workers": "2"}))))[1]
@@ -137,7 +137,7 @@ async def test_a_batch_that_does_not_fit_dies_of_it() -> None:
     store = Store()
     while store.run is None:
         store = fold(store, await anext(stream))
-    await answers(feed, wire.Restart(id=1, change=wire.Change(batch=32, accumulation=1)))
+    await answers(feed, wire.Restart(id=1, change=wire.Change(assignments={"batch": "32", "accumulation": "1"})))
     while store.proposal is None:
         store = fold(store, await anext(stream))
     assert store.run is not None

@@ -74,7 +74,7 @@ async def test_enter_tries_the_marked_proposal_and_tells_what_came_of_it(size: t
         await settle(pilot)
         await pilot.press("b", "enter")
         await settle(pilot)
-        assert feed.requests == [Try(id=1, change=Change(batch=10, accumulation=4))]
+        assert feed.requests == [Try(id=1, change=Change(assignments={"batch": "10", "accumulation": "4"}))]
         assert app.screen is app.dashboard
         assert "✓ kept: samples/s rose by 12.0 %" in screen_text(app)
 

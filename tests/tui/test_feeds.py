@@ -219,7 +219,7 @@ async def test_a_run_that_is_over_is_taken_up_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(client_module, "start_supervisor", start)
     feed = run_feed()
     await take(feed.messages(), 5)
-    change = wire.Change(batch=2)
+    change = wire.Change(assignments={"batch": "2"})
     answers = [a async for a in feed.request(lambda number: wire.Restart(id=number, change=change))]
     assert [a.outcome for a in answers] == [wire.Outcome.ACCEPTED, wire.Outcome.DONE]
     assert started == [change]

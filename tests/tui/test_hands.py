@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from memtop.supervisor.errors import RefusedError
-from memtop.supervisor.monitor.processes import identify
+from memtop.supervisor.monitor.processes.proc import identify
 from memtop.tui.processes.actions import RealHands, Told, beside
 from tests.tui.support import gpu, machine, process
 
@@ -57,11 +57,11 @@ async def test_what_one_row_forbids_is_not_ended_and_its_neighbour_is() -> None:
         drawing = process(rows[0].pid, choosable=False, kind="graphics", reason="draws on the screen")
         seen = machine(gpu(0, processes=tuple(rows)), gpu(1, processes=(drawing,)))
         told = await RealHands().end_processes([rows[0]], seen)
-        assert told == Told(f"process {rows[0].pid} is not to be ended from here: draws on the screen", good=False)
+        assert told == Told(f"process {rows[0].pid} cannot be ended from here: draws on the screen", good=False)
         elsewhere = await RealHands().end_processes([process(1 << 22)], seen)
         assert elsewhere == Told(f"process {1 << 22} is not on a GPU", good=False)
         other = await RealHands().end_processes([process(rows[1].pid, started_ticks=1)], seen)
-        assert "the number has been used again" in other.text
+        assert "its pid was reused" in other.text
         assert programs[1].poll() is None
         told = await RealHands().end_processes(rows, seen)
         assert not told.good

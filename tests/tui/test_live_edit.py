@@ -41,7 +41,7 @@ async def test_another_split_can_be_applied_now_and_the_answer_is_told(size: tup
         assert "Apply now: from the next update on, nothing stops." in text
         await pilot.click("#live")
         await settle(pilot)
-        assert feed.requests == [Edit(id=1, change=Change(batch=4, accumulation=8))]
+        assert feed.requests == [Edit(id=1, change=Change(assignments={"batch": "4", "accumulation": "8"}))]
         assert "✓ changed from update 26 on" in screen_text(app)
 
 
@@ -72,7 +72,7 @@ async def test_restart_stays_possible_beside_it() -> None:
         await settle(pilot)
         await pilot.click("#confirm")
         await settle(pilot)
-        assert feed.requests == [Restart(id=1, change=Change(batch=4))]
+        assert feed.requests == [Restart(id=1, change=Change(assignments={"batch": "4"}))]
 
 
 @pytest.mark.parametrize(

@@ -22,19 +22,19 @@ def test_untouched_fields_change_nothing() -> None:
 
 def test_an_exact_split_is_the_same_mathematics() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "batch": "4", "accumulation": "8"}, "standard")
-    assert plan.change == Change(batch=4, accumulation=8)
+    assert plan.change == Change(assignments={"batch": "4", "accumulation": "8"})
     assert plan.lines == ("effective batch 32 -> 32: same mathematics",)
 
 
 def test_another_effective_batch_names_the_nearest_exact_pairs() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "batch": "6"}, "standard")
-    assert plan.change == Change(batch=6)
+    assert plan.change == Change(assignments={"batch": "6"})
     assert "32 -> 24 (-25.0%): other mathematics; exact pairs: 4 x 8, 8 x 4" in plan.lines[0]
 
 
 def test_another_sequence_length_changes_the_data() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "seq_len": "64"}, "standard")
-    assert plan.change == Change(seq_len=64)
+    assert plan.change == Change(assignments={"seq_len": "64"})
     assert "seq_len 128 -> 64: a changed seq_len changes the data" in plan.lines
 
 
@@ -62,7 +62,7 @@ def test_sharding_alone_saves_nothing_on_one_process() -> None:
 
 def test_fields_edited_beyond_a_preset_are_sent_with_it() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "batch": "2", "accumulation": "16"}, "low")
-    assert plan.change == Change(preset="low", batch=2, accumulation=16)
+    assert plan.change == Change(preset="low", assignments={"batch": "2", "accumulation": "16"})
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,9 @@ async def test_enter_applies_the_first_and_the_answer_is_told(size: tuple[int, i
         await settle(pilot)
         await pilot.press("enter")
         await settle(pilot)
-        assert feed.requests == [Restart(id=1, change=Change(batch=4, accumulation=8, reason="gpu_oom at update 24"))]
+        assert feed.requests == [
+            Restart(id=1, change=Change(assignments={"batch": "4", "accumulation": "8"}, reason="gpu_oom at update 24"))
+        ]
         assert "✓ attempt 3 trains" in screen_text(app)
         # The same death does not open it once more; the key does.
         feed.say(dead())
@@ -144,7 +146,7 @@ async def test_what_changes_the_learning_asks_for_consent_with_the_focus_on_canc
         await settle(pilot)
         (request,) = feed.requests
         assert isinstance(request, Restart)
-        assert request.change.seq_len == 64
+        assert request.change.assignments == {"seq_len": "64"}
 
 
 async def test_a_command_is_shown_to_copy_and_never_run() -> None:

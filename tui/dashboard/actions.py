@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from memtop.presets import apply_preset, presets_for
 from memtop.supervisor import units, wire
-from memtop.supervisor.monitor.unlisted import untold
+from memtop.supervisor.monitor.snapshots import why_incomplete
 from memtop.supervisor.recovery.applying import ran_out
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Change
@@ -115,7 +115,7 @@ async def _send_restart(screen: DashboardScreen, change: Change) -> None:
 
 async def kill(screen: DashboardScreen, key: str) -> None:
     store = screen.store
-    missing = untold(store.machine) if store.machine is not None else []
+    missing = why_incomplete(store.machine) if store.machine is not None else []
     chosen = await screen.app.push_screen_wait(KillDialog(candidates(store), store.now, missing))
     if chosen:
         await end_chosen(screen.dashboard_app, store, chosen, screen, screen.dialog_closed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memtop.supervisor import units
-from memtop.supervisor.monitor.unlisted import untold
+from memtop.supervisor.monitor.snapshots import why_incomplete
 from memtop.tui.bands import ROLES, banded, padded_tag
 from memtop.tui.line import MUTED, STRONG, Line, fit, join, line, width_of
 from memtop.tui.machine.gpu import LABEL, draw_gpu_note, draw_gpu_row, short_name
@@ -59,7 +59,7 @@ def compact_rows(gpu_count: int) -> int:
 def draw_processes(store: Store, width: int, height: int) -> list[Line]:
     """All GPU processes of the machine, strays first."""
     rows = holders(store.machine)
-    missing = [] if store.machine is None else [fit(line((f"! {why}", "edge")), width) for why in untold(store.machine)]
+    missing = [] if store.machine is None else [fit(line((f"! {why}", "edge")), width) for why in why_incomplete(store.machine)]
     if not rows:
         return missing[:height] or [line(("no process uses a GPU", MUTED))]
     missing = missing[: max(0, height - 2)]

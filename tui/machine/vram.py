@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from memtop.supervisor import units
 from memtop.supervisor.monitor.history import gpu_key
-from memtop.supervisor.monitor.unlisted import untold_of
+from memtop.supervisor.monitor.snapshots import why_incomplete_on
 from memtop.supervisor.monitor.values import GpuSample, MigInstance
 from memtop.supervisor.monitor.vram import VramParts
 from memtop.tui.bands import ROLES, padded_tag
@@ -53,7 +53,7 @@ def vram_legend(store: Store, gpu: GpuSample, width: int) -> Line:
     own = [] if store.run is None else _own(parts)
     named = join(_words_of([*own, *_jobs(store, parts, _NAMED_JOBS), *_rest(parts)]))
     if store.run is None and not gpu.processes:
-        named = join((fact("processes", "not known" if untold_of(gpu) else "none"), named))
+        named = join((fact("processes", "not known" if why_incomplete_on(gpu) else "none"), named))
     if width_of(named) <= width:
         return named
     # Alarming parts before those that only complete the sum.

@@ -84,7 +84,7 @@ async def beside(work: Callable[[], T]) -> T:
 
 
 def _environment(process: GpuProcess) -> dict[str, str]:
-    from memtop.supervisor.monitor.processes import ProcessId, environment_of
+    from memtop.supervisor.monitor.processes.proc import ProcessId, environment_of
 
     if process.started_ticks is None:
         raise RefusedError(f"environment of process {process.pid}: its start time is not known, it could be another one by now")
@@ -95,9 +95,9 @@ def _environment(process: GpuProcess) -> dict[str, str]:
 
 
 def _end(chosen: tuple[GpuProcess, ...], machine: MachineSnapshot) -> Told:
-    from memtop.supervisor.monitor.choosing import choose
-    from memtop.supervisor.monitor.ending import end_and_measure
-    from memtop.supervisor.monitor.processes import ProcessId
+    from memtop.supervisor.monitor.processes.proc import ProcessId
+    from memtop.supervisor.monitor.strays import choose
+    from memtop.supervisor.monitor.termination import end_and_measure
 
     known, refused = [], []
     for process in chosen:
@@ -107,7 +107,7 @@ def _end(chosen: tuple[GpuProcess, ...], machine: MachineSnapshot) -> Told:
             if process.started_ticks is None:
                 raise RefusedError(f"process {process.pid}: its start time is not known, it could be another one by now")
             if now.started_ticks != process.started_ticks:
-                raise RefusedError(f"process {process.pid} is not the one that was chosen: the number has been used again")
+                raise RefusedError(f"process {process.pid} is not the one that was chosen: its pid was reused")
             known.append(ProcessId(process.pid, process.started_ticks))
         except RefusedError as refusal:
             refused.append(str(refusal))

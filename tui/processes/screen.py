@@ -11,9 +11,9 @@ from textual.binding import Binding, BindingType
 from textual.events import Resize
 from textual.widgets import Input
 
-from memtop.supervisor.monitor.choosing import NOT_YOURS, forbidden
-from memtop.supervisor.monitor.choosing import rows_of as gpu_rows
-from memtop.supervisor.monitor.unlisted import untold
+from memtop.supervisor.monitor.snapshots import why_incomplete
+from memtop.supervisor.monitor.strays import NOT_YOURS, forbidden
+from memtop.supervisor.monitor.strays import rows_of as gpu_rows
 from memtop.supervisor.monitor.values import GpuProcess
 from memtop.tui.full import FullScreen
 from memtop.tui.key_line import KeyLine
@@ -133,7 +133,7 @@ class ProcessesScreen(FullScreen):
         left = join((line((" memtop ", "accent")), fact("GPU processes", count), fact("", self._view.value)))
         if self._applied_text:
             left = join((left, fact("filter", self._applied_text, "edge")))
-        missing = untold(store.machine) if store.machine is not None else ["waiting for the first sample"]
+        missing = why_incomplete(store.machine) if store.machine is not None else ["waiting for the first sample"]
         if missing:
             left = join((left, line((f"! {missing[0]}", "edge"))))
         elif not self._total:

@@ -22,7 +22,7 @@ from memtop.supervisor.monitor.nvml.pcie import PcieReader
 from memtop.supervisor.monitor.nvml.sleep import ASLEEP, all_asleep
 from memtop.supervisor.monitor.nvml.troubles import Troubles
 from memtop.supervisor.monitor.nvml.visible import Seen, visible_indices
-from memtop.supervisor.monitor.processes import in_host_pid_namespace
+from memtop.supervisor.monitor.processes.proc import in_host_pid_namespace
 from memtop.supervisor.monitor.values import GpuSample
 
 ENUMERATE_SECONDS = 10.0

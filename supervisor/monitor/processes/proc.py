@@ -1,6 +1,6 @@
-"""Reads /proc: identities, stat rows, environments, owners, and how much of the machine is to be seen from here.
+"""Reads /proc for one process: identity, stat row, environment, owner. Also reports which processes we can see.
 
-A pid alone is not an identity: it is used again. A process is its pid together with its start time in clock ticks.
+A pid alone does not identify a process, because the kernel reuses pids. A pid together with the start time in clock ticks does.
 """
 
 from __future__ import annotations
@@ -14,34 +14,39 @@ import msgspec
 
 PROC = Path("/proc")
 RUN_VARIABLE = "MEMTOP_RUN"
-"""In the environment of everything that a run starts: the absolute path of the run's folder."""
+"""Set in every process that a run starts: the absolute path of the run's folder."""
 ATTEMPT_VARIABLE = "MEMTOP_ATTEMPT"
-"""Beside it: the number of the attempt."""
+"""Set next to it: the number of the attempt."""
 TRUST_VARIABLE = "MEMTOP_NVML_TRUST_PIDS"
-"""Set to 1 where the driver's process ids are known to be ours although no GPU device is open: a scripted driver."""
+"""If 1, the driver's pids are local pids even if no process has a GPU device open. Used with a scripted driver."""
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO, fixed in the kernel's sources
 _STAT_BYTES = 2048
-_DEAD_STATES = frozenset("ZXx")
+_COMM_CHARACTERS = 15
+_DEAD_STATES = (b"Z", b"X", b"x")
 _GPU_DEVICES = ("/dev/nvidia", "/dev/dxg")
 
 
 class ProcessId(msgspec.Struct, frozen=True, order=True):
-    """A process for ever: `started_ticks` is the start time in clock ticks since boot (field 22 of /proc/PID/stat)."""
+    """Identifies a process for good: no other process ever has the same pid and start time.
+
+    `started_ticks` is the start time in clock ticks since boot (field 22 of /proc/PID/stat).
+    """
 
     pid: int
     started_ticks: int
 
 
-class Row(NamedTuple):
-    """What one reading of /proc/PID/stat says. `is_dead`: a zombie, which waits for its parent to collect it."""
+class ProcessStat(NamedTuple):
+    """The fields of /proc/PID/stat that memtop uses."""
 
     identity: ProcessId
     comm: str
-    """The kernel's name of it, cut to 15 letters."""
+    """The kernel's name of the process, cut to 15 characters."""
     is_dead: bool
+    """The process has ended. It is a zombie if its parent has not collected it."""
     parent_pid: int
     session: int
     threads: int
@@ -49,18 +54,18 @@ class Row(NamedTuple):
     """User and system time of all its threads so far."""
     rss_bytes: int
     environment_start: int
-    """Where its environment lies: another address after every exec. 0 where this user may not know."""
+    """Address of the environment. It changes with every exec; 0 if this user may not read it."""
     file_uid: int
-    """Owner of its files in /proc: changes when the process changes its user."""
+    """Owner of the files in /proc/PID. It changes when the process changes its user."""
 
     @property
     def guise(self) -> tuple[ProcessId, str, int, int]:
-        """As long as this is the same, so are command line, environment and owner."""
+        """While this value stays the same, so do the command line, the environment and the owner."""
         return self.identity, self.comm, self.environment_start, self.file_uid
 
 
-def read_row(pid: int, proc_root: Path | str = PROC) -> Row | None:
-    """One look at a process, about 10 µs; None where there is none or it is hidden from this user (hidepid)."""
+def read_stat(pid: int, proc_root: Path | str = PROC) -> ProcessStat | None:
+    """Read /proc/PID/stat, which takes about 10 µs. None if the process has ended or is hidden from this user (hidepid)."""
     try:
         descriptor = os.open(f"{proc_root}/{pid}/stat", os.O_RDONLY)
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -72,13 +77,13 @@ def read_row(pid: int, proc_root: Path | str = PROC) -> Row | None:
         return None  # it ended between opening and reading
     finally:
         os.close(descriptor)
-    # The name in brackets may itself hold spaces and brackets: cut after the last one.
+    # The name in brackets may itself contain spaces and brackets: cut after the last bracket.
     end = raw.rindex(b")")
     fields = raw[end + 2 :].split()
-    return Row(
+    return ProcessStat(
         ProcessId(pid, int(fields[19])),
-        raw[raw.index(b"(") + 1 : end].decode(errors="replace"),  # to be shown and sent: letters only, whatever the bytes are
-        fields[0] in (b"Z", b"X", b"x"),
+        raw[raw.index(b"(") + 1 : end].decode(errors="replace"),  # shown and sent as text, so it must be valid text
+        fields[0] in _DEAD_STATES,
         int(fields[1]),
         int(fields[3]),
         int(fields[17]),
@@ -89,35 +94,32 @@ def read_row(pid: int, proc_root: Path | str = PROC) -> Row | None:
     )
 
 
-def stat_fields(pid: int, proc_root: Path = PROC) -> list[str] | None:
-    """The fields of /proc/PID/stat from the third on (state first), or None where there is no such process."""
-    try:
-        text = (proc_root / str(pid) / "stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None  # ended, or hidden from this user (hidepid)
-    return text[text.rindex(")") + 2 :].split()
+def identify(pid: int, proc_root: Path | str = PROC) -> ProcessId | None:
+    """The identity of the process that has this pid now. None if there is none."""
+    found = read_stat(pid, proc_root)
+    return None if found is None else found.identity
 
 
-def identify(pid: int, proc_root: Path = PROC) -> ProcessId | None:
-    """The identity of the process that has this pid now, or None where there is none."""
-    fields = stat_fields(pid, proc_root)
-    return None if fields is None else ProcessId(pid, int(fields[19]))
+def started_ticks(pid: int, proc_root: Path | str = PROC) -> int | None:
+    """Start time in clock ticks since boot. None if there is no such process."""
+    found = read_stat(pid, proc_root)
+    return None if found is None else found.identity.started_ticks
 
 
-def started_ticks(pid: int, proc_root: Path = PROC) -> int | None:
-    """Start time in clock ticks since boot, or None where there is no such process."""
-    found = identify(pid, proc_root)
-    return None if found is None else found.started_ticks
+def parent_of(pid: int, proc_root: Path | str = PROC) -> int | None:
+    """The parent's pid (0 for the topmost process). None if there is no such process."""
+    found = read_stat(pid, proc_root)
+    return None if found is None else found.parent_pid
 
 
-def parent_of(pid: int, proc_root: Path = PROC) -> int | None:
-    """The parent's pid (0 at the top), or None where there is no such process."""
-    row = read_row(pid, proc_root)
-    return None if row is None else row.parent_pid
+def is_alive(process: ProcessId, proc_root: Path | str = PROC) -> bool:
+    """True while this process runs. A zombie does not run: it holds no memory any more."""
+    found = read_stat(process.pid, proc_root)
+    return found is not None and found.identity == process and not found.is_dead
 
 
 def own_family(pid: int | None = None, proc_root: Path = PROC) -> frozenset[int]:
-    """This process and all its ancestors up to pid 1: what must never be ended from here."""
+    """The pids of this process and all its ancestors up to pid 1. memtop never ends one of these."""
     family = {0, 1}
     current = os.getpid() if pid is None else pid
     while current not in family:
@@ -127,14 +129,14 @@ def own_family(pid: int | None = None, proc_root: Path = PROC) -> frozenset[int]
 
 
 class Owners(NamedTuple):
-    """Whose process it is, and whose rights it acts with; they differ in setuid programs and in servers that act for others."""
+    """Real and effective user id. They differ in setuid programs and in servers that act for other users."""
 
     real: int
     effective: int
 
 
 def owners_of(pid: int, proc_root: Path = PROC) -> Owners | None:
-    """Real and effective user id, or None where there is no such process (or it is hidden from this user)."""
+    """The owners of a process. None if there is no such process or it is hidden from this user."""
     try:
         status = (proc_root / str(pid) / "status").read_text(errors="replace")
     except OSError:
@@ -143,19 +145,13 @@ def owners_of(pid: int, proc_root: Path = PROC) -> Owners | None:
     return None if line is None else Owners(*map(int, line.split()[1:3]))
 
 
-def is_alive(pid: int, started: int, proc_root: Path = PROC) -> bool:
-    """True where this very process (pid and start ticks) still runs. A zombie has ended: it holds nothing any more."""
-    fields = stat_fields(pid, proc_root)
-    return fields is not None and int(fields[19]) == started and fields[0] not in _DEAD_STATES
-
-
 def _read_bytes(path: str) -> bytes:
     with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - a hot path
         return file.read() or b""
 
 
 def environment(pid: int, proc_root: Path | str = PROC) -> dict[str, str] | None:
-    """The environment the process was started with, or None where it may not be read or the process is gone."""
+    """The environment that the process was started with. None if it cannot be read or the process has ended."""
     try:
         raw = _read_bytes(f"{proc_root}/{pid}/environ")
     except OSError:
@@ -168,13 +164,18 @@ def _pairs(raw: bytes) -> dict[str, str]:
     return {key: value for key, sign, value in pairs if sign}
 
 
+def whole_number(text: str | None) -> int | None:
+    """The number in an environment variable. None if the text is no decimal number of at most nine digits."""
+    return int(text) if text is not None and text.isascii() and text.isdecimal() and len(text) < 10 else None
+
+
 def readable(text: str) -> str:
-    """A path or variable as it can be shown and sent: bytes that are no letters become a mark."""
+    """A path or variable as valid text: bytes that are not valid become a replacement mark."""
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def environment_of(identity: ProcessId, proc_root: Path = PROC) -> dict[str, str] | str:
-    """The environment that this very process was started with, or the reason in words why it is not known."""
+    """The environment that this process was started with, or the reason why it is not known."""
     pid = identity.pid
     if identify(pid, proc_root) != identity:
         return f"process {pid} has ended"
@@ -183,31 +184,37 @@ def environment_of(identity: ProcessId, proc_root: Path = PROC) -> dict[str, str
     except PermissionError:
         owners = owners_of(pid, proc_root)
         if owners is not None and owners.real == os.getuid():
-            return f"the kernel does not show the environment of process {pid}: it has changed its rights"
-        return f"the environment of process {pid} is another user's: only that user and root may read it"
+            return f"the kernel hides the environment of process {pid}: the process has changed its rights"
+        return f"the environment of process {pid} belongs to another user: only that user and root may read it"
     except (FileNotFoundError, ProcessLookupError):
         return f"process {pid} has ended"
     except OSError as error:
-        return f"the environment of process {pid} cannot be read: {error.strerror}"
-    # The number may have gone to another process between the first look and the reading.
+        return f"cannot read the environment of process {pid}: {error.strerror}"
+    # The pid may have passed to another process between the first check and the read.
     if identify(pid, proc_root) != identity:
         return f"process {pid} has ended"
-    return _pairs(raw) or f"process {pid} shows no environment: it was started without one, or has written over it"
+    return _pairs(raw) or f"process {pid} has no environment: it was started without one, or has overwritten it"
 
 
 def command_words(pid: int, proc_root: Path | str = PROC) -> tuple[str, ...] | None:
-    """The command line, or None where it may not be read or the process is gone. Empty for kernel threads."""
+    """The command line, empty for kernel threads. None if it cannot be read or the process has ended."""
     try:
         text = _read_bytes(f"{proc_root}/{pid}/cmdline").decode(errors="replace")
     except OSError:
         return None
-    # Programs that write their own title leave padding behind it.
+    # Programs that write a title over their command line leave padding behind it.
     words = text.rstrip("\0").split("\0") if "\0" in text.rstrip("\0") or not text else [text.rstrip("\0")]
     return tuple(words) if words != [""] else ()
 
 
+def full_name(comm: str, words: tuple[str, ...]) -> str:
+    """The program's name. The kernel keeps 15 characters of it (`comm`); the command line has the rest."""
+    first = words[0].rpartition("/")[2] if words else ""
+    return first if len(comm) == _COMM_CHARACTERS and first.startswith(comm) else comm
+
+
 def in_host_pid_namespace(proc_root: Path = PROC) -> bool:
-    """True where our pids are the machine's pids, so that the driver and we mean the same process by a number."""
+    """True if our pids are the machine's pids, so that the driver and memtop mean the same process by a pid."""
     try:
         return str((proc_root / "self/ns/pid").readlink()) == _FIRST_PID_NAMESPACE
     except OSError:
@@ -215,7 +222,7 @@ def in_host_pid_namespace(proc_root: Path = PROC) -> bool:
 
 
 def hidepid(proc_root: Path = PROC) -> str | None:
-    """How this mount of /proc hides other users' processes (`invisible`, `2`, ...), or None where it does not."""
+    """How this mount of /proc hides other users' processes (`invisible`, `2`, ...). None if it hides none."""
     try:
         mounts = (proc_root / "self/mountinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -223,7 +230,7 @@ def hidepid(proc_root: Path = PROC) -> str | None:
     found = None
     for line in mounts:
         words = line.split()
-        # Mount point is the fifth word; the options of the file system are the last. Later mounts cover earlier ones.
+        # The fifth word is the mount point, the last word holds the file system's options. Later mounts cover earlier ones.
         if len(words) > 6 and words[4] == str(proc_root):
             options = dict(option.partition("=")[::2] for option in words[-1].split(","))
             mode = options.get("hidepid", "0")
@@ -232,22 +239,24 @@ def hidepid(proc_root: Path = PROC) -> str | None:
 
 
 def sees_all_pids(proc_root: Path = PROC) -> bool:
-    """True only where a process that is not to be seen does not exist: the machine's own pids, none of them hidden."""
+    """True if we see every process of the machine: we are in its pid namespace, and /proc hides none from us."""
     if not in_host_pid_namespace(proc_root):
         return False
-    # The first process is root's. Whoever is shown it, in spite of hidepid, is shown everything (root, or its group).
-    first = read_row(1, proc_root)
+    # Process 1 is root's. A user who sees it in spite of hidepid (root, or its group) sees every process.
+    first = read_stat(1, proc_root)
     return first is not None and (os.geteuid() == 0 or hidepid(proc_root) is None)
 
 
 def boot_time() -> float:
-    """When the machine was started, seconds since the epoch, by the clock as it stands now."""
+    """When the machine was started, in seconds since the epoch, measured with the present clock."""
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def holds_gpu(pid: int, minors: frozenset[int] = frozenset(), proc_root: Path = PROC) -> bool | None:
-    """Whether the process has these GPUs open (N of /dev/nvidiaN); with no number given, any NVIDIA device or the CUDA
-    driver. None where we may not look."""
+    """Whether the process has all these GPUs open (N of /dev/nvidiaN). None if this user may not know.
+
+    Without `minors`, any NVIDIA device or a loaded CUDA driver counts.
+    """
     folder = proc_root / str(pid)
     devices: set[str] = set()
     looked = False
@@ -277,4 +286,4 @@ def _device(link: str) -> str:
     try:
         return os.readlink(link)  # noqa: PTH115 - a hot loop over descriptors
     except OSError:
-        return ""  # the descriptor was closed while we looked
+        return ""  # the descriptor was closed in the meantime

@@ -1,4 +1,4 @@
-"""What a command line says of a program: launcher, shell, loader worker, script. Pure text."""
+"""What a command line reveals about a program: launcher, shell, loader worker, script. Pure functions of text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAUNCHER_MODULES = (
     *("deepspeed.launcher", "horovod.runner", "memtop.supervisor"),
 )
 _NEEDS_LAUNCH = frozenset({"accelerate", "fabric", "lightning"})
-"""Programs of many commands, of which only `launch` or `run` starts others."""
+"""Programs with several commands, of which only `launch` and `run` start ranks."""
 
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh", "fish", "ksh", "tcsh", "csh", "busybox"})
 _WRAPPERS = frozenset(
@@ -26,7 +26,7 @@ _WRAPPERS = frozenset(
         *("nsys", "ncu", "strace", "uv", "poetry", "pixi", "conda", "mamba", "micromamba", "make", "xargs", "parallel"),
     }
 )
-_ROOMS = frozenset(
+_HOSTS = frozenset(
     {
         *("tmux", "screen", "zellij", "sshd", "sshd-session", "systemd", "init", "login", "su", "sudo", "cron", "crond", "atd"),
         *("slurmstepd", "slurmd", "containerd-shim", "containerd", "dockerd", "docker-init", "tini", "dumb-init", "conmon"),
@@ -34,7 +34,7 @@ _ROOMS = frozenset(
         *("gnome-terminal-", "konsole", "xterm", "kitty", "alacritty", "node", "java", "jupyter", "jupyter-lab", "mosh-server"),
     }
 )
-_ROOM_MODULES = ("ipykernel", "ipykernel_launcher", "jupyter", "jupyterlab", "notebook", "debugpy")
+_HOST_MODULES = ("ipykernel", "ipykernel_launcher", "jupyter", "jupyterlab", "notebook", "debugpy")
 _SERVERS = ("VLLM::", "sglang::")
 RAY_WORKER = "ray worker"
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*$")
@@ -43,14 +43,14 @@ _PYTHON_FLAGS_WITH_VALUE = frozenset({"-W", "-X"})
 
 
 def program(words: tuple[str, ...]) -> str:
-    """The name of the file that was started; what wrote its own title gives that title's first word."""
+    """The name of the program file. If the program has written a title, the first word of the title."""
     first = words[0].split(" ", 1)[0].rstrip(":") if words else ""
-    # A login shell's name has a dash in front.
+    # The name of a login shell begins with a dash.
     return first.rpartition("/")[2].lstrip("-")
 
 
 def script(words: tuple[str, ...]) -> tuple[str | None, bool]:
-    """What a Python interpreter runs: (path or module, is a module); (None, False) where words are no such command."""
+    """What a Python interpreter runs: (path or module, whether it is a module). (None, False) for other programs."""
     if not words or not _PYTHON.match(program(words)):
         return None, False
     rest = iter(words[1:])
@@ -67,7 +67,7 @@ def script(words: tuple[str, ...]) -> tuple[str | None, bool]:
 
 
 def is_launcher(words: tuple[str, ...]) -> bool:
-    """A program whose children are the ranks of one job."""
+    """Whether the program's children are the ranks of one job."""
     found, is_module = script(words)
     if is_module and found is not None:
         return found.startswith(_LAUNCHER_MODULES)
@@ -78,23 +78,23 @@ def is_launcher(words: tuple[str, ...]) -> bool:
     return name in _LAUNCHERS or inside.endswith(("/torch/distributed/run.py", "/accelerate/commands/launch.py"))
 
 
-def is_room(words: tuple[str, ...], name: str) -> bool:
-    """What programs are started from but never belong to: terminals, services, notebooks, editors."""
+def is_host(words: tuple[str, ...], name: str) -> bool:
+    """Whether other programs are started from it without being part of it: terminal, service, notebook, editor."""
     found, is_module = script(words)
     if found is not None:
         file = PurePosixPath(found).stem if not is_module else found
-        return file.startswith(_ROOM_MODULES)
-    # A container's shim carries its version behind: containerd-shim-runc-v2.
-    return name in _ROOMS or program(words) in _ROOMS or name.startswith("containerd-shim")
+        return file.startswith(_HOST_MODULES)
+    # The name of a container's shim ends with its version: containerd-shim-runc-v2.
+    return name in _HOSTS or program(words) in _HOSTS or name.startswith("containerd-shim")
 
 
-def is_passage(words: tuple[str, ...], name: str) -> bool:
-    """A shell or wrapper: never a leader, but a launcher may stand above it."""
+def is_wrapper(words: tuple[str, ...], name: str) -> bool:
+    """A shell or wrapper. It never leads a job, but its parent may be a launcher."""
     return name in _SHELLS or program(words) in _SHELLS or name in _WRAPPERS
 
 
-def helper_of_multiprocessing(words: tuple[str, ...]) -> str | None:
-    """spawn | forkserver | resource_tracker for what Python's multiprocessing starts as a program of its own."""
+def multiprocessing_helper(words: tuple[str, ...]) -> str | None:
+    """spawn | forkserver | resource_tracker if Python's multiprocessing started the program, else None."""
     for flag, code in pairwise(words):
         if flag == "-c":
             found = _MULTIPROCESSING.match(code)
@@ -103,7 +103,7 @@ def helper_of_multiprocessing(words: tuple[str, ...]) -> str | None:
 
 
 def title_role(words: tuple[str, ...], name: str) -> str | None:
-    """The part that a program gives itself in its title: engines and workers of vLLM and SGLang, Ray's workers."""
+    """The role in the title that a program has written: engines and workers of vLLM and SGLang, Ray's workers."""
     title = words[0] if words else name
     if title.startswith("ray::"):
         return RAY_WORKER
@@ -117,12 +117,12 @@ def title_role(words: tuple[str, ...], name: str) -> str | None:
 
 
 def is_part_of_parent(title: str | None) -> bool:
-    """Engines and workers belong to the server that started them; Ray's workers to whoever uses the cluster."""
+    """Engines and workers belong to the server that started them. Ray's workers belong to no single parent."""
     return title is not None and title != RAY_WORKER
 
 
 def job_name(words: tuple[str, ...], name: str) -> str:
-    """What a person would call the program: its script or module, else its own name."""
+    """The name that a person would use: the script or module, else the name of the program."""
     found, is_module = script(words)
     if found is not None:
         return found if is_module else PurePosixPath(found).name

@@ -1,4 +1,4 @@
-"""Signals to one very process and no other: held by a pidfd, checked by its start time and its owner."""
+"""Signals one process and no other: opens a pidfd, then compares start time and owner before it sends."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from memtop.supervisor.monitor.processes.proc import Owners, ProcessId, own_fami
 
 
 class SignalRefused(RefusedError):
-    """A signal was not sent; the text says why."""
+    """The signal was not sent. The message gives the reason."""
 
 
 class ProcessGone(SignalRefused):
-    """There is no such process any more."""
+    """The process has ended."""
 
 
 class Kernel:
-    """What ending processes asks of the kernel, call by call. Another one stands in for it in the model test."""
+    """The kernel calls that ending a process needs. The model test replaces them."""
 
     def pidfd_open(self, pid: int) -> int:
-        """A descriptor that stays with the process that has this pid now; OSError as the kernel gives it."""
+        """A descriptor of the process that has this pid now. Raises OSError."""
         return os.pidfd_open(pid)
 
     def started_ticks(self, pid: int) -> int | None:
@@ -43,7 +43,7 @@ class Kernel:
         signal.pidfd_send_signal(descriptor, number)
 
     def wait(self, descriptors: Collection[int], seconds: float) -> set[int]:
-        """Those whose process has ended, as soon as there is one, or none after `seconds`."""
+        """Wait at most `seconds` until a process has ended, and return the descriptors of all that have."""
         poller = select.poll()
         for descriptor in descriptors:
             # A pidfd becomes readable when the process has ended, even while its parent has not collected it.
@@ -63,25 +63,25 @@ KERNEL = Kernel()
 
 
 def open_process(identity: ProcessId, kernel: Kernel = KERNEL) -> int:
-    """A pidfd of this very process; the caller closes it. Raises SignalRefused where that is not possible."""
+    """A pidfd of this process, which the caller closes. Raises ProcessGone or SignalRefused."""
     try:
         descriptor = kernel.pidfd_open(identity.pid)
     except ProcessLookupError:
         raise ProcessGone(f"process {identity.pid} has already ended") from None
     except OSError as error:
-        raise SignalRefused(f"process {identity.pid}: the kernel gives no safe handle ({error.strerror})") from error
-    # From here on the pid cannot be given away unnoticed: the descriptor stays with the process we opened.
+        raise SignalRefused(f"process {identity.pid}: the kernel opens no pidfd for it ({error.strerror})") from error
+    # From here on the descriptor stays with the process that we opened, even if its pid is reused.
     now = kernel.started_ticks(identity.pid)
     if now == identity.started_ticks:
         return descriptor
     kernel.close(descriptor)
     if now is None:
         raise ProcessGone(f"process {identity.pid} has already ended")
-    raise SignalRefused(f"process {identity.pid} is not the one that was chosen: the number has been used again")
+    raise SignalRefused(f"process {identity.pid} is not the one that was chosen: its pid was reused")
 
 
 def check_owner(pid: int, kernel: Kernel = KERNEL) -> None:
-    """Raises SignalRefused unless the process is this user's own and acts with this user's rights; also for root."""
+    """Raise SignalRefused unless the process belongs to this user and has only this user's rights. Applies to root, too."""
     owners = kernel.owners(pid)
     if owners is None:
         raise ProcessGone(f"process {pid} has already ended")
@@ -93,7 +93,7 @@ def check_owner(pid: int, kernel: Kernel = KERNEL) -> None:
 
 
 def send_signal(descriptor: int, pid: int, number: signal.Signals, kernel: Kernel = KERNEL) -> None:
-    """Send through a pidfd; the kernel's refusal becomes words."""
+    """Send a signal through a pidfd. Raises ProcessGone, or SignalRefused with the kernel's reason."""
     try:
         kernel.send(descriptor, number)
     except ProcessLookupError:
@@ -103,7 +103,7 @@ def send_signal(descriptor: int, pid: int, number: signal.Signals, kernel: Kerne
 
 
 def signal_process(identity: ProcessId, number: signal.Signals) -> None:
-    """Send a signal to this very process and no other. Raises ProcessGone or SignalRefused with the reason."""
+    """Send a signal to this process and no other. Raises ProcessGone or SignalRefused with the reason."""
     descriptor = open_process(identity)
     try:
         send_signal(descriptor, identity.pid, number)
@@ -112,7 +112,7 @@ def signal_process(identity: ProcessId, number: signal.Signals) -> None:
 
 
 def user_name(uid: int) -> str:
-    """The user's name, or the number in words where the machine has no name for it (common in containers)."""
+    """The user's name, or `uid N` if the machine has no name for it (common in containers)."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

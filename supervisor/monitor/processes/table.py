@@ -1,46 +1,63 @@
-"""The process table, read as seldom as its users allow; and how busy each process was between two looks."""
+"""All processes of the machine: the process table, the processes of a run, a process tree, CPU shares, resident bytes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from memtop.supervisor.monitor.processes.proc import PAGE_BYTES, PROC, TICKS_PER_SECOND, ProcessId, Row, read_row
+import msgspec
+
+from memtop.supervisor.monitor.processes.proc import (
+    ATTEMPT_VARIABLE,
+    PAGE_BYTES,
+    PROC,
+    RUN_VARIABLE,
+    TICKS_PER_SECOND,
+    ProcessId,
+    ProcessStat,
+    command_words,
+    environment,
+    full_name,
+    read_stat,
+    whole_number,
+)
 
 _TURNS = 5
-"""A process that nobody asked for is read again at every fifth look: reading all of them is what would cost."""
+"""A process that is not wanted is read at every fifth look, because reading all processes is expensive."""
+
+
+def all_pids(proc_root: Path | str = PROC) -> Iterator[int]:
+    """The pids of all processes that this user can see."""
+    return (int(name) for name in os.listdir(proc_root) if name.isdecimal())  # noqa: PTH208 - names alone, a hot path
 
 
 class ProcessTable:
-    """All processes that are to be seen, by pid. New ones and those that matter are read at every look."""
+    """All processes that this user can see, by pid. New and wanted processes are read at every look."""
 
     def __init__(self, proc_root: Path = PROC) -> None:
         self._root = str(proc_root)
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, ProcessStat] = {}
         self._turn = 0
 
-    def look(self, wanted: Collection[int]) -> Mapping[int, Row]:
-        """The table now. The rows of `wanted` are fresh; others may be a few looks old, but were all there a moment ago."""
+    def look(self, wanted: Collection[int]) -> Mapping[int, ProcessStat]:
+        """The present table. The rows of `wanted` are fresh; others may be a few looks old."""
         self._turn = (self._turn + 1) % _TURNS
-        rows: dict[int, Row] = {}
-        for name in os.listdir(self._root):  # noqa: PTH208 - names alone, a hot path
-            if not name.isdecimal():
-                continue
-            pid = int(name)
+        rows: dict[int, ProcessStat] = {}
+        for pid in all_pids(self._root):
             row = self._rows.get(pid)
             if row is None or pid in wanted or pid % _TURNS == self._turn:
-                row = read_row(pid, self._root)
+                row = read_stat(pid, self._root)
             if row is not None:
                 rows[pid] = row
         self._rows = rows
         return rows
 
-    def again(self, wanted: Collection[int]) -> Mapping[int, Row]:
-        """The table of the last look, with the rows of `wanted` read anew: between two walks."""
+    def again(self, wanted: Collection[int]) -> Mapping[int, ProcessStat]:
+        """The table of the last look with only the rows of `wanted` read again."""
         rows = dict(self._rows)
         for pid in wanted:
-            row = read_row(pid, self._root)
+            row = read_stat(pid, self._root)
             if row is not None:
                 rows[pid] = row
             else:
@@ -49,8 +66,8 @@ class ProcessTable:
         return rows
 
 
-def children_of(rows: Mapping[int, Row]) -> dict[int, list[int]]:
-    """The children of every process that has some, in order of their start."""
+def children_of(rows: Mapping[int, ProcessStat]) -> dict[int, list[int]]:
+    """The children of each process that has some, in order of their start."""
     found: dict[int, list[int]] = {}
     for pid, row in rows.items():
         found.setdefault(row.parent_pid, []).append(pid)
@@ -60,27 +77,72 @@ def children_of(rows: Mapping[int, Row]) -> dict[int, list[int]]:
 
 
 def descendants(pid: int, children: Mapping[int, list[int]]) -> list[int]:
-    """All below a process, parents before their children."""
+    """All processes below this one, parents before their children."""
     found = list(children.get(pid, ()))
     seen = {pid, *found}
     for child in found:
-        # A table that is read row by row may hold a circle: never follow it twice.
+        # The table is not read in one instant, so it may contain a circle: follow no process twice.
         more = [one for one in children.get(child, ()) if one not in seen]
         seen.update(more)
         found += more
     return found
 
 
-class CpuMeter:
-    """How many cores' worth of time processes took between two looks."""
+class TreeProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of the tree that `memtop watch --pid` follows."""
 
-    FIRST_LOOK = "a share of the CPU needs two looks"
+    pid: int
+    parent_pid: int
+    name: str
+    command: str
+    rss_bytes: int
+
+
+def process_tree(pid: int, proc_root: Path = PROC) -> list[TreeProcess] | None:
+    """The process and all its living descendants, itself first. None if there is no such process."""
+    rows = {one: row for one in all_pids(proc_root) if (row := read_stat(one, proc_root)) is not None}
+    if pid not in rows:
+        return None
+    return [_tree_process(rows[one], proc_root) for one in (pid, *descendants(pid, children_of(rows)))]
+
+
+def _tree_process(row: ProcessStat, proc_root: Path) -> TreeProcess:
+    pid, words = row.identity.pid, command_words(row.identity.pid, proc_root) or ()
+    name = full_name(row.comm, words)
+    return TreeProcess(pid=pid, parent_pid=row.parent_pid, name=name, command=" ".join(words) or name, rss_bytes=row.rss_bytes)
+
+
+def run_processes(run_folder: str, attempt: int | None = None, proc_root: Path = PROC) -> list[ProcessId]:
+    """All living processes that were started for this run (or for one attempt of it), in order of pid.
+
+    The environment of a process proves it. Processes whose environment this user may not read are not found.
+    """
+    found = []
+    for pid in all_pids(proc_root):
+        variables = environment(pid, proc_root)
+        if variables is None or variables.get(RUN_VARIABLE) != run_folder:
+            continue
+        if attempt is not None and whole_number(variables.get(ATTEMPT_VARIABLE)) != attempt:
+            continue
+        row = read_stat(pid, proc_root)
+        if row is not None and not row.is_dead:
+            found.append(row.identity)
+    return sorted(found)
+
+
+class CpuMeter:
+    """Measures how much CPU time processes used between two looks."""
+
+    FIRST_LOOK = "the CPU share needs two samples"
 
     def __init__(self) -> None:
         self._last: dict[ProcessId, tuple[float, int]] = {}
 
-    def update(self, rows: Iterable[Row], now: float) -> Mapping[ProcessId, float]:
-        """Fractions of one core by process, without those that are seen for the first time. `now` in monotonic seconds."""
+    def update(self, rows: Iterable[ProcessStat], now: float) -> Mapping[ProcessId, float]:
+        """CPU time as a fraction of one core, by process. Processes seen for the first time are left out.
+
+        `now` is monotonic seconds.
+        """
         last: dict[ProcessId, tuple[float, int]] = {}
         before, fractions = self._last, {}
         for row in rows:
@@ -93,8 +155,11 @@ class CpuMeter:
 
 
 def resident_bytes(pids: Iterable[int], proc_root: Path | str = PROC) -> int | None:
-    """Resident bytes of these processes together: what is private of each, and the largest shared part once, so that
-    libraries and data-loader batches in shared memory are not counted once per process. None where none can be read."""
+    """Resident bytes of these processes together. None if none can be read.
+
+    This is the sum of their private pages plus the largest shared part, so that libraries and data-loader batches in shared
+    memory are counted only once.
+    """
     private = shared = 0
     found = False
     for pid in pids:

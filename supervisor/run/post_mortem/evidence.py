@@ -16,7 +16,7 @@ import msgspec
 
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.monitor.cgroup import CgroupReader, KillCount, kill_counts
-from memtop.supervisor.monitor.processes import PROC
+from memtop.supervisor.monitor.processes.proc import PROC
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.run.post_mortem.oom_kills import KillWatch
 from memtop.supervisor.run.record.folder import read_json, write_json

@@ -14,7 +14,7 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.engine import diagnose, diagnose_file
+from memtop.supervisor.diagnosis.diagnose import diagnose, diagnose_file
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind, OomRecord
 from memtop.supervisor.run.post_mortem.error_files import error_files
 from memtop.supervisor.run.post_mortem.evidence import Sight, Witness

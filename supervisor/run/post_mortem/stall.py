@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from memtop.supervisor.diagnosis.engine import diagnose
+from memtop.supervisor.diagnosis.diagnose import diagnose
 from memtop.supervisor.recovery.policy import SURE
 
 _WORDS = re.compile(

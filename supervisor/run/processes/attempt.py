@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from memtop.supervisor.run.processes.process import ProcessId, alive, identify, members, reap_children, send
+from memtop.supervisor.monitor.processes.proc import ProcessId, identify
+from memtop.supervisor.run.processes.process import alive, members, reap_children, send
 from memtop.supervisor.run.record.folder import RunFolder, read_json
 from memtop.supervisor.run.record.journal import Journal, find_journals
 from memtop.supervisor.run.reports import Report

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from memtop.supervisor.monitor.processes import PROC, ProcessId, identify, parent_of
+from memtop.supervisor.monitor.processes.proc import PROC, ProcessId, identify, parent_of
 from memtop.supervisor.run.post_mortem.evidence import address_room
 from memtop.supervisor.wire import RoleMemory
 

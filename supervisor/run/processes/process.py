@@ -10,18 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from memtop.supervisor.errors import RunFolderError
-from memtop.supervisor.monitor.processes import (
-    ProcessGone,
-    ProcessId,
-    SignalRefused,
-    identify,
-    is_alive,
-    run_processes,
-    signal_process,
-)
+from memtop.supervisor.monitor.processes.proc import ProcessId, identify, is_alive
+from memtop.supervisor.monitor.processes.signals import ProcessGone, SignalRefused, signal_process
+from memtop.supervisor.monitor.processes.table import run_processes
 from memtop.supervisor.run.record.folder import read_json, write_json
 
 RANKS_FILE = "ranks.json"
@@ -38,7 +31,7 @@ class RanksFile(msgspec.Struct, frozen=True):
 
 def alive(process: ProcessId | None) -> bool:
     """True while this very process runs; a zombie has ended."""
-    return process is not None and is_alive(process.pid, process.started_ticks)
+    return process is not None and is_alive(process)
 
 
 def send(process: ProcessId, number: signal.Signals) -> bool:
@@ -52,7 +45,7 @@ def send(process: ProcessId, number: signal.Signals) -> bool:
 
 def members(run_folder: Path, attempt: int) -> list[ProcessId]:
     """All living processes of an attempt, whatever their parent or session: proven by the marks in their environment."""
-    return [process.identity for process in run_processes(str(run_folder)) if process.attempt == attempt]
+    return run_processes(str(run_folder), attempt)
 
 
 def record_rank(attempt_folder: Path, pid: int) -> None:
@@ -98,51 +91,3 @@ def reap_children() -> dict[int, int]:
                 break
             ended[pid] = os.waitstatus_to_exitcode(status)
     return ended
-
-
-class TreeProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """One process of a tree that `memtop watch --pid` follows."""
-
-    pid: int
-    parent_pid: int
-    name: str
-    command: str
-    rss_bytes: int | None
-
-
-def process_tree(pid: int) -> list[TreeProcess] | None:
-    """The process and all its living descendants, itself first; None if there is no such process."""
-    try:
-        root = psutil.Process(pid)
-        family = [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return None
-    found = []
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(_tree_process(member))
-    return found or None
-
-
-def _tree_process(process: psutil.Process) -> TreeProcess:
-    with process.oneshot():
-        name = process.name()
-        try:
-            command, rss = " ".join(process.cmdline()) or name, process.memory_info().rss
-        except psutil.AccessDenied:
-            command, rss = name, None
-        return TreeProcess(pid=process.pid, parent_pid=process.ppid(), name=name, command=command, rss_bytes=rss)
-
-
-__all__ = [
-    "ProcessId",
-    "TreeProcess",
-    "alive",
-    "become_subreaper",
-    "identify",
-    "members",
-    "process_tree",
-    "reap_children",
-    "resident_bytes",
-    "send",
-]

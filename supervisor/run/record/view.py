@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from memtop.supervisor.errors import RunFolderError
-from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, boot_time
+from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, ProcessId, boot_time
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt
 from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile, RunningAttempt
-from memtop.supervisor.run.processes.process import RANKS_FILE, ProcessId, RanksFile, alive
+from memtop.supervisor.run.processes.process import RANKS_FILE, RanksFile, alive
 from memtop.supervisor.run.record.checkpoints import newest_checkpoint
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, read_json
 from memtop.supervisor.run.record.ledger import Attempt, Ledger

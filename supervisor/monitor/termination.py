@@ -15,7 +15,7 @@ import msgspec
 from memtop.supervisor import units
 from memtop.supervisor.monitor.meter import Meter, Reader
 from memtop.supervisor.monitor.nvml.holdings import HoldingsReader
-from memtop.supervisor.monitor.processes import ProcessDescriber
+from memtop.supervisor.monitor.processes.facts import ProcessDescriber
 from memtop.supervisor.monitor.processes.proc import ProcessId
 from memtop.supervisor.monitor.processes.signals import (
     KERNEL,
@@ -26,6 +26,7 @@ from memtop.supervisor.monitor.processes.signals import (
     open_process,
     send_signal,
 )
+from memtop.supervisor.monitor.strays import UNFREED_ADVICE
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
@@ -35,7 +36,6 @@ SETTLE_SECONDS = 3.0
 """How long the driver may take to take an ended process off its list."""
 PATIENCE_SECONDS = 1.0
 """How long a signal waits for the driver: a GPU in trouble is a reason to end a process, never one to spare it."""
-UNFREED_ADVICE = "end what shares its GPU context (its parent, its workers); if nobody has the GPU open, only a reset frees it"
 _SETTLE_STEP = 0.1
 # Drivers count in pages of 2 MiB and keep some for themselves: less than this share missing is not worth a word.
 _NEARLY = 0.9

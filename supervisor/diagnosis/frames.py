@@ -1,11 +1,12 @@
-"""In which phase of training it happened, from the traceback's frames."""
+"""What the lines of a traceback show: the phase of training, and whether pinned or shared memory is
+concerned."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-from memtop.supervisor.diagnosis.cleaning import Line
+from memtop.supervisor.diagnosis.text import Line
 
 _BACKWARD = re.compile(
     r"torch[/\\]autograd[/\\]|run_backward|_tensor\.py\", line \d+, in backward|[/\\]tensor\.py\","
@@ -55,7 +56,7 @@ _FORWARD = re.compile(
     r"|nn[/\\]functional\.py|F\.linear\(|torch\.(?:embedding|matmul|bmm|baddbmm)\(|torch[/\\]_(?:refs"
     r"|decomp)[/\\]|flash_attn_func|scaled_dot_product_attention|in training_step\b"
 )
-_RULES = (
+RULES = (
     ("save", _SAVE),
     ("data", _DATA),
     ("optimizer", _OPTIMIZER),
@@ -66,7 +67,7 @@ _RULES = (
     ("forward", _FORWARD),
 )
 _IS_FRAME = re.compile(r"File \"|\.py:\d+|\.py in |line \d+, in |^\s*-+> ?\d+")
-_TOLD = (
+_LOGGED = (
     (
         "load",
         re.compile(
@@ -80,12 +81,17 @@ _TOLD = (
 
 
 def phase_of(context: Sequence[Line]) -> str:
-    """`context` ends with the message. The innermost frame that is known decides, unless what it ran in says more: a forward
-    pass within backward is recomputed there, one within an evaluation is its own."""
+    """The phase of training in which the message that ends `context` was raised, or `unknown`.
+
+    The innermost known frame decides, except where an outer one says more: a forward pass inside
+    backward is a recomputation, and one inside an evaluation belongs to the evaluation.
+    """
     texts = [line.text for line in context]
     found = [name for name in map(_phase_of_line, reversed(texts)) if name is not None]
     if not found:
-        return "unknown" if any(_IS_FRAME.search(text) for text in texts[:-1]) else _told([line.shown for line in context[-9:]])
+        return (
+            "unknown" if any(_IS_FRAME.search(text) for text in texts[:-1]) else _logged([line.shown for line in context[-9:]])
+        )
     innermost = found[0]
     if innermost in ("forward", "loss", "load"):
         for outer in ("backward", "evaluation"):
@@ -99,12 +105,39 @@ def phase_of(context: Sequence[Line]) -> str:
 
 
 def _phase_of_line(text: str) -> str | None:
-    return next((name for name, pattern in _RULES if pattern.search(text)), None)
+    return next((name for name, pattern in RULES if pattern.search(text)), None)
 
 
-def _told(texts: Sequence[str]) -> str:
+def _logged(texts: Sequence[str]) -> str:
     for text in reversed(texts):
-        for name, pattern in _TOLD:
+        for name, pattern in _LOGGED:
             if pattern.search(text):
                 return name
     return "unknown"
+
+
+_PIN_FRAMES = re.compile(
+    r"in pin memory thread|pin_memory\.py|in pin_memory\b|\.pin_memory\(|cuda(?:Host|MallocHost)"
+    r"|CachingHostAllocator|host_allocator"
+)
+_PIN_DEVICE = re.compile(r"pin memory thread for device (\d{1,4})")
+# "OSError: No space left on device" without a path, raised by code that makes files in /dev/shm.
+_SHARED_FRAMES = re.compile(r"multiprocessing[/\\](?:shared_memory|synchronize|heap|reductions?)\.py")
+
+
+def in_pin_thread(context: Sequence[Line]) -> bool:
+    return any("in pin memory thread" in line.text for line in context)
+
+
+def pinned(context: Sequence[Line], following: Sequence[Line]) -> tuple[bool, int | None]:
+    """Whether a device's message is about page-locked host memory, and the device that the thread
+    serves."""
+    if not in_pin_thread(context) and not any(_PIN_FRAMES.search(line.text) for line in [*context[-5:], *following]):
+        return False, None
+    device = next((match for line in context if (match := _PIN_DEVICE.search(line.text))), None)
+    return True, None if device is None else int(device[1])
+
+
+def in_shared_memory(context: Sequence[Line]) -> bool:
+    """Whether the last frames are of code that makes files in /dev/shm."""
+    return any(_SHARED_FRAMES.search(line.text) for line in context[-8:])

@@ -1,33 +1,19 @@
-"""The traps of the failure logs, one by one, each with its opposite where there is one."""
+"""What is easily misread in a log, mostly next to its opposite."""
 
 from __future__ import annotations
 
 import pytest
 
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.engine import diagnose
 from memtop.supervisor.diagnosis.finding import parse_size
 from memtop.supervisor.diagnosis.sentences import size
-from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind
+from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.recovery.offline import remedies_for
 from memtop.supervisor.recovery.policy import SURE
-
-GIB = 1 << 30
-MESSAGE = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.23 GiB. GPU 0 has a total capacity of 19.58 GiB "
-    "of which 1.06 GiB is free. Including non-PyTorch memory, this process has 18.50 GiB memory in use. Of the allocated "
-    "memory 14.94 GiB is allocated by PyTorch, and 3.18 GiB is reserved by PyTorch but unallocated."
-)
-RAISED = f'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n{MESSAGE}\n'
-STEPS = "".join(f"step {number}/9000 | loss 2.{number} | lr 1e-4 | 3.1 it/s\n" for number in range(400))
+from tests.diagnosis.logs import GIB, MESSAGE, RAISED, STEPS, of
 
 
-def of(text: str, **evidence: object) -> Diagnosis:
-    return diagnose([text.encode()], Evidence(**evidence))  # type: ignore[arg-type]
-
-
-def test_the_guides_message_in_full() -> None:
-    """Checklist 3.2, rows 1 to 4, and 4.3."""
+def test_a_complete_message_gives_all_its_figures() -> None:
     found = of(MESSAGE, batch=32, seq_len=252, vocabulary=40960)
     assert found.kind is Kind.GPU_OOM_FRAGMENTED
     assert found.requested_for == "the logits (B 32 x T 252 x V 40960, fp32)"
@@ -36,13 +22,12 @@ def test_the_guides_message_in_full() -> None:
     assert found.other_process_bytes is not None
     assert found.other_process_bytes / GIB == pytest.approx(0.02, abs=0.005)
     assert found.summary == (
-        "GPU 0 ran out of memory: asked for 1.23 GiB (the logits (B 32 x T 252 x V 40960, fp32)), 1.06 GiB was free of "
-        "19.58 GiB; this process held 18.50 GiB (94.5 %); 3.18 GiB was reserved but unallocated, in pieces."
+        "GPU 0 ran out of memory: it requested 1.23 GiB for the logits (B 32 x T 252 x V 40960, fp32), 1.06 GiB was free of "
+        "19.58 GiB; the process held 18.50 GiB (94.5 %); 3.18 GiB was reserved but unallocated (fragmentation)."
     )
 
 
 def test_a_message_that_tells_only_the_request() -> None:
-    """Checklist 3.4, row 1."""
     found = of("CUDA out of memory. Tried to allocate 2.32 GiB", batch=2, seq_len=2048, vocabulary=151936)
     assert found.kind is Kind.GPU_OOM
     assert found.requested_bytes == 2491081032
@@ -73,7 +58,7 @@ def _message(others: str, *, allocated: str = "14.04 GiB", spare: str = "509.85 
     )
 
 
-def test_trap_1_the_named_process_may_be_the_run_itself() -> None:
+def test_the_named_process_can_be_the_run_itself() -> None:
     assert of(_message("Process 3258 has 14.73 GiB memory in use. ")).other_process_pids == ()
     both = of(_message("Process 3258 has 14.73 GiB memory in use. Process 77 has 9.00 GiB memory in use. "))
     assert both.other_process_pids == (77,)
@@ -87,36 +72,36 @@ def test_trap_1_the_named_process_may_be_the_run_itself() -> None:
     assert named.other_process_pids == (77,)
 
 
-def test_trap_2_figures_beyond_the_card_give_no_share() -> None:
+def test_figures_larger_than_the_gpu_give_no_share() -> None:
     wrapped = of(MESSAGE.replace("18.50 GiB", "17179869184.00 GiB"))
     assert wrapped.process_bytes is None
     spilled = of(MESSAGE.replace("18.50 GiB", "25.00 GiB").replace("14.94 GiB", "24.00 GiB"))
     assert "%" not in spilled.summary
 
 
-def test_trap_3_refused_although_there_was_room() -> None:
+def test_a_request_that_is_refused_although_memory_is_free() -> None:
     capped = of(
         "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 4.00 GiB is free. "
         "4.20 GiB allowed; Of the allocated memory 3.90 GiB is allocated by PyTorch, "
         "and 18.74 MiB is reserved by PyTorch but unallocated."
     )
     assert capped.allowed_bytes == parse_size("4.20GiB")
-    assert "may use 4.20 GiB" in capped.summary
+    assert "the program is limited to 4.20 GiB" in capped.summary
     assert (
-        "although there was room"
+        "although that much was free"
         in of(
             "XPU out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 4.00 GiB is free."
         ).summary
     )
 
 
-def test_trap_4_rank_is_not_device_and_the_first_of_several_counts() -> None:
+def test_the_first_of_several_ranks_counts_and_a_rank_is_not_a_device() -> None:
     text = "".join(f"[rank{rank}]: {MESSAGE.replace('GPU 0', f'GPU {device}')}\n" for rank, device in ((3, 1), (1, 0)))
     found = of(text)
     assert (found.rank, found.device_index) == (3, 1)
 
 
-def test_trap_4_messages_of_two_ranks_line_by_line_in_one_another() -> None:
+def test_interleaved_messages_of_two_ranks() -> None:
     def rows(rank: int, request: str) -> list[str]:
         text = MESSAGE.replace("1.23 GiB", request)
         return [f"[rank{rank}]: {text[at : at + 70]}" for at in range(0, len(text), 70)]
@@ -127,7 +112,7 @@ def test_trap_4_messages_of_two_ranks_line_by_line_in_one_another() -> None:
     assert found.reserved_unallocated_bytes == parse_size("3.18GiB")
 
 
-def test_trap_5_pinned_memory_is_the_hosts() -> None:
+def test_pinned_memory_is_host_memory() -> None:
     outer = (
         "RuntimeError: Caught RuntimeError in pin memory thread for device 1.\nOriginal Traceback (most recent call last):\n"
     )
@@ -140,7 +125,7 @@ def test_trap_5_pinned_memory_is_the_hosts() -> None:
     assert device.kind is Kind.GPU_OOM
 
 
-def test_trap_6_no_space_in_shared_memory_or_on_the_disk() -> None:
+def test_no_space_in_shared_memory_or_on_the_disk() -> None:
     assert of("RuntimeError: unable to write to file </torch_12_34_5>: No space left on device (28)").kind is Kind.SHM_EXHAUSTED
     assert of("OSError: [Errno 28] No space left on device: '/data/run/step_100.pt'").kind is Kind.DISK_FULL
     frame = '  File "/usr/lib/python3.11/multiprocessing/synchronize.py", line 57, in __init__\n'
@@ -153,30 +138,30 @@ def test_trap_6_no_space_in_shared_memory_or_on_the_disk() -> None:
 
 
 @pytest.mark.parametrize("text", ["RuntimeError: received 0 items of ancdata", "OSError: [Errno 24] Too many open files: 'x'"])
-def test_trap_7_descriptors_are_not_shared_memory(text: str) -> None:
+def test_file_descriptors_are_not_shared_memory(text: str) -> None:
     assert of(text).reason == "fd_limit"
 
 
-def test_trap_8_ray_follows_to_the_inner_class() -> None:
+def test_an_error_of_ray_is_traced_to_its_cause() -> None:
     outer = "ray.exceptions.RayTaskError(OutOfMemoryError): ray::train() (pid=1, ip=10.0.0.1)\n"
     assert of(outer + MESSAGE).requested_bytes == parse_size("1.23GiB")
     host = of("ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\n")
     assert host.kind is Kind.HOST_OOM_KILLED
 
 
-def test_trap_9_memory_on_the_chip() -> None:
+def test_on_chip_memory_of_a_kernel() -> None:
     text = "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 229440, Hardware limit: 101376. "
     assert of(text + "Reducing block sizes or `num_stages` may help.").reason == "triton_shared_memory"
 
 
-def test_trap_10_a_killed_worker_in_mid_run_and_after_the_end() -> None:
+def test_a_worker_killed_during_the_run_and_after_its_end() -> None:
     line = "RuntimeError: DataLoader worker (pid 130823) is killed by signal: Killed.\n"
     assert of(STEPS + line).kind is Kind.HOST_OOM_KILLED
     assert of(STEPS + "Training completed.\n" + line).reason == "teardown_noise"
     assert of(STEPS + line, exit_status=0).reason == "teardown_noise"
 
 
-def test_trap_11_the_victim_may_be_a_stranger() -> None:
+def test_the_kernels_victim_can_be_another_program() -> None:
     line = "Out of memory: Killed process 4167877 ({name}) total-vm:78782016kB, anon-rss:49186560kB\n"
     assert of(STEPS + line.format(name="MATLAB")).reason == "oom_kill_of_other_process"
     assert of(STEPS + line.format(name="python3")).kind is Kind.HOST_OOM_KILLED
@@ -195,7 +180,7 @@ def test_trap_11_the_victim_may_be_a_stranger() -> None:
         "[2025-03-02 04:11:37,902] [INFO] [launch.py:319:sigkill_handler] Killing subprocess 20411\n",
     ],
 )
-def test_trap_12_the_first_cause_wins(after: str) -> None:
+def test_the_first_cause_wins(after: str) -> None:
     full = "OSError: [Errno 28] No space left on device: '/data/x'\n"
     assert of(full + after).kind is Kind.DISK_FULL
     assert of("[rank2]: " + MESSAGE + "\n" + after).kind is Kind.GPU_OOM_FRAGMENTED
@@ -203,13 +188,13 @@ def test_trap_12_the_first_cause_wins(after: str) -> None:
 
 
 @pytest.mark.parametrize(("words", "reason"), [("PREEMPTION", "preempted"), ("TIME LIMIT", "time_limit")])
-def test_trap_13_a_scheduler_takes_the_job_away(words: str, reason: str) -> None:
+def test_a_scheduler_ends_the_job(words: str, reason: str) -> None:
     text = f"slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2025-01-02T03:04:05 DUE TO {words} ***\n"
     for status in (None, 137, -9):
         assert of(STEPS + text + "srun: error: n1: task 0: Killed\n", exit_status=status).reason == reason
 
 
-def test_trap_14_a_complete_message_and_the_run_went_on() -> None:
+def test_a_complete_message_of_a_run_that_went_on() -> None:
     assert of(f"[WARNING] eval failed: {MESSAGE}\n{STEPS}").reason == "oom_handled"
     assert of(f"{RAISED}{STEPS}").reason == "oom_handled", "a traceback was logged, and 20 kB of steps follow"
     assert of(f"{RAISED}Decreasing batch size to: 16\n{STEPS}").reason == "oom_retried"
@@ -221,18 +206,18 @@ def test_trap_14_a_complete_message_and_the_run_went_on() -> None:
     assert of(f"{RAISED}Decreasing batch size to: 0\n{gave_up}", exit_status=1).kind.of_gpu
 
 
-def test_trap_14_buffered_output_behind_a_traceback_is_no_progress() -> None:
+def test_buffered_output_after_a_traceback_is_not_progress() -> None:
     """A program whose standard output is a file writes its last lines after its error."""
     assert of(RAISED + STEPS[:4000], exit_status=1).kind is Kind.GPU_OOM_FRAGMENTED
     assert of(RAISED + STEPS[:4000]).kind is Kind.GPU_OOM_FRAGMENTED
 
 
-def test_trap_14_what_ended_a_run_that_had_survived() -> None:
+def test_the_failure_that_ended_a_run_after_one_that_it_survived() -> None:
     found = of(f"[WARNING] skipped: {MESSAGE}\n{STEPS}Traceback (most recent call last):\nKeyError: 'labels'\n", exit_status=1)
     assert (found.kind, found.reason) == (Kind.NOT_MEMORY, "python_error")
 
 
-def test_trap_15_asynchronous_errors_tell_no_phase() -> None:
+def test_asynchronous_errors_have_no_phase() -> None:
     frame = '  File "/v/torch/optim/adamw.py", line 600, in _multi_tensor_adamw\n'
     assert of(frame + "RuntimeError: CUDA error: an illegal memory access was encountered\n").phase == "unknown"
     assert of(frame + MESSAGE).phase == "optimizer"
@@ -252,7 +237,7 @@ def test_trap_15_asynchronous_errors_tell_no_phase() -> None:
         "skilled labour, filled buffers, zoom, bloom, room\n",
     ],
 )
-def test_trap_16_mentions_of_memory_are_no_failure(text: str) -> None:
+def test_mentions_of_memory_are_not_a_failure(text: str) -> None:
     found = of(text)
     assert found.kind is Kind.NOT_MEMORY
     assert found.requested_bytes is None
@@ -357,7 +342,7 @@ def test_a_failure_that_was_logged_before_a_good_end_is_no_proof(end: str) -> No
     found = of(CAUGHT + "some other words\n" + end)
     assert found.kind is Kind.GPU_OOM_FRAGMENTED
     assert found.confidence < SURE
-    assert "if it ended there" in found.summary
+    assert "if the program ended there" in found.summary
     assert end.strip() in found.summary
     well = of(CAUGHT + end, exit_status=0)
     assert (well.kind, well.reason) == (Kind.NOT_MEMORY, "oom_handled")

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.monitor.ending import Ended, EndReport, end_and_measure
 from memtop.supervisor.monitor.nvml import NvmlReader
 from memtop.supervisor.monitor.processes.proc import Owners, ProcessId, identify
 from memtop.supervisor.monitor.processes.signals import Kernel
-from memtop.supervisor.monitor.strays import end_processes
+from memtop.supervisor.monitor.termination import Ended, EndReport, end_and_measure, end_processes
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from tests.monitor.conftest import Start
 from tests.nvml_double.double import Script
@@ -70,7 +69,7 @@ def test_a_number_that_was_used_again_is_refused(start: Start) -> None:
     (ended,) = end_processes([other], waits=PATIENT)
     assert ended.outcome == "refused"
     assert ended.signal is None
-    assert "used again" in ended.reason
+    assert "was reused" in ended.reason
     assert process.poll() is None
 
 
@@ -210,7 +209,7 @@ def test_a_number_that_really_was_used_again_is_refused(start: Start) -> None:
     bystander = take_number(chosen.pid, start)
     (ended,) = end_processes([chosen], waits=PATIENT)
     assert ended.outcome == "refused"
-    assert "used again" in ended.reason
+    assert "was reused" in ended.reason
     assert bystander.poll() is None
 
 
@@ -322,7 +321,7 @@ def test_memory_that_stays_under_an_ended_process(start: Start, driver: Script, 
     assert report.returned_bytes == 0
     (holder,) = report.holders
     assert holder.ended
-    assert f"GPU 0: 4.0 GiB still held by pid {process.pid}, which has ended: end what shares" in report.text
+    assert f"GPU 0: 4.0 GiB still held by pid {process.pid}, which has ended: end the processes that share" in report.text
 
 
 def test_memory_that_came_back_needs_no_word_on_the_others(start: Start, driver: Script, reader: NvmlReader) -> None:

@@ -1,0 +1,280 @@
+"""The table of settings: what each field of `Settings` means for a run, for its memory and for people.
+
+Fields of nested structs have rows of their own with dotted names (`lora.r`, `zero.stage`). Every other module asks this table
+which settings may change in a running program, which make another run, which change training and which shape memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from memtop.presets.schema import HostLevel, Settings
+
+Memory = Literal["peak", "host", "disk"]
+"""`peak`: the peak of device memory (on a CPU, of host memory); `host`: host memory only; `disk`: the run's folder."""
+Saves = Callable[[Any, Any], bool]
+HOST_LEVELS: tuple[HostLevel, ...] = get_args(HostLevel)
+"""From most to least host memory."""
+
+
+class Field(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the table."""
+
+    label: str
+    """The name in lists of changes."""
+    unit: str = ""
+    option: str = ""
+    """The command line's option of its own, where it has one next to `--set`."""
+    editable: bool = True
+    """False: `--set` does not take it; it has an option of its own or follows from other settings."""
+    live: Literal["no", "without ZeRO", "always"] = "no"
+    """Whether the built-in trainer can change it at an update boundary."""
+    new_run: str = ""
+    """Why a change makes another run; empty: the run's state goes on with it."""
+    changes_training: bool = False
+    """Whether a change alters what is learnt by more than rounding. Batch, accumulation and processes do so only by their
+    product, the effective batch."""
+    shapes: Memory | None = None
+    """Which memory it shapes."""
+    saves: Saves | None = None
+    """Whether the first value asks for less memory than the second."""
+    saves_much: bool = False
+    """Whether that saving can make up for a larger micro-batch."""
+    bounds: tuple[int, int] | None = None
+    """The least and the largest allowed number."""
+
+
+def _less(one: Any, other: Any) -> bool:
+    return bool(one < other)
+
+
+def _more(one: Any, other: Any) -> bool:
+    return bool(one > other)
+
+
+def _on(one: bool, other: bool) -> bool:
+    return one and not other
+
+
+def _differs(one: Any, other: Any) -> bool:
+    return bool(one != other)
+
+
+def _differs_from(costly: Any) -> Saves:
+    return lambda one, other: one not in (other, costly)
+
+
+def _lower_host_level(one: HostLevel, other: HostLevel) -> bool:
+    return HOST_LEVELS.index(one) > HOST_LEVELS.index(other)
+
+
+def _unpinned(one: bool | None, other: bool | None) -> bool:
+    return one is False and other is not False
+
+
+# Larger numbers are slips, or do not fit where they are stored: torch's seeds, the ledger, JSON.
+_SAMPLES = 1 << 20
+_COUNT = (1 << 31) - 1
+_TOTAL = 1 << 53
+_WIDEST_ADAPTER = 1 << 16
+MOST_UPDATES = _COUNT
+
+FIELDS: dict[str, Field] = {
+    "recipe": Field(label="recipe", editable=False),
+    "preset": Field(label="preset", editable=False),
+    "batch": Field(
+        label="batch",
+        unit="samples per micro-batch and process",
+        option="--batch",
+        live="without ZeRO",
+        shapes="peak",
+        bounds=(1, _SAMPLES),
+    ),
+    "accumulation": Field(
+        label="accumulation",
+        unit="micro-batches per update",
+        option="--accum",
+        live="without ZeRO",
+        bounds=(1, _SAMPLES),
+    ),
+    "world_size": Field(
+        label="processes",
+        editable=False,
+        shapes="host",
+        saves=_differs,
+        saves_much=True,
+        bounds=(1, 1 << 12),
+    ),
+    "zero.stage": Field(label="ZeRO stage", shapes="peak", saves=_more, saves_much=True),
+    "zero.offload_optimizer": Field(label="optimizer offload", shapes="peak", saves=_on, saves_much=True),
+    "zero.offload_parameters": Field(label="parameter offload", shapes="peak", saves=_on, saves_much=True),
+    "gradient_checkpointing": Field(
+        label="checkpointing",
+        live="without ZeRO",
+        shapes="peak",
+        saves=_on,
+        saves_much=True,
+    ),
+    "workers": Field(
+        label="workers",
+        unit="loader processes per training process",
+        live="always",
+        shapes="host",
+        saves=_less,
+        bounds=(0, 1 << 10),
+    ),
+    "host_level": Field(label="host memory", shapes="host", saves=_lower_host_level),
+    "allocator": Field(label="allocator", shapes="peak", saves=_differs),
+    "pin_memory": Field(label="pinned buffers", shapes="host", saves=_unpinned),
+    # Another kind of optimizer converts the moments: `compatibility` reports what is lost.
+    "optimizer": Field(label="optimizer", shapes="peak", saves=_differs_from("adamw"), saves_much=True),
+    "loss_chunk": Field(
+        label="loss_chunk",
+        unit="tokens at one time",
+        shapes="peak",
+        saves=_differs_from(0),
+        saves_much=True,
+    ),
+    "compile": Field(label="torch.compile", shapes="peak"),
+    "device": Field(label="device", shapes="peak"),
+    "seq_len": Field(
+        label="T",
+        unit="tokens per sample",
+        option="--seq-len",
+        changes_training=True,
+        shapes="peak",
+        saves=_less,
+        saves_much=True,
+        bounds=(1, 1 << 24),
+    ),
+    "learning_rate": Field(label="learning rate", unit="per update", changes_training=True),
+    "epochs": Field(label="epochs", unit="passes over the data", changes_training=True),
+    "target_samples": Field(label="length", unit="samples", editable=False, changes_training=True, bounds=(0, _TOTAL)),
+    "precision": Field(label="precision", changes_training=True, shapes="peak"),
+    "warmup_samples": Field(label="warm-up", unit="samples", changes_training=True, bounds=(0, _TOTAL)),
+    "warmup_fraction": Field(label="warm-up share", changes_training=True),
+    "final_learning_rate_fraction": Field(label="last share of the learning rate", changes_training=True),
+    "weight_decay": Field(label="weight decay", changes_training=True),
+    "clip_norm": Field(label="clip norm", changes_training=True),
+    "method": Field(label="method", new_run="other weights are trained", changes_training=True, shapes="peak"),
+    "task": Field(label="task", new_run="the training of another task", changes_training=True, shapes="peak"),
+    "lora.r": Field(
+        label="LoRA r",
+        new_run="adapters of another shape",
+        changes_training=True,
+        shapes="peak",
+        saves=_differs,
+        saves_much=True,
+        bounds=(1, _WIDEST_ADAPTER),
+    ),
+    "lora.alpha": Field(
+        label="LoRA alpha",
+        new_run="the scale alpha / r of the adapters jumps",
+        changes_training=True,
+        bounds=(1, _WIDEST_ADAPTER),
+    ),
+    "lora.dropout": Field(label="LoRA dropout", changes_training=True, shapes="peak", saves=_differs),
+    "lora.targets": Field(
+        label="LoRA targets",
+        new_run="other layers have adapters",
+        changes_training=True,
+        shapes="peak",
+        saves=_differs,
+        saves_much=True,
+    ),
+    "model": Field(
+        label="model",
+        new_run="another model: its state does not fit",
+        changes_training=True,
+        shapes="peak",
+        saves=_differs,
+        saves_much=True,
+    ),
+    "data": Field(
+        label="data",
+        new_run="other data: the position in it means nothing there",
+        changes_training=True,
+        shapes="peak",
+    ),
+    "seed": Field(label="seed", new_run="another order of the samples", changes_training=True, bounds=(0, _COUNT)),
+    "save_every": Field(label="save_every", unit="updates", bounds=(1, _COUNT)),
+    # An evaluation with the training's own batch adds nothing to the peak.
+    "eval_every": Field(label="eval_every", unit="updates", saves=_differs, bounds=(0, _COUNT)),
+    "eval_batch": Field(
+        label="eval_batch",
+        unit="samples per micro-batch and process",
+        live="always",
+        shapes="peak",
+        saves=_differs,
+        bounds=(0, _SAMPLES),
+    ),
+    "save_total_limit": Field(label="save_total_limit", unit="states", shapes="disk", bounds=(1, _COUNT)),
+    "load_best_at_end": Field(label="load_best_at_end"),
+    "log_every": Field(label="log_every", unit="updates", bounds=(1, _COUNT)),
+    "trackers": Field(label="trackers"),
+}
+
+LIVE = tuple(name for name, field in FIELDS.items() if field.live != "no")
+"""Settings that the built-in trainer can change at an update boundary."""
+OPTIONS = {name: field.option for name, field in FIELDS.items() if field.option}
+
+
+def value_of(settings: Settings, name: str) -> Any:
+    """The value of a row; None for the rows of a nested struct that the settings do not have.
+
+    The targets of LoRA are sorted: their order means nothing.
+    """
+    value: Any = settings
+    for part in name.split("."):
+        value = None if value is None else getattr(value, part)
+    return tuple(sorted(set(value))) if name == "lora.targets" and value is not None else value
+
+
+def row_of(key: str) -> str:
+    """The row of a `--set` key: `lora.r` has one of its own, `model.path` belongs to `model`."""
+    return key if key in FIELDS else key.partition(".")[0]
+
+
+def differing(before: Settings, after: Settings) -> list[str]:
+    """The rows whose values differ, in the order of the table."""
+    return [name for name in FIELDS if value_of(before, name) != value_of(after, name)]
+
+
+def not_live(settings: Settings, names: Iterable[str]) -> list[str]:
+    """Those of `names` that the program with these settings cannot change while it runs."""
+    allowed = ("always",) if settings.zero.stage else ("always", "without ZeRO")
+    return [name for name in names if FIELDS[name].live not in allowed]
+
+
+def can_change_live(before: Settings, after: Settings) -> bool:
+    """Whether a program with `before` can take up `after` while it runs."""
+    return not not_live(before, differing(before, after))
+
+
+def training_unchanged(before: Settings, after: Settings) -> bool:
+    """Whether every update stays what it was, up to rounding."""
+    names = differing(before, after)
+    return before.effective_batch == after.effective_batch and not any(FIELDS[name].changes_training for name in names)
+
+
+def memory_shape(settings: Settings, *shapes: Memory) -> dict[str, Any]:
+    """The values that shape these kinds of memory; `eval_batch` counts only if the run evaluates."""
+    values = {name: value_of(settings, name) for name, field in FIELDS.items() if field.shapes in shapes}
+    if "eval_batch" in values and not settings.eval_every:
+        values["eval_batch"] = 0
+    return values
+
+
+def saves_memory(after: Settings, before: Settings, *, much: bool = False) -> bool:
+    """Whether a setting of `after` asks for less memory than in `before`.
+
+    `much`: look only at the settings that save enough to make up for a larger micro-batch.
+    """
+    return any(
+        field.saves(value_of(after, name), value_of(before, name))
+        for name, field in FIELDS.items()
+        if field.saves is not None and (field.saves_much or not much)
+    )

@@ -1,0 +1,285 @@
+"""What a log says: every failure that it reports, in order, and which of them ended the program."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from memtop.supervisor.diagnosis import allocator, frames, memory_patterns, other_patterns
+from memtop.supervisor.diagnosis.aftermath import Progress, is_mild, went_on
+from memtop.supervisor.diagnosis.finding import SUSPECTED, Finding, Weight, both_ends
+from memtop.supervisor.diagnosis.text import Line, Page, View
+from memtop.supervisor.diagnosis.values import Kind
+
+PATTERNS = (*memory_patterns.PATTERNS, *other_patterns.PATTERNS)
+_TEARDOWN = "teardown_noise"
+
+
+@dataclass(frozen=True)
+class Reading:
+    page: Page
+    cause: Finding | None
+    """What ended the program, as far as the log says."""
+    survived: tuple[tuple[Finding, str], ...]
+    """The failures after which the program went on, each with a reason of `sentences.REASONS`."""
+    findings: tuple[Finding, ...]
+
+
+def read(page: Page, member_pids: frozenset[int] = frozenset(), *, failed: bool = False) -> Reading:
+    """Read the log. `member_pids` are the run's processes; `failed`: the program is known to have
+    failed."""
+    findings = _findings(page, member_pids)
+    fatal, survived = [], []
+    progress = Progress(page)
+    for index, finding in enumerate(findings):
+        how = (
+            _TEARDOWN
+            if progress.completed and _is_worker_death(page, finding)
+            else went_on(page, progress, finding, _until(page, findings, index), failed=failed)
+        )
+        if how is None:
+            fatal.append(finding)
+        else:
+            survived.append((finding, how))
+    if any(how == _TEARDOWN for _, how in survived):
+        fatal = [finding for finding in fatal if finding.weight >= Weight.CAUSE]
+    cause = min(fatal, key=lambda finding: (-finding.weight, finding.line), default=None)
+    return Reading(page, _with_most_figures(cause, fatal), tuple(survived), tuple(findings))
+
+
+def _until(page: Page, findings: list[Finding], index: int) -> int:
+    """The line where the next failure begins: the progress up to there was made after this one."""
+    this = findings[index]
+    return next(
+        (other.line for other in findings[index + 1 :] if other.line > this.last_line and other.weight >= Weight.CAUSE),
+        len(page.lines),
+    )
+
+
+def _is_worker_death(page: Page, finding: Finding) -> bool:
+    return finding.kind in (Kind.HOST_OOM_KILLED, Kind.SHM_EXHAUSTED) and "DataLoader worker" in page.lines[finding.line].text
+
+
+def _with_most_figures(cause: Finding | None, fatal: list[Finding]) -> Finding | None:
+    """The report of the same failure that prints the most. A failure is often printed more than
+    once, first by the code that passes it on; the phase is taken from the report that has one."""
+    if cause is None:
+        return None
+    same = [other for other in fatal if other.kind is cause.kind or (other.kind.of_gpu and cause.kind.of_gpu)]
+    if cause.kind is Kind.HOST_OOM_KILLED and cause.phase == "unknown":
+        phase = next((other.phase for other in same if other.phase != "unknown"), "unknown")
+        return replace(cause, phase=phase)
+    if not cause.kind.of_gpu or cause.figures.known > 1:
+        return cause
+    requested = cause.figures.requested
+    fuller = (other for other in same if other.figures.known > cause.figures.known)
+    return next((other for other in fuller if requested in (None, other.figures.requested)), cause)
+
+
+def _findings(page: Page, member_pids: frozenset[int]) -> list[Finding]:
+    """One finding for each line that reports a failure."""
+    best: dict[int, Finding] = {}
+    for view in page.views:
+        for finding in _of_view(view, page, member_pids):
+            known = best.get(finding.line)
+            # Of one line's findings, keep the one that says more; of equals the first, whose
+            # pattern is more special.
+            if known is None or _worth(finding) > _worth(known):
+                best[finding.line] = finding
+    for finding in _python_errors(page, best):
+        best[finding.line] = finding
+    for finding in _not_a_number(page):
+        best.setdefault(finding.line, finding)
+    return [_placed(page, best[line]) for line in sorted(best)]
+
+
+def _worth(finding: Finding) -> tuple[int, int]:
+    return finding.weight, finding.figures.known
+
+
+def _of_view(view: View, page: Page, member_pids: frozenset[int]) -> Iterator[Finding]:
+    yield from allocator.find(view)
+    for pattern in PATTERNS:
+        yield from pattern.find(view)
+    yield from _memory_errors(view)
+    yield from _kernel_kills(view, page, member_pids)
+    yield from _bare_killed(view)
+
+
+_WITHOUT_PHASE = frozenset({"keyboard_interrupt", "sigterm", "nccl_timeout", "nccl_error", "port_in_use", "invalid_device"})
+# Errors that CUDA reports wherever the program happens to be: the traceback does not give their
+# phase.
+_ASYNCHRONOUS = frozenset({"illegal_memory_access", "device_side_assert", "gpu_lost", "cuda_error"})
+
+
+def _placed(page: Page, finding: Finding) -> Finding:
+    """The finding with its phase, and as pinned or shared memory where only the traceback shows
+    that."""
+    context = page.context(finding.line)
+    if finding.kind is Kind.GPU_OOM and finding.figures.known == 0:
+        pinned, device = frames.pinned(context, page.lines[finding.line + 1 : finding.line + 9])
+        if pinned:
+            finding = replace(finding, kind=Kind.PINNED_HOST_OOM, figures=replace(finding.figures, device_index=device))
+    if finding.kind is Kind.DISK_FULL and frames.in_shared_memory(context):
+        finding = replace(finding, kind=Kind.SHM_EXHAUSTED, phase="data")
+    if finding.kind is Kind.NOT_MEMORY and finding.weight is Weight.ERROR and is_mild(page.lines[finding.line]):
+        finding = replace(finding, weight=Weight.HINT)
+    return finding if finding.phase is not None else replace(finding, phase=_phase(finding, context))
+
+
+def _phase(finding: Finding, context: list[Line]) -> str:
+    if finding.reason in _WITHOUT_PHASE or finding.weight < Weight.BROKEN or finding.kind is Kind.HOST_OOM_KILLED:
+        return "unknown"
+    if finding.reason in _ASYNCHRONOUS:
+        return "data" if frames.in_pin_thread(context) else "unknown"
+    return frames.phase_of(context)
+
+
+# --- what needs more than a pattern ----------------------------------------------------------------
+
+_MEMORY_ERROR = re.compile(r"(?:[\w.]+\.)?_?(?:Array|Arrow)?MemoryError(?::.*)?$")
+
+
+def _memory_errors(view: View) -> Iterator[Finding]:
+    """Python's MemoryError, which mostly has no message."""
+    if "MemoryError" not in view.text:
+        return
+    found = [index for index, line in enumerate(view.lines) if _is_memory_error(line.text)]
+    yield from both_ends(found, lambda index: Finding(Kind.HOST_OOM_ALLOC, line=index, last_line=index))
+
+
+def _is_memory_error(text: str) -> bool:
+    return "MemoryError" in text and "OutOfMemoryError" not in text and _MEMORY_ERROR.match(text) is not None
+
+
+VICTIM = re.compile(r"Kill(?:ed)?process(\d{1,10}),?\(([^)]{1,40})\)|oom-kill:.{0,400}?task=([^,]{1,40}),pid=(\d{1,10})")
+_MOST_VICTIMS = 60
+_OURS = re.compile(
+    r"python|pt_data|pt_main|torchrun|deepspeed|ray::|train|accelerate|jupyter|ipykernel|mpirun|horovod", re.IGNORECASE
+)
+_NAMED_PIDS = re.compile(
+    r"\bpid[=:( ]\s*(\d{2,10})|worker \(pid\(?s?\)? (\d{2,10})|local_rank: \d+ \(pid: (\d+)|Process (\d{2,10})\b"
+)
+
+
+def _kernel_kills(view: View, page: Page, member_pids: frozenset[int]) -> Iterator[Finding]:
+    """The kernel's records. The victim can be another program: compare its pid, or else its
+    name."""
+    matches = list(VICTIM.finditer(view.text))
+    if len(matches) > _MOST_VICTIMS:
+        matches = matches[: _MOST_VICTIMS // 2] + matches[-_MOST_VICTIMS // 2 :]
+    if not matches:
+        return
+    # The lines of the records themselves, which can be folded.
+    indices = {
+        index for match in matches for index in range(view.line_at(match.start()) - 1, view.line_at(match.end() - 1) + 3)
+    }
+    known = member_pids | _pids(line.text for index, line in enumerate(page.lines) if index not in indices)
+    for match in matches:
+        pid, name = int(match[1] or match[4]), match[2] or match[3]
+        line = view.line_at(match.start())
+        ours = pid in known or (not member_pids and bool(_OURS.search(name)))
+        yield Finding(
+            kind=Kind.HOST_OOM_KILLED if ours else Kind.NOT_MEMORY,
+            reason=None if ours else "oom_kill_of_other_process",
+            confidence=0.97 if ours else 0.8,
+            weight=Weight.CAUSE if ours else Weight.TERMINATED,
+            phase="data" if name.startswith("pt_data") else "unknown",
+            line=line,
+            last_line=line,
+        )
+
+
+def _pids(texts: Iterable[str]) -> set[int]:
+    found: set[int] = set()
+    for text in texts:
+        if "pid" in text or "Process" in text:
+            found |= {int(number) for groups in _NAMED_PIDS.findall(text) for number in groups if number}
+    return found
+
+
+_KILLED_LINE = re.compile(r"Killed(?:: 9)?$|zsh: killed\b|Killed (?!process\b)\S+ ?\S{0,40}$")
+
+
+def _bare_killed(view: View) -> Iterator[Finding]:
+    """The one word that a shell prints, perhaps followed by the command."""
+    if "illed" not in view.text:
+        return
+    found = [index for index, line in enumerate(view.lines) if "illed" in line.text and _KILLED_LINE.match(line.text)]
+    yield from both_ends(
+        found,
+        lambda index: Finding(
+            Kind.HOST_OOM_KILLED,
+            confidence=SUSPECTED,
+            weight=Weight.KILLED,
+            phase="unknown",
+            line=index,
+            last_line=index,
+        ),
+    )
+
+
+_MOST_ERRORS = 60
+_ERROR_LINE = re.compile(
+    r"((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupted|NotFound|Failure|Timeout|Expired"
+    r"|StopIteration))(?::(?:\s|$)|$)"
+)
+# Exceptions that others raise when one process has failed, or that wrap the actual error.
+_AROUND = re.compile(
+    r"(?:.*\.)?(?:ChildFailedError|SignalException|DistBackendError|DistNetworkError|DistStoreError"
+    r"|BrokenPipeError|ConnectionResetError"
+    r"|ConnectionRefusedError|EOFError|CalledProcessError|ProcessExitedException"
+    r"|ProcessRaisedException|RayTaskError|RayActorError|ActorDiedError"
+    r"|WorkerCrashedError|BrokenProcessPool|TerminatedWorkerError|OutOfMemoryError|MemoryError"
+    r"|ResourceExhaustedError|XlaRuntimeError|JaxRuntimeError)$"
+)
+_AROUND_WORDS = re.compile(
+    r"DataLoader worker|Caught \w+ in |died unexpectedly|exited unexpectedly|[Oo]ut of memory|SIGKILL|exit code:? (?:137|-9)\b"
+)
+_LEADERS = re.compile(r"^(?:- |\* |`|E\s{2,}|[A-Z]\d{4} |\S{1,80} ERROR:?\s|ERROR:?\s|\[ERROR\]\s|\[rank\d+\]:?\s?)+")
+_DATA = re.compile(
+    r"torch/utils/data/|datasets/|data\.reraise\(\)|in DataLoader worker process|webdataset"
+    r"|LibsndfileError|UnidentifiedImageError|JSONDecodeError|UnicodeDecodeError|ArrowInvalid"
+    r"|BadZipFile|EmptyDataError|ParserError"
+)
+_CONFIG = re.compile(r"deepspeed/|accelerate/|argparse|hydra|omegaconf|config", re.IGNORECASE)
+_CONFIG_WORDS = re.compile(
+    r"not (?:yet )?supported|must be|should be|required|[Ii]nvalid|incompatible|unknown|not recognized|config", re.IGNORECASE
+)
+
+
+def _python_errors(page: Page, known: Container[int]) -> list[Finding]:
+    """The last line of any exception, except on the `known` lines, where a pattern has matched."""
+    candidates = [
+        index
+        for index, line in enumerate(page.lines)
+        if index not in known and not line.bar and any(part in line.text for part in ("rror", "xception", "Timeout"))
+    ]
+    return both_ends(candidates, lambda index: _python_error(page, index), _MOST_ERRORS)
+
+
+def _python_error(page: Page, index: int) -> Finding | None:
+    text = page.lines[index].text
+    match = _ERROR_LINE.match(_LEADERS.sub("", text))
+    if match is None or _AROUND.match(match[1]) or _AROUND_WORDS.search(text) or "Warning" in match[1]:
+        return None
+    above = "\n".join(each.text for each in page.context(index, 30))
+    reason, phase, confidence = "python_error", None, 0.8
+    if _DATA.search(above):
+        reason, phase, confidence = "data_error", "data", 0.85
+    elif "AssertionError" in match[1] and _CONFIG.search(above) and _CONFIG_WORDS.search(text):
+        reason, phase = "config_error", "unknown"
+    return Finding(Kind.NOT_MEMORY, reason, confidence, Weight.ERROR, phase, line=index, last_line=index)
+
+
+_NAN = re.compile(r"(?:loss|grad_norm|ppl|perplexity)['\"]?\s*[:=]\s*-?nan\b", re.IGNORECASE)
+
+
+def _not_a_number(page: Page) -> Iterator[Finding]:
+    """A metric that is nan, in the last 40 lines only: an earlier one can be a step that was
+    skipped."""
+    for index in range(max(0, len(page.lines) - 40), len(page.lines)):
+        if _NAN.search(page.lines[index].text):
+            yield Finding(Kind.NOT_MEMORY, "loss_nan", 0.6, Weight.HINT, "unknown", line=index, last_line=index)
+            return
