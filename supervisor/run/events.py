@@ -84,8 +84,6 @@ class AgentAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
     """A supervisor begins: what it found in the run's folder. Reports of the newest attempt follow, then `Replayed`."""
 
-    pid: int
-    """Its own."""
     attempts: tuple[Attempt, ...] = ()
     has_program: bool = True
     """False where the newest attempt is open in the ledger and its program was never started."""
@@ -173,6 +171,13 @@ class StoodStill(msgspec.Struct, frozen=True, tag="stood_still"):
     """After these words in its output nothing was heard from the program for too long."""
 
     words: str
+
+
+class LeftoversFound(msgspec.Struct, frozen=True, kw_only=True, tag="leftovers_found"):
+    """Processes that the program left behind get a signal."""
+
+    name: str
+    count: int
 
 
 class Signalled(msgspec.Struct, frozen=True, kw_only=True, tag="signalled"):
@@ -286,6 +291,7 @@ Occurrence = (
     | LeftoversCleared
     | Examined
     | StoodStill
+    | LeftoversFound
     | Signalled
     | Sampled
     | SamplingFailed

@@ -22,7 +22,6 @@ from memtop.supervisor.run.reports import End, Evaluated, MemoryRecord, Oom, Set
 from memtop.supervisor.wire import Change, Checkpoint, Configuration, Phase
 
 
-
 def outcome(
     log: LogEnd, end: End | None, status: int | None, phase: Phase, *, external: bool, end_rank: int = 0
 ) -> tuple[Phase, str | None, dict[str, Any] | None]:

@@ -15,10 +15,11 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.run.effects import AddEvent, AskRanks, Effect, SaveState
-from memtop.supervisor.run.events import AgentAnswer, Now, Sampled, StateFile, States
+from memtop.supervisor.run.events import AgentAnswer, Now, Sampled, States
 from memtop.supervisor.run.pending_restart import PendingRestart
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.configurations import Configurations
+from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.stop_ladder import StopLadder, Waits
 from memtop.supervisor.run.trial import TrialState
 from memtop.supervisor.wire import Advice, Change, Checkpoint, Event, Phase, Proposal, Trend
@@ -236,7 +237,6 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """By topic."""
     announced: frozenset[tuple[str, float]] = frozenset()
     """Events that an earlier supervisor made of this attempt's reports: their kind, and the report's time."""
-
 
     @property
     def checkpoint(self) -> Checkpoint | None:

@@ -3,6 +3,8 @@ holds, or for space on the disk. Then it begins, or finds that it cannot and say
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -90,6 +92,14 @@ class PendingRestart(msgspec.Struct, frozen=True, kw_only=True):
             if before is not None and gpu.used_bytes is not None and gpu.used_bytes > before + _TOLERANCE_BYTES:
                 found.append((gpu, gpu.used_bytes - before))
         return found
+
+
+def free_bytes(folder: Path) -> int | str:
+    """Bytes free on the disk of a folder, or why that cannot be read."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError as error:
+        return f"{folder}: its free space cannot be read: {error.strerror}"
 
 
 def _disk_problem(folder: str, free: int | str, needed: int) -> str | None:

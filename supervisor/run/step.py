@@ -13,6 +13,7 @@ from memtop.supervisor.run.events import (
     Launched,
     LaunchRefused,
     LeftoversCleared,
+    LeftoversFound,
     Now,
     Occurrence,
     Opened,
@@ -54,7 +55,7 @@ def step(model: Model, event: Occurrence, now: Now) -> tuple[Model, tuple[Effect
     return (replace(after, effects=()), after.effects) if after.effects else (after, ())
 
 
-def _after(model: Model, event: Occurrence) -> Model:  # noqa: PLR0911 - one line for each event
+def _after(model: Model, event: Occurrence) -> Model:
     match event:
         case Reported():
             return reports.reported(model, event)
@@ -96,6 +97,8 @@ def _after_attempt_event(model: Model, event: Occurrence) -> Model:
             return ending.leftovers_cleared(model, event)
         case Examined():
             return ending.examined(model, event)
+        case LeftoversFound(name=name, count=count):
+            return note(model, "leftovers", f"{name} to {count} processes that the program left behind")
         case StoodStill():
             return stopping.stood_still(model, event)
         case Signalled():

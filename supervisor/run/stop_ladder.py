@@ -81,7 +81,7 @@ class StopLadder(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, asking=False, rungs=tuple(left), deadline=until, interrupted_until=interrupted), rung
 
     def patience(self, now: float) -> tuple[float, float]:
-        """Seconds that the program's leftovers are given: those of its group without a signal, then all of them after SIGTERM."""
+        """Seconds for what the program left behind: its group without a signal, then everything after SIGTERM."""
         return max(0.0, self.interrupted_until - now), self.waits.terminate
 
 

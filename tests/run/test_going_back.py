@@ -9,9 +9,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from memtop.supervisor.run.lifecycle import Lifecycle
 
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
-from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.record.checkpoints import newest_checkpoint
 from memtop.supervisor.run.record.rollback import gone_back, hold, let_go, state_at
 from memtop.supervisor.run.supervisor import Supervisor

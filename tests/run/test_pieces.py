@@ -21,6 +21,10 @@ from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
+from memtop.supervisor.run.commands import Commands
+from memtop.supervisor.run.ending import finish
+from memtop.supervisor.run.lifecycle import Lifecycle
+from memtop.supervisor.run.taking_over import take_over
 from msgspec.structs import replace
 
 from memtop.presets import load_presets, load_recipes, resolve
@@ -28,9 +32,6 @@ from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.clients.publish import Publisher
 from memtop.supervisor.run.clients.server import ControlServer, socket_path
-from memtop.supervisor.run.commands import Commands
-from memtop.supervisor.run.ending import finish
-from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.processes import shim
 from memtop.supervisor.run.processes.attempt import ExitFile, RunningAttempt, StopLadder, Waits
 from memtop.supervisor.run.processes.launch import allocator_environment
@@ -51,7 +52,6 @@ from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.view import known_runs, read_run, read_state, show
 from memtop.supervisor.run.reports import End, Step
 from memtop.supervisor.run.supervisor import Supervisor
-from memtop.supervisor.run.taking_over import take_over
 from memtop.supervisor.wire import Change, Checkpoint, Event, Outcome, Phase, Restart
 from tests.run.reported import heard, reported
 

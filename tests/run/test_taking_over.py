@@ -14,6 +14,10 @@ from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
+from memtop.supervisor.run.ending import finish
+from memtop.supervisor.run.intake import read_reports
+from memtop.supervisor.run.proposing import tried
+from memtop.supervisor.run.taking_over import take_over
 
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
@@ -22,19 +26,15 @@ from memtop.supervisor.recovery.policy import decide
 from memtop.supervisor.run.clients.client import ask
 from memtop.supervisor.run.clients.publish import Publisher
 from memtop.supervisor.run.clients.server import ControlServer
-from memtop.supervisor.run.ending import finish
-from memtop.supervisor.run.intake import read_reports
 from memtop.supervisor.run.pending_restart import Waiting
 from memtop.supervisor.run.post_mortem import examine as autopsy
 from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile
-from memtop.supervisor.run.proposing import tried
 from memtop.supervisor.run.record.configurations import Start
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.view import known_runs, needs_supervisor, read_state
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.run.supervisor import Supervisor
-from memtop.supervisor.run.taking_over import take_over
 from memtop.supervisor.wire import Change, Phase, RunState, Stop
 from tests.conftest import Runs
 from tests.run.reported import reported

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from memtop.supervisor.run.lifecycle import Lifecycle
 from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
@@ -16,7 +17,6 @@ from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.recovery.values import Forecast
-from memtop.supervisor.run.lifecycle import Lifecycle
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, Comeback, Waiting
 from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.wire import Change, Phase, Proposal, Trial

@@ -117,9 +117,7 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         if last is not None and last.configuration.outcome is None:
             ended = replace(last.configuration, outcome="replaced")
             now = now._put(replace(last, configuration=ended, starts=_saved(last.starts, saved)))
-        shown = Configuration(
-            number=self._next_number, attempt=attempt, started=started, reason=reason, settings=settings
-        )
+        shown = Configuration(number=self._next_number, attempt=attempt, started=started, reason=reason, settings=settings)
         return now._begin(Record(configuration=shown, allocator=allocator, starts=(start,)))
 
     def change(
@@ -127,8 +125,8 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
     ) -> Configurations:
         """The running program goes on with other settings from this update on.
 
-        `died`: what the settings before ran out of, if they did; `reported`: the attempt and the time of the report. A report that
-        is known already changes nothing.
+        `died`: what the settings before ran out of, if they did; `reported`: the attempt and the time of the report. A report
+        that is known already changes nothing.
         """
         last = self.present
         assert last is not None, "settings change within an attempt"
@@ -155,9 +153,7 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
             return self
         return self._put(replace(last, configuration=replace(last.configuration, since_update=update + 1)))
 
-    def end(
-        self, outcome: str, update: int | None, saved: int | None, *, died_of_memory: bool = False
-    ) -> Configurations:
+    def end(self, outcome: str, update: int | None, saved: int | None, *, died_of_memory: bool = False) -> Configurations:
         """The present one is over after this update."""
         last = self.present
         if last is None:

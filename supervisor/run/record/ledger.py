@@ -91,6 +91,7 @@ class Ledger:
     """Opened for writing by the supervisor, read-only by everyone else."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self.path = path
         if read_only:
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)
         else:

@@ -112,11 +112,14 @@ def _settings_changed(model: Model, report: SettingsChanged) -> Model:
 
 
 def _kind_of_failure(model: Model, update: int) -> str:
-    """What the trainer ran out of that went on with less from this update on. Journals are read one after the other: the failure
-    may be in one that comes later; then it is that of where the run trains."""
+    """What the trainer ran out of before it went on with less from this update on.
+
+    Journals are read one after the other, and the failure may be in a later one: then it is that of where the run trains.
+    """
     failures = [report for _, report in model.progress.failures if (report.update or 0) >= update - 1]
     on_gpu = failures[-1].device_uuid is not None if failures else model.on_gpu
-    return (Kind.GPU_OOM if on_gpu else Kind.HOST_OOM_ALLOC).value
+    kind = Kind.GPU_OOM if on_gpu else Kind.HOST_OOM_ALLOC
+    return str(kind.value)
 
 
 def put_back(model: Model, before: Settings, reason: str) -> Model:

@@ -58,12 +58,12 @@ def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
 
 def examined(model: Model, event: Examined) -> Model:
     """The post-mortem is finished."""
-    if model.attempt is None or model.attempt.stage is not Stage.EXAMINING or model.verdict is None:
+    verdict = model.verdict
+    if model.attempt is None or model.attempt.stage is not Stage.EXAMINING or verdict is None:
         return model
     found = event.diagnosis
     if event.problem is not None:
         model = note(model, "warning", event.problem)
-    verdict = model.verdict
     diagnosis, cause = explain.with_cause(found, verdict.diagnosis, verdict.reason)
     # A program that reports itself what is not saved knows it best.
     reason = explain.not_saved(model.progress.end) or cause

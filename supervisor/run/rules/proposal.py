@@ -86,7 +86,7 @@ def _remedies(model: Model, diagnosis: Diagnosis, facts: Facts, host: HostFacts)
             command=model.run.command,
             loader_workers=facts.has_loader_workers,
             on_gpu=model.on_gpu,
-            leaks=tuple(trend.what for trend in that_filled(model.trends, diagnosis.kind)),
+            leaks=tuple(trend.subject for trend in that_filled(model.trends, diagnosis.kind)),
         )
         return remedies(diagnosis, None, run=model.run.name, seen=seen, allocator=present, host=host)
     return remedies(
@@ -106,9 +106,7 @@ def _remedies(model: Model, diagnosis: Diagnosis, facts: Facts, host: HostFacts)
     )
 
 
-def _last_advice(
-    model: Model, diagnosis: Diagnosis, settings: Settings, facts: Facts, host: HostFacts
-) -> tuple[str, ...]:
+def _last_advice(model: Model, diagnosis: Diagnosis, settings: Settings, facts: Facts, host: HostFacts) -> tuple[str, ...]:
     return last_advice(
         situation_of(
             diagnosis,
@@ -151,7 +149,7 @@ def _base_bytes(model: Model) -> int | None:
 
 
 def _others_bytes(model: Model, diagnosis: Diagnosis, facts: Facts) -> int | None:
-    """What other programs hold where the run trains: of a GPU what was taken before the run, of the host what is taken after."""
+    """What other programs hold where the run trains: of a GPU what was taken before the run, of the host what is taken now."""
     if model.on_gpu:
         if diagnosis.other_process_bytes is not None:
             return diagnosis.other_process_bytes

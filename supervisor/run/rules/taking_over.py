@@ -27,19 +27,16 @@ _UNSTARTED = "its supervisor ended before it could start it"
 
 def opened(model: Model, event: Opened) -> Model:
     """Know again what an earlier supervisor knew; the reports of the newest attempt are repeated next."""
-    rows = list(event.attempts)
     model = replace(model, configurations=Configurations(records=event.records), states=event.states)
-    if rows:
-        model = replace(model, newest_number=rows[-1].number)
-    if rows and rows[-1].ended is None and not event.has_program:
-        unstarted = rows.pop()
-        model = emit(model, CloseUnstarted(number=unstarted.number, why=_UNSTARTED))
-        if not rows:
-            rows = [replace(unstarted, ended=model.now.time, outcome="failed", diagnosis={"summary": _UNSTARTED})]
-    if not rows:
+    newest = newest_started(event.attempts, has_program=event.has_program)
+    if newest is None:
         return _begin(model, event.change or Change(), Cause.START)
-    started = [row for row in rows if (row.diagnosis or {}).get("started", True)]
-    newest = started[-1] if started else rows[-1]
+    last = event.attempts[-1]
+    model = replace(model, newest_number=last.number)
+    if not event.has_program:
+        model = emit(model, CloseUnstarted(number=last.number, why=_UNSTARTED))
+        if newest is last:
+            newest = replace(last, ended=model.now.time, outcome="failed", diagnosis={"summary": _UNSTARTED})
     # state.json of the attempt before: its supervisor was killed before it could write that it had started this one.
     state = event.state if event.state is not None and event.state.run.attempt == newest.number else None
     model = _remember(model, newest, event, state)
@@ -52,6 +49,16 @@ def opened(model: Model, event: Opened) -> Model:
         trial=event.trial,
     )
     return replace(model, opening=opening)
+
+
+def newest_started(attempts: tuple[Row, ...], *, has_program: bool) -> Row | None:
+    """The attempt that the run is at: the newest whose program was started, or if none was the newest; None if there is none.
+
+    `has_program`: whether the program of the newest attempt was started, where the ledger does not have its end.
+    """
+    known = attempts if has_program else attempts[:-1]
+    started = [row for row in known if (row.diagnosis or {}).get("started", True)]
+    return started[-1] if started else attempts[-1] if attempts else None
 
 
 def _remember(model: Model, row: Row, event: Opened, state: StateFile | None) -> Model:

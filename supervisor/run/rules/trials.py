@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.recovery.batch_trial import Update
 from memtop.supervisor.run import explain, trial
 from memtop.supervisor.run.effects import Reply, SaveState
 from memtop.supervisor.run.events import Answered
@@ -26,17 +25,12 @@ def begin(model: Model, client: int, request: Try) -> tuple[Model, str | None]:
     trial.check_request(model.run.name, facts, model.trial)
     change = trial.proposed(model.advice) if request.change is None else request.change
     before, after = model.settings, attempts.foreseen(model, change)
-    present = model.configurations.present
     assert before is not None
     assert after is not None
-    assert present is not None, "a run that trains has a configuration"
     failed = prevention.failed_batches(model)
     why = trial.refusal(before, after, lambda batch: prevention.forecast(model, batch), failed)
-    number = present.configuration.number
     waiting = None if why is not None else client
-    state, actions = trial.begin(
-        change, after, number, facts, model.now.time, refused=why, client=waiting, request=request.id
-    )
+    state, actions = trial.begin(change, after, facts, model.now.time, refused=why, client=waiting, request=request.id)
     return _perform(replace(model, trial=state), actions), why
 
 
@@ -47,21 +41,11 @@ def after_report(model: Model, rank: int, report: Report) -> Model:
         return model
     match report:
         case Oom():
-            text = f"update {report.update}: {report.message}"
-            return _apply(model, trial.oom_reported(state, _facts(model), text, survived=bool(report.survived)))
+            return _apply(model, trial.oom_reported(state, _facts(model), report))
         case SettingsChanged() if rank == 0:
-            return _apply(model, trial.settings_reported(state, _facts(model), report.reason))
+            return _apply(model, trial.settings_reported(state, _facts(model), report))
         case Step() if rank == 0:
-            update = Update(
-                number=report.update,
-                samples=0,
-                seconds=report.step_seconds or 0.0,
-                tokens=report.tokens,
-                peak_bytes=report.peak_reserved_bytes or report.peak_bytes,
-                host_bytes=model.sample.run_rss_bytes if model.sample is not None else None,
-                swap_bytes=model.sample.machine.host.swap_used_bytes if model.sample is not None else None,
-            )
-            return _apply(model, trial.step_reported(state, _facts(model), update, report.batch))
+            return _apply(model, trial.step_reported(state, _facts(model), report))
     return model
 
 
@@ -92,12 +76,10 @@ def take_over(model: Model, data: dict[str, Any] | None) -> Model:
     if data is None:
         return model
     found = trial.taken_over(data, _facts(model))
-    if isinstance(found, str):
-        return note(model, "warning", found)
-    return model if found is None else _apply(model, found)
+    return note(model, "warning", found) if isinstance(found, str) else _apply(model, found)
 
 
-def _apply(model: Model, result: trial.Step) -> Model:
+def _apply(model: Model, result: trial.Result) -> Model:
     state, actions = result
     return model if state is model.trial and not actions else _perform(replace(model, trial=state), actions)
 
@@ -125,14 +107,15 @@ def _perform(model: Model, actions: tuple[Action, ...]) -> Model:
 
 def _replace_restart(model: Model, change: Change) -> Model:
     """The program died in a trial and a restart waits: it begins with the settings before the trial instead."""
-    if model.restart is None or model.trial is None:
+    state = model.trial
+    if model.restart is None or state is None:
         return model
     known = model.restart.change == change
     model = replace(model, restart=model.restart.with_change(change))
     if known:
         return model  # an earlier supervisor has announced it
     if model.proposal is not None:
-        remedy = trial.undo_remedy(model.trial, model.run.name)
+        remedy = trial.undo_remedy(state, model.run.name)
         model = replace(model, proposal=replace(model.proposal, remedies=(remedy, *model.proposal.remedies)))
     return emit(note(model, "remedy", f"instead: {explain.restart_reason(change)}"), SaveState())
 
@@ -150,7 +133,9 @@ def _answer_client(model: Model) -> Model:
 
 
 def _facts(model: Model) -> RunFacts:
+    present = model.configurations.present
     return RunFacts(
+        configuration=present.configuration.number if present is not None else None,
         phase=model.phase,
         reason=model.reason,
         attempt=model.number,
@@ -170,5 +155,3 @@ def _facts(model: Model) -> RunFacts:
 
 def _died_of(model: Model) -> Kind | None:
     return model.proposal.diagnosis.kind if model.proposal is not None else None
-
-

@@ -1,0 +1,659 @@
+"""Tries a change for speed: measures 20 updates, makes the change, measures 20 more, then keeps the change or undoes it.
+
+A trial is a frozen `TrialState`. Each function here takes the state, what happened, and the run at that moment (`RunFacts`); it
+returns the next state and the actions that the supervisor must perform. What may be tried, and what is kept, is decided in
+`recovery/batch_trial.py`.
+
+From the moment the change is requested until it is kept, the settings in place are not proven. Whatever starts or ends in that
+time starts from, or ends with, the settings before the trial. Every state is recorded as an event of kind `trial` before
+anything is requested, so a new supervisor can undo a trial that another one left unfinished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from enum import Enum
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from memtop.presets.comparing import changes
+from memtop.presets.fields import LIVE, differing
+from memtop.presets.schema import Settings
+from memtop.supervisor.diagnosis.values import Kind
+from memtop.supervisor.errors import MemtopError, UsageError
+from memtop.supervisor.recovery import batch_trial
+from memtop.supervisor.recovery.applying import change_for
+from memtop.supervisor.recovery.batch_trial import Split, Update, measured, verdict
+from memtop.supervisor.recovery.values import Forecast, Remedy
+from memtop.supervisor.run import explain, reports
+from memtop.supervisor.run.change import live_values
+from memtop.supervisor.wire import Advice, Change, Phase, Trial
+
+UPDATES = 20
+"""Updates that are measured before the change, and again after it."""
+WARM_UP = 3
+"""Updates right after the change that are not measured: buffers, autotuning and the loader are still warming up."""
+RECONNECT_SECONDS = 10.0
+"""Time in which agents connect to a new supervisor."""
+_AT_THE_END = "the run is at its last update"
+_ORPHANED = "its supervisor ended in the middle of it"
+_RESTARTED = "the run was restarted meanwhile"
+
+
+class Stage(str, Enum):
+    """What a trial waits for."""
+
+    MEASURING_BEFORE = "measuring before"
+    SAVING = "saving"
+    """The agent was asked to save, so that nothing is lost if the change ends the program."""
+    CHANGING = "changing"
+    """The agent was asked to change the settings."""
+    RESTARTING = "restarting"
+    """The change needs a restart, which was requested."""
+    MEASURING_AFTER = "measuring after"
+    TAKEN_OVER = "taken over"
+    """A new supervisor has taken over the run: the trial is undone as soon as the agent can be asked."""
+    UNDOING = "undoing"
+    """The agent was asked to change the settings back."""
+    UNDO_RESTARTING = "undo restarting"
+    """The settings can only be changed back by a restart, which was requested."""
+    SETTLING = "settling"
+    """The agent has changed the settings back; the report that confirms it is still to come."""
+    WAITING_FOR_END = "waiting for end"
+    """The settings cannot be changed back now: they are when the run ends, or starts again."""
+    OVER = "over"
+
+
+_MEASURING = (Stage.MEASURING_BEFORE, Stage.MEASURING_AFTER)
+_UNDO = (Stage.UNDOING, Stage.UNDO_RESTARTING, Stage.SETTLING, Stage.WAITING_FOR_END)
+
+
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trial needs to know about the run at the moment of an event."""
+
+    phase: Phase
+    reason: str | None = None
+    """Why the run is in this phase."""
+    attempt: int = 0
+    configuration: int | None = None
+    """The number of the present configuration."""
+    settings: Settings | None = None
+    """The settings that the run reports to be in place."""
+    start_update: int = 0
+    """The update that the attempt resumed after."""
+    restart_requested: bool = False
+    """A restart was requested and has not begun."""
+    restart_waiting: bool = False
+    """The program died, and the restart after its death waits to begin."""
+    at_the_end: bool = False
+    """No update is left to begin."""
+    connected: bool = False
+    """The agent of rank 0 can be asked."""
+    saves_on_request: bool = False
+    died_of: Kind | None = None
+    """The kind of failure that the run's proposal is about; None where there is no proposal."""
+    host_bytes: int | None = None
+    """Resident memory of the run's processes."""
+    swap_bytes: int | None = None
+    """Swap in use on the machine."""
+    monotonic: float = 0.0
+    """Seconds."""
+
+    @property
+    def died(self) -> bool:
+        return self.restart_waiting or self.phase is Phase.FAILED
+
+    @property
+    def is_over(self) -> bool:
+        return self.phase.final and not self.restart_waiting
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """Why the trial cannot go on."""
+
+    reason: str
+    undo: bool = True
+    """The supervisor may still change the settings back; False where somebody else has decided about the run."""
+
+
+class TrialState(msgspec.Struct, frozen=True, kw_only=True):
+    """One trial."""
+
+    stage: Stage
+    trial: Trial
+    change: Change
+    """What is tried."""
+    undo: Change
+    """The change that goes back to `before`."""
+    before: Settings
+    after: Settings
+    requested: bool = False
+    """The change was requested."""
+    confirmed: bool = False
+    """The program has reported the settings on trial."""
+    settled: bool = False
+    """All reports up to the moment when the settings were changed back have been read."""
+    unproven: bool = False
+    """The settings on trial may be in place."""
+    attempt: int = 0
+    """The attempt that is measured or was asked last."""
+    since: int = 0
+    """The first update that counts."""
+    updates: tuple[Update, ...] = ()
+    trouble: Trouble | None = None
+    dying: str | None = None
+    """An allocation failure that ends the program; it is acted on when the program has ended."""
+    deadline: float | None = None
+    reason: str = ""
+    """Why the trial is undone."""
+    failed: bool = False
+    """An error in memtop ended the trial."""
+    client: int | None = None
+    """The client that waits for the result, and the number of its request."""
+    request: int = 0
+
+    @property
+    def running(self) -> bool:
+        return self.stage is not Stage.OVER
+
+    @property
+    def changed(self) -> list[str]:
+        """The settings that the trial changes."""
+        return differing(self.before, self.after)
+
+    @property
+    def proven(self) -> Settings | None:
+        """The settings that changes start from while the trial's own are in place; None where the run's own are."""
+        return self.before if self.unproven else None
+
+
+# --- actions ------------------------------------------------------------------------------------------------------------
+
+
+class Record(msgspec.Struct, frozen=True):
+    """Record an event of kind `trial`."""
+
+    message: str
+    data: dict[str, Any]
+
+
+class AskSave(msgspec.Struct, frozen=True):
+    """Ask the agent of rank 0 to save; `answered` takes its answer."""
+
+
+class AskChange(msgspec.Struct, frozen=True):
+    """Ask the agent of rank 0 to set these values at the next update boundary; `answered` takes its answer."""
+
+    values: dict[str, object]
+
+
+class RequestRestart(msgspec.Struct, frozen=True):
+    """Stop the attempt and start the next one with this change; an ended run starts at once."""
+
+    change: Change
+
+
+class ReplaceRestart(msgspec.Struct, frozen=True):
+    """Begin the waiting restart with this change instead of the remedy."""
+
+    change: Change
+
+
+class PutBack(msgspec.Struct, frozen=True):
+    """Give the ended run these settings again."""
+
+    settings: Settings
+    reason: str
+
+
+Action = Record | AskSave | AskChange | RequestRestart | ReplaceRestart | PutBack
+Result = tuple[TrialState, tuple[Action, ...]]
+
+
+# --- what may be tried --------------------------------------------------------------------------------------------------
+
+
+def proposed(advice: Advice | None) -> Change:
+    """The first proposal of the advice that can be tried; MemtopError if there is none."""
+    if advice is None:
+        raise MemtopError("nothing to try yet: the run has not been measured for long enough")
+    for remedy in advice.proposals:
+        if remedy.assignments and remedy.resumable in ("live", "resumes") and not remedy.needs_consent:
+            return change_for(remedy, reason="trial")
+    why = f"; {advice.refused[0]}" if advice.refused else ""
+    raise MemtopError(f"nothing to try: {advice.summary}{why}")
+
+
+def refusal(
+    before: Settings, after: Settings, forecast: Callable[[int], Forecast | None], failed: Collection[int]
+) -> str | None:
+    """Why this change must not be tried, in one line; None if it may be. `failed`: micro-batches that ran out of memory."""
+    if before.effective_batch != after.effective_batch:
+        return f"a trial must not change training{explain.split_change(before, after)}"
+    if after.batch <= before.batch:
+        return None
+    split = Split(batch=after.batch, accumulation=after.accumulation)
+    return batch_trial.refusal(before, split, forecast(after.batch), failed)
+
+
+def title_of(before: Settings, after: Settings) -> str:
+    """`batch 16 -> 20, accumulation 5 -> 4`, and other changes as `presets.comparing` words them. Empty if nothing changes."""
+    split = [
+        f"{name} {getattr(before, name)} -> {getattr(after, name)}"
+        for name in ("batch", "accumulation")
+        if getattr(before, name) != getattr(after, name)
+    ]
+    return ", ".join([*split, *changes(before, replace(after, batch=before.batch, accumulation=before.accumulation))])
+
+
+def check_request(run: str, facts: RunFacts, present: TrialState | None) -> None:
+    """MemtopError (UsageError) where the run cannot begin a trial now."""
+    if facts.settings is None:
+        raise UsageError("this run executes an external command: memtop cannot change its settings")
+    if facts.phase is not Phase.TRAINING:
+        raise MemtopError(f"run {run!r} is not training: it is {facts.phase.value}")
+    if facts.at_the_end:
+        raise MemtopError(f"nothing can be tried any more: {_AT_THE_END}")
+    if present is not None and present.running:
+        raise MemtopError(f"a trial is under way: {present.trial.title}")
+
+
+def begin(
+    change: Change,
+    after: Settings,
+    facts: RunFacts,
+    time: float,
+    *,
+    refused: str | None = None,
+    client: int | None = None,
+    request: int = 0,
+) -> Result:
+    """Begin a trial after `check_request`; UsageError if the change changes nothing.
+
+    `after`: the settings that the change leads to; `refused`: why it must not be tried, see `refusal`. A refused trial is over
+    at once.
+    """
+    before = facts.settings
+    assert before is not None, "check_request refuses external commands"
+    title = title_of(before, after)
+    if not title:
+        raise UsageError("nothing changes: the run has these settings")
+    state = TrialState(
+        stage=Stage.MEASURING_BEFORE,
+        trial=Trial(title=title, started=time, state="measuring before"),
+        change=replace(change, reason=f"trial of {title}"),
+        undo=Change(configuration=facts.configuration, reason=f"trial undone: {title}"),
+        before=before,
+        after=after,
+        attempt=facts.attempt,
+        client=client,
+        request=request,
+    )
+    return _finish(state, "refused", refused) if refused is not None else _record(state, "measuring before")
+
+
+# --- what happens -------------------------------------------------------------------------------------------------------
+
+
+def step_reported(state: TrialState, facts: RunFacts, report: reports.Step) -> Result:
+    """Rank 0 has done an update."""
+    if state.stage is Stage.SETTLING and report.update >= state.since:
+        state = replace(state, settled=True)
+    return _guarded(state, facts, lambda: _advance(_measure(state, facts, report), facts))
+
+
+def oom_reported(state: TrialState, facts: RunFacts, report: reports.Oom) -> Result:
+    """An allocation of any rank has failed."""
+    if not state.running:
+        return state, ()
+    why = f"memory ran out at update {report.update}: {report.message}"
+    # The program dies of a failure that it does not survive; only when it has ended can it be started again.
+    state = _troubled(state, Trouble(why)) if report.survived else replace(state, dying=why)
+    return _guarded(state, facts, lambda: _advance(state, facts))
+
+
+def settings_reported(state: TrialState, facts: RunFacts, report: reports.SettingsChanged) -> Result:
+    """The program runs with other settings, which `facts` already has."""
+    if not state.running:
+        return state, ()
+    if report.reason != "asked":
+        state = _troubled(state, Trouble(f"the settings changed meanwhile: {report.reason}"))
+    elif state.requested and _agrees(report.changes, state.after):
+        state = replace(state, confirmed=True)
+    elif not _agrees(report.changes, state.before):
+        state = _edited(state, facts)
+    return _guarded(state, facts, lambda: _advance(state, facts))
+
+
+def answered(state: TrialState, facts: RunFacts, problem: str | None, update: int | None = None) -> Result:
+    """The agent has answered `AskSave` or `AskChange`. `problem`: why it did not do it; `update`: the first one with the new
+    settings."""
+    return _guarded(state, facts, lambda: _after_answer(state, facts, problem, update))
+
+
+def attempt_begun(state: TrialState, facts: RunFacts, change: Change) -> Result:
+    """An attempt was started with this change. Any restart but the trial's own starts from the settings before the trial."""
+    if not state.running:
+        return state, ()
+    if change not in (state.change, state.undo):
+        state = replace(state, unproven=False)
+    return _guarded(state, facts, lambda: _advance(state, facts))
+
+
+def restart_refused(state: TrialState, facts: RunFacts, why: str) -> Result:
+    """The restart that the trial has requested could not be started."""
+    if state.stage is Stage.RESTARTING:
+        return _guarded(state, facts, lambda: _give_up(state, facts, why))
+    if state.stage is Stage.UNDO_RESTARTING:
+        return _guarded(state, facts, lambda: _wait_for_end(state, facts, why))
+    return state, ()
+
+
+def tick(state: TrialState, facts: RunFacts) -> Result:
+    """Some time has passed, or the run's phase has changed."""
+    return _guarded(state, facts, lambda: _advance(state, facts))
+
+
+def taken_over(data: dict[str, Any], facts: RunFacts) -> Result | str:
+    """The trial that an earlier supervisor recorded last, to be undone if it was left unfinished. A str says why `data`
+    cannot be read."""
+    try:
+        state = msgspec.convert(data.get("state"), TrialState)
+    except msgspec.ValidationError as error:
+        return f"the run's last trial cannot be read: {error}"
+    if not state.running:
+        return state, ()
+    if not state.unproven:
+        return _give_up(state, facts, _ORPHANED)
+    state = replace(state, stage=Stage.TAKEN_OVER, attempt=facts.attempt, client=None, deadline=None, reason=_ORPHANED)
+    return _guarded(state, facts, lambda: _advance(state, facts))
+
+
+# --- the machine --------------------------------------------------------------------------------------------------------
+
+
+def _guarded(state: TrialState, facts: RunFacts, transition: Callable[[], Result]) -> Result:
+    """An error in memtop must not leave settings on trial in place: it ends the trial, and undoes it."""
+    if not state.running:
+        return state, ()
+    try:
+        return transition()
+    except Exception as error:  # noqa: BLE001
+        why = f"an error in memtop: {type(error).__name__}: {error}"
+    if state.stage in _UNDO:
+        return _wait_for_end(replace(state, failed=True), facts, why)
+    try:
+        return _give_up(replace(state, failed=True), facts, why)
+    except Exception as error:  # noqa: BLE001
+        also = f"an error in memtop: {type(error).__name__}: {error}"
+        return _wait_for_end(replace(state, failed=True, reason=why), facts, also)
+
+
+def _agrees(values: dict[str, Any], settings: Settings) -> bool:
+    return all(getattr(settings, name, None) == value for name, value in values.items())
+
+
+def _edited(state: TrialState, facts: RunFacts) -> TrialState:
+    """A person has edited the settings, starting from those before the trial."""
+    edited, why = facts.settings, "the settings were changed meanwhile"
+    if not state.unproven or state.confirmed or edited is None:
+        # Nothing on trial is in place, or no longer: an edit sets all that the trial has changed.
+        return _troubled(replace(state, unproven=False), Trouble(why, undo=False))
+    # The edit came first: what the trial has requested comes on top of it.
+    tried = {name: getattr(state.after, name) for name in state.changed}
+    undo = replace(state.undo, configuration=facts.configuration)
+    return _troubled(replace(state, before=edited, after=replace(edited, **tried), undo=undo), Trouble(why))
+
+
+def _measure(state: TrialState, facts: RunFacts, report: reports.Step) -> TrialState:
+    if state.stage not in _MEASURING or report.update < state.since:
+        return state
+    settings = state.before if state.stage is Stage.MEASURING_BEFORE else state.after
+    if report.batch is not None and report.batch != settings.batch:
+        return _troubled(state, Trouble("the settings were changed meanwhile"))
+    if not report.step_seconds:
+        return state
+    update = Update(
+        number=report.update,
+        samples=settings.effective_batch,
+        seconds=report.step_seconds,
+        tokens=report.tokens,
+        peak_bytes=report.peak_reserved_bytes or report.peak_bytes,
+        host_bytes=facts.host_bytes,
+        swap_bytes=facts.swap_bytes,
+    )
+    return replace(state, updates=(*state.updates, update))
+
+
+def _troubled(state: TrialState, trouble: Trouble) -> TrialState:
+    """The first trouble stays, unless a later one means that the settings may not be changed back."""
+    return state if state.trouble is not None and trouble.undo else replace(state, trouble=trouble)
+
+
+def _advance(state: TrialState, facts: RunFacts) -> Result:
+    """Go on as far as the run allows."""
+    match state.stage:
+        case Stage.MEASURING_BEFORE | Stage.MEASURING_AFTER:
+            trouble = _trouble(state, facts)
+            if trouble is not None:
+                return _give_up(state, facts, trouble.reason, undo=trouble.undo)
+            return _measured(state, facts) if len(state.updates) >= UPDATES else (state, ())
+        case Stage.SAVING | Stage.CHANGING:
+            # Once asked, the agent may do it: wait for its answer unless the program has ended.
+            gone = facts.died or facts.phase.final or facts.attempt != state.attempt
+            trouble = _trouble(state, facts) if gone else None
+            return (state, ()) if trouble is None else _give_up(state, facts, trouble.reason, undo=trouble.undo)
+        case Stage.RESTARTING | Stage.UNDO_RESTARTING:
+            return _after_restart(state, facts)
+        case Stage.TAKEN_OVER:
+            return _take_back(state, facts)
+        case Stage.UNDOING if facts.died or facts.phase.final:
+            return _undo_by_restart(state, facts)
+        case Stage.SETTLING if (state.confirmed or state.settled) and _is_gone(state, facts.settings):
+            return _finish(state, "failed" if state.failed else "undone", state.reason)
+        case Stage.UNDOING if not state.unproven:
+            return _after_end(state, facts)
+        case Stage.SETTLING | Stage.WAITING_FOR_END:
+            return _after_end(state, facts)
+    return state, ()
+
+
+def _is_gone(state: TrialState, settings: Settings | None) -> bool:
+    """Whether nothing on trial is in place. The program may have changed its split meanwhile, after an allocation failure."""
+    return settings is not None and all(getattr(settings, name) != getattr(state.after, name) for name in state.changed)
+
+
+def _trouble(state: TrialState, facts: RunFacts) -> Trouble | None:
+    """Why the trial cannot go on; None if it can."""
+    if state.trouble is not None:
+        return state.trouble
+    if facts.died:
+        return Trouble(state.dying or f"the program died: {facts.reason or 'no reason known'}")
+    if facts.phase is not Phase.TRAINING:
+        return Trouble(f"the run is {facts.phase.value}", undo=False)
+    if facts.attempt != state.attempt:
+        return Trouble(_RESTARTED, undo=False)
+    if facts.at_the_end:
+        # No more updates come, and the program may wait for disk space for a long time.
+        return Trouble(_AT_THE_END, undo=False)
+    return None
+
+
+def _measured(state: TrialState, facts: RunFacts) -> Result:
+    """All updates are measured: before the change, make it; after it, keep it or undo it."""
+    found, state = measured(state.updates), replace(state, updates=())
+    if state.stage is Stage.MEASURING_AFTER:
+        state = replace(state, trial=replace(state.trial, after=found))
+        kept, reason = verdict(state.trial.before, found)
+        return _finish(state, "kept", reason) if kept else _give_up(state, facts, reason)
+    state = replace(state, trial=replace(state.trial, before=found))
+    if facts.saves_on_request and facts.connected:
+        return replace(state, stage=Stage.SAVING), (AskSave(),)
+    return _change(state, facts)
+
+
+def _after_answer(state: TrialState, facts: RunFacts, problem: str | None, update: int | None) -> Result:
+    match state.stage:
+        case Stage.SAVING if problem is not None:
+            return _give_up(state, facts, f"the state could not be saved before the change: {problem}", undo=False)
+        case Stage.SAVING:
+            trouble = _trouble(state, facts)
+            return _change(state, facts) if trouble is None else _give_up(state, facts, trouble.reason, undo=trouble.undo)
+        case Stage.CHANGING if problem is not None:
+            return _give_up(state, facts, state.dying or problem)
+        case Stage.CHANGING:
+            state = replace(state, stage=Stage.MEASURING_AFTER, since=(update or 0) + WARM_UP)
+            return _advance(state, facts)
+        case Stage.UNDOING if problem is not None:
+            # The running program does not accept them.
+            return _undo_by_restart(state, facts)
+        case Stage.UNDOING:
+            return _advance(replace(state, stage=Stage.SETTLING, since=update or 0), facts)
+    return state, ()
+
+
+def _change(state: TrialState, facts: RunFacts) -> Result:
+    """Request the settings on trial."""
+    state, recorded = _record(replace(state, requested=True, unproven=True), "measuring after")
+    values = _live_values(facts, state.after)
+    if values is not None:
+        return replace(state, stage=Stage.CHANGING), (*recorded, AskChange(values))
+    refused = _no_restart(facts)
+    if refused is not None:
+        state, actions = _wait_for_end(replace(state, reason=refused), facts, None)
+    else:
+        state = replace(state, stage=Stage.RESTARTING, attempt=facts.attempt)
+        actions = (RequestRestart(state.change),)
+    return state, (*recorded, *actions)
+
+
+def _live_values(facts: RunFacts, wanted: Settings) -> dict[str, object] | None:
+    """What the agent must set for the running program to have these settings; None where that takes a restart."""
+    if facts.phase is not Phase.TRAINING or facts.restart_requested or not facts.connected or facts.settings is None:
+        return None
+    wanted = replace(wanted, target_samples=facts.settings.target_samples, epochs=facts.settings.epochs)
+    try:
+        # The program may be ahead of its reports: if nothing seems to differ, set everything.
+        return live_values(facts.settings, wanted) or {name: getattr(wanted, name) for name in LIVE}
+    except UsageError:
+        return None
+
+
+def _no_restart(facts: RunFacts, *, dying: bool = False) -> str | None:
+    """Why the trial must not restart the run: a person has stopped or restarted it, it ended for another reason than the
+    trial, or its work is done and a restart would lose what could not be saved yet. None if it may restart the run."""
+    if facts.died and not dying and facts.died_of is None:
+        return "the program died, and not of memory"
+    if facts.died and facts.died_of is Kind.DISK_FULL:
+        return "the disk is full, and other settings do not change that"
+    if facts.restart_requested:
+        return "the run is about to be restarted"
+    if not facts.died and facts.phase not in (Phase.STARTING, Phase.TRAINING):
+        return f"the run is {facts.phase.value}"
+    if not facts.died and facts.at_the_end:
+        return _AT_THE_END
+    return None
+
+
+def _after_restart(state: TrialState, facts: RunFacts) -> Result:
+    """A restart was requested: go on when the program trains again."""
+    undoing = state.stage is Stage.UNDO_RESTARTING
+    if facts.attempt == state.attempt or facts.phase is Phase.STARTING:
+        if facts.is_over and facts.attempt == state.attempt and not facts.restart_requested:
+            why = f"the run is {facts.phase.value}"
+            return _wait_for_end(state, facts, why) if undoing else _give_up(state, facts, why, undo=False)
+        return state, ()
+    if not state.unproven:
+        return _wait_for_end(state, facts, _RESTARTED) if undoing else _give_up(state, facts, _RESTARTED, undo=False)
+    state = replace(state, attempt=facts.attempt)
+    if undoing:
+        return _advance(replace(state, stage=Stage.SETTLING, settled=True), facts)
+    since = facts.start_update + 1 + WARM_UP
+    return _advance(replace(state, stage=Stage.MEASURING_AFTER, since=since), facts)
+
+
+def _take_back(state: TrialState, facts: RunFacts) -> Result:
+    """Undo what an earlier supervisor tried, once the agent can be asked."""
+    if not state.unproven or facts.is_over:
+        return _wait_for_end(state, facts, None)
+    if facts.restart_waiting:
+        return _undo_by_restart(state, facts)
+    if facts.phase is not Phase.TRAINING or facts.restart_requested:
+        # It loads, or somebody has stopped or restarted it.
+        return state, ()
+    deadline = facts.monotonic + RECONNECT_SECONDS if state.deadline is None else state.deadline
+    if not facts.connected and facts.monotonic <= deadline:
+        return replace(state, deadline=deadline), ()
+    return _give_up(state, facts, _ORPHANED)
+
+
+def _give_up(state: TrialState, facts: RunFacts, reason: str, *, undo: bool = True) -> Result:
+    """End the trial. If its settings may be in place, go back to those before: with the program if `undo`, else at its end."""
+    if not state.unproven:
+        undone = "undone" if state.requested else "refused"
+        return _finish(state, "failed" if state.failed else undone, reason)
+    state = replace(state, reason=reason, trouble=None)
+    if not undo:
+        return _wait_for_end(state, facts, None)
+    values = _live_values(facts, state.before)
+    if values is None:
+        return _undo_by_restart(state, facts)
+    return replace(state, stage=Stage.UNDOING, attempt=facts.attempt), (AskChange(values),)
+
+
+def _undo_by_restart(state: TrialState, facts: RunFacts) -> Result:
+    refused = _no_restart(facts, dying=state.dying is not None)
+    if refused is not None:
+        return _wait_for_end(state, facts, refused)
+    state = replace(state, stage=Stage.UNDO_RESTARTING, attempt=facts.attempt)
+    # A waiting restart can be cancelled, and waits until the memory of the dead program is free.
+    waiting = facts.restart_waiting
+    return state, (ReplaceRestart(state.undo) if waiting else RequestRestart(state.undo),)
+
+
+def _wait_for_end(state: TrialState, facts: RunFacts, why: str | None) -> Result:
+    """The settings cannot be changed back now; `why` if the reason of the trial's end does not say it."""
+    reason = state.reason if why is None else f"{state.reason}; not undone at once: {why}" if state.reason else why
+    state = replace(state, stage=Stage.WAITING_FOR_END, reason=reason)
+    recorded: tuple[Action, ...] = ()
+    if state.failed and why is not None:
+        state, recorded = _record(state, "measuring after", reason)
+    state, actions = _after_end(state, facts)
+    return state, (*recorded, *actions)
+
+
+def _after_end(state: TrialState, facts: RunFacts) -> Result:
+    """Finish once the run has ended, or was started again or edited from the settings before."""
+    if state.unproven and not facts.is_over:
+        return state, ()
+    put_back: tuple[Action, ...] = (PutBack(state.before, state.undo.reason),) if state.unproven else ()
+    reason = f"{state.reason}; whatever starts next starts from the settings before"
+    state, recorded = _finish(state, "failed" if state.failed else "undone", reason)
+    return state, (*put_back, *recorded)
+
+
+def _finish(state: TrialState, outcome: str, reason: str | None) -> Result:
+    return _record(replace(state, stage=Stage.OVER, unproven=False), outcome, reason)
+
+
+def _record(state: TrialState, name: str, reason: str | None = None) -> Result:
+    """The trial as people see it is in this state now."""
+    state = replace(state, trial=replace(state.trial, state=name, reason=reason))
+    text = f"trial of {state.trial.title}: {name}" + (f": {reason}" if reason else "")
+    return state, (Record(text, {"trial": msgspec.to_builtins(state.trial), "state": msgspec.to_builtins(state)}),)
+
+
+def undo_remedy(state: TrialState, run: str) -> Remedy:
+    """Going back to the settings before the trial, as the remedy that is shown first."""
+    return Remedy(
+        id="trial_undone",
+        title=state.undo.reason,
+        why="The settings before the trial have trained in this run.",
+        keeps_math=True,
+        resumable="resumes",
+        assignments={"batch": str(state.before.batch), "accumulation": str(state.before.accumulation)},
+        forecast_unknown="the run has trained with it",
+        command=f"memtop restart {run}",
+    )
