@@ -119,12 +119,14 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True, tag="launched"):
 
 
 class LaunchRefused(msgspec.Struct, frozen=True, kw_only=True, tag="launch_refused"):
-    """The program could not be started; the ledger has the attempt as one that never began, if it has it at all."""
+    """The program could not be started."""
 
     number: int
     why: str
     usage: bool = False
     """The fault lies with what was asked for."""
+    recorded: bool = False
+    """The ledger has the attempt, as one that never began: its number is taken."""
 
 
 class Reported(msgspec.Struct, frozen=True, kw_only=True, tag="reported"):

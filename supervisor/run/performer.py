@@ -193,7 +193,7 @@ class Performer:
         except MemtopError as error:
             why = str(error)
             self._outbox.write(lambda: self._outbox.ledger.close_unstarted(number, why, time.time()))
-            return LaunchRefused(number=number, why=why, usage=isinstance(error, UsageError))
+            return LaunchRefused(number=number, why=why, usage=isinstance(error, UsageError), recorded=True)
         self._agents.reset()
         self.follow(number, started, shim)
         return Launched(number=number, started=started, states=states, set_aside=str(aside) if aside is not None else None)

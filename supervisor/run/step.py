@@ -203,7 +203,8 @@ def _launch_refused(model: Model, event: LaunchRefused) -> Model:
     launching = model.launching
     if launching is None:
         return model
-    model = replace(model, launching=None)
+    number = model.newest_number if event.recorded else launching.number - 1
+    model = replace(model, launching=None, newest_number=number)
     match launching.cause:
         case Cause.START:
             return emit(model, GiveUp(why=event.why, usage=event.usage))

@@ -54,7 +54,7 @@ def _check_agents(model: Model) -> None:
 def _stop(model: Model, client: int, request: Stop) -> Model:
     if model.phase.final:
         raise MemtopError(f"run {model.run.name!r} is not running: it is {model.phase.value}")
-    if model.phase is not Phase.STOPPING:
+    if model.phase is not Phase.STOPPING or model.pending is not None:
         model = stopping.stop_run(model)
     model = accept(model, client, request.id, "stopping: the program finishes its update, saves and exits")
     return replace(model, waiters=(*model.waiters, Waiter(client=client, request=request.id, purpose="stop")))

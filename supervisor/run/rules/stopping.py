@@ -16,8 +16,9 @@ def stop_run(model: Model) -> Model:
     """Stop the run for good; a restart that was waiting is called off."""
     if model.restart is not None:
         return survival.call_off(model, "called off: it stays as it died")
-    model = emit(replace(model, pending=None), ReleaseState())
-    return ask_to_stop(move(model, Phase.STOPPING))
+    model = emit(replace(model, pending=None, holding=None), ReleaseState())
+    model = move(model, Phase.STOPPING) if model.phase is not Phase.STOPPING else emit(model, SaveState())
+    return ask_to_stop(model)
 
 
 def ask_to_stop(model: Model) -> Model:

@@ -131,11 +131,14 @@ def _adopt(model: Model, opening: Opening) -> Model:
         phase = Phase.TRAINING
     if phase is Phase.STARTING and model.progress.step is not None:
         phase = Phase.TRAINING
+    if phase is Phase.STOPPING and opening.change is not None:
+        phase = Phase.RESTARTING
     pending = state.pending if state is not None else None
     model = replace(model, adopted=True, phase=phase, reason=None, pending=pending)
     model = note(model, "adopted", f"supervisor {model.supervisor_pid} took over attempt {model.number}")
     model = trials.take_over(model, opening.trial)
-    model = replace(model, pending=opening.change or model.pending)
+    if opening.change is not None:
+        model = emit(replace(model, pending=opening.change), SaveState())
     if phase in (Phase.STOPPING, Phase.RESTARTING) or model.stalled is not None:
         model = stopping.begin(model, asked=False)
     return model
