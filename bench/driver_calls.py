@@ -16,7 +16,7 @@ from typing import Any
 import pynvml
 
 from bench.common import report, spread
-from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.nvml.reader import NvmlReader
 
 _CALLS: dict[str, Callable[[Any], Any]] = {
     "memory": lambda h: pynvml.nvmlDeviceGetMemoryInfo(h, version=pynvml.nvmlMemory_v2),

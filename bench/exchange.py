@@ -61,7 +61,7 @@ class Arm:
                 loss = self._model(input_ids=ids, labels=ids) / (MICRO_BATCHES * BATCH * LENGTH * self._world)
                 (loss if self.ours else loss * self._world).backward()
             total += loss.detach()
-        self._ranks.sums(0.0, float(total), 0 if self._sum is None else self._sum.gaps(), 0.0)
+        self._ranks.sums(0.0, float(total), 0 if self._sum is None else self._sum.missing(), 0.0)
         if self._sum is not None:
             self._sum()
         torch.nn.utils.clip_grad_norm_(self.bare.parameters(), 1.0)

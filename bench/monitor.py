@@ -305,7 +305,7 @@ def day(options: argparse.Namespace) -> dict[str, Any]:
 
 def simulate_day() -> None:
     from memtop.supervisor.monitor.history import History
-    from memtop.supervisor.monitor.nvml import NvmlReader
+    from memtop.supervisor.monitor.nvml.reader import NvmlReader
     from memtop.supervisor.monitor.sampler import Sampler
     from memtop.tui.processes.trails import Trails
     from memtop.tui.store import Store, fold

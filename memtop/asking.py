@@ -21,7 +21,7 @@ from memtop.presets import (
     edit_settings,
     load_recipes,
 )
-from memtop.presets.editing import draft, find_preset
+from memtop.presets.edits import draft, find_preset
 from memtop.presets.fields import OPTIONS
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.wire import Change

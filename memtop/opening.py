@@ -20,8 +20,7 @@ from memtop.supervisor.wire import RunState
 
 if TYPE_CHECKING:
     from memtop.prometheus import Endpoint
-    from memtop.tui.chosen_feed import Turn
-    from memtop.tui.feed import Feed
+    from memtop.tui.feed import Feed, Turn
 
 
 class Look(NamedTuple):
@@ -47,7 +46,7 @@ def open_dashboard(
     elif living := _living(runs_dir):
         return open_run(living[-1], look, endpoint=endpoint)
     need_terminal()
-    from memtop.tui.chosen_feed import TurnedLocalFeed
+    from memtop.tui.feed import TurnedLocalFeed
 
     feed = TurnedLocalFeed(lambda: Sampler(lambda: view.known_runs(runs_dir)), look.interval, read_only=look.read_only, pid=pid)
     feed.turns = _turns(look, endpoint)
@@ -57,7 +56,7 @@ def open_dashboard(
 def open_run(folder: RunFolder, look: Look = _USUAL, *, started_here: bool = False, endpoint: Endpoint | None = None) -> int:
     """The dashboard on a run. Who started it gets its failure as exit status; who only looked at it does not."""
     need_terminal()
-    from memtop.tui.chosen_feed import TurnedRunFeed
+    from memtop.tui.feed import TurnedRunFeed
 
     def sampler() -> Sampler:
         return Sampler(lambda: view.known_runs(folder.path.parent))
@@ -92,7 +91,7 @@ def need_terminal() -> None:
 
 
 def _turns(look: Look, endpoint: Endpoint | None) -> list[Turn]:
-    from memtop.tui.chosen_feed import choosing
+    from memtop.tui.feed import choosing
 
     turns = [] if look.gpus is None else [choosing(look.gpus)]
     if endpoint is not None:

@@ -12,9 +12,9 @@ import msgspec
 from memtop.finding import run_folders, state_of
 from memtop.looking import print_json
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets, load_recipes, resolve
-from memtop.presets.comparing import Outlook, outlook
-from memtop.presets.editing import find_preset
-from memtop.presets.loading import usable
+from memtop.presets.comparison import Outlook, outlook
+from memtop.presets.edits import find_preset
+from memtop.presets.files import usable
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery.applying import ran_out
 from memtop.supervisor.run.record.view import read_configurations

@@ -32,7 +32,7 @@ def proposal_lines(proposal: Proposal) -> Iterator[str]:
 
 
 def _price(remedy: Remedy) -> Iterator[str]:
-    yield "same mathematics" if remedy.keeps_math else "other mathematics"
+    yield "training unchanged" if remedy.keeps_math else "changes training"
     yield "for you to do" if remedy.resumable == "none" else remedy.resumable
     if remedy.needs_consent and remedy.resumable != "none":
         yield "needs your consent"

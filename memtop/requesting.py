@@ -46,7 +46,7 @@ def _done_again(folder: RunFolder, change: Change) -> str | None:
 def risk_of(folder: RunFolder, change: Change) -> str | None:
     """That the run would go on with what it has died of, in one line."""
     from memtop.finding import readable_ledger
-    from memtop.presets.risks import risk
+    from memtop.presets.comparison import risk
     from memtop.supervisor.recovery.applying import ran_out
     from memtop.supervisor.run.change import edited
     from memtop.supervisor.run.record import view

@@ -13,7 +13,7 @@ import msgspec
 from memtop.supervisor import units
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.nvml import errors as codes
-from memtop.supervisor.monitor.nvml.sleep import ASLEEP
+from memtop.supervisor.monitor.nvml.environment import ASLEEP
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.processes.proc import ProcessId
 from memtop.supervisor.monitor.sampler import Sampler

@@ -20,7 +20,7 @@ import msgspec
 from memtop.finding import run_folders, state_of
 from memtop.looking import summary
 from memtop.opening import Look
-from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.snapshots import only_gpus
 from memtop.supervisor.monitor.values import MachineSnapshot

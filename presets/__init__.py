@@ -1,12 +1,13 @@
-"""Presets and recipes: data files, their schema, and the arithmetic of batches. Imports nothing else of memtop."""
+"""Settings of training runs: presets and recipes (data files), edits, checks and comparisons.
 
-from memtop.presets.checking import SettingsError
-from memtop.presets.choosing import choose_by_memory
-from memtop.presets.comparing import compatibility
-from memtop.presets.editing import edit_settings, resolve
-from memtop.presets.loading import PresetFileError, load_presets, load_recipes, presets_for
+Imports nothing else of memtop.
+"""
+
+from memtop.presets.comparison import compatibility
+from memtop.presets.edits import apply_preset, edit_settings, resolve, take_whole
+from memtop.presets.files import PresetFileError, choose_by_memory, load_presets, load_recipes, presets_for
 from memtop.presets.schema import Preset, Recipe, Settings
-from memtop.presets.strategies import apply_preset, take_whole
+from memtop.presets.validation import SettingsError
 
 __all__ = [
     "Preset",

@@ -1,7 +1,9 @@
-"""The table of settings: what each field of `Settings` means for a run, for its memory and for people.
+"""The table of settings: what each field of `Settings` means for a run, for its memory and for
+people.
 
-Fields of nested structs have rows of their own with dotted names (`lora.r`, `zero.stage`). Every other module asks this table
-which settings may change in a running program, which make another run, which change training and which shape memory.
+Fields of nested structs have rows of their own with dotted names (`lora.r`, `zero.stage`). Every
+other module asks this table which settings may change in a running program, which make another run,
+which change training and which shape memory.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import msgspec
 from memtop.presets.schema import HostLevel, Settings
 
 Memory = Literal["peak", "host", "disk"]
-"""`peak`: the peak of device memory (on a CPU, of host memory); `host`: host memory only; `disk`: the run's folder."""
+"""`peak`: the peak of device memory (on a CPU, of host memory); `host`: host memory only; `disk`:
+the run's folder."""
 Saves = Callable[[Any, Any], bool]
 HOST_LEVELS: tuple[HostLevel, ...] = get_args(HostLevel)
 """From most to least host memory."""
@@ -29,14 +32,15 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
     option: str = ""
     """The command line's option of its own, where it has one next to `--set`."""
     editable: bool = True
-    """False: `--set` does not take it; it has an option of its own or follows from other settings."""
+    """False: `--set` does not take it; it has an option of its own or follows from other settings.
+    """
     live: Literal["no", "without ZeRO", "always"] = "no"
     """Whether the built-in trainer can change it at an update boundary."""
     new_run: str = ""
     """Why a change makes another run; empty: the run's state goes on with it."""
     changes_training: bool = False
-    """Whether a change alters what is learnt by more than rounding. Batch, accumulation and processes do so only by their
-    product, the effective batch."""
+    """Whether a change alters what is learnt by more than rounding. Batch, accumulation and
+    processes do so only by their product, the effective batch."""
     shapes: Memory | None = None
     """Which memory it shapes."""
     saves: Saves | None = None

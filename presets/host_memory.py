@@ -1,4 +1,5 @@
-"""How much host memory training may take: the thresholds are data (`host_memory.toml`), the decision a pure function."""
+"""How much host memory training may use. The thresholds are data (`host_memory.toml`), the decision
+is a pure function."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from memtop.presets.fields import HOST_LEVELS
-from memtop.presets.loading import PresetFileError, parse
+from memtop.presets.files import PresetFileError, parse
 from memtop.presets.schema import HostLevel, Settings
 
 _FILE = Path(__file__).with_name("host_memory.toml")
@@ -16,7 +17,7 @@ _GIB = 1 << 30
 
 
 class HostRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """From `from_gib` GiB of available memory on."""
+    """One threshold: from `from_gib` GiB of available memory on, these limits apply."""
 
     from_gib: float
     level: HostLevel
@@ -25,11 +26,11 @@ class HostRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HostPlan(msgspec.Struct, frozen=True):
-    """What a run does about host memory: the same on every rank."""
+    """How a run uses host memory; the same on all ranks."""
 
     level: HostLevel
     workers: int
-    """Loader workers per process."""
+    """Data-loader processes per training process."""
     pin_memory: bool
     available_bytes: int | None
     reason: str
@@ -37,7 +38,7 @@ class HostPlan(msgspec.Struct, frozen=True):
 
 @cache
 def host_rows() -> tuple[HostRow, ...]:
-    """The thresholds, most memory first."""
+    """The thresholds in descending order of memory."""
     try:
         rows = msgspec.convert(parse(_FILE)["rows"], list[HostRow])
     except msgspec.ValidationError as error:
@@ -46,13 +47,14 @@ def host_rows() -> tuple[HostRow, ...]:
 
 
 def host_plan(settings: Settings, available_bytes: int | None, *, on_gpu: bool) -> HostPlan:
-    """The decision for all ranks: never more than the settings ask for, and less where memory is short.
+    """The plan for all ranks: never more than the settings allow, and less if memory is short.
 
-    The batch and the accumulation are not touched: what is trained does not depend on what else runs on the machine.
+    Batch and accumulation stay the same: what is trained does not depend on what else runs on the
+    machine.
     """
     if available_bytes is None:
         pin = on_gpu and settings.pin_memory is not False
-        return HostPlan(settings.host_level, settings.workers, pin, None, "available memory is not known: as the settings say")
+        return HostPlan(settings.host_level, settings.workers, pin, None, "available memory is not known: the settings apply")
     row = next(row for row in host_rows() if available_bytes >= row.from_gib * _GIB or row.from_gib == 0)
     level = max(settings.host_level, row.level, key=HOST_LEVELS.index)
     workers = min(settings.workers, row.workers // settings.world_size)

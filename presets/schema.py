@@ -1,11 +1,13 @@
-"""What a training run is asked to do: `Settings`, and the data files' shapes `Recipe` and `Preset`.
+"""The settings of a training run (`Settings`), the shapes of the data files (`Recipe`, `Preset`),
+and how a batch is split.
 
-Units: batch in samples per micro-batch and process, seq_len in tokens, learning rate per update, memory in GiB where a
-name says so.
+Units: batch in samples per micro-batch and process, seq_len in tokens, learning rate per update;
+memory in GiB if the name ends in `_gib` or contains it.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -23,9 +25,11 @@ ALL_TARGETS = (*ATTENTION_TARGETS, "gate_proj", "up_proj", "down_proj")
 
 
 class Zero(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """DeepSpeed's ZeRO: which of optimizer state (1), gradients (2) and parameters (3) are sharded over the processes.
+    """DeepSpeed's ZeRO shards the optimizer state (1), the gradients too (2), and the parameters
+    too (3) over the processes.
 
-    Stage 0 is plain data parallelism without DeepSpeed. On one process sharding saves nothing; offloading to host memory does.
+    Stage 0 is plain data parallelism without DeepSpeed. On one process sharding saves no memory;
+    offloading to host memory does.
     """
 
     stage: Literal[0, 1, 2, 3] = 0
@@ -44,23 +48,25 @@ class Zero(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def short(self) -> str:
-        """The same in at most 15 characters, for tables."""
+        """The strategy in at most 15 characters, for tables."""
         marks = ("+opt" if self.offload_optimizer else "") + ("+par" if self.offload_parameters else "")
         return f"ZeRO-{self.stage}{' ' if marks else ''}{marks}" if self.stage else "plain"
 
 
 class Lora(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Low-rank adapters: the shapes of what is trained. The scale of an adapter is alpha / r."""
+    """The low-rank adapters that are trained. The output of an adapter is scaled by alpha / r."""
 
     r: int
     alpha: int
     dropout: float = 0.0
     targets: tuple[str, ...] = ALL_TARGETS
-    """Names of the linear layers that get an adapter; ("all-linear",) takes every one but the output head."""
+    """Names of the linear layers that get an adapter; ("all-linear",) means all but the output
+    head."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything the built-in trainer needs, resolved; the trainer reads it from `attempts/NNNN/settings.json`."""
+    """Everything the built-in trainer needs. It reads them from `attempts/NNNN/settings.json`;
+    `fields.py` gives their meaning."""
 
     recipe: str
     preset: str
@@ -73,33 +79,35 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seq_len: int
     """T: tokens per sample."""
     target_samples: int = 0
-    """The run ends when this many samples have been trained on; 0: after `epochs`."""
+    """The run ends after this many training samples; 0: after `epochs`."""
     epochs: float = 0.0
-    """Passes over the data where target_samples is 0; the trainer, who knows the data's length, turns them into samples."""
+    """Passes over the data, if target_samples is 0. The trainer knows the length of the data and
+    turns them into samples."""
     save_every: int
-    """Updates between two writes of train_latest_state."""
+    """Updates between two saves of train_latest_state."""
     save_total_limit: int = 2
-    """How many whole states are kept: the newest, the one before it, and older ones up to this number."""
+    """How many saved states are kept, the newest first."""
     eval_every: int = 0
     """Updates between two evaluations; 0: none."""
     eval_batch: int = 0
-    """Samples per evaluation micro-batch and process; 0: as `batch`."""
+    """Samples per evaluation micro-batch and process; 0: the same as `batch`."""
     load_best_at_end: bool = False
-    """Export takes the state with the best evaluation loss instead of the last one."""
+    """Export the state with the best evaluation loss instead of the last one."""
     log_every: int = 1
     """Updates between two progress lines in the log."""
     learning_rate: float
     warmup_fraction: float = 0.05
-    """Share of target_samples over which the learning rate rises linearly; then it falls along a cosine."""
+    """Share of target_samples over which the learning rate rises linearly, before it decays along a
+    cosine."""
     warmup_samples: int = 0
-    """The warm-up in samples; 0: warmup_fraction says."""
+    """The warm-up in samples; 0: as warmup_fraction gives it."""
     final_learning_rate_fraction: float = 0.1
     weight_decay: float = 0.01
     clip_norm: float = 1.0
-    """Largest gradient norm of an update; 0 switches clipping off."""
+    """Largest gradient norm of an update; 0: no clipping."""
     seed: int = 23333
     precision: Precision = "fp32"
-    """`auto` takes bf16 where the GPU has it, else fp16 on GPUs and fp32 on CPUs."""
+    """`auto`: bf16 if the GPU supports it, otherwise fp16; fp32 on a CPU."""
     task: Task = "causal"
     method: Method = "full"
     lora: Lora | None = None
@@ -107,25 +115,30 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     optimizer: Optimizer = "adamw"
     gradient_checkpointing: bool = False
     loss_chunk: int = -1
-    """Tokens whose logits exist at one time; 0: all of them; -1: chosen from the vocabulary."""
+    """Tokens whose logits are in memory at one time; 0: all; -1: chosen by the size of the
+    vocabulary."""
     compile: bool = False
     """torch.compile the model."""
     workers: int = 0
-    """Data-loader worker processes per training process, at most: short host memory may allow fewer."""
+    """The most data-loader processes per training process; if host memory is short, the trainer
+    starts fewer."""
     host_level: HostLevel = "standard"
-    """How sparing with host memory: `low` and `extreme` read smaller pieces and keep fewer of them."""
+    """`low` and `extreme` read the data in smaller pieces and keep fewer of them in host memory."""
     pin_memory: bool | None = None
-    """Page-locked host buffers for copies to the GPU and for offloading; None: where host memory allows."""
+    """Page-locked host buffers for copies to the GPU and for offloading; None: if host memory
+    allows it."""
     trackers: tuple[str, ...] = ()
-    """Names of accelerate's trackers that also get the metrics: "tensorboard", "wandb"."""
+    """accelerate's trackers that also receive the metrics: "tensorboard", "wandb"."""
     allocator: str = ""
-    """Options of torch's CUDA allocator, such as "expandable_segments:True"; put into the program's environment."""
+    """Options of torch's CUDA allocator, such as "expandable_segments:True", set in the program's
+    environment."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     model: dict[str, Any] = {}
-    """{"config": {"model_type": ..., ...}}: a Hugging Face configuration, weights drawn from `seed`; or {"path": ...}: a folder
-    or a hub name."""
+    """{"path": ...}: a folder or a hub name; or {"config": {"model_type": ..., ...}}: a Hugging
+    Face configuration, whose weights are initialized from `seed`."""
     data: dict[str, Any] = {}
-    """Where the text comes from: {"source": "python-stdlib", "max_bytes": N} or {"train": "file.parquet", "eval": ..., ...}."""
+    """The source of the text: {"source": "python-stdlib", "max_bytes": N} or {"train":
+    "file.parquet", "eval": ..., ...}."""
 
     @property
     def effective_batch(self) -> int:
@@ -139,7 +152,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One `presets/recipes/*.toml`: what is trained on what, with the default settings."""
+    """One `presets/recipes/*.toml`: a model, its data and the default settings."""
 
     name: str
     title: str
@@ -147,7 +160,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     task: Task = "causal"
     method: Method = "full"
     preset: str
-    """A preset's name, or "auto": chosen by free GPU memory."""
+    """A preset's name, or "auto": chosen by the free GPU memory."""
     batch: int
     accumulation: int
     seq_len: int
@@ -171,7 +184,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Guide(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A preset's values beyond its memory strategy, as its guide wrote them. They make another run: a new one takes them."""
+    """The values of a preset's guide beyond its memory strategy. They change training, so only new
+    runs take them."""
 
     batch: Positive | None = None
     accumulation: Positive | None = None
@@ -190,23 +204,26 @@ class Guide(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One `presets/<family>/*.toml`: a memory strategy, which any run can take up with its effective batch held, and in
-    `guide` the other values of the same guide, which only a new run takes."""
+    """One `presets/<family>/*.toml`: a memory strategy, to which any run can switch with its
+    effective batch unchanged, and in `guide` the other values of the same guide, which only a new
+    run takes."""
 
     name: str
     family: Family = "level"
     key: Annotated[int, msgspec.Meta(ge=0, le=9)] | None = None
-    """The dashboard's digit key, unique among the presets that one recipe can use; None: reached by name and arrows only."""
+    """The dashboard's digit key, unique among the presets for one recipe; None: chosen by name or
+    arrow keys only."""
     title: str
     description: str
     recipes: tuple[str, ...] = ()
-    """The recipes whose new runs take it whole, guide values included; empty: every one."""
+    """The recipes whose new runs also take the guide's values; empty: all."""
     free_gib_from: float | None = None
-    """The preset that is taken by itself from this much free GPU memory on."""
+    """A recipe with preset "auto" takes this preset from this much free GPU memory on."""
     max_batch: Positive | None = None
-    """Ceiling of the micro-batch; accumulation is solved so that the effective batch stays exactly as it was."""
+    """The largest micro-batch; accumulation follows so that the effective batch stays exactly the
+    same."""
     zero: Zero | None = None
-    """None: as the run has it."""
+    """None: unchanged; so for all of the following."""
     gradient_checkpointing: bool | None = None
     workers: int | None = None
     host_level: HostLevel | None = None
@@ -215,9 +232,31 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     guide: Guide = Guide()
 
     def meant_for(self, recipe: str) -> bool:
-        """Whether a new run of this recipe takes the preset whole."""
+        """Whether a new run of this recipe also takes the guide's values."""
         return not self.recipes or recipe in self.recipes
 
     def usable_with(self, recipe: str) -> bool:
-        """Whether it is offered for runs of this recipe: the ladder's memory strategy serves every one."""
+        """Whether the preset is offered for runs of this recipe. Those of the ladder are offered
+        for all."""
         return self.family == "ladder" or self.meant_for(recipe)
+
+
+def exact_splits(effective_batch: int, world_size: int = 1) -> list[tuple[int, int]]:
+    """All (batch, accumulation) with exactly this effective batch, largest batch first; empty if
+    `world_size` does not divide it."""
+    if effective_batch < 1 or world_size < 1 or effective_batch % world_size:
+        return []
+    share = effective_batch // world_size
+    small = [b for b in range(1, math.isqrt(share) + 1) if share % b == 0]
+    return [(b, share // b) for b in sorted({*small, *(share // b for b in small)}, reverse=True)]
+
+
+def split_below(effective_batch: int, world_size: int, max_batch: int) -> tuple[int, int] | None:
+    """The exact split with the largest batch up to `max_batch`; None if `world_size` does not
+    divide the effective batch."""
+    return next((s for s in exact_splits(effective_batch, world_size) if s[0] <= max_batch), None)
+
+
+def nearest_splits(effective_batch: int, world_size: int, batch: int, count: int = 2) -> list[tuple[int, int]]:
+    """The `count` exact splits whose batch is nearest to `batch`, nearest first."""
+    return sorted(exact_splits(effective_batch, world_size), key=lambda s: (abs(s[0] - batch), s[0]))[:count]

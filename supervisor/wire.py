@@ -15,6 +15,7 @@ import msgspec
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.recovery.values import Peak, Remedy
 
 
@@ -55,22 +56,6 @@ class StepSplit(msgspec.Struct, frozen=True, kw_only=True):
     forward_seconds: float | None = None
     backward_seconds: float | None = None
     optimizer_seconds: float | None = None
-
-
-class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent inside one rank measured at its newest update; device bytes are None on CPU."""
-
-    rank: int
-    pid: int
-    connected: bool
-    device_uuid: str | None = None
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
-    peak_bytes: int | None = None
-    """The most allocated during that update (in a program of the user's own: ever)."""
-    peak_reserved_bytes: int | None = None
-    """The most that its allocator held meanwhile: what the card had to have, beside the context."""
-    rss_bytes: int | None = None
 
 
 class RoleMemory(msgspec.Struct, frozen=True, kw_only=True):

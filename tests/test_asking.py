@@ -37,8 +37,8 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Change:
         ((13.0, 5.0), None, "stage3", "from 4 up to 6 GiB on GPU 1, the fullest of 2"),
         ((13.0, 5.0), ["0"], "deepspeed", "from 12 GiB on; --preset"),
         ((13.0, None), None, "deepspeed", "13.00 GiB"),
-        ((None,), None, "standard", "no GPU memory to go by"),
-        ((), None, "standard", "no GPU memory to go by"),
+        ((None,), None, "standard", "the free GPU memory is not known"),
+        ((), None, "standard", "the free GPU memory is not known"),
     ],
 )
 def test_the_fullest_gpu_decides(

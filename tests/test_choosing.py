@@ -18,8 +18,7 @@ from memtop.supervisor.monitor.snapshots import only_gpus
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, Job, MachineSnapshot
 from memtop.supervisor.units import GIB
 from memtop.supervisor.wire import HistoryRows, Phase, RunState, StateUpdate
-from memtop.tui.chosen_feed import TurnedLocalFeed, TurnedRunFeed, choosing
-from memtop.tui.feed import Connected, FeedMessage, LocalFeed, RunFeed
+from memtop.tui.feed import Connected, FeedMessage, LocalFeed, RunFeed, TurnedLocalFeed, TurnedRunFeed, choosing
 from tests.conftest import Runs
 from tests.nvml_double.double import Script, build
 from tests.terminal import Terminal

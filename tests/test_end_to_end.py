@@ -160,7 +160,7 @@ def test_no_whole_state_left_is_one_clear_line(runs: Runs) -> None:
     runs.memtop(*tiny(runs, "--headless", "--name", "a", "--max-updates", "5"))
     (runs.path / "a" / "train_latest_state" / "manifest.json").unlink()
     done = runs.memtop("restart", "a", "--headless", "--max-updates", "6", status=1)
-    assert "manifest.json: missing, so the save was cut short; no whole state is left" in done.stderr
+    assert "manifest.json: missing, so the save was cut short; no complete state is left" in done.stderr
     assert runs.show("a")["attempts"][1]["exit_status"] == 2
 
 

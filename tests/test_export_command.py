@@ -45,7 +45,7 @@ def test_what_was_not_trained_here_cannot_be_exported(runs: Runs) -> None:
         "memtop: RUN own: is a program of your own, which saves its model itself\n"
     )
     runs.memtop("train", "--headless", "--name", "broken", "--set", "trackers=nobody", status=1)
-    assert "train_latest_state: no state was saved yet, there is nothing to export" in (
+    assert "train_latest_state: no state was saved yet; `memtop checkpoint` saves one" in (
         runs.memtop("export", "broken", "model", status=2).stderr
     )
     assert not (runs.root / "model").exists()

@@ -22,10 +22,10 @@ from memtop.presets import (
     resolve,
     take_whole,
 )
-from memtop.presets.checking import check
-from memtop.presets.comparing import outlook
-from memtop.presets.editing import find_preset
+from memtop.presets.comparison import outlook
+from memtop.presets.edits import find_preset
 from memtop.presets.schema import ALL_TARGETS, ATTENTION_TARGETS, Lora, Zero
+from memtop.presets.validation import check
 
 GIB = 1 << 30
 PRESETS = load_presets()

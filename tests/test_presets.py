@@ -21,10 +21,10 @@ from memtop.presets import (
     load_recipes,
     resolve,
 )
-from memtop.presets.arithmetic import exact_splits, nearest_splits, split_below
-from memtop.presets.editing import describe_split, find_preset
+from memtop.presets.comparison import describe_split
+from memtop.presets.edits import find_preset
 from memtop.presets.fields import FIELDS, can_change_live, training_unchanged
-from memtop.presets.schema import Lora, Settings, Zero
+from memtop.presets.schema import Lora, Settings, Zero, exact_splits, nearest_splits, split_below
 
 RECIPE = load_recipes()["first-run"]
 BASE = resolve(RECIPE, preset=load_presets()["standard"])
@@ -141,8 +141,8 @@ def test_max_updates_counts_what_is_done_already() -> None:
 
 def test_a_split_that_breaks_the_batch_names_the_nearest_exact_ones() -> None:
     after = edit_settings(BASE, assignments={"batch": "3"})
-    assert describe_split(BASE, after) == "effective batch 32 -> 12 (-62.5%): other mathematics; exact pairs: 2 x 16, 4 x 8"
-    assert describe_split(BASE, BASE) == "effective batch 32 -> 32: same mathematics"
+    assert describe_split(BASE, after) == "effective batch 32 -> 12 (-62.5%): changes training; exact pairs: 2 x 16, 4 x 8"
+    assert describe_split(BASE, BASE) == "effective batch 32 -> 32: training is unchanged"
 
 
 def test_several_processes_hold_the_recipes_batch_or_say_why_not() -> None:

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from msgspec.structs import replace
 
 from memtop.presets import Settings, apply_preset, edit_settings, load_presets, load_recipes, resolve, take_whole
-from memtop.presets.comparing import describe_split, effective_change, outlook
+from memtop.presets.comparison import describe_split, effective_change, outlook
 from memtop.presets.host_memory import HostPlan, host_plan
 from memtop.presets.schema import ALL_TARGETS, Lora, Zero
 from memtop.train import BadInputError, TrainingError, batches, run
@@ -182,7 +182,7 @@ def test_three_times_six_is_flagged() -> None:
     whole = take_whole(LORA, PRESETS["stage2_offload"])
     assert (whole.batch, whole.accumulation, whole.effective_batch) == (3, 6, 18)
     assert effective_change(16, 18) == "16 -> 18 (+12.5 %)"
-    assert describe_split(LORA, whole).startswith("effective batch 16 -> 18 (+12.5%): other mathematics; exact pairs: ")
+    assert describe_split(LORA, whole).startswith("effective batch 16 -> 18 (+12.5%): changes training; exact pairs: ")
     look = outlook(LORA, PRESETS["stage2_offload"])
     assert "effective batch 16 -> 18 (+12.5 %)" in look.whole_changes
     assert (look.kept.batch, look.kept.accumulation) == (2, 8)
@@ -287,7 +287,7 @@ def test_half_the_processes_take_twice_the_accumulation() -> None:
 
 def test_another_stage_than_asked_for_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainEngine, "strategy", lambda self: Zero(stage=2))
-    with pytest.raises(TrainingError, match="zero: asked for plain, DeepSpeed runs ZeRO-2"):
+    with pytest.raises(TrainingError, match="zero: requested plain, but DeepSpeed runs ZeRO-2"):
         Training(tmp_path / "state")
 
 

@@ -32,9 +32,10 @@ from memtop.supervisor.monitor.values import (
     MachineSnapshot,
     MigInstance,
 )
+from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.run.record.folder import RunFolder, StateFile, write_json
 from memtop.supervisor.units import GIB
-from memtop.supervisor.wire import Phase, RankMemory, RoleMemory, RunState
+from memtop.supervisor.wire import Phase, RoleMemory, RunState
 from tests.conftest import Runs
 from tests.nvml_double.double import Script, build
 from tests.run.test_pieces import spec

@@ -258,7 +258,9 @@ def test_a_full_disk_is_waited_for(runs: Runs, small_disk: Path) -> None:
     said = []
     for line in follower.stderr:
         said.append(line)
-        if re.search(r"finished update 30, waiting for room: .* needed, [01] MiB free in .*; free some, or stop the run", line):
+        if re.search(
+            r"finished update 30, waiting for disk space: .* needed, [01] MiB free in .*; free some space or stop the run", line
+        ):
             break
     else:
         raise AssertionError("".join(said))

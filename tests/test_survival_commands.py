@@ -13,7 +13,7 @@ def test_a_live_edit_changes_the_split_without_a_restart(runs: Runs) -> None:
     refused = runs.memtop("restart", "a", "--live", "--seq-len", "64", status=2)
     assert "seq_len: cannot change while the program runs; restart it instead" in refused.stderr
     done = runs.memtop("restart", "a", "--live", "--batch", "4", "--accum", "8")
-    assert "effective batch 32 -> 32: same mathematics" in done.stderr
+    assert "effective batch 32 -> 32: training is unchanged" in done.stderr
     document = runs.wait("a", lambda d: d["settings"]["batch"] == 4)
     assert (len(document["attempts"]), document["settings"]["accumulation"]) == (1, 8)
     assert [row["outcome"] for row in document["configurations"]] == ["replaced", None]

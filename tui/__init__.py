@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memtop.tui.app import DashboardApp, DashboardResult, run_dashboard
+    from memtop.tui.app import DashboardApp, run_dashboard
+    from memtop.tui.dashboard.screen import DashboardResult
     from memtop.tui.demo import DemoFeed
     from memtop.tui.feed import Feed, LocalFeed, RunFeed
 
@@ -13,7 +14,7 @@ __all__ = ["DashboardApp", "DashboardResult", "DemoFeed", "Feed", "LocalFeed", "
 
 _HOMES = {
     "DashboardApp": "app",
-    "DashboardResult": "app",
+    "DashboardResult": "dashboard.screen",
     "run_dashboard": "app",
     "DemoFeed": "demo",
     "Feed": "feed",

@@ -1,4 +1,4 @@
-"""The application: theme, feed worker, the guard against too small terminals, and the way out."""
+"""The application: themes, the screen for a terminal that is too small, and how the dashboard ends."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import os
 import select
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
-from textual.app import App
+from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.events import Resize
 from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.theme import BUILTIN_THEMES, Theme
+from textual.widgets import Static
 
 from memtop.tui.ascii import AsciiFilter
 from memtop.tui.ascii import wanted as ascii_wanted
-from memtop.tui.dashboard.screen import DashboardScreen
+from memtop.tui.dashboard.screen import DashboardResult, DashboardScreen
 from memtop.tui.feed import Feed
-from memtop.tui.processes.actions import Hands, RealHands
+from memtop.tui.processes.actions import ProcessActions, RealProcessActions
 
 SMALLEST = (60, 15)
 """Columns and rows below which nothing useful fits."""
@@ -73,17 +73,6 @@ _LIGHT_MEMORY_COLOURS = {
 }
 
 
-@dataclass(frozen=True)
-class DashboardResult:
-    """How the dashboard was left."""
-
-    action: str
-    """"detach": the run, if any, goes on; "ended": the run was over."""
-    message: str = ""
-    """What to tell the user after the screen is gone."""
-    exit_status: int = 0
-
-
 class DashboardApp(App[DashboardResult]):
     """memtop's dashboard on one feed."""
 
@@ -97,16 +86,14 @@ class DashboardApp(App[DashboardResult]):
         Binding("ctrl+q", "detach", "Detach", show=False, priority=True),
     ]
 
-    def __init__(self, feed: Feed, *, title: str | None = None, interval: float = 1.0, hands: Hands | None = None) -> None:
+    def __init__(
+        self, feed: Feed, *, title: str | None = None, interval: float = 1.0, process_actions: ProcessActions | None = None
+    ) -> None:
         super().__init__()
-        self.feed = feed
-        self.interval = interval
-        self.hands: Hands = hands or (feed if isinstance(feed, Hands) else RealHands())
-        self.ending = False
-        """Processes are being ended just now."""
         self._ascii = (AsciiFilter(),) if ascii_wanted() else ()
-        self._dashboard = DashboardScreen(feed, label=title or feed.label, interval=interval)
-        # A monitor must not spend processor time on movement.
+        actions = process_actions or RealProcessActions()
+        self._dashboard = DashboardScreen(feed, label=title or feed.label, interval=interval, process_actions=actions)
+        # A monitor must not spend processor time on animations.
         self.animation_level = "none"
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
@@ -125,8 +112,8 @@ class DashboardApp(App[DashboardResult]):
             self.set_interval(2.0, self._leave_a_lost_terminal)
 
     def _leave_a_lost_terminal(self) -> None:
-        """End when nobody can see the dashboard any more: without a hang-up signal (a closed multiplexer, `setsid`) it would
-        go on for ever, reading an input that has ended."""
+        """End when the terminal is closed. Without a hang-up signal (a closed multiplexer, `setsid`) the dashboard would
+        run for ever and read an input that has ended."""
         if terminal_gone(sys.__stdin__.fileno() if sys.__stdin__ is not None else 0):
             self.exit(self.dashboard.result())
 
@@ -141,9 +128,7 @@ class DashboardApp(App[DashboardResult]):
         too_small = event.size.width < SMALLEST[0] or event.size.height < SMALLEST[1]
         showing = self.screen.id == "too-small"
         if too_small and not showing:
-            from memtop.tui.too_small import TooSmallScreen
-
-            self.push_screen(TooSmallScreen(SMALLEST))
+            self.push_screen(TooSmallScreen())
         elif showing and not too_small:
             self.pop_screen()
 
@@ -152,6 +137,23 @@ class DashboardApp(App[DashboardResult]):
 
     def action_hint_quit(self) -> None:
         self.dashboard.hint_quit()
+
+
+class TooSmallScreen(Screen[None]):
+    """One sentence on a terminal that is too small. It closes by itself when the terminal grows."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("q,d", "app.detach", "Detach", show=False)]
+
+    def __init__(self) -> None:
+        super().__init__(id="too-small")
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="sentence")
+
+    def on_resize(self, event: Resize) -> None:
+        width, height = SMALLEST
+        size = f"{event.size.width}x{event.size.height}"
+        self.query_one("#sentence", Static).update(f"terminal too small: {size},\nmemtop needs {width}x{height}")
 
 
 def terminal_gone(descriptor: int) -> bool:
@@ -165,7 +167,7 @@ def run_dashboard(feed: Feed, *, title: str | None = None, interval: float = 1.0
     """Show the dashboard until the user leaves it. Leaving never stops a run."""
     app = DashboardApp(feed, title=title, interval=interval)
     result = app.run()
-    if app.ending:
+    if app.dashboard.ending_processes:
         print("left while processes were being ended: `memtop strays` shows what still holds a GPU", file=sys.stderr)
     if result is None:
         # Textual gives no result when it crashed; it has printed why.

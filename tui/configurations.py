@@ -2,138 +2,290 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
 
+from rich.cells import cell_len
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.events import Resize
 
+from memtop.presets.comparison import changes, describe_split
+from memtop.presets.schema import Settings
+from memtop.supervisor import units
+from memtop.supervisor.diagnosis.values import Kind
+from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.wire import Change, Configuration
-from memtop.tui import configuration_rows as drawing
-from memtop.tui.dialog import ConfirmDialog
-from memtop.tui.full import FullScreen
-from memtop.tui.key_line import KeyLine
 from memtop.tui.keymap import BY_ID, no_changes, obstacle
-from memtop.tui.line import MUTED, STRONG, Line, join, line, spread
-from memtop.tui.line_table import LineTable
+from memtop.tui.line import MUTED, STRONG, Heading, Line, cropped, fact, fit, join_fitting, line, wrap
+from memtop.tui.line_list import Entry, LineList, Page
 from memtop.tui.panel import LinePanel
-from memtop.tui.rollback import consequences, present_of, rollback, undone
+from memtop.tui.restart_plan import where_it_resumes
+from memtop.tui.screen import ConfirmDialog, Dashboard, FullScreen, KeyLine, named
 from memtop.tui.store import Store
-
-if TYPE_CHECKING:
-    from memtop.tui.dashboard.screen import DashboardScreen
+from memtop.tui.words import OUTCOMES, in_words
 
 
 class ConfigurationsScreen(FullScreen):
-    """Opens on the configuration before the present one. `chosen` is what was confirmed when it closed, if anything."""
+    """Opens on the configuration before the present one. `chosen` is the confirmed change when it closes, if any."""
 
-    AUTO_FOCUS = "LineTable"
+    AUTO_FOCUS = "LineList"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "leave", "Back", show=False),
         Binding(
-            "e", "back(False)", "Go back", key_display="Enter", tooltip="Restart with these settings, where the run is now"
+            "e",
+            "back(False)",
+            "Go back",
+            key_display="Enter",
+            tooltip="Restart with these settings, at the run's present update",
         ),
-        Binding("c", "back(True)", "with its checkpoint", tooltip="The same, from the newest kept state of that time"),
+        Binding("c", "back(True)", "with its checkpoint", tooltip="The same, from the newest checkpoint kept from that time"),
         Binding("u", "undo", "Undo", tooltip="Restart with the settings before the present ones"),
     ]
 
-    def __init__(self, dashboard: DashboardScreen) -> None:
-        super().__init__(id="configurations-screen")
-        self.dashboard = dashboard
+    def __init__(self, dashboard: Dashboard) -> None:
+        super().__init__(dashboard, id="configurations-screen")
         self.chosen: Change | None = None
-        self._flash: Line = ()
 
     def compose(self) -> ComposeResult:
-        yield LinePanel(self._draw_title, id="configurations-title")
-        yield LineTable(id="configurations-table")
+        yield self.title_panel()
+        yield LineList(self._draw_page, id="configurations-table")
         yield LinePanel(self._draw_facts, id="configurations-facts")
-        yield LinePanel(self._draw_flash, id="configurations-flash")
+        yield self.message_panel()
         yield KeyLine(self)
 
     def on_mount(self) -> None:
         self.follow(self.dashboard, self._take)
         before = undone(self._rows)
         if before is not None:
-            self.query_one(LineTable).move_to(before.number)
-
-    def on_resize(self, event: Resize) -> None:
-        self._take(self.dashboard.store)
+            self.query_one(LineList).move_to(before.number)
 
     @property
     def _rows(self) -> tuple[Configuration, ...]:
         return self.dashboard.store.configurations
 
     def _take(self, store: Store) -> None:
-        width = self.app.size.width
-        heading, columns = drawing.heading(width)
-        now = present_of(self._rows)
-        # The newest is what one looks for: it comes first.
-        rows = tuple(reversed(self._rows))
-        lines = [drawing.row(one, width, present=one is now) for one in rows]
-        self.query_one(LineTable).show(heading, columns, [one.number for one in rows], lines)
-        for panel in self.query(LinePanel):
-            panel.show(store)
+        self.query_one(LineList).redraw()
+        self.show_panels(store)
 
     # --- what it shows ----------------------------------------------------------------------------------------------
 
-    def _draw_title(self, store: Store, width: int, height: int) -> list[Line]:
-        name = store.run.name if store.run is not None else ""
-        left = join((line((" memtop ", "accent")), line((f"Configurations of {name}", STRONG))))
-        return [spread(left, line((f"{store.label or ''} ", "edge")), width)]
+    def _draw_page(self, width: int) -> Page:
+        names, columns = heading(width)
+        now = present_of(self._rows)
+        # Newest first, because the newest are the ones to go back to.
+        entries = [Entry(one.number, [row(one, width, present=one is now)]) for one in reversed(self._rows)]
+        return Page(entries, names, columns)
+
+    def headline(self, store: Store) -> Line:
+        return named(f"Configurations of {store.run.name if store.run is not None else ''}")
+
+    def hint(self, store: Store, width: int) -> Line:
+        return line(("peaks and speeds are measured; ● is the present one", MUTED))
 
     def _draw_facts(self, store: Store, width: int, height: int) -> list[Line]:
-        row = self._row()
-        return [] if row is None else drawing.facts(row, present_of(self._rows), width)[:height]
-
-    def _draw_flash(self, store: Store, width: int, height: int) -> list[Line]:
-        return [self._flash or line(("peaks and speeds are measured; ● is the present one", MUTED))]
+        chosen = self._row()
+        return [] if chosen is None else facts(chosen, present_of(self._rows), width)[:height]
 
     def _row(self) -> Configuration | None:
-        key = self.query_one(LineTable).cursor
+        key = self.query_one(LineList).cursor
         return next((one for one in self._rows if one.number == key), None)
 
-    def say(self, text: str) -> None:
-        """Tell the user why something is not done."""
-        self._flash = line((f"✗ {text}", "bad"))
-        self.query_one("#configurations-flash", LinePanel).show(self.dashboard.store)
-
-    @on(LineTable.Moved)
+    @on(LineList.Moved)
     def _moved(self) -> None:
-        self._flash = ()
-        for panel in self.query(LinePanel):
-            panel.show(self.dashboard.store)
+        self.clear_message()
+        self.show_panels(self.dashboard.store)
 
     # --- keys -------------------------------------------------------------------------------------------------------
 
-    @on(LineTable.Chosen)
+    @on(LineList.Chosen)
     def _entered(self) -> None:
         self.action_back(False)
 
     def action_back(self, with_state: bool) -> None:
-        row = self._row()
-        if row is not None:
-            self._go_back(row, with_state)
+        chosen = self._row()
+        if chosen is not None:
+            self._go_back(chosen, with_state)
 
     def action_undo(self) -> None:
-        row = undone(self._rows)
-        if row is None:
-            self.say("there is no configuration before the present one")
+        before = undone(self._rows)
+        if before is None:
+            self.say("there is no configuration before the present one", "bad")
         else:
-            self._go_back(row, False)
+            self._go_back(before, False)
 
     @work(group="actions", exclusive=True)
-    async def _go_back(self, row: Configuration, with_state: bool) -> None:
+    async def _go_back(self, wanted: Configuration, with_state: bool) -> None:
         store = self.dashboard.store
         problem = no_changes(store) or obstacle(BY_ID["restart"], store)
-        change = rollback(row, self._rows, with_state=with_state) if problem is None else problem
+        change = rollback(wanted, self._rows, with_state=with_state) if problem is None else problem
         if isinstance(change, str):
-            self.say(change)
+            self.say(change, "bad")
             return
-        lines = consequences(row, store, with_state=with_state)
+        lines = consequences(wanted, store, with_state=with_state)
         if await self.app.push_screen_wait(ConfirmDialog("Roll back", lines, confirm="Roll back")):
             self.chosen = change
             self.dismiss(None)
 
-    def action_leave(self) -> None:
-        self.dismiss(None)
+
+PRESENT = "present"
+_GOOD = (PRESENT, "finished")
+_BAD = frozenset(("failed", *(kind.value for kind in Kind)))
+_WORDS = {kind.value: words for kind, words in OUTCOMES.items()}
+
+
+class Column(NamedTuple):
+    """One column: its words, its cells, whether it holds numbers, and from which width of the terminal it is shown."""
+
+    id: str
+    title: str
+    width: int
+    number: bool = True
+    shown_from: int = 0
+
+
+COLUMNS = (
+    Column("number", "#", 3),
+    Column("attempt", "att", 3),
+    Column("since", "since", 7),
+    Column("split", "B x A x W", 11, number=False),
+    Column("seq_len", "T", 5),
+    Column("preset", "preset", 15, number=False, shown_from=110),
+    Column("peak", "peak", 10),
+    Column("speed", "samp/s", 7),
+    Column("outcome", "outcome", 12, number=False),
+)
+
+
+def columns_for(width: int) -> list[Column]:
+    """Those that are shown; the reason takes what is left."""
+    return [column for column in COLUMNS if width >= column.shown_from]
+
+
+def heading(width: int) -> tuple[Line, list[Heading]]:
+    """The line of the columns' names, and where each stands."""
+    places, parts, start = [], [], 2
+    for column in columns_for(width):
+        parts.append(_cell(column, column.title))
+        places.append(Heading(column.id, start, start + column.width))
+        start += column.width + 1
+    return fit(line(("  " + " ".join(parts) + " reason", "heading")), width), places
+
+
+def row(of: Configuration, width: int, *, present: bool) -> Line:
+    """One configuration; what is not known is a dash. The present one has a dot before it, too."""
+    words = {
+        "number": str(of.number),
+        "attempt": str(of.attempt),
+        "since": units.count(of.since_update),
+        "split": split_words(of.settings),
+        "seq_len": units.UNKNOWN if of.settings is None else str(of.settings.seq_len),
+        "preset": units.UNKNOWN if of.settings is None else of.settings.preset,
+        "peak": peak_words(of.peak),
+        "speed": units.UNKNOWN if of.samples_per_second is None else units.rate(of.samples_per_second),
+        "outcome": outcome_words(of, present=present),
+    }
+    outcome = words["outcome"]
+    parts: list[tuple[str, str]] = [("● " if present else "  ", "good")]
+    for column in columns_for(width):
+        role = _outcome_role(of.outcome or outcome) if column.id == "outcome" else STRONG if present else "text"
+        parts.append((f"{_cell(column, words[column.id])} ", role))
+    return fit(line(*parts, (in_words(of.reason), MUTED)), width)
+
+
+def went_badly(outcome: str | None) -> bool:
+    """Whether it ended in a failure of its own."""
+    return outcome in _BAD
+
+
+def _outcome_role(outcome: str) -> str:
+    return "good" if outcome in _GOOD else "bad" if went_badly(outcome) else MUTED
+
+
+def _cell(column: Column, text: str) -> str:
+    if not column.number:
+        return cropped(text, column.width)
+    return " " * max(0, column.width - cell_len(text)) + text
+
+
+def split_words(settings: Settings | None) -> str:
+    return units.UNKNOWN if settings is None else f"{settings.batch} x {settings.accumulation} x {settings.world_size}"
+
+
+def peak_words(peak: Peak | None) -> str:
+    """`17.1 GiB` as measured; `≥ 19.1 GiB` where more was wanted than there was."""
+    if peak is None:
+        return units.UNKNOWN
+    return f"≥ {units.size(peak.bytes)}" if peak.failed else units.size(peak.bytes)
+
+
+def outcome_words(of: Configuration, *, present: bool) -> str:
+    """`replaced`, or what ended it: `out of VRAM`."""
+    return _WORDS.get(of.outcome or "", of.outcome) or (PRESENT if present else units.UNKNOWN)
+
+
+def facts(of: Configuration, now: Configuration | None, width: int) -> list[Line]:
+    """All of the one under the cursor: where it began and ended, its reason in full, and what going back to it would change."""
+    until = "now" if of.until_update is None else f"update {units.count(of.until_update)}"
+    updates: Line = ()
+    if of.peak is not None and of.peak.updates > 0:
+        updates = fact("peak measured over", f"{units.count(of.peak.updates)} update{'' if of.peak.updates == 1 else 's'}")
+    preset = () if of.settings is None else fact("preset", of.settings.preset)
+    head = [fact(f"configuration {of.number}, from update", units.count(of.since_update)), fact("to", until), updates, preset]
+    lines = [join_fitting([part for part in head if part], width), *wrap(f"why: {in_words(of.reason)}", width)]
+    return [*lines, *wrap(f"to go back: {'; '.join(differences(of, now))}", width, MUTED)]
+
+
+def differences(of: Configuration, now: Configuration | None) -> list[str]:
+    """What going back to it changes, each in a few words."""
+    if now is None or now.number == of.number:
+        return ["it is the present one"]
+    if of.settings is None or now.settings is None:
+        return ["what differs is not known: the settings of this program are its own"]
+    return changes(now.settings, of.settings) or ["nothing differs from the present one"]
+
+
+def present_of(rows: Sequence[Configuration]) -> Configuration | None:
+    """The newest one, which the run has now or had when it ended."""
+    return rows[-1] if rows else None
+
+
+def undone(rows: Sequence[Configuration]) -> Configuration | None:
+    """The one before the present one."""
+    return rows[-2] if len(rows) > 1 else None
+
+
+def rollback(row: Configuration, rows: Sequence[Configuration], *, with_state: bool) -> Change | str:
+    """The change that goes back to it, or why that is not possible."""
+    if row is present_of(rows):
+        return f"configuration {row.number} is the present one"
+    if not with_state:
+        return Change(configuration=row.number)
+    if row.until_update is None:
+        return f"the update at which configuration {row.number} ended is not known: its checkpoint cannot be told"
+    return Change(configuration=row.number, state_before=row.until_update)
+
+
+def consequences(row: Configuration, store: Store, *, with_state: bool) -> list[str]:
+    """What the question before a rollback says."""
+    run, now = store.run, present_of(store.configurations)
+    name = run.name if run is not None else "the run"
+    lines = [f"Restart {name} with the settings of configuration {row.number}?", ""]
+    lines.append(f"Changes: {'; '.join(differences(row, now))}.")
+    if row.settings is not None and now is not None and now.settings is not None:
+        lines.append(f"{describe_split(now.settings, row.settings)}.".capitalize())
+    if row.peak is not None:
+        lines.append(f"Its peak was {peak_words(row.peak)} (measured).")
+    if went_badly(row.outcome):
+        lines.append(f"! It ended in {row.outcome}: that may happen again.")
+    elif row.peak is not None and row.peak.failed:
+        lines.append("! It ran out of memory then: that may happen again.")
+    if with_state:
+        lines.append(
+            f"Goes back to the newest kept state at or before update {units.count(row.until_update)}: the updates after it are "
+            "trained again, their state is set aside, not deleted."
+        )
+    elif run is not None:
+        words = where_it_resumes(run)
+        lines.append(f"{words[0].upper()}{words[1:]}.")
+    return lines

@@ -13,11 +13,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from msgspec.structs import replace
 
 from memtop.presets import SettingsError, edit_settings
-from memtop.presets.comparing import changes
+from memtop.presets.comparison import changes
 from memtop.presets.schema import Settings
 from memtop.supervisor import units, wire
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
+from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.wire import Phase
 from memtop.tui import demo_recovery as recovery
 from memtop.tui.demo_machine import (
@@ -33,7 +34,7 @@ from memtop.tui.demo_machine import (
     wave,
 )
 from memtop.tui.feed import Connected, FeedMessage, LogLines
-from memtop.tui.processes.actions import Told
+from memtop.tui.processes.actions import EndingReport
 
 GIB = units.GIB
 START = 1_760_000_000.0
@@ -134,12 +135,12 @@ class DemoFeed:
         if scene == "oom" and self._phase is Phase.TRAINING:
             self._dies_tick = max(self._tick, self._warm_up) + 1
 
-    async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> Told:
+    async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> EndingReport:
         """The demo's processes are invented: nothing real is touched."""
         self._ended_pids |= {process.pid for process in chosen}
         returned = sum(process.used_bytes or 0 for process in chosen)
         word = "process" if len(chosen) == 1 else "processes"
-        return Told(f"{len(chosen)} {word} ended, {units.size(returned)} returned", good=True)
+        return EndingReport(f"{len(chosen)} {word} ended, {units.size(returned)} returned", good=True)
 
     async def environment_of(self, process: GpuProcess) -> dict[str, str]:
         if process.user != "ada":
@@ -364,9 +365,9 @@ class DemoFeed:
             return 0.0 if self._phase.final else 1.2
         return base + 0.25 * wave(self._tick + index * 3, 9)
 
-    def _rank(self, index: int) -> wire.RankMemory:
+    def _rank(self, index: int) -> RankMemory:
         allocated = self._allocated(index)
-        return wire.RankMemory(
+        return RankMemory(
             rank=index,
             pid=41_210 + index,
             connected=not self._phase.final,

@@ -8,14 +8,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
+
+import msgspec
 
 from memtop.supervisor import wire
 from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.monitor.history import HOST
+from memtop.supervisor.monitor.snapshots import only_gpus
 from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.wire import HistoryRows, StateUpdate
 
 # A wish to look closely lasts 10 s there: asked again well before.
 _LOOK_SECONDS = 5.0
@@ -107,6 +113,14 @@ class Staged(Protocol):
 
     def play(self, scene: str) -> None:
         """`oom`: the run dies of memory."""
+
+
+@runtime_checkable
+class DetailedFeed(Protocol):
+    """A feed that can read more on request: some values cost the driver too much time to read them always."""
+
+    def look_closely(self) -> None:
+        """Read the expensive values, too, for the next few seconds: a GPU's details are on the screen."""
 
 
 class Wanted(Protocol):
@@ -377,3 +391,50 @@ def _unsupervised(run: wire.RunState) -> Disconnected:
 
 def _refusal(number: int, message: str) -> wire.Answer:
     return wire.Answer(id=number, outcome=wire.Outcome.REFUSED, message=message)
+
+
+Turn = Callable[[FeedMessage], FeedMessage | None]
+"""What becomes of a message; None: it is not passed on."""
+
+
+class TurnedLocalFeed(LocalFeed):
+    turns: Sequence[Turn] = ()
+
+    async def messages(self) -> AsyncIterator[FeedMessage]:
+        async for message in _turned(super().messages(), self.turns):
+            yield message
+
+
+class TurnedRunFeed(RunFeed):
+    turns: Sequence[Turn] = ()
+
+    async def messages(self) -> AsyncIterator[FeedMessage]:
+        async for message in _turned(super().messages(), self.turns):
+            yield message
+
+
+async def _turned(messages: AsyncIterator[FeedMessage], turns: Sequence[Turn]) -> AsyncIterator[FeedMessage]:
+    # A feed lets go of its connection when its generator is closed.
+    async with aclosing(cast("AsyncGenerator[FeedMessage, None]", messages)) as source:
+        async for message in source:
+            turned: FeedMessage | None = message
+            for turn in turns:
+                turned = None if turned is None else turn(turned)
+            if turned is not None:
+                yield turned
+
+
+def choosing(indices: Collection[int]) -> Turn:
+    """Only these GPUs are told of."""
+    labels = {f"GPU {index}" for index in indices}
+
+    def turn(message: FeedMessage) -> FeedMessage | None:
+        if isinstance(message, MachineSnapshot):
+            return only_gpus(message, indices)
+        if isinstance(message, StateUpdate) and message.machine is not None:
+            return msgspec.structs.replace(message, machine=only_gpus(message.machine, indices))
+        if isinstance(message, HistoryRows) and message.key != HOST and message.label not in labels:
+            return None
+        return message
+
+    return turn

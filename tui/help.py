@@ -12,8 +12,8 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import Button, Static
 
-from memtop.tui.dialog import Dialog
 from memtop.tui.keymap import ACTIONS, offered
+from memtop.tui.screen import Dialog
 from memtop.tui.store import Store
 
 _GROUPS = (

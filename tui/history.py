@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.events import Click, MouseScrollDown, MouseScrollUp
 
+from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError
-from memtop.supervisor.monitor.history import HOST, KEPT_SECONDS, Bucket
-from memtop.tui import history_curves as drawing
-from memtop.tui.full import FullScreen
-from memtop.tui.line import Line, fit, join_fitting, line
+from memtop.supervisor.monitor.bands import DANGER_ABOVE, EDGE_FROM, band_of
+from memtop.supervisor.monitor.history import HOST, KEPT_SECONDS, Bucket, resample
+from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.wire import Event
+from memtop.tui.charts import merged, nice_bounds
+from memtop.tui.line import MUTED, Line, fact, fit, join, join_fitting, line, spread
 from memtop.tui.panel import LinePanel
+from memtop.tui.screen import Dashboard, FullScreen
 from memtop.tui.store import Store
-
-if TYPE_CHECKING:
-    from memtop.tui.dashboard.screen import DashboardScreen
 
 _ZOOMS = ((300.0, "last 5 min"), (KEPT_SECONDS, "last hour"), (86_400.0, "last 24 h"), (0.0, "whole run"))
 # Key: (words, series, unit, of the host).
@@ -62,9 +66,8 @@ class HistoryScreen(FullScreen):
         *(Binding(key, f"choose('{key}')", words, tooltip=tip) for key, (words, *_), tip in _tips()),
     ]
 
-    def __init__(self, dashboard: DashboardScreen) -> None:
-        super().__init__()
-        self._dashboard = dashboard
+    def __init__(self, dashboard: Dashboard) -> None:
+        super().__init__(dashboard)
         self._chosen = {"v", "m"}
         start, end = dashboard.history.start, dashboard.history.end
         # An hour of which a few minutes are known would be an empty page.
@@ -78,7 +81,7 @@ class HistoryScreen(FullScreen):
         self._reading = False
 
     def compose(self) -> ComposeResult:
-        yield LinePanel(self._draw, title=self._title, id="history", classes="panel")
+        yield LinePanel(self._draw, title=self._panel_title, id="history", classes="panel")
 
     def on_mount(self) -> None:
         self.set_interval(1.0, self._show)
@@ -87,20 +90,20 @@ class HistoryScreen(FullScreen):
         self._read()
 
     def _show(self) -> None:
-        self.query_one("#history", LinePanel).show(self._dashboard.store)
+        self.query_one("#history", LinePanel).show(self.dashboard.store)
 
     # --- what there is --------------------------------------------------------------------------------------------------
 
     @property
     def _folder(self) -> Path | None:
-        run = self._dashboard.store.run
+        run = self.dashboard.store.run
         # The demo's run has no folder.
         return None if run is None or not Path(run.folder).is_dir() else Path(run.folder)
 
     def _span(self) -> tuple[float, float] | None:
         """The stretch of time that is shown; None while nothing is known at all."""
-        ring, seconds = self._dashboard.history, _ZOOMS[self._zoom][0]
-        run = self._dashboard.store.run
+        ring, seconds = self.dashboard.history, _ZOOMS[self._zoom][0]
+        run = self.dashboard.store.run
         newest = [moment for moment in (ring.end, self._extent and self._extent[1]) if moment is not None]
         if not newest:
             return None
@@ -130,14 +133,14 @@ class HistoryScreen(FullScreen):
 
     def _buckets(self, key: str, name: str) -> list[Bucket]:
         """The ledger up to where the ring begins, then the ring."""
-        live = self._dashboard.history.buckets(key, name)
+        live = self.dashboard.history.buckets(key, name)
         begins = live[0].time if live else float("inf")
         old = [bucket for bucket in self._stored.get(key, {}).get(name, ()) if bucket.time + bucket.seconds <= begins]
         return old + live
 
-    def curves(self) -> list[drawing.Curve]:
+    def curves(self) -> list[Curve]:
         """All that are chosen, GPUs in their order, the host's after them."""
-        ring = self._dashboard.history
+        ring = self.dashboard.history
         labels = {**self._labels, **{key: ring.label(key) for key in ring.keys}}
         gpus = sorted((key for key in labels if key != HOST), key=lambda key: (len(labels[key]), labels[key]))
         found = []
@@ -145,19 +148,19 @@ class HistoryScreen(FullScreen):
             if letter not in self._chosen:
                 continue
             if of_host:
-                found.append(drawing.Curve(words, unit, self._buckets(HOST, name)))
+                found.append(Curve(words, unit, self._buckets(HOST, name)))
                 continue
-            each = [drawing.Curve(f"{words} {labels[key]}", unit, self._buckets(key, name)) for key in gpus]
+            each = [Curve(f"{words} {labels[key]}", unit, self._buckets(key, name)) for key in gpus]
             if len(each) > 1 and letter in _TOGETHER:
                 # All their values in one: the mean is that over time and cards, least and most are of any card.
                 every = [bucket for curve in each for bucket in curve.buckets]
-                found.append(drawing.Curve(f"{words} of all {len(each)} GPUs, mean", unit, every))
+                found.append(Curve(f"{words} of all {len(each)} GPUs, mean", unit, every))
             found += each
         return found
 
     # --- how it looks ---------------------------------------------------------------------------------------------------
 
-    def _title(self, store: Store) -> str:
+    def _panel_title(self, store: Store) -> str:
         zoom = _ZOOMS[self._zoom][1]
         if self._folder is None:
             return f"History: {zoom}, only what this dashboard has seen"
@@ -169,8 +172,8 @@ class HistoryScreen(FullScreen):
             return [line(("nothing is known yet", "muted"))]
         curves = self.curves()
         self._first = min(self._first, max(0, len(curves) - 1))
-        view = drawing.View(*span, self._cursor, store.events)
-        lines = drawing.draw(curves[self._first :], view, width, height - 1)
+        view = View(*span, self._cursor, store.events)
+        lines = draw(curves[self._first :], view, width, height - 1)
         return [*lines, *[()] * (height - 1 - len(lines)), self._keys(width)]
 
     def _keys(self, width: int) -> Line:
@@ -179,7 +182,7 @@ class HistoryScreen(FullScreen):
         parts = [
             line((f"{k} ", "accent"), (words, "strong" if k in self._chosen else "muted"))
             for k, (words, *_) in _CHOICES.items()
-            if k != "r" or self._dashboard.store.run is not None
+            if k != "r" or self.dashboard.store.run is not None
         ]
         hints = (("Esc", "back"), ("+ -", "zoom"), ("← →", "cursor"), ("?", "help"), ("End", "newest"))
         return join_fitting([*parts, *(line((f"{keys} ", "accent"), (words, "muted")) for keys, words in hints)], width)
@@ -199,7 +202,7 @@ class HistoryScreen(FullScreen):
         if span is None:
             return
         start, end = span
-        each = (end - start) / drawing.cells(self.query_one("#history", LinePanel).size.width)
+        each = (end - start) / cells(self.query_one("#history", LinePanel).size.width)
         here = end - each / 2 if self._cursor is None else self._cursor
         self._cursor = min(end - each / 2, max(start + each / 2, here + step * each))
         self._show()
@@ -207,7 +210,7 @@ class HistoryScreen(FullScreen):
     def on_click(self, event: Click) -> None:
         panel, span = self.query_one("#history", LinePanel), self._span()
         inside = event.get_content_offset_capture(panel)
-        count = drawing.cells(panel.size.width)
+        count = cells(panel.size.width)
         if span is not None and 0 <= inside.x < count and 0 <= inside.y < panel.size.height - 1:
             start, end = span
             self._cursor = start + (inside.x + 0.5) * (end - start) / count
@@ -218,9 +221,6 @@ class HistoryScreen(FullScreen):
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
         self.action_scroll_curves(-1)
-
-    def action_leave(self) -> None:
-        self.dismiss(None)
 
     def action_newest(self) -> None:
         self._cursor = None
@@ -252,3 +252,170 @@ def _stored(
         if not _ZOOMS[zoom][0]:
             start, end = min(start, extent[0]), max(end, extent[1])
         return extent, labels, {key: ledger.history(key, start, end) for key in labels}
+
+
+LABEL_WIDTH = 9
+SMALLEST = 4
+"""Rows of one curve, its title included."""
+_ROLES = {Band.SAFE: "hist", Band.EDGE: "histedge", Band.DANGER: "histdanger", Band.UNKNOWN: "unknown"}
+_BITS = ((0x40, 0x80), (0x04, 0x20), (0x02, 0x10), (0x01, 0x08))
+"""The dots of a braille cell: rows from the bottom, columns from the left."""
+# What an event has to be for its moment to be marked.
+_LIFE = ("attempt", "adopted", "checkpoint", "warning", "band", "finished", "stopped", "failed", "stop")
+_MEMORY = ("oom", "survived", "remedy", "settings", "trend", "pressure", "trial")
+MARKED = frozenset((*_LIFE, *_MEMORY))
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One series to be drawn."""
+
+    title: str
+    unit: str
+    """fraction | memory (a fraction with the bands' lines) | bytes | watts"""
+    buckets: Sequence[Bucket]
+
+
+@dataclass(frozen=True)
+class View:
+    """Which stretch of time, where the cursor is, and what happened in it."""
+
+    start: float
+    end: float
+    cursor: float | None = None
+    """None: at the newest value."""
+    events: Sequence[Event] = ()
+
+
+def cells(width: int) -> int:
+    """How many cells a curve has on so many columns."""
+    return max(1, width - LABEL_WIDTH)
+
+
+def draw(curves: Sequence[Curve], view: View, width: int, height: int) -> list[Line]:
+    """As many curves as fit, one below the other, the marks of events above and the times below."""
+    room = height - 3
+    if not curves or room < SMALLEST or width < LABEL_WIDTH + 20:
+        return [line(("no curve is chosen, or no room for one", MUTED))]
+    shown = curves[: max(1, room // SMALLEST)]
+    each = room // len(shown)
+    lines = [_marks(view, width)]
+    for curve in shown:
+        lines += _curve(curve, view, width, each)
+    hidden = len(curves) - len(shown)
+    # What the division leaves over is empty above the axis, so that the last lines keep their places.
+    lines += [()] * (height - 2 - len(lines))
+    return [*lines, _axis(view, width), _words(view, width, hidden)]
+
+
+def value_words(unit: str, value: float) -> str:
+    """One value for a person."""
+    if unit in ("fraction", "memory"):
+        return units.percent(value)
+    return f"{value:.0f} W" if unit == "watts" else units.size(value)
+
+
+def reading(curve: Curve, view: View, width: int) -> Line:
+    """What the curve says where the cursor is."""
+    count = cells(width)
+    each = (view.end - view.start) / count
+    start = view.start + _column(view, count) * each
+    (bucket,) = resample(curve.buckets, start, start + each, 1)
+    if bucket is None:
+        return line(("not known", MUTED))
+    mean, high = value_words(curve.unit, bucket.mean), value_words(curve.unit, bucket.high)
+    if mean == high:
+        return line((mean, "strong"))
+    return join((fact("mean", mean), fact("least", value_words(curve.unit, bucket.low)), fact("most", high)))
+
+
+def _column(view: View, count: int) -> int:
+    if view.cursor is None:
+        return count - 1
+    return min(count - 1, max(0, int((view.cursor - view.start) / (view.end - view.start) * count)))
+
+
+def _curve(curve: Curve, view: View, width: int, height: int) -> list[Line]:
+    count = cells(width)
+    known = resample(curve.buckets, view.start, view.end, count * 2)
+    top = 1.0
+    if curve.unit not in ("fraction", "memory"):
+        top = nice_bounds(0.0, max((b.high for b in known if b is not None), default=1.0))[1]
+    cursor = None if view.cursor is None else _column(view, count)
+    lines = [spread(line((curve.title, "strong")), reading(curve, view, width), width)]
+    rows = height - 1
+    for row in reversed(range(rows)):
+        limits = [m for m in (EDGE_FROM, DANGER_ABOVE) if curve.unit == "memory" and row / rows <= m < (row + 1) / rows]
+        parts = [
+            _cell(known[2 * n : 2 * n + 2], top, rows, row, curve.unit, limit=bool(limits), cursor=n == cursor)
+            for n in range(count)
+        ]
+        lines.append((*merged(parts), *_label(curve.unit, top, rows, row, limits)))
+    return lines
+
+
+def _cell(
+    pair: Sequence[Bucket | None], top: float, rows: int, row: int, unit: str, *, limit: bool, cursor: bool
+) -> tuple[str, str]:
+    bits = 0
+    for column, bucket in enumerate(pair):
+        if bucket is None:
+            continue
+        filled = round(bucket.mean / top * rows * 4) - row * 4
+        peak = max(1, round(bucket.high / top * rows * 4)) - 1 - row * 4
+        for dot in range(4):
+            if dot < filled or dot == peak:
+                bits |= _BITS[dot][column]
+    if cursor:
+        return (chr(0x2800 + bits) if bits else "│", "match")
+    if not bits:
+        return ("┄", "limit") if limit else (" ", MUTED)
+    highest = max(bucket.high for bucket in pair if bucket is not None)
+    return (chr(0x2800 + bits), _ROLES[band_of(highest)] if unit == "memory" else "curve")
+
+
+def _label(unit: str, top: float, rows: int, row: int, limits: Sequence[float]) -> Line:
+    text = ""
+    if limits:
+        text = "-".join(f"{m * 100:.0f}" for m in limits) + " %"
+    elif row == rows - 1:
+        text = value_words(unit, top)
+    elif row == 0:
+        text = "0"
+    return line((f" {text:<{LABEL_WIDTH - 1}}", MUTED))
+
+
+def _marks(view: View, width: int) -> Line:
+    """Where events happened: ┊ an attempt begins, ▾ anything else."""
+    count = cells(width)
+    signs = [" "] * count
+    for event in view.events:
+        if event.kind in MARKED and view.start <= event.time < view.end:
+            place = int((event.time - view.start) / (view.end - view.start) * count)
+            signs[place] = "┊" if event.kind == "attempt" or signs[place] == "┊" else "▾"
+    return fit(line(("".join(signs), "attempt")), width)
+
+
+def _axis(view: View, width: int) -> Line:
+    days = view.end - view.start > 86_400
+    left, right = (_clock(moment, days=days) for moment in (view.start, view.end))
+    middle = f"cursor {_clock(view.cursor, days=days)}" if view.cursor is not None else ""
+    room = cells(width) - len(left) - len(right)
+    return line((f"{left}{middle:^{max(0, room)}}{right}", MUTED))
+
+
+def _clock(moment: float, *, days: bool) -> str:
+    return time.strftime("%m-%d %H:%M" if days else "%H:%M:%S", time.localtime(moment))
+
+
+def _words(view: View, width: int, hidden: int) -> Line:
+    """The event nearest to the cursor, and how much does not fit."""
+    parts: list[Line] = []
+    if hidden:
+        parts.append(line((f"{hidden} more below (down)", "accent")))
+    near = [event for event in view.events if event.kind in MARKED and view.start <= event.time < view.end]
+    if near:
+        at = view.end if view.cursor is None else view.cursor
+        event = min(near, key=lambda one: abs(one.time - at))
+        parts.append(line((f"{_clock(event.time, days=False)} ", MUTED), event.message))
+    return join_fitting(parts, width) or fit(join(parts), width)

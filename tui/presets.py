@@ -13,11 +13,11 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Button, DataTable, Static
 
 from memtop.presets import Preset
-from memtop.presets.comparing import Outlook, outlook
+from memtop.presets.comparison import Outlook, outlook
 from memtop.presets.schema import Settings
 from memtop.supervisor.wire import RunState
-from memtop.tui.dialog import Dialog
 from memtop.tui.restart_plan import where_it_resumes
+from memtop.tui.screen import Dialog
 
 
 class PresetDialog(Dialog[str]):

@@ -7,7 +7,7 @@ store while it is open: the countdown of an automatic restart runs in it, and it
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual import on
 from textual.app import ComposeResult
@@ -16,19 +16,19 @@ from textual.containers import Horizontal, Vertical
 from textual.events import Resize
 from textual.widgets import Button
 
+from memtop.supervisor import units
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Proposal
-from memtop.tui.block_list import Block, BlockList, chosen_width
-from memtop.tui.dialog import Dialog
+from memtop.tui.charts import Share, memory_bar
 from memtop.tui.keymap import no_changes
-from memtop.tui.line import MUTED, Line, line, wrap
+from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, wrap
+from memtop.tui.line_list import LineList, Page, indented, indented_width, text_entry
+from memtop.tui.machine.vram import Part
 from memtop.tui.panel import LinePanel
-from memtop.tui.recovery_drawing import card_title, evidence_lines, happened_lines, memory_lines, outlook
 from memtop.tui.remedies import is_applicable, remedy_lines
+from memtop.tui.screen import Dashboard, Dialog
 from memtop.tui.store import Store
-
-if TYPE_CHECKING:
-    from memtop.tui.dashboard.screen import DashboardScreen
 
 DELIBERATE_SECONDS = 0.6
 """A card that opened by itself takes no Enter for so long: it was meant for what the card covers."""
@@ -47,13 +47,13 @@ def _key(remedy: Remedy) -> tuple[str, str]:
 class OomCard(Dialog[Remedy]):
     """Dismissed with the remedy to apply, or None."""
 
-    AUTO_FOCUS = "BlockList"
+    AUTO_FOCUS = "LineList"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("w,q", "cancel", "Close", show=False),
         Binding("s", "stay", "Stay stopped", show=False),
     ]
 
-    def __init__(self, dashboard: DashboardScreen, *, by_itself: bool = False) -> None:
+    def __init__(self, dashboard: Dashboard, *, by_itself: bool = False) -> None:
         super().__init__()
         self._dashboard = dashboard
         self._not_before = time.monotonic() + (DELIBERATE_SECONDS if by_itself else 0.0)
@@ -66,8 +66,8 @@ class OomCard(Dialog[Remedy]):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog -dangerous oom", id="oom-box") as box:
             # Filled from its first picture on: a countdown may be running.
-            self._frame(box, BlockList(self._draw))
-            yield BlockList(self._draw, id="oom-page")
+            self._frame(box, LineList(self._draw))
+            yield LineList(self._draw, id="oom-page")
             yield LinePanel(self._draw_why, id="oom-why")
             yield LinePanel(self._draw_status, id="oom-status")
             with Horizontal(classes="buttons"):
@@ -85,14 +85,14 @@ class OomCard(Dialog[Remedy]):
         if self._proposal is None:
             self.dismiss(None)
             return
-        page = self.query_one(BlockList)
+        page = self.query_one(LineList)
         self._frame(self.query_one("#oom-box", Vertical), page)
         page.redraw()
         self._show_buttons()
         for panel in self.query(LinePanel):
             panel.show(store)
 
-    def _frame(self, box: Vertical, page: BlockList) -> None:
+    def _frame(self, box: Vertical, page: LineList) -> None:
         """Title and height, from what there is to tell."""
         if self._proposal is not None:
             box.border_title = card_title(self._proposal.diagnosis)
@@ -111,34 +111,34 @@ class OomCard(Dialog[Remedy]):
 
     # --- what it shows ----------------------------------------------------------------------------------------------
 
-    def _draw(self, width: int) -> list[Block]:
+    def _draw(self, width: int) -> Page:
         proposal, store = self._proposal, self._dashboard.store
         if proposal is None:
-            return []
+            return Page(())
         diagnosis = proposal.diagnosis
-        blocks = [
-            Block(None, happened_lines(diagnosis, width)),
-            Block(None, memory_lines(diagnosis, store, width)),
-            Block(None, evidence_lines(diagnosis, width)),
+        entries = [
+            text_entry(happened_lines(diagnosis, width)),
+            text_entry(memory_lines(diagnosis, store, width)),
+            text_entry(evidence_lines(diagnosis, width)),
         ]
         for cause in proposal.causes:
-            blocks.append(Block(None, wrap(f"! {cause}", width, "edge")))
+            entries.append(text_entry(wrap(f"! {cause}", width, "edge")))
         alive = store.run is not None and store.run.alive
         if proposal.remedies:
             head = line(("What can be done", "heading"), ("   dashed bars are predicted, solid ones were measured", MUTED))
-            blocks.append(Block(None, [(), head] if width >= _AIRY_FROM else [head]))
+            entries.append(text_entry([(), head] if width >= _AIRY_FROM else [head]))
         elif not proposal.last_advice and not proposal.causes:
-            blocks.append(Block(None, [line(("No remedy is known for this.", MUTED))]))
+            entries.append(text_entry([line(("No remedy is known for this.", MUTED))]))
         if proposal.waiting:
-            blocks.append(Block(None, wrap(f"Nothing is done by itself: {proposal.waiting}", width, "edge")))
-        room = chosen_width(width)
+            entries.append(text_entry(wrap(f"Nothing is done by itself: {proposal.waiting}", width, "edge")))
+        room = indented_width(width)
         for number, remedy in enumerate(proposal.remedies, 1):
-            blocks.append(Block(_key(remedy), remedy_lines(number, remedy, room, alive=alive)))
+            entries.append(indented(_key(remedy), remedy_lines(number, remedy, room, alive=alive)))
         if proposal.last_advice:
             title = "Nothing that memtop may do by itself is left" if not proposal.remedies else "Beyond that"
             advice = [part for number, text in enumerate(proposal.last_advice, 1) for part in wrap(f"{number}. {text}", width)]
-            blocks.append(Block(None, [line((title, "heading")), *advice]))
-        return blocks
+            entries.append(text_entry([line((title, "heading")), *advice]))
+        return Page(entries)
 
     def _draw_why(self, store: Store, width: int, height: int) -> list[Line]:
         remedy = self._remedy()
@@ -159,7 +159,7 @@ class OomCard(Dialog[Remedy]):
 
     def _remedy(self) -> Remedy | None:
         """The one under the cursor."""
-        proposal, key = self._proposal, self.query_one(BlockList).cursor
+        proposal, key = self._proposal, self.query_one(LineList).cursor
         return next((remedy for remedy in (proposal.remedies if proposal else ()) if _key(remedy) == key), None)
 
     def _say(self, text: str, role: str) -> None:
@@ -168,7 +168,7 @@ class OomCard(Dialog[Remedy]):
 
     # --- keys -------------------------------------------------------------------------------------------------------
 
-    @on(BlockList.Moved)
+    @on(LineList.Moved)
     def _moved(self) -> None:
         self._said = ()
         self._show_buttons()
@@ -187,7 +187,7 @@ class OomCard(Dialog[Remedy]):
             self.dismiss(None)
             self._dashboard.call_off()
 
-    @on(BlockList.Chosen)
+    @on(LineList.Chosen)
     @on(Button.Pressed, "#confirm")
     def _apply(self) -> None:
         remedy, problem = self._remedy(), no_changes(self._dashboard.store)
@@ -202,3 +202,187 @@ class OomCard(Dialog[Remedy]):
             self._say(f"memtop does not run this; copied, as far as the terminal allows: {remedy.command}", "edge")
         else:
             self._say("this one is for you to do: there is nothing that memtop could apply", "edge")
+
+
+_TITLES = {
+    Kind.GPU_OOM: "Out of GPU memory",
+    Kind.GPU_OOM_FRAGMENTED: "Out of GPU memory: enough of it, but in pieces",
+    Kind.GPU_OOM_OTHER_PROCESS: "Out of GPU memory: others hold most of the card",
+    Kind.HOST_OOM_ALLOC: "Out of host memory",
+    Kind.HOST_OOM_KILLED: "Killed by the kernel for lack of host memory",
+    Kind.PINNED_HOST_OOM: "Out of page-locked host memory",
+    Kind.SHM_EXHAUSTED: "Shared memory (/dev/shm) is full",
+    Kind.DISK_FULL: "The disk is full",
+    Kind.NOT_MEMORY: "Not a lack of memory",
+}
+_SOURCES = {
+    "record": "the program's own record",
+    "error_file": "torchrun's error file",
+    "kernel": "the kernel's counters",
+    "samples": "memtop's samples",
+    "words": "the words of the log",
+    "exit_status": "the exit status alone",
+}
+_PROVEN, _LIKELY = 0.95, 0.5
+_EVIDENCE_LINES = 2
+_NARROW_BELOW = 80
+# Parts of a bar smaller than a hundredth of the whole are not worth a word.
+_WORTH_A_WORD = 0.01
+_SHORTLY = 60.0
+
+
+def card_title(diagnosis: Diagnosis) -> str:
+    """The frame's title: what ran out."""
+    return _TITLES[diagnosis.kind]
+
+
+def happened_lines(diagnosis: Diagnosis, width: int) -> list[Line]:
+    """One sentence, then where in the step it was, how sure that is, and by what."""
+    sure = "proven" if diagnosis.confidence >= _PROVEN else "likely" if diagnosis.confidence >= _LIKELY else "a guess"
+    source = _SOURCES.get(diagnosis.source, diagnosis.source)
+    parts = [
+        fact("phase", diagnosis.phase) if diagnosis.phase != "unknown" else (),
+        () if diagnosis.rank is None else fact("rank", str(diagnosis.rank)),
+        line((sure, "good" if sure == "proven" else "edge"), (f" by {source}", MUTED)),
+    ]
+    return [*wrap(diagnosis.summary, width, STRONG), join_fitting([part for part in parts if part], width)]
+
+
+def evidence_lines(diagnosis: Diagnosis, width: int) -> list[Line]:
+    """The strongest evidence in its own words."""
+    strongest = diagnosis.evidence[0] if diagnosis.evidence else ""
+    parts = wrap(strongest, max(10, width - 2), MUTED)
+    if width < _NARROW_BELOW:
+        # There the remedies need the room more.
+        return [fit((*line(("│ ", "limit")), (strongest, MUTED)), width)] if parts else []
+    parts = parts[:_EVIDENCE_LINES]
+    return [(*line(("│ ", "limit")), *part) for part in parts]
+
+
+def memory_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:
+    """Where the memory went: a heading, a bar on a fixed scale, its parts in words, and what was asked for."""
+    if diagnosis.kind.of_gpu:
+        lines = _gpu_lines(diagnosis, store, width)
+    elif diagnosis.kind in (Kind.HOST_OOM_ALLOC, Kind.HOST_OOM_KILLED, Kind.PINNED_HOST_OOM):
+        lines = _host_lines(diagnosis, store, width)
+    else:
+        lines = _room_lines(diagnosis, store, width)
+    if diagnosis.requested_bytes is None:
+        return lines
+    words = units.size(diagnosis.requested_bytes)
+    asked = f"asked for {words} more" + (f": {diagnosis.requested_for}" if diagnosis.requested_for else "")
+    return [*lines, *wrap(asked, width, "edge")]
+
+
+def _gpu_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:
+    parts = [
+        Part("allocated", diagnosis.allocated_bytes, "█", "alloc"),
+        Part("cached", diagnosis.reserved_unallocated_bytes, "▓", "cache"),
+        Part("context", diagnosis.context_bytes, "▒", "context"),
+        Part("others", diagnosis.other_process_bytes, "░", "other"),
+    ]
+    if diagnosis.allocated_bytes is None and diagnosis.process_bytes is not None:
+        parts[:3] = [Part("this process", diagnosis.process_bytes, "█", "alloc")]
+    head = f"{_card(diagnosis, store)} at that moment, measured"
+    return _bar_lines(head, parts, diagnosis.total_bytes, diagnosis.free_bytes, width)
+
+
+def _card(diagnosis: Diagnosis, store: Store) -> str:
+    """The machine's name for the card where it can be told, else the program's."""
+    for gpu in store.gpus:
+        if diagnosis.device_uuid is not None and gpu.uuid == diagnosis.device_uuid:
+            return f"GPU {gpu.index}"
+    return "the GPU" if diagnosis.device_index is None else f"the program's GPU {diagnosis.device_index}"
+
+
+def _host_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:
+    host = store.host
+    whole = diagnosis.allowed_bytes or diagnosis.total_bytes
+    own, free = diagnosis.process_bytes, diagnosis.free_bytes
+    if whole is not None and (own is not None or free is not None):
+        others = None if own is None or free is None else max(0, whole - own - free)
+        parts = [Part("this run", own, "█", "alloc"), Part("others", others, "░", "other")]
+        limit = "the limit set for it" if diagnosis.allowed_bytes else "host memory"
+        return _bar_lines(f"{limit} at that moment, measured", parts, whole, free, width)
+    whole, peak = whole or host.limit_bytes or host.total_bytes, _fullest_before(store)
+    if whole is None or peak is None:
+        return [line(("? how full host memory was at that moment is not known: it was not sampled here", "unknown"))]
+    head = f"host memory, the most that was sampled in the minute before: {units.percent(peak)} of {units.size(whole)}"
+    return [
+        *wrap(head, width, MUTED),
+        memory_bar(width, [Share(peak, "█", "alloc")]),
+        line(("? how it was divided at that moment is not known", "unknown")),
+    ]
+
+
+def _fullest_before(store: Store) -> float | None:
+    """The fullest that host memory was seen shortly before the end; None where this dashboard was not there."""
+    ended = store.run.ended if store.run is not None else None
+    if ended is None:
+        return None
+    near = [moment.fraction for moment in store.host_history if ended - _SHORTLY <= moment.time <= ended]
+    return max((fraction for fraction in near if fraction is not None), default=None)
+
+
+def _room_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:
+    """Shared memory or the disk."""
+    shared = diagnosis.kind is Kind.SHM_EXHAUSTED
+    whole = diagnosis.total_bytes or (store.host.shm_total_bytes if shared else None)
+    free = diagnosis.free_bytes
+    name = "/dev/shm" if shared else "the disk"
+    if whole is None or free is None:
+        size = "" if whole is None else f" of {units.size(whole)}"
+        return [line((f"? how much of {name}{size} was in use at that moment is not known", "unknown"))]
+    used = Part("in use", max(0, whole - free), "█", "alloc")
+    return _bar_lines(f"{name} at that moment, measured", [used], whole, free, width)
+
+
+def _bar_lines(head: str, parts: list[Part], whole: int | None, free: int | None, width: int) -> list[Line]:
+    """A heading, the bar and the parts; what nobody told of is named, not spread over the others."""
+    scale = units.scale(whole)
+    legend = [_words(part, scale) for part in parts]
+    if not whole:
+        return [line((f"{head}; its whole size is not known", MUTED)), join_fitting(legend, width)]
+    told = sum(part.size or 0 for part in parts)
+    shares = [Share((part.size or 0) / whole, part.glyph, part.role) for part in parts]
+    rest = whole - told - (free or 0)
+    if rest / whole >= _WORTH_A_WORD:
+        missing = Part("not told" if free is not None else "not told, or free", rest, "?", "gone")
+        legend.append(_words(missing, scale))
+        # Where the free part is unknown too, the bar does not claim that all of it was in use.
+        shares += [Share(rest / whole, "?", "gone")]
+    finer = scale._replace(digits=2) if free is not None and scale.unit == "GiB" and free < units.GIB else scale
+    legend.append(fact("free", f"{finer.number(free)} {scale.unit}" if free is not None else units.UNKNOWN))
+    return [
+        *wrap(f"{head}, {units.size(whole)}", width, MUTED),
+        memory_bar(width, shares, limits=False),
+        *_rows(legend, width),
+    ]
+
+
+def _words(part: Part, scale: units.Scale) -> Line:
+    return line((part.glyph, part.role), " ", *fact(part.word, scale.number(part.size)))
+
+
+def _rows(parts: list[Line], width: int) -> list[Line]:
+    """Side by side, on a second line what does not fit on the first."""
+    first = join_fitting(parts, width)
+    count = next(n for n in range(len(parts), -1, -1) if join(parts[:n]) == first)
+    return [first] if count == len(parts) else [first, join_fitting(parts[count:], width)]
+
+
+def outlook(proposal: Proposal, marked: Remedy | None, now: float, *, can_act: bool) -> Line:
+    """What happens next, by itself or by a key; `marked` is the remedy under the cursor."""
+    if proposal.begins is not None:
+        seconds = max(0, round(proposal.begins - now))
+        words = f"remedy 1 begins in {seconds} s"
+        keys = " (Enter: ▸ now, s: stay stopped, Esc: close)" if can_act else " by itself"
+        return line(("… ", "accent"), (f"{words}{keys}", "accent"))
+    if marked is None or not can_act:
+        words = "Esc closes; the run stays failed"
+    elif is_applicable(marked):
+        words = "Enter applies ▸, Esc leaves the run failed"
+    else:
+        enter = "Enter copies the command of ▸" if marked.command else "▸ is for you to do"
+        words = f"{enter}, Esc leaves the run failed"
+    return line(("· ", MUTED), (words, "text"))

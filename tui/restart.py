@@ -5,7 +5,7 @@ Another split needs no restart where the trainer can take it up at an update bou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from textual import on
 from textual.app import ComposeResult
@@ -13,24 +13,21 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Button, Input, Label, Select, Static
 
 from memtop.presets import apply_preset
-from memtop.presets.editing import find_preset
+from memtop.presets.edits import find_preset
 from memtop.presets.schema import Settings
 from memtop.supervisor.recovery.applying import ran_out
 from memtop.supervisor.wire import Change, RunState
-from memtop.tui.dialog import Dialog
 from memtop.tui.line import Line
-from memtop.tui.outlook import outlook_of
 from memtop.tui.panel import LinePanel
+from memtop.tui.remedies import outlook_of
 from memtop.tui.restart_plan import NUMBER_FIELDS, RestartPlan, can_be_live, restart_plan, where_it_resumes
+from memtop.tui.screen import Dashboard, Dialog
 from memtop.tui.store import Store
-
-if TYPE_CHECKING:
-    from memtop.tui.dashboard.screen import DashboardScreen
 
 _LIVE = "Apply now: from the next update on, nothing stops.  Restart: saves, ends the program, starts anew."
 
 
-class Asked(NamedTuple):
+class RestartRequest(NamedTuple):
     """What the form was left with."""
 
     change: Change
@@ -38,12 +35,12 @@ class Asked(NamedTuple):
     """Without a restart, at the next update."""
 
 
-class RestartDialog(Dialog[Asked]):
+class RestartDialog(Dialog[RestartRequest]):
     """Dismissed with the change to send and the way to do it, or None."""
 
     AUTO_FOCUS = "#batch"
 
-    def __init__(self, dashboard: DashboardScreen, run: RunState, settings: Settings, presets: tuple[str, ...]) -> None:
+    def __init__(self, dashboard: Dashboard, run: RunState, settings: Settings, presets: tuple[str, ...]) -> None:
         super().__init__()
         self._dashboard = dashboard
         self._run = run
@@ -114,7 +111,7 @@ class RestartDialog(Dialog[Asked]):
 
     def _leave(self, *, live: bool) -> None:
         if self._plan is not None and self._plan.change is not None:
-            self.dismiss(Asked(self._plan.change, live))
+            self.dismiss(RestartRequest(self._plan.change, live))
 
     def _draw_outlook(self, store: Store, width: int, height: int) -> list[Line]:
         after = self._plan.after if self._plan is not None else None

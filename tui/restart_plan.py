@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memtop.presets import SettingsError, edit_settings
-from memtop.presets.comparing import compatibility, describe_split
+from memtop.presets.comparison import compatibility, describe_split, risk
 from memtop.presets.fields import can_change_live
-from memtop.presets.risks import risk
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.wire import Change, Phase, RunState

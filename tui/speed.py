@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
+from memtop.supervisor import units
 from memtop.supervisor.recovery.values import Remedy
-from memtop.supervisor.wire import Phase
-from memtop.tui.advice import advice_lines, refused_lines, trial_lines
-from memtop.tui.block_list import Block, BlockList, chosen_width
-from memtop.tui.full import FullScreen
-from memtop.tui.key_line import KeyLine
+from memtop.supervisor.wire import Advice, Phase, RunState, Trial
 from memtop.tui.keymap import no_changes
-from memtop.tui.line import MUTED, STRONG, Line, join, line, spread, wrap
-from memtop.tui.panel import LinePanel
+from memtop.tui.line import MUTED, STRONG, Line, line, wrap
+from memtop.tui.line_list import Entry, LineList, Page, indented, indented_width, text_entry
 from memtop.tui.remedies import is_applicable, remedy_lines
+from memtop.tui.screen import Dashboard, FullScreen, KeyLine, named
 from memtop.tui.store import Store
-
-if TYPE_CHECKING:
-    from memtop.tui.dashboard.screen import DashboardScreen
+from memtop.tui.words import BOTTLENECKS
 
 
-class FasterScreen(FullScreen):
-    """Enter tries the marked proposal: measured before and after, kept only if it helps."""
+class SpeedScreen(FullScreen):
+    """What limits the run's speed, and proposals. Enter tries the marked one: measured before and after, kept if it helps."""
 
-    AUTO_FOCUS = "BlockList"
+    AUTO_FOCUS = "LineList"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,b", "leave", "Back", show=False),
         Binding("t", "try", "Try", key_display="Enter", tooltip="Measure, change, measure again; undone unless it is faster"),
@@ -35,92 +32,158 @@ class FasterScreen(FullScreen):
         Binding("pageup", "page(-1)", "Back", show=False),
     ]
 
-    def __init__(self, dashboard: DashboardScreen) -> None:
-        super().__init__(id="faster-screen")
-        self.dashboard = dashboard
+    def __init__(self, dashboard: Dashboard) -> None:
+        super().__init__(dashboard, id="speed-screen")
         self.chosen: Remedy | None = None
-        """The proposal that was to be tried when the screen closed."""
-        self._flash: Line = ()
+        """The proposal to try, once the screen has closed."""
 
     def compose(self) -> ComposeResult:
-        yield LinePanel(self._draw_title, id="faster-title")
-        yield BlockList(self._draw, id="faster-list")
-        yield LinePanel(self._draw_flash, id="faster-flash")
+        yield self.title_panel()
+        yield LineList(self._draw_page, id="speed-list")
+        yield self.message_panel()
         yield KeyLine(self)
 
     def on_mount(self) -> None:
         self.follow(self.dashboard, self._take)
 
     def _take(self, store: Store) -> None:
-        self.query_one(BlockList).redraw()
-        for panel in self.query(LinePanel):
-            panel.show(store)
+        self.query_one(LineList).redraw()
+        self.show_panels(store)
 
-    def _draw_title(self, store: Store, width: int, height: int) -> list[Line]:
-        name = store.run.name if store.run is not None else ""
-        left = join((line((" memtop ", "accent")), line((f"What would make {name} faster", STRONG))))
-        return [spread(left, line((f"{store.label or ''} ", "edge")), width)]
+    def headline(self, store: Store) -> Line:
+        return named(f"What would make {store.run.name if store.run is not None else ''} faster")
 
-    def _draw(self, width: int) -> list[Block]:
+    def hint(self, store: Store, width: int) -> Line:
+        return line(("a change is kept only if samples/s rises by more than its spread", MUTED))
+
+    def _draw_page(self, width: int) -> Page:
         run = self.dashboard.store.run
         if run is None:
-            return []
-        blocks = [Block(None, [*advice_lines(run, width), ()])]
+            return Page(())
+        entries = [text_entry([*advice_lines(run, width), ()])]
         advice = run.advice
         if advice is not None and advice.proposals:
             words = line(("Proposals", "heading"), ("   dashed bars are predicted, not measured", MUTED))
-            blocks.append(Block(None, [words]))
-            room = chosen_width(width)
-            for number, remedy in enumerate(advice.proposals, 1):
-                basis = f" Predicted from: {remedy.forecast.basis}." if remedy.forecast is not None else ""
-                why = [line("   ", *part) for part in wrap(f"{remedy.why}{basis}", room - 3, MUTED)]
-                blocks.append(Block((remedy.id, remedy.title), [*remedy_lines(number, remedy, room, alive=run.alive), *why]))
-            blocks.append(Block(None, [()]))
+            entries.append(text_entry([words]))
+            entries += _proposals(advice, alive=run.alive, width=indented_width(width))
+            entries.append(text_entry([()]))
         elif advice is not None:
-            blocks.append(Block(None, [line(("Nothing is proposed.", MUTED)), ()]))
+            entries.append(text_entry([line(("There is no proposal.", MUTED)), ()]))
         if advice is not None and advice.refused:
-            blocks.append(Block(None, [*refused_lines(advice, width), ()]))
+            entries.append(text_entry([*refused_lines(advice, width), ()]))
         if run.trial is not None:
-            blocks.append(Block(None, trial_lines(run.trial, width)))
-        return blocks
+            entries.append(text_entry(trial_lines(run.trial, width)))
+        return Page(entries)
 
-    def _draw_flash(self, store: Store, width: int, height: int) -> list[Line]:
-        return [self._flash or line(("a change is kept only if samples/s rose beyond the spread", MUTED))]
-
-    def _say(self, text: str, role: str = "bad") -> None:
-        self._flash = line((text, role))
-        self.query_one("#faster-flash", LinePanel).show(self.dashboard.store)
-
-    @on(BlockList.Moved)
+    @on(LineList.Moved)
     def _moved(self) -> None:
-        self._flash = ()
-        self.query_one("#faster-flash", LinePanel).show(self.dashboard.store)
+        self.clear_message()
 
-    @on(BlockList.Chosen)
+    @on(LineList.Chosen)
     def _entered(self) -> None:
         self.action_try()
 
     def action_try(self) -> None:
         store = self.dashboard.store
         advice = store.run.advice if store.run is not None else None
-        key = self.query_one(BlockList).cursor
+        key = self.query_one(LineList).cursor
         remedy = next((one for one in (advice.proposals if advice else ()) if (one.id, one.title) == key), None)
         if remedy is None or store.run is None:
-            self._say("✗ there is no proposal to try")
+            self.say("there is no proposal to try", "bad")
         elif (problem := no_changes(store)) is not None:
-            self._say(f"✗ {problem}")
+            self.say(problem, "bad")
         elif store.run.state is not Phase.TRAINING:
-            self._say(f"✗ a trial measures a run that trains: this one is {store.run.state.value}")
+            self.say(f"a trial measures a run that trains: this one is {store.run.state.value}", "bad")
         elif not is_applicable(remedy):
-            self._say(
-                f"memtop does not do this by itself; type: {remedy.command}" if remedy.command else "this is for you", "edge"
-            )
+            self.say(f"memtop does not do this itself; type: {remedy.command}" if remedy.command else "only you can do this")
         else:
             self.chosen = remedy
             self.dismiss(None)
 
     def action_page(self, direction: int) -> None:
-        self.query_one(BlockList).action_page(direction)
+        self.query_one(LineList).action_page(direction)
 
-    def action_leave(self) -> None:
-        self.dismiss(None)
+
+def _proposals(advice: Advice, *, alive: bool, width: int) -> list[Entry]:
+    entries = []
+    for number, remedy in enumerate(advice.proposals, 1):
+        basis = f" Predicted from: {remedy.forecast.basis}." if remedy.forecast is not None else ""
+        why = [line("   ", *part) for part in wrap(f"{remedy.why}{basis}", width - 3, MUTED)]
+        entries.append(indented((remedy.id, remedy.title), [*remedy_lines(number, remedy, width, alive=alive), *why]))
+    return entries
+
+
+# --- drawing ------------------------------------------------------------------------------------------------------------
+
+_STATES = {"kept": ("✓", "good"), "undone": ("■", "edge"), "refused": ("✗", "bad"), "failed": ("✗", "bad")}
+
+
+class Comparison(NamedTuple):
+    """One line of the table that compares before and after."""
+
+    title: str
+    name: str
+    words: Callable[[float], str]
+
+
+_ROWS = (
+    Comparison("samples/s", "samples_per_second", units.rate),
+    Comparison("tokens/s", "tokens_per_second", lambda value: units.count(value) if value >= 10 else units.rate(value)),
+    Comparison("peak", "peak_bytes", units.size),
+    Comparison("host RAM", "host_bytes", units.size),
+    Comparison("swap", "swap_bytes", units.size),
+)
+_LABEL, _VALUE = 11, 20
+
+
+def advice_lines(run: RunState, width: int) -> list[Line]:
+    """The judgement and its evidence."""
+    advice = run.advice
+    if advice is None:
+        return [line(("? what bounds the speed is not known yet: it is judged from measured updates", "unknown"))]
+    word = BOTTLENECKS.get(advice.bottleneck, "")
+    lines = [line(("The run is ", MUTED), (word, "accent"))] if word else []
+    # The judgement often begins with the very word.
+    rest = advice.summary.removeprefix(f"{word}: ")
+    lines += wrap(rest[:1].upper() + rest[1:], width, STRONG)
+    for text in advice.evidence:
+        lines += [(*line(("· " if n == 0 else "  ", MUTED)), *part) for n, part in enumerate(wrap(text, width - 2))]
+    return lines
+
+
+def refused_lines(advice: Advice, width: int) -> list[Line]:
+    """What would seem to help and must not be done, each with its reason."""
+    if not advice.refused:
+        return []
+    lines = [line(("Not to be done now", "heading"))]
+    for text in advice.refused:
+        lines += [(*line(("✗ " if n == 0 else "  ", "bad")), *part) for n, part in enumerate(wrap(text, width - 2))]
+    return lines
+
+
+def trial_lines(trial: Trial, width: int) -> list[Line]:
+    """Before and after beside each other; a change is worth believing where it is larger than the spread."""
+    sign, role = _STATES.get(trial.state, ("◌", "accent"))
+    head = line(("Last trial  ", "heading"), (f"{sign} {trial.state}", role))
+    lines = [head, *wrap(trial.title, width, STRONG)]
+    if trial.reason:
+        lines += wrap(trial.reason, width)
+    known = [row for row in _ROWS if row.name in trial.before or row.name in trial.after]
+    if known:
+        lines.append(line((f"{'':<{_LABEL}}{'before':>{_VALUE}}{'after':>{_VALUE}}{'change':>10}", MUTED)))
+        lines += [_row(row, trial) for row in known]
+    return lines
+
+
+def _row(row: Comparison, trial: Trial) -> Line:
+    before, after = trial.before.get(row.name), trial.after.get(row.name)
+    change = "" if not before or after is None else f"{(after - before) / before * 100:+.1f} %"
+    values = "".join(f"{_value(row, part):>{_VALUE}}" for part in (trial.before, trial.after))
+    return line((f"{row.title:<{_LABEL}}", MUTED), (values, STRONG), (f"{change:>10}", "text"))
+
+
+def _value(row: Comparison, measured: dict[str, float]) -> str:
+    value, spread = measured.get(row.name), measured.get(f"{row.name}_spread")
+    if value is None:
+        return units.UNKNOWN
+    return row.words(value) if spread is None else f"{row.words(value)} ± {row.words(spread)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
@@ -12,7 +12,6 @@ from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.strays import forbidden, overruled, rows_of
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines, Replayed
-from memtop.tui.machine.vram_parts import total_of
 
 HISTORY_LENGTH = 600
 METRICS_KEPT = 20_000
@@ -226,8 +225,14 @@ def holders(machine: MachineSnapshot | None) -> tuple[Holder, ...]:
         Holder(
             overruled(seen[0][1], reasons),
             tuple(index for index, _ in seen),
-            total_of(process.used_bytes for _, process in seen),
+            _sum_of_known(process.used_bytes for _, process in seen),
         )
         for seen in found.values()
     ]
     return tuple(sorted(rows, key=lambda h: (not h.process.stray, -(h.used_bytes or 0), h.process.pid)))
+
+
+def _sum_of_known(values: Iterable[int | None]) -> int | None:
+    """The sum of the known values; None if none is known."""
+    known = [v for v in values if v is not None]
+    return sum(known) if known else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from memtop.supervisor.diagnosis.values import Kind
+from memtop.tui.line import Line, line, width_of, wrap
 
 BOTTLENECKS = {"data": "data-bound", "compute": "compute-bound", "launch": "launch-bound", "swap": "swapping"}
 """What a run spends its time on, as one word; nothing where it is not known."""
@@ -46,3 +47,16 @@ def age(seconds: float) -> str:
         if seconds < limit:
             return f"{max(0.0, seconds) / divisor:.0f} {unit}"
     return f"{seconds / 86400:.0f} days"
+
+
+REPORTS = ("busy", "good", "failed")
+"""What becomes of an ending: not gone with the next movement of the cursor."""
+_MARKS = {"busy": ("…", "accent"), "good": ("✓", "good"), "note": ("·", "muted"), "bad": ("✗", "bad"), "failed": ("✗", "bad")}
+
+
+def report_lines(text: str, kind: str, width: int) -> list[Line]:
+    """The mark of its kind and the text, on as many lines as it takes."""
+    mark, role = _MARKS[kind]
+    head = line((f"{mark} ", role))
+    wrapped = wrap(text, max(1, width - width_of(head)), "bad" if role == "bad" else "text")
+    return [(*(head if number == 0 else line("  ")), *one) for number, one in enumerate(wrapped)]

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.cgroup import CgroupLimits, CgroupMemory, CgroupReader, CgroupSwap
 from memtop.supervisor.monitor.values import HostSample
 
@@ -84,8 +83,6 @@ class HostReader:
         fields["cpu_fraction"] = self._cpu_fraction(now, unknown)
         fields |= self._limited(fields, unknown)
         fields |= self._pressure(fields.get("limit_path"), unknown)
-        fields["band"] = band_of(fields.get("used_fraction"))
-        fields["swap_band"] = band_of(fields.get("swap_fraction"))
         return HostSample(unknown=unknown, **fields)
 
     # --- each second ----------------------------------------------------------------------------------------------------
@@ -229,17 +226,6 @@ class HostReader:
             self._slow_unknown["cpu_count"] = f"the kernel does not tell the cores of this process: {error}"
             return
         self._slow["cpu_count"] = cores if allowed is None else max(1, min(cores, math.ceil(allowed)))
-
-
-def read_host(
-    *,
-    proc_root: Path | str = "/proc",
-    cgroup_root: Path | str = "/sys/fs/cgroup",
-    shm_root: Path | str = "/dev/shm",
-    affinity: Callable[[], int] = _affinity,
-) -> HostSample:
-    """A single sample without rates; use a HostReader to get those."""
-    return HostReader(proc_root=proc_root, cgroup_root=cgroup_root, shm_root=shm_root, affinity=affinity).read()
 
 
 def _read(path: Path) -> bytes:

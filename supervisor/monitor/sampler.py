@@ -11,7 +11,7 @@ import msgspec
 
 from memtop.supervisor.monitor.bands import Hysteresis
 from memtop.supervisor.monitor.host import HostReader
-from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.nvml.thread import PATIENCE_SECONDS, DriverThread
 from memtop.supervisor.monitor.process_watch import ProcessWatch
 from memtop.supervisor.monitor.processes.facts import ProcessDescriber

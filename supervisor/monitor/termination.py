@@ -1,6 +1,6 @@
-"""Ends processes that a user has chosen: politely, then firmly, and tells what became of each and of the memory.
+"""Ends processes that a user has selected, first with SIGINT, and measures how much GPU memory was freed.
 
-Every process is held by a pidfd from the check of its identity to its end, so no signal can reach another program.
+Every process is held by a pidfd from the check of its identity to its end, so no signal can reach another process.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from contextlib import ExitStack
 import msgspec
 
 from memtop.supervisor import units
-from memtop.supervisor.monitor.meter import Meter, Reader
 from memtop.supervisor.monitor.nvml.holdings import HoldingsReader
+from memtop.supervisor.monitor.nvml.thread import Reader, ReaderThread
 from memtop.supervisor.monitor.processes.facts import ProcessDescriber
 from memtop.supervisor.monitor.processes.proc import ProcessId
 from memtop.supervisor.monitor.processes.signals import (
@@ -31,27 +31,27 @@ from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnaps
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 WAITS = (5.0, 5.0, 2.0)
-"""Seconds given to each signal in turn."""
+"""How long to wait after each signal, in seconds."""
 SETTLE_SECONDS = 3.0
-"""How long the driver may take to take an ended process off its list."""
+"""How long to wait until the driver no longer lists an ended process."""
 PATIENCE_SECONDS = 1.0
-"""How long a signal waits for the driver: a GPU in trouble is a reason to end a process, never one to spare it."""
+"""How long a signal waits for the driver. It is then sent anyway: users end processes because a GPU is in trouble."""
 _SETTLE_STEP = 0.1
-# Drivers count in pages of 2 MiB and keep some for themselves: less than this share missing is not worth a word.
+# Drivers count in pages of 2 MiB and keep some of them. If this share of the memory was freed, nothing is missing.
 _NEARLY = 0.9
 _LOOK_SECONDS = 0.5
-_NOT_ON_A_GPU = "no chosen process was on a GPU"
+_NOT_ON_A_GPU = "no selected process was on a GPU"
 _SILENT = "the driver did not answer in time"
 
 StillHolds = Callable[[ProcessId], "bool | None"]
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one chosen process."""
+    """What happened to one selected process."""
 
     identity: ProcessId
     outcome: str
-    """ended | gone (before any signal) | released (lives on without GPU memory) | refused | survived"""
+    """ended | gone (before any signal) | released (still runs, but without GPU memory) | refused | survived"""
     signal: str | None = None
     """The last signal that was sent."""
     reason: str
@@ -62,12 +62,12 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """Who still has memory on a GPU where less came back than the ended processes had held."""
+    """A process that still holds memory of a GPU where less was freed than the ended processes had held."""
 
     gpu_index: int
     used_bytes: int | None
     pid: int | None = None
-    """None: no process is listed, yet the memory is in use."""
+    """None: memory is in use although no process is listed."""
     user: str | None = None
     name: str | None = None
     ended: bool = False
@@ -78,24 +78,24 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
         """`GPU 0: 3.0 GiB still held by pid 77 (bob, python)`."""
         line = f"GPU {self.gpu_index}: {units.size(self.used_bytes)} still held by "
         if self.pid is None:
-            return line + "no process that is listed"
+            return line + "no listed process"
         if self.ended:
             return line + f"pid {self.pid}, which has ended: {UNFREED_ADVICE}"
         return line + f"pid {self.pid} ({', '.join(word for word in (self.user, self.name) if word) or 'not visible here'})"
 
 
 class EndReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of all of them, and the GPU memory that came back (bytes; None where it cannot be told)."""
+    """What happened to all selected processes, and how many bytes of GPU memory were freed (None if unknown)."""
 
     processes: tuple[Ended, ...]
     returned_bytes: int | None = None
     holders: tuple[Holder, ...] = ()
-    """Told only for GPUs where less came back than the ended processes had held."""
+    """Only for GPUs where less memory was freed than the ended processes had held."""
     unknown: dict[str, str] = {}
 
     @property
     def memory_text(self) -> str:
-        """`2 processes ended, 7.8 GiB returned`, and who holds what did not come back."""
+        """`2 processes ended, 7.8 GiB returned`, and the processes that hold the rest."""
         ended = sum(process.outcome == "ended" for process in self.processes)
         line = f"{ended or 'no'} {'process' if ended in (0, 1) else 'processes'} ended"
         if self.returned_bytes is not None:
@@ -106,12 +106,12 @@ class EndReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """One line for a person: the memory, then who was not ended and why."""
+        """One line: the memory, then the processes that were not ended, with reasons."""
         return "; ".join([self.memory_text, *(process.reason for process in self.processes if process.outcome != "ended")])
 
 
-def nobody_knows(identity: ProcessId) -> bool | None:
-    """For callers who cannot tell whether a process still holds GPU memory."""
+def _unknown_if_held(identity: ProcessId) -> bool | None:
+    """For callers that do not know whether a process still holds GPU memory."""
     return None
 
 
@@ -119,13 +119,13 @@ def end_processes(
     chosen: Iterable[ProcessId],
     *,
     waits: Sequence[float] = WAITS,
-    still_holds: StillHolds = nobody_knows,
+    still_holds: StillHolds = _unknown_if_held,
     kernel: Kernel = KERNEL,
 ) -> list[Ended]:
-    """End the chosen processes with SIGINT, SIGTERM, SIGKILL in turn, all side by side, waiting `waits` seconds each.
+    """End processes with SIGINT, SIGTERM and SIGKILL in turn, all in parallel, waiting `waits` seconds after each signal.
 
-    Refused, whoever asks: other users' processes (also to root), memtop itself and what it runs in, and a pid that has
-    become another process. A process that `still_holds` says has let its GPU memory go is not signalled (again).
+    Always refused, also for root: other users' processes, memtop itself and its ancestors, and a pid that now belongs to
+    another process. A process for which `still_holds` returns False gets no (further) signal.
     """
     order = list(dict.fromkeys(chosen))
     results: dict[ProcessId, Ended] = {}
@@ -145,13 +145,13 @@ def end_processes(
             last = number
         for identity in open_:
             reason = f"process {identity.pid} does not react even to {last.name if last else 'signals'}: "
-            reason += "it is stuck in the kernel or the driver"
+            reason += "it hangs in the kernel or the driver"
             results[identity] = Ended(identity=identity, outcome="survived", signal=last.name if last else None, reason=reason)
     return [results[identity] for identity in order]
 
 
 def _open(identity: ProcessId, descriptors: ExitStack, kernel: Kernel) -> int:
-    """A pidfd of a process that may be ended from here."""
+    """A pidfd of a process that may be ended."""
     if identity.pid in kernel.own_family():
         raise SignalRefused(f"process {identity.pid} is memtop itself, a program that it runs in, or the system")
     descriptor = open_process(identity, kernel)
@@ -161,13 +161,13 @@ def _open(identity: ProcessId, descriptors: ExitStack, kernel: Kernel) -> int:
 
 
 def _check_owner(identity: ProcessId, descriptor: int, kernel: Kernel) -> None:
-    """Raises SignalRefused unless the process is wholly this user's own, ProcessGone if it has ended."""
+    """Raise SignalRefused unless the process belongs entirely to this user, ProcessGone if it has ended."""
     try:
         check_owner(identity.pid, kernel)
     except ProcessGone:
         raise
     except SignalRefused:
-        # The owner goes by the number. Only while ours lives is that number its own, and the refusal about it.
+        # The owner was read by pid. If our process has ended, the pid may already belong to another process.
         if kernel.has_ended(descriptor):
             raise ProcessGone(f"process {identity.pid} has already ended") from None
         raise
@@ -180,15 +180,15 @@ def _signal_all(
     still_holds: StillHolds,
     kernel: Kernel,
 ) -> dict[ProcessId, Ended]:
-    """Send to all that are left; take off the list (and return) those that need or allow no further signal."""
+    """Signal all remaining processes. Remove and return those that need or allow no further signal."""
     done: dict[ProcessId, Ended] = {}
     for identity, descriptor in open_.items():
         if still_holds(identity) is False:
-            reason = f"process {identity.pid} holds no GPU memory any more and was left alone"
+            reason = f"process {identity.pid} holds no GPU memory any more and gets no signal"
             done[identity] = Ended(identity=identity, outcome="released", signal=_name(last), reason=reason)
             continue
         try:
-            # Anew before every signal: between two of them it may have become another user's (setuid).
+            # Check again before every signal: the process may have changed its user in the meantime (setuid).
             _check_owner(identity, descriptor, kernel)
             send_signal(descriptor, identity.pid, number, kernel)
         except ProcessGone as gone:
@@ -202,7 +202,7 @@ def _signal_all(
 
 
 def _wait(open_: dict[ProcessId, int], number: signal.Signals, seconds: float, kernel: Kernel) -> dict[ProcessId, Ended]:
-    """Wait until all have ended or the time is over; take the ended off the list and return them."""
+    """Wait until all have ended, at most `seconds`. Remove and return those that have ended."""
     waiting = {descriptor: identity for identity, descriptor in open_.items()}
     done: dict[ProcessId, Ended] = {}
     deadline = time.monotonic() + seconds
@@ -230,26 +230,26 @@ def end_and_measure(
     patience: float = PATIENCE_SECONDS,
     settle_seconds: float = SETTLE_SECONDS,
     sleep: Callable[[float], None] = time.sleep,
-    reader: Callable[[Sequence[GpuSample]], Reader] = HoldingsReader,
+    reader: Callable[[Sequence[GpuSample]], Reader[tuple[GpuSample, ...]]] = HoldingsReader,
 ) -> EndReport:
-    """End the chosen processes and measure, on the GPUs where `machine` shows them, how much memory came back.
+    """End processes and measure how much memory was freed on the GPUs where `machine` lists them.
 
-    Only these GPUs are asked, for memory and processes alone. No signal waits for the driver longer than `patience`
-    seconds, the report no longer than `settle_seconds`: what it has not told by then is not known.
+    Only the memory and the processes of these GPUs are read. No signal waits for the driver longer than `patience` seconds,
+    and the report no longer than `settle_seconds`. What the driver has not reported by then stays unknown.
     """
     pids = {identity.pid for identity in chosen}
     where = tuple(gpu for gpu in machine.gpus if pids & _pids(gpu))
-    meter = Meter(reader(where or machine.gpus))
+    driver = ReaderThread(reader(where or machine.gpus))
     try:
-        first = meter.look(patience)
-        # On the other GPUs none of them was seen; where that could not be seen, nothing is concluded from it.
+        first = driver.wait(patience, fresh=True)
+        # The processes hold nothing on the other GPUs, unless a process list is incomplete.
         elsewhere_known = all(_is_listed(gpu) for gpu in machine.gpus if gpu not in where)
-        still_holds = _holder(meter, first, patience) if elsewhere_known else nobody_knows
+        still_holds = _holder(driver, first, patience) if elsewhere_known else _unknown_if_held
         processes = tuple(end_processes(chosen, waits=waits, still_holds=still_holds))
         over = {process.identity.pid for process in processes if process.is_over}
-        after = _settled(meter, over, settle_seconds, sleep)
+        after = _settled(driver, over, settle_seconds, sleep)
     finally:
-        meter.close()
+        driver.close()
     places = {gpu.index for gpu in where}
     before = [gpu for gpu in first or where if gpu.index in places or pids & _pids(gpu)]
     if after is None or (first is None and machine.gpu_age_seconds is not None):
@@ -269,7 +269,7 @@ def end_and_measure(
 
 
 def _is_short(before: GpuSample, after: GpuSample, over: set[int], returned: int | str) -> bool:
-    """Whether clearly less came back than the ended processes had held."""
+    """Whether clearly less memory was freed than the ended processes had held."""
     expected = sum(row.used_bytes or 0 for row in before.processes if row.pid in over)
     if isinstance(returned, str):
         if before.free_bytes is None or after.free_bytes is None:
@@ -279,7 +279,7 @@ def _is_short(before: GpuSample, after: GpuSample, over: set[int], returned: int
 
 
 def _holders(gpu: GpuSample, over: set[int]) -> list[Holder]:
-    """Everyone on the GPU, the largest first; or the nameless rest where nobody is listed."""
+    """All processes on the GPU, the largest first. If none is listed, one holder without a pid."""
     describer = ProcessDescriber()
     found = []
     for row in gpu.processes:
@@ -300,16 +300,18 @@ def _holders(gpu: GpuSample, over: set[int]) -> list[Holder]:
     return sorted(found, key=lambda holder: (-(holder.used_bytes or 0), holder.pid or 0))
 
 
-def _holder(meter: Meter, first: tuple[GpuSample, ...] | None, patience: float) -> StillHolds:
-    """Whether the driver lists a process; None where it does not say in time, or not in full. One look serves a whole
-    round of signals, since process lists are dear; `first` serves the first round."""
+def _holder(driver: ReaderThread[tuple[GpuSample, ...]], first: tuple[GpuSample, ...] | None, patience: float) -> StillHolds:
+    """A function that returns whether the driver lists a process, None if it does not report in time or not completely.
+
+    One reading serves a whole round of signals, because process lists are expensive. `first` serves the first round.
+    """
     looked = (time.monotonic(), first)
 
     def holds(identity: ProcessId) -> bool | None:
         nonlocal looked
         if time.monotonic() > looked[0] + _LOOK_SECONDS:
-            gpus = meter.look(patience)
-            # Counted from the end of the look: a slow one is not too old for the next process at once.
+            gpus = driver.wait(patience, fresh=True)
+            # Its age counts from its end, so that a slow reading still serves the next process.
             looked = (time.monotonic(), gpus)
         gpus = looked[1]
         if gpus is not None and any(identity.pid in _pids(gpu) for gpu in gpus):
@@ -319,13 +321,17 @@ def _holder(meter: Meter, first: tuple[GpuSample, ...] | None, patience: float) 
     return holds
 
 
-def _settled(meter: Meter, over: set[int], seconds: float, sleep: Callable[[float], None]) -> tuple[GpuSample, ...] | None:
-    """The GPUs once the driver no longer lists the ended processes, or as they are after `seconds`, whichever is sooner;
-    None where the driver has not answered until then."""
+def _settled(
+    driver: ReaderThread[tuple[GpuSample, ...]], over: set[int], seconds: float, sleep: Callable[[float], None]
+) -> tuple[GpuSample, ...] | None:
+    """The GPUs once the driver no longer lists the ended processes, at the latest after `seconds`.
+
+    None if the driver has not answered until then.
+    """
     newest: tuple[GpuSample, ...] | None = None
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
-        newest = meter.look(left) or newest
+        newest = driver.wait(left, fresh=True) or newest
         if newest is not None and all(_is_listed(gpu) and not over & _pids(gpu) for gpu in newest):
             break
         sleep(_SETTLE_STEP)
@@ -333,7 +339,7 @@ def _settled(meter: Meter, over: set[int], seconds: float, sleep: Callable[[floa
 
 
 def _is_listed(gpu: GpuSample) -> bool:
-    """Whether the driver tells all who use the GPU."""
+    """Whether the driver lists all processes of the GPU."""
     return gpu.error is None and "processes" not in gpu.unknown
 
 
@@ -342,28 +348,30 @@ def _pids(gpu: GpuSample) -> set[int]:
 
 
 def _returned(before: GpuSample, after: GpuSample, chosen: set[int]) -> int | str:
-    """Bytes of one GPU that the chosen gave back, or why that cannot be told: what is free now and was not, less what
-    others let go in the meantime, and what they took on top."""
+    """Bytes of one GPU that the selected processes freed, or the reason why that is unknown.
+
+    This is the increase of free memory, less what other processes freed and plus what they allocated in the meantime.
+    """
     if before.free_bytes is None or after.free_bytes is None:
-        return f"GPU {before.index} does not tell its memory"
+        return f"the memory of GPU {before.index} is not known"
     if not (_is_listed(before) and _is_listed(after)):
-        return f"GPU {before.index} does not tell all of its processes"
+        return f"not all processes of GPU {before.index} are known"
     had, have = (_others(gpu.processes, chosen) for gpu in (before, after))
     if had is None or have is None:
-        return f"GPU {before.index} does not tell what its other processes have let go or taken meanwhile"
+        return f"the driver does not report the memory of other processes on GPU {before.index}"
     returned = after.free_bytes - before.free_bytes - (had - have)
-    return returned if returned >= 0 else "other processes took more memory in the meantime"
+    return returned if returned >= 0 else "other processes allocated more memory in the meantime"
 
 
 def _others(rows: Iterable[GpuProcess], chosen: set[int]) -> int | None:
-    """Bytes of all other processes, None where the driver does not tell them of each."""
+    """Bytes of all other processes. None if the driver does not report the memory of each."""
     sizes = [row.used_bytes for row in rows if row.pid not in chosen]
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
 
 
 def _total(returned: Iterable[int | str]) -> int | str:
-    """The sum over all GPUs, or the reason why one of them cannot be told."""
+    """The sum over all GPUs, or the reason why one of them is unknown."""
     every = list(returned)
     reason = next((one for one in every if isinstance(one, str)), None if every else _NOT_ON_A_GPU)
     return sum(one for one in every if isinstance(one, int)) if reason is None else reason

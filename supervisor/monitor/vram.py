@@ -1,8 +1,8 @@
-"""Where a GPU's memory went: what the driver counts, joined with what the run's ranks say of torch's allocator.
+"""Splits a GPU's used memory into parts, from the driver's numbers and the ranks' reports on torch's allocator.
 
-Pure functions of one sample. The sources were not read at the same moment: the driver's process list may be 2 s older than
-its totals, a rank's report as old as its newest update. The totals are taken for true, and what does not fit into them is
-cut off, with a note.
+Pure functions of one sample. The sources are not read at the same moment: the driver's process list may be 2 s older than
+its totals, and a rank's report is as old as its newest update. The totals are taken as correct. Parts that exceed them are
+cut, with a note.
 """
 
 from __future__ import annotations
@@ -14,75 +14,91 @@ import msgspec
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MigInstance
 
 
-class RankUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank said of its device at its newest update. Bytes; None where it has not said it."""
+class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of one rank at its newest update, as the agent in it measured it. Device bytes are None on CPU."""
 
+    rank: int
     pid: int
+    connected: bool = False
+    """Whether the agent is connected to the supervisor."""
     device_uuid: str | None = None
     allocated_bytes: int | None = None
+    """Tensors."""
     reserved_bytes: int | None = None
+    """What torch's allocator holds: tensors and its cache."""
+    peak_bytes: int | None = None
+    """The most allocated during that update. For external commands: ever."""
     peak_reserved_bytes: int | None = None
+    """The most reserved during that update. The GPU must provide this in addition to the CUDA context."""
+    rss_bytes: int | None = None
+    time: float | None = None
+    """When the update was reported, in seconds since the epoch."""
 
 
 class JobVram(msgspec.Struct, frozen=True, kw_only=True):
-    """A job of somebody else (or another one of ours) on the GPU. `used_bytes` is None where the driver does not tell it."""
+    """Another job on the GPU. `used_bytes` is None if the driver does not report it."""
 
     name: str
     used_bytes: int | None
 
 
 class VramParts(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of one GPU's memory, in bytes. Those that are known add up to `total_bytes` exactly; what cannot be put
-    down to anyone is `unaccounted_bytes`. None: not known, with the reason in `unknown`."""
+    """The parts of one GPU's memory, in bytes. The known parts add up to `total_bytes` exactly.
+
+    A part that is None is unknown, with the reason in `unknown`; its memory is in `unaccounted_bytes`.
+    """
 
     total_bytes: int | None = None
     free_bytes: int | None = None
     allocated_bytes: int | None = None
     """Tensors of this run."""
     cached_bytes: int | None = None
-    """What torch's allocator keeps beside them: emptying its cache gives back at most that."""
+    """Reserved by torch's allocator but not in use. Emptying the cache frees at most this."""
     context_bytes: int | None = None
-    """The CUDA contexts of this run: the least that it has held beside the allocator."""
+    """The CUDA contexts of this run: the least that it has held outside the allocator."""
     other_own_bytes: int | None = None
-    """What else this run's processes hold: NCCL, library workspaces; with the contexts, while those are not known apart."""
+    """What else this run's processes hold: NCCL buffers, library workspaces.
+
+    Includes the contexts while their size is unknown.
+    """
     jobs: tuple[JobVram, ...] = ()
-    """Living processes that are not this run's, by job, the largest first."""
+    """Living processes of other jobs, by job, the largest first."""
     driver_reserved_bytes: int | None = None
     gone_bytes: int | None = None
     """Listed under processes that have ended."""
     unlisted_bytes: int | None = None
     """In use, but listed under no process."""
-    unlisted_by: str | None = None
-    """Who may hold that, in words."""
+    unlisted_has_no_owner: bool = False
+    """memtop sees all processes, so no living process holds `unlisted_bytes`. Else other containers may hold it."""
     unaccounted_bytes: int | None = None
-    """In use, but the driver tells too little to say by whom."""
+    """In use, but the driver reports too little to find out by whom."""
     rest_of_machine_bytes: int | None = None
-    """Unified memory only: what the machine uses beside the GPU's processes."""
+    """Unified memory only: what the machine uses in addition to the GPU's processes."""
     notes: tuple[str, ...] = ()
-    """Where the sources contradict each other, in words."""
+    """Where the sources contradict each other."""
     unknown: dict[str, str] = {}
 
 
-_NO_RESERVE = "the driver tells its own reserve only as part of what is used"
-_NO_TOTALS = "the driver does not tell this GPU's memory"
-_STALE = "the ranks' last report is older than what the driver says now: it counted more memory than they hold"
-_TOO_MUCH = "the driver's process list is older than its totals: it adds up to more than is in use"
-_NO_PROCESS_MEMORY = "the driver does not tell memory per process here"
-_NOT_SEEN = "the driver's processes are not visible from this container: they may be this run's or others'"
-_NOBODY = "held by no living process"
-_ELSEWHERE = "held by processes that the driver does not list here (other containers), or by none that lives"
+_NO_RESERVE = "the driver reports its own reserve only as part of the used memory"
+_NO_TOTALS = "the driver does not report this GPU's memory"
+_STALE = "the ranks' last reports are older than the driver's numbers: they count more memory than the ranks now hold"
+_TOO_MUCH = "the driver's process list is older than its totals: it adds up to more than the used memory"
+_NO_PROCESS_MEMORY = "the driver does not report memory per process here"
+_NOT_SEEN = "the driver's processes are not visible from this container: they may belong to this run or to others"
 
 
-def ranks_on(gpu: GpuSample, ranks: Iterable[RankUse], *, mig: MigInstance | None = None) -> list[RankUse]:
-    """The ranks whose device is this GPU (or this MIG instance of it). See `placed` for those that have not named it."""
+def ranks_on(gpu: GpuSample, ranks: Iterable[RankMemory], *, mig: MigInstance | None = None) -> list[RankMemory]:
+    """The ranks whose device is this GPU (or this MIG instance of it). See `placed` for ranks with an unknown device."""
     uuids = [mig.uuid] if mig is not None else [gpu.uuid, *(instance.uuid for instance in gpu.mig)]
     bare = {_bare(uuid) for uuid in uuids if uuid is not None}
     return [rank for rank in ranks if rank.device_uuid is not None and _bare(rank.device_uuid) in bare]
 
 
-def placed(ranks: Iterable[RankUse], gpus: Sequence[GpuSample]) -> list[RankUse]:
-    """The ranks, each with a device: what it named, else where the driver sees it hold the most (a process may have a
-    small context on every card). A rank that is nowhere to be seen keeps None."""
+def placed(ranks: Iterable[RankMemory], gpus: Sequence[GpuSample]) -> list[RankMemory]:
+    """The ranks with their devices: the one that the rank reported, else the one where the driver lists most of its memory.
+
+    (A process may have a small context on every GPU.) A rank that the driver does not list keeps None.
+    """
     found = []
     for rank in ranks:
         if rank.device_uuid is None:
@@ -96,13 +112,13 @@ def placed(ranks: Iterable[RankUse], gpus: Sequence[GpuSample]) -> list[RankUse]
 
 
 def _bare(uuid: str) -> str:
-    """CUDA names a MIG instance as it names a whole GPU; the driver does not."""
+    """A UUID without its prefix: CUDA uses the same prefix for MIG instances as for GPUs, the driver does not."""
     return uuid.removeprefix("GPU-").removeprefix("MIG-").lower()
 
 
 def vram_parts(
     gpu: GpuSample,
-    ranks: Iterable[RankUse] = (),
+    ranks: Iterable[RankMemory] = (),
     *,
     run: str | None = None,
     own_pids: Iterable[int] = (),
@@ -111,11 +127,11 @@ def vram_parts(
     mig: MigInstance | None = None,
     all_pids_visible: bool = False,
 ) -> VramParts:
-    """Where the memory of this GPU (or of this MIG instance of it) went.
+    """Split the memory of this GPU (or of this MIG instance of it) into parts.
 
-    `run` and `own_pids` say which of the listed processes are this run's, beside its ranks; `base_bytes` is what its
-    contexts take (RunState.gpu_base_bytes); `job_names` maps GpuProcess.job to words; `all_pids_visible` says that no
-    process of the machine is hidden from us.
+    The ranks, `run` and `own_pids` identify this run's processes. `base_bytes` is the size of its CUDA contexts
+    (RunState.gpu_base_bytes). `job_names` maps GpuProcess.job to a name. `all_pids_visible`: we see all processes of the
+    machine.
     """
     source = gpu if mig is None else mig
     total, free = source.total_bytes, source.free_bytes
@@ -134,47 +150,47 @@ def vram_parts(
     jobs = _job_parts(split, [row for row in listed if not row.gone], job_names or {})
     _set_rows(split, "gone_bytes", [row for row in listed if row.gone])
     _rest(split, gpu, source.reserved_bytes is None, rows, hidden)
-    if split.parts.get("unlisted_bytes"):
-        alone = all_pids_visible and not gpu.unified and not any(row.gone for row in rows) and _are_listed(here, rows)
-        split.unlisted_by = _NOBODY if alone else _ELSEWHERE
+    sees_all = all_pids_visible and not gpu.unified and not any(row.gone for row in rows) and _are_listed(here, rows)
     return VramParts(
         total_bytes=total,
         free_bytes=free,
         jobs=jobs,
-        unlisted_by=split.unlisted_by,
+        unlisted_has_no_owner=sees_all and bool(split.parts.get("unlisted_bytes")),
         notes=tuple(split.notes),
         unknown=split.unknown,
         **split.parts,
     )
 
 
-def step_peak_bytes(parts: VramParts, ranks: Sequence[RankUse]) -> int | None:
-    """The most that was in use on the card during the newest update, the driver's reserve included, as the ranks on it
-    (see `ranks_on`) tell: their allocators' peaks in place of what those hold now. None where a rank has not told its
-    peak. Ranks that share a card may not have peaked together: then it is an upper bound."""
+def step_peak_bytes(parts: VramParts, ranks: Sequence[RankMemory]) -> int | None:
+    """The most memory that was in use on the GPU during the newest update, including the driver's reserve.
+
+    `ranks` are those on this GPU (see `ranks_on`). Their allocators' peaks replace what the allocators hold now. If several
+    ranks share the GPU, the result is an upper bound, because their peaks may be at different moments. None if the peak of a
+    rank is unknown.
+    """
     peaks = [rank.peak_reserved_bytes for rank in ranks]
     if not peaks or parts.total_bytes is None or parts.free_bytes is None:
         return None
     if parts.cached_bytes is None:
         return None
-    beside = parts.total_bytes - parts.free_bytes - (parts.allocated_bytes or 0) - parts.cached_bytes
+    outside = parts.total_bytes - parts.free_bytes - (parts.allocated_bytes or 0) - parts.cached_bytes
     peak = 0
-    for told in peaks:
-        if told is None:
+    for one in peaks:
+        if one is None:
             return None
-        peak += told
-    return min(parts.total_bytes, max(beside + peak, parts.total_bytes - parts.free_bytes))
+        peak += one
+    return min(parts.total_bytes, max(outside + peak, parts.total_bytes - parts.free_bytes))
 
 
 class _Split:
-    """What is in use, being given out part by part; never more than there is."""
+    """Distributes the used memory to the parts, never more than there is."""
 
     def __init__(self, used: int) -> None:
         self.left = used
         self.parts: dict[str, int] = {}
         self.unknown: dict[str, str] = {}
         self.notes: dict[str, None] = {}
-        self.unlisted_by: str | None = None
 
     def take(self, wanted: int, note: str = _TOO_MUCH) -> int:
         given = min(max(0, wanted), self.left)
@@ -184,7 +200,7 @@ class _Split:
         return given
 
     def set(self, field: str, wanted: int | None, reason: str) -> None:
-        """Give this part what it wants; where that is not known, say why."""
+        """Give this part its memory. If its size is unknown, note the reason."""
         if wanted is None:
             self.unknown[field] = reason
         else:
@@ -192,7 +208,7 @@ class _Split:
 
 
 def _nothing(reason: str) -> VramParts:
-    plain = ("jobs", "notes", "unknown", "unlisted_by")
+    plain = ("jobs", "notes", "unknown", "unlisted_has_no_owner")
     return VramParts(unknown={field: reason for field in VramParts.__struct_fields__ if field not in plain})
 
 
@@ -200,19 +216,19 @@ def _rows(gpu: GpuSample, mig: MigInstance | None) -> tuple[GpuProcess, ...]:
     return gpu.processes if mig is None else tuple(row for row in gpu.processes if row.mig_instance == mig.position)
 
 
-def _are_listed(ranks: Sequence[RankUse], rows: Sequence[GpuProcess]) -> bool:
+def _are_listed(ranks: Sequence[RankMemory], rows: Sequence[GpuProcess]) -> bool:
     return {rank.pid for rank in ranks} <= {row.pid for row in rows}
 
 
-def _hidden(rows: Sequence[GpuProcess], own: Sequence[GpuProcess], ranks: Sequence[RankUse]) -> list[GpuProcess]:
-    """Rows that may be our own ranks under another number: the driver counts pids of the machine, not of a container."""
+def _hidden(rows: Sequence[GpuProcess], own: Sequence[GpuProcess], ranks: Sequence[RankMemory]) -> list[GpuProcess]:
+    """Rows that may be our own ranks with another pid: the driver reports the machine's pids, not the container's."""
     if _are_listed(ranks, rows):
         return []
     return [row for row in rows if row.started_ticks is None and not row.gone and row not in own]
 
 
 def _sum(values: Iterable[int | None]) -> int | None:
-    """All of them together; None where one is not known."""
+    """The sum. None if one value is unknown."""
     total = 0
     for value in values:
         if value is None:
@@ -221,8 +237,8 @@ def _sum(values: Iterable[int | None]) -> int | None:
     return total
 
 
-def _own_parts(split: _Split, ranks: Sequence[RankUse], own: Sequence[GpuProcess], base: int | None) -> None:
-    """What this run holds: by its ranks' words inside of torch's allocator, by the driver's beside it."""
+def _own_parts(split: _Split, ranks: Sequence[RankMemory], own: Sequence[GpuProcess], base: int | None) -> None:
+    """What this run holds: in torch's allocator as the ranks report it, outside of it as the driver reports it."""
     if not ranks and not own:
         for field in ("allocated_bytes", "cached_bytes", "context_bytes", "other_own_bytes"):
             split.parts[field] = 0
@@ -241,7 +257,7 @@ def _own_parts(split: _Split, ranks: Sequence[RankUse], own: Sequence[GpuProcess
     inside = split.take(inside, _STALE)
     allocated = _sum(rank.allocated_bytes for rank in ranks)
     if allocated is None:
-        split.unknown["allocated_bytes"] = "the ranks tell only what their allocators hold in all: it is under cached_bytes"
+        split.unknown["allocated_bytes"] = "the ranks report only the total of their allocators: it is counted as cached_bytes"
     else:
         split.parts["allocated_bytes"] = min(allocated, inside)
     split.parts["cached_bytes"] = inside - split.parts.get("allocated_bytes", 0)
@@ -249,15 +265,15 @@ def _own_parts(split: _Split, ranks: Sequence[RankUse], own: Sequence[GpuProcess
         reason = _NO_PROCESS_MEMORY if _are_listed(ranks, own) else "the driver does not list this run's processes here"
         split.unknown |= dict.fromkeys(("context_bytes", "other_own_bytes"), reason)
         return
-    beside = held - inside
-    context = None if base is None else min(max(0, base), beside)
-    split.set("context_bytes", context, "not measured yet in this attempt: it is under other_own_bytes")
-    split.set("other_own_bytes", beside - (context or 0), "")
+    outside = held - inside
+    context = None if base is None else min(max(0, base), outside)
+    split.set("context_bytes", context, "not measured yet in this attempt: it is counted as other_own_bytes")
+    split.set("other_own_bytes", outside - (context or 0), "")
 
 
 def _unreported(split: _Split, held: int | None, own: Sequence[GpuProcess]) -> None:
-    """No rank has told what its allocator holds: all is in one part, as far as the driver tells it."""
-    reason = "no rank of the run has told it yet" + ("" if held is None else ": it is under other_own_bytes")
+    """No rank has reported its allocator: all memory of the run that the driver reports goes into one part."""
+    reason = "no rank has reported it yet" + ("" if held is None else ": it is counted as other_own_bytes")
     split.unknown |= dict.fromkeys(("allocated_bytes", "cached_bytes", "context_bytes"), reason)
     missing = _NO_PROCESS_MEMORY if own else "the driver does not list this run's processes here"
     split.set("other_own_bytes", held, missing)
@@ -282,8 +298,8 @@ def _set_rows(split: _Split, field: str, rows: Sequence[GpuProcess]) -> None:
 def _rest(
     split: _Split, gpu: GpuSample, reserve_inside: bool, rows: Sequence[GpuProcess], hidden: Sequence[GpuProcess]
 ) -> None:
-    """What is left is listed under nobody, if everything that could be listed is; else nobody can say whose it is."""
-    why: str | None = "the pool's use is counted by the machine, not by the driver"
+    """The rest is unlisted if the driver lists and reports everything else. Otherwise its owner is unknown."""
+    why: str | None = "the machine counts the use of this memory, not the driver"
     if gpu.unified:
         split.set("rest_of_machine_bytes", gpu.other_pool_bytes, gpu.unknown.get("other_pool_bytes", _NO_TOTALS))
     else:
@@ -291,7 +307,7 @@ def _rest(
         why = _why_unaccounted(gpu, reserve_inside, rows)
     unseen = sum(row.used_bytes or 0 for row in hidden)
     reported = split.parts.get("allocated_bytes", 0) + split.parts.get("cached_bytes", 0)
-    # Among the rows that we cannot see are our own ranks, whose allocators have been counted already.
+    # The rows that we cannot see include our own ranks, whose allocators have already been counted.
     unseen = min(split.left, max(0, unseen - reported))
     if why is None:
         split.parts["unlisted_bytes"], split.parts["unaccounted_bytes"] = split.left - unseen, unseen
@@ -308,4 +324,4 @@ def _why_unaccounted(gpu: GpuSample, reserve_inside: bool, rows: Sequence[GpuPro
         return _NO_PROCESS_MEMORY
     if not rows and "processes" in gpu.unknown:
         return gpu.unknown["processes"]
-    return "the driver's own reserve is part of it: this driver does not tell it apart" if reserve_inside else None
+    return "it includes the driver's own reserve, which this driver does not report separately" if reserve_inside else None

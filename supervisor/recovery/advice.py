@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memtop.presets.arithmetic import exact_splits
+from memtop.presets.schema import exact_splits
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.bands import EDGE_FROM

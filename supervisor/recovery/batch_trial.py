@@ -11,13 +11,17 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from statistics import median
 
 import msgspec
+from msgspec.structs import replace
 
-from memtop.presets.arithmetic import exact_splits
-from memtop.presets.schema import Settings
+from memtop.presets.comparison import changes, describe_split
+from memtop.presets.schema import Settings, exact_splits
 from memtop.supervisor import units
+from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.monitor.bands import EDGE_FROM
+from memtop.supervisor.recovery.applying import change_for
 from memtop.supervisor.recovery.forecast import foreseen
 from memtop.supervisor.recovery.values import Forecast
+from memtop.supervisor.wire import Advice, Change
 
 LARGEST_STEP = 1.25
 """Largest allowed ratio between the new and the present micro-batch."""
@@ -48,7 +52,7 @@ def upper_bound(peak_bytes: int, peak_batch: int, batch: int, total_bytes: int |
     return foreseen(most, total_bytes, basis, others_bytes)
 
 
-def refusal(settings: Settings, split: Split, forecast: Forecast | None, failed: Collection[int] = ()) -> str | None:
+def split_refusal(settings: Settings, split: Split, forecast: Forecast | None, failed: Collection[int] = ()) -> str | None:
     """Why this split must not be tried for speed, in one line; None if it may be tried.
 
     `failed`: micro-batches that ran out of memory in this run.
@@ -77,7 +81,7 @@ def next_split(settings: Settings, forecast: ForecastOf, failed: Collection[int]
     allowed: Split | None = None
     refused: list[str] = []
     for split in larger_splits(settings):
-        reason = refusal(settings, split, forecast(split.batch), failed)
+        reason = split_refusal(settings, split, forecast(split.batch), failed)
         if reason is None:
             allowed = split
         elif len(refused) < 2:
@@ -143,3 +147,36 @@ def verdict(before: dict[str, float], after: dict[str, float]) -> tuple[bool, st
     if gain > needed:
         return True, f"{words}, more than the {needed / old:.1%} that chance explains"
     return False, f"{words}, not more than the {needed / old:.1%} that chance explains"
+
+
+def proposed(advice: Advice | None) -> Change:
+    """The first proposal of the advice that can be tried; MemtopError if there is none."""
+    if advice is None:
+        raise MemtopError("nothing to try yet: the run has not been measured for long enough")
+    for remedy in advice.proposals:
+        if remedy.assignments and remedy.resumable in ("live", "resumes") and not remedy.needs_consent:
+            return change_for(remedy, reason="trial")
+    why = f"; {advice.refused[0]}" if advice.refused else ""
+    raise MemtopError(f"nothing to try: {advice.summary}{why}")
+
+
+def refusal(
+    before: Settings, after: Settings, forecast: Callable[[int], Forecast | None], failed: Collection[int]
+) -> str | None:
+    """Why this change must not be tried, in one line; None if it may be. `failed`: micro-batches that ran out of memory."""
+    if before.effective_batch != after.effective_batch:
+        return f"a trial must not change training; {describe_split(before, after)}"
+    if after.batch <= before.batch:
+        return None
+    split = Split(batch=after.batch, accumulation=after.accumulation)
+    return split_refusal(before, split, forecast(after.batch), failed)
+
+
+def title_of(before: Settings, after: Settings) -> str:
+    """`batch 16 -> 20, accumulation 5 -> 4`, and other changes as `presets.comparison` words them. Empty if nothing changes."""
+    split = [
+        f"{name} {getattr(before, name)} -> {getattr(after, name)}"
+        for name in ("batch", "accumulation")
+        if getattr(before, name) != getattr(after, name)
+    ]
+    return ", ".join([*split, *changes(before, replace(after, batch=before.batch, accumulation=before.accumulation))])

@@ -13,8 +13,8 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop.presets import Settings, load_presets, take_whole
-from memtop.presets.arithmetic import split_below
-from memtop.presets.comparing import compatibility, effective_change
+from memtop.presets.comparison import compatibility, effective_change
+from memtop.presets.schema import split_below
 from memtop.supervisor.recovery.forecast import Line, line_through, peaks_of
 from memtop.supervisor.recovery.gpu_ladder import CHECKPOINTED
 from memtop.supervisor.recovery.values import Class, Forecast, Peak

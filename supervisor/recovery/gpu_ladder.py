@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from memtop.presets.loading import load_presets
+from memtop.presets.files import load_presets
 from memtop.presets.schema import Preset, Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from memtop.presets import SettingsError, compatibility, edit_settings
-from memtop.presets.comparing import changes
+from memtop.presets.comparison import changes
 from memtop.presets.fields import OPTIONS, can_change_live, training_unchanged
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from memtop.presets.arithmetic import exact_splits
-from memtop.presets.schema import Settings
+from memtop.presets.schema import Settings, exact_splits
 from memtop.supervisor import units
 from memtop.supervisor.monitor.bands import EDGE_FROM
 from memtop.supervisor.recovery.forecast import Line

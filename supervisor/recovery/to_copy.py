@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from memtop.presets.loading import PresetFileError, parse
+from memtop.presets.files import PresetFileError, parse
 from memtop.supervisor.recovery.situation import to_do
 from memtop.supervisor.recovery.values import Remedy
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
@@ -72,10 +72,11 @@ def edited_live(
 _SPLIT = ("batch", "accumulation")
 
 
-def live_values(before: Settings | None, after: Settings | None) -> dict[str, object]:
-    """The fields that change, for the running program; UsageError where it takes a restart, with the reason.
+def live_values(before: Settings | None, after: Settings | None, also: Collection[str] = ()) -> dict[str, object]:
+    """The values that the running program must set; UsageError, with the reason, where the change takes a restart.
 
-    Batch and accumulation go together, so that the split which was told is the one that comes, whatever the program has now.
+    Batch and accumulation go together, so that the program ends up with the announced split, whatever it has now.
+    `also`: fields that are set even if they do not seem to change.
     """
     if before is None or after is None:
         raise UsageError("this program is your own: it cannot change while it runs; restart it")
@@ -85,6 +86,8 @@ def live_values(before: Settings | None, after: Settings | None) -> dict[str, ob
         if before.zero.stage and set(fixed) <= set(LIVE):
             why = f"cannot change while {before.zero} runs, whose engine is built for one split"
         raise UsageError(f"{', '.join(fixed)}: {why}; restart it instead")
+    if fields:
+        fields += [name for name in also if name in LIVE and name not in fields]
     if set(_SPLIT) & set(fields):
         fields = [*_SPLIT, *(name for name in fields if name not in _SPLIT)]
     return {name: getattr(after, name) for name in fields}

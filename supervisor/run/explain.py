@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from memtop.presets.comparing import describe_split
-from memtop.presets.risks import risk
+from memtop.presets.comparison import describe_split, risk
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.sentences import PHASES

@@ -10,8 +10,9 @@ from pathlib import Path
 from memtop.supervisor.monitor.processes.proc import ProcessId
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
+from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.processes.gpu_base import GpuBase, RankReport
+from memtop.supervisor.run.processes.gpu_base import GpuBase
 from memtop.supervisor.run.processes.host_memory import HostReading, RunMemory, read_host_memory, roles
 from memtop.supervisor.run.processes.process import alive, resident_bytes
 from memtop.supervisor.run.record.view import known_runs
@@ -33,9 +34,9 @@ class MachineWatch:
         self,
         runs_dir: Path,
         members: Callable[[], list[ProcessId]],
-        rank_reports: Callable[[], tuple[int, tuple[RankReport, ...]]],
+        attempt_and_ranks: Callable[[], tuple[int, tuple[RankMemory, ...]]],
     ) -> None:
-        """`rank_reports` gives the attempt's number and what its ranks last said; it is called on the event loop only."""
+        """`attempt_and_ranks` returns the number of the attempt and its ranks. It is called on the event loop only."""
         self.machine: MachineSnapshot | None = None
         self.run_rss_bytes: int | None = None
         """Resident bytes of the run's processes together; None while there are none."""
@@ -45,7 +46,7 @@ class MachineWatch:
         """By pid the part that each of the run's processes plays, see run_memory.ROLES."""
         self._runs_dir = runs_dir
         self._find_members = members
-        self._rank_reports = rank_reports
+        self._attempt_and_ranks = attempt_and_ranks
         self._run_memory = RunMemory()
         self._gpu_base = GpuBase()
         self._members: list[ProcessId] = []
@@ -102,26 +103,26 @@ class MachineWatch:
             started = time.monotonic()
             rarely = count % _RARELY == 0
             # A slow driver must hold up neither reports nor commands.
-            await asyncio.to_thread(self._sample, sampler, rarely, *self._rank_reports())
+            await asyncio.to_thread(self._sample, sampler, rarely, *self._attempt_and_ranks())
             on_sample(rarely)
             count += 1
             await asyncio.sleep(max(0.1, _SAMPLE_SECONDS - (time.monotonic() - started)))
 
-    def _sample(self, sampler: Sampler, rarely: bool, attempt: int, reports: tuple[RankReport, ...]) -> None:
+    def _sample(self, sampler: Sampler, rarely: bool, attempt: int, ranks: tuple[RankMemory, ...]) -> None:
         now = time.monotonic()
         if attempt != self._attempt:
             self._attempt, self._attempt_since = attempt, now
         if rarely or now - self._attempt_since < _YOUNG_SECONDS:
             self._members = self._find_members()
-            self.roles = roles([member.pid for member in self._members], {report.pid for report in reports})
+            self.roles = roles([member.pid for member in self._members], {rank.pid for rank in ranks})
         self.machine = sampler.sample()
         living = [member for member in self._members if alive(member)]
         self.run_rss_bytes = resident_bytes(living)
-        ranks = {report.pid for report in reports}
-        of_ranks = ranks | {pid for pid, role in self.roles.items() if role == "rank"}
+        rank_pids = {rank.pid for rank in ranks}
+        of_ranks = rank_pids | {pid for pid, role in self.roles.items() if role == "rank"}
         self.reading = read_host_memory(of_ranks.union(self.roles), of_ranks)
-        self._gpu_base.update(attempt, self.machine, reports, {member.pid for member in living})
-        self._run_memory.update(living, ranks)
+        self._gpu_base.update(attempt, self.machine, ranks, {member.pid for member in living})
+        self._run_memory.update(living, rank_pids)
 
     def crossings(self) -> list[str]:
         """The gauges that changed their band since the last call, each as one line. A band that is not known is no change:

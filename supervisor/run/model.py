@@ -21,7 +21,7 @@ from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.configurations import Configurations
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.stop_ladder import StopLadder, Waits
-from memtop.supervisor.run.trial import TrialState
+from memtop.supervisor.run.trial_state import TrialState
 from memtop.supervisor.wire import Advice, Change, Checkpoint, Event, Phase, Proposal, Trend
 
 _NEXT: dict[Phase, frozenset[Phase]] = {

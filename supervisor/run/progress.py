@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
-from memtop.supervisor.run.processes.gpu_base import RankReport
+from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.run.reports import (
     End,
     Evaluated,
@@ -23,7 +23,7 @@ from memtop.supervisor.run.reports import (
     SettingsChanged,
     Step,
 )
-from memtop.supervisor.wire import RankMemory, StepSplit
+from memtop.supervisor.wire import StepSplit
 
 # Speed is the mean over so many updates: enough to be steady, few enough to follow a change.
 _WINDOW = 20
@@ -197,19 +197,6 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         """The GPU of each rank that has one."""
         return {number: rank.device_uuid for number, rank in self.ranks.items() if rank.device_uuid}
 
-    def rank_reports(self) -> tuple[RankReport, ...]:
-        """What each rank last reported of its allocator, and when."""
-        return tuple(
-            RankReport(
-                pid=rank.pid,
-                device_uuid=rank.device_uuid,
-                reserved_bytes=rank.step.reserved_bytes if rank.step else None,
-                time=rank.step.time if rank.step else None,
-            )
-            for rank in self.ranks.values()
-            if rank.pid is not None
-        )
-
     def rank_memory(self, connected: frozenset[int] | set[int] = frozenset()) -> tuple[RankMemory, ...]:
         """The ranks by number, with what they hold; `connected`: those whose agent is connected."""
         found = []
@@ -222,4 +209,4 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(found)
 
 
-_MEMORY = ("allocated_bytes", "reserved_bytes", "peak_bytes", "peak_reserved_bytes", "rss_bytes")
+_MEMORY = ("time", "allocated_bytes", "reserved_bytes", "peak_bytes", "peak_reserved_bytes", "rss_bytes")

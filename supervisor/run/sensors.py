@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from memtop.supervisor.monitor.processes.proc import ProcessId
+from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.recovery.bottleneck import Measured
 from memtop.supervisor.run.events import Sampled, StoodStill, Tick
 from memtop.supervisor.run.machine_watch import MachineWatch
@@ -15,7 +16,6 @@ from memtop.supervisor.run.pending_restart import free_bytes
 from memtop.supervisor.run.post_mortem.evidence import Witness
 from memtop.supervisor.run.post_mortem.stall import StallWatch
 from memtop.supervisor.run.processes.attempt import RunningAttempt
-from memtop.supervisor.run.processes.gpu_base import RankReport
 from memtop.supervisor.run.processes.host_memory import anonymous_bytes
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.reports import Report, SettingsChanged, Step
@@ -36,7 +36,7 @@ class Sensors:
         """`model` gives the run as it is now."""
         self.attempt: RunningAttempt | None = None
         self.evidence: Witness | None = None
-        self.machine_watch = MachineWatch(folder.path.parent, self._find_members, self._rank_reports)
+        self.machine_watch = MachineWatch(folder.path.parent, self._find_members, self._rank_memory)
         self._folder = folder
         self._model = model
         self._monotonic = monotonic
@@ -93,7 +93,7 @@ class Sensors:
             trainer = self.attempt.trainer
             if self.evidence is not None and trainer is not None and model.restart is None:
                 self.evidence.sample(machine, watch.member_pids, trainer.pid)
-            ranks, members = prevention.rank_uses(model), self._members(model)
+            ranks, members = model.progress.rank_memory(), self._members(model)
             gpus = prevention.own_gpus(machine, ranks)
             bases, loading = watch.gpu_base_bytes, self._is_loading(model)
             dangers = self._trends.sample(machine, members, ranks, bases, watch.reading, loading=loading)
@@ -144,6 +144,6 @@ class Sensors:
     def _find_members(self) -> list[ProcessId]:
         return self.attempt.processes() if self.attempt is not None and not self._model().phase.final else []
 
-    def _rank_reports(self) -> tuple[int, tuple[RankReport, ...]]:
+    def _rank_memory(self) -> tuple[int, tuple[RankMemory, ...]]:
         model = self._model()
-        return model.number, model.progress.rank_reports()
+        return model.number, model.progress.rank_memory()

@@ -14,7 +14,7 @@ import msgspec
 
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import Band, HostSample, MachineSnapshot
-from memtop.supervisor.monitor.vram import RankUse, VramParts, placed, ranks_on, vram_parts
+from memtop.supervisor.monitor.vram import RankMemory, VramParts, placed, ranks_on, vram_parts
 from memtop.supervisor.recovery.danger import DangerWatch
 from memtop.supervisor.recovery.leaks import Leak, Pool, processes_of, swap_trend, trends
 from memtop.supervisor.recovery.trend import BY_SECOND, BY_UPDATE, Growth, Sustained
@@ -137,7 +137,7 @@ class TrendWatch:
         self,
         machine: MachineSnapshot,
         members: Iterable[Member],
-        ranks: Iterable[RankUse],
+        ranks: Iterable[RankMemory],
         bases: Mapping[str, int],
         reading: HostReading,
         *,

@@ -11,25 +11,36 @@ anything is requested, so a new supervisor can undo a trial that another one lef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from enum import Enum
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from memtop.presets.comparing import changes
-from memtop.presets.fields import LIVE, differing
+from memtop.presets.fields import LIVE
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.recovery import batch_trial
-from memtop.supervisor.recovery.applying import change_for
-from memtop.supervisor.recovery.batch_trial import Split, Update, measured, verdict
-from memtop.supervisor.recovery.values import Forecast, Remedy
-from memtop.supervisor.run import explain, reports
+from memtop.supervisor.recovery.batch_trial import Update, measured, verdict
+from memtop.supervisor.recovery.values import Remedy
+from memtop.supervisor.run import reports
 from memtop.supervisor.run.change import live_values
-from memtop.supervisor.wire import Advice, Change, Phase, Trial
+from memtop.supervisor.run.trial_state import (
+    Action,
+    AskChange,
+    AskSave,
+    PutBack,
+    Record,
+    ReplaceRestart,
+    RequestRestart,
+    Result,
+    RunFacts,
+    Stage,
+    TrialState,
+    Trouble,
+)
+from memtop.supervisor.wire import Change, Phase, Trial
 
 UPDATES = 20
 """Updates that are measured before the change, and again after it."""
@@ -42,210 +53,11 @@ _ORPHANED = "its supervisor ended in the middle of it"
 _RESTARTED = "the run was restarted meanwhile"
 
 
-class Stage(str, Enum):
-    """What a trial waits for."""
-
-    MEASURING_BEFORE = "measuring before"
-    SAVING = "saving"
-    """The agent was asked to save, so that nothing is lost if the change ends the program."""
-    CHANGING = "changing"
-    """The agent was asked to change the settings."""
-    RESTARTING = "restarting"
-    """The change needs a restart, which was requested."""
-    MEASURING_AFTER = "measuring after"
-    TAKEN_OVER = "taken over"
-    """A new supervisor has taken over the run: the trial is undone as soon as the agent can be asked."""
-    UNDOING = "undoing"
-    """The agent was asked to change the settings back."""
-    UNDO_RESTARTING = "undo restarting"
-    """The settings can only be changed back by a restart, which was requested."""
-    SETTLING = "settling"
-    """The agent has changed the settings back; the report that confirms it is still to come."""
-    WAITING_FOR_END = "waiting for end"
-    """The settings cannot be changed back now: they are when the run ends, or starts again."""
-    OVER = "over"
-
-
 _MEASURING = (Stage.MEASURING_BEFORE, Stage.MEASURING_AFTER)
 _UNDO = (Stage.UNDOING, Stage.UNDO_RESTARTING, Stage.SETTLING, Stage.WAITING_FOR_END)
 
 
-class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trial needs to know about the run at the moment of an event."""
-
-    phase: Phase
-    reason: str | None = None
-    """Why the run is in this phase."""
-    attempt: int = 0
-    configuration: int | None = None
-    """The number of the present configuration."""
-    settings: Settings | None = None
-    """The settings that the run reports to be in place."""
-    start_update: int = 0
-    """The update that the attempt resumed after."""
-    restart_requested: bool = False
-    """A restart was requested and has not begun."""
-    restart_waiting: bool = False
-    """The program died, and the restart after its death waits to begin."""
-    at_the_end: bool = False
-    """No update is left to begin."""
-    connected: bool = False
-    """The agent of rank 0 can be asked."""
-    saves_on_request: bool = False
-    died_of: Kind | None = None
-    """The kind of failure that the run's proposal is about; None where there is no proposal."""
-    host_bytes: int | None = None
-    """Resident memory of the run's processes."""
-    swap_bytes: int | None = None
-    """Swap in use on the machine."""
-    monotonic: float = 0.0
-    """Seconds."""
-
-    @property
-    def died(self) -> bool:
-        return self.restart_waiting or self.phase is Phase.FAILED
-
-    @property
-    def is_over(self) -> bool:
-        return self.phase.final and not self.restart_waiting
-
-
-class Trouble(msgspec.Struct, frozen=True):
-    """Why the trial cannot go on."""
-
-    reason: str
-    undo: bool = True
-    """The supervisor may still change the settings back; False where somebody else has decided about the run."""
-
-
-class TrialState(msgspec.Struct, frozen=True, kw_only=True):
-    """One trial."""
-
-    stage: Stage
-    trial: Trial
-    change: Change
-    """What is tried."""
-    undo: Change
-    """The change that goes back to `before`."""
-    before: Settings
-    after: Settings
-    requested: bool = False
-    """The change was requested."""
-    confirmed: bool = False
-    """The program has reported the settings on trial."""
-    settled: bool = False
-    """All reports up to the moment when the settings were changed back have been read."""
-    unproven: bool = False
-    """The settings on trial may be in place."""
-    attempt: int = 0
-    """The attempt that is measured or was asked last."""
-    since: int = 0
-    """The first update that counts."""
-    updates: tuple[Update, ...] = ()
-    trouble: Trouble | None = None
-    dying: str | None = None
-    """An allocation failure that ends the program; it is acted on when the program has ended."""
-    deadline: float | None = None
-    reason: str = ""
-    """Why the trial is undone."""
-    failed: bool = False
-    """An error in memtop ended the trial."""
-    client: int | None = None
-    """The client that waits for the result, and the number of its request."""
-    request: int = 0
-
-    @property
-    def running(self) -> bool:
-        return self.stage is not Stage.OVER
-
-    @property
-    def changed(self) -> list[str]:
-        """The settings that the trial changes."""
-        return differing(self.before, self.after)
-
-    @property
-    def proven(self) -> Settings | None:
-        """The settings that changes start from while the trial's own are in place; None where the run's own are."""
-        return self.before if self.unproven else None
-
-
-# --- actions ------------------------------------------------------------------------------------------------------------
-
-
-class Record(msgspec.Struct, frozen=True):
-    """Record an event of kind `trial`."""
-
-    message: str
-    data: dict[str, Any]
-
-
-class AskSave(msgspec.Struct, frozen=True):
-    """Ask the agent of rank 0 to save; `answered` takes its answer."""
-
-
-class AskChange(msgspec.Struct, frozen=True):
-    """Ask the agent of rank 0 to set these values at the next update boundary; `answered` takes its answer."""
-
-    values: dict[str, object]
-
-
-class RequestRestart(msgspec.Struct, frozen=True):
-    """Stop the attempt and start the next one with this change; an ended run starts at once."""
-
-    change: Change
-
-
-class ReplaceRestart(msgspec.Struct, frozen=True):
-    """Begin the waiting restart with this change instead of the remedy."""
-
-    change: Change
-
-
-class PutBack(msgspec.Struct, frozen=True):
-    """Give the ended run these settings again."""
-
-    settings: Settings
-    reason: str
-
-
-Action = Record | AskSave | AskChange | RequestRestart | ReplaceRestart | PutBack
-Result = tuple[TrialState, tuple[Action, ...]]
-
-
 # --- what may be tried --------------------------------------------------------------------------------------------------
-
-
-def proposed(advice: Advice | None) -> Change:
-    """The first proposal of the advice that can be tried; MemtopError if there is none."""
-    if advice is None:
-        raise MemtopError("nothing to try yet: the run has not been measured for long enough")
-    for remedy in advice.proposals:
-        if remedy.assignments and remedy.resumable in ("live", "resumes") and not remedy.needs_consent:
-            return change_for(remedy, reason="trial")
-    why = f"; {advice.refused[0]}" if advice.refused else ""
-    raise MemtopError(f"nothing to try: {advice.summary}{why}")
-
-
-def refusal(
-    before: Settings, after: Settings, forecast: Callable[[int], Forecast | None], failed: Collection[int]
-) -> str | None:
-    """Why this change must not be tried, in one line; None if it may be. `failed`: micro-batches that ran out of memory."""
-    if before.effective_batch != after.effective_batch:
-        return f"a trial must not change training{explain.split_change(before, after)}"
-    if after.batch <= before.batch:
-        return None
-    split = Split(batch=after.batch, accumulation=after.accumulation)
-    return batch_trial.refusal(before, split, forecast(after.batch), failed)
-
-
-def title_of(before: Settings, after: Settings) -> str:
-    """`batch 16 -> 20, accumulation 5 -> 4`, and other changes as `presets.comparing` words them. Empty if nothing changes."""
-    split = [
-        f"{name} {getattr(before, name)} -> {getattr(after, name)}"
-        for name in ("batch", "accumulation")
-        if getattr(before, name) != getattr(after, name)
-    ]
-    return ", ".join([*split, *changes(before, replace(after, batch=before.batch, accumulation=before.accumulation))])
 
 
 def check_request(run: str, facts: RunFacts, present: TrialState | None) -> None:
@@ -277,7 +89,7 @@ def begin(
     """
     before = facts.settings
     assert before is not None, "check_request refuses external commands"
-    title = title_of(before, after)
+    title = batch_trial.title_of(before, after)
     if not title:
         raise UsageError("nothing changes: the run has these settings")
     state = TrialState(

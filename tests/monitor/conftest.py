@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.monitor.nvml import NvmlReader
 from memtop.supervisor.monitor.nvml import events as nvml_events
+from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from tests.nvml_double.double import driver, nvml_library
 
 __all__ = ["driver", "nvml_library"]

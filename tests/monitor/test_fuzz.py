@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from memtop.supervisor.monitor.nvml import NvmlReader
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
+from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import MachineSnapshot
 from tests.monitor.conftest import Clock
@@ -19,7 +19,7 @@ from tests.nvml_double.double import Script
 
 GIB = 2**30
 ROUNDS = int(os.environ.get("MEMTOP_FUZZ_ROUNDS", "250"))
-CODES = (*sorted(nvml_errors.WORDS), 5, 22, 23, 24, 26, 29, 12345)
+CODES = (*sorted(nvml_errors.CODE_WORDS), 5, 22, 23, 24, 26, 29, 12345)
 FUNCTIONS = (
     *("nvmlInitWithFlags", "nvmlShutdown", "nvmlSystemGetDriverVersion", "nvmlSystemGetCudaDriverVersion_v2"),
     *("nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetName"),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.monitor.host import HostReader, read_host
+from memtop.supervisor.monitor.bands import band_of
+from memtop.supervisor.monitor.host import HostReader
 from memtop.supervisor.monitor.values import Band, HostSample
 from tests.monitor.conftest import Clock, Tree
 
@@ -32,16 +33,16 @@ def no_affinity() -> int:
 
 def read(root: Path) -> HostSample:
     roots = {"proc_root": root / "proc", "cgroup_root": root / "cgroup", "shm_root": root / "shm"}
-    return read_host(**roots, affinity=(lambda: 8) if (root / "proc").exists() else no_affinity)
+    return HostReader(**roots, affinity=(lambda: 8) if (root / "proc").exists() else no_affinity).read()
 
 
 def test_ram_swap_and_pressure(tree: Tree) -> None:
     host = read(tree(HOST))
     assert (host.total_bytes, host.available_bytes, host.used_bytes) == (16 * GIB, 4 * GIB, 12 * GIB)
     assert host.used_fraction == 0.75
-    assert host.band is Band.SAFE
+    assert band_of(host.used_fraction) is Band.SAFE
     assert (host.swap_total_bytes, host.swap_used_bytes, host.swap_fraction) == (8 * GIB, 2 * GIB, 0.25)
-    assert host.swap_band is Band.SAFE
+    assert band_of(host.swap_fraction) is Band.SAFE
     assert host.pressure_fraction == 0.125
     assert host.limit_bytes is None
 
@@ -75,7 +76,7 @@ def test_a_counter_that_goes_back_gives_no_rate(tree: Tree, clock: Clock) -> Non
 def test_no_swap_is_not_zero_percent(tree: Tree) -> None:
     host = read(tree(HOST | {"proc/meminfo": NO_SWAP}))
     assert (host.swap_total_bytes, host.swap_used_bytes, host.swap_fraction) == (0, 0, None)
-    assert host.swap_band is Band.UNKNOWN
+    assert band_of(host.swap_fraction) is Band.UNKNOWN
     assert host.unknown["swap_fraction"] == "no swap is set up"
 
 
@@ -98,7 +99,7 @@ def test_nothing_to_read_is_unknown_everywhere_and_never_zero(tmp_path: Path) ->
         if field not in ("unknown", "band", "swap_band"):
             assert getattr(host, field) is None
             assert host.unknown[field]
-    assert host.band is host.swap_band is Band.UNKNOWN
+    assert band_of(host.used_fraction) is band_of(host.swap_fraction) is Band.UNKNOWN
 
 
 def test_old_kernel_without_available_memory(tree: Tree) -> None:
@@ -144,7 +145,7 @@ def test_a_limit_further_up_that_leaves_less_room_wins(tree: Tree, version: int)
     inner = group(version, "/job/step", str(8 * GIB), 2 * GIB)
     host = read(tree(HOST | {"proc/self/cgroup": SELF[version]} | outer | inner))
     assert host.limit_bytes == 10 * GIB
-    assert host.band is Band.DANGER
+    assert band_of(host.used_fraction) is Band.DANGER
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -184,7 +185,7 @@ def test_a_limit_without_statistics_is_said_and_not_dropped(tree: Tree) -> None:
 
 
 def test_this_machine() -> None:
-    host = read_host()
+    host = HostReader().read()
     assert host.total_bytes is not None
     assert host.used_fraction is not None
     assert 0 < host.used_fraction < 1

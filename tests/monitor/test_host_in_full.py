@@ -12,8 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.cgroup import CgroupMemory, read_cgroup_memory
-from memtop.supervisor.monitor.host import SLOW_SECONDS, HostReader, read_host
+from memtop.supervisor.monitor.host import SLOW_SECONDS, HostReader
 from memtop.supervisor.monitor.values import Band, HostSample
 from tests.monitor.conftest import Clock, Tree
 from tests.monitor.test_host import GIB, HOST, MEMINFO, SELF, group, read
@@ -79,7 +80,7 @@ def test_rates_go_on_after_the_counters_began_anew(tree: Tree, clock: Clock) -> 
 
 
 def test_shared_memory_of_this_machine() -> None:
-    host, told = read_host(), os.statvfs("/dev/shm")
+    host, told = HostReader().read(), os.statvfs("/dev/shm")
     assert host.shm_total_bytes == told.f_blocks * told.f_frsize
     assert host.shm_fraction is not None
     assert 0 <= host.shm_fraction <= 1
@@ -113,7 +114,7 @@ def test_swap_of_a_limited_group(tree: Tree) -> None:
     host = read(tree(limited(2, memory__swap__max=str(GIB), memory__swap__current=str(GIB - MIB))))
     assert (host.limit_swap_bytes, host.swap_total_bytes, host.swap_used_bytes) == (GIB, GIB, GIB - MIB)
     # The machine's swap is a quarter full; the group's is not.
-    assert host.swap_band is Band.DANGER
+    assert band_of(host.swap_fraction) is Band.DANGER
 
 
 def test_a_group_that_may_not_swap(tree: Tree) -> None:
@@ -241,9 +242,9 @@ def test_the_kernels_own_group(real_group: tuple[Path, str]) -> None:
     folder, _ = real_group
     code = (
         f"open({str(folder / 'cgroup.procs')!r}, 'w').write('0')\n"
-        "import msgspec\nfrom memtop.supervisor.monitor.host import read_host\n"
+        "import msgspec\nfrom memtop.supervisor.monitor.host import HostReader\n"
         "kept = bytearray(b'x') * (64 << 20)\n"
-        "print(msgspec.json.encode(read_host()).decode())"
+        "print(msgspec.json.encode(HostReader().read()).decode())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     host = msgspec.json.decode(done.stdout, type=HostSample)

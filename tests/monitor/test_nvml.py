@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
-from memtop.supervisor.monitor.nvml.reader import MISSING_SECONDS
+from memtop.supervisor.monitor.nvml.reader import MISSING_SECONDS, NvmlReader
 from memtop.supervisor.monitor.values import Band, GpuSample
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import Script
@@ -62,7 +62,6 @@ def test_every_field(driver: Script, reader: NvmlReader) -> None:
         free_bytes=3 * GIB,
         reserved_bytes=GIB,
         used_fraction=21 / 24,
-        band=Band.EDGE,
         utilization_fraction=0.73,
         memory_utilization_fraction=0.31,
         temperature_celsius=61.0,
@@ -72,7 +71,7 @@ def test_every_field(driver: Script, reader: NvmlReader) -> None:
     )
 
 
-@pytest.mark.parametrize("code", sorted(nvml_errors.WORDS))
+@pytest.mark.parametrize("code", sorted(nvml_errors.CODE_WORDS))
 def test_every_error_at_the_start_is_a_normal_state(driver: Script, reader: NvmlReader, clock: Clock, code: int) -> None:
     driver.init_error(code).gpu(0, total=GIB).write()
     reading = reader.read()
@@ -88,9 +87,7 @@ def test_an_error_without_words_keeps_its_number() -> None:
     assert nvml_errors.words(12345) == "the driver reported error 12345"
 
 
-@pytest.mark.parametrize(
-    ("code", "advice"), [(18, "reboot"), (999, "recreate the container"), (9, "modprobe"), (17, "/dev/nvidia")]
-)
+@pytest.mark.parametrize(("code", "advice"), [(18, "reboot"), (999, "recreate it"), (9, "modprobe"), (17, "/dev/nvidia")])
 def test_words_say_what_to_do(code: int, advice: str) -> None:
     assert advice in nvml_errors.words(code)
 
@@ -136,7 +133,7 @@ def test_a_lost_gpu_and_its_return(driver: Script, reader: NvmlReader, clock: Cl
     assert (lost.uuid, lost.name) == ("GPU-00000001", "Scripted GPU"), "still known who it is"
     assert lost.total_bytes is lost.used_fraction is lost.temperature_celsius is None
     assert lost.unknown["total_bytes"]
-    assert lost.band is Band.UNKNOWN
+    assert band_of(lost.used_fraction) is Band.UNKNOWN
     driver.clear().gpu(0, total=24 * GIB, used=GIB).gpu(1, total=8 * GIB, used=2 * GIB).write()
     clock.pass_(3.0)
     _, back = reader.read().gpus
@@ -228,7 +225,7 @@ def test_memory_that_the_driver_does_not_tell(driver: Script, reader: NvmlReader
     driver.gpu(0, total=GIB).process(0, pid=11, used=None).write()
     (row,) = one(reader).processes
     assert row.used_bytes is None
-    assert "does not tell" in row.unknown["used_bytes"]
+    assert "does not report" in row.unknown["used_bytes"]
 
 
 def test_pids_that_cannot_exist_are_dropped_and_said(driver: Script, reader: NvmlReader) -> None:
@@ -342,7 +339,7 @@ def test_one_odd_answer_does_not_blind(driver: Script, reader: NvmlReader, clock
         driver.write()
         gpu = one(reader)
         clock.pass_(1.0)
-        assert (gpu.error, gpu.unified, gpu.band) == (None, False, Band.UNKNOWN)
+        assert (gpu.error, gpu.unified, band_of(gpu.used_fraction)) == (None, False, Band.UNKNOWN)
         reason = nvml_errors.words(odd[how]) if how in odd else "the driver reported 0 bytes of memory"
         assert {field: (getattr(gpu, field), gpu.unknown[field]) for field in MEMORY} == dict.fromkeys(MEMORY, (None, reason))
     driver.clear().gpu(0, total=GIB, used=2 * MIB, reserved=MIB, util=8).write()
@@ -378,7 +375,7 @@ def test_texts_that_are_none(driver: Script, reader: NvmlReader, clock: Clock) -
     (gpu,) = reading.gpus
     assert (reading.driver_version, reading.note) == (None, None)
     assert (gpu.uuid, gpu.name, gpu.pci_bus_id, gpu.used_bytes) == (None, None, None, MIB)
-    assert gpu.unknown == dict.fromkeys(("uuid", "name", "pci_bus_id"), "the driver answered with bytes that are no text")
+    assert gpu.unknown == dict.fromkeys(("uuid", "name", "pci_bus_id"), "the driver returned bytes that are not valid text")
 
 
 def two(driver: Script, *names: str) -> None:
@@ -393,7 +390,12 @@ def told(reader: NvmlReader) -> list[tuple[int, str | None, str | None]]:
     gpus = reader.read().gpus
     for gpu in gpus:
         if gpu.error is not None:
-            assert (gpu.total_bytes, gpu.visible_index, gpu.processes, gpu.band) == (None, None, (), Band.UNKNOWN)
+            assert (gpu.total_bytes, gpu.visible_index, gpu.processes, band_of(gpu.used_fraction)) == (
+                None,
+                None,
+                (),
+                Band.UNKNOWN,
+            )
             assert gpu.unknown["total_bytes"]
     return [(gpu.index, gpu.name, gpu.error) for gpu in gpus]
 

@@ -8,10 +8,18 @@ from typing import Any
 import pynvml
 import pytest
 
-from memtop.supervisor.monitor.nvml import NvmlReader
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
-from memtop.supervisor.monitor.nvml.details import _CODECS, _FIXED, _SENSORS, PCIE_FIELDS, Row, throttle_words
-from memtop.supervisor.monitor.nvml.fields import _value_of, recovery_words
+from memtop.supervisor.monitor.nvml.details import (
+    _CODECS,
+    _FIXED,
+    _SENSORS,
+    PCIE_FIELDS,
+    Detail,
+    _value_of,
+    recovery_words,
+    throttle_words,
+)
+from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.values import GpuDetails, GpuSample
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import Script
@@ -28,7 +36,7 @@ EVERY_VALUE: dict[str, Any] = {
     "memory_clock_megahertz": 2500,
     "memory_clock_limit_megahertz": 2619,
     "performance_state": "P0",
-    "throttle_reasons": ("power cap: the card draws as much as its limit allows",),
+    "throttle_reasons": ("power cap: the card draws as much power as its limit allows",),
     "ecc_mode": "on",
     "ecc_corrected_errors": 7,
     "ecc_uncorrected_errors": 2,
@@ -89,7 +97,7 @@ def test_every_value(driver: Script, reader: NvmlReader, clock: Clock) -> None:
         clock.pass_(5.0)
     told = {field: getattr(details, field) for field in details.__struct_fields__ if field != "unknown"}
     assert told == EVERY_VALUE | dict.fromkeys(PCIE_FIELDS)
-    assert details.unknown == dict.fromkeys(PCIE_FIELDS, "read only while it is looked at")
+    assert details.unknown == dict.fromkeys(PCIE_FIELDS, "read only while GPU details are displayed")
 
 
 def missing(details: GpuDetails) -> set[str]:
@@ -165,7 +173,7 @@ def test_recovery_words_say_what_to_do(action: int) -> None:
         (0x8 | 0x40, ["too hot: the hardware"]),
         (0x8 | 0x80, ["power brake"]),
         (0x8, ["hardware slowdown"]),
-        (0x4 | 0x20 | 0x10 | 0x2, ["power cap", "too hot: the driver", "sync boost", "clocks set by hand"]),
+        (0x4 | 0x20 | 0x10 | 0x2, ["power cap", "too hot: the driver", "sync boost", "clocks fixed by"]),
     ],
 )
 def test_throttle_words(mask: int, expected: list[str]) -> None:
@@ -187,7 +195,7 @@ def test_a_newer_driver_may_have_only_the_newer_name(driver: Script, reader: Nvm
 
 def test_links_of_a_driver_without_their_state_as_field(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     driver.gpu(0, total=GIB, links=4, links_up=2).field(0, 91, 4).write()
-    assert "next look" in one(reader).details.unknown["nvlink_links"]
+    assert "5 s later" in one(reader).details.unknown["nvlink_links"]
     clock.pass_(5.0)
     details = one(reader).details
     assert details.nvlink_links == 2
@@ -201,7 +209,7 @@ def test_counters_that_begin_anew_give_no_rate(driver: Script, reader: NvmlReade
         details = one(reader).details
         clock.pass_(5.0)
     assert details.nvlink_sent_bytes_per_second is None
-    assert "began anew" in details.unknown["nvlink_sent_bytes_per_second"]
+    assert "were reset" in details.unknown["nvlink_sent_bytes_per_second"]
 
 
 def test_without_nvlink(driver: Script, reader: NvmlReader) -> None:
@@ -226,7 +234,7 @@ def test_gpm_is_freed_and_begins_anew(driver: Script, reader: NvmlReader, clock:
     names = ("nvmlGpmSampleAlloc", "nvmlGpmSampleFree")
     before = [driver.calls(name) for name in names]
     driver.gpu(0, total=GIB, gpm=1, sm_active=50).write()
-    assert "second look" in one(reader).details.unknown["sm_active_fraction"]
+    assert "two readings" in one(reader).details.unknown["sm_active_fraction"]
     clock.pass_(5.0)
     assert one(reader).details.sm_active_fraction == 0.5
     reader.refresh()
@@ -237,7 +245,11 @@ def test_gpm_is_freed_and_begins_anew(driver: Script, reader: NvmlReader, clock:
 
 @pytest.mark.parametrize(
     ("major", "words"),
-    [(8, "only GPUs from Hopper on tell it"), (9, "although its kind has it"), (None, "from Hopper on have it")],
+    [
+        (8, "only Hopper and newer GPUs report it"),
+        (9, "although this architecture has it"),
+        (None, "only Hopper and newer GPUs have it"),
+    ],
 )
 def test_gpm_that_is_not_offered(driver: Script, reader: NvmlReader, clock: Clock, major: int | None, words: str) -> None:
     driver.gpu(0, total=GIB, major=major or 9)
@@ -250,7 +262,7 @@ def test_gpm_that_is_not_offered(driver: Script, reader: NvmlReader, clock: Cloc
         clock.pass_(5.0)
     assert details.sm_active_fraction is None
     assert words in details.unknown["sm_active_fraction"]
-    assert ("only GPUs from Hopper" in details.unknown["sm_active_fraction"]) == (major != 9)
+    assert ("only Hopper and newer" in details.unknown["sm_active_fraction"]) == (major != 9)
     assert driver.calls("nvmlGpmQueryDeviceSupport") - before == 1
 
 
@@ -321,7 +333,7 @@ def test_bindings_that_do_not_know_the_newest_kind_of_number() -> None:
 
 @pytest.mark.parametrize("row", _FIXED, ids=lambda row: row.fields[0])
 def test_a_fixed_value_that_failed_once_is_asked_again_and_then_no_more(
-    driver: Script, reader: NvmlReader, clock: Clock, row: Row
+    driver: Script, reader: NvmlReader, clock: Clock, row: Detail
 ) -> None:
     (field,), (call,) = row.fields, row.call
     driver.gpu(0, total=GIB).fail(call, 0, 10).write()

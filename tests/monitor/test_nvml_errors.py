@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
+from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.nvml.thread import DriverThread
 from memtop.supervisor.monitor.values import Band, GpuSample
 from tests.monitor.conftest import Clock
@@ -66,7 +67,7 @@ def honest(gpu: GpuSample) -> None:
 
 
 def well(gpu: GpuSample, used: int) -> None:
-    assert (gpu.error, gpu.total_bytes, gpu.used_bytes, gpu.band) == (None, 8 * GIB, used, Band.SAFE)
+    assert (gpu.error, gpu.total_bytes, gpu.used_bytes, band_of(gpu.used_fraction)) == (None, 8 * GIB, used, Band.SAFE)
     honest(gpu)
 
 
@@ -86,7 +87,7 @@ def test_every_code_at_every_place(driver: Script, reader: NvmlReader, clock: Cl
         else:
             assert first.error == nvml_errors.words(code)
             assert {field: getattr(first, field) for field in LOST} == LOST
-            assert (first.processes, first.band) == ((), Band.UNKNOWN)
+            assert (first.processes, band_of(first.used_fraction)) == ((), Band.UNKNOWN)
         clock.pass_(1.0)
     machine(driver).write()
     clock.pass_(60.0)
@@ -225,7 +226,7 @@ def test_more_used_than_there_is_is_no_number(driver: Script, reader: NvmlReader
     (gpu,) = reader.read().gpus
     assert gpu.total_bytes is gpu.used_bytes is gpu.free_bytes is gpu.used_fraction is None
     assert f"reported {used} used" in gpu.unknown["used_fraction"]
-    assert gpu.band is Band.UNKNOWN
+    assert band_of(gpu.used_fraction) is Band.UNKNOWN
     driver.clear().gpu(0, total=8 * GIB, used=GIB).write()
     (gpu,) = reader.read().gpus
     assert (gpu.used_bytes, gpu.unknown) == (GIB, {})
@@ -246,14 +247,14 @@ def test_where_no_thread_can_be_started(driver: Script, reader: NvmlReader, monk
     thread = DriverThread(reader, patience=10.0)
     note = thread.read().reading.note
     assert note is not None
-    assert "no further thread" in note
+    assert "no more threads" in note
     allowed.append("memtop-driver")
     before = driver.calls("nvmlEventSetFree")
     reader.want_pcie()
     thread.read()
     (gpu,) = thread.read().reading.gpus
     assert gpu.error is None
-    assert "no further thread" in gpu.details.unknown["pcie_sent_bytes_per_second"]
+    assert "no more threads" in gpu.details.unknown["pcie_sent_bytes_per_second"]
     assert driver.calls("nvmlEventSetFree") == before + 1, "nothing is left behind"
     created = driver.calls("nvmlEventSetCreate")
     thread.read()

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import pytest
 
-from memtop.supervisor.monitor.nvml import NvmlReader
-from memtop.supervisor.monitor.nvml.xid import xid_words
+from memtop.supervisor.monitor.nvml.errors import xid_words
+from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.values import GpuSample
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import Script
@@ -48,14 +48,14 @@ def names() -> list[str]:
         (13, True, "invalid access"),
         (31, True, "page fault"),
         (43, True, "stopped"),
-        (45, True, "cleared"),
+        (45, True, "discarded"),
         (48, False, "double-bit"),
         (63, False, "spare"),
         (64, False, "replaced"),
         (74, False, "NVLink"),
         (79, False, "fallen off the bus"),
         (94, False, "contained"),
-        (95, False, "not contained"),
+        (95, False, "uncontained"),
         (119, False, "firmware"),
         (120, False, "firmware"),
         (777, False, "dmesg"),
@@ -257,7 +257,7 @@ def test_the_threads_do_not_keep_a_program_from_ending(nvml_library: Path, tmp_p
     script = Script(tmp_path / "script").gpu(0, total=GIB).delay(3_600_000, "nvmlEventSetWait_v2")
     script.delay(3_600_000, "nvmlDeviceGetPcieThroughput").write()
     program = (
-        "from memtop.supervisor.monitor.nvml import NvmlReader; import threading\n"
+        "from memtop.supervisor.monitor.nvml.reader import NvmlReader; import threading\n"
         "reader = NvmlReader(); reader.read(); reader.want_pcie()\n"
         "print(sum(t.name.startswith('memtop-nvml') for t in threading.enumerate()))"
     )

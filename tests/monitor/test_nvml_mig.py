@@ -6,10 +6,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
 from memtop.supervisor.monitor.nvml.mig import Mig
 from memtop.supervisor.monitor.nvml.processes import ListRow
+from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import Band, GpuSample
 from tests.monitor.conftest import Clock
@@ -39,7 +40,12 @@ def test_instances_behind_gaps(driver: Script, reader: NvmlReader) -> None:
     assert [row.position for row in gpu.mig] == [1, 2, 5]
     first, second, _ = gpu.mig
     assert (first.name, first.gpu_instance, first.compute_instance) == ("1g.10gb", 7, 0)
-    assert (first.total_bytes, first.used_bytes, first.band, first.error) == (10 * GIB, 9 * GIB, Band.EDGE, None)
+    assert (first.total_bytes, first.used_bytes, band_of(first.used_fraction), first.error) == (
+        10 * GIB,
+        9 * GIB,
+        Band.EDGE,
+        None,
+    )
     assert (second.uuid, second.reserved_bytes, second.unknown) == ("MIG-x", MIB, {})
     assert [(row.pid, row.mig_instance, row.used_bytes) for row in gpu.processes] == [(11, 1, 5 * GIB), (12, 2, MIB)]
     assert gpu.total_bytes == 80 * GIB, "the whole GPU's memory, where it may be read"
@@ -51,7 +57,7 @@ def test_no_utilisation_is_told_and_none_is_asked_for(driver: Script, reader: Nv
     before = [driver.calls(name) for name in names]
     cut(driver).process(0, pid=11, used=MIB, mig=1).write()
     gpu = one(reader)
-    reason = "the driver tells no utilisation for MIG instances"
+    reason = "the driver reports no utilisation for MIG instances"
     assert gpu.utilization_fraction is gpu.memory_utilization_fraction is None
     assert gpu.unknown["utilization_fraction"] == gpu.unknown["memory_utilization_fraction"] == reason
     assert gpu.details.unknown["encoder_fraction"] == reason
@@ -208,7 +214,7 @@ def test_no_use_is_made_up_where_the_instances_refuse_their_lists(driver: Script
     driver.write()
     (row,) = one(reader).processes
     assert (row.mig_instance, row.sm_fraction) == (None, None), "of no instance that is known, and not idle for that"
-    assert row.unknown["sm_fraction"] == "the driver tells no utilisation for MIG instances"
+    assert row.unknown["sm_fraction"] == "the driver reports no utilisation for MIG instances"
 
 
 @pytest.mark.parametrize("code", [3, 4, 13, 999])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from memtop.supervisor.monitor.nvml import NvmlReader
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
 from memtop.supervisor.monitor.nvml import pcie as nvml_pcie
+from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.values import GpuDetails
 from tests.monitor.conftest import Clock
 from tests.monitor.test_nvml_events import eventually, names
@@ -29,7 +29,7 @@ def test_while_it_is_wanted(driver: Script, reader: NvmlReader, clock: Clock) ->
     driver.gpu(0, total=1, pcie_tx=100, pcie_rx=200).gpu(1, total=1, pcie_tx=0, pcie_rx=0).delay(5, CALL).write()
     before = driver.calls(CALL)
     first, _ = details(reader)
-    assert first.unknown["pcie_sent_bytes_per_second"] == "read only while it is looked at"
+    assert first.unknown["pcie_sent_bytes_per_second"] == "read only while GPU details are displayed"
     assert driver.calls(CALL) == before
     reader.want_pcie()
     first, second = eventually(lambda: details(reader), lambda both: both[1].pcie_sent_bytes_per_second is not None)
@@ -39,7 +39,7 @@ def test_while_it_is_wanted(driver: Script, reader: NvmlReader, clock: Clock) ->
     clock.pass_(nvml_pcie.WANTED_SECONDS + 1)
     first, _ = details(reader)
     assert first.pcie_sent_bytes_per_second is None, "what nobody looks at grows old"
-    assert first.unknown["pcie_sent_bytes_per_second"] == "read only while it is looked at"
+    assert first.unknown["pcie_sent_bytes_per_second"] == "read only while GPU details are displayed"
     eventually(names, lambda running: THREAD not in running)
 
 

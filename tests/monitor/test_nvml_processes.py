@@ -8,10 +8,10 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from memtop.supervisor.monitor.nvml import NvmlReader
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
-from memtop.supervisor.monitor.nvml.ask import Asker
 from memtop.supervisor.monitor.nvml.processes import UtilizationReader
+from memtop.supervisor.monitor.nvml.query import Query
+from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.values import GpuProcess
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import Script, build, in_process
@@ -138,7 +138,7 @@ def test_a_clock_that_is_set_back_makes_nobody_idle(driver: Script) -> None:
     now = time.time()
     pynvml.nvmlInit()
     driver.gpu(0, total=MIB).busy(0, pid=11, sm=70, mem=35, stamp=int((now + 3600) * 1e6)).write()
-    utilization = UtilizationReader(Asker(pynvml.nvmlDeviceGetHandleByIndex(0)))
+    utilization = UtilizationReader(Query(pynvml.nvmlDeviceGetHandleByIndex(0)))
     assert utilization.read(now + 3600) == {11: (0.7, 0.35, 0.0, 0.0)}
     driver.clear().gpu(0, total=MIB).busy(0, pid=11, sm=60, mem=0, stamp=int(now * 1e6)).write()
     assert utilization.read(now + 1) == {11: (0.6, 0.0, 0.0, 0.0)}
@@ -162,7 +162,7 @@ def test_a_sum_with_a_row_that_is_not_told_is_not_known(
     driver.write()
     found = rows(reader)
     assert (found[11].used_bytes, found[12].used_bytes) == (None, 5)
-    assert found[11].unknown["used_bytes"] == "the driver does not tell all of this process's memory"
+    assert found[11].unknown["used_bytes"] == "the driver does not report all of this process's memory"
 
 
 def test_a_list_that_was_told_before_is_not_given_up(driver: Script, reader: NvmlReader, clock: Clock) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from memtop import gpus
-from memtop.supervisor.monitor.nvml import NvmlReader
 from memtop.supervisor.monitor.nvml import events as nvml_events
-from memtop.supervisor.monitor.nvml.sleep import ASLEEP, all_asleep
+from memtop.supervisor.monitor.nvml.environment import ASLEEP, all_asleep
+from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import Script

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from memtop.supervisor.monitor.nvml import NvmlReader, NvmlReading
+from memtop.supervisor.monitor.nvml.reader import NvmlReader, NvmlReading
 from memtop.supervisor.monitor.nvml.thread import FRESH_SECONDS, DriverThread
 from memtop.supervisor.units import GIB
 from tests.monitor.conftest import Clock

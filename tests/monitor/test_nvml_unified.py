@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
 from memtop.supervisor.monitor.nvml import events as nvml_events
+from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.values import Band, GpuSample
 from tests.monitor.conftest import Clock, Tree
 from tests.nvml_double.double import Script
@@ -56,7 +57,7 @@ def test_one_pool_in_three_parts(driver: Script, reading: Make, how: str) -> Non
     assert (gpu.total_bytes, gpu.free_bytes, gpu.used_bytes) == (TOTAL, AVAILABLE, 40 * GIB)
     assert gpu.other_pool_bytes == TOTAL - AVAILABLE - 40 * GIB
     assert gpu.used_fraction == (TOTAL - AVAILABLE) / TOTAL
-    assert gpu.band is Band.EDGE
+    assert band_of(gpu.used_fraction) is Band.EDGE
     assert gpu.utilization_fraction == 0.4
     assert gpu.reserved_bytes is None
     assert set(gpu.unknown) == {"reserved_bytes"}
@@ -65,7 +66,7 @@ def test_one_pool_in_three_parts(driver: Script, reading: Make, how: str) -> Non
 def test_a_process_whose_memory_is_not_told(driver: Script, reading: Make) -> None:
     driver.gpu(0, integrated=1).process(0, pid=11, used=GIB).process(0, pid=12, used=None).write()
     gpu = one(reading(MEMINFO))
-    assert (gpu.total_bytes, gpu.band) == (TOTAL, Band.EDGE)
+    assert (gpu.total_bytes, band_of(gpu.used_fraction)) == (TOTAL, Band.EDGE)
     assert gpu.used_bytes is gpu.other_pool_bytes is None
     assert gpu.unknown["used_bytes"]
     assert gpu.unknown["other_pool_bytes"]
@@ -84,7 +85,7 @@ def test_without_meminfo(driver: Script, reading: Make, meminfo: str | None) -> 
     gpu = one(reading(meminfo))
     assert gpu.unified
     assert gpu.total_bytes is gpu.used_bytes is gpu.free_bytes is gpu.used_fraction is gpu.other_pool_bytes is None
-    assert gpu.band is Band.UNKNOWN
+    assert band_of(gpu.used_fraction) is Band.UNKNOWN
     assert "meminfo" in gpu.unknown["total_bytes"]
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from memtop.supervisor.monitor.nvml import NvmlReader
-from memtop.supervisor.monitor.nvml.visible import Seen, visible_indices
+from memtop.supervisor.monitor.nvml.environment import CudaDevice, visible_indices
+from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import Script
 
-SAME = tuple(Seen(index, f"GPU-{index}{index}a", "A100", False) for index in range(4))
-MIXED = (*SAME[:3], Seen(3, "GPU-33a", "T4", False))
-CUT = (Seen(0, "GPU-00a", "A100", True, ("MIG-x1", "MIG-y2")), *SAME[1:])
+SAME = tuple(CudaDevice(index, f"GPU-{index}{index}a", "A100", False) for index in range(4))
+MIXED = (*SAME[:3], CudaDevice(3, "GPU-33a", "T4", False))
+CUT = (CudaDevice(0, "GPU-00a", "A100", True, ("MIG-x1", "MIG-y2")), *SAME[1:])
 ORDERED = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
@@ -41,7 +41,7 @@ ORDERED = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         ("GPU-11,MIG-x", CUT, {1: 0, 0: 1}),
     ],
 )
-def test_as_cuda_counts(text: str, gpus: tuple[Seen, ...], expected: dict[int, int]) -> None:
+def test_as_cuda_counts(text: str, gpus: tuple[CudaDevice, ...], expected: dict[int, int]) -> None:
     assert visible_indices({"CUDA_VISIBLE_DEVICES": text}, gpus) == expected
 
 
@@ -57,7 +57,7 @@ def test_numbers_of_different_models_are_not_guessed() -> None:
 
 
 def test_models_that_are_not_known_are_not_the_same() -> None:
-    nameless = [Seen(index, None, None, False) for index in range(2)]
+    nameless = [CudaDevice(index, None, None, False) for index in range(2)]
     assert isinstance(visible_indices({"CUDA_VISIBLE_DEVICES": "0"}, nameless), str)
 
 
@@ -88,5 +88,5 @@ def test_in_the_samples(driver: Script, clock: Clock) -> None:
     clock.pass_(10.0)
     first = reader.read().gpus[0]
     assert first.visible_index is None
-    assert "different models" in first.unknown["visible_index"]
+    assert "different GPU models" in first.unknown["visible_index"]
     reader.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.processes.facts import ProcessDescriber
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.processes.signals import SignalRefused, signal_process
@@ -100,7 +100,7 @@ def test_an_orphan_without_a_marker_is_proven_by_its_session(
 ) -> None:
     row = row_of(over.child, tmp_path / "runs", driver, reader)
     assert (row.run, row.stray, row.choosable) == ("over", True, True)
-    assert row.reason == "left over from attempt 1 of run over, which is over: of the session that the run made"
+    assert row.reason == "left over from attempt 1 of run over, which is over: in the session that the run created"
 
 
 def test_one_of_a_living_session_is_needed(living: Attempt, tmp_path: Path, driver: Script, reader: NvmlReader) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.host import HostReader
+from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.processes import facts, proc
 from memtop.supervisor.monitor.processes.facts import ProcessDescriber
 from memtop.supervisor.monitor.processes.proc import read_stat
@@ -144,6 +145,14 @@ def test_verdicts_follow_the_runs(driver: Script, reader: NvmlReader, clock: Clo
     alive = False
     clock.pass_(2.0)
     assert watcher.sample().gpus[0].processes[0].stray
+
+
+def test_the_bands_of_the_host(reader: NvmlReader, tmp_path: Path) -> None:
+    meminfo = "MemTotal: 1000 kB\nMemAvailable: 120 kB\nSwapTotal: 100 kB\nSwapFree: 5 kB\n"
+    (tmp_path / "meminfo").write_text(meminfo)
+    host = HostReader(proc_root=tmp_path, cgroup_root=tmp_path / "cgroup")
+    found = Sampler(nvml=reader, host=host).sample().host
+    assert (found.band, found.swap_band) == (Band.EDGE, Band.DANGER)
 
 
 def test_bands_have_hysteresis_per_gauge(driver: Script, reader: NvmlReader) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.monitor.nvml import NvmlReader
+from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.processes.proc import Owners, ProcessId, identify
 from memtop.supervisor.monitor.processes.signals import Kernel
 from memtop.supervisor.monitor.termination import Ended, EndReport, end_and_measure, end_processes
@@ -161,8 +161,8 @@ def test_memory_that_another_took_meanwhile_is_not_reported_as_returned(
     report = end_and_measure([known(process.pid)], seen(reader), waits=PATIENT, sleep=later)
     assert report.returned_bytes is None
     assert report.text == (
-        "1 process ended, memory returned not known: other processes took more memory in the meantime; "
-        "GPU 0: 16.0 GiB still held by no process that is listed"
+        "1 process ended, memory returned not known: other processes allocated more memory in the meantime; "
+        "GPU 0: 16.0 GiB still held by no listed process"
     )
 
 
@@ -365,7 +365,7 @@ def test_what_came_back_beside_others_that_do_not_tell_their_memory_is_not_known
 
     report = end_and_measure([known(ended.pid)], seen(reader), waits=PATIENT, settle_seconds=60.0, sleep=later)
     assert report.returned_bytes is None
-    assert "GPU 0 does not tell what its other processes have let go" in report.text
+    assert "the driver does not report the memory of other processes on GPU 0" in report.text
 
 
 def test_a_driver_that_does_not_answer_holds_up_no_signal(start: Start, driver: Script, reader: NvmlReader) -> None:

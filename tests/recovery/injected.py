@@ -1,4 +1,4 @@
-"""Puts faults into the built-in trainer or the supervisor from outside: a `sitecustomize` that only that process takes up."""
+"""Injects faults into the built-in trainer: a `sitecustomize` that takes effect in that process only."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ _TRAINER = """
 import sys
 if "memtop.train" in sys.orig_argv:
     import torch
-"""
-_SUPERVISOR = """
-if "memtop.supervisor" in sys.orig_argv:
 """
 LEAK = """
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -41,11 +38,11 @@ TINY = [word for key, value in _SMALL.items() for word in ("--set", f"model.conf
 """The first run's model so small that an update takes little more than its bookkeeping."""
 
 
-def inject(runs: Runs, fault: str, supervisor: str = "    pass") -> None:
-    """From now on trainers started by these commands have the one, supervisors the other."""
+def inject(runs: Runs, fault: str) -> None:
+    """From now on, trainers that these commands start have the fault."""
     folder = Path(runs.root) / "site"
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text(_TRAINER + fault + _SUPERVISOR + supervisor)
+    (folder / "sitecustomize.py").write_text(_TRAINER + fault)
     runs.environment["PYTHONPATH"] = str(folder)
 
 
@@ -70,8 +67,3 @@ SLOW = """
     torch.nn.Embedding.forward = forward
 """
 """A micro-batch of ten and more takes so long that a trial of it can be disturbed before it is over."""
-BROKEN_VERDICT = """
-    import memtop.supervisor.run.trials as trials
-    trials.verdict = lambda before, after: before / after
-"""
-"""The end of a trial meets an error of memtop's own."""

@@ -10,18 +10,23 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memtop.presets import load_presets, load_recipes, resolve
+from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.recovery.batch_trial import (
     Split,
     Update,
     larger_splits,
     measured,
     next_split,
+    proposed,
     refusal,
+    split_refusal,
     spread,
+    title_of,
     upper_bound,
     verdict,
 )
-from memtop.supervisor.recovery.values import Forecast
+from memtop.supervisor.recovery.values import Forecast, Remedy
+from memtop.supervisor.wire import Advice, Change
 
 FIRST = replace(resolve(load_recipes()["first-run"], preset=load_presets()["standard"]), batch=8, accumulation=5)
 GIB = 1 << 30
@@ -60,7 +65,7 @@ def test_one_peak_alone_gives_an_upper_bound() -> None:
     bound = upper_bound(8 * GIB, 8, 10, 16 * GIB)
     assert (bound.peak_bytes, bound.fraction) == (10 * GIB, 0.625)
     assert "at most" in bound.basis
-    assert refusal(FIRST, Split(batch=10, accumulation=4), upper_bound(11 * GIB, 8, 10, 16 * GIB)) is not None
+    assert split_refusal(FIRST, Split(batch=10, accumulation=4), upper_bound(11 * GIB, 8, 10, 16 * GIB)) is not None
     assert upper_bound(GIB, 8, 10, None).fraction is None
 
 
@@ -105,3 +110,36 @@ def test_the_same_speed_is_seldom_taken_for_a_gain() -> None:
 def test_less_than_a_percent_is_not_worth_it() -> None:
     assert not verdict(stretch(100, 0, 1), stretch(100.9, 0, 1))[0]
     assert verdict(stretch(100, 0, 1), stretch(101.1, 0, 1))[0]
+
+
+BEFORE = replace(FIRST, batch=4, accumulation=4)
+
+
+def test_what_must_not_be_tried() -> None:
+    def unknown(_: int) -> None:
+        return None
+
+    refused = refusal(BEFORE, replace(BEFORE, batch=5), unknown, ())
+    assert refused is not None
+    assert refused.startswith("a trial must not change training; effective batch 16 -> 20")
+    refused = refusal(BEFORE, replace(BEFORE, batch=8, accumulation=2), unknown, {8})
+    assert refused == "batch 4 -> 8: B 8 ran out of memory in this run"
+    assert refusal(BEFORE, replace(BEFORE, batch=2, accumulation=8), unknown, ()) is None
+
+
+def test_the_title_names_what_changes() -> None:
+    assert title_of(BEFORE, replace(BEFORE, batch=8, accumulation=2)) == "batch 4 -> 8, accumulation 4 -> 2"
+    assert "workers" in title_of(BEFORE, replace(BEFORE, workers=2))
+    assert title_of(BEFORE, BEFORE) == ""
+
+
+def test_the_first_proposal_that_can_be_tried_is() -> None:
+    typed = Remedy(id="swap", title="more swap", keeps_math=True, resumable="none", command="mkswap")
+    asks = Remedy(id="seq", title="T", keeps_math=False, resumable="resumes", needs_consent=True, assignments={"seq_len": "8"})
+    workers = Remedy(id="workers", title="workers", keeps_math=True, resumable="live", assignments={"workers": "2"})
+    advice = Advice(bottleneck="data", summary="waits for data", proposals=(typed, asks, workers), refused=("no room",))
+    assert proposed(advice) == Change(assignments={"workers": "2"}, reason="trial")
+    with pytest.raises(MemtopError, match="nothing to try: waits for data; no room"):
+        proposed(replace(advice, proposals=(typed, asks)))
+    with pytest.raises(MemtopError, match="not been measured for long enough"):
+        proposed(None)

@@ -14,7 +14,7 @@ from memtop.presets.host_memory import host_plan
 from memtop.presets.schema import Settings, Zero
 from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.values import Band
-from memtop.supervisor.recovery.batch_trial import Split, Update, measured, refusal
+from memtop.supervisor.recovery.batch_trial import Split, Update, measured, split_refusal
 from memtop.supervisor.recovery.bottleneck import Measured, advise, loader_processes, ram_band
 from memtop.supervisor.recovery.values import Forecast
 
@@ -102,7 +102,7 @@ def test_row_4_16_to_32_is_refused_and_names_the_prediction() -> None:
     assert "predicted 100.8 %" in reason
     assert "larger_batch" not in [remedy.id for remedy in advice.proposals]
     # As the guide wrote it: B 32 and A 2 halve the effective batch, too.
-    assert "384 -> 192 (-50.0 %)" in str(refusal(T5, Split(batch=32, accumulation=2), line(32)))
+    assert "384 -> 192 (-50.0 %)" in str(split_refusal(T5, Split(batch=32, accumulation=2), line(32)))
 
 
 def test_row_4_growth_is_at_most_a_quarter_with_the_effective_batch_held() -> None:
@@ -200,7 +200,7 @@ def test_row_15_nothing_that_is_proposed_changes_what_is_learnt() -> None:
 def test_row_16_further_growth_and_offload_are_refused_with_reasons() -> None:
     # B 40 at B x A = 120: 3 x 40 x 3.
     run = replace(T5, batch=20, accumulation=6)
-    assert "predicted 121.8 %" in str(refusal(run, Split(batch=40, accumulation=3), line(40)))
+    assert "predicted 121.8 %" in str(split_refusal(run, Split(batch=40, accumulation=3), line(40)))
     reasons = advise(S2, T5, line).refused
     assert any(text.startswith("optimizer offload: it moves gigabytes into host memory, which is at 96") for text in reasons)
     offloading = replace(T5, zero=Zero(stage=2, offload_optimizer=True))

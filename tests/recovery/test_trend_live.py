@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.monitor.host import read_host
+from memtop.supervisor.monitor.host import HostReader
 from memtop.supervisor.run.record.folder import find_run
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.view import read_state
@@ -49,7 +49,7 @@ def test_a_megabyte_per_update_is_named_within_100_updates(runs: Runs, kind: str
     assert state.updates is not None
     assert trend.bytes_per_update == pytest.approx(MIB, rel=0.2)
     # When it is full follows from what is left: compare with the machine's own number now.
-    left = read_host().available_bytes
+    left = HostReader().read().available_bytes
     assert left is not None
     assert trend.full_at_update is not None
     assert trend.full_at_update - state.updates == pytest.approx(left / MIB, rel=0.2)

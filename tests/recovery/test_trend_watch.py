@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSample, MachineSnapshot
-from memtop.supervisor.monitor.vram import RankUse
+from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.run.processes.host_memory import HostReading, anonymous_bytes
 from memtop.supervisor.run.trends import Member, TrendWatch
 from memtop.supervisor.wire import TrendKind, TrendSubject
@@ -50,7 +50,7 @@ def train(watch: TrendWatch, updates: int, **grows: int) -> list[tuple[str, dict
         watch.step(0, reported({"type": "step", "update": update, "time": 1000.0 + update, **values}))
         used = values.get("reserved_bytes")
         gpus = () if used is None else (card(used + GIB),)
-        ranks = [RankUse(pid=ME, device_uuid="GPU-a", reserved_bytes=used)]
+        ranks = [RankMemory(rank=0, pid=ME, device_uuid="GPU-a", reserved_bytes=used)]
         watch.sample(machine(1000.0 + update, *gpus), [RANK], ranks, {}, NOTHING)
         watch.read(1000.0 + update, [RANK], {})
         told += watch.news()
@@ -88,7 +88,7 @@ def test_host_memory_of_a_rank() -> None:
 def test_what_fills_a_card_from_outside_is_told_but_is_not_the_runs_own() -> None:
     watch = TrendWatch()
     for second in range(1, 700):
-        ranks = [RankUse(pid=ME, device_uuid="GPU-a", reserved_bytes=GIB)]
+        ranks = [RankMemory(rank=0, pid=ME, device_uuid="GPU-a", reserved_bytes=GIB)]
         watch.sample(machine(1000.0 + second, card(GIB + 4 * MIB * second)), [RANK], ranks, {}, NOTHING)
     assert [trend.what for trend in watch.trends] == ["GPU 0"]
     assert watch.own == ()
@@ -160,7 +160,7 @@ def test_danger_of_a_card_is_explained() -> None:
     watch, told = TrendWatch(), []
     for second in range(60):
         reserved = 5 * GIB + min(second, 40) * 100 * MIB
-        ranks = [RankUse(pid=ME, device_uuid="GPU-a", allocated_bytes=5 * GIB, reserved_bytes=reserved)]
+        ranks = [RankMemory(rank=0, pid=ME, device_uuid="GPU-a", allocated_bytes=5 * GIB, reserved_bytes=reserved)]
         band = Band.DANGER if second >= 40 else Band.SAFE
         told += watch.sample(machine(1000.0 + second, card(reserved + 256 * MIB, band=band)), [RANK], ranks, {}, NOTHING)
     (line,) = told

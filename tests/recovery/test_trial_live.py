@@ -1,4 +1,5 @@
-"""A trial that runs out of memory is undone and not tried again; one whose supervisor dies is undone by the next."""
+"""Trials of the built-in trainer: one that runs out of memory is undone and not tried again, and settings on trial outlive no
+supervisor, stop, restart or death. `tests/run/test_trial.py` has all other cases."""
 
 from __future__ import annotations
 
@@ -6,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from memtop.supervisor.errors import MemtopError, RefusedError
+from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.run.clients.client import ask
 from memtop.supervisor.run.record.folder import find_run
 from memtop.supervisor.run.record.view import read_state
 from memtop.supervisor.wire import Change, Outcome, Trial, Try
 from tests.conftest import Runs
-from tests.recovery.injected import BROKEN_VERDICT, FATAL, SLOW, TINY, TOO_LARGE, inject
+from tests.recovery.injected import FATAL, SLOW, TINY, TOO_LARGE, inject
 
 
-def start(runs: Runs, *more: str) -> None:
+def start(runs: Runs) -> None:
     runs.environment["OMP_NUM_THREADS"] = "1"
     split = ("--batch", "8", "--accum", "5", "--seq-len", "32", "--save-every", "1000", "--max-updates", "100000")
-    runs.memtop("train", "--detach", "--name", "a", *split, *TINY, *more)
+    runs.memtop("train", "--detach", "--name", "a", *split, *TINY)
     # A peak must have been measured: without one nothing says that the step fits.
     runs.wait("a", lambda d: (d["updates"] or 0) >= 10 and d["configurations"][-1]["peak"] is not None)
 
@@ -65,33 +66,23 @@ def try_until_changed(runs: Runs) -> None:
     runs.wait("a", lambda d: split(d) == (10, 4))
 
 
-def test_a_trial_whose_supervisor_dies_is_undone_by_the_next(runs: Runs) -> None:
+def test_settings_on_trial_outlive_neither_a_supervisor_nor_a_stop_nor_a_restart(runs: Runs) -> None:
     inject(runs, SLOW)
     start(runs)
     try_until_changed(runs)
     runs.kill(read_state(find_run("a", runs.path)).supervisor_pid or 0)
-    runs.memtop("watch", "--once", "--json")  # whoever looks has it looked after again
-
+    runs.memtop("watch", "--once", "--json")  # starts a new supervisor
     assert trial_that_is(runs, "undone").reason == "its supervisor ended in the middle of it"
-    document = runs.wait("a", lambda d: split(d) == (8, 5))
-    assert document["adopted"]
-    runs.memtop("stop", "a")
+    assert runs.wait("a", lambda d: split(d) == (8, 5))["adopted"]
 
-
-def test_settings_on_trial_do_not_outlive_a_stop_or_a_restart(runs: Runs) -> None:
-    inject(runs, SLOW)
-    start(runs)
     try_until_changed(runs)
     runs.memtop("stop", "a")
     reason = trial_that_is(runs, "undone").reason or ""
     assert reason.startswith("the run is ")
-    assert reason.endswith("what comes next starts from the settings before")
+    assert reason.endswith("whatever starts next starts from the settings before")
     document = runs.wait("a", lambda d: split(d) == (8, 5))
-    assert [(row["settings"]["batch"], row["outcome"]) for row in document["configurations"]] == [
-        (8, "replaced"),
-        (10, "replaced"),
-        (8, "stopped"),
-    ]
+    rows = [(row["settings"]["batch"], row["outcome"]) for row in document["configurations"]]
+    assert rows == [(8, "replaced"), (10, "replaced"), (8, "replaced"), (10, "replaced"), (8, "stopped")]
     runs.memtop("restart", "a", "--detach")
     document = runs.wait("a", lambda d: len(d["attempts"]) == 2 and d["state"] == "training")
     assert document["attempts"][1]["settings"]["batch"] == 8
@@ -104,30 +95,9 @@ def test_settings_on_trial_do_not_outlive_a_stop_or_a_restart(runs: Runs) -> Non
     runs.memtop("stop", "a")
 
 
-def test_an_error_of_our_own_in_a_trial_is_told_and_the_settings_are_taken_back(runs: Runs) -> None:
-    inject(runs, "    pass", supervisor=BROKEN_VERDICT)
-    start(runs)
-    with pytest.raises(MemtopError, match="failed: an error of memtop's own: TypeError"):
-        ask(find_run("a", runs.path), lambda number: Try(id=number, change=GROW))
-    trial = trial_that_is(runs, "failed")
-    assert trial.after["updates"] == 20
-    document = runs.wait("a", lambda d: split(d) == (8, 5))
-    assert len(document["attempts"]) == 1
-    assert [row["settings"]["batch"] for row in document["configurations"]] == [8, 10, 8]
-    runs.memtop("stop", "a")
-
-
-def test_a_trial_of_a_run_that_is_stopped_meanwhile_is_over(runs: Runs) -> None:
-    start(runs)
-    ask(find_run("a", runs.path), lambda number: Try(id=number, change=GROW), until=Outcome.ACCEPTED)
-    runs.memtop("stop", "a")
-    assert "the run is" in str(trial_that_is(runs, "refused").reason)
-
-
-@pytest.mark.parametrize("on_oom", ["auto", "stop"])
-def test_a_program_that_dies_in_a_trial_goes_on_with_the_settings_before(runs: Runs, on_oom: str) -> None:
+def test_a_program_that_dies_in_a_trial_goes_on_with_the_settings_before(runs: Runs) -> None:
     inject(runs, FATAL)
-    start(runs, "--on-oom", on_oom)
+    start(runs)
     answer = ask(find_run("a", runs.path), lambda number: Try(id=number, change=GROW))
     assert answer.data["state"] == "undone"
     document = runs.wait("a", lambda d: len(d["attempts"]) == 2 and d["state"] == "training")

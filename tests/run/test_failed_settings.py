@@ -8,8 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from memtop.presets import Settings, apply_preset, load_presets
-from memtop.presets.comparing import outlook
-from memtop.presets.risks import risk
+from memtop.presets.comparison import outlook, risk
 from memtop.presets.schema import Zero
 from memtop.supervisor.recovery.applying import ran_out
 from memtop.supervisor.run import explain

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot, MigInstance
-from memtop.supervisor.run.processes.gpu_base import GpuBase, RankReport
+from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.run.processes.gpu_base import GpuBase
 from memtop.supervisor.run.progress import Progress
 from tests.run.reported import heard, reported
 
@@ -15,8 +16,8 @@ def machine(time: float, *held: tuple[int, int | None], mig: tuple[MigInstance, 
     return MachineSnapshot(time=time, gpus=(GpuSample(index=0, uuid="GPU-a", processes=rows, mig=mig),))
 
 
-def report(pid: int, reserved: int | None, time: float, uuid: str | None = "GPU-a") -> RankReport:
-    return RankReport(pid=pid, device_uuid=uuid, reserved_bytes=reserved, time=time)
+def report(pid: int, reserved: int | None, time: float, uuid: str | None = "GPU-a") -> RankMemory:
+    return RankMemory(rank=0, pid=pid, device_uuid=uuid, reserved_bytes=reserved, time=time)
 
 
 def steady(base: GpuBase, held: int, *, start: float = 0.0, seconds: int = 8, attempt: int = 1, reserved: int = 8) -> None:
@@ -97,10 +98,10 @@ def test_an_instance_of_a_divided_gpu() -> None:
 def test_what_the_ranks_said_comes_out_of_the_reports() -> None:
     progress = Progress()
     progress = heard(progress, {"type": "hello", "pid": 11})
-    assert progress.rank_reports() == (RankReport(pid=11),)
+    assert progress.rank_memory() == (RankMemory(rank=0, pid=11),)
     progress = heard(progress, {"type": "plan", "device_uuid": "GPU-a", "time": 1.0})
     progress = progress.after(
         0, reported({"type": "step", "update": 1, "reserved_bytes": 5, "peak_reserved_bytes": 7, "time": 2.0})
     )
-    assert progress.rank_reports() == (RankReport(pid=11, device_uuid="GPU-a", reserved_bytes=5, time=2.0),)
-    assert progress.rank_memory()[0].peak_reserved_bytes == 7
+    memory = RankMemory(rank=0, pid=11, device_uuid="GPU-a", reserved_bytes=5, peak_reserved_bytes=7, time=2.0)
+    assert progress.rank_memory() == (memory,)

@@ -15,13 +15,14 @@ import pytest
 from memtop.supervisor.monitor.processes.facts import describe_process
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
 from memtop.supervisor.monitor.strays import judge
+from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.run.processes import process
 from memtop.supervisor.run.processes.attempt import ProcessFile
 from memtop.supervisor.run.processes.process import RANKS_FILE, RanksFile, record_rank
 from memtop.supervisor.run.record import tiers
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, find_run, write_json
 from memtop.supervisor.run.record.view import known_runs, read_state, show
-from memtop.supervisor.wire import Phase, RankMemory, RoleMemory, RunState
+from memtop.supervisor.wire import Phase, RoleMemory, RunState
 from tests.conftest import Runs
 
 

@@ -110,7 +110,7 @@ def small(*, dropout: float, **changes: Any) -> Settings:
 
 def measured(folder: Path, settings: Settings, gauge: Scripted, *, patience: int) -> Training:
     """A training in a folder of its own that may grow back by what the gauge says."""
-    training = fresh(folder, settings, gauge=gauge, patience=patience)
+    training = fresh(folder, settings, memory=gauge, patience=patience)
     gauge.trainer = training.trainer
     return training
 

@@ -16,7 +16,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from memtop.presets import Settings, edit_settings, load_recipes
-from memtop.presets.editing import find_preset, resolve
+from memtop.presets.edits import find_preset, resolve
 from memtop.train import run
 from tests.train.data.support import build_tokenizer
 from tests.train.support import Recorder

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from memtop.presets import Settings, edit_settings
-from memtop.train.agent.failures import describe, first_told
+from memtop.train.agent.failures import describe, first_reported
 from memtop.train.data import byte_document
 from memtop.train.data.samples import PackedText
 from memtop.train.data.tokens import PAD, VOCABULARY, ByteTokens, TokenStore
@@ -60,7 +60,7 @@ class Recorder(Unsupervised):
         self.reports.append({"type": kind, **values})
 
     def oom(self, error: BaseException, **values: Any) -> None:
-        if first_told(error):
+        if first_reported(error):
             self.report("oom", **describe(error), **values)
 
     def take_commands(self) -> list[tuple[int, str, dict[str, Any]]]:

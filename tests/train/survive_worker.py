@@ -102,7 +102,7 @@ def nothing_smaller(folder: Path, rank: int) -> list[Any]:
     raise AssertionError("it trained on")
 
 
-def short_of_room_for_gaps(folder: Path, rank: int) -> Training:
+def short_of_memory_for_missing(folder: Path, rank: int) -> Training:
     """In update 2 the second rank lacks a gradient that the first one has, and twice it has no memory to make up for it: once
     before the ranks tell each other of gaps, once after that."""
     settings = small(dropout=0.1, batch=4, accumulation=1, world_size=2, target_samples=8 * 4)
@@ -187,9 +187,9 @@ def check_exchange(rank: int) -> None:
             continue
         mine = parts[rank][number]
         parameter.grad = mine.t().contiguous().t() if number == 1 else mine.clone()
-    assert exchange.gaps() == (1 if rank == 0 else 2)
-    exchange.share_gaps()
-    exchange.fill_gaps()
+    assert exchange.missing() == (1 if rank == 0 else 2)
+    exchange.share_missing()
+    exchange.fill_missing()
     held = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
     exchange()
     assert held == [p.grad.data_ptr() for p in model.parameters() if p.grad is not None], "summed where they lie"
@@ -224,7 +224,7 @@ def main() -> None:
             torch.save(training.weights(), folder / f"{name}.pt")
     found["full"] = told(one_rank_is_full(folder / "full", rank))
     found["evaluated"] = told(evaluated(folder / "evaluated", rank))
-    found["gaps"] = told(short_of_room_for_gaps(folder / "gaps", rank))
+    found["gaps"] = told(short_of_memory_for_missing(folder / "gaps", rank))
     found["ended"] = nothing_smaller(folder / "ended", rank)
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 

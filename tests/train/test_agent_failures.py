@@ -74,7 +74,9 @@ class XlaRuntimeError(RuntimeError):
         (ValueError("CUDA out of memory"), NEITHER),
     ],
 )
-def test_what_is_tried_again_smaller_and_what_is_only_reported(error: BaseException, expected: tuple[bool, bool]) -> None:
+def test_allocation_failures_are_retried_and_other_lack_of_memory_only_reported(
+    error: BaseException, expected: tuple[bool, bool]
+) -> None:
     assert (is_allocation_failure(error), is_lack_of_memory(error)) == expected
 
 
@@ -97,7 +99,7 @@ MAP = "import mmap\nmmap.mmap(-1, 1 << 40)\n"
 
 
 @pytest.mark.parametrize(("request_", "error"), [("bytearray(1 << 40)", "MemoryError"), (MAP, "OSError")])
-def test_a_failure_that_ends_the_program_is_told_as_that(tmp_path: Path, request_: str, error: str) -> None:
+def test_a_failure_that_ends_the_program_is_reported_as_fatal(tmp_path: Path, request_: str, error: str) -> None:
     status, said = ends(tmp_path, LIMIT + request_)
     assert status == 1
     assert error in said, "the program's own last words are not held back"
@@ -105,7 +107,7 @@ def test_a_failure_that_ends_the_program_is_told_as_that(tmp_path: Path, request
     assert (record["type"], record["error"], record["survived"]) == ("oom", error, False)
 
 
-def test_of_a_thread_that_ends_so_it_is_not_known_whether_the_program_does(tmp_path: Path) -> None:
+def test_a_thread_that_runs_out_of_memory_has_an_unknown_outcome(tmp_path: Path) -> None:
     thread = "import threading\nthread = threading.Thread(target=bytearray, args=(1 << 40,))\nthread.start(); thread.join()\n"
     status, said = ends(tmp_path, LIMIT + thread + "print('goes on')")
     assert status == 0
@@ -124,7 +126,7 @@ def open_sockets() -> int:
     return sum(target.startswith("socket:") for target in targets)
 
 
-def test_a_supervisor_that_is_away_costs_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_supervisor_uses_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[socket.socket] = []
     counted: list[int] = []
     enough = threading.Event()

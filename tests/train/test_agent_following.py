@@ -44,7 +44,7 @@ print(a.readings()["reserved_bytes"], asked)
     assert run(CUDA + TWO + code, tmp_path) == "50 [1]\n"
 
 
-def test_a_failure_tells_of_the_device_that_its_words_name(tmp_path: Path) -> None:
+def test_a_failure_reports_the_device_that_its_message_names(tmp_path: Path) -> None:
     code = """
 import memtop_agent as a
 class OutOfMemoryError(RuntimeError): pass
@@ -62,7 +62,7 @@ print(asked)
     ]
 
 
-def test_an_allocator_that_keeps_no_numbers_leaves_them_unknown(tmp_path: Path) -> None:
+def test_an_allocator_without_statistics_leaves_them_unknown(tmp_path: Path) -> None:
     code = """
 def refuse(self, device): raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
 Cuda.memory_stats_as_nested_dict = refuse
@@ -87,7 +87,7 @@ print(memory.free_cache()["returned_device_bytes"])
     assert run(CUDA + code, tmp_path) == "45\n"
 
 
-def test_a_learning_rate_on_a_device_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_learning_rate_on_a_device_is_not_read(tmp_path: Path) -> None:
     """Of torch's devices without a GPU, `meta` is the one whose tensors cannot be read."""
     code = """
 import torch
@@ -101,7 +101,7 @@ for rate in (0.5, torch.tensor(0.25), torch.tensor(0.1, device="meta"), 2):
     assert [report["learning_rate"] for report in reports(tmp_path)[1:]] == [0.5, 0.25, None, 2.0]
 
 
-def test_the_first_optimizer_that_still_lives_counts_the_updates(tmp_path: Path) -> None:
+def test_the_first_living_optimizer_counts_the_updates(tmp_path: Path) -> None:
     code = """
 class Weak(Optimizer): pass
 first, second = Weak(), Weak()

@@ -9,17 +9,17 @@ from tests.train.test_agent import CUDA, TORCH, reports, run
 HELD = "Cuda.peaks = property(lambda self: {'peak': 20 if self.resets else 33})\n"
 
 
-def test_the_peak_of_what_was_reserved_is_reported_before_it_is_reset(tmp_path: Path) -> None:
+def test_the_reserved_peak_is_reported_before_it_is_reset(tmp_path: Path) -> None:
     code = "import memtop_agent as a\na.offer('stop')\nprint([a.readings()['peak_reserved_bytes'] for _ in range(2)])"
     assert run(CUDA + HELD + code, tmp_path) == "[33, 20]\n"
 
 
-def test_a_program_of_ones_own_reports_it_with_each_step(tmp_path: Path) -> None:
+def test_an_external_command_reports_its_rank_with_each_step(tmp_path: Path) -> None:
     run(CUDA + HELD + TORCH + "optimizer.step()", tmp_path)
     assert [report["peak_reserved_bytes"] for report in reports(tmp_path)[1:]] == [33]
 
 
-def test_a_torch_that_cannot_tell_leaves_it_unknown(tmp_path: Path) -> None:
+def test_a_torch_without_uuids_leaves_them_unknown(tmp_path: Path) -> None:
     run(CUDA + TORCH + "optimizer.step()", tmp_path)
     assert [report["peak_reserved_bytes"] for report in reports(tmp_path)[1:]] == [None]
 
@@ -33,7 +33,7 @@ def test_retries_of_the_allocator_are_reported_and_unknown_without_it(tmp_path: 
     assert [report["allocation_retries"] for report in reports(tmp_path / "none")[1:]] == [None]
 
 
-def test_anonymous_memory_is_told_apart_from_mapped_files(tmp_path: Path) -> None:
+def test_anonymous_memory_excludes_mapped_files(tmp_path: Path) -> None:
     code = """
 import mmap, os, memtop_agent as a
 SIZE = 64 << 20
@@ -50,7 +50,7 @@ print(first <= resident, abs(second - first) < SIZE // 4, third - second > SIZE 
     assert run(code, tmp_path) == "True True True\n"
 
 
-def test_a_failure_is_reported_with_what_the_card_held(tmp_path: Path) -> None:
+def test_a_failure_is_reported_with_the_memory_of_the_gpu(tmp_path: Path) -> None:
     card = "Cuda.mem_get_info = lambda self, device: (5, 100)\n"
     code = "import memtop_agent as a\na.oom(MemoryError('x' * 9000), update=3, phase='forward', survived=True)"
     run(CUDA + card + code, tmp_path)

@@ -80,7 +80,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_ranks_that_the_program_starts_itself_write_each_its_own_journal(tmp_path: Path, method: str) -> None:
+def test_ranks_that_the_program_starts_write_separate_journals(tmp_path: Path, method: str) -> None:
     """No variable tells them their ranks: only `init_process_group` was told."""
     found = program(tmp_path, SPAWN.replace("METHOD", method))
     assert {number: updates(reports) for number, reports in found.items()} == {0: [1, 2, 3], 1: [1, 2, 3, 4]}
@@ -88,7 +88,7 @@ def test_ranks_that_the_program_starts_itself_write_each_its_own_journal(tmp_pat
     assert len({report["pid"] for reports in found.values() for report in reports if "pid" in report}) == 2
 
 
-def test_torch_is_believed_before_what_the_launcher_said_of_the_parent(tmp_path: Path) -> None:
+def test_torchs_rank_outranks_the_launchers(tmp_path: Path) -> None:
     found = program(tmp_path, SPAWN.replace("METHOD", "spawn"), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     assert {number: updates(reports) for number, reports in found.items()} == {0: [1, 2, 3], 1: [1, 2, 3, 4]}
 
@@ -117,12 +117,12 @@ def test_each_launcher_is_understood(tmp_path: Path, variables: dict[str, str], 
     assert hellos(found) == [(rank, rank, rank, local, size)]
 
 
-def test_a_rank_that_the_program_sets_itself_is_seen(tmp_path: Path) -> None:
+def test_a_rank_that_the_program_sets_itself_is_used(tmp_path: Path) -> None:
     code = "import os, memtop_agent as a\nos.environ.update(RANK='1', WORLD_SIZE='2')\na.report('warning', message='here')"
     assert hellos(program(tmp_path, code)) == [(1, 1, 1, None, 2)]
 
 
-def test_a_second_living_process_of_a_rank_takes_a_free_number_and_says_so(tmp_path: Path) -> None:
+def test_a_second_living_process_of_a_rank_takes_a_free_number_and_reports_it(tmp_path: Path) -> None:
     """Two trainings that a script starts side by side, then one after them."""
     code = (
         TORCH
@@ -147,7 +147,7 @@ else:
     assert hellos(found) == [(0, 0, 0, 0, 1), (1, 1, 0, 0, 1), (1, 1, 0, 0, 1)]
 
 
-def test_guests_take_no_number_that_belongs_to_a_rank(tmp_path: Path) -> None:
+def test_extra_processes_take_no_number_of_a_rank(tmp_path: Path) -> None:
     code = """
 import os, subprocess, sys, memtop_agent as a
 a.report("warning", message="here")
@@ -159,7 +159,7 @@ if len(sys.argv) == 1:
     assert hellos(found) == [(0, 0, 0, None, 4), (4, 4, 0, None, 4)]
 
 
-def test_a_process_that_follows_a_dead_one_goes_on_with_its_journal(tmp_path: Path) -> None:
+def test_a_successor_of_a_dead_process_continues_its_journal(tmp_path: Path) -> None:
     """As torchrun starts its ranks again; a forked child that outlives its parent holds nothing."""
     first = """
 import os, sys, time, memtop_agent as a
@@ -205,7 +205,7 @@ if __name__ == "__main__":
         assert {number: updates(reports) for number, reports in found.items()} == {0: [1, 2, 3, 4]}
 
 
-def test_a_forked_child_that_trains_speaks_for_itself_where_its_parent_is_silent(tmp_path: Path) -> None:
+def test_a_forked_child_that_trains_reports_if_its_parent_has_not(tmp_path: Path) -> None:
     code = """
 import multiprocessing
 def child():
@@ -219,7 +219,7 @@ print(process.exitcode)
     assert [updates(reports) for reports in journals(tmp_path).values()] == [[1, 2]]
 
 
-def test_a_journal_on_a_file_system_without_locks_is_written_all_the_same(tmp_path: Path) -> None:
+def test_a_journal_on_a_file_system_without_locks_is_written(tmp_path: Path) -> None:
     code = """
 import errno, fcntl, memtop_agent as a
 def refuse(*_): raise OSError(errno.ENOLCK, "no locks available")
@@ -230,7 +230,7 @@ a.report("warning", message="here")
     assert [report["type"] for report in journals(tmp_path)[0]] == ["hello", "warning"]
 
 
-def test_threads_that_speak_first_at_once_greet_once(tmp_path: Path) -> None:
+def test_threads_that_report_first_at_once_greet_once(tmp_path: Path) -> None:
     code = """
 import threading, time, memtop_agent as a
 find = a.find_place

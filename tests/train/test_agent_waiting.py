@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.train.test_agent import reports, run
 
 
-def test_what_is_offered_after_the_greeting_is_told(tmp_path: Path) -> None:
+def test_offers_after_the_greeting_are_reported(tmp_path: Path) -> None:
     """A trainer reports that it loads long before it can be asked for anything."""
     code = "import memtop_agent as a\na.report('phase', phase='loading')\na.flush()\na.offer('stop', 'change')"
     run(code, tmp_path)
@@ -18,7 +18,7 @@ def test_what_is_offered_after_the_greeting_is_told(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_offered_at_once_is_in_the_greeting(tmp_path: Path) -> None:
+def test_immediate_offers_are_in_the_greeting(tmp_path: Path) -> None:
     run("import memtop_agent as a\na.offer('stop')", tmp_path)
     (hello,) = [report for report in reports(tmp_path) if "offers" in report]
     assert hello["offers"] == ["free_cache", "stop"]
@@ -40,7 +40,7 @@ def train(batches):
 """
 
 
-def test_the_time_inside_a_data_loader_is_told_with_each_step(tmp_path: Path) -> None:
+def test_the_time_inside_a_data_loader_is_reported_with_each_step(tmp_path: Path) -> None:
     run(LOADER + "train(DataLoader(Slow()))", tmp_path)
     steps = [report for report in reports(tmp_path) if report["type"] == "step"]
     assert len(steps) == 3
@@ -48,13 +48,13 @@ def test_the_time_inside_a_data_loader_is_told_with_each_step(tmp_path: Path) ->
         assert 0.03 <= step["data_wait_seconds"] <= step["step_seconds"]
 
 
-def test_a_program_without_a_loader_does_not_wait_for_0_seconds(tmp_path: Path) -> None:
+def test_a_program_without_a_loader_has_no_data_wait(tmp_path: Path) -> None:
     run(LOADER + "train([torch.ones(1)] * 3)", tmp_path)
     steps = [report for report in reports(tmp_path) if report["type"] == "step"]
     assert [step["data_wait_seconds"] for step in steps] == [None, None, None]
 
 
-def test_a_thread_that_fetches_ahead_makes_nobody_wait(tmp_path: Path) -> None:
+def test_a_prefetching_thread_is_not_a_data_wait(tmp_path: Path) -> None:
     ahead = """
 batches = []
 fetcher = threading.Thread(target=lambda: batches.extend(DataLoader(Slow())))
@@ -66,7 +66,7 @@ train(batches)
     assert [step["data_wait_seconds"] for step in steps] == [None, None, None]
 
 
-def test_a_loader_that_fails_fails_as_it_would_without_us(tmp_path: Path) -> None:
+def test_a_failing_loader_fails_as_without_the_agent(tmp_path: Path) -> None:
     failing = """
 class Broken(Slow):
     def __getitem__(self, at): raise KeyError("row 7")

@@ -63,11 +63,11 @@ def test_the_state_with_the_lowest_loss_is_kept(tmp_path: Path) -> None:
     # The newest state is the last one all the same, and a run that is taken up again knows the best so far.
     assert read_manifest(tmp_path / "state").updates == 10
     again = Training(tmp_path / "state", msgspec.structs.replace(settings, target_samples=96), evaluation=held_out())
-    assert again.trainer._best == losses[best]
+    assert again.trainer.best_loss == losses[best]
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(1, [9]), (2, [9]), (3, [9, 6]), (4, [9, 6, 3])])
-def test_as_many_states_are_kept_as_asked_and_never_less_than_two(tmp_path: Path, limit: int, kept: list[int]) -> None:
+def test_the_requested_number_of_states_is_kept_and_at_least_two(tmp_path: Path, limit: int, kept: list[int]) -> None:
     state = tmp_path / "state"
     trained(state, edited(save_total_limit=limit))
     assert read_manifest(state).updates == 10
@@ -84,4 +84,4 @@ def test_an_older_state_is_found_when_both_newer_ones_are_damaged(tmp_path: Path
     assert found is not None
     assert found[1].updates == 6
     assert found[2] is not None
-    assert "state-00001.safetensors: not what was saved" in found[2]
+    assert "state-00001.safetensors: size or checksum differs" in found[2]

@@ -59,7 +59,7 @@ def loss_and_gradients(
     ],
 )
 @pytest.mark.parametrize("sparse", [False, True])
-def test_loss_and_gradients_in_pieces_are_those_of_the_whole(kind: str, values: dict[str, Any], sparse: bool) -> None:
+def test_loss_and_gradients_in_chunks_equal_those_of_the_whole(kind: str, values: dict[str, Any], sparse: bool) -> None:
     model = model_of(kind, values)
     whole, expected, _ = loss_and_gradients(model, 0, seq2seq=kind == "t5")
     pieces, found, chunk = loss_and_gradients(model, 7, seq2seq=kind == "t5", sparse=sparse)
@@ -70,14 +70,14 @@ def test_loss_and_gradients_in_pieces_are_those_of_the_whole(kind: str, values: 
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_it_is_the_loss_that_the_model_itself_computes() -> None:
+def test_the_loss_is_the_one_that_the_model_computes() -> None:
     model = model_of("llama", SMALL).eval()
     ids, labels = batch(seq2seq=False)
     expected = model(input_ids=ids, labels=labels).loss * (labels[:, 1:] != IGNORED).sum()
     assert float(Objective(model, chunk=5)(ids, labels).detach()) == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_capped_logits_are_noticed_and_computed_whole() -> None:
+def test_capped_logits_are_detected_and_computed_whole() -> None:
     model = model_of("gemma2", {**SMALL, "head_dim": 16})
     assert Objective(model, chunk=5).chunk == 0
 

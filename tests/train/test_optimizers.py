@@ -35,7 +35,7 @@ def fresh(kind: Optimizer, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "cpu_adam"])
-def test_moments_that_are_put_back_are_the_moments_that_were_taken(kind: Optimizer) -> None:
+def test_restored_moments_equal_the_saved_ones(kind: Optimizer) -> None:
     model, optimizer = trained(kind)
     other = fresh(kind, model)
     for parameter in model.parameters():
@@ -49,7 +49,7 @@ def test_moments_that_are_put_back_are_the_moments_that_were_taken(kind: Optimiz
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "adafactor", "cpu_adam"])
-def test_steps_after_a_reload_are_the_steps_that_would_have_been(kind: Optimizer) -> None:
+def test_steps_after_a_reload_equal_uninterrupted_ones(kind: Optimizer) -> None:
     model, optimizer = trained(kind)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     saved = [copy.deepcopy(read_moments(optimizer, parameter)) for parameter in model.parameters()]
@@ -70,7 +70,7 @@ def test_steps_after_a_reload_are_the_steps_that_would_have_been(kind: Optimizer
     torch.testing.assert_close(three_steps(other), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_eight_bits_round_the_moments_and_no_more() -> None:
+def test_an_8_bit_optimizer_only_rounds_the_moments() -> None:
     model, optimizer = trained("adamw")
     other = fresh("adamw_8bit", model)
     for parameter in model.parameters():
@@ -100,7 +100,7 @@ def test_adafactor_keeps_the_rows_and_columns_of_the_second_moment() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [("adamw", "adamw_8bit"), ("adafactor", "adamw"), ("adamw_8bit", "cpu_adam")])
-def test_a_run_goes_on_under_another_optimizer(tmp_path: Path, before: Optimizer, after: Optimizer) -> None:
+def test_a_run_resumes_with_another_optimizer(tmp_path: Path, before: Optimizer, after: Optimizer) -> None:
     state = tmp_path / "state"
     settings = edited(optimizer=before, learning_rate=2e-3)
     first = Training(state, settings)

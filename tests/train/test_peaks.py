@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memtop.presets import Settings
-from memtop.train.auto_batch import CudaGauge
+from memtop.train.auto_batch import CudaMemory
 from tests.train.card import Card, Reading, put_in
 from tests.train.failing import TOO_MUCH, Failing, Failure, fresh, small, splits_of
 from tests.train.support import Training
@@ -32,8 +32,8 @@ def on_card(folder: Path, card: Card, settings: Settings, *, evaluating: int = 1
     """A training whose micro-batches take 60 bytes for each sample beside what is held, and evaluations so much."""
     # The model was loaded, which took more than anything will.
     card.take(990)
-    gauge, channel = CudaGauge(GPU), Reading(card)
-    training = fresh(folder, settings, channel=channel, evaluation=held_out(), gauge=gauge, patience=patience)
+    gauge, channel = CudaMemory(GPU), Reading(card)
+    training = fresh(folder, settings, channel=channel, evaluation=held_out(), memory=gauge, patience=patience)
 
     def taken(module: torch.nn.Module, args: Any, values: Any) -> None:
         card.take(card.held + 60 * len(values["input_ids"]) if module.training else evaluating)
@@ -46,7 +46,7 @@ def peaks_of(training: Training) -> dict[int, int]:
     return {step["update"]: step["peak_reserved_bytes"] for step in training.channel.of("step")}
 
 
-def test_the_peak_of_an_evaluation_is_told_apart_and_is_no_updates(tmp_path: Path, card: Card) -> None:
+def test_the_peak_of_an_evaluation_is_reported_separately(tmp_path: Path, card: Card) -> None:
     training = on_card(tmp_path, card, settings_of(8, eval_every=1), evaluating=930)
     Failing(training, [Failure(2, 0.0, False)])
     training.run()
@@ -58,7 +58,7 @@ def test_the_peak_of_an_evaluation_is_told_apart_and_is_no_updates(tmp_path: Pat
     assert [change["reason"] for change in training.channel.of("settings")] == ["allocation failure", "grown back"]
 
 
-def test_the_peak_of_a_save_is_no_updates(tmp_path: Path, card: Card) -> None:
+def test_the_peak_of_a_save_is_not_an_updates_peak(tmp_path: Path, card: Card) -> None:
     training = on_card(tmp_path, card, settings_of(6, save_every=1))
     tensors = training.engine.saved_tensors
 
@@ -73,7 +73,7 @@ def test_the_peak_of_a_save_is_no_updates(tmp_path: Path, card: Card) -> None:
     assert peaks_of(training) == {1: 580, 2: 340, 3: 340, 4: 580, 5: 580, 6: 580}
 
 
-def test_an_evaluation_that_did_not_fit_says_what_the_smaller_one_took(tmp_path: Path, card: Card) -> None:
+def test_a_retried_evaluation_reports_the_peak_of_the_smaller_one(tmp_path: Path, card: Card) -> None:
     training = on_card(tmp_path, card, settings_of(4, eval_every=2), evaluating=400)
 
     def full(module: torch.nn.Module, args: Any, values: Any) -> None:
@@ -88,7 +88,7 @@ def test_an_evaluation_that_did_not_fit_says_what_the_smaller_one_took(tmp_path:
     assert set(peaks_of(training).values()) == {580}
 
 
-def test_retries_of_evaluations_are_no_reason_for_a_smaller_split(tmp_path: Path, card: Card) -> None:
+def test_retries_of_evaluations_do_not_shrink_the_split(tmp_path: Path, card: Card) -> None:
     training = on_card(tmp_path, card, settings_of(6, eval_every=1))
 
     def retried(module: torch.nn.Module, args: Any) -> None:
@@ -102,7 +102,7 @@ def test_retries_of_evaluations_are_no_reason_for_a_smaller_split(tmp_path: Path
     assert set(splits_of(training.channel).values()) == {(8, 1)}
 
 
-def test_retries_of_the_optimizer_are_one_whatever_comes_after_it(tmp_path: Path, card: Card) -> None:
+def test_retries_of_the_optimizer_count_once(tmp_path: Path, card: Card) -> None:
     training = on_card(tmp_path, card, settings_of(6, eval_every=1), patience=100)
 
     def retried(*_: Any) -> None:
@@ -115,8 +115,8 @@ def test_retries_of_the_optimizer_are_one_whatever_comes_after_it(tmp_path: Path
     assert [(change["update"], change["reason"]) for change in training.channel.of("settings")] == [(4, "pressure")]
 
 
-def test_what_is_only_cached_is_given_back_before_a_peak_is_counted(card: Card) -> None:
-    gauge = CudaGauge(GPU)
+def test_cached_memory_is_freed_before_a_peak_is_measured(card: Card) -> None:
+    gauge = CudaMemory(GPU)
     card.take(800)
     assert gauge.peak_bytes() == 800
     gauge.reset()

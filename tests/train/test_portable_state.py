@@ -24,7 +24,7 @@ EACH = 3
 SETTINGS = edited(batch=2, accumulation=4, target_samples=8 * EACH * len(CHAIN), save_every=1000)
 
 
-def test_a_run_that_changes_its_strategy_all_the_time_is_the_run_that_never_does(tmp_path: Path) -> None:
+def test_changing_the_strategy_at_every_restart_does_not_change_training(tmp_path: Path) -> None:
     undisturbed = Training(tmp_path / "undisturbed_state", SETTINGS)
     assert undisturbed.run() == "finished"
     losses, digests = [], []

@@ -80,7 +80,7 @@ def trainer(folder: Path, settings: Settings, *, start: tuple[str, ...] = (), ag
     [
         (edited(batch=0), "batch 0: must be at least 1"),
         (edited(seq_len=65), "seq_len 65: beyond the model's 64 positions"),
-        (edited(world_size=2), "world_size 2: 1 processes were launched"),
+        (edited(world_size=2), "world_size 2: 1 processes were started"),
         (edited(device="cuda"), "device cuda: torch sees no CUDA device"),
         (edited(model={"config": {"model_type": "no-such-model"}}), "model.config"),
     ],
@@ -111,7 +111,7 @@ def test_sigterm_saves_and_ends_with_status_0(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "state" / "manifest.json").read_text())["updates"] == last["update"] >= 3
 
 
-def test_two_ranks_train_what_one_rank_trains(tmp_path: Path) -> None:
+def test_two_ranks_train_like_one_rank(tmp_path: Path) -> None:
     alone, together = tmp_path / "1", tmp_path / "2"
     runs, evaluations = [], []
     for folder, settings, start in (
@@ -145,7 +145,7 @@ def test_two_ranks_train_what_one_rank_trains(tmp_path: Path) -> None:
     assert "resumed from" in out
 
 
-def test_a_rank_that_dies_takes_the_others_along_and_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path) -> None:
     settings = edited(batch=2, accumulation=2, world_size=2, target_samples=8 * 1_000_000, save_every=1_000_000)
     process = trainer(tmp_path, settings, start=launcher(settings))
     assert process.stdout is not None
@@ -173,7 +173,7 @@ def test_a_rank_that_dies_takes_the_others_along_and_is_named(tmp_path: Path) ->
 # --- the agent ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_program_that_knows_nothing_of_memtop_is_followed(tmp_path: Path) -> None:
+def test_a_program_that_does_not_use_memtop_is_followed(tmp_path: Path) -> None:
     assert python(FOREIGN, environment(tmp_path)) == "done\n"
     hello, *steps = reports(tmp_path)
     assert (hello["type"], hello["rank"], hello["offers"]) == ("hello", 0, ["free_cache"])
@@ -191,7 +191,7 @@ def test_an_existing_sitecustomize_still_runs(tmp_path: Path) -> None:
     assert python("import os, sys; print(os.environ['THEIRS'], 'memtop_agent' in sys.modules)", env) == "ran True\n"
 
 
-def test_programs_outside_of_memtop_are_left_alone(tmp_path: Path) -> None:
+def test_programs_outside_a_run_are_left_alone(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(AGENT / "site")}
     assert python("import sys; print('memtop_agent' in sys.modules, 'torch' in sys.modules)", env) == "False False\n"
     # Launched by memtop, but it trains nothing: no torch is loaded, no journal opened.
@@ -199,7 +199,7 @@ def test_programs_outside_of_memtop_are_left_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_loader_workers_and_forks_do_not_speak_for_their_parent(tmp_path: Path) -> None:
+def test_loader_workers_and_forks_do_not_report_for_their_parent(tmp_path: Path) -> None:
     code = (
         FOREIGN
         + """
@@ -215,18 +215,21 @@ optimizer.step()
     assert [report["update"] for report in reports(tmp_path)[1:]] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_journal_that_cannot_be_written_disturbs_nobody(tmp_path: Path) -> None:
+def test_a_journal_that_cannot_be_written_does_not_disturb_the_program(tmp_path: Path) -> None:
     assert python(FOREIGN, environment(tmp_path, MEMTOP_ATTEMPT_DIR=str(tmp_path / "missing"))) == "done\n"
 
 
 def test_a_full_queue_drops_the_oldest_and_counts_them(tmp_path: Path) -> None:
     code = """
-import memtop_agent.journal as j
+import json, os, memtop_agent.journal as j
 journal = j.Journal(PATH + "/not/there", capacity=10)
 for n in range(25):
     journal.put({"n": n})
 journal.flush()
-print(journal.dropped, [report["n"] for report in journal._queue])
+os.makedirs(PATH + "/not/there")
+journal.flush()
+lines = open(PATH + "/not/there/rank-0.jsonl").read().splitlines()
+print(journal.dropped, [json.loads(line)["n"] for line in lines])
 """.replace("PATH", repr(str(tmp_path)))
     assert python(code, environment(tmp_path)) == f"15 {list(range(15, 25))}\n"
 
@@ -252,7 +255,7 @@ def converse(server: socket.socket, *commands: dict[str, Any]) -> list[dict[str,
     return heard
 
 
-def test_commands_are_carried_out_inside_the_process_and_the_link_comes_back(tmp_path: Path, listener: socket.socket) -> None:
+def test_commands_are_executed_inside_the_process_and_the_link_reconnects(tmp_path: Path, listener: socket.socket) -> None:
     code = FOREIGN.replace("range(5)", "range(100000)").replace(
         "    optimizer.step()", "    optimizer.step(); time.sleep(0.01)"
     )
@@ -304,7 +307,7 @@ def other_pythons() -> list[str]:
 
 
 @pytest.mark.parametrize("program", other_pythons(), ids=lambda p: Path(p).name)
-def test_the_agent_runs_in_every_python_that_is_here(tmp_path: Path, program: str) -> None:
+def test_the_agent_runs_in_every_installed_python(tmp_path: Path, program: str) -> None:
     code = (
         "import memtop_agent as a; a.offer('stop'); a.report('step', update=1, **a.readings()); a.flush(); print(a.dropped())"
     )

@@ -61,7 +61,7 @@ def restarted(folder: Path, settings: Settings, after: Settings) -> tuple[Traini
     ],
     ids=str,
 )
-def test_an_edit_is_what_a_restart_with_it_would_be(
+def test_a_live_edit_trains_like_a_restart_with_it(
     tmp_path: Path, values: dict[str, Any], expected: dict[str, Any] | None
 ) -> None:
     settings = base()
@@ -105,11 +105,11 @@ def test_checkpointing_is_switched_on_and_off_under_adapters(tmp_path: Path) -> 
 
 def test_an_edit_that_changes_nothing_says_so(tmp_path: Path) -> None:
     training = live(tmp_path, base(), {"batch": 4})
-    assert training.channel.answers == [(7, True, "nothing to change: it is so already")]
+    assert training.channel.answers == [(7, True, "nothing to change: these are the present values")]
     assert training.channel.of("settings") == []
 
 
-def test_what_cannot_be_is_refused_and_the_training_goes_on(tmp_path: Path) -> None:
+def test_an_invalid_edit_is_refused_and_the_training_continues(tmp_path: Path) -> None:
     training = live(tmp_path, base(), {"batch": 0})
     assert training.channel.answers == [(7, False, "batch 0: must be at least 1")]
     assert len(training.losses) == UPDATES
@@ -119,16 +119,20 @@ def test_what_cannot_be_is_refused_and_the_training_goes_on(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("settings", "values", "message"),
     [
-        (edited(), {}, "change {}: names nothing; there are batch, accumulation"),
-        (edited(), {"batch": None}, "change {}: names nothing"),
-        (edited(), {"seq_len": 32}, "seq_len 32: cannot change in a running program, only batch, accumulation"),
+        (edited(), {}, "change {}: names no setting; choose from batch, accumulation"),
+        (edited(), {"batch": None}, "change {}: names no setting"),
+        (edited(), {"seq_len": 32}, "seq_len 32: cannot change during a run, only batch, accumulation"),
         (edited(), {"batch": "many"}, "batch 'many': Expected `int`"),
         (edited(), {"batch": 0}, "batch 0: must be at least 1"),
         (edited(), {"batch": 0, "accumulation": 4}, "batch 0: must be at least 1"),
         (edited(), {"workers": -1}, "workers -1: must be 0 or more"),
-        (edited(zero=Zero(stage=2)), {"batch": 2}, "batch 2: is fixed while ZeRO-2 runs; restart with it"),
-        (edited(zero=Zero(stage=3)), {"accumulation": 4, "batch": 4}, "accumulation 4: is fixed while ZeRO-3 runs"),
-        (edited(zero=Zero(stage=1)), {"gradient_checkpointing": "true"}, "gradient_checkpointing true: is fixed while ZeRO-1"),
+        (edited(zero=Zero(stage=2)), {"batch": 2}, "batch 2: cannot change while ZeRO-2 runs; restart with it"),
+        (edited(zero=Zero(stage=3)), {"accumulation": 4, "batch": 4}, "accumulation 4: cannot change while ZeRO-3 runs"),
+        (
+            edited(zero=Zero(stage=1)),
+            {"gradient_checkpointing": "true"},
+            "gradient_checkpointing true: cannot change while ZeRO-1",
+        ),
     ],
 )
 def test_every_refusal_names_field_value_and_reason(settings: Settings, values: dict[str, Any], message: str) -> None:
@@ -138,12 +142,12 @@ def test_every_refusal_names_field_value_and_reason(settings: Settings, values: 
     assert len(str(refused.value).splitlines()) == 1
 
 
-def test_under_zero_what_does_not_touch_its_parts_may_change() -> None:
+def test_under_zero_only_independent_settings_may_change() -> None:
     settings = edit_live(edited(zero=Zero(stage=2)), {"eval_batch": 2, "workers": 3, "batch": 4})
     assert (settings.eval_batch, settings.workers) == (2, 3)
 
 
-def test_a_checkpoint_that_is_asked_for_with_a_change_has_the_new_settings(tmp_path: Path) -> None:
+def test_a_checkpoint_requested_with_a_change_has_the_new_settings(tmp_path: Path) -> None:
     training = fresh(tmp_path, base(), evaluation=held_out())
     training.channel.commands[AT] = [(7, "change", {"batch": 2}), (8, "checkpoint", {}), (9, "stop", {})]
     assert training.run() == "stopped"

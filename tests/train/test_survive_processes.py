@@ -55,14 +55,14 @@ def test_two_ranks_survive_together(ranks: tuple[Path, list[dict[str, Any]]]) ->
     assert len({tuple(split) for _, split in first["splits"]}) >= 3
 
 
-def test_two_ranks_end_as_those_that_used_the_same_splits(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_two_ranks_end_like_a_run_with_the_same_splits(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     for told in ranks[1]:
         assert told["calm"]["oom"] == []
         for name in ("weights", "losses", "digests", "splits"):
             assert told["disturbed"][name] == told["calm"][name], name
 
 
-def test_two_ranks_without_dropout_end_as_the_undisturbed_up_to_rounding(
+def test_two_ranks_without_dropout_end_like_the_undisturbed_run_up_to_rounding(
     ranks: tuple[Path, list[dict[str, Any]]],
 ) -> None:
     folder, both = ranks
@@ -72,12 +72,12 @@ def test_two_ranks_without_dropout_end_as_the_undisturbed_up_to_rounding(
     assert distance(disturbed, undisturbed) < 1e-5
 
 
-def test_the_fullest_rank_decides_whether_the_split_grows(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_the_fullest_rank_decides_whether_the_batch_grows(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     for told in ranks[1]:
         assert told["full"]["settings"] == [[2, {"batch": 4, "accumulation": 2}, "allocation failure"]]
 
 
-def test_all_ranks_halve_an_evaluation_and_take_up_an_edit(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_all_ranks_halve_an_evaluation_and_apply_an_edit(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     first, second = (told["evaluated"] for told in ranks[1])
     assert (len(first["oom"]), [phase for _, phase, _ in second["oom"]]) == (0, ["evaluation"])
     changes = [
@@ -94,7 +94,7 @@ def test_all_ranks_halve_an_evaluation_and_take_up_an_edit(ranks: tuple[Path, li
     assert second["answers"] == [], "only the first rank was asked"
 
 
-def test_no_rank_waits_for_one_that_has_no_memory_for_gradients_it_lacks(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_no_rank_waits_for_one_without_memory_for_missing_gradients(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     first, second = (told["gaps"] for told in ranks[1])
     assert first["oom"] == []
     assert second["oom"] == [[2, "backward", True], [2, "backward", True]]
@@ -103,7 +103,7 @@ def test_no_rank_waits_for_one_that_has_no_memory_for_gradients_it_lacks(ranks: 
         assert first[name] == second[name], name
 
 
-def test_where_nothing_smaller_is_left_all_ranks_end(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_all_ranks_end_when_no_smaller_batch_is_left(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     (kind, words, nothing), (error, message, records) = (told["ended"] for told in ranks[1])
     assert (kind, words, nothing) == (
         "TrainingError",
@@ -125,7 +125,7 @@ def test_adapters_in_16_bits_train_on_two_ranks_what_they_train_on_one(tmp_path:
     assert together.losses == pytest.approx(alone.losses, rel=1e-2)
 
 
-def test_a_model_that_does_not_fit_while_it_is_loaded_leaves_a_record(tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_while_loading_is_reported(tmp_path: Path) -> None:
     settings = edited()
     wide = {**settings.model["config"], "intermediate_size": 1 << 42}
     process = trainer(tmp_path, msgspec.structs.replace(settings, model={"config": wide}))
@@ -195,7 +195,7 @@ def run_dying(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_program_of_ones_own_that_dies_of_memory_leaves_a_record(tmp_path: Path) -> None:
+def test_an_external_command_that_runs_out_of_memory_is_reported(tmp_path: Path) -> None:
     done = run_dying("import sys\nx = bytearray(1 << 60)", tmp_path)
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("MemoryError"), "the program's own last words are untouched"
@@ -214,7 +214,7 @@ def test_a_program_of_ones_own_that_dies_of_memory_leaves_a_record(tmp_path: Pat
         ("optimizer", "optimizer"),
     ],
 )
-def test_the_record_says_in_which_update_and_where(tmp_path: Path, at: str, phase: str) -> None:
+def test_the_report_names_update_and_phase(tmp_path: Path, at: str, phase: str) -> None:
     code = f"""
 import torch
 at, update = {at!r}, 0
@@ -245,7 +245,7 @@ for update in range(5):
     assert "DefaultCPUAllocator: can't allocate memory" in record["message"]
 
 
-def test_hooks_that_were_there_are_called_and_other_errors_leave_nothing(tmp_path: Path) -> None:
+def test_existing_hooks_are_called_and_other_errors_are_not_reported(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nbefore = sys.excepthook\nsys.excepthook = lambda *a: (print('theirs', flush=True), before(*a))\n"
     )
@@ -259,7 +259,7 @@ def test_hooks_that_were_there_are_called_and_other_errors_leave_nothing(tmp_pat
         assert len(path.read_text().splitlines() if path.exists() else []) == lines
 
 
-def test_a_thread_that_dies_of_memory_is_recorded_and_the_program_goes_on(tmp_path: Path) -> None:
+def test_a_thread_that_runs_out_of_memory_is_reported_and_the_program_continues(tmp_path: Path) -> None:
     code = """
 import sys, threading
 thread = threading.Thread(target=lambda: bytearray(1 << 60))
@@ -271,13 +271,13 @@ print("torch" in sys.modules)
     assert [report["type"] for report in reports(tmp_path)] == ["hello", "oom"]
 
 
-def test_the_record_never_disturbs_the_programs_end(tmp_path: Path) -> None:
+def test_a_failing_report_does_not_disturb_the_programs_end(tmp_path: Path) -> None:
     code = """
 import memtop_agent
 class Odd(MemoryError):
     def __str__(self): raise RuntimeError("no words")
     def __setattr__(self, name, value): raise RuntimeError("no marks")
-memtop_agent._agent.report = lambda *a, **k: 1 / 0
+memtop_agent.memory.at_failure = lambda *a, **k: 1 / 0
 raise Odd()
 """
     done = run_dying(code, tmp_path)
@@ -286,7 +286,7 @@ raise Odd()
     assert "ZeroDivisionError" not in done.stderr
 
 
-def test_one_error_is_recorded_once(tmp_path: Path) -> None:
+def test_one_error_is_reported_once(tmp_path: Path) -> None:
     code = """
 import memtop_agent as a
 a.offer("stop")

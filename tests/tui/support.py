@@ -12,9 +12,10 @@ from memtop.presets.schema import Settings
 from memtop.supervisor import units, wire
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSample, MachineSnapshot
-from memtop.tui.app import DashboardApp, DashboardResult
+from memtop.tui.app import DashboardApp
+from memtop.tui.dashboard.screen import DashboardResult
 from memtop.tui.feed import Connected, FeedMessage
-from memtop.tui.processes.actions import Told
+from memtop.tui.processes.actions import EndingReport
 
 GIB = units.GIB
 NOW = 1_760_000_000.0
@@ -145,15 +146,15 @@ class RecordingFeed:
             yield wire.Answer(id=request.id, outcome=outcome, message=message)
 
 
-class RecordingHands:
+class RecordingProcessActions:
     """Ends nothing; keeps what it was asked to end. The environment is what the test says, or refused."""
 
     def __init__(self) -> None:
         self.ended: list[int] = []
-        self.told = Told("{} processes ended, 7.8 GiB returned", good=True)
+        self.told = EndingReport("{} processes ended, 7.8 GiB returned", good=True)
         self.environment: dict[str, str] | None = {"HOME": "/home/ada", "HF_TOKEN": "hf_secret"}
 
-    async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> Told:
+    async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> EndingReport:
         self.ended += [one.pid for one in chosen]
         self.seen = machine
         return self.told._replace(text=self.told.text.format(len(chosen)))
@@ -181,5 +182,5 @@ async def settle(pilot: Pilot[DashboardResult]) -> None:
         await pilot.pause()
 
 
-def dashboard(feed: RecordingFeed, hands: RecordingHands | None = None) -> DashboardApp:
-    return DashboardApp(feed, hands=hands or RecordingHands())
+def dashboard(feed: RecordingFeed, process_actions: RecordingProcessActions | None = None) -> DashboardApp:
+    return DashboardApp(feed, process_actions=process_actions or RecordingProcessActions())

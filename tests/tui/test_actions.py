@@ -8,15 +8,25 @@ from textual.widgets import Button, DataTable, Input, Select
 from memtop.presets import edit_settings, load_presets, load_recipes, resolve
 from memtop.supervisor import wire
 from memtop.supervisor.wire import Change, CheckpointNow, FreeCache, Restart, Stop
-from memtop.tui.dashboard.action_bar import ActionButton
-from memtop.tui.dialog import ConfirmDialog
+from memtop.tui.dashboard.footer import ActionButton
 from memtop.tui.help import HelpDialog
 from memtop.tui.keymap import ACTIONS, BAR
 from memtop.tui.presets import PresetDialog
 from memtop.tui.processes.kill import KillDialog, TickList
 from memtop.tui.processes.screen import ProcessesScreen
 from memtop.tui.restart import RestartDialog
-from tests.tui.support import SETTINGS, RecordingFeed, RecordingHands, dashboard, gpu, process, running, screen_text, settle
+from memtop.tui.screen import ConfirmDialog
+from tests.tui.support import (
+    SETTINGS,
+    RecordingFeed,
+    RecordingProcessActions,
+    dashboard,
+    gpu,
+    process,
+    running,
+    screen_text,
+    settle,
+)
 
 SIZE = (120, 40)
 
@@ -126,7 +136,7 @@ async def test_restart_sends_the_edited_change(by_button: bool) -> None:
         app.screen.query_one("#batch", Input).value = "2"
         app.screen.query_one("#accumulation", Input).value = "16"
         await settle(pilot)
-        assert "effective batch 32 -> 32: same mathematics" in screen_text(app)
+        assert "effective batch 32 -> 32: training is unchanged" in screen_text(app)
         await pilot.click("#confirm")
         await settle(pilot)
         assert feed.requests == [Restart(id=1, change=Change(assignments={"batch": "2", "accumulation": "16"}))]
@@ -298,8 +308,8 @@ OWN_RUN = process(53, run="tiny", choosable=False)
 @pytest.mark.parametrize("by_button", [False, True])
 async def test_kill_names_each_process_and_asks_twice(by_button: bool) -> None:
     feed = RecordingFeed(running(gpu(processes=(STRAY, FOREIGN, OWN_RUN))))
-    hands = RecordingHands()
-    app = dashboard(feed, hands)
+    actions = RecordingProcessActions()
+    app = dashboard(feed, actions)
     async with app.run_test(size=SIZE) as pilot:
         await settle(pilot)
         assert "k Kill strays (1)" in screen_text(app)
@@ -309,7 +319,7 @@ async def test_kill_names_each_process_and_asks_twice(by_button: bool) -> None:
         text = screen_text(app)
         assert "! stray: left over from run old, which ended" in text
         assert "[ ]       51  ada" in text
-        assert "not to be chosen: belongs to grace" in text
+        assert "cannot be chosen: belongs to grace" in text
         assert "job-53" not in text
         assert app.screen.query_one("#confirm", Button).disabled
         await pilot.press("space")
@@ -323,10 +333,10 @@ async def test_kill_names_each_process_and_asks_twice(by_button: bool) -> None:
         text = screen_text(app)
         for expected in ("51", "ada", "5.0 GiB", "python job-51.py"):
             assert expected in text
-        assert hands.ended == []
+        assert actions.ended == []
         await pilot.click("#confirm")
         await settle(pilot)
-        assert hands.ended == [51]
+        assert actions.ended == [51]
         assert "✓ 1 processes ended, 7.8 GiB returned" in screen_text(app)
 
 
@@ -346,8 +356,8 @@ async def test_other_users_processes_cannot_be_ticked() -> None:
 
 
 async def test_with_nothing_to_choose_enter_closes() -> None:
-    hands = RecordingHands()
-    app = dashboard(RecordingFeed(running(gpu(processes=(FOREIGN,)))), hands)
+    actions = RecordingProcessActions()
+    app = dashboard(RecordingFeed(running(gpu(processes=(FOREIGN,)))), actions)
     async with app.run_test(size=SIZE) as pilot:
         await settle(pilot)
         await pilot.press("k")
@@ -357,7 +367,7 @@ async def test_with_nothing_to_choose_enter_closes() -> None:
         await pilot.press("enter")
         await settle(pilot)
         assert app.screen is app.dashboard
-        assert hands.ended == []
+        assert actions.ended == []
 
 
 @pytest.mark.parametrize("press", ["d", "q", "ctrl+q", "button"])

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from memtop.supervisor import wire
-from memtop.tui.app import DashboardApp
-from memtop.tui.closing import Closing
+from memtop.tui.app import DashboardApp, TooSmallScreen
 from memtop.tui.dashboard.screen import DashboardScreen
 from memtop.tui.recovery import OomCard
-from memtop.tui.too_small import TooSmallScreen
+from memtop.tui.screen import ClosingScreen
 from tests.tui.dying import CONFIGURATIONS, dead
 from tests.tui.support import RecordingFeed, dashboard, gpu, running, settle
 
@@ -83,7 +82,7 @@ async def test_every_screen_takes_being_closed_twice_while_the_run_moves(key: st
         await pilot.press(key)
         await settle(pilot)
         screen = app.screen
-        assert isinstance(screen, Closing)
+        assert isinstance(screen, ClosingScreen)
         screen.dismiss(None)
         at_once(app, running(gpu(), updates=30, advice=ADVICE), running(gpu(), updates=31))
         screen.dismiss(None)

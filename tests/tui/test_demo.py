@@ -9,7 +9,7 @@ import pytest
 from memtop.supervisor import wire
 from memtop.supervisor.wire import Phase
 from memtop.tui.app import DashboardApp
-from memtop.tui.dashboard.notice import notice
+from memtop.tui.dashboard.training import notice
 from memtop.tui.demo import DEMO_SETTINGS, DemoFeed
 from memtop.tui.recovery import OomCard
 from memtop.tui.store import Store, fold

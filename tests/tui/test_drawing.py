@@ -10,9 +10,8 @@ from rich.cells import cell_len
 
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import Band, GpuDetails, GpuTrouble, Job, MigInstance
-from memtop.tui.bars import Share, memory_bar, progress_bar
-from memtop.tui.charts import Point, curve, history, nice_bounds
-from memtop.tui.dashboard.notice import notice
+from memtop.supervisor.monitor.vram import RankMemory
+from memtop.tui.charts import Point, Share, curve, history, memory_bar, nice_bounds, progress_bar
 from memtop.tui.dashboard.overview import draw_compact_machine, draw_processes
 from memtop.tui.dashboard.training import (
     PHASE_MARKS,
@@ -21,6 +20,7 @@ from memtop.tui.dashboard.training import (
     draw_header,
     draw_loss,
     draw_training,
+    notice,
 )
 from memtop.tui.feed import Connected, Disconnected, Followed, Replayed
 from memtop.tui.line import fit, join_fitting, line, plain, spread, width_of, wrap
@@ -144,7 +144,7 @@ def test_a_gpu_is_split_into_what_is_known() -> None:
         processes=(process(7, run="tiny", used_bytes=14 * GIB), process(8, used_bytes=2 * GIB)),
         reserved_bytes=GIB,
     )
-    rank = wire.RankMemory(
+    rank = RankMemory(
         rank=0,
         pid=7,
         connected=True,
@@ -258,7 +258,7 @@ def test_an_incomplete_checkpoint_says_why() -> None:
 
 
 def test_ranks_that_do_not_fit_are_counted() -> None:
-    ranks = tuple(wire.RankMemory(rank=n, pid=n, connected=n != 1) for n in range(8))
+    ranks = tuple(RankMemory(rank=n, pid=n, connected=n != 1) for n in range(8))
     text = text_of(draw_training(store_of(running(ranks=ranks)), 70, 9))
     assert "rank 1 CPU  ! its agent is silent" in text
     assert "6 more ranks" in text
@@ -397,7 +397,7 @@ def test_ages(seconds: float, words: str) -> None:
 
 def test_memory_outside_the_allocator_is_split_where_the_base_is_known() -> None:
     card = gpu(fraction=0.6, processes=(process(7, run="tiny", used_bytes=12 * GIB),))
-    rank = wire.RankMemory(
+    rank = RankMemory(
         rank=0,
         pid=7,
         connected=True,

@@ -7,10 +7,9 @@ from msgspec.structs import replace
 
 from memtop.supervisor import wire
 from memtop.supervisor.wire import Change, Try
-from memtop.tui.advice import advice_lines, trial_lines
 from memtop.tui.dashboard.training import draw_compact_training, draw_training
 from memtop.tui.line import plain
-from memtop.tui.speed import FasterScreen
+from memtop.tui.speed import SpeedScreen, advice_lines, trial_lines
 from memtop.tui.store import Store, fold
 from tests.tui.dying import BY_HAND, SMALLER
 from tests.tui.support import GIB, NOW, RecordingFeed, dashboard, gpu, run_state, running, screen_text, settle
@@ -41,7 +40,7 @@ async def test_the_screen_says_what_bounds_it_what_would_help_and_what_would_not
         await settle(pilot)
         await pilot.press("b")
         await settle(pilot)
-        assert isinstance(app.screen, FasterScreen)
+        assert isinstance(app.screen, SpeedScreen)
         text = screen_text(app)
         await pilot.press("pagedown")
         await settle(pilot)
@@ -86,7 +85,7 @@ async def test_what_a_person_must_do_is_only_told() -> None:
         await settle(pilot)
         await pilot.press("b", "down", "enter")
         await settle(pilot)
-        assert "memtop does not do this by itself; type: sudo fallocate" in screen_text(app)
+        assert "memtop does not do this itself; type: sudo fallocate" in screen_text(app)
         assert feed.requests == []
 
 

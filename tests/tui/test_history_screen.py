@@ -10,8 +10,7 @@ from memtop.supervisor.monitor.history import Bucket, History
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.run.record.folder import create_run
 from memtop.supervisor.run.record.ledger import Ledger
-from memtop.tui.history import HistoryScreen
-from memtop.tui.history_curves import Curve, View, draw, reading
+from memtop.tui.history import Curve, HistoryScreen, View, draw, reading
 from memtop.tui.line import plain
 from tests.run.test_pieces import spec
 from tests.tui.support import RecordingFeed, dashboard, run_state, screen_text, settle

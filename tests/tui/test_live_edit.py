@@ -8,10 +8,11 @@ from textual.widgets import Button, Input
 
 from memtop.presets.schema import Settings, Zero
 from memtop.supervisor import wire
+from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.wire import Change, Edit, Restart
 from memtop.tui.line import plain
-from memtop.tui.outlook import Outlook, outlook_of
+from memtop.tui.remedies import Outlook, outlook_of
 from memtop.tui.restart_plan import can_be_live
 from memtop.tui.store import Store, fold
 from tests.tui.dying import CONFIGURATIONS
@@ -123,7 +124,7 @@ async def test_where_no_forecast_is_possible_the_reason_is_given() -> None:
 
 def test_of_several_cards_the_smallest_that_the_run_uses_counts() -> None:
     cards = (gpu(0), gpu(1, total_bytes=12 * GIB), gpu(2, total_bytes=8 * GIB))
-    ranks = tuple(wire.RankMemory(rank=n, pid=n, connected=True, device_uuid=cards[n].uuid) for n in (0, 1))
+    ranks = tuple(RankMemory(rank=n, pid=n, connected=True, device_uuid=cards[n].uuid) for n in (0, 1))
     store = fold(Store(), running(*cards, ranks=ranks))
     outlook = outlook_of(store)
     assert (outlook.on_gpu, outlook.total_bytes) == (True, 12 * GIB)

@@ -9,17 +9,16 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from memtop.supervisor.run.commands import Commands
 
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import GpuDetails, MachineSnapshot
 from memtop.supervisor.run.clients.server import Peer
-from memtop.supervisor.run.commands import Commands
 from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.units import GIB
 from memtop.tui import feed as feed_module
-from memtop.tui.feed import LocalFeed, RunFeed
-from memtop.tui.processes.actions import Eyes
+from memtop.tui.feed import DetailedFeed, LocalFeed, RunFeed
 from tests.nvml_double.double import Script, driver, nvml_library  # noqa: F401 (fixtures)
 from tests.tui.support import RecordingFeed, dashboard, gpu, machine, running, settle
 from tests.tui.test_feeds import FakeClient, FakeSampler, Supervisors, take
@@ -38,7 +37,7 @@ async def until_read(newest: Callable[[], Any]) -> GpuDetails:
 async def test_this_machine_is_looked_at_closely_only_on_request(driver: Script) -> None:  # noqa: F811
     driver.gpu(0, total=24 * GIB, used=GIB, pcie_tx=3, pcie_rx=5).write()
     feed = LocalFeed(interval=0.01)
-    assert isinstance(feed, Eyes)
+    assert isinstance(feed, DetailedFeed)
     feed.look_closely()  # before there is anything to look with
     stream = feed.messages()
     *_, before = await take(stream, 5)
@@ -77,7 +76,7 @@ async def test_a_run_is_asked_now_and_then_not_at_every_sample(monkeypatch: pyte
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(feed_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     feed = RunFeed(Path("runs/tiny"), sampler_factory=FakeSampler, retry_seconds=0.0, interval=0.0)
-    assert isinstance(feed, Eyes)
+    assert isinstance(feed, DetailedFeed)
     feed.look_closely()  # before anybody is connected
     stream = feed.messages()
     await take(stream, 2)

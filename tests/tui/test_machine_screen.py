@@ -102,7 +102,7 @@ async def test_a_card_that_goes_is_waited_for_and_shown_when_it_returns() -> Non
         await pilot.press("g", "down")
         feed.say(machine(gpu(0)))
         await settle(pilot)
-        assert "is not there at present" in screen_text(app)
+        assert "is missing at the moment" in screen_text(app)
         # It comes back under another index: it is the same card.
         feed.say(machine(gpu(0), replace(gpu(1), index=4)))
         await settle(pilot)

@@ -7,7 +7,7 @@ import pytest
 from memtop.supervisor.monitor.values import GpuProcess, Job, MachineSnapshot
 from memtop.tui.line import plain
 from memtop.tui.processes.filter import Filter, parse
-from memtop.tui.processes.rows import Order, Row, View, arranged, rows_of
+from memtop.tui.processes.rows import Order, ProcessRow, View, arranged, rows_of
 from memtop.tui.processes.table import columns_for, draw_row, heading, roles_in_words
 from memtop.tui.processes.trails import KEPT, Trails, trail_key
 from tests.tui.support import GIB, HOST, NOW, gpu, process
@@ -46,7 +46,7 @@ def snapshot(*on_first: GpuProcess) -> MachineSnapshot:
     return MachineSnapshot(time=NOW, gpus=gpus, host=HOST, jobs=(JOB,))
 
 
-def pids(rows: list[Row]) -> list[int]:
+def pids(rows: list[ProcessRow]) -> list[int]:
     return [row.pid for row in rows]
 
 

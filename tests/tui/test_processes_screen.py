@@ -11,18 +11,18 @@ from textual.widgets import Input
 
 from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
 from memtop.supervisor.wire import Checkpoint, StateUpdate
-from memtop.tui.app import DashboardApp, DashboardResult
-from memtop.tui.dialog import ConfirmDialog
-from memtop.tui.line_table import LineTable
-from memtop.tui.processes.actions import Told
-from memtop.tui.processes.details import ProcessScreen
-from memtop.tui.processes.environment import EnvironmentDialog, is_secret
+from memtop.tui.app import DashboardApp
+from memtop.tui.dashboard.screen import DashboardResult
+from memtop.tui.line_list import LineList
+from memtop.tui.processes.actions import EndingReport
+from memtop.tui.processes.details import EnvironmentDialog, ProcessScreen, is_secret
 from memtop.tui.processes.screen import ProcessesScreen
+from memtop.tui.screen import ConfirmDialog
 from tests.tui.support import (
     GIB,
     NOW,
     RecordingFeed,
-    RecordingHands,
+    RecordingProcessActions,
     dashboard,
     gpu,
     machine,
@@ -55,7 +55,7 @@ async def opened(pilot: Pilot[DashboardResult], key: str = "o") -> ProcessesScre
 
 def order_of(app: DashboardApp) -> list[int]:
     assert isinstance(app.screen, ProcessesScreen)
-    return [row.pid for row in app.screen._rows]
+    return [row.pid for row in app.screen.rows]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (160, 50)])
@@ -81,7 +81,7 @@ async def test_the_cursor_stays_on_its_process_when_the_order_changes() -> None:
         await settle(pilot)
         assert screen.row is not None
         assert screen.row.pid == 1
-        (marked,) = [row for row in screen_text(app).splitlines() if row.startswith(" ▸")]
+        (marked,) = [row for row in screen_text(app).splitlines() if row.startswith("▸")]
         assert "job-1.py" in marked
         feed.say(small(grown(1, 9), grown(2, 2), grown(3, 3)))
         await settle(pilot)
@@ -111,7 +111,7 @@ async def test_typing_a_filter_holds_the_order_still() -> None:
         feed.say(small(grown(1, 3), grown(2, 2), grown(3, 9)))
         await settle(pilot)
         assert order_of(app) == [1, 2, 3]
-        assert "order held still" in screen_text(app)
+        assert "order frozen" in screen_text(app)
         await pilot.press("enter")
         await settle(pilot)
         assert order_of(app) == [3, 1, 2]
@@ -215,8 +215,8 @@ async def test_ending_asks_with_names_and_consequence_and_holds_the_order() -> N
     saved = Checkpoint(path="x", updates=20, saved_at=NOW - 12, complete=True)
     mine = process(1, run="tiny", used_bytes=3 * GIB, command="python job-1.py --with-long --words-before --the-end last")
     update = StateUpdate(run=run_state(updates=24, checkpoint=saved), machine=small(mine, grown(2, 2)))
-    feed, hands = RecordingFeed(update), RecordingHands()
-    app = dashboard(feed, hands)
+    feed, actions = RecordingFeed(update), RecordingProcessActions()
+    app = dashboard(feed, actions)
     async with app.run_test(size=SIZE) as pilot:
         await opened(pilot)
         await pilot.press("k")
@@ -236,20 +236,20 @@ async def test_ending_asks_with_names_and_consequence_and_holds_the_order() -> N
             assert words in text
         await pilot.press("enter")
         await settle(pilot)
-        assert hands.ended == []
+        assert actions.ended == []
         await pilot.press("space", "space", "k")
         await settle(pilot)
         feed.say(small(mine, grown(2, 9)))
         await settle(pilot)
         await pilot.press("y")
         await settle(pilot)
-        assert sorted(hands.ended) == [1, 2]
+        assert sorted(actions.ended) == [1, 2]
         assert "✓ 2 processes ended" in screen_text(app)
 
 
 async def test_what_is_not_ones_own_cannot_be_ended_or_ticked() -> None:
-    hands = RecordingHands()
-    app = dashboard(RecordingFeed(small(process(5, user="grace", choosable=False, reason="belongs to grace"))), hands)
+    actions = RecordingProcessActions()
+    app = dashboard(RecordingFeed(small(process(5, user="grace", choosable=False, reason="belongs to grace"))), actions)
     async with app.run_test(size=SIZE) as pilot:
         screen = await opened(pilot)
         for key in ("k", "space"):
@@ -257,7 +257,7 @@ async def test_what_is_not_ones_own_cannot_be_ended_or_ticked() -> None:
             await settle(pilot)
             assert app.screen is screen
             assert "belongs to grace" in screen_text(app)
-        assert not screen._ticked
+        assert not screen.ticked
 
 
 async def test_read_only_has_no_keys_that_end() -> None:
@@ -271,7 +271,7 @@ async def test_read_only_has_no_keys_that_end() -> None:
             await pilot.press(key)
             await settle(pilot)
             assert app.screen is screen
-        assert not screen._ticked
+        assert not screen.ticked
         await pilot.press("enter")
         await settle(pilot)
         assert isinstance(app.screen, ProcessScreen)
@@ -301,8 +301,8 @@ async def test_one_process_in_detail_until_it_ends() -> None:
 
 
 async def test_secrets_of_the_environment_are_hidden_until_asked_for() -> None:
-    hands = RecordingHands()
-    app = dashboard(RecordingFeed(small(grown(1, 1))), hands)
+    actions = RecordingProcessActions()
+    app = dashboard(RecordingFeed(small(grown(1, 1))), actions)
     async with app.run_test(size=SIZE) as pilot:
         screen = await opened(pilot)
         await pilot.press("e")
@@ -314,7 +314,7 @@ async def test_secrets_of_the_environment_are_hidden_until_asked_for() -> None:
         await settle(pilot)
         assert "hf_secret" in screen_text(app)
         await pilot.press("escape")
-        hands.environment = None
+        actions.environment = None
         await settle(pilot)
         await pilot.press("e")
         await settle(pilot)
@@ -332,7 +332,7 @@ async def test_a_tick_without_news_repaints_no_row() -> None:
     app = dashboard(feed)
     async with app.run_test(size=SIZE) as pilot:
         screen = await opened(pilot)
-        table = screen.query_one(LineTable)
+        table = screen.query_one(LineList)
         painted: list[object] = []
         table.refresh = lambda *regions, **kwargs: painted.extend(regions)  # type: ignore[method-assign, assignment]
         feed.say(small(grown(1, 1), grown(2, 2)))
@@ -357,55 +357,55 @@ async def test_the_short_list_opens_the_full_one(by: str) -> None:
         assert isinstance(app.screen, ProcessesScreen)
 
 
-class SlowHands(RecordingHands):
+class SlowProcessActions(RecordingProcessActions):
     """Ends when the test says so."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, told: EndingReport) -> None:
         super().__init__()
         self.told = told
         self.release = asyncio.Event()
 
-    async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> Told:
+    async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> EndingReport:
         await self.release.wait()
         return await super().end_processes(chosen, machine)
 
 
 @pytest.mark.parametrize("keys", [("escape",), ("q",), ("enter", "k", "y", "escape", "escape")])
 async def test_an_ending_goes_on_and_is_told_when_its_screen_is_left(keys: tuple[str, ...]) -> None:
-    hands = SlowHands(Told("1 process ended, 7.8 GiB returned", good=True))
-    app = dashboard(RecordingFeed(small(grown(1, 1))), hands)
+    actions = SlowProcessActions(EndingReport("1 process ended, 7.8 GiB returned", good=True))
+    app = dashboard(RecordingFeed(small(grown(1, 1))), actions)
     async with app.run_test(size=SIZE) as pilot:
         await opened(pilot)
         for key in (*(("k", "y") if "k" not in keys else ()), *keys):
             await pilot.press(key)
             await settle(pilot)
         assert app.screen is app.dashboard
-        assert app.ending
-        hands.release.set()
+        assert app.dashboard.ending_processes
+        actions.release.set()
         await settle(pilot)
-        assert hands.ended == [1]
+        assert actions.ended == [1]
         assert "✓ 1 process ended, 7.8 GiB returned" in screen_text(app)
-        assert not app.ending
+        assert not app.dashboard.ending_processes
 
 
 async def test_one_ending_at_a_time() -> None:
-    hands = SlowHands(Told("done", good=True))
-    app = dashboard(RecordingFeed(small(grown(1, 1))), hands)
+    actions = SlowProcessActions(EndingReport("done", good=True))
+    app = dashboard(RecordingFeed(small(grown(1, 1))), actions)
     async with app.run_test(size=SIZE) as pilot:
         screen = await opened(pilot)
         await pilot.press("k", "y", "k")
         await settle(pilot)
         assert app.screen is screen
         assert "✗ processes are being ended already" in screen_text(app)
-        hands.release.set()
+        actions.release.set()
         await settle(pilot)
-        assert hands.ended == [1]
+        assert actions.ended == [1]
 
 
 async def test_what_draws_on_another_gpu_can_be_neither_ticked_nor_ended() -> None:
     drawing = process(1, kind="graphics", choosable=False, reason="draws on the screen (graphics)")
-    hands = RecordingHands()
-    app = dashboard(RecordingFeed(machine(gpu(0, processes=(grown(1, 2),)), gpu(1, processes=(drawing,)))), hands)
+    actions = RecordingProcessActions()
+    app = dashboard(RecordingFeed(machine(gpu(0, processes=(grown(1, 2),)), gpu(1, processes=(drawing,)))), actions)
     async with app.run_test(size=SIZE) as pilot:
         screen = await opened(pilot)
         for key in ("k", "space"):
@@ -417,16 +417,16 @@ async def test_what_draws_on_another_gpu_can_be_neither_ticked_nor_ended() -> No
         await settle(pilot)
         assert isinstance(app.screen, ProcessScreen)
         assert "draws on the screen (graphics)" in screen_text(app)
-        assert hands.ended == []
+        assert actions.ended == []
 
 
 async def test_what_became_of_an_ending_is_marked_whole_and_stays() -> None:
     words = (
         "no process ended; process 1 does not react even to SIGKILL: it is stuck in the kernel or in the driver, see THE-END"
     )
-    hands = RecordingHands()
-    hands.told = Told(words, good=False)
-    app = dashboard(RecordingFeed(small(grown(1, 2), grown(2, 1))), hands)
+    actions = RecordingProcessActions()
+    actions.told = EndingReport(words, good=False)
+    app = dashboard(RecordingFeed(small(grown(1, 2), grown(2, 1))), actions)
     async with app.run_test(size=(80, 24)) as pilot:
         screen = await opened(pilot)
         await pilot.press("k", "y")

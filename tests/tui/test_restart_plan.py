@@ -1,4 +1,4 @@
-"""The restart form's judgement: refuse nonsense by naming the field, say what happens to the mathematics and the data."""
+"""The restart form's judgement: refuse nonsense by naming the field, show what happens to training and the data."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def test_untouched_fields_change_nothing() -> None:
     assert "nothing changed" in plan.lines[-1]
 
 
-def test_an_exact_split_is_the_same_mathematics() -> None:
+def test_an_exact_split_leaves_training_unchanged() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "batch": "4", "accumulation": "8"}, "standard")
     assert plan.change == Change(assignments={"batch": "4", "accumulation": "8"})
-    assert plan.lines == ("effective batch 32 -> 32: same mathematics",)
+    assert plan.lines == ("effective batch 32 -> 32: training is unchanged",)
 
 
 def test_another_effective_batch_names_the_nearest_exact_pairs() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "batch": "6"}, "standard")
     assert plan.change == Change(assignments={"batch": "6"})
-    assert "32 -> 24 (-25.0%): other mathematics; exact pairs: 4 x 8, 8 x 4" in plan.lines[0]
+    assert "32 -> 24 (-25.0%): changes training; exact pairs: 4 x 8, 8 x 4" in plan.lines[0]
 
 
 def test_another_sequence_length_changes_the_data() -> None:
@@ -41,7 +41,7 @@ def test_another_sequence_length_changes_the_data() -> None:
 def test_a_preset_brings_its_own_split_and_is_sent_by_name() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "batch": "4", "accumulation": "8"}, "low")
     assert plan.change == Change(preset="low")
-    assert plan.lines[0] == "effective batch 32 -> 32: same mathematics"
+    assert plan.lines[0] == "effective batch 32 -> 32: training is unchanged"
 
 
 def test_a_preset_that_moves_the_optimizer_says_so() -> None:

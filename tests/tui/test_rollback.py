@@ -8,11 +8,9 @@ from msgspec.structs import replace
 from memtop.supervisor import wire
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.wire import Change, Restart
-from memtop.tui.configuration_rows import facts, heading, peak_words, row
-from memtop.tui.configurations import ConfigurationsScreen
-from memtop.tui.dialog import ConfirmDialog
+from memtop.tui.configurations import ConfigurationsScreen, consequences, facts, heading, peak_words, rollback, row, undone
 from memtop.tui.line import plain
-from memtop.tui.rollback import consequences, rollback, undone
+from memtop.tui.screen import ConfirmDialog
 from memtop.tui.store import Store, fold
 from tests.tui.dying import CONFIGURATIONS, configuration
 from tests.tui.support import GIB, RecordingFeed, dashboard, gpu, running, screen_text, settle
@@ -40,7 +38,7 @@ async def test_the_table_begins_with_the_newest_and_the_cursor_on_the_one_before
         assert ("preset" in lines[1]) is (size[0] >= 110)
         assert lines[2].split()[:2] == ["●", "3"]
         assert all(word in lines[2] for word in ("8 x 4 x 1", "128", "10.0 GiB", "present"))
-        assert lines[3].startswith(" ▸  2")
+        assert lines[3].startswith("▸   2")
         assert all(word in lines[3] for word in ("4 x 8 x 1", "6.0 GiB", "32.0", "replaced"))
         assert all(word in lines[4] for word in ("16 x 2 x 1", "18.0 GiB", "out of VRAM"))
         text = "\n".join(lines)
@@ -67,7 +65,7 @@ async def test_enter_goes_back_after_a_question_that_tells_the_consequences(size
         for expected in (
             "with the settings of configuration 1?",
             "Changes: split 8 x 4 x 1 -> 16 x 2 x 1.",
-            "Effective batch 32 -> 32: same mathematics.",
+            "Effective batch 32 -> 32: training is unchanged.",
             "Its peak was 18.0 GiB (measured).",
             "! It ended in gpu_oom: that may happen again.",
         ):
@@ -134,7 +132,7 @@ async def test_a_configuration_that_begins_while_the_table_is_open_is_in_it() ->
         lines = screen_text(app).splitlines()
         assert lines[2].split()[:2] == ["●", "4"]
         # The cursor stays on its row.
-        assert lines[4].startswith(" ▸  2")
+        assert lines[4].startswith("▸   2")
 
 
 async def test_without_a_configuration_before_it_there_is_nothing_to_undo() -> None:

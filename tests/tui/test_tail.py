@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memtop.tui.dashboard.tail import FIRST_BYTES, LONGEST_LINE, LogTail, clean
+from memtop.tui.dashboard.log import FIRST_BYTES, LONGEST_LINE, LogTail, clean
 
 
 def test_a_file_that_is_not_there_yet(tmp_path: Path) -> None:

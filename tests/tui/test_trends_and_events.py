@@ -6,8 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from memtop.supervisor import wire
-from memtop.tui.dashboard.notice import draw_notice, notice
-from memtop.tui.dashboard.training import draw_compact_training, draw_events
+from memtop.tui.dashboard.training import draw_compact_training, draw_events, draw_notice, notice
 from memtop.tui.feed import Connected, Replayed
 from memtop.tui.keymap import BY_ID, obstacle, offered
 from memtop.tui.line import Line, plain

@@ -14,14 +14,13 @@ from memtop.supervisor.recovery.values import Forecast, Remedy
 from memtop.supervisor.wire import Change, Restart, Stop
 from memtop.tui import recovery as oom
 from memtop.tui.app import DashboardApp
-from memtop.tui.block_list import BlockList
-from memtop.tui.dialog import ConfirmDialog
 from memtop.tui.feed import Disconnected
 from memtop.tui.line import plain
+from memtop.tui.line_list import LineList
 from memtop.tui.processes.screen import ProcessesScreen
-from memtop.tui.recovery import OomCard
-from memtop.tui.recovery_drawing import memory_lines, outlook
+from memtop.tui.recovery import OomCard, memory_lines, outlook
 from memtop.tui.remedies import predicted_line, remedy_lines
+from memtop.tui.screen import ConfirmDialog
 from memtop.tui.store import Store, fold
 from tests.tui.dying import ALLOCATOR, BY_HAND, DIAGNOSIS, PROPOSAL, SHORTER, SMALLER, dead
 from tests.tui.support import GIB, HOST, NOW, RecordingFeed, dashboard, gpu, machine, running, screen_text, settle
@@ -72,9 +71,9 @@ async def test_it_opens_by_itself_and_shows_what_happened_and_what_can_be_done(s
             text += " " + words(app)
         for expected in (
             "~12.0 of 20.0 GiB 60.0 % · safe",
-            "same mathematics, resumes, speed about -10 %",
+            "training unchanged, resumes, speed about -10 %",
             "? peak not known: the pieces were not counted",
-            "! needs your consent, other mathematics, resumes",
+            "! needs your consent, changes training, resumes",
             "changes nothing in the run: a command to copy",
             "type: sudo fallocate -l 8G /swapfile",
         ):
@@ -134,7 +133,7 @@ async def test_what_changes_the_learning_asks_for_consent_with_the_focus_on_canc
         assert app.focused is not None
         assert app.focused.id == "cancel"
         assert "It sets seq_len=64." in screen_text(app)
-        assert "other mathematics" in screen_text(app)
+        assert "changes training" in screen_text(app)
         await pilot.press("enter")
         await settle(pilot)
         assert feed.requests == []
@@ -226,14 +225,14 @@ async def test_where_nothing_is_announced_there_is_nothing_to_call_off() -> None
 
 async def test_its_first_picture_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     painted: list[str] = []
-    paint = BlockList.render_line
+    paint = LineList.render_line
 
-    def painting(self: BlockList, y: int) -> Strip:
+    def painting(self: LineList, y: int) -> Strip:
         strip = paint(self, y)
         painted.append(strip.text)
         return strip
 
-    monkeypatch.setattr(BlockList, "render_line", painting)
+    monkeypatch.setattr(LineList, "render_line", painting)
     app = dashboard(RecordingFeed(dead()))
     async with app.run_test(size=(80, 24)) as pilot:
         await settle(pilot)
@@ -434,7 +433,7 @@ def test_a_live_change_is_called_that_only_while_the_run_lives() -> None:
         return " ".join(plain(one) for one in remedy_lines(1, SMALLER, 120, alive=alive))
 
     assert "at the next update, no restart" in price(alive=True)
-    assert "same mathematics, resumes" in price(alive=False)
+    assert "training unchanged, resumes" in price(alive=False)
 
 
 def test_the_last_line_says_what_enter_does_with_the_marked_one() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual import on, work
 from textual.app import ComposeResult
@@ -15,34 +15,31 @@ from textual.containers import Horizontal, Vertical
 from textual.events import Resize
 from textual.getters import query_one
 from textual.message import Message
-from textual.reactive import var
-from textual.screen import ModalScreen, Screen
+from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from memtop.presets import Preset, PresetFileError, load_presets
-from memtop.presets.loading import usable
+from memtop.presets.files import usable
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.history import History
 from memtop.supervisor.monitor.processes.proc import sees_all_pids
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.tui.dashboard import overview as machine_drawing
 from memtop.tui.dashboard import training as training_drawing
-from memtop.tui.dashboard.action_bar import ActionBar, ActionButton
-from memtop.tui.dashboard.flash import FlashPanel
+from memtop.tui.dashboard.footer import ActionBar, ActionButton, FlashPanel
 from memtop.tui.dashboard.layout import GPU_PANELS, Plan, plan
 from memtop.tui.dashboard.log import LogPanel
-from memtop.tui.dashboard.notice import draw_notice, notice
-from memtop.tui.feed import Controlled, Feed, FeedMessage, LocalFeed, Replayed, RunFeed, Staged
+from memtop.tui.dashboard.training import draw_notice, notice
+from memtop.tui.feed import Controlled, DetailedFeed, Feed, FeedMessage, LocalFeed, Replayed, RunFeed, Staged
 from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
 from memtop.tui.line import Line
 from memtop.tui.machine import gpu as gpu_drawing
 from memtop.tui.machine.host import draw_host
 from memtop.tui.panel import LinePanel
+from memtop.tui.processes.actions import ProcessActions
 from memtop.tui.processes.trails import Trails
+from memtop.tui.screen import Dashboard
 from memtop.tui.store import Store, fold, machine_in
-
-if TYPE_CHECKING:
-    from memtop.tui.app import DashboardApp, DashboardResult
 
 _QUIET_INTERVALS = 6
 
@@ -87,13 +84,23 @@ class ProcessPanel(LinePanel, can_focus=True):
         self.post_message(self.Opened(self, 0))
 
 
-class DashboardScreen(Screen[None]):
+@dataclass(frozen=True)
+class DashboardResult:
+    """How the dashboard was left."""
+
+    action: str
+    """"detach": the run, if any, goes on; "ended": the run was over."""
+    message: str = ""
+    """What to print after the dashboard has closed."""
+    exit_status: int = 0
+
+
+class DashboardScreen(Dashboard):
     """One store, one direction: feed worker -> message -> store -> panels."""
 
     AUTO_FOCUS = ""
     BINDINGS: ClassVar[list[BindingType]] = _bindings()
 
-    store: var[Store] = var(Store)
     log_panel = query_one("#log", LogPanel)
     action_bar = query_one(ActionBar)
     flash = query_one(FlashPanel)
@@ -105,14 +112,14 @@ class DashboardScreen(Screen[None]):
             super().__init__()
             self.content = content
 
-    def __init__(self, feed: Feed, *, label: str | None, interval: float) -> None:
+    def __init__(self, feed: Feed, *, label: str | None, interval: float, process_actions: ProcessActions) -> None:
         super().__init__()
         self.feed = feed
+        self.process_actions = process_actions
+        # Not part of the store, because it grows in place.
         self.trails = Trails()
-        """What each GPU process did so far; beside the store, since it grows in place."""
         self.set_reactive(DashboardScreen.store, first_store(feed, label))
         self.history = History()
-        """The newest hour, for the History screen."""
         self._interval = interval
         self._heard = time.monotonic()
         self._log_shown = 0
@@ -296,8 +303,6 @@ class DashboardScreen(Screen[None]):
 
     def result(self) -> DashboardResult:
         """How the dashboard is being left."""
-        from memtop.tui.app import DashboardResult
-
         run = self.store.run
         if run is None:
             return DashboardResult("detach")
@@ -337,7 +342,7 @@ class DashboardScreen(Screen[None]):
             self.say(f"{action.label.rstrip('…')}: {problem}", "bad")
             return
         if action_id == "detach":
-            self.dashboard_app.action_detach()
+            self.app.exit(self.result())
         elif action.group == "view":
             self._view(action_id)
         elif action.group == "demo":
@@ -376,15 +381,11 @@ class DashboardScreen(Screen[None]):
         await self.ask_supervisor(lambda number: wire.Stop(id=number))
 
     def dialog_closed(self) -> None:
-        """The user has answered: the next dialog may open while the answer is being carried out."""
         self._dialog_open = False
 
-    @property
-    def dashboard_app(self) -> DashboardApp:
-        from memtop.tui.app import DashboardApp
-
-        assert isinstance(self.app, DashboardApp)
-        return self.app
+    def look_closely(self) -> None:
+        if isinstance(self.feed, DetailedFeed):
+            self.feed.look_closely()
 
     # --- looking around ---------------------------------------------------------------------------------------------
 

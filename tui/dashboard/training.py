@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import PurePath
+
+from rich.cells import cell_len
 
 from memtop.supervisor import units
 from memtop.supervisor.monitor.bands import mark
 from memtop.supervisor.monitor.values import Band
-from memtop.supervisor.wire import Event, Phase, RankMemory, RunState
-from memtop.tui.bars import progress_bar
-from memtop.tui.charts import Point, curve
-from memtop.tui.line import MUTED, STRONG, Line, fact, fit, grid, join, join_fitting, line, spread, width_of, wrap
-from memtop.tui.store import Store
+from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.wire import Event, Phase, RunState
+from memtop.tui.charts import Point, curve, progress_bar
+from memtop.tui.line import MUTED, STRONG, Line, cropped, fact, fit, grid, join, join_fitting, line, spread, width_of, wrap
+from memtop.tui.machine.gpu import driver_silence
+from memtop.tui.store import Link, Store
+from memtop.tui.trends import before_the_end, first_full, sentence
 from memtop.tui.words import BOTTLENECKS, age, in_words
 
 PHASE_MARKS = {
@@ -356,3 +361,44 @@ def _thousands(value: float | None) -> str:
     if value < 10:
         return units.rate(value)
     return f"{value / 1000:.1f} k" if value >= 10_000 else units.count(value)
+
+
+def draw_notice(store: Store, width: int, height: int) -> list[Line]:
+    """What is wrong with the picture itself: nobody at the other end, old values, warnings of the run."""
+    words = notice(store, width - 1)
+    return [fit(line((f" {words}", "edge")), width)] if words else []
+
+
+def notice(store: Store, width: int = 160) -> str:
+    """The sentence for the line below the header, in fewer words where `width` cells hold no more; or nothing."""
+    run = store.run
+    if store.proposal is not None and store.link in (Link.CONNECTED, Link.ENDED):
+        what, key = store.proposal.diagnosis.summary.rstrip("."), " (w: what can be done)"
+        # What to do about it outlives the end of what happened.
+        room = max(0, width - len(key) - 2)
+        return f"! {what if cell_len(what) <= room else cropped(what, room)}{key}"
+    if store.link in (Link.GONE, Link.ENDED):
+        return f"! {store.link_reason}" if store.link is Link.GONE else store.link_reason
+    if store.link is Link.WAITING:
+        return f"… {store.link_reason}"
+    if store.quiet_seconds > 0:
+        return f"! stale: nothing heard for {store.quiet_seconds:.0f} s, these are the last known values"
+    if store.machine is not None and store.machine.gpu_age_seconds is not None:
+        return f"! {driver_silence(store)}: GPU numbers are old, the rest is live"
+    return "" if run is None else _notice_of_run(store, run, width)
+
+
+def _notice_of_run(store: Store, run: RunState, width: int) -> str:
+    if run.unsaved is not None:
+        whole = f"! {run.unsaved}"
+        # Where there is no room for it, what is wrong goes before where.
+        return whole if cell_len(whole) <= width else cropped(re.sub(r" in /[^;]*", "", whole), width)
+    urgent = first_full([trend for trend in run.trends if before_the_end(trend, run)])
+    if urgent is not None:
+        return f"^ {sentence(urgent, run, width - 2)}"
+    if run.trial is not None and run.trial.state.startswith("measuring"):
+        return f"… trial of {run.trial.title}: {run.trial.state}"
+    if run.warnings:
+        more = len(run.warnings) - 1
+        return f"! {run.warnings[-1]}" + (f"  (and {more} more)" if more else "")
+    return ""

@@ -6,11 +6,9 @@ from memtop.supervisor import units
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuSample, GpuTrouble
 from memtop.tui import trends
-from memtop.tui.bands import ROLES, banded, padded_tag
-from memtop.tui.charts import history
+from memtop.tui.charts import ROLES, banded, history, padded_tag
 from memtop.tui.line import MUTED, STRONG, Line, dimmed, fact, fit, join, join_fitting, line, plain, spread, width_of, wrap
-from memtop.tui.machine.vram import mig_row, vram_bar, vram_legend
-from memtop.tui.machine.vram_parts import step_peak
+from memtop.tui.machine.vram import mig_row, step_peak, vram_bar, vram_legend
 from memtop.tui.store import Store, seconds_until_full
 from memtop.tui.words import age
 

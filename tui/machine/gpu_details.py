@@ -5,12 +5,11 @@ from __future__ import annotations
 from memtop.supervisor import units
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuSample
-from memtop.tui.bands import banded
+from memtop.tui.charts import banded
 from memtop.tui.line import MUTED, STRONG, Line, dimmed, fit, join, line, width_of, wrap
 from memtop.tui.machine.facts import LABEL, Facts, Group, column_width, flow, laid_out, number, share, size, yes
 from memtop.tui.machine.gpu import cuda_name, driver_silence, trouble_words
-from memtop.tui.machine.vram import all_parts, mig_row, vram_bar
-from memtop.tui.machine.vram_parts import step_peak
+from memtop.tui.machine.vram import all_parts, mig_row, step_peak, vram_bar
 from memtop.tui.store import Store
 
 _WARM_BELOW_SLOWDOWN = 5.0

@@ -6,15 +6,14 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from memtop.supervisor import units
+from memtop.supervisor import units, wire
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.snapshots import why_incomplete_on
-from memtop.supervisor.monitor.values import GpuSample, MigInstance
-from memtop.supervisor.monitor.vram import VramParts
-from memtop.tui.bands import ROLES, padded_tag
-from memtop.tui.bars import Share, memory_bar
+from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot, MigInstance
+from memtop.supervisor.monitor.vram import RankMemory, VramParts, placed, ranks_on, step_peak_bytes
+from memtop.supervisor.monitor.vram import vram_parts as split
+from memtop.tui.charts import ROLES, Share, memory_bar, padded_tag
 from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, width_of
-from memtop.tui.machine.vram_parts import vram_parts
 from memtop.tui.store import Store
 
 _JOB_LOOKS = (("█", "alloc"), ("▓", "cache"), ("▒", "context"))
@@ -22,7 +21,6 @@ _JOB_LOOKS = (("█", "alloc"), ("▓", "cache"), ("▒", "context"))
 _NAME_WIDTH = 14
 _NAMED_JOBS = 3
 _WORTH_A_WORD = units.GIB // 100
-GONE_WORDS = "held by no living process"
 
 
 class Part(NamedTuple):
@@ -137,14 +135,13 @@ def _jobs(store: Store, parts: VramParts, named: int) -> list[Part]:
 
 def _rest(parts: VramParts) -> list[Part]:
     gone, unlisted = parts.gone_bytes or 0, parts.unlisted_bytes or 0
-    if unlisted and parts.unlisted_by == GONE_WORDS:
-        # No process is hidden from us: what none is listed for, nobody alive holds.
+    if parts.unlisted_has_no_owner:
         gone, unlisted = gone + unlisted, 0
     found = [
         Part("rest of the machine", parts.rest_of_machine_bytes, "░", "other"),
         Part("unlisted", unlisted, "░", "other"),
         Part("not told by whom", parts.unaccounted_bytes, "░", "other"),
-        Part(GONE_WORDS, gone, "░", "gone"),
+        Part("held by no living process", gone, "░", "gone"),
         Part("driver", parts.driver_reserved_bytes, "░", "driver"),
     ]
     return [part for part in found if (part.size or 0) >= _WORTH_A_WORD]
@@ -175,3 +172,34 @@ def mig_row(instance: MigInstance, width: int) -> Line:
     else:
         bar = fit(line((instance.unknown.get("total_bytes", "memory not known"), "unknown")), room)
     return fit((*head, *bar, *tail), width)
+
+
+def vram_parts(
+    gpu: GpuSample, run: wire.RunState | None, machine: MachineSnapshot | None, *, all_pids_visible: bool = False
+) -> VramParts:
+    """The memory of one GPU of this snapshot in parts that add up; None with a reason where it cannot be told."""
+    return split(
+        gpu,
+        _ranks(run, machine),
+        run=run.name if run is not None else None,
+        base_bytes=run.gpu_base_bytes.get(gpu.uuid or "") if run is not None else None,
+        job_names={job.key: job.name for job in machine.jobs} if machine is not None else {},
+        all_pids_visible=all_pids_visible,
+    )
+
+
+def step_peak(gpu: GpuSample, run: wire.RunState | None, machine: MachineSnapshot | None) -> int | None:
+    """The most that was in use on this GPU during the newest update, the driver's reserve apart, bytes."""
+    if run is None:
+        return None
+    ranks = ranks_on(gpu, _ranks(run, machine))
+    peak = step_peak_bytes(vram_parts(gpu, run, machine), ranks) if ranks else None
+    return None if peak is None else max(0, peak - (gpu.reserved_bytes or 0))
+
+
+def _ranks(run: wire.RunState | None, machine: MachineSnapshot | None) -> list[RankMemory]:
+    if run is None:
+        return []
+    # A rank on the CPU reports no device.
+    on_gpus = [rank for rank in run.ranks if rank.device_uuid is not None or rank.reserved_bytes is not None]
+    return placed(on_gpus, machine.gpus) if machine is not None else on_gpus

@@ -1,6 +1,6 @@
 """Ending GPU processes that the user chose, and reading their environment.
 
-Behind one small protocol, so that tests and the demo touch no real one.
+A small protocol hides the real system calls, so that tests touch no real process.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar
 
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
@@ -16,49 +16,36 @@ from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
 T = TypeVar("T")
 
 
-class Told(NamedTuple):
-    """What became of an ending, in one line for a person."""
+class EndingReport(NamedTuple):
+    """The outcome of ending processes, in one line for a person."""
 
     text: str
     good: bool
-    """Every chosen process is over."""
+    """Every chosen process has ended."""
 
 
-@runtime_checkable
-class Hands(Protocol):
-    """Whatever ends processes. `machine` is the newest picture of all: what may be ended is decided on it once more.
+class ProcessActions(Protocol):
+    """Ends processes. `machine` is the newest snapshot: whether a process may be ended is checked on it again."""
 
-    A feed whose processes are not this machine's real ones is its own hands (the demo's processes are invented).
-    """
-
-    async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> Told: ...
+    async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> EndingReport: ...
 
     async def environment_of(self, process: GpuProcess) -> dict[str, str]:
-        """The environment variables that it was started with. Raises RefusedError with the reason."""
+        """The environment variables that the process was started with. Raises RefusedError with the reason."""
         ...
 
 
-@runtime_checkable
-class Eyes(Protocol):
-    """A feed that can look closer where somebody wants to know: some values cost the driver too much to read all the time."""
+class RealProcessActions:
+    """Ends real processes through the monitor, which checks the identity and owner of each again."""
 
-    def look_closely(self) -> None:
-        """A GPU's details are on the screen: read what is dear, too, for the next seconds."""
-        ...
-
-
-class RealHands:
-    """Ends real processes through the monitor, which checks identity and owner of each once more."""
-
-    async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> Told:
-        return await beside(lambda: _end(tuple(chosen), machine))
+    async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> EndingReport:
+        return await in_daemon_thread(lambda: _end(tuple(chosen), machine))
 
     async def environment_of(self, process: GpuProcess) -> dict[str, str]:
         return await asyncio.to_thread(_environment, process)
 
 
-async def beside(work: Callable[[], T]) -> T:
-    """What `work` gives, done on a daemon thread: unlike one of asyncio's it does not hold up leaving the dashboard."""
+async def in_daemon_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a daemon thread. Unlike asyncio's threads, it does not delay the end of the program."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 
@@ -74,12 +61,12 @@ async def beside(work: Callable[[], T]) -> T:
         result, failure = None, None
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the answer
+        except BaseException as error:  # noqa: BLE001 - raised again where the answer is awaited
             failure = error
         if not loop.is_closed():
             loop.call_soon_threadsafe(finish, result, failure)
 
-    threading.Thread(target=run, name="memtop-hands", daemon=True).start()
+    threading.Thread(target=run, name="memtop-process-actions", daemon=True).start()
     return await answer
 
 
@@ -87,14 +74,16 @@ def _environment(process: GpuProcess) -> dict[str, str]:
     from memtop.supervisor.monitor.processes.proc import ProcessId, environment_of
 
     if process.started_ticks is None:
-        raise RefusedError(f"environment of process {process.pid}: its start time is not known, it could be another one by now")
+        raise RefusedError(
+            f"environment of process {process.pid}: its start time is not known, so it could be another process by now"
+        )
     found = environment_of(ProcessId(process.pid, process.started_ticks))
     if isinstance(found, str):
         raise RefusedError(found)
     return found
 
 
-def _end(chosen: tuple[GpuProcess, ...], machine: MachineSnapshot) -> Told:
+def _end(chosen: tuple[GpuProcess, ...], machine: MachineSnapshot) -> EndingReport:
     from memtop.supervisor.monitor.processes.proc import ProcessId
     from memtop.supervisor.monitor.strays import choose
     from memtop.supervisor.monitor.termination import end_and_measure
@@ -105,14 +94,14 @@ def _end(chosen: tuple[GpuProcess, ...], machine: MachineSnapshot) -> Told:
             (now,) = choose(machine, [process.pid])
             # A pid without its start time could be another program by now.
             if process.started_ticks is None:
-                raise RefusedError(f"process {process.pid}: its start time is not known, it could be another one by now")
+                raise RefusedError(f"process {process.pid}: its start time is not known, so it could be another process by now")
             if now.started_ticks != process.started_ticks:
                 raise RefusedError(f"process {process.pid} is not the one that was chosen: its pid was reused")
             known.append(ProcessId(process.pid, process.started_ticks))
         except RefusedError as refusal:
             refused.append(str(refusal))
     if not known:
-        return Told("; ".join(refused), good=False)
+        return EndingReport("; ".join(refused), good=False)
     report = end_and_measure(known, machine)
     good = not refused and all(process.is_over for process in report.processes)
-    return Told("; ".join([report.text, *refused]), good)
+    return EndingReport("; ".join([report.text, *refused]), good)

@@ -1,29 +1,31 @@
-"""One process on one GPU: who it is, what it holds, and what it did while the dashboard watched."""
+"""One process on one GPU: its facts, its curves since the dashboard started, and its environment."""
 
 from __future__ import annotations
 
+import re
 import time
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
+from rich.text import Text
 from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, VerticalScroll
+from textual.widgets import Button, Static
 
 from memtop.supervisor import units
+from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.values import GpuProcess
 from memtop.tui.charts import trail
-from memtop.tui.full import FullScreen
-from memtop.tui.key_line import KeyLine
-from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, spread, wrap
+from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, wrap
 from memtop.tui.panel import LinePanel
-from memtop.tui.processes.rows import Row, rows_of
+from memtop.tui.processes.kill import begin_ending
+from memtop.tui.processes.rows import ProcessRow, rows_of
 from memtop.tui.processes.table import roles_in_words
-from memtop.tui.report import report_lines
+from memtop.tui.screen import Dashboard, Dialog, FullScreen, KeyLine, named
 from memtop.tui.store import Store, holders
 from memtop.tui.words import age
-
-if TYPE_CHECKING:
-    from memtop.tui.dashboard.screen import DashboardScreen
 
 _LABEL = 12
 _TWO_COLUMNS_FROM = 70
@@ -32,7 +34,7 @@ _FIELDS = {"VRAM": "used_bytes", "bandwidth": "memory_bandwidth_fraction", "pare
 
 
 class ProcessScreen(FullScreen):
-    """Stays on its process; says so when that has ended, with the last that was known."""
+    """Stays on its process. After the process has ended it keeps the last known values and says so."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,o", "leave", "Back", show=False),
@@ -40,18 +42,16 @@ class ProcessScreen(FullScreen):
         Binding("k", "end", "End…", tooltip="End it; asks first"),
     ]
 
-    def __init__(self, dashboard: DashboardScreen, row: Row) -> None:
-        super().__init__(id="process-screen")
-        self.dashboard = dashboard
+    def __init__(self, dashboard: Dashboard, row: ProcessRow) -> None:
+        super().__init__(dashboard, id="process-screen")
         self._row = row
         self._ended = False
-        self._said: tuple[str, str] | None = None
 
     def compose(self) -> ComposeResult:
-        yield LinePanel(self._draw_title, id="processes-title")
+        yield self.title_panel()
         yield LinePanel(self._draw_facts, title="Process", id="process-facts", classes="panel")
-        yield LinePanel(self._draw_trails, title="While the dashboard watched", id="process-trails", classes="panel")
-        yield LinePanel(self._draw_flash, id="processes-flash")
+        yield LinePanel(self._draw_trails, title="Since the dashboard started", id="process-trails", classes="panel")
+        yield self.message_panel()
         yield KeyLine(self)
 
     def on_mount(self) -> None:
@@ -64,19 +64,16 @@ class ProcessScreen(FullScreen):
         found = next((row for row in rows_of(store.machine) if row.key == self._row.key), None)
         self._ended = found is None
         self._row = found or self._row
-        for panel in self.query(LinePanel):
-            panel.show(store)
+        self.show_panels(store)
 
     @property
     def _process(self) -> GpuProcess:
         assert self._row.process is not None
         return self._row.process
 
-    def _draw_title(self, store: Store, width: int, height: int) -> list[Line]:
-        left = join((line((" memtop ", "accent")), line((f"process {self._process.pid}", STRONG))))
-        if self._ended:
-            left = join((left, line(("! it has ended or left the GPU: this is the last that was known", "edge"))))
-        return [spread(left, line((f"{store.label or ''} ", "edge")), width)]
+    def headline(self, store: Store) -> Line:
+        ended = line(("! it has ended or left the GPU: these are its last known values", "edge")) if self._ended else ()
+        return join((named(f"process {self._process.pid}"), ended))
 
     def _draw_facts(self, store: Store, width: int, height: int) -> list[Line]:
         row, process = self._row, self._process
@@ -116,7 +113,7 @@ class ProcessScreen(FullScreen):
         return [*lines, *(join(pair) for pair in zip(facts[:half], [*facts[half:], ()], strict=False))][:height]
 
     def _vram(self, store: Store) -> str | None:
-        """How much it holds, and which share of the card (of its MIG instance) that is."""
+        """The memory it uses, and its share of the card or of its MIG instance."""
         held = self._process.used_bytes
         gpu = next((gpu for gpu in store.gpus if (gpu.uuid or gpu.index) == self._row.key[3]), None)
         if held is None or gpu is None:
@@ -153,44 +150,94 @@ class ProcessScreen(FullScreen):
             return [one for chart in charts for one in chart]
         return [join((left, right)) for pair in (charts[:2], charts[2:]) for left, right in zip(pair[0], pair[1], strict=False)]
 
-    def _draw_flash(self, store: Store, width: int, height: int) -> list[Line]:
-        return report_lines(*self._said, width) if self._said else [()]
-
-    def say(self, text: str, kind: str = "note") -> None:
-        """Tell the user something on the line above the keys."""
-        self._said = (text, kind)
-        if self.is_open:
-            panel = self.query_one("#processes-flash", LinePanel)
-            panel.styles.height = max(1, len(report_lines(text, kind, self.size.width - 2)))
-            panel.show(self.dashboard.store)
-
-    def action_leave(self) -> None:
-        self.dismiss(None)
-
     @work(group="environment")
     async def action_environment(self) -> None:
-        from memtop.tui.processes.environment import show_environment
+        from memtop.tui.processes.details import show_environment
 
-        await show_environment(self.dashboard.dashboard_app, self._process, self.say)
+        await show_environment(self.dashboard, self._process, self.say)
 
     def action_end(self) -> None:
         if self._ended:
             self.say("it has ended already", "bad")
         elif not self._process.choosable:
-            self.say(f"not to be ended: {self._process.reason or 'it is not yours'}", "bad")
+            self.say(f"cannot be ended: {self._process.reason or 'it is not yours'}", "bad")
         else:
             self._end()
 
     def _end(self) -> None:
-        from memtop.tui.dashboard.actions import begin_ending
-
         process, store = self._process, self.dashboard.store
         chosen = [h for h in holders(store.machine) if (h.process.pid, h.process.started) == (process.pid, process.started)]
         if not all(holder.process.choosable for holder in chosen):
-            self.say(f"not to be ended: {chosen[0].process.reason}", "bad")
+            self.say(f"cannot be ended: {chosen[0].process.reason}", "bad")
         else:
-            begin_ending(self.dashboard.dashboard_app, store, chosen, self, lambda yes: None)
+            begin_ending(self.dashboard, store, chosen, self, lambda yes: None)
 
 
 def _percent(value: float | None) -> str:
     return units.percent(value, 0)
+
+
+_SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "PWD", "DSN", "CREDENTIAL", "AUTH")
+_FOLDERS = ("PWD", "OLDPWD")
+_PASS = re.compile(r"(^|_)PASS(_|$)")
+# scheme://user:password@host, and a token in the user's place.
+_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^\s@]+@", re.IGNORECASE)
+
+
+def is_secret(name: str, value: str = "") -> bool:
+    """Whether a variable looks like a secret, by its name or by the form of its value."""
+    name = name.upper()
+    if _WITH_PASSWORD.search(value):
+        return True
+    return name not in _FOLDERS and (any(word in name for word in _SECRET_WORDS) or _PASS.search(name) is not None)
+
+
+async def show_environment(dashboard: Dashboard, process: GpuProcess, say: Callable[[str, str], None]) -> None:
+    """Read a process's environment and show it, or show why it cannot be read."""
+    try:
+        variables = await dashboard.process_actions.environment_of(process)
+    except RefusedError as refusal:
+        say(str(refusal), "bad")
+        return
+    await dashboard.app.push_screen_wait(EnvironmentDialog(process, variables))
+
+
+class EnvironmentDialog(Dialog[None]):
+    """The environment of one process, to read and close. What looks like a secret is hidden until the user asks for it."""
+
+    AUTO_FOCUS = "VerticalScroll"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("v", "reveal", "Reveal", show=False),
+        Binding("q,e,enter", "cancel", "Close", show=False),
+    ]
+
+    def __init__(self, process: GpuProcess, variables: Mapping[str, str]) -> None:
+        super().__init__()
+        self._process = process
+        self._variables = variables
+        self._revealed = False
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(classes="dialog help") as box:
+            box.border_title = f"Environment of process {self._process.pid}"
+            yield Static(self._text(), id="variables")
+            with Horizontal(classes="buttons"):
+                if any(is_secret(name, value) for name, value in self._variables.items()):
+                    yield Button("Show hidden (v)", id="reveal", compact=True)
+                yield Button("Close", id="cancel", compact=True)
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        if event.button.id == "reveal":
+            self.action_reveal()
+
+    def action_reveal(self) -> None:
+        self._revealed = not self._revealed
+        self.query_one("#variables", Static).update(self._text())
+
+    def _text(self) -> Text:
+        text = Text(overflow="fold")
+        for name, value in sorted(self._variables.items()):
+            hidden = is_secret(name, value) and not self._revealed
+            text.append(f"{name}=", "bold")
+            text.append("hidden\n" if hidden else f"{value}\n", "italic" if hidden else "")
+        return text if self._variables else Text("the process has no environment variables")

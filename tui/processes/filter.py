@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from memtop.supervisor import units
-from memtop.tui.processes.rows import MARKS, Row
+from memtop.tui.processes.rows import MARKS, ProcessRow
 
 _COMPARISON = re.compile(r"(?P<key>[a-z]+)(?P<sign>>=|<=|>|<|=)(?P<number>\d+(?:\.\d+)?)(?P<unit>[a-z%]*)", re.IGNORECASE)
 _BEGUN = re.compile(r"(?P<key>[a-z]+)[<>=]+")
@@ -30,7 +30,7 @@ _NUMBERS: Mapping[str, tuple[str, Mapping[str, float]]] = {
     "time": ("time", _SECONDS),
     "pid": ("pid", {"": 1}),
 }
-_WORDS: Mapping[str, Callable[[Row], str]] = {
+_WORDS: Mapping[str, Callable[[ProcessRow], str]] = {
     "user": lambda row: row.user,
     "pid": lambda row: str(row.pid),
     "gpu": lambda row: row.where,
@@ -46,7 +46,7 @@ _WHOLE = ("pid", "gpu")
 """Keys whose value must be the whole: GPU 1 is not GPU 11."""
 
 
-Term = Callable[[Row], "bool | None"]
+Term = Callable[[ProcessRow], "bool | None"]
 """Whether a row meets one word of the filter; None: not known. Then it meets neither the word nor its opposite."""
 
 
@@ -56,7 +56,7 @@ class Filter:
 
     terms: tuple[Term, ...] = ()
 
-    def matches(self, row: Row) -> bool:
+    def matches(self, row: ProcessRow) -> bool:
         return all(term(row) is True for term in self.terms)
 
 
@@ -97,7 +97,7 @@ def _comparison(key: str, sign: str, number: float, unit: str) -> Term | str:
         return f"filter: {key} has no unit {unit!r}; there are {', '.join(u for u in scales if u)}"
     limit = number * scales[unit]
 
-    def holds(row: Row) -> bool | None:
+    def holds(row: ProcessRow) -> bool | None:
         value = row.number(column)
         # What is not known is neither more nor less than anything.
         return None if value is None else _SIGNS[sign](value, limit)
@@ -109,12 +109,12 @@ def _anywhere(word: str) -> Term:
     return lambda row: word in row.searchable
 
 
-def _within(of: Callable[[Row], str], value: str) -> Term:
+def _within(of: Callable[[ProcessRow], str], value: str) -> Term:
     return lambda row: value in of(row).casefold()
 
 
-def _equal(of: Callable[[Row], str], value: str) -> Term:
-    def holds(row: Row) -> bool:
+def _equal(of: Callable[[ProcessRow], str], value: str) -> Term:
+    def holds(row: ProcessRow) -> bool:
         whole = of(row).casefold().split(",")
         # `gpu:0` is all of the card, its MIG instances included; `gpu:0:2` is one of them.
         return value in whole or value in (one.partition(":")[0] for one in whole)
@@ -123,7 +123,7 @@ def _equal(of: Callable[[Row], str], value: str) -> Term:
 
 
 def _not(term: Term) -> Term:
-    def holds(row: Row) -> bool | None:
+    def holds(row: ProcessRow) -> bool | None:
         met = term(row)
         return None if met is None else not met
 

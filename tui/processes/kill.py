@@ -1,9 +1,12 @@
-"""Choosing GPU processes to end. Only the user's own can be ticked, and nothing is ticked beforehand."""
+"""Choosing GPU processes, asking, ending them and reporting the outcome.
+
+Only the user's processes can be chosen, and none is chosen beforehand.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Protocol
 
 from rich.text import Text
 from textual import on
@@ -14,10 +17,10 @@ from textual.message import Message
 from textual.widgets import Button, OptionList, Static
 from textual.widgets.option_list import Option
 
-from memtop.supervisor import units
-from memtop.tui.dialog import Dialog
+from memtop.supervisor import units, wire
 from memtop.tui.line import cropped, plain, wrap
-from memtop.tui.store import Holder
+from memtop.tui.screen import ConfirmDialog, Dashboard, Dialog
+from memtop.tui.store import Holder, Store, holders
 from memtop.tui.words import age
 
 _DIALOG_WIDTH = 88
@@ -42,7 +45,7 @@ def _prompt(holder: Holder, now: float | None, width: int, *, ticked: bool) -> T
     process = holder.process
     # Words in brackets, not a coloured box: the tick must be seen without colours.
     box = ("[x]" if ticked else "[ ]") if process.choosable else " - "
-    word = "! stray: " if process.stray else ("" if process.choosable else "not to be chosen: ")
+    word = "! stray: " if process.stray else ("" if process.choosable else "cannot be chosen: ")
     indent = " " * 14
     why = [indent + plain(one) for one in wrap(f"{word}{process.reason or ''}", width - len(indent))]
     return Text("\n".join([f"{box} {describe(holder, now, command_width=width - _BEFORE)}", *why]))
@@ -118,3 +121,106 @@ class KillDialog(Dialog[tuple[Holder, ...]]):
     @on(Button.Pressed, "#confirm")
     def _confirmed(self) -> None:
         self.dismiss(self.query_one(TickList).chosen)
+
+
+# --- ending -------------------------------------------------------------------------------------------------------------
+
+
+class Speaker(Protocol):
+    """A screen that shows the outcome of an action."""
+
+    def say(self, text: str, kind: str = "note") -> None: ...
+
+
+def begin_ending(
+    dashboard: Dashboard, store: Store, chosen: Sequence[Holder], speaker: Speaker, answered: Callable[[bool], None]
+) -> bool:
+    """Ask, then end the processes in a worker of the application: it goes on and reports even if the screen is left.
+
+    Returns False if processes are being ended already.
+    """
+    if dashboard.ending_processes:
+        speaker.say("processes are being ended already: wait for their report", "bad")
+        return False
+    ending = end_chosen(dashboard, store, chosen, speaker, lambda: answered(True), lambda: answered(False))
+    dashboard.app.run_worker(ending, group="ending", exclusive=True)
+    return True
+
+
+async def end_chosen(
+    dashboard: Dashboard,
+    store: Store,
+    chosen: Sequence[Holder],
+    speaker: Speaker,
+    answered: Callable[[], None],
+    refused: Callable[[], None] = lambda: None,
+) -> None:
+    """Name the chosen processes and what ending them costs, ask, end them, and report.
+
+    `answered` is called as soon as the user has said yes, before the processes end; `refused` if the user said no.
+    """
+    one = len(chosen) == 1
+    lines = [
+        f"End {'this process' if one else f'these {len(chosen)} processes'}?",
+        "",
+        *(line for holder in chosen for line in _named(holder, store.now)),
+        "",
+        *consequences(chosen, store),
+    ]
+    label = "End it" if one else f"End {len(chosen)}"
+    app = dashboard.app
+    if not await app.push_screen_wait(ConfirmDialog("End processes", lines, confirm=label)):
+        refused()
+        return
+    answered()
+    machine = dashboard.store.machine
+    assert machine is not None
+    dashboard.ending_processes = True
+    try:
+        speaker.say("ending: interrupt first, kill last, up to 20 s", "busy")
+        outcome = await dashboard.process_actions.end_processes([holder.process for holder in chosen], machine)
+    finally:
+        dashboard.ending_processes = False
+    # If the screen was left meanwhile, the dashboard shows the report.
+    still_open: Sequence[object] = app.screen_stack
+    reporter: Speaker = speaker if speaker in still_open else dashboard
+    reporter.say(outcome.text, "good" if outcome.good else "failed")
+
+
+def _named(holder: Holder, now: float | None) -> tuple[str, str]:
+    """The process, and below it its whole command: two runs may differ in the last word only."""
+    process = holder.process
+    gpus = f"on GPU {', '.join(map(str, holder.gpu_indices))}: "
+    return (
+        describe(holder, now, command_width=0).rstrip(),
+        f"{'':>10}{gpus}{process.command or process.name or units.UNKNOWN}",
+    )
+
+
+def consequences(chosen: Sequence[Holder], store: Store) -> list[str]:
+    """What ending these processes frees and what it loses."""
+    known = [holder.used_bytes for holder in chosen if holder.used_bytes is not None]
+    freed = units.size(sum(known)) if known else "an unknown amount"
+    lines = [f"{'Its' if len(chosen) == 1 else 'Their'} GPU memory is freed ({freed}); unsaved work is lost."]
+    for name in dict.fromkeys(holder.process.run for holder in chosen if not holder.process.stray):
+        if name is not None:
+            lines.append(_loss_of_run(name, store.run))
+    return lines
+
+
+def _loss_of_run(name: str, run: wire.RunState | None) -> str:
+    if run is None or run.name != name:
+        return f"Run {name} would lose the work since its newest checkpoint (see memtop show {name})."
+    saved = run.checkpoint.updates if run.checkpoint is not None and run.checkpoint.complete else None
+    if run.updates is None:
+        return f"Run {name} would end; its progress is not known."
+    if saved is None:
+        return f"Run {name} would lose all of its {units.count(run.updates)} updates: it has no checkpoint yet."
+    lost = max(0, run.updates - saved)
+    return f"Run {name} would lose {units.count(lost)} updates, back to update {units.count(saved)}. Stop saves first."
+
+
+def candidates(store: Store) -> tuple[Holder, ...]:
+    """All GPU processes except those of this dashboard's run, which Stop ends."""
+    own = store.run.name if store.run is not None and store.run.alive else None
+    return tuple(h for h in holders(store.machine) if own is None or h.process.run != own or h.process.stray)

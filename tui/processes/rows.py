@@ -26,7 +26,7 @@ MARKS = ("stray", "gone", "mine")
 
 
 @dataclass(frozen=True)
-class Row:
+class ProcessRow:
     """One line of the list: a process on a GPU, a whole job, or (in the tree) a process without GPU memory."""
 
     key: RowKey
@@ -112,7 +112,7 @@ _FIELDS: Mapping[str, str] = {
     "rss": "host_rss_bytes",
     "time": "started",
 }
-_TEXTS: Mapping[str, Callable[[Row], str]] = {
+_TEXTS: Mapping[str, Callable[[ProcessRow], str]] = {
     "user": lambda row: row.user,
     "container": lambda row: row.container,
     "command": lambda row: row.job_name if row.process is None else row.command,
@@ -127,7 +127,7 @@ class Order:
     descending: bool = True
 
 
-def rows_of(machine: MachineSnapshot | None) -> list[Row]:
+def rows_of(machine: MachineSnapshot | None) -> list[ProcessRow]:
     """One row per process and GPU, in the driver's order."""
     if machine is None:
         return []
@@ -139,7 +139,7 @@ def rows_of(machine: MachineSnapshot | None) -> list[Row]:
             identity = (process.pid, process.started_ticks or process.started)
             seen[identity] = seen.get(identity, 0) + 1
             rows.append(
-                Row(
+                ProcessRow(
                     key=("process", *identity, gpu.uuid or gpu.index, process.mig_instance),
                     now=machine.time,
                     process=process,
@@ -152,8 +152,13 @@ def rows_of(machine: MachineSnapshot | None) -> list[Row]:
 
 
 def arranged(
-    rows: Sequence[Row], view: View, order: Order, *, folded: Set[str] = frozenset(), frozen: Sequence[RowKey] | None = None
-) -> list[Row]:
+    rows: Sequence[ProcessRow],
+    view: View,
+    order: Order,
+    *,
+    folded: Set[str] = frozenset(),
+    frozen: Sequence[RowKey] | None = None,
+) -> list[ProcessRow]:
     """The rows as they stand below each other. `frozen` is an order to keep: rows that are not in it come last."""
     if view is View.FLAT:
         arrangement = _sorted(rows, order)
@@ -167,9 +172,9 @@ def arranged(
     return sorted(arrangement, key=lambda row: places.get(row.key, len(places)))
 
 
-def _sorted(rows: Iterable[Row], order: Order) -> list[Row]:
-    known: list[tuple[float | str, Row]] = []
-    unknown: list[Row] = []
+def _sorted(rows: Iterable[ProcessRow], order: Order) -> list[ProcessRow]:
+    known: list[tuple[float | str, ProcessRow]] = []
+    unknown: list[ProcessRow] = []
     text = _TEXTS.get(order.column)
     for row in rows:
         value: float | str | None = row.number(order.column) if text is None else text(row).casefold()
@@ -184,9 +189,9 @@ def _sorted(rows: Iterable[Row], order: Order) -> list[Row]:
     return [row for _, row in known] + sorted(unknown, key=lambda row: (row.pid, row.gpu_indices))
 
 
-def _groups(rows: Iterable[Row]) -> tuple[dict[str, list[Row]], list[Row]]:
+def _groups(rows: Iterable[ProcessRow]) -> tuple[dict[str, list[ProcessRow]], list[ProcessRow]]:
     """Rows by the key of their job, and those without one."""
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[ProcessRow]] = {}
     single = []
     for row in rows:
         if row.job is None:
@@ -196,11 +201,11 @@ def _groups(rows: Iterable[Row]) -> tuple[dict[str, list[Row]], list[Row]]:
     return groups, single
 
 
-def job_row(members: Sequence[Row], folded: bool | None) -> Row:
+def job_row(members: Sequence[ProcessRow], folded: bool | None) -> ProcessRow:
     """The row that stands for a job."""
     first = members[0]
     assert first.job is not None
-    return Row(
+    return ProcessRow(
         key=("job", first.job.key, None, None, None),
         now=first.now,
         job=first.job,
@@ -210,9 +215,9 @@ def job_row(members: Sequence[Row], folded: bool | None) -> Row:
     )
 
 
-def _by_job(rows: Sequence[Row], order: Order, folded: Set[str]) -> list[Row]:
+def _by_job(rows: Sequence[ProcessRow], order: Order, folded: Set[str]) -> list[ProcessRow]:
     groups, top = _groups(rows)
-    heads: dict[RowKey, list[Row]] = {}
+    heads: dict[RowKey, list[ProcessRow]] = {}
     for key, members in groups.items():
         job = members[0].job
         if len(members) == 1 and job is not None and len(job.pids) <= 1:
@@ -229,28 +234,28 @@ def _by_job(rows: Sequence[Row], order: Order, folded: Set[str]) -> list[Row]:
     return arrangement
 
 
-def _tree(rows: Sequence[Row], order: Order) -> list[Row]:
+def _tree(rows: Sequence[ProcessRow], order: Order) -> list[ProcessRow]:
     """Children below their parents; a launcher that is on no GPU stands above its job's processes all the same."""
     pids = {row.pid for row in rows}
     groups, _ = _groups(rows)
-    leaders: dict[int, Row] = {}
+    leaders: dict[int, ProcessRow] = {}
     for members in groups.values():
         job = members[0].job
         if job is not None and job.leader_pid not in pids and len(job.pids) > 1:
             leaders[job.leader_pid] = replace(job_row(members, None), leader_only=True)
-    children: dict[int | None, list[Row]] = {}
+    children: dict[int | None, list[ProcessRow]] = {}
     for row in rows:
         children.setdefault(_parent(row, pids, leaders), []).append(row)
     for leader in leaders.values():
         children.setdefault(None, []).append(leader)
-    arrangement: list[Row] = []
+    arrangement: list[ProcessRow] = []
     _descend(None, 0, children, order, arrangement, set())
     # A pid that was used again while the list was read can make parents go in circles: nobody may be missing for it.
     shown = {row.key for row in arrangement}
     return arrangement + _sorted((row for row in rows if row.key not in shown), order)
 
 
-def _parent(row: Row, pids: Set[int], leaders: Mapping[int, Row]) -> int | None:
+def _parent(row: ProcessRow, pids: Set[int], leaders: Mapping[int, ProcessRow]) -> int | None:
     parent = row.process.parent_pid if row.process is not None else None
     if parent is not None and parent != row.pid and (parent in pids or parent in leaders):
         return parent
@@ -259,7 +264,12 @@ def _parent(row: Row, pids: Set[int], leaders: Mapping[int, Row]) -> int | None:
 
 
 def _descend(
-    parent: int | None, depth: int, children: Mapping[int | None, list[Row]], order: Order, into: list[Row], done: set[int]
+    parent: int | None,
+    depth: int,
+    children: Mapping[int | None, list[ProcessRow]],
+    order: Order,
+    into: list[ProcessRow],
+    done: set[int],
 ) -> None:
     below = _sorted(children.get(parent, ()), order)
     for number, row in enumerate(below):

@@ -1,41 +1,38 @@
-"""All GPU processes on a screen of their own: grouped by job, as a tree or flat; sorted, filtered, searched, ended."""
+"""The screen with all GPU processes: grouped by job, as a tree or flat; to sort, filter, search and end them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.events import Resize
 from textual.widgets import Input
 
 from memtop.supervisor.monitor.snapshots import why_incomplete
 from memtop.supervisor.monitor.strays import NOT_YOURS, forbidden
 from memtop.supervisor.monitor.strays import rows_of as gpu_rows
 from memtop.supervisor.monitor.values import GpuProcess
-from memtop.tui.full import FullScreen
-from memtop.tui.key_line import KeyLine
 from memtop.tui.line import MUTED, Line, fact, fit, join, join_fitting, line, spread, width_of
-from memtop.tui.line_table import LineTable
+from memtop.tui.line_list import Entry, LineList, Page
 from memtop.tui.panel import LinePanel
+from memtop.tui.processes.details import ProcessScreen, show_environment
 from memtop.tui.processes.filter import Filter, parse
-from memtop.tui.processes.rows import Order, Row, RowKey, View, arranged, rows_of
+from memtop.tui.processes.kill import begin_ending
+from memtop.tui.processes.rows import Order, ProcessRow, RowKey, View, arranged, rows_of
 from memtop.tui.processes.table import SORTABLE, columns_for, draw_row, heading, roles_in_words
-from memtop.tui.report import REPORTS, report_lines
+from memtop.tui.screen import Dashboard, FullScreen, KeyLine
 from memtop.tui.store import Holder, Store, holders
-
-if TYPE_CHECKING:
-    from memtop.tui.dashboard.screen import DashboardScreen
+from memtop.tui.words import REPORTS, report_lines
 
 _VIEWS = (View.JOBS, View.TREE, View.FLAT)
 
 
 class ProcessesScreen(FullScreen):
-    """Rows from the dashboard's store. Its order stands still while somebody types or answers."""
+    """Rows from the dashboard's store. Their order is frozen while the user types or answers a question."""
 
-    AUTO_FOCUS = "LineTable"
+    AUTO_FOCUS = "LineList"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", "Back", show=False),
         Binding("q,o", "close", "Back", show=False),
@@ -53,41 +50,37 @@ class ProcessesScreen(FullScreen):
         Binding("N", "next(-1)", "Previous match", show=False),
     ]
 
-    def __init__(self, dashboard: DashboardScreen, *, filter_text: str = "") -> None:
-        super().__init__(id="processes-screen")
-        self.dashboard = dashboard
+    def __init__(self, dashboard: Dashboard, *, filter_text: str = "") -> None:
+        super().__init__(dashboard, id="processes-screen")
         self._store: Store = dashboard.store
         self._view = View.JOBS
         self._order = Order()
         self._folded: set[str] = set()
-        self._ticked: set[RowKey] = set()
+        self.ticked: set[RowKey] = set()
+        """The rows that were chosen to be ended."""
         self._filter = Filter()
         self._filter_text = filter_text
         self._problem = ""
         self._search = ""
         self._typing: str | None = None
         self._frozen: list[RowKey] | None = None
-        self._rows: list[Row] = []
+        self.rows: list[ProcessRow] = []
+        """The rows that are shown, from the top."""
         self._total = 0
         self._applied_text = ""
-        """The filter as it was last understood: what the rows were chosen by."""
-        self._flash: Line = ()
-        self._report: tuple[str, str] | None = None
+        """The last text that was a valid filter: the rows match this one."""
 
     def compose(self) -> ComposeResult:
-        yield LinePanel(self._draw_title, id="processes-title")
+        yield self.title_panel()
         yield Input(id="processes-input", compact=True)
-        yield LineTable(id="processes-table")
-        yield LinePanel(self._draw_flash, id="processes-flash")
+        yield LineList(self._draw_page, id="processes-table")
+        yield self.message_panel()
         yield KeyLine(self)
 
     def on_mount(self) -> None:
         self.query_one("#processes-input").display = False
         self._set_filter(self._filter_text)
         self.follow(self.dashboard, self._take)
-
-    def on_resize(self, event: Resize) -> None:
-        self.call_after_refresh(self._show)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("end", "tick"):
@@ -102,35 +95,39 @@ class ProcessesScreen(FullScreen):
             self._show()
 
     def on_screen_resume(self) -> None:
+        super().on_screen_resume()
         self._show()
 
     def _show(self) -> None:
         if not self.is_open:
             return
-        table = self.query_one(LineTable)
         every = rows_of(self._store.machine)
         self._total = len(every)
-        living = {row.key for row in every}
-        self._ticked &= living
+        self.ticked &= {row.key for row in every}
         kept = [row for row in every if self._filter.matches(row)]
-        self._rows = arranged(kept, self._view, self._order, folded=self._folded, frozen=self._frozen)
-        width = table.size.width
-        columns = columns_for(width, self._rows)
+        self.rows = arranged(kept, self._view, self._order, folded=self._folded, frozen=self._frozen)
+        with self.app.batch_update():
+            self.query_one(LineList).redraw()
+            self.query_one(".title", LinePanel).show(self._store)
+            self.show_message()
+
+    def _draw_page(self, width: int) -> Page:
+        columns = columns_for(width, self.rows)
         head, places = heading(columns, self._order, width)
         followed = self._store.followed.pids if self._store.followed is not None else frozenset()
-        lines = [
-            draw_row(row, columns, ticked=self._is_ticked(row), followed=row.pid in followed, search=self._search)
-            for row in self._rows
+        entries = [
+            Entry(
+                row.key,
+                [draw_row(row, columns, ticked=row.key in self.ticked, followed=row.pid in followed, search=self._search)],
+            )
+            for row in self.rows
         ]
-        with self.app.batch_update():
-            table.show(head, places, [row.key for row in self._rows], lines)
-            self.query_one("#processes-title", LinePanel).show(self._store)
-            self._show_flash()
+        return Page(entries, head, places)
 
-    def _draw_title(self, store: Store, width: int, height: int) -> list[Line]:
-        shown = sum(row.process is not None for row in self._rows)
+    def headline(self, store: Store) -> Line:
+        shown = sum(row.process is not None for row in self.rows)
         count = f"{shown} of {self._total}" if self._filter.terms else str(self._total)
-        left = join((line((" memtop ", "accent")), fact("GPU processes", count), fact("", self._view.value)))
+        left = join((fact("GPU processes", count), fact("", self._view.value)))
         if self._applied_text:
             left = join((left, fact("filter", self._applied_text, "edge")))
         missing = why_incomplete(store.machine) if store.machine is not None else ["waiting for the first sample"]
@@ -138,63 +135,58 @@ class ProcessesScreen(FullScreen):
             left = join((left, line((f"! {missing[0]}", "edge"))))
         elif not self._total:
             left = join((left, line(("no process uses a GPU", MUTED))))
-        sums = [fact("ticked", str(len(self._ticked)))] if self._ticked else []
-        sums += [line(("order held still", "edge"))] if self._frozen is not None else []
-        right = join([*sums, line((store.label or "", "edge"), " ")])
-        return [spread(left, right, width)]
+        return left
 
-    def _draw_flash(self, store: Store, width: int, height: int) -> list[Line]:
+    def headline_right(self, store: Store) -> Line:
+        sums = [fact("ticked", str(len(self.ticked)))] if self.ticked else []
+        sums += [line(("order frozen", "edge"))] if self._frozen is not None else []
+        return join([*sums, line((store.label or "", "edge"))])
+
+    def draw_message(self, store: Store, width: int, height: int) -> list[Line]:
         if self._problem:
             return [fit(line(("✗ ", "bad"), (self._problem, "bad")), width)]
-        if self._flash:
-            return [fit(self._flash, width)]
-        report = [] if self._report is None else report_lines(*self._report, width)
+        message = report_lines(*self._message, width) if self._message is not None else []
+        if message and not self._is_report:
+            return message
         row = self.row
         if row is None:
-            return [*report, ()]
+            return [*message, ()]
         where = self._where_words(row)
-        return [*report, spread(self._row_words(row, width - width_of(where) - 2), where, width)]
+        return [*message, spread(self._row_words(row, width - width_of(where) - 2), where, width)]
 
-    def _show_flash(self) -> None:
-        panel = self.query_one("#processes-flash", LinePanel)
-        width = self.size.width - 2
-        panel.styles.height = max(1, len(self._draw_flash(self._store, width, 1)))
-        panel.show(self._store)
+    @property
+    def _is_report(self) -> bool:
+        """Whether the message is about an ending: it stays when the cursor moves."""
+        return self._message is not None and self._message[1] in REPORTS
 
-    def _where_words(self, row: Row) -> Line:
-        """Where the cursor is in a list that goes beyond the screen."""
-        if len(self._rows) <= self.query_one(LineTable).room:
+    def _where_words(self, row: ProcessRow) -> Line:
+        """The cursor's position in a list that is longer than the screen."""
+        if len(self.rows) <= self.query_one(LineList).room:
             return ()
-        place = next((n for n, one in enumerate(self._rows, 1) if one.key == row.key), 0)
-        return line((f"row {place} of {len(self._rows)}", MUTED))
+        place = next((n for n, one in enumerate(self.rows, 1) if one.key == row.key), 0)
+        return line((f"row {place} of {len(self.rows)}", MUTED))
 
-    def _row_words(self, row: Row, width: int) -> Line:
+    def _row_words(self, row: ProcessRow, width: int) -> Line:
         process = row.process
         if process is None:
             folds = "" if row.folded is None else "Enter unfolds it" if row.folded else "Enter folds it"
             words = (row.job_name, roles_in_words(row.job), folds)
             return join_fitting([line((one, MUTED)) for one in words], width)
-        # Why a dash is a dash, of the row under the cursor.
+        # The reason for every dash in the row under the cursor.
         why = [line((f"{name.replace('_', ' ')}: ", MUTED), (reason, MUTED)) for name, reason in process.unknown.items()]
         return join_fitting([line((process.reason or row.command, MUTED)), *why], width)
 
-    def say(self, text: str, kind: str = "note") -> None:
-        """Tell the user something on the line above the keys."""
-        self._report = (text, kind) if kind in REPORTS else None
-        self._flash = () if self._report else report_lines(text, kind, 2 * len(text) + 2)[0]
-        if self.is_open:
-            self._show_flash()
-
     @property
-    def row(self) -> Row | None:
+    def row(self) -> ProcessRow | None:
         """The row under the cursor."""
-        key = self.query_one(LineTable).cursor
-        return next((row for row in self._rows if row.key == key), None)
+        key = self.query_one(LineList).cursor
+        return next((row for row in self.rows if row.key == key), None)
 
-    @on(LineTable.Moved)
+    @on(LineList.Moved)
     def _moved(self) -> None:
-        self._flash = ()
-        self._show_flash()
+        if not self._is_report:
+            self._message = None
+        self.show_message()
 
     # --- order ------------------------------------------------------------------------------------------------------
 
@@ -203,19 +195,19 @@ class ProcessesScreen(FullScreen):
         self._show()
 
     def action_sort(self, step: int) -> None:
-        shown = [*(column.id for column in columns_for(self.size.width, self._rows)), SORTABLE[-1]]
+        shown = [*(column.id for column in columns_for(self.size.width, self.rows)), SORTABLE[-1]]
         place = shown.index(self._order.column) if self._order.column in shown else 0
         self._sort_by(shown[(place + step) % len(shown)])
 
-    @on(LineTable.HeadingClicked)
-    def _clicked(self, message: LineTable.HeadingClicked) -> None:
+    @on(LineList.HeadingClicked)
+    def _clicked(self, message: LineList.HeadingClicked) -> None:
         if message.column == self._order.column:
             self.action_reverse()
         else:
             self._sort_by(message.column)
 
     def _sort_by(self, column: str) -> None:
-        # Numbers begin with the largest, words with A.
+        # Numbers start with the largest, words with A.
         words = ("user", "container", "command", "pid", "gpu")
         self._order = Order(column, descending=column not in words)
         self._show()
@@ -251,7 +243,7 @@ class ProcessesScreen(FullScreen):
     def _close_input(self) -> None:
         self._typing = None
         self.query_one("#processes-input", Input).display = False
-        self.query_one(LineTable).focus()
+        self.query_one(LineList).focus()
         self._thaw()
 
     @on(Input.Changed, "#processes-input")
@@ -263,7 +255,7 @@ class ProcessesScreen(FullScreen):
     def _submitted(self, message: Input.Submitted) -> None:
         purpose = self._typing
         if purpose == "filter" and self._problem:
-            # Not taken: the reason stands below, and the line stays open to be mended or given up.
+            # Not a valid filter: the message line gives the reason, and the input stays open.
             return
         self._close_input()
         if purpose == "search":
@@ -277,7 +269,7 @@ class ProcessesScreen(FullScreen):
         self._problem = found if isinstance(found, str) else ""
         self._filter_text = text.strip()
         if isinstance(found, Filter):
-            # While a word is half typed and not understood, the last one that was goes on.
+            # While the text is not a valid filter, the last valid one stays in use.
             self._filter, self._applied_text = found, text.strip()
         self._show()
 
@@ -286,20 +278,20 @@ class ProcessesScreen(FullScreen):
 
     def _go_to_match(self, step: int, *, here: bool = False) -> None:
         if not self._search:
-            self.say("/ finds text first")
+            self.say("type / to find text first")
             return
-        places = [n for n, row in enumerate(self._rows) if self._search in row.searchable]
+        places = [n for n, row in enumerate(self.rows) if self._search in row.searchable]
         if not places:
             self.say(f"{self._search!r} is not in the list", "bad")
             return
-        table = self.query_one(LineTable)
-        at = next((n for n, row in enumerate(self._rows) if row.key == table.cursor), 0)
+        table = self.query_one(LineList)
+        at = next((n for n, row in enumerate(self.rows) if row.key == table.cursor), 0)
         if here and at in places:
             return
         beyond = [n for n in places if (n - at) * step > 0]
-        # Beyond the last match comes the first one again.
+        # After the last match comes the first one again.
         target = (beyond or places)[0 if step > 0 else -1]
-        table.move_to(self._rows[target].key)
+        table.move_to(self.rows[target].key)
 
     def action_leave(self) -> None:
         if self._typing is not None:
@@ -309,8 +301,8 @@ class ProcessesScreen(FullScreen):
         elif self._search:
             self._search = ""
             self._show()
-        elif self._ticked:
-            self._ticked.clear()
+        elif self.ticked:
+            self.ticked.clear()
             self._show()
         elif self._filter_text:
             self._set_filter("")
@@ -321,8 +313,9 @@ class ProcessesScreen(FullScreen):
         self.dismiss(None)
 
     def _freeze(self) -> None:
-        self._report = None
-        self._frozen = [row.key for row in self._rows]
+        if self._is_report:
+            self._message = None
+        self._frozen = [row.key for row in self.rows]
         self._show()
 
     def _thaw(self) -> None:
@@ -331,7 +324,7 @@ class ProcessesScreen(FullScreen):
 
     # --- one row ----------------------------------------------------------------------------------------------------
 
-    @on(LineTable.Chosen)
+    @on(LineList.Chosen)
     def _chosen(self) -> None:
         row = self.row
         if row is None:
@@ -341,27 +334,20 @@ class ProcessesScreen(FullScreen):
                 self._folded ^= {row.job.key}
                 self._show()
             return
-        from memtop.tui.processes.details import ProcessScreen
-
         self.app.push_screen(ProcessScreen(self.dashboard, row))
 
     def action_environment(self) -> None:
         row = self.row
         if row is None or row.process is None:
-            self.say("a job has no environment of its own: choose one of its processes", "bad")
+            self.say("a job has no environment: choose one of its processes", "bad")
             return
         self._read_environment(row.process)
 
     @work(group="environment")
     async def _read_environment(self, process: GpuProcess) -> None:
-        from memtop.tui.processes.environment import show_environment
-
-        await show_environment(self.dashboard.dashboard_app, process, self.say)
+        await show_environment(self.dashboard, process, self.say)
 
     # --- ending -----------------------------------------------------------------------------------------------------
-
-    def _is_ticked(self, row: Row) -> bool:
-        return row.key in self._ticked
 
     def action_tick(self) -> None:
         row = self.row
@@ -369,17 +355,17 @@ class ProcessesScreen(FullScreen):
             return
         keys = [r.key for r in rows_of(self._store.machine) if self._belongs(r, row) and self._may_end(r)]
         if not keys:
-            self.say(f"not to be chosen: {self._why_not(row)}", "bad")
+            self.say(f"cannot be chosen: {self._why_not(row)}", "bad")
             return
-        if (row.process is not None and self._ticked.issuperset(keys)) or self._ticked.issuperset(keys):
-            self._ticked.difference_update(keys)
+        if self.ticked.issuperset(keys):
+            self.ticked.difference_update(keys)
         else:
-            self._ticked.update(keys)
+            self.ticked.update(keys)
         self._show()
-        self.query_one(LineTable).action_move(1)
+        self.query_one(LineList).action_move(1)
 
-    def _belongs(self, candidate: Row, chosen: Row) -> bool:
-        """All rows of the same process (it is ended on all its GPUs), or of the job."""
+    def _belongs(self, candidate: ProcessRow, chosen: ProcessRow) -> bool:
+        """Whether both are rows of the same process (which ends on all its GPUs), or of the same job."""
         if chosen.process is None:
             return candidate.job is not None and chosen.job is not None and candidate.job.key == chosen.job.key
         return candidate.key[:3] == chosen.key[:3]
@@ -389,15 +375,15 @@ class ProcessesScreen(FullScreen):
         if not chosen:
             row = self.row
             if row is not None:
-                self.say(f"not to be ended: {self._why_not(row)}", "bad")
+                self.say(f"cannot be ended: {self._why_not(row)}", "bad")
             return
         self._end(chosen)
 
     def _chosen_holders(self) -> tuple[Holder, ...]:
         every = rows_of(self._store.machine)
         row = self.row
-        if self._ticked:
-            wanted: Iterable[Row] = (r for r in every if r.key in self._ticked)
+        if self.ticked:
+            wanted: Iterable[ProcessRow] = (r for r in every if r.key in self.ticked)
         elif row is not None:
             wanted = (r for r in every if self._belongs(r, row))
         else:
@@ -408,21 +394,19 @@ class ProcessesScreen(FullScreen):
         return tuple(h for h in mine if (h.process.pid, h.process.started_ticks or h.process.started) in pids)
 
     def _end(self, chosen: tuple[Holder, ...]) -> None:
-        from memtop.tui.dashboard.actions import begin_ending
-
         def answered(yes: bool) -> None:
             if yes:
-                self._ticked.clear()
+                self.ticked.clear()
             self._thaw()
 
         self._freeze()
-        if not begin_ending(self.dashboard.dashboard_app, self._store, chosen, self, answered):
+        if not begin_ending(self.dashboard, self._store, chosen, self, answered):
             self._thaw()
 
-    def _may_end(self, row: Row) -> bool:
+    def _may_end(self, row: ProcessRow) -> bool:
         return row.pid not in self._forbidden() and row.process is not None
 
-    def _why_not(self, row: Row) -> str:
+    def _why_not(self, row: ProcessRow) -> str:
         if row.process is None:
             return f"none of {row.job_name}'s processes is yours to end"
         return self._forbidden().get(row.pid, NOT_YOURS)

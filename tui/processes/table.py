@@ -8,7 +8,7 @@ from typing import NamedTuple
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import Job
 from memtop.tui.line import MUTED, STRONG, TEXT, Heading, Line, Span, fit, line
-from memtop.tui.processes.rows import Order, Row
+from memtop.tui.processes.rows import Order, ProcessRow
 from memtop.tui.words import age
 
 _MARK_WIDTH = 2
@@ -23,12 +23,12 @@ class Column(NamedTuple):
     title: str
     width: int
     rank: int
-    text: Callable[[Row], str]
+    text: Callable[[ProcessRow], str]
     right: bool = True
 
 
-def _share(name: str) -> Callable[[Row], str]:
-    def text(row: Row) -> str:
+def _share(name: str) -> Callable[[ProcessRow], str]:
+    def text(row: ProcessRow) -> str:
         if row.process is None and name != "cpu":
             # Shares of different GPUs do not add up to anything.
             return ""
@@ -38,11 +38,11 @@ def _share(name: str) -> Callable[[Row], str]:
     return text
 
 
-def _bytes(name: str) -> Callable[[Row], str]:
+def _bytes(name: str) -> Callable[[ProcessRow], str]:
     return lambda row: units.size(row.number(name))
 
 
-def _time(row: Row) -> str:
+def _time(row: ProcessRow) -> str:
     seconds = row.number("time")
     return units.UNKNOWN if seconds is None else age(seconds)
 
@@ -62,7 +62,7 @@ COLUMNS = (
 SORTABLE = (*(column.id for column in COLUMNS), "command")
 
 
-def columns_for(width: int, rows: Sequence[Row]) -> tuple[Column, ...]:
+def columns_for(width: int, rows: Sequence[ProcessRow]) -> tuple[Column, ...]:
     """The columns that fit beside a command that can still be read; one that would be empty everywhere is left out."""
     wanted = [c for c in COLUMNS if c.id != "container" or any(row.container for row in rows)]
     room = width - _MARK_WIDTH - _COMMAND_LOWEST
@@ -103,9 +103,9 @@ def _role(column: str, order: Order) -> str:
     return "heading" if column == order.column else MUTED
 
 
-def draw_row(row: Row, columns: Sequence[Column], *, ticked: bool, followed: bool, search: str) -> Line:
-    """One row: tick, cells, then what is special about it and its command."""
-    spans: list[Span] = [("✓ " if ticked else "  ", "accent")]
+def draw_row(row: ProcessRow, columns: Sequence[Column], *, ticked: bool, followed: bool, search: str) -> Line:
+    """One row: a cell for the cursor, the tick, the columns, then marks and the command."""
+    spans: list[Span] = [(" ✓" if ticked else "  ", "accent")]
     quiet = row.process is None
     for column in columns:
         spans.append((f"{_padded(column.text(row)[: column.width], column)} ", STRONG if quiet else TEXT))
@@ -113,7 +113,7 @@ def draw_row(row: Row, columns: Sequence[Column], *, ticked: bool, followed: boo
     return tuple(_with_match(spans, search))
 
 
-def _what(row: Row, followed: bool) -> list[Span]:
+def _what(row: ProcessRow, followed: bool) -> list[Span]:
     spans: list[Span] = [("  " * row.depth, TEXT)] if row.depth else []
     if row.process is None:
         fold = "" if row.folded is None else "▸ " if row.folded else "▾ "

@@ -1,5 +1,1 @@
-"""NVIDIA's driver: `reader` reads all GPUs, `thread` asks it so that a hung driver holds up nobody else."""
-
-from memtop.supervisor.monitor.nvml.reader import NvmlReader, NvmlReading
-
-__all__ = ["NvmlReader", "NvmlReading"]
+"""NVIDIA's driver: `reader` reads all GPUs, `thread` calls it so that a hung driver delays nothing else."""

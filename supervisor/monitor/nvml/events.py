@@ -1,4 +1,4 @@
-"""What the driver announces by itself (Xid, ECC, recovery action, MIG changes), waited for in a thread of its own."""
+"""Waits in a thread for the driver's events (Xid, ECC, recovery action, MIG changes) and keeps each GPU's troubles."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import ctypes
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pynvml
 
 from memtop.supervisor.monitor.nvml import errors as codes
+from memtop.supervisor.monitor.values import GpuTrouble
 
 ECC_DOUBLE_BIT = 0x2
 XID = 0x8
@@ -27,16 +29,30 @@ _WANTED = (
 ) | RECOVERY_ACTION
 
 WAIT_MILLISECONDS = 200
-"""How long one wait lasts, and so how long stopping can take: the driver cannot be woken from it."""
+"""How long one wait lasts. Stopping can take as long, because the driver's wait cannot be interrupted."""
 _LOST_SECONDS = 1.0
 _AGAIN_SECONDS = 10.0
-"""How long after the last start a thread that the driver threw out is started again."""
+"""How long after its start a thread that ended with an error is started again."""
 _STOP_SECONDS = 2.0
-_KEPT = 256
+_MOST_EVENTS = 256
+
+KEPT = 8
+"""How many troubles are kept for each GPU."""
+
+_RETURNED = "the GPU can be read again"
+_ECC_WORDS = {
+    ECC_DOUBLE_BIT: "an uncorrectable (double-bit) memory error: results may be wrong; end the work on this GPU and reset it",
+    ECC_STORM: "very many corrected memory errors in a short time: the card's memory is wearing out; watch the card",
+    RETIREMENT: "the card takes bad memory out of use: reset the GPU when its work is done, to complete this",
+    RETIREMENT_FAILED: "the card could not take bad memory out of use: have the card replaced",
+    POISON: "a program used memory that an uncorrectable error had marked bad: the program fails, the GPU goes on",
+    FATAL_POISON: "an uncorrectable memory error has spread: end all work on this GPU and reset it",
+}
+_UNAVAILABLE = "the driver reports that the GPU cannot be used until it is recovered: see its recovery action and dmesg"
 
 
 class Event(NamedTuple):
-    """One announcement: seconds since the epoch, the GPU's place, NVML's event type and its data."""
+    """One event: seconds since the epoch, the GPU's index, NVML's event type and its data."""
 
     time: float
     gpu: int
@@ -45,10 +61,10 @@ class Event(NamedTuple):
 
 
 class EventWatcher:
-    """Waits for events of a set of GPUs. It holds no reference to NVML, so stop it before shutting NVML down."""
+    """Waits for events of a set of GPUs. Stop it before NVML is shut down."""
 
     def __init__(self) -> None:
-        self._events: deque[Event] = deque(maxlen=_KEPT)
+        self._events: deque[Event] = deque(maxlen=_MOST_EVENTS)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._watched: list[tuple[int, int]] = []
@@ -56,7 +72,7 @@ class EventWatcher:
         self._again = 0.0
 
     def watch(self, handles: list[tuple[int, Any]]) -> None:
-        """Watch these GPUs (index, handle) from now on; where they are watched already, do nothing."""
+        """Watch these GPUs (index, handle) from now on. Does nothing if they are already watched."""
         watched = [(index, address(handle)) for index, handle in handles]
         if watched == self._watched and (self._thread is None or self._thread.is_alive()):
             return
@@ -71,19 +87,19 @@ class EventWatcher:
         try:
             events, registered = _register(handles)
         except pynvml.NVMLError:
-            # No event sets here (not Linux, an old driver): everything else is still read, so this is no error.
+            # This driver has no event sets. This is no error: everything else is still read.
             return
         if not registered:
             _free(events)
             return
         self._stop = threading.Event()
-        # A daemon: the driver cannot be woken, and the program must be able to end.
+        # A daemon thread, because the driver's wait cannot be interrupted and the program must be able to end.
         arguments = (events, {place: index for index, place in registered}, self._stop)
         thread = threading.Thread(target=self._wait, args=arguments, name="memtop-nvml-events", daemon=True)
         try:
             thread.start()
         except RuntimeError:
-            # The system allows no more threads just now: everything else is still read, and this is tried again.
+            # The system allows no more threads now: everything else is still read, and this is tried again.
             _free(events)
             self._watched = []
             return
@@ -97,7 +113,7 @@ class EventWatcher:
         return taken
 
     def stop(self) -> bool:
-        """End the thread. False where the driver does not let go of it in time: NVML must not be shut down then."""
+        """End the thread. False if the driver does not return in time; NVML must not be shut down then."""
         thread = self._thread
         if thread is not None:
             self._stop.set()
@@ -117,8 +133,8 @@ class EventWatcher:
                     if error.value == codes.TIMEOUT:
                         continue
                     if error.value != codes.GPU_IS_LOST:
-                        return  # the driver went away; the reader watches anew once it is back
-                    stop.wait(_LOST_SECONDS)  # one GPU is lost and says so at once: the others go on
+                        return  # the driver was unloaded; the reader starts a new watch once it is back
+                    stop.wait(_LOST_SECONDS)  # one GPU is lost, and every wait returns at once: go on with the others
                     continue
                 index = indices.get(address(data.device))
                 if index is not None:
@@ -128,12 +144,12 @@ class EventWatcher:
 
 
 def address(handle: Any) -> int:
-    """What tells one handle from another: events carry the handle and nothing else of the GPU."""
+    """Identifies a handle. Events carry only the handle of their GPU."""
     return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
 
 def _register(handles: list[tuple[int, Any]]) -> tuple[Any, list[tuple[int, int]]]:
-    """A new event set, and (index, address) of the GPUs that have events. NOT_SUPPORTED only means that one has none."""
+    """A new event set, and (index, address) of the GPUs that have events."""
     events = pynvml.nvmlEventSetCreate()
     registered = []
     for index, handle in handles:
@@ -143,7 +159,7 @@ def _register(handles: list[tuple[int, Any]]) -> tuple[Any, list[tuple[int, int]
                 pynvml.nvmlDeviceRegisterEvents(handle, kinds, events)
                 registered.append((index, address(handle)))
         except pynvml.NVMLError:
-            # This GPU has no events, or cannot be read just now, which its own sample says: never an illness by itself.
+            # This GPU has no events, or cannot be read now, which its own sample reports.
             continue
     return events, registered
 
@@ -152,5 +168,73 @@ def _free(events: Any) -> None:
     try:
         pynvml.nvmlEventSetFree(events)
     except pynvml.NVMLError:
-        # The driver went away and took the set along: there is nothing left to free.
+        # The driver was unloaded and the set with it: there is nothing left to free.
         return
+
+
+class Troubles:
+    """The newest troubles of each GPU. The key is its UUID, or `gpu INDEX` until the UUID is known."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` returns seconds since the epoch."""
+        self._clock = clock
+        self._book: dict[str, tuple[GpuTrouble, ...]] = {}
+        self._readable: set[str] = set()
+        self._lost: set[str] = set()
+
+    def of(self, key: str) -> tuple[GpuTrouble, ...]:
+        """The troubles of a GPU, oldest first. The same object until one is added."""
+        return self._book.get(key, ())
+
+    def state(self, key: str, error: str | None) -> None:
+        """Note whether this GPU can be read now. A GPU that never could be read does not count as lost."""
+        if error is None:
+            if key in self._lost:
+                self._lost.discard(key)
+                self._add(key, GpuTrouble(time=self._clock(), kind="returned", message=_RETURNED))
+            self._readable.add(key)
+        elif key in self._readable:
+            self._readable.discard(key)
+            self._lost.add(key)
+            self._add(key, GpuTrouble(time=self._clock(), kind="lost", message=error))
+
+    def named(self, place: str, key: str) -> None:
+        """The UUID of the GPU at this index has become known: its troubles are moved to the UUID."""
+        for group in (self._readable, self._lost):
+            if place in group:
+                group.discard(place)
+                group.add(key)
+        if place in self._book:
+            self._book[key] = (*self._book.pop(place), *self.of(key))[-KEPT:]
+
+    def listed(self, keys: Iterable[str]) -> None:
+        """The driver lists only these GPUs. Those that could be read before and are missing are lost."""
+        for key in self._readable.difference(keys):
+            self.state(key, codes.NOT_LISTED)
+
+    def announced(self, key: str, event: Event, recovery: str) -> None:
+        """Add an event of the driver. `recovery` is the sentence that says what the card needs now."""
+        trouble = _trouble_of(event, recovery)
+        if trouble is not None:
+            self._add(key, trouble)
+
+    def _add(self, key: str, trouble: GpuTrouble) -> None:
+        self._book[key] = (*self._book.get(key, ()), trouble)[-KEPT:]
+
+
+def _trouble_of(event: Event, recovery: str) -> GpuTrouble | None:
+    if event.kind == XID:
+        return GpuTrouble(
+            time=event.time,
+            kind="xid",
+            code=event.data,
+            message=codes.xid_words(event.data),
+            fault_of_program=event.data in codes.FAULTS_OF_PROGRAMS,
+        )
+    if event.kind in _ECC_WORDS:
+        return GpuTrouble(time=event.time, kind="ecc", message=_ECC_WORDS[event.kind])
+    if event.kind == UNAVAILABLE:
+        return GpuTrouble(time=event.time, kind="recovery", message=_UNAVAILABLE)
+    if event.kind == RECOVERY_ACTION:
+        return GpuTrouble(time=event.time, kind="recovery", message=recovery)
+    return None  # a change of the MIG instances is intended, and no trouble

@@ -1,6 +1,6 @@
-"""Free memory and processes of some GPUs and nothing else: a few calls each, where a full look takes dozens.
+"""Reads only free memory and processes of some GPUs, with a few calls for each where a full reading needs dozens.
 
-For what has to be known soon, again and again, and only for a moment: what came back when processes were ended.
+`termination` uses it to measure how much memory was freed after processes were ended.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import pynvml
 
 from memtop.supervisor.monitor.nvml import errors as codes
-from memtop.supervisor.monitor.nvml.ask import Asker, GpuGone
 from memtop.supervisor.monitor.nvml.memory import MemoryReader, Pool
 from memtop.supervisor.monitor.nvml.mig import Mig
 from memtop.supervisor.monitor.nvml.processes import ProcessReader, merge_processes
+from memtop.supervisor.monitor.nvml.query import GpuGone, Query
 from memtop.supervisor.monitor.values import GpuSample
 
 _NO_GPUS_FLAG = 1  # NVML_INIT_FLAG_NO_GPUS
@@ -23,17 +23,17 @@ _BIGGEST_PID = 2**22  # the kernel's PID_MAX_LIMIT on 64 bit
 
 
 class _Readers:
-    """All that reads one handle."""
+    """The readers of one handle."""
 
     def __init__(self, handle: Any, pool: Pool) -> None:
-        self.asker = Asker(handle)
-        self.memory = MemoryReader(self.asker, pool)
+        self.query = Query(handle)
+        self.memory = MemoryReader(self.query, pool)
         self.processes = ProcessReader(handle)
         self.mig = Mig(handle)
 
 
 class HoldingsReader:
-    """Reads the GPUs of these samples, found again by their UUID. Takes as long as the driver does; holds NVML until closed."""
+    """Reads the GPUs of these samples, which it finds by their UUIDs. Keeps NVML open until it is closed."""
 
     def __init__(self, gpus: Iterable[GpuSample], *, proc_root: Path = Path("/proc")) -> None:
         self._gpus = tuple((gpu.index, gpu.uuid) for gpu in gpus)
@@ -42,7 +42,7 @@ class HoldingsReader:
         self._started = False
 
     def read(self) -> tuple[GpuSample, ...]:
-        """Memory and processes of each GPU. Never raises for what the driver says: a GPU that fails carries the error."""
+        """Memory and processes of each GPU. Never raises for a driver error: the sample of that GPU carries it."""
         try:
             if not self._started:
                 pynvml.nvmlInitWithFlags(_NO_GPUS_FLAG)
@@ -52,14 +52,14 @@ class HoldingsReader:
         return tuple(self._one(index, uuid) for index, uuid in self._gpus)
 
     def close(self) -> None:
-        """Let go of NVML."""
+        """Close NVML."""
         self._readers.clear()
         if self._started:
             self._started = False
             try:
                 pynvml.nvmlShutdown()
             except pynvml.NVMLError as error:
-                # A driver that was unloaded meanwhile leaves nothing to let go of.
+                # If the driver was unloaded in the meantime, there is nothing left to close.
                 if error.value not in codes.GPU_GONE:
                     raise
 
@@ -82,7 +82,7 @@ def _handle(index: int, uuid: str | None) -> Any:
 
 def _sample(index: int, uuid: str | None, readers: _Readers) -> GpuSample:
     memory = readers.memory.read()
-    if not readers.mig.looked or readers.mig.stale:
+    if not readers.mig.enumerated or readers.mig.stale:
         readers.mig.enumerate()
     if readers.mig.mode:
         lists, errors = readers.mig.processes()
@@ -95,9 +95,9 @@ def _sample(index: int, uuid: str | None, readers: _Readers) -> GpuSample:
     processes = tuple(merge_processes(lists, _BIGGEST_PID)[0])
     if readers.memory.unified:
         memory = readers.memory.shared(processes, "compute" not in errors)
-    # A card without graphics or MPS has no such list: nothing is missing then.
+    # A card without graphics or MPS has no such list, so no processes are missing.
     missing = [code for kind, code in errors.items() if kind == "compute" or code not in codes.NEVER_AGAIN]
-    unknown = {**readers.asker.reasons(), **({"processes": codes.words(missing[0])} if missing else {})}
+    unknown = {**readers.query.reasons(), **({"processes": codes.words(missing[0])} if missing else {})}
     return GpuSample(index=index, uuid=uuid, processes=processes, unknown=unknown, **memory)
 
 

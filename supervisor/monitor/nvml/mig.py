@@ -1,4 +1,4 @@
-"""The MIG instances that a GPU is cut into: their memory and their processes. Nothing else is told of them."""
+"""Reads the MIG instances of a GPU: their memory and their processes. The driver reports nothing else about them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 import pynvml
 
 from memtop.supervisor.monitor.nvml import errors as codes
-from memtop.supervisor.monitor.nvml.ask import Asker, GpuGone
 from memtop.supervisor.monitor.nvml.memory import MEMORY_FIELDS, MemoryReader
 from memtop.supervisor.monitor.nvml.processes import ListRow, ProcessReader
+from memtop.supervisor.monitor.nvml.query import GpuGone, Query
 from memtop.supervisor.monitor.values import MigInstance
 
 _NO_INSTANCE = frozenset({codes.NOT_FOUND, codes.INVALID_ARGUMENT})
-_PLACES = "places for instances"
+_SLOTS = "slots for instances"
 _ONE_HANDLE_ENDS = frozenset({codes.INVALID_ARGUMENT, codes.NOT_FOUND, codes.UNINITIALIZED})
 
 
 class Instance:
-    """One instance behind its handle, which the driver may give to another instance once this one is destroyed."""
+    """One instance and its handle. The driver may reuse the handle once the instance is destroyed."""
 
     def __init__(self, position: int, handle: Any) -> None:
-        self._asker = Asker(handle)
-        self._memory = MemoryReader(self._asker, None)
+        self._query = Query(handle)
+        self._memory = MemoryReader(self._query, None)
         self.position = position
         self.processes = ProcessReader(handle)
-        ask = self._asker.ask
+        ask = self._query.ask
         self.uuid = ask("uuid", "nvmlDeviceGetUUID")
         name = ask("name", "nvmlDeviceGetName")
         self.gpu_instance = ask("gpu_instance", "nvmlDeviceGetGpuInstanceId")
@@ -39,47 +39,47 @@ class Instance:
         }
 
     def sample(self) -> MigInstance:
-        """Its memory now. Raises GpuGone where the handle is of no use any more."""
+        """Its memory now. Raises GpuGone if the handle cannot be used any more."""
         memory = self._memory.read()
-        return MigInstance(**self._fixed, **memory, unknown=self._asker.reasons())
+        return MigInstance(**self._fixed, **memory, unknown=self._query.reasons())
 
     def failed(self, error: str) -> MigInstance:
-        """What stands for it where it cannot be read."""
+        """The sample of an instance that cannot be read."""
         return MigInstance(**self._fixed, error=error, unknown=dict.fromkeys(MEMORY_FIELDS, "the instance cannot be read"))
 
 
 class Mig:
-    """The instances of one GPU. `mode` is whether the GPU is cut into instances, None where the driver does not tell."""
+    """The instances of one GPU. `mode` is whether MIG is on, None if the driver does not report it."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self._asker = Asker(handle)
+        self._query = Query(handle)
         self._instances: list[Instance] = []
         self._whole = ProcessReader(handle)
-        self._unlisted: str | None = None
+        self._why_incomplete: str | None = None
         self.mode: bool | None = None
         self.stale = False
-        """True once an instance went away: enumerate before the next sample."""
-        self.looked = False
+        """An instance has gone: enumerate before the next sample."""
+        self.enumerated = False
 
     @property
     def mode_reason(self) -> str | None:
         """Why `mode` is None."""
-        return self._asker.reasons().get("mig_mode")
+        return self._query.reasons().get("mig_mode")
 
     def enumerate(self) -> None:
-        """Ask for the mode and look for instances at every place: there may be gaps. Raises GpuGone."""
+        """Read the mode and look for an instance in every slot; there may be gaps. Raises GpuGone."""
         self.stale = False
-        self.looked = True
-        mode = self._asker.ask("mig_mode", "nvmlDeviceGetMigMode")
+        self.enumerated = True
+        mode = self._query.ask("mig_mode", "nvmlDeviceGetMigMode")
         self.mode = None if mode is None else bool(mode[0])
         self._instances = []
-        self._unlisted = None
+        self._why_incomplete = None
         if not self.mode:
             return
-        places = self._asker.ask(_PLACES, "nvmlDeviceGetMaxMigDeviceCount")
-        self._unlisted = None if places is not None else self._asker.reasons()[_PLACES]
-        for position in range(places or 0):
+        slots = self._query.ask(_SLOTS, "nvmlDeviceGetMaxMigDeviceCount")
+        self._why_incomplete = None if slots is not None else self._query.reasons()[_SLOTS]
+        for position in range(slots or 0):
             try:
                 handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(self._handle, position)
                 self._instances.append(Instance(position, handle))
@@ -87,14 +87,14 @@ class Mig:
                 if error.value in codes.GPU_GONE:
                     raise GpuGone(error.value) from error
                 if error.value not in _NO_INSTANCE:
-                    # Of this place alone, whatever the error: the others, and this one next time, are asked.
-                    self._unlisted = codes.words(error.value)
+                    # The error concerns this slot only. The others are read, and this one again next time.
+                    self._why_incomplete = codes.words(error.value)
             except GpuGone:
-                # Destroyed between the two calls; or the whole GPU is gone, which its own calls will say.
+                # The instance was destroyed between the two calls. If the whole GPU is gone, its own calls report it.
                 self.stale = True
 
     def sample(self) -> tuple[MigInstance, ...]:
-        """Memory of every instance."""
+        """The memory of every instance."""
         samples = []
         for instance in self._instances:
             try:
@@ -106,7 +106,7 @@ class Mig:
         return tuple(samples)
 
     def processes(self) -> tuple[list[tuple[int | None, dict[str, list[ListRow]]]], dict[str, int]]:
-        """Lists by instance, and the errors by kind."""
+        """The process lists by instance, and NVML's errors by kind."""
         lists: list[tuple[int | None, dict[str, list[ListRow]]]] = []
         errors: dict[str, int] = {}
         refused = bool(self._instances)
@@ -117,24 +117,24 @@ class Mig:
             errors |= failed
         if not refused:
             return lists, errors
-        # Some drivers tell the processes of all instances under their GPU only.
+        # Some drivers report the processes of all instances for the whole GPU only.
         rows, failed = self._whole.read()
         return (lists, errors) if "compute" in failed else (self._by_instance(rows), failed)
 
     def _by_instance(self, rows: dict[str, list[ListRow]]) -> list[tuple[int | None, dict[str, list[ListRow]]]]:
-        """The GPU's own lists, each row with the instance that it names; None where it names none of ours."""
-        places = {(one.gpu_instance, one.compute_instance): one.position for one in self._instances}
+        """The GPU's own lists, by instance. None stands for rows that name no known instance."""
+        positions = {(one.gpu_instance, one.compute_instance): one.position for one in self._instances}
         sorted_out: dict[int | None, dict[str, list[ListRow]]] = {}
         for kind, found in rows.items():
             for row in found:
-                place = places.get((row.gpu_instance, row.compute_instance))
-                sorted_out.setdefault(place, {}).setdefault(kind, []).append(row)
+                position = positions.get((row.gpu_instance, row.compute_instance))
+                sorted_out.setdefault(position, {}).setdefault(kind, []).append(row)
         return list(sorted_out.items())
 
     def uuids(self) -> tuple[str, ...]:
-        """UUIDs of the instances, by position."""
+        """UUIDs of the instances, in order of position."""
         return tuple(instance.uuid for instance in self._instances if instance.uuid)
 
     def reasons(self) -> dict[str, str]:
-        """Why instances are missing, under `mig`."""
-        return {} if self._unlisted is None else {"mig": self._unlisted}
+        """Why instances may be missing, under the field name `mig`."""
+        return {} if self._why_incomplete is None else {"mig": self._why_incomplete}

@@ -1,4 +1,4 @@
-"""PCIe throughput. Every reading takes the driver 20 ms, so it has a thread of its own that lives only while it is wanted."""
+"""Reads PCIe throughput in a separate thread, because the driver needs 20 ms for each value. The thread runs on demand."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 import pynvml
 
 from memtop.supervisor.monitor.nvml import errors as codes
-from memtop.supervisor.monitor.nvml.ask import ALL_ONES, NOT_TOLD
 from memtop.supervisor.monitor.nvml.details import PCIE_NOT_WANTED
+from memtop.supervisor.monitor.nvml.query import ALL_ONES, NOT_REPORTED
 
 WANTED_SECONDS = 10.0
-"""How long one wish lasts."""
+"""How long the thread runs after `want` was called."""
 _PAUSE_SECONDS = 1.0
 _OLD_SECONDS = 10.0
 _SILENT = "the driver has not answered for more than 10 s"
-_NO_THREAD = "the system allows memtop no further thread (see ulimit -u, or the pids limit of the container)"
+_NO_THREAD = "the system allows memtop no more threads (see ulimit -u, or the pids limit of the container)"
 
 Rates = tuple[float | None, float | None]
 Handles = Callable[[], Sequence[tuple[int, Any]]]
 
 
 class PcieReader:
-    """Reads each GPU in turn while somebody wants it."""
+    """Reads each GPU in turn while its throughput is wanted."""
 
     def __init__(self, handles: Handles, monotonic: Callable[[], float]) -> None:
-        """`handles` gives (index, handle) of the GPUs that can be read just now."""
+        """`handles` returns (index, handle) of the GPUs that can be read now."""
         self._handles = handles
         self._monotonic = monotonic
         self._lock = threading.Lock()
@@ -36,13 +36,13 @@ class PcieReader:
         self._stop = threading.Event()
         self._no_thread = False
         self._rates: dict[int, tuple[float, Rates | str]] = {}
-        """By GPU: when it was read, and what."""
-        self._never: dict[int, tuple[Any, str]] = {}
-        self._told: dict[int, Any] = {}
-        """By GPU: the handle that it was told for."""
+        """By GPU: when it was read, and the result."""
+        self._unsupported: dict[int, tuple[Any, str]] = {}
+        self._reported: dict[int, Any] = {}
+        """By GPU: the handle with which the driver has reported it."""
 
     def want(self) -> None:
-        """Somebody looks at it: read for the next 10 s."""
+        """Read for the next 10 s."""
         with self._lock:
             self._until = self._monotonic() + WANTED_SECONDS
             if self._thread is not None and self._thread.is_alive():
@@ -52,13 +52,13 @@ class PcieReader:
             try:
                 thread.start()
             except RuntimeError:
-                self._no_thread = True  # the system allows no more threads just now: the next wish tries again
+                self._no_thread = True  # the system allows no more threads now: the next call tries again
                 return
             self._no_thread = False
             self._thread = thread
 
     def of(self, index: int) -> Rates | str:
-        """Bytes per second sent and received by this GPU, or why they are not known."""
+        """Bytes per second sent and received by this GPU, or the reason why they are unknown."""
         if self._monotonic() > self._until:
             return PCIE_NOT_WANTED
         if self._no_thread:
@@ -69,7 +69,7 @@ class PcieReader:
         return rates
 
     def stop(self, seconds: float = 2.0) -> bool:
-        """End the thread; False where the driver holds it longer than that."""
+        """End the thread. False if the driver does not return within `seconds`."""
         thread = self._thread
         self._until = float("-inf")
         self._stop.set()
@@ -78,8 +78,8 @@ class PcieReader:
             if thread.is_alive():
                 return False
         self._rates = {}
-        self._never = {}
-        self._told = {}
+        self._unsupported = {}
+        self._reported = {}
         return True
 
     def _run(self, stop: threading.Event) -> None:
@@ -97,17 +97,17 @@ class PcieReader:
                     return
 
     def _read(self, index: int, handle: Any) -> Rates | str:
-        known, reason = self._never.get(index, (None, ""))
+        known, reason = self._unsupported.get(index, (None, ""))
         if known is handle:
             return reason
         try:
             sent = pynvml.nvmlDeviceGetPcieThroughput(handle, pynvml.NVML_PCIE_UTIL_TX_BYTES)
             received = pynvml.nvmlDeviceGetPcieThroughput(handle, pynvml.NVML_PCIE_UTIL_RX_BYTES)
         except pynvml.NVMLError as error:
-            if error.value in codes.NEVER_AGAIN and self._told.get(index) is not handle:
-                self._never[index] = (handle, codes.words(error.value))
+            if error.value in codes.NEVER_AGAIN and self._reported.get(index) is not handle:
+                self._unsupported[index] = (handle, codes.words(error.value))
             return codes.words(error.value)
         if sent in ALL_ONES or received in ALL_ONES:
-            return NOT_TOLD
-        self._told[index] = handle
-        return sent * 1024.0, received * 1024.0  # NVML tells KB/s and counts 1024 in them
+            return NOT_REPORTED
+        self._reported[index] = handle
+        return sent * 1024.0, received * 1024.0  # NVML reports KB/s of 1024 bytes

@@ -1,4 +1,4 @@
-"""The processes on a GPU as the driver lists them: memory by pid, and how busy each kept the GPU."""
+"""Reads the driver's process lists: memory by pid, and how busy each process keeps the GPU."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from typing import Any, NamedTuple
 import pynvml
 
 from memtop.supervisor.monitor.nvml import errors as codes
-from memtop.supervisor.monitor.nvml.ask import Asker
+from memtop.supervisor.monitor.nvml.query import Query
 from memtop.supervisor.monitor.values import GpuProcess
 
 _NOT_AVAILABLE = 2**64 - 1
 _KINDS = {"compute": "Compute", "graphics": "Graphics", "mps": "MPSCompute"}
-_ROOM = 32
+_FIRST_LENGTH = 32
 _TRIES = 3
 _MOST = 100_000
-"""A driver in trouble may name any number: no GPU has more processes (or samples of them)."""
+"""No GPU has more processes. A driver in trouble may report any number."""
 _WINDOW = 2.5
-"""Seconds: how far back the driver's samples are looked at, at most. The lists are read every 2 s."""
+"""How far back the driver's samples count at most, in seconds. The lists are read every 2 s."""
 
-_NO_MEMORY = "the driver does not tell memory per process here (WSL, MIG, vGPU)"
-_NOT_ALL = "the driver does not tell all of this process's memory"
-_MPS = "the work of MPS clients is counted for the MPS server"
-_HIDDEN = "the driver tells neither memory nor samples of this process"
+_NO_MEMORY = "the driver does not report memory per process here (WSL, MIG, vGPU)"
+_NOT_ALL = "the driver does not report all of this process's memory"
+_MPS = "the driver counts the work of MPS clients for the MPS server"
+_HIDDEN = "the driver reports neither memory nor utilisation of this process"
 _SHARES = ("sm_fraction", "memory_bandwidth_fraction", "encoder_fraction", "decoder_fraction")
 
 
-# Unpacked by hand: the bindings' structures take longer over each field than the driver over the whole list.
+# Unpacked by hand: the bindings' structures need more time for one field than the driver for the whole list.
 _ROW = struct.Struct("@IQII")  # pid, bytes, GPU instance, compute instance
 _LONG_ROW = struct.Struct("@IQIIQ")
-"""The layout that the first 535 drivers wrote for a while: protected memory at the end."""
+"""The layout of some early 535 drivers, with protected memory at the end."""
 _SAMPLE = struct.Struct("@IQIIII")  # pid, microseconds since the epoch, multiprocessors, memory, encoder, decoder
 
 
 Shares = tuple[float, ...] | str
-"""How busy a process kept the parts of the GPU, in the order of `_SHARES` (0-1), or why that is not known."""
+"""How busy a process keeps each part of the GPU, in the order of `_SHARES` (0-1), or the reason why it is unknown."""
 
 
 class ListRow(NamedTuple):
-    """One entry of a driver's list; `used` is None where the driver does not tell it."""
+    """One entry of a process list. `used` is in bytes, None if the driver does not report it."""
 
     pid: int
     used: int | None
@@ -49,24 +49,25 @@ class ListRow(NamedTuple):
     compute_instance: int
 
 
-class _Buffered:
-    """One of the driver's lists, read in one call into a buffer that is kept.
+class _BufferedList:
+    """Reads one of the driver's lists with one call, into a buffer that is reused.
 
-    The bindings' own functions ask for the length first: twice the dearest call there is (milliseconds on some cards).
+    The bindings' own functions make two calls, the first for the length. The call is the most expensive one of all
+    (milliseconds on some cards).
     """
 
     def __init__(self, row: struct.Struct, *names: str) -> None:
-        """`row`: the layout of an entry; `names`: the functions that give the list, the best first."""
+        """`row`: the layout of an entry. `names`: the functions that return the list, the best first."""
         self._row = row
         self._names = list(names)
-        self._room = 0
+        self._length = 0
         self._rows: Any = None
-        self._grow(_ROOM)
+        self._grow(_FIRST_LENGTH)
 
     def read(self, handle: Any, call: Callable[[Any, Any, Any, Any], int]) -> list[tuple[int, ...]]:
-        """The entries. `call` gets function, handle, rows and count. Raises NVMLError."""
+        """The entries. `call` receives function, handle, rows and count. Raises NVMLError."""
         for _ in range(_TRIES):
-            count = ctypes.c_uint(self._room)
+            count = ctypes.c_uint(self._length)
             code = self._ask(handle, count, call)
             if code != codes.TOO_SMALL or count.value > _MOST:
                 break
@@ -82,9 +83,9 @@ class _Buffered:
                 return code
             self._names.pop(0)
 
-    def _grow(self, room: int) -> None:
-        self._room = room
-        self._rows = ctypes.create_string_buffer(self._row.size * room)
+    def _grow(self, length: int) -> None:
+        self._length = length
+        self._rows = ctypes.create_string_buffer(self._row.size * length)
 
 
 def _missing(*_: Any) -> int:
@@ -92,7 +93,7 @@ def _missing(*_: Any) -> int:
 
 
 def _function(name: str) -> Any:
-    """The driver's function itself. The bindings' look-up is private by its name, and the only one that they have."""
+    """The driver's function. The bindings have no public way to look it up."""
     try:
         return pynvml._nvmlGetFunctionPointer(name)
     except pynvml.NVMLError as error:
@@ -102,45 +103,48 @@ def _function(name: str) -> Any:
 
 
 def _row_layout() -> struct.Struct:
-    """The layout of a process row. Drivers that can tell protected memory but not yet the detailed list write the long
-    one; read with the short one it yields pids such as 0 and 4294967295, and writes past a buffer made for the short."""
+    """The layout of a process row.
+
+    Drivers that report protected memory but lack the detailed list write the long layout. Read as the short layout it yields
+    pids such as 0 and 4294967295, and the driver writes past the end of a buffer for the short one.
+    """
     detailed = _function("nvmlDeviceGetRunningProcessDetailList") is not _missing
     long = not detailed and _function("nvmlDeviceGetConfComputeMemSizeInfo") is not _missing
     return _LONG_ROW if long else _ROW
 
 
 class ProcessReader:
-    """Reads the lists of one handle (a GPU or a MIG instance)."""
+    """Reads the process lists of one handle (a GPU or a MIG instance)."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self._lists: dict[str, _Buffered] | None = None
-        self._never: dict[str, int] = {}
-        self._told: set[str] = set()
+        self._lists: dict[str, _BufferedList] | None = None
+        self._unsupported: dict[str, int] = {}
+        self._reported: set[str] = set()
 
     def read(self) -> tuple[dict[str, list[ListRow]], dict[str, int]]:
-        """Rows by kind, and NVML's error by kind for lists that could not be read."""
+        """Rows by kind, and by kind NVML's error for lists that could not be read."""
         if self._lists is None:
             self._lists = _make_lists()
         rows: dict[str, list[ListRow]] = {}
-        errors = dict(self._never)
+        errors = dict(self._unsupported)
         for kind, source in self._lists.items():
-            if kind in self._never:
+            if kind in self._unsupported:
                 continue
             try:
                 rows[kind] = [_list_row(row) for row in source.read(self._handle, _call_list)]
             except pynvml.NVMLError as error:
                 errors[kind] = error.value
-                if error.value in codes.NEVER_AGAIN and kind not in self._told:
-                    self._never[kind] = error.value
-        self._told.update(rows)
+                if error.value in codes.NEVER_AGAIN and kind not in self._reported:
+                    self._unsupported[kind] = error.value
+        self._reported.update(rows)
         return rows, errors
 
 
-def _make_lists() -> dict[str, _Buffered]:
+def _make_lists() -> dict[str, _BufferedList]:
     row = _row_layout()
     return {
-        kind: _Buffered(row, *(f"nvmlDeviceGet{name}RunningProcesses_v{version}" for version in (3, 2)))
+        kind: _BufferedList(row, *(f"nvmlDeviceGet{name}RunningProcesses_v{version}" for version in (3, 2)))
         for kind, name in _KINDS.items()
     }
 
@@ -154,38 +158,41 @@ def _list_row(row: tuple[int, ...]) -> ListRow:
 
 
 class UtilizationReader:
-    """How busy each process kept the GPU since the last look, from the driver's own samples."""
+    """Reads how busy each process kept the GPU since the last read, from the driver's own samples."""
 
-    def __init__(self, asker: Asker) -> None:
-        self._asker = asker
-        self._samples = _Buffered(_SAMPLE, "nvmlDeviceGetProcessUtilization")
+    def __init__(self, query: Query) -> None:
+        self._query = query
+        self._samples = _BufferedList(_SAMPLE, "nvmlDeviceGetProcessUtilization")
         self._seen = 0
 
     def read(self, now: float) -> dict[int, Shares] | str:
-        """Shares (multiprocessors, memory, encoder, decoder; 0-1) by pid, or why they are not known. `now` is seconds
-        since the epoch. A pid that is not in the answer was idle: the driver leaves out who did nothing."""
-        if self._asker.never(_SHARES[0]):
-            return self._asker.reasons()[_SHARES[0]]
-        # From the last sample on, but not from long ago: over a long pause the driver would average the pause in.
+        """Shares by pid (multiprocessors, memory, encoder, decoder; 0-1), or the reason why they are unknown.
+
+        `now` is seconds since the epoch. The driver leaves out idle processes, so a missing pid was idle.
+        """
+        if self._query.is_unsupported(_SHARES[0]):
+            return self._query.reasons()[_SHARES[0]]
+        # Ask for samples since the last one, but not over a long pause: the driver would include it in the average.
         if self._seen > now * 1e6:
-            self._seen = 0  # the clock was set back: whoever works since then must not seem idle
+            self._seen = 0  # the clock was set back: processes that work since then must not seem idle
         since = max(self._seen, int((now - _WINDOW) * 1e6))
         try:
-            samples = self._samples.read(self._asker.handle, _call_samples(since))
+            samples = self._samples.read(self._query.handle, _call_samples(since))
         except pynvml.NVMLError as error:
             if error.value == codes.NOT_FOUND:
                 return {}
-            self._asker.failed((_SHARES[0],), error.value)
+            self._query.failed((_SHARES[0],), error.value)
             return codes.words(error.value)
-        self._asker.told((_SHARES[0],))
-        # Shares above 100 %: of a process that works, or garbage in unused places of the buffer, whose stamps mean nothing.
+        self._query.reported((_SHARES[0],))
+        # Shares above 100 % are wrong values, or garbage in unused parts of the buffer: ignore their time stamps.
         sound = sorted((sample for sample in samples if max(sample[2:]) <= 100), key=lambda sample: sample[1])
         if sound:
             self._seen = sound[-1][1]
         found: dict[int, Shares] = {
             sample[0]: f"the driver reported {max(sample[2:])} %" for sample in samples if max(sample[2:]) > 100
         }
-        return found | {sample[0]: tuple(part / 100 for part in sample[2:]) for sample in sound}  # the newest of a pid stays
+        # Of several samples of a pid, the newest is kept.
+        return found | {sample[0]: tuple(part / 100 for part in sample[2:]) for sample in sound}
 
 
 def _call_samples(since: int) -> Callable[[Any, Any, Any, Any], int]:
@@ -198,9 +205,9 @@ def _call_samples(since: int) -> Callable[[Any, Any, Any, Any], int]:
 def merge_processes(
     lists: Iterable[tuple[int | None, dict[str, list[ListRow]]]], pid_max: int
 ) -> tuple[list[GpuProcess], list[int]]:
-    """One row per possible pid and MIG instance, largest first, and the pids that cannot exist.
+    """One row for each pid and MIG instance, largest first, and the pids that cannot exist.
 
-    Reading a list with another driver's structure size yields pids such as 0 and 4294967295; those are not processes.
+    A list that is read with another driver's structure size contains pids such as 0 and 4294967295.
     """
     rows: list[GpuProcess] = []
     dropped: set[int] = set()
@@ -211,13 +218,13 @@ def merge_processes(
                 dropped.add(pid)
                 continue
             kinds = [kind for kind, by_pid in sums.items() if pid in by_pid]
-            # A process in several lists is reported with the same total in each: the largest, not the sum.
+            # A process in several lists has the same total in each: take the largest, not the sum.
             known = [used for kind in kinds if (used := sums[kind][pid]) is not None]
             rows.append(
                 GpuProcess(
                     pid=pid,
                     used_bytes=max(known, default=None),
-                    # An MPS client may stand in the compute list too; the other word for it would be less.
+                    # An MPS client may also be in the compute list. `mps` says more.
                     kind="mps" if "mps" in kinds else "+".join(kinds),
                     mig_instance=instance,
                     unknown={} if known else {"used_bytes": _why_no_memory(pid, by_kind)},
@@ -233,7 +240,7 @@ def _why_no_memory(pid: int, by_kind: Mapping[str, list[ListRow]]) -> str:
 
 
 def _bytes_by_pid(rows: list[ListRow]) -> dict[int, int | None]:
-    """Bytes by pid; several rows of one pid in one list add up, unless one of them is not known."""
+    """Bytes by pid. Several rows of one pid in one list are added up; None if one of them is unknown."""
     sums: dict[int, int | None] = {}
     for row in rows:
         before = sums.get(row.pid, 0)
@@ -242,11 +249,11 @@ def _bytes_by_pid(rows: list[ListRow]) -> dict[int, int | None]:
 
 
 def with_shares(rows: list[GpuProcess], shares: dict[int, Shares] | str) -> tuple[GpuProcess, ...]:
-    """The rows with how busy each process kept the GPU, by pid, or why that is known of none.
+    """Add to each row how busy its process kept the GPU, or the reason why that is unknown.
 
-    Who is missing from the driver's answer did nothing in the window: a true zero. That holds only for processes that the
-    driver sees in full. Where it hides even the memory of one (WSL, other guests), its silence proves nothing; and what
-    MPS clients do is counted for their server.
+    A process that is missing from `shares` was idle: a true zero. This holds only for processes that the driver sees in full.
+    It proves nothing about a process whose memory the driver does not report (WSL, other guests), nor about MPS clients, whose
+    work is counted for their server.
     """
     done = []
     for row in rows:
@@ -264,13 +271,13 @@ def with_shares(rows: list[GpuProcess], shares: dict[int, Shares] | str) -> tupl
 
 
 def _with(row: GpuProcess, found: Shares) -> GpuProcess:
-    told = not isinstance(found, str)
-    shares: dict[str, Any] = dict(zip(_SHARES, found, strict=True)) if told else {}
+    known = not isinstance(found, str)
+    shares: dict[str, Any] = dict(zip(_SHARES, found, strict=True)) if known else {}
     return GpuProcess(
         pid=row.pid,
         used_bytes=row.used_bytes,
         kind=row.kind,
         mig_instance=row.mig_instance,
-        unknown=row.unknown if told else row.unknown | dict.fromkeys(_SHARES, str(found)),
+        unknown=row.unknown if known else row.unknown | dict.fromkeys(_SHARES, str(found)),
         **shares,
     )

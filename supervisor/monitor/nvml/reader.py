@@ -1,4 +1,4 @@
-"""All GPUs through NVML's official bindings. No GPU, no driver and no library are normal states with words of their own."""
+"""Reads all GPUs with NVML's official bindings. No GPU, no driver and no library are normal states with a note."""
 
 from __future__ import annotations
 
@@ -14,34 +14,32 @@ import msgspec
 import pynvml
 
 from memtop.supervisor.monitor.nvml import errors as codes
-from memtop.supervisor.monitor.nvml.ask import Untold, call_first
-from memtop.supervisor.monitor.nvml.events import Event, EventWatcher
-from memtop.supervisor.monitor.nvml.gpu import Gpu, Surroundings
+from memtop.supervisor.monitor.nvml.device import Gpu, Host
+from memtop.supervisor.monitor.nvml.environment import ASLEEP, CudaDevice, all_asleep, visible_indices
+from memtop.supervisor.monitor.nvml.events import Event, EventWatcher, Troubles
 from memtop.supervisor.monitor.nvml.memory import Pool
 from memtop.supervisor.monitor.nvml.pcie import PcieReader
-from memtop.supervisor.monitor.nvml.sleep import ASLEEP, all_asleep
-from memtop.supervisor.monitor.nvml.troubles import Troubles
-from memtop.supervisor.monitor.nvml.visible import Seen, visible_indices
+from memtop.supervisor.monitor.nvml.query import NoValue, call_first
 from memtop.supervisor.monitor.processes.proc import in_host_pid_namespace
 from memtop.supervisor.monitor.values import GpuSample
 
 ENUMERATE_SECONDS = 10.0
-"""How often the number and order of GPUs is looked at again, and NVML itself started again where it failed."""
+"""How often the GPUs are enumerated, and NVML is started again if it failed."""
 REOPEN_SECONDS = 2.0
-"""How often a GPU that cannot be read is tried again: opening a sick GPU can take long in the driver."""
+"""How often a GPU that cannot be read is tried again: opening a faulty GPU can take the driver a long time."""
 CLOSE_SECONDS = 2.0
-"""How long closing waits for a read that the driver holds up."""
+"""How long closing waits for a read that is under way."""
 MISSING_SECONDS = 24 * 3600.0
-"""How long a GPU that the driver does not list any more keeps a row: whoever looks the next morning shall see it."""
+"""How long a GPU that the driver no longer lists keeps its row, so that it is still visible the next morning."""
 RESTART_SECONDS = 30.0
-"""How often the library is started afresh while some GPUs, but not all, cannot be read."""
+"""How often the library is restarted while some GPUs, but not all, cannot be read."""
 
-_NO_GPUS_FLAG = 1  # NVML_INIT_FLAG_NO_GPUS: starting without a GPU is not an error
+_NO_GPUS_FLAG = 1  # NVML_INIT_FLAG_NO_GPUS: starting without a GPU is no error
 _BIGGEST_PID = 2**22  # the kernel's PID_MAX_LIMIT on 64 bit
 
 
 class NvmlReading(msgspec.Struct, frozen=True, kw_only=True):
-    """What one look at the driver gave. Processes carry what the driver tells; who they are is told elsewhere."""
+    """All GPUs at one moment. Processes have only the driver's values; `process_watch` adds the others."""
 
     gpus: tuple[GpuSample, ...] = ()
     note: str | None = None
@@ -51,12 +49,14 @@ class NvmlReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NvmlReader:
-    """Samples every GPU within the call budget; starts NVML on the first read and again after failures.
+    """Samples every GPU. Starts NVML at the first read and again after a failure.
 
-    Per tick: memory and utilisation. Every 2 s: process lists. Every 5 s: sensors and details. Every 10 s: the set of GPUs
-    and MIG instances. Once per handle: what never changes. PCIe throughput only while somebody calls `want_pcie`. Events of
-    the driver come through a thread of their own. GPUs that all sleep are left asleep, unless `wake`. `monotonic` (seconds)
-    and `clock` (seconds since the epoch) exist for tests, as does `environment`, in which CUDA_VISIBLE_DEVICES is looked up.
+    Each read: memory and utilisation. Every 2 s: process lists. Every 5 s: sensors and details. Every 10 s: the set of GPUs
+    and MIG instances. Once for each handle: values that never change. PCIe throughput is read only after `want_pcie`, and
+    driver events arrive in a separate thread.
+
+    If all GPUs sleep, they stay asleep unless `wake` is set. `monotonic` (seconds), `clock` (seconds since the epoch) and
+    `environment` (for CUDA_VISIBLE_DEVICES) can be replaced in tests.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class NvmlReader:
         self._wake = wake
         self._proc_root = proc_root
         self._environment = environment
-        self._surroundings = Surroundings(self._pid_max, Pool(proc_root), clock)
+        self._host = Host(self._pid_max, Pool(proc_root), clock)
         self._lock = threading.Lock()
         self._gpus: list[Gpu] = []
         self._last: dict[int, tuple[float, GpuSample]] = {}
@@ -89,19 +89,19 @@ class NvmlReader:
         self._enumerate_due = self._restart_due = float("-inf")
         self._sick = 0
         self._missing: list[tuple[float, Gpu]] = []
-        """Not listed any more, and until when they are told of."""
+        """GPUs that are not listed any more, with the time until which they keep a row."""
         self._late: list[tuple[Gpu, Event]] = []
-        """Announced of GPUs that have just been replaced by others."""
+        """Events of GPUs that have just been replaced by others."""
         self._biggest_pid: int | None = None
-        self._seen: list[Seen] = []
-        self._anew = threading.Event()
+        self._numbered: list[CudaDevice] = []
+        self._refresh = threading.Event()
 
     def read(self) -> NvmlReading:
-        """One reading of every GPU. Never raises for what the driver says; takes as long as the driver does."""
+        """One reading of every GPU. Takes as long as the driver does. Never raises for a driver error."""
         with self._lock:
             now = self._monotonic()
-            if self._anew.is_set():
-                self._anew.clear()
+            if self._refresh.is_set():
+                self._refresh.clear()
                 for gpu in self._gpus:
                     gpu.close()
             events = self._take_events()
@@ -115,7 +115,7 @@ class NvmlReader:
             samples = self._with_news(samples)
             sick = sum(gpu.error is not None for gpu in self._gpus)
             if sick > self._sick:
-                # Trouble is when GPUs come and go: look at the set of them sooner, once.
+                # After an error GPUs may appear or disappear: enumerate them soon, once.
                 self._enumerate_due = min(self._enumerate_due, now + REOPEN_SECONDS)
             self._sick = sick
             self._watch()
@@ -123,17 +123,18 @@ class NvmlReader:
             return NvmlReading(gpus=tuple(samples), note=self._note, driver_version=self._driver, cuda_version=self._cuda)
 
     def want_pcie(self) -> None:
-        """Read PCIe throughput for the next 10 s, in a thread of its own (20 ms of the driver per number). Call it again
-        for as long as somebody looks."""
+        """Read PCIe throughput for the next 10 s in a separate thread (the driver needs 20 ms for each value).
+
+        Call it again as long as the values are displayed.
+        """
         self._pcie.want()
 
     def refresh(self) -> None:
-        """Make the next read fetch everything anew, process lists included: used after ending processes."""
-        self._anew.set()  # not under the lock: a read that the driver holds up would hold up the caller too
+        """Make the next read fetch everything, including process lists."""
+        self._refresh.set()  # without the lock: the caller must not wait for a read that is under way
 
     def close(self) -> None:
-        """End the threads and let go of NVML, unless the driver holds a read up for longer than 2 s: then there is
-        nothing that could be let go of."""
+        """End the threads and close NVML, unless a read hangs in the driver for more than 2 s."""
         if not self._lock.acquire(timeout=CLOSE_SECONDS):
             return
         try:
@@ -151,7 +152,7 @@ class NvmlReader:
         return sample
 
     def _with_news(self, samples: list[GpuSample]) -> list[GpuSample]:
-        """The samples with troubles that became known only by them, and with CUDA's numbers where the GPUs have changed."""
+        """The samples with the troubles that they revealed, and with CUDA's numbers if the GPUs have changed."""
         for gpu in self._gpus:
             if gpu.uuid is not None:
                 self._troubles.named(gpu.place, gpu.uuid)
@@ -160,9 +161,9 @@ class NvmlReader:
         self._number()
         done = []
         for gpu, sample in zip(self._gpus, samples, strict=True):
-            told = gpu.visible_reason is None or "visible_index" in sample.unknown
-            if sample.troubles is not gpu.troubles or sample.visible_index != gpu.visible_index or not told:
-                unknown = sample.unknown if told else sample.unknown | {"visible_index": str(gpu.visible_reason)}
+            noted = gpu.visible_reason is None or "visible_index" in sample.unknown
+            if sample.troubles is not gpu.troubles or sample.visible_index != gpu.visible_index or not noted:
+                unknown = sample.unknown if noted else sample.unknown | {"visible_index": str(gpu.visible_reason)}
                 news = {"troubles": gpu.troubles, "visible_index": gpu.visible_index, "unknown": unknown}
                 sample = msgspec.structs.replace(sample, **news)
                 self._last[gpu.index] = (self._last[gpu.index][0], sample)
@@ -170,10 +171,10 @@ class NvmlReader:
         return done
 
     def _missing_rows(self, now: float) -> list[GpuSample]:
-        """A row for each GPU that the driver has ceased to list, behind the others, under a number that no other has.
+        """A row for each GPU that the driver no longer lists. The rows follow the others and have unused indices.
 
-        None where the driver lists no GPU at all, which the note says, nor while it does not say who one of them is: that
-        may be the missing one.
+        There are none if the driver lists no GPU at all, which the note reports. There are none either while the UUID of a
+        listed GPU is unknown, because that GPU may be the missing one.
         """
         self._missing = [(until, gpu) for until, gpu in self._missing if now < until]
         if not self._missing or not self._gpus or any(gpu.uuid is None for gpu in self._gpus):
@@ -181,7 +182,7 @@ class NvmlReader:
         listed = {gpu.uuid for gpu in self._gpus}
         self._missing = [(until, gpu) for until, gpu in self._missing if gpu.uuid not in listed]
         rows: dict[int, GpuSample] = {}
-        # First those whose old number is free, then the others: they are given what is left.
+        # First the GPUs whose old index is free. The others get the indices that are left.
         for _, gpu in sorted(self._missing, key=lambda one: one[1].index < len(self._gpus)):
             free = (n for n in itertools.count(len(self._gpus)) if n not in rows)
             index = next(free) if gpu.index < len(self._gpus) or gpu.index in rows else gpu.index
@@ -190,18 +191,18 @@ class NvmlReader:
         return [rows[index] for index in sorted(rows)]
 
     def _number(self) -> None:
-        """Tell every GPU what CUDA calls it, whenever the GPUs have changed."""
-        seen = [Seen(gpu.index, gpu.uuid, gpu.name, gpu.cut, gpu.mig_uuids) for gpu in self._gpus]
-        if seen == self._seen:
+        """Give every GPU its CUDA number, whenever the GPUs have changed."""
+        seen = [CudaDevice(gpu.index, gpu.uuid, gpu.name, gpu.has_mig, gpu.mig_uuids) for gpu in self._gpus]
+        if seen == self._numbered:
             return
-        self._seen = seen
+        self._numbered = seen
         numbers = visible_indices(self._environment, seen)
         for gpu in self._gpus:
             gpu.visible_index = None if isinstance(numbers, str) else numbers.get(gpu.index)
             gpu.visible_reason = numbers if isinstance(numbers, str) else None
 
     def _take_events(self) -> list[tuple[Gpu, Event]]:
-        """What the driver announced since the last read; the GPUs concerned are looked at again at once."""
+        """The events since the last read. The GPUs concerned read their details again."""
         by_index = {gpu.index: gpu for gpu in self._gpus}
         taken = [(gpu, event) for event in self._events.take() if (gpu := by_index.get(event.gpu)) is not None]
         for gpu, _ in taken:
@@ -209,17 +210,17 @@ class NvmlReader:
         return taken
 
     def _watch(self) -> None:
-        """Let both threads know which GPUs can be read."""
+        """Give both threads the GPUs that can be read."""
         readable = [(gpu.index, gpu.handle) for gpu in self._gpus if gpu.handle is not None]
         self._readable = readable
         self._events.watch(readable)
 
     def _enumerate(self, now: float) -> None:
-        """Start NVML where needed and bring the list of GPUs up to date."""
+        """Start NVML if needed and update the list of GPUs."""
         all_sick = bool(self._gpus) and self._sick == len(self._gpus)
         if self._started and (all_sick or (self._sick and now >= self._restart_due)):
-            # After a reset or a reloaded driver only a fresh start of the library sees the GPU again. It costs the
-            # healthy GPUs their handles, so with some of them it happens less often.
+            # After a reset or a reload of the driver, the library must be restarted to see the GPU again. The healthy GPUs
+            # lose their handles by that, so it happens less often if there are some.
             self._stop()
             self._restart_due = now + RESTART_SECONDS
         if not (self._gpus or self._wake) and all_asleep(self._sys_root):
@@ -241,7 +242,7 @@ class NvmlReader:
             self._replace(count, now)
 
     def _let_go(self, now: float) -> None:
-        """No GPUs any more, and no library."""
+        """Drop all GPUs and stop the library."""
         self._stop()
         self._late += self._take_events()
         self._forget(now)
@@ -250,19 +251,19 @@ class NvmlReader:
         self._troubles.listed(())
 
     def _replace(self, count: int, now: float) -> None:
-        """Begin anew with this many GPUs."""
-        # Events carry a GPU's place: those of before belong to the GPUs of before.
+        """Start over with this many GPUs."""
+        # Events carry the index of a GPU, so earlier events belong to the earlier GPUs.
         self._events.stop()
         self._late += self._take_events()
         known = {gpu.key for gpu in self._gpus}
         self._forget(now)
-        self._gpus = [Gpu(index, self._surroundings) for index in range(count)]
+        self._gpus = [Gpu(index, self._host) for index in range(count)]
         self._last.clear()
         if known:
             self._troubles.listed(_uuid_of(gpu.index) or gpu.key for gpu in self._gpus)
 
     def _forget(self, now: float) -> None:
-        """Let go of the handles; those that are not listed anew are missing from now on."""
+        """Close the handles. GPUs that are not listed again count as missing from now on."""
         for gpu in self._gpus:
             gpu.close()
             gpu.visible_index = None
@@ -271,11 +272,11 @@ class NvmlReader:
         self._missing += [(now + MISSING_SECONDS, gpu) for gpu in self._gpus if gpu.uuid is not None]
 
     def _order_changed(self) -> bool:
-        """True where an index now leads to another GPU than the one whose row it is."""
+        """True if an index now belongs to another GPU than before."""
         for gpu in self._gpus:
             if gpu.uuid is None:
                 continue
-            # None: this GPU cannot be read just now; its own next sample says why. That is no change of order.
+            # None means that this GPU cannot be read now, which its next sample reports. The order has not changed.
             uuid = _uuid_of(gpu.index)
             if uuid is not None and uuid != gpu.uuid:
                 return True
@@ -284,20 +285,20 @@ class NvmlReader:
     def _start(self) -> None:
         pynvml.nvmlInitWithFlags(_NO_GPUS_FLAG)
         self._started = True
-        self._driver = self._cuda = None  # unknown where the driver does not say; the GPUs may still be readable
+        self._driver = self._cuda = None  # the GPUs may be readable even if the versions are unknown
         try:
             self._driver = call_first(("nvmlSystemGetDriverVersion",))
             version = call_first(("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion"))
             self._cuda = f"{version // 1000}.{version % 1000 // 10}"
-        except Untold:
-            return  # a version that is no text
+        except NoValue:
+            return  # a version that cannot be decoded
         except pynvml.NVMLError as error:
             if error.value in codes.GPU_GONE:
                 raise
 
     def _stop(self) -> None:
         self._readable = []
-        # A thread that is inside the driver would be left with freed memory if NVML were shut down under it.
+        # NVML must not be shut down while a thread is inside the driver: the driver would free memory that it uses.
         free = all([self._pcie.stop(), self._events.stop()])
         for gpu in self._gpus:
             gpu.close()
@@ -307,13 +308,13 @@ class NvmlReader:
         try:
             pynvml.nvmlShutdown()
         except pynvml.NVMLError as error:
-            # The driver was unloaded under us: there is nothing left to shut down.
+            # If the driver was unloaded, there is nothing left to shut down.
             if error.value not in codes.GPU_GONE:
                 self._note = codes.no_gpu_note(error.value)
 
     def _pid_max(self) -> int:
-        """The largest pid that the kernel hands out; the driver's pids are the host's, so a container's own limit
-        (Linux 6.14 and later) must not hide them."""
+        """The largest pid that the kernel assigns. The driver's pids are the host's, so a container's own limit
+        (Linux 6.14 and later) does not apply."""
         if self._biggest_pid is None:
             self._biggest_pid = _read_pid_max(self._proc_root)
         return self._biggest_pid
@@ -322,7 +323,7 @@ class NvmlReader:
 def _uuid_of(index: int) -> str | None:
     try:
         return str(call_first(("nvmlDeviceGetUUID",), pynvml.nvmlDeviceGetHandleByIndex(index)))
-    except (pynvml.NVMLError, Untold):
+    except (pynvml.NVMLError, NoValue):
         return None
 
 

@@ -1,7 +1,7 @@
-"""The driver, asked in a thread of its own: a slow or hung driver holds up nothing but the GPUs' own numbers.
+"""Reads the driver in a thread, so that a slow or hung driver delays only the GPUs' own numbers.
 
-A call into the driver cannot be interrupted. When a GPU is in trouble it may take seconds or never return; the host's memory,
-the run's progress and every key press must go on meanwhile, and what is shown of the GPUs must say how old it is.
+A call into the driver cannot be interrupted. With a GPU in trouble it may take seconds or never return. Host memory, the
+run's progress and key presses must not wait for it, and the display must show how old the GPUs' numbers are.
 """
 
 from __future__ import annotations
@@ -9,111 +9,151 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from memtop.supervisor.monitor.nvml.reader import NvmlReading
 
 FRESH_SECONDS = 3.0
-"""A reading is called old only beyond this: many GPUs behind a slow driver take more than a tick."""
+"""A reading gets an age only if it is older than this: many GPUs behind a slow driver need more than one tick."""
 PATIENCE_SECONDS = 0.25
-"""How long one tick of many waits for the reading that belongs to it."""
+"""How long one of many samples waits for its reading."""
 ONCE_SECONDS = 10.0
-"""How long a single look waits: a card that sleeps takes seconds to wake."""
-_CLOSE_SECONDS = 1.0
-_NO_THREAD = "GPUs are not read: the system allows memtop no further thread (see ulimit -u, or the pids limit of the container)"
+"""How long a single sample waits: waking a sleeping card takes seconds."""
+_CLOSE_SECONDS = 0.5
+"""How long closing waits for a read that is under way."""
+_LET_GO_SECONDS = 5.0
+"""How long closing waits until the reader has closed NVML."""
+_NO_THREAD = "GPUs are not read: the system allows memtop no more threads (see ulimit -u, or the pids limit of the container)"
+
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
 
 
-class Reader(Protocol):
-    """What is needed of `nvml.NvmlReader`."""
+class Reader(Protocol[T_co]):
+    """What a ReaderThread reads from."""
 
-    def read(self) -> NvmlReading: ...
+    def read(self) -> T_co: ...
 
     def close(self) -> None: ...
 
 
-class AgedReading(NamedTuple):
-    """The newest reading, and how old it is where it is not fresh (seconds, else None)."""
+class ReaderThread(Generic[T]):
+    """Calls the reader in a daemon thread, one read at a time. A hung driver does not block the program's end."""
 
-    reading: NvmlReading
-    age_seconds: float | None
-
-
-class DriverThread:
-    """Asks the reader once for each `read`, never twice at a time. It ends with the program, whatever it hangs in."""
-
-    def __init__(
-        self, reader: Reader, *, patience: float = PATIENCE_SECONDS, monotonic: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, reader: Reader[T], *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.newest: T | None = None
+        """The newest result."""
         self._reader = reader
-        self.patience = patience
         self._monotonic = monotonic
         self._changed = threading.Condition()
         self._wanted = self._done = 0
-        self._begun = self._finished = 0.0
-        self._newest: NvmlReading | None = None
+        self._reading = False
+        self._started = self._finished = 0.0
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def read(self) -> AgedReading:
-        """The reading of this moment if the driver gives it within the patience, else the one before with its age.
+    def start(self) -> bool:
+        """Start the thread if it does not run yet. False if the system allows no more threads."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._serve, name="memtop-driver", daemon=True)
+            self._started = self._monotonic()
+            try:
+                thread.start()
+            except RuntimeError:
+                return False
+            self._thread = thread
+        return True
 
-        Raises what the reader raised: that is an error of ours, never the driver's.
+    def wait(self, seconds: float, *, fresh: bool = False) -> T | None:
+        """The result of a read, or None if there is none within `seconds`.
+
+        If a read is under way, its result is returned, unless `fresh` asks for a read that begins after this call.
+        Raises what the reader raised: readers never raise for what the driver reports.
         """
         with self._changed:
-            if self._thread is None:
-                self._begun = self._monotonic()
-                thread = threading.Thread(target=self._serve, name="memtop-driver", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:
-                    return AgedReading(NvmlReading(note=_NO_THREAD), None)
-                self._thread = thread
-            if self._wanted == self._done:
+            if not self.start():
+                return None
+            if fresh or self._wanted == self._done:
                 self._wanted += 1
                 self._changed.notify_all()
             goal = self._wanted
-            self._changed.wait_for(lambda: self._done >= goal, self.patience)
+            in_time = self._changed.wait_for(lambda: self._done >= goal or self._failure is not None, max(0.0, seconds))
             if self._failure is not None:
                 failure, self._failure = self._failure, None
                 raise failure
-            if self._newest is None:
-                return self._nothing_yet()
-            age = self._monotonic() - self._finished
-            return AgedReading(self._newest, age if age > FRESH_SECONDS else None)
+            return self.newest if in_time else None
+
+    @property
+    def age_seconds(self) -> float:
+        """How long ago the newest result was read, or how long the first one has been awaited."""
+        return self._monotonic() - (self._started if self.newest is None else self._finished)
 
     def close(self) -> None:
-        """Let go of the driver, if it lets us: a hung one keeps what it has until the program ends."""
+        """End the thread and close the reader. If the driver hangs, the thread closes the reader once the driver returns."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_SECONDS)
-            if self._thread.is_alive():
-                return
-        self._reader.close()
-
-    def _nothing_yet(self) -> AgedReading:
-        waited = self._monotonic() - self._begun
-        note = "waiting for the NVIDIA driver"
-        if waited > FRESH_SECONDS:
-            note = f"the NVIDIA driver has not answered for {waited:.0f} s: see dmesg for an Xid or a hung task"
-        return AgedReading(NvmlReading(note=note), waited if waited > FRESH_SECONDS else None)
+            hung = not self._changed.wait_for(lambda: not self._reading, _CLOSE_SECONDS)
+        if self._thread is None:
+            self._reader.close()
+        elif not hung:
+            self._thread.join(_LET_GO_SECONDS)
 
     def _serve(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._wanted > self._done)
                 if self._closed:
-                    return
-            reading, failure = None, None
+                    break
+                begun, self._reading = self._wanted, True
+            result, failure = None, None
             try:
-                reading = self._reader.read()
-            except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the reading
+                result = self._reader.read()
+            except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
                 failure = error
             with self._changed:
-                if reading is not None:
-                    self._newest, self._finished = reading, self._monotonic()
-                self._failure = failure
-                self._done = self._wanted
+                if failure is None:
+                    self.newest, self._finished = result, self._monotonic()
+                self._failure, self._done, self._reading = failure, begun, False
                 self._changed.notify_all()
+        self._reader.close()
+
+
+class AgedReading(NamedTuple):
+    """The newest reading and its age in seconds. The age is None while the reading is fresh."""
+
+    reading: NvmlReading
+    age_seconds: float | None
+
+
+class DriverThread:
+    """Gives each sample the newest reading of all GPUs, without waiting for the driver longer than `patience` seconds."""
+
+    def __init__(
+        self,
+        reader: Reader[NvmlReading],
+        *,
+        patience: float = PATIENCE_SECONDS,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._thread = ReaderThread(reader, monotonic=monotonic)
+        self.patience = patience
+
+    def read(self) -> AgedReading:
+        """The present reading if the driver returns it within the patience, else the previous one with its age."""
+        if not self._thread.start():
+            return AgedReading(NvmlReading(note=_NO_THREAD), None)
+        self._thread.wait(self.patience)
+        age = self._thread.age_seconds
+        reading, old = self._thread.newest, age > FRESH_SECONDS
+        if reading is None:
+            note = "waiting for the NVIDIA driver"
+            if old:
+                note = f"the NVIDIA driver has not answered for {age:.0f} s: see dmesg for an Xid or a hung task"
+            reading = NvmlReading(note=note)
+        return AgedReading(reading, age if old else None)
+
+    def close(self) -> None:
+        """End the thread and let go of the driver."""
+        self._thread.close()

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 
 import msgspec
 
 from memtop.supervisor.monitor.values import MachineSnapshot
-from memtop.supervisor.monitor.vram import RankUse, placed, ranks_on
+from memtop.supervisor.monitor.vram import RankMemory, placed, ranks_on
 
 # How much older than the snapshot the driver's process list may be, in seconds, with a margin for clocks.
 _LIST_AGE = 3.0
-
-
-class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's newest words on its allocator, and when it said them (seconds since the epoch)."""
-
-    pid: int
-    device_uuid: str | None = None
-    reserved_bytes: int | None = None
-    time: float | None = None
 
 
 class _Steady(msgspec.Struct):
@@ -45,13 +36,12 @@ class GpuBase:
         self._attempt: int | None = None
         self._steady: dict[str, _Steady] = {}
 
-    def update(self, attempt: int, machine: MachineSnapshot, reports: Sequence[RankReport], pids: Collection[int]) -> None:
+    def update(self, attempt: int, machine: MachineSnapshot, ranks: Iterable[RankMemory], pids: Collection[int]) -> None:
         """Take one sample; `pids` are the run's processes. Another attempt begins anew."""
         if attempt != self._attempt:
             self._attempt, self._steady, self.bytes = attempt, {}, {}
-        times = {report.pid: report.time for report in reports}
-        ranks = [RankUse(pid=r.pid, device_uuid=r.device_uuid, reserved_bytes=r.reserved_bytes) for r in reports]
-        ranks, mine = placed(ranks, machine.gpus), {*pids, *times}
+        ranks = placed(ranks, machine.gpus)
+        mine = {*pids, *(rank.pid for rank in ranks)}
         for gpu in machine.gpus:
             for mig in gpu.mig or (None,):
                 uuid = gpu.uuid if mig is None else mig.uuid
@@ -63,7 +53,7 @@ class GpuBase:
                 ]
                 if uuid is None or not here or not {rank.pid for rank in here} <= {row.pid for row in rows}:
                     continue
-                held, told = [row.used_bytes for row in rows], [times[rank.pid] for rank in here]
+                held, told = [row.used_bytes for row in rows], [rank.time for rank in here]
                 reserved = [rank.reserved_bytes for rank in here]
                 if None in held or None in told or None in reserved:
                     continue

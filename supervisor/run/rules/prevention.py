@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec.structs import replace
 
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
-from memtop.supervisor.monitor.vram import RankUse, placed, ranks_on
+from memtop.supervisor.monitor.vram import RankMemory, placed, ranks_on
 from memtop.supervisor.recovery.applying import key
 from memtop.supervisor.recovery.batch_trial import upper_bound
 from memtop.supervisor.recovery.bottleneck import Measured, advise
@@ -100,28 +102,14 @@ def _capacity(model: Model, machine: MachineSnapshot) -> tuple[int | None, int |
     if not model.on_gpu:
         host = machine.host
         return (host.total_bytes if host.limit_bytes is None else host.limit_bytes), host.used_bytes
-    gpus = [gpu for gpu in own_gpus(machine, rank_uses(model)) if gpu.total_bytes and gpu.free_bytes is not None]
+    gpus = [gpu for gpu in own_gpus(machine, model.progress.rank_memory()) if gpu.total_bytes and gpu.free_bytes is not None]
     fullest = max(gpus, key=lambda gpu: gpu.used_fraction or 0.0, default=None)
     if fullest is None or fullest.total_bytes is None or fullest.free_bytes is None:
         return None, None
     return fullest.total_bytes, fullest.total_bytes - fullest.free_bytes
 
 
-def rank_uses(model: Model) -> list[RankUse]:
-    """What each rank holds of its GPU."""
-    return [
-        RankUse(
-            pid=rank.pid,
-            device_uuid=rank.device_uuid,
-            allocated_bytes=rank.allocated_bytes,
-            reserved_bytes=rank.reserved_bytes,
-            peak_reserved_bytes=rank.peak_reserved_bytes,
-        )
-        for rank in model.progress.rank_memory()
-    ]
-
-
-def own_gpus(machine: MachineSnapshot, ranks: list[RankUse]) -> list[GpuSample]:
+def own_gpus(machine: MachineSnapshot, ranks: Iterable[RankMemory]) -> list[GpuSample]:
     """The GPUs that the run's ranks use."""
     where = placed(ranks, machine.gpus)
     return [gpu for gpu in machine.gpus if ranks_on(gpu, where)]

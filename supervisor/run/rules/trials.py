@@ -9,13 +9,24 @@ from msgspec.structs import replace
 
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.errors import UsageError
+from memtop.supervisor.recovery import batch_trial
 from memtop.supervisor.run import explain, trial
 from memtop.supervisor.run.effects import Reply, SaveState
 from memtop.supervisor.run.events import Answered
 from memtop.supervisor.run.model import Cause, Model, Purpose, ask, emit, is_connected, note, refused
 from memtop.supervisor.run.reports import Oom, Report, SettingsChanged, Step
 from memtop.supervisor.run.rules import attempts, configurations, prevention, restart
-from memtop.supervisor.run.trial import Action, RunFacts
+from memtop.supervisor.run.trial_state import (
+    Action,
+    AskChange,
+    AskSave,
+    PutBack,
+    Record,
+    ReplaceRestart,
+    RequestRestart,
+    Result,
+    RunFacts,
+)
 from memtop.supervisor.wire import Answer, Change, Outcome, Try
 
 
@@ -23,12 +34,12 @@ def begin(model: Model, client: int, request: Try) -> tuple[Model, str | None]:
     """Begin one: the change, or what the advice proposes first. MemtopError, or a str, says why it is not begun."""
     facts = _facts(model)
     trial.check_request(model.run.name, facts, model.trial)
-    change = trial.proposed(model.advice) if request.change is None else request.change
+    change = batch_trial.proposed(model.advice) if request.change is None else request.change
     before, after = model.settings, attempts.foreseen(model, change)
     assert before is not None
     assert after is not None
     failed = prevention.failed_batches(model)
-    why = trial.refusal(before, after, lambda batch: prevention.forecast(model, batch), failed)
+    why = batch_trial.refusal(before, after, lambda batch: prevention.forecast(model, batch), failed)
     waiting = None if why is not None else client
     state, actions = trial.begin(change, after, facts, model.now.time, refused=why, client=waiting, request=request.id)
     return _perform(replace(model, trial=state), actions), why
@@ -79,7 +90,7 @@ def take_over(model: Model, data: dict[str, Any] | None) -> Model:
     return note(model, "warning", found) if isinstance(found, str) else _apply(model, found)
 
 
-def _apply(model: Model, result: trial.Result) -> Model:
+def _apply(model: Model, result: Result) -> Model:
     state, actions = result
     return model if state is model.trial and not actions else _perform(replace(model, trial=state), actions)
 
@@ -87,20 +98,20 @@ def _apply(model: Model, result: trial.Result) -> Model:
 def _perform(model: Model, actions: tuple[Action, ...]) -> Model:
     for action in actions:
         match action:
-            case trial.Record(message=message, data=data):
+            case Record(message=message, data=data):
                 model = note(model, "trial", message, data)
-            case trial.AskSave():
+            case AskSave():
                 model = ask(model, "checkpoint", frozenset({0}), Purpose.TRIAL)
-            case trial.AskChange(values=values):
+            case AskChange(values=values):
                 model = ask(model, "change", frozenset({0}), Purpose.TRIAL, values)
-            case trial.RequestRestart(change=change):
+            case RequestRestart(change=change):
                 try:
                     model = restart.begin(model, change, Cause.TRIAL)
                 except UsageError as error:
                     model = launch_refused(model, str(error))
-            case trial.ReplaceRestart(change=change):
+            case ReplaceRestart(change=change):
                 model = _replace_restart(model, change)
-            case trial.PutBack(settings=settings, reason=reason):
+            case PutBack(settings=settings, reason=reason):
                 model = configurations.put_back(model, settings, reason)
     return _answer_client(model)
 

@@ -43,7 +43,7 @@ def text_of(ids: torch.Tensor) -> str:
         (2, "^a", "_a"),
     ],
 )
-def test_only_the_response_is_learnt(tmp_path: Path, seq_len: int, expected: str, labels: str) -> None:
+def test_only_the_response_is_trained_on(tmp_path: Path, seq_len: int, expected: str, labels: str) -> None:
     samples = PromptResponse(rows_of(tmp_path, ("prompt", "answer")), BYTES, seq_len)
     ids, learnt = samples[0]
     assert (text_of(ids), text_of(learnt)) == (expected, labels)
@@ -62,7 +62,7 @@ def test_empty_texts(tmp_path: Path) -> None:
     assert [text_of(samples[n][1]) for n in range(2)] == ["_b$", "__$"]
 
 
-def test_with_a_chat_template_the_frame_belongs_to_the_prompt(tmp_path: Path) -> None:
+def test_a_chat_templates_frame_belongs_to_the_prompt(tmp_path: Path) -> None:
     tokens = LibraryTokens(str(build_tokenizer(tmp_path / "tokenizer", chat=True, begin=True)))
     ids, labels = PromptResponse(rows_of(tmp_path, ("why?", "so.")), tokens, 100)[0]
     opening = tokens.encode("<user>why?\n<assistant>")

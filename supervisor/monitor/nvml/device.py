@@ -1,4 +1,4 @@
-"""One GPU behind NVML: its handle, what has been read of it and when, and what could not be read and why."""
+"""Reads one GPU: opens its handle, reads each value as often as needed, and keeps the reasons for unknown values."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import msgspec
 import pynvml
 
 from memtop.supervisor.monitor.nvml import errors as codes
-from memtop.supervisor.monitor.nvml.ask import Asker, GpuGone
 from memtop.supervisor.monitor.nvml.details import NO_MIG_UTILIZATION, DetailReader
 from memtop.supervisor.monitor.nvml.memory import MEMORY_FIELDS, MemoryReader, Pool
 from memtop.supervisor.monitor.nvml.mig import Mig
 from memtop.supervisor.monitor.nvml.processes import ProcessReader, Shares, UtilizationReader, merge_processes, with_shares
+from memtop.supervisor.monitor.nvml.query import GpuGone, Query
 from memtop.supervisor.monitor.values import GpuDetails, GpuProcess, GpuSample, GpuTrouble
 
 PROCESS_SECONDS = 2.0
-"""Process lists are the dearest calls (milliseconds each, behind a lock that the applications share)."""
+"""How often process lists are read. They are the most expensive calls (milliseconds, under a lock that programs share)."""
 SENSOR_SECONDS = 5.0
-"""Temperatures, power, clocks and counters change slowly."""
+"""How often temperatures, power, clocks and counters are read."""
 MIG_SECONDS = 10.0
-"""How often MIG instances are looked for again; at once when the driver announces a change."""
+"""How often MIG instances are enumerated, unless the driver reports a change."""
 
 _NEVER_READ = float("-inf")
 _CANNOT_BE_READ = "the GPU cannot be read"
-_NO_RECOVERY = "the driver says that the GPU needs no recovery any more"
-_UNTOLD_RECOVERY = "the driver asks for a recovery of the GPU, but not for which: see nvidia-smi -q and dmesg"
+_NO_RECOVERY = "the driver reports that the GPU needs no recovery any more"
+_UNKNOWN_RECOVERY = "the driver asks for a recovery of the GPU, but does not say which: see nvidia-smi -q and dmesg"
 _SENSORS = ("temperature_celsius", "power_watts", "power_limit_watts")
 _UTILIZATION = ("utilization_fraction", "memory_utilization_fraction")
 _READ_FIELDS = (*MEMORY_FIELDS, *_UTILIZATION, *_SENSORS, "processes")
@@ -41,14 +41,14 @@ _FIXED: dict[str, tuple[str, Callable[[Any], str]]] = {
     "name": ("nvmlDeviceGetName", str),
     "pci_bus_id": ("nvmlDeviceGetPciInfo", _bus_id),
 }
-"""What never changes: the driver's function, and how its answer is read."""
+"""Values that never change: the driver's function, and the conversion of its result."""
 _NO_DETAILS = GpuDetails(
     unknown=dict.fromkeys((field for field in GpuDetails.__struct_fields__ if field != "unknown"), _CANNOT_BE_READ)
 )
 
 
-class Surroundings(msgspec.Struct):
-    """What every GPU's reader needs of the machine."""
+class Host(msgspec.Struct):
+    """What the readers of all GPUs need from the machine."""
 
     pid_max: Callable[[], int]
     pool: Pool
@@ -57,29 +57,29 @@ class Surroundings(msgspec.Struct):
 
 
 class Readers:
-    """All that reads one handle; made anew with every handle."""
+    """The readers of one handle. A new handle gets new readers."""
 
-    def __init__(self, handle: Any, surroundings: Surroundings) -> None:
+    def __init__(self, handle: Any, host: Host) -> None:
         self.handle = handle
-        self.asker = Asker(handle)
-        self.memory = MemoryReader(self.asker, surroundings.pool)
+        self.query = Query(handle)
+        self.memory = MemoryReader(self.query, host.pool)
         self.details = DetailReader(handle)
         self.processes = ProcessReader(handle)
-        self.utilization = UtilizationReader(Asker(handle))
+        self.utilization = UtilizationReader(Query(handle))
         self.mig = Mig(handle)
 
 
 class Gpu:
-    """Reads one GPU within the call budget. The handle is opened on the first read and again after an error."""
+    """Reads one GPU. Opens the handle at the first sample and again after an error."""
 
-    def __init__(self, index: int, surroundings: Surroundings) -> None:
+    def __init__(self, index: int, host: Host) -> None:
         self.index = index
         self.uuid: str | None = None
         self.error: str | None = None
         self.visible_index: int | None = None
         self.visible_reason: str | None = None
         self.troubles: tuple[GpuTrouble, ...] = ()
-        self._surroundings = surroundings
+        self._host = host
         self._readers: Readers | None = None
         self._fixed: dict[str, Any] = dict.fromkeys(_FIXED)
         self._sensors: dict[str, Any] = {}
@@ -89,28 +89,28 @@ class Gpu:
 
     @property
     def key(self) -> str:
-        """What the GPU is remembered by."""
+        """The UUID, or `place` until the UUID is known."""
         return self.uuid or self.place
 
     @property
     def place(self) -> str:
-        """What it is remembered by until its UUID is known."""
+        """`gpu INDEX`."""
         return f"gpu {self.index}"
 
     @property
     def name(self) -> str | None:
-        """The model, where it is known."""
+        """The model, if known."""
         name: str | None = self._fixed["name"]
         return name
 
     @property
     def handle(self) -> Any:
-        """The driver's handle, None while the GPU cannot be read."""
+        """The driver's handle. None while the GPU cannot be read."""
         return None if self._readers is None else self._readers.handle
 
     @property
-    def cut(self) -> bool:
-        """Whether it is cut into MIG instances."""
+    def has_mig(self) -> bool:
+        """Whether MIG is on."""
         return self._readers is not None and bool(self._readers.mig.mode)
 
     @property
@@ -120,19 +120,19 @@ class Gpu:
 
     @property
     def recovery(self) -> str:
-        """What the card needs as of the last look at the details, as a sentence."""
+        """A sentence that says what the card needed when the details were last read."""
         if self._readers is None or "recovery_action" in self._readers.details.value.unknown:
-            return _UNTOLD_RECOVERY
+            return _UNKNOWN_RECOVERY
         return self._readers.details.value.recovery_action or _NO_RECOVERY
 
     def sample(self, now: float) -> GpuSample:
-        """One sample; `now` is monotonic seconds. Never raises for what the driver says."""
+        """One sample. `now` is monotonic seconds. Never raises for a driver error; the sample has the reason."""
         try:
             readers = self._readers or self._open()
             memory = readers.memory.read()
             before, readers = readers, self._with_mig(now, readers)
             if readers is not before:
-                memory = readers.memory.read()  # what was read, and why not, went with the old handle
+                memory = readers.memory.read()  # the values and reasons of the old handle are gone
             if now >= self._sensors_due:
                 self._read_sensors(now, readers)
                 self._sensors_due = now + SENSOR_SECONDS
@@ -148,7 +148,7 @@ class Gpu:
             memory = readers.memory.shared(self._processes, self._processes_known)
         self.error = None
         mig = readers.mig.sample() if readers.mig.mode else ()
-        unknown = readers.asker.reasons() | readers.mig.reasons()
+        unknown = readers.query.reasons() | readers.mig.reasons()
         if self.visible_reason is not None:
             unknown = unknown | {"visible_index": self.visible_reason}
         return GpuSample(
@@ -166,23 +166,23 @@ class Gpu:
         )
 
     def pcie(self, reading: tuple[float | None, float | None] | str) -> None:
-        """What the PCIe thread has read for this GPU."""
+        """Set what the PCIe thread has read for this GPU."""
         if self._readers is not None:
             self._readers.details.pcie(reading)
 
     def look_again(self) -> None:
-        """The driver announced something: read details and MIG instances at the next sample."""
+        """Read details and MIG instances at the next sample, because the driver reported an event."""
         self._sensors_due = self._mig_due = _NEVER_READ
 
     def close(self) -> None:
-        """Forget the handle; the next sample opens it again and reads everything anew."""
+        """Drop the handle. The next sample opens it again and reads everything."""
         if self._readers is not None:
             self._readers.details.close()
         self._readers = None
         self._processes_due = self._sensors_due = self._mig_due = _NEVER_READ
 
     def missing(self, index: int) -> GpuSample:
-        """What stands for this GPU, once it has been closed, while the driver does not list it."""
+        """The sample of this GPU while the driver does not list it. `index` is its new row."""
         return self._unreadable(index, f"{codes.NOT_LISTED} (it was GPU {self.index})")
 
     def _unreadable(self, index: int, error: str) -> GpuSample:
@@ -199,22 +199,22 @@ class Gpu:
         )
 
     def _open(self) -> Readers:
-        """Open by UUID where it is known (the index order may have changed), else by index; read what never changes."""
+        """Open by UUID if known (the order of GPUs may have changed), else by index. Reads the values that never change."""
         try:
             handle = self._find_handle()
         except pynvml.NVMLError as error:
             raise GpuGone(error.value) from error
-        self._readers = readers = Readers(handle, self._surroundings)
+        self._readers = readers = Readers(handle, self._host)
         self._ask_fixed(readers, _FIXED)
         return readers
 
     def _ask_fixed(self, readers: Readers, fields: Iterable[str]) -> None:
-        """What never changes; where it cannot be told just now, what was told before stands."""
+        """Read values that never change. One that is unknown now keeps its earlier value."""
         for field in fields:
             call, convert = _FIXED[field]
-            self._fixed[field] = readers.asker.ask(field, call, convert=convert) or self._fixed[field]
+            self._fixed[field] = readers.query.ask(field, call, convert=convert) or self._fixed[field]
             if self._fixed[field] is not None:
-                readers.asker.clear((field,))
+                readers.query.clear((field,))
         self.uuid = self._fixed["uuid"]
 
     def _find_handle(self) -> Any:
@@ -222,7 +222,7 @@ class Gpu:
             try:
                 return pynvml.nvmlDeviceGetHandleByUUID(self.uuid.encode())
             except pynvml.NVMLError as error:
-                # The card in this place was exchanged: take whatever sits there now.
+                # The card was exchanged: use the one that now has this index.
                 if error.value not in (codes.NOT_FOUND, codes.INVALID_ARGUMENT, codes.FUNCTION_NOT_FOUND):
                     raise
                 self.uuid = None
@@ -230,10 +230,10 @@ class Gpu:
         return pynvml.nvmlDeviceGetHandleByIndex(self.index)
 
     def _with_mig(self, now: float, readers: Readers) -> Readers:
-        """Look for MIG instances where that is due. Where MIG was switched, what the driver tells has changed: begin anew."""
+        """Enumerate MIG instances if that is due. If MIG was switched on or off, open the GPU again."""
         if now < self._mig_due and not readers.mig.stale:
             return readers
-        first, before = not readers.mig.looked, readers.mig.mode
+        first, before = not readers.mig.enumerated, readers.mig.mode
         readers.mig.enumerate()
         if readers.mig.mode != before and not first:
             self.close()
@@ -245,26 +245,26 @@ class Gpu:
         return readers
 
     def _utilization(self, readers: Readers) -> dict[str, Any]:
-        """Shares of the driver's last sample period in which any kernel ran, and in which memory was used; 0-1."""
+        """Share of the driver's last sample period in which a kernel ran, and in which memory was accessed (0-1)."""
         if readers.mig.mode:
-            readers.asker.note(_UTILIZATION, NO_MIG_UTILIZATION)
+            readers.query.note(_UTILIZATION, NO_MIG_UTILIZATION)
             return {}
-        rates = readers.asker.ask(_UTILIZATION, "nvmlDeviceGetUtilizationRates")
+        rates = readers.query.ask(_UTILIZATION, "nvmlDeviceGetUtilizationRates")
         if rates is None:
             return {}
         values: dict[str, Any] = {}
         for field, number in zip(_UTILIZATION, (rates.gpu, rates.memory), strict=True):
             if number > 100:
-                readers.asker.note((field,), f"the driver reported {number} %")
+                readers.query.note((field,), f"the driver reported {number} %")
             else:
                 values[field] = number / 100
         return values
 
     def _read_sensors(self, now: float, readers: Readers) -> None:
-        """Temperature (degrees Celsius), power and its limit (NVML tells milliwatts), and the details."""
-        # Once for every handle; what failed for a passing reason is asked again.
-        self._ask_fixed(readers, [field for field in _FIXED if field in readers.asker.reasons()])
-        ask = readers.asker.ask
+        """Read temperature (degrees Celsius), power and its limit (NVML reports milliwatts), and the details."""
+        # Fixed values are read once for each handle. One that failed for a temporary reason is read again.
+        self._ask_fixed(readers, [field for field in _FIXED if field in readers.query.reasons()])
+        ask = readers.query.ask
         names = ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV")
         self._sensors = {
             "temperature_celsius": ask("temperature_celsius", names, pynvml.NVML_TEMPERATURE_GPU, convert=float),
@@ -274,7 +274,7 @@ class Gpu:
         readers.details.read(now, mig=readers.mig.mode, mig_reason=readers.mig.mode_reason)
 
     def _read_processes(self, readers: Readers) -> None:
-        """All lists merged by pid; rows that cannot be processes are dropped and said so."""
+        """Read all process lists and merge them by pid. Pids that cannot exist are dropped and noted."""
         if readers.mig.mode:
             lists, errors = readers.mig.processes()
         else:
@@ -283,29 +283,29 @@ class Gpu:
         for code in errors.values():
             if code in codes.GPU_GONE and not readers.mig.mode:
                 raise GpuGone(code)
-        merged, dropped = merge_processes(lists, self._surroundings.pid_max())
+        merged, dropped = merge_processes(lists, self._host.pid_max())
         shares: dict[int, Shares] | str = NO_MIG_UTILIZATION if readers.mig.mode else {}
         if merged and not readers.mig.mode:
-            shares = readers.utilization.read(self._surroundings.clock())
+            shares = readers.utilization.read(self._host.clock())
         self._processes = with_shares(merged, shares)
         self._processes_known = "compute" not in errors
-        self._note_processes(readers.asker, errors, dropped)
+        self._note_processes(readers.query, errors, dropped)
 
-    def _note_processes(self, asker: Asker, errors: dict[str, int], dropped: list[int]) -> None:
+    def _note_processes(self, query: Query, errors: dict[str, int], dropped: list[int]) -> None:
         notes = []
         for kind, code in errors.items():
-            # A card without graphics or MPS has no such list: nothing is missing then.
+            # A card without graphics or MPS has no such list, so no processes are missing.
             if kind == "compute":
                 notes.append(codes.words(code))
             elif code not in codes.NEVER_AGAIN:
                 notes.append(f"{kind} processes are missing: {codes.words(code)}")
         if dropped:
             numbers = ", ".join(str(pid) for pid in dropped)
-            notes.append(f"dropped process ids that cannot exist, as the driver reported them: {numbers}")
+            notes.append(f"dropped pids that the driver reported but that cannot exist: {numbers}")
         if notes:
-            asker.note(("processes",), "; ".join(notes))
+            query.note(("processes",), "; ".join(notes))
         else:
-            asker.clear(("processes",))
+            query.clear(("processes",))
 
 
 def _watts(milliwatts: int) -> float:

@@ -1,4 +1,4 @@
-"""Asking the driver about one GPU: one value, or the reason why there is none, and never twice what it cannot tell."""
+"""Queries one value from the driver, or the reason why it is unknown. A value that the driver cannot report is queried once."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ import pynvml
 
 from memtop.supervisor.monitor.nvml import errors as codes
 
-NOT_TOLD = "the driver does not tell it"
-_NO_TEXT = "the driver answered with bytes that are no text"
+NOT_REPORTED = "the driver does not report it"
+_NOT_TEXT = "the driver returned bytes that are not valid text"
 ALL_ONES = frozenset({2**32 - 1, 2**64 - 1})
+"""What the driver returns for a value that it does not know."""
 
 
 class GpuGone(Exception):
-    """Nothing of the GPU can be read with the present handle; `code` is NVML's reason."""
+    """Nothing can be read from the GPU with the present handle. `code` is NVML's error code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(codes.words(code))
         self.code = code
 
 
-class Untold(Exception):
-    """The driver answered, but with something that is no value; the message says with what."""
+class NoValue(Exception):
+    """The driver returned something that is not a value. The message gives the reason."""
 
 
 def call_first(names: tuple[str, ...], *arguments: Any) -> Any:
-    """What the first of these functions gives that bindings and driver have: the newest comes first.
+    """The result of the first of these functions that both the bindings and the driver have. List the newest one first.
 
-    Raises NVMLError as the driver does, FUNCTION_NOT_FOUND where it has none of them, and Untold for a text that is none.
+    Raises NVMLError as the driver does, with FUNCTION_NOT_FOUND if none of the functions exists, and NoValue for text that
+    cannot be decoded.
     """
     for name in names:
         call = getattr(pynvml, name, None)
@@ -41,23 +43,23 @@ def call_first(names: tuple[str, ...], *arguments: Any) -> Any:
             if error.value != codes.FUNCTION_NOT_FOUND:
                 raise
         except UnicodeDecodeError as error:
-            raise Untold(_NO_TEXT) from error
+            raise NoValue(_NOT_TEXT) from error
     raise pynvml.NVMLError(codes.FUNCTION_NOT_FOUND)
 
 
-class Asker:
-    """Asks about one handle and keeps the reasons of what is unknown.
+class Query:
+    """Queries values with one handle and keeps the reasons for the unknown ones.
 
-    What the driver says it does not support, or has no function for, is not asked again with this handle, unless it has told
-    it before; after any other error the next ask tries anew.
+    A value that the driver does not support is not queried again with this handle, unless the driver has reported it before.
+    After any other error the next query tries again.
     """
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
         self._reasons: dict[str, str] = {}
-        self._never: set[str] = set()
-        self._told: set[str] = set()
-        """What has been known with this handle: a driver in trouble says "not supported" of that, too."""
+        self._unsupported: set[str] = set()
+        self._reported: set[str] = set()
+        """Fields that were known with this handle. A driver in trouble reports even these as not supported."""
         self._copy: dict[str, str] | None = None
 
     def ask(
@@ -67,47 +69,47 @@ class Asker:
         *arguments: Any,
         convert: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """The value of `call` (names of functions, the best first), or None with the reason noted under `fields`.
+        """The value of `call` (names of functions, the best first). None if it is unknown; `fields` then get the reason.
 
-        `convert` may raise Untold. Raises GpuGone where the error means that the handle is of no use any more.
+        `convert` may raise NoValue. Raises GpuGone if the error means that the handle cannot be used any more.
         """
         fields = (fields,) if isinstance(fields, str) else fields
-        if fields[0] in self._never:
+        if fields[0] in self._unsupported:
             return None
         names = (call,) if isinstance(call, str) else call
         try:
             value = call_first(names, self.handle, *arguments)
             if isinstance(value, int) and value in ALL_ONES:
-                raise Untold(NOT_TOLD)
+                raise NoValue(NOT_REPORTED)
             value = value if convert is None else convert(value)
         except pynvml.NVMLError as error:
             self.failed(fields, error.value)
             return None
-        except Untold as untold:
-            self.note(fields, str(untold))
+        except NoValue as reason:
+            self.note(fields, str(reason))
             return None
         except UnicodeDecodeError:
-            self.note(fields, _NO_TEXT)
+            self.note(fields, _NOT_TEXT)
             return None
-        self.told(fields)
+        self.reported(fields)
         return value
 
     def failed(self, fields: tuple[str, ...], code: int) -> None:
-        """Note NVML's error under the fields. Raises GpuGone for those that end the handle."""
+        """Note NVML's error as the reason for these fields. Raises GpuGone if the error ends the handle."""
         if code in codes.GPU_GONE:
             raise GpuGone(code)
         if code in codes.NEVER_AGAIN:
-            self._never.update(field for field in fields if field not in self._told)
+            self._unsupported.update(field for field in fields if field not in self._reported)
         self.note(fields, codes.words(code))
 
-    def told(self, fields: tuple[str, ...]) -> None:
-        """The driver has told these fields: they are known, and can be."""
-        self._told.update(fields)
+    def reported(self, fields: tuple[str, ...]) -> None:
+        """The driver has reported these fields."""
+        self._reported.update(fields)
         self.clear(fields)
 
-    def never(self, field: str) -> bool:
-        """Whether the driver has said that it cannot tell this."""
-        return field in self._never
+    def is_unsupported(self, field: str) -> bool:
+        """Whether the driver has said that it cannot report this field."""
+        return field in self._unsupported
 
     def note(self, fields: tuple[str, ...], reason: str) -> None:
         """These fields are unknown for this reason."""
@@ -117,13 +119,13 @@ class Asker:
                 self._copy = None
 
     def clear(self, fields: tuple[str, ...]) -> None:
-        """There is no reason any more why these fields should be unknown."""
+        """These fields are not unknown any more."""
         for field in fields:
             if self._reasons.pop(field, None) is not None:
                 self._copy = None
 
     def reasons(self) -> dict[str, str]:
-        """Reason by unknown field; the same object until something changes, never to be changed by the caller."""
+        """The reason for each unknown field. The same object until something changes; the caller must not change it."""
         if self._copy is None:
             self._copy = dict(self._reasons)
         return self._copy

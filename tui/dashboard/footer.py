@@ -11,10 +11,14 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container
 from textual.events import Click
 from textual.message import Message
+from textual.timer import Timer
 from textual.widget import Widget
 
 from memtop.tui.keymap import BAR, Action, foreign, key_of, label_of, obstacle, offered
+from memtop.tui.line import MUTED, Line, fit
+from memtop.tui.panel import LinePanel
 from memtop.tui.store import Store
+from memtop.tui.words import report_lines
 
 _WORDS_FROM = 110
 """Columns from which the full words fit."""
@@ -100,3 +104,49 @@ def _rank(action: Action) -> int:
     if not _optional(action):
         return 0
     return 1 if action.id == "way_out" else 3 if action.gives_way else 2
+
+
+_LINES, _LINES_LOW = 3, 2
+"""What is told may take so many lines for a while, fewer on low terminals; the log gives them."""
+_TALL = 20
+_SECONDS = 20.0
+
+
+class FlashPanel(LinePanel):
+    """As many lines as the newest message takes; after a while one."""
+
+    def __init__(self) -> None:
+        super().__init__(self._message, id="flash")
+        self._told: tuple[str, str] | None = None
+        """The text, and of which kind it is."""
+        self._folding: Timer | None = None
+
+    @property
+    def has_told(self) -> bool:
+        return self._told is not None
+
+    def tell(self, text: str, kind: str, terminal_lines: int) -> None:
+        self._told = (text, kind)
+        self._unfold(_LINES if terminal_lines >= _TALL else _LINES_LOW)
+
+    def fold(self) -> None:
+        """Onto one line."""
+        self._unfold(1)
+
+    def _unfold(self, most: int) -> None:
+        if self._folding is not None:
+            self._folding.stop()
+            self._folding = None
+        wanted = 1 if self._told is None else len(report_lines(*self._told, self.app.size.width - 2))
+        self.styles.height = min(most, max(1, wanted))
+        self.show(self._store)
+        if min(most, wanted) > 1:
+            self._folding = self.set_timer(_SECONDS, self.fold)
+
+    def _message(self, store: Store, width: int, height: int) -> list[Line]:
+        if self._told is None:
+            return []
+        lines = report_lines(*self._told, width)
+        if len(lines) <= height:
+            return lines
+        return [*lines[: height - 1], fit((*lines[height - 1], (" …", MUTED)), width)]

@@ -1,4 +1,5 @@
-"""What separates two settings, and what that means for a run: does its state fit, is something lost, is it another run?"""
+"""Compares two settings: what differs, whether a run's state can continue with the other ones, and
+what that risks."""
 
 from __future__ import annotations
 
@@ -7,12 +8,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from memtop.presets.arithmetic import nearest_splits
-from memtop.presets.checking import SettingsError, check
-from memtop.presets.fields import FIELDS, differing, value_of
-from memtop.presets.risks import risk
-from memtop.presets.schema import Optimizer, Preset, Settings
-from memtop.presets.strategies import apply_preset, take_whole
+from memtop.presets.edits import apply_preset, take_whole
+from memtop.presets.fields import FIELDS, differing, saves_memory, value_of
+from memtop.presets.schema import Optimizer, Preset, Settings, nearest_splits
+from memtop.presets.validation import SettingsError, check
 
 Fit = Literal["resumes", "converts", "new run"]
 
@@ -20,7 +19,8 @@ _EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit")
 
 
 def compatibility(before: Settings, after: Settings) -> tuple[Fit, str]:
-    """Whether the state of a run with `before` goes on with `after`, and why (not), or what is lost."""
+    """Whether the state of a run with `before` can continue with `after`, and why not or what is
+    lost, in one line."""
     for name in differing(before, after):
         if reason := FIELDS[name].new_run:
             return "new run", f"{_change(name, before, after)}: {reason}"
@@ -32,17 +32,17 @@ def compatibility(before: Settings, after: Settings) -> tuple[Fit, str]:
 
 
 def _lost_moments(before: Optimizer, after: Optimizer) -> str | None:
-    """What a change of the optimizer's kind does to its moments; None where nothing is lost."""
+    """What a change of the optimizer does to its moments; None if they are kept exactly."""
     kinds = [("8-bit" if one in _EIGHT_BIT else "adafactor" if one == "adafactor" else "fp32") for one in (before, after)]
     if kinds[0] == kinds[1]:
         return None
     return {
         ("fp32", "8-bit"): "moments are rounded to 8 bits",
-        ("8-bit", "fp32"): "moments go on from 8-bit values",
+        ("8-bit", "fp32"): "moments continue from 8-bit values",
         ("fp32", "adafactor"): "second moments are reduced to row and column means, first moments are dropped",
         ("8-bit", "adafactor"): "second moments are reduced to row and column means, first moments are dropped",
-        ("adafactor", "fp32"): "second moments are rebuilt from row and column means, first moments begin at 0",
-        ("adafactor", "8-bit"): "second moments are rebuilt from row and column means in 8 bits, first moments begin at 0",
+        ("adafactor", "fp32"): "second moments are rebuilt from row and column means, first moments start at 0",
+        ("adafactor", "8-bit"): "second moments are rebuilt from row and column means in 8 bits, first moments start at 0",
     }[kinds[0], kinds[1]]
 
 
@@ -56,17 +56,18 @@ def _notes(before: Settings, after: Settings) -> Iterator[str]:
 
 
 def describe_split(before: Settings, after: Settings) -> str:
-    """One line on what an edit does to the effective batch, with the nearest exact pairs where it breaks it."""
+    """What an edit does to the effective batch, in one line, with the nearest exact splits if it
+    changes it."""
     old, new = before.effective_batch, after.effective_batch
     if old == new:
-        return f"effective batch {old} -> {new}: same mathematics"
+        return f"effective batch {old} -> {new}: training is unchanged"
     pairs = ", ".join(f"{b} x {a}" for b, a in nearest_splits(old, after.world_size, after.batch))
     hint = f"; exact pairs: {pairs}" if pairs else ""
-    return f"effective batch {old} -> {new} ({(new - old) / old:+.1%}): other mathematics{hint}"
+    return f"effective batch {old} -> {new} ({(new - old) / old:+.1%}): changes training{hint}"
 
 
 def changes(before: Settings, after: Settings) -> list[str]:
-    """What differs, each in a few words, the memory strategy first."""
+    """What differs, in a few words each, the memory strategy first."""
     old, new = (f"{s.batch} x {s.accumulation} x {s.world_size}" for s in (before, after))
     split = [f"split {old} -> {new}"] if old != new else []
     return [*split, *_effective(before, after), *_changes(differing(before, after), before, after)]
@@ -91,7 +92,7 @@ def _changes(names: Iterable[str], before: Settings, after: Settings) -> list[st
 
 
 def _change(name: str, before: Settings, after: Settings, label: str | None = None) -> str:
-    """One difference: `workers 2 -> 0`, under the setting's own name where no label is given."""
+    """One difference, such as `workers 2 -> 0`. Without a label the setting's name is used."""
     old, new = value_of(before, name), value_of(after, name)
     label = name if label is None else label
     if name.startswith("zero."):
@@ -122,41 +123,55 @@ def effective_change(old: int, new: int) -> str:
     return f"{old} -> {new} ({(new - old) / old * 100:+.1f} %)"
 
 
+def risk(after: Settings, failed: Sequence[Settings]) -> str | None:
+    """A warning, in one line, that this run ran out of memory with settings like these; None if
+    they need less than each of `failed`, the settings with which it ran out."""
+    for one in reversed(failed):
+        if after.batch >= one.batch and not saves_memory(after, one, much=after.batch > one.batch):
+            split = f"batch {one.batch}{', checkpointing' if one.gradient_checkpointing else ''}"
+            same = "the same" if after.batch == one.batch else f"more than that ({after.batch})"
+            return f"the run has died of memory with {split}: this is {same}, and saves nothing more"
+    return None
+
+
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
-    """What a preset would make of a run with given settings: kept (its strategy only) and whole (with its guide)."""
+    """What a preset would do to a run: kept (its memory strategy only) and whole (with its guide's
+    values too)."""
 
     preset: Preset
     kept: Settings
-    """After a switch in a run in progress."""
+    """The settings after a switch in a run in progress."""
     whole: Settings
-    """What a new run would have."""
+    """The settings of a new run that takes the preset whole."""
     changes: list[str]
     """What a switch changes."""
     whole_changes: list[str]
-    """What differs from the present settings where the preset is taken whole."""
+    """What differs from the present settings if the preset is taken whole."""
     switch: Literal["resumes", "converts", "new run", "refused"]
     switch_whole: Literal["resumes", "converts", "new run", "refused"]
     reason: str
-    """Why the switch is what it is."""
+    """The reason for `switch`."""
     reason_whole: str
     risk: str | None = None
-    """That a switch leads to what has died of memory in this run, in one line."""
+    """A warning, in one line, if this run has run out of memory with settings like these."""
 
     @property
     def effective_text(self) -> str:
-        """The effective batch after a switch, with the guide's beside it where that differs: `16 (guide: 18, +12.5 %)`."""
+        """The effective batch after a switch, and the guide's if it differs: `16 (guide: 18, +12.5
+        %)`."""
         kept, guide = self.kept.effective_batch, self.whole.effective_batch
         return str(kept) if kept == guide else f"{kept} (guide: {guide}, {(guide - kept) / kept * 100:+.1f} %)"
 
 
 def outlook(settings: Settings, preset: Preset, failed: Sequence[Settings] = ()) -> Outlook:
-    """Judge one preset against the present settings. `failed`: those with which the run has died of memory."""
+    """Compare one preset with the present settings. `failed`: settings with which the run ran out
+    of memory."""
     kept, whole = apply_preset(settings, preset, failed), take_whole(settings, preset)
     switch, reason = _judged(settings, kept)
     switch_whole, reason_whole = _judged(settings, whole)
     beyond = list(_training_changes(kept, whole))
     if switch_whole in ("resumes", "converts") and beyond:
-        # Its state would fit, but these values are set when a run begins: to take them all is to begin another.
+        # The state would fit, but these values are chosen when a run begins.
         switch_whole, reason_whole = "new run", f"other values of training: {', '.join(beyond)}"
     return Outlook(
         preset=preset,

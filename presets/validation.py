@@ -1,4 +1,4 @@
-"""Refuses settings that cannot work. Every refusal names the field and the value, in one line."""
+"""Checks of settings. Every refusal is one line that names the field and the value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memtop.presets.schema import Lora, Settings
 
 
 class SettingsError(ValueError):
-    """A value that cannot be used. `str()` is one line: field, value, what to do."""
+    """A value that cannot be used. `str()` gives one line: the field, the value and what to do."""
 
     def __init__(self, field: str, value: object, message: str) -> None:
         super().__init__(f"{field} {value}: {message}")
@@ -20,13 +20,13 @@ class SettingsError(ValueError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` (did you mean batch?)`, or nothing where no name is near."""
+    """` (did you mean batch?)`, or an empty text if no known name is similar."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
 def check(settings: Settings) -> Settings:
-    """Return the settings, or raise a SettingsError for the first value that cannot work."""
+    """Return the settings unchanged. Raise a SettingsError for the first value that cannot work."""
     _check_counts(settings)
     _check_shares(settings)
     _check_method(settings)
@@ -38,7 +38,8 @@ def check(settings: Settings) -> Settings:
 
 
 def max_seq_len(settings: Settings) -> int | None:
-    """The longest sequence that the model's configuration allows, or None where it does not say."""
+    """The longest sequence that the model's configuration allows, in tokens; None if it sets no
+    limit."""
     config = settings.model.get("config", {})
     value = config.get("max_position_embeddings") or config.get("n_positions")
     return value if isinstance(value, int) else None
@@ -51,7 +52,7 @@ _MOST_EPOCHS = 1_000_000
 
 
 def check_bounds(field: str, value: int, least: int, most: int) -> None:
-    """Raise a SettingsError for a value beyond its bounds."""
+    """Raise a SettingsError for a value outside its bounds, both included."""
     if value < least:
         raise SettingsError(field, value, f"must be at least {least}" if least else "must be 0 or more")
     if value > most:
@@ -67,7 +68,7 @@ def _check_counts(settings: Settings) -> None:
             "effective batch", settings.effective_batch, f"must be at most {_EFFECTIVE}; take a smaller --accum"
         )
     if settings.seq_len < 2:
-        raise SettingsError("seq_len", settings.seq_len, "must be at least 2: a token is predicted from those before it")
+        raise SettingsError("seq_len", settings.seq_len, "must be at least 2: a token is predicted from earlier ones")
     if isinstance(size := settings.data.get("max_bytes"), int):
         check_bounds("data.max_bytes", size, 1, _MOST_BYTES)
     if not 0 <= settings.epochs <= _MOST_EPOCHS:

@@ -1,13 +1,15 @@
-"""Reads the data files: memtop's own, then the user's, which extend or override by name.
+"""Reads presets and recipes: memtop's own files, then the user's, which add to them or override
+them by name.
 
-User files: `<config dir>/memtop/<family>/*.toml` (families: levels, ladder, t5, qlora; and recipes), and `./memtop.toml` with
-tables `[presets.NAME]`, `[levels.NAME]` and `[recipes.NAME]`.
+User files: `<config dir>/memtop/<family>/*.toml` (families: levels, ladder, t5, qlora; and
+recipes), and `./memtop.toml` with tables `[presets.NAME]`, `[levels.NAME]` and `[recipes.NAME]`.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,9 +25,10 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T", Preset, Recipe)
+_GIB = 1 << 30
 _HERE = Path(__file__).resolve().parent
 _FAMILIES: dict[str, Family] = {"ladder": "ladder", "levels": "level", "t5": "t5", "qlora": "qlora"}
-"""Folder of a family, in the order in which families are listed."""
+"""The folder of each family, in the order in which families are listed."""
 
 
 class PresetFileError(ValueError):
@@ -33,7 +36,7 @@ class PresetFileError(ValueError):
 
 
 def load_presets() -> dict[str, Preset]:
-    """All presets of all families by name, in the order of their keys on the keyboard."""
+    """All presets of all families by name, in the order of their digit keys."""
     found: dict[str, Preset] = {}
     origins: dict[str, str] = {}
     for origin, name, table in _preset_tables():
@@ -67,6 +70,38 @@ def load_recipes() -> dict[str, Recipe]:
     return found
 
 
+def choose_by_memory(free_bytes: int | None, recipe: str = "") -> tuple[Preset, str]:
+    """The preset for this much free memory on the fullest GPU, and the reason; None: no GPU.
+
+    Presets of the recipe's own family (QLoRA) are chosen before those of the ladder. A threshold
+    belongs to the larger preset: 12 GiB and more, 6 up to 12, 4 up to 6, below 4.
+    """
+    presets = load_presets()
+    if free_bytes is None:
+        return presets["standard"], "preset standard: the free GPU memory is not known"
+    rungs = _rungs(list(presets.values()), recipe)
+    at = next((n for n, (border, _) in enumerate(rungs) if free_bytes >= border * _GIB), len(rungs) - 1)
+    border, preset = rungs[at]
+    where = f"from {border:g} GiB on" if border > 0 else "the smallest of them"
+    if at > 0:
+        above = rungs[at - 1][0]
+        where = f"from {border:g} up to {above:g} GiB" if border > 0 else f"below {above:g} GiB"
+    return preset, f"preset {preset.name}: {_floor_gib(free_bytes)} of GPU memory free, {where}"
+
+
+def _rungs(presets: Sequence[Preset], recipe: str) -> list[tuple[float, Preset]]:
+    ladder = [(p.free_gib_from, p) for p in presets if p.free_gib_from is not None and p.family == "ladder"]
+    special = [
+        (p.free_gib_from, p) for p in presets if p.free_gib_from is not None and p.family != "ladder" and recipe in p.recipes
+    ]
+    return sorted(special or ladder, key=lambda rung: -rung[0])
+
+
+def _floor_gib(size: int) -> str:
+    # Rounded down: 11.999 GiB is not 12.
+    return f"{math.floor(size / _GIB * 100) / 100:.2f} GiB"
+
+
 def _place(preset: Preset) -> int:
     # As on a keyboard: 0 after 9, and presets without a key last.
     return 11 if preset.key is None else preset.key or 10
@@ -82,7 +117,7 @@ def _shaped(origin: str, name: str, table: dict[str, Any], shape: type[T]) -> T:
 def _refuse_clashes(presets: Iterable[Preset], origins: dict[str, str]) -> None:
     for one, other in combinations([preset for preset in presets if preset.key is not None], 2):
         if one.key == other.key and _share_a_recipe(one, other):
-            # The later file is more likely the user's own.
+            # Blame the later file: it is more likely the user's.
             raise PresetFileError(
                 f"{origins[other.name]}: key {other.key}: preset {one.name} has it already; give another or none"
             )

@@ -1,4 +1,4 @@
-"""The real hands: the environment of a real process, and of one that has ended."""
+"""Ending real processes, and reading the environment of a real process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.processes.proc import identify
-from memtop.tui.processes.actions import RealHands, Told, beside
+from memtop.tui.processes.actions import EndingReport, RealProcessActions, in_daemon_thread
 from tests.tui.support import gpu, machine, process
 
 WAITING = "import sys; print('up', flush=True); sys.stdin.read()"
@@ -28,21 +28,21 @@ async def test_the_environment_of_a_living_process_and_of_one_that_has_ended() -
     identity = identify(child.pid)
     assert identity is not None
     row = process(child.pid, started_ticks=identity.started_ticks)
-    assert (await RealHands().environment_of(row))["MEMTOP_TEST_MARK"] == "a b=c"
+    assert (await RealProcessActions().environment_of(row))["MEMTOP_TEST_MARK"] == "a b=c"
     with pytest.raises(RefusedError, match=f"process {child.pid} has ended"):
-        await RealHands().environment_of(process(child.pid, started_ticks=identity.started_ticks + 1))
+        await RealProcessActions().environment_of(process(child.pid, started_ticks=identity.started_ticks + 1))
     child.communicate()
     with pytest.raises(RefusedError, match="has ended"):
-        await RealHands().environment_of(row)
+        await RealProcessActions().environment_of(row)
 
 
 async def test_a_process_without_a_start_time_could_be_another() -> None:
     with pytest.raises(RefusedError, match="its start time is not known"):
-        await RealHands().environment_of(process(os.getpid(), started_ticks=None))
+        await RealProcessActions().environment_of(process(os.getpid(), started_ticks=None))
 
 
 async def test_what_one_row_forbids_is_not_ended_and_its_neighbour_is() -> None:
-    """Its own last look: whatever the screen has offered."""
+    """The last check before the signal, whatever the screen has offered."""
     programs = [
         subprocess.Popen([sys.executable, "-S", "-c", WAITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in "ab"
     ]
@@ -56,14 +56,14 @@ async def test_what_one_row_forbids_is_not_ended_and_its_neighbour_is() -> None:
             rows.append(process(program.pid, started_ticks=identity.started_ticks))
         drawing = process(rows[0].pid, choosable=False, kind="graphics", reason="draws on the screen")
         seen = machine(gpu(0, processes=tuple(rows)), gpu(1, processes=(drawing,)))
-        told = await RealHands().end_processes([rows[0]], seen)
-        assert told == Told(f"process {rows[0].pid} cannot be ended from here: draws on the screen", good=False)
-        elsewhere = await RealHands().end_processes([process(1 << 22)], seen)
-        assert elsewhere == Told(f"process {1 << 22} is not on a GPU", good=False)
-        other = await RealHands().end_processes([process(rows[1].pid, started_ticks=1)], seen)
+        told = await RealProcessActions().end_processes([rows[0]], seen)
+        assert told == EndingReport(f"process {rows[0].pid} cannot be ended from here: draws on the screen", good=False)
+        elsewhere = await RealProcessActions().end_processes([process(1 << 22)], seen)
+        assert elsewhere == EndingReport(f"process {1 << 22} is not on a GPU", good=False)
+        other = await RealProcessActions().end_processes([process(rows[1].pid, started_ticks=1)], seen)
         assert "its pid was reused" in other.text
         assert programs[1].poll() is None
-        told = await RealHands().end_processes(rows, seen)
+        told = await RealProcessActions().end_processes(rows, seen)
         assert not told.good
         assert told.text.startswith("1 process ended")
         assert told.text.endswith("draws on the screen")
@@ -75,12 +75,12 @@ async def test_what_one_row_forbids_is_not_ended_and_its_neighbour_is() -> None:
             program.communicate()
 
 
-async def test_a_hand_that_is_stuck_does_not_hold_up_leaving() -> None:
+async def test_a_stuck_action_does_not_delay_the_end_of_the_program() -> None:
     release = threading.Event()
-    task = asyncio.create_task(beside(release.wait))
-    while not any(thread.name == "memtop-hands" for thread in threading.enumerate()):
+    task = asyncio.create_task(in_daemon_thread(release.wait))
+    while not any(thread.name == "memtop-process-actions" for thread in threading.enumerate()):
         await asyncio.sleep(0)
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "memtop-hands")
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "memtop-process-actions")
     assert thread.daemon, "Python waits for all others before it ends"
     release.set()
     assert await task is True
@@ -91,4 +91,4 @@ async def test_what_goes_wrong_beside_is_raised_here() -> None:
         raise RefusedError("no")
 
     with pytest.raises(RefusedError, match="no"):
-        await beside(fail)
+        await in_daemon_thread(fail)

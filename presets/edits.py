@@ -1,0 +1,323 @@
+"""From a recipe to the settings of a new run, and from settings to edited settings.
+
+Three kinds of edits exist: a preset's memory strategy (`apply_preset`), a preset with its guide's
+values (`take_whole`) and single settings as text (`assign`, the `--set KEY=VALUE` of the command
+line). `edit_settings` combines and checks them. Every refusal is a `SettingsError` that names the
+field and the value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec.structs import replace
+
+from memtop.presets.fields import FIELDS, MOST_UPDATES, row_of, value_of
+from memtop.presets.files import load_presets, load_recipes, presets_for
+from memtop.presets.schema import Guide, Lora, Preset, Recipe, Settings, Zero, split_below
+from memtop.presets.validation import SettingsError, check, check_bounds, did_you_mean
+
+# --- a new run ------------------------------------------------------------------------------------------------------
+
+
+def resolve(recipe: Recipe, *, preset: Preset, world_size: int = 1, whole: bool | None = None) -> Settings:
+    """The settings of a new run, checked. See `draft`."""
+    return check(draft(recipe, preset=preset, world_size=world_size, whole=whole))
+
+
+def draft(recipe: Recipe, *, preset: Preset, world_size: int = 1, whole: bool | None = None) -> Settings:
+    """The settings of a new run before any edit and unchecked: the recipe's values under the
+    preset.
+
+    `whole` takes the preset's guide values too; None takes them if the preset is meant for the
+    recipe. Without them the recipe's effective batch is kept: several processes shrink the
+    accumulation. SettingsError if `world_size` does not divide it.
+    """
+    effective = recipe.batch * recipe.accumulation
+    split = split_below(effective, world_size, recipe.batch)
+    if split is None:
+        raise SettingsError(
+            "--gpus",
+            world_size,
+            f"{world_size} processes do not divide the effective batch {effective}; give --batch and --accum",
+        )
+    values = _shared_values(recipe)
+    values |= {"recipe": recipe.name, "preset": preset.name, "world_size": world_size}
+    values |= {"batch": split[0], "accumulation": split[1], "target_samples": recipe.max_updates * effective}
+    settings = Settings(**values)
+    if preset.meant_for(recipe.name) if whole is None else whole:
+        return take_whole(settings, preset)
+    return apply_preset(settings, preset)
+
+
+def find_preset(name: str, recipe: str = "") -> Preset:
+    """The preset with that name, or with that digit key among those for the recipe; SettingsError
+    if there is none."""
+    presets = load_presets()
+    by_key = {str(preset.key): preset for preset in presets_for(recipe).values() if preset.key is not None}
+    found = presets.get(name) or by_key.get(name)
+    if found is None:
+        raise SettingsError("preset", repr(name), f"unknown; there are {', '.join(presets)}{did_you_mean(name, presets)}")
+    return found
+
+
+# --- presets --------------------------------------------------------------------------------------------------------
+
+
+def apply_preset(settings: Settings, preset: Preset, failed: Sequence[Settings] = ()) -> Settings:
+    """The same run under another memory strategy, unchecked: effective batch, T, LoRA and learning
+    rate stay the same.
+
+    `failed`: settings with which the run ran out of memory. If there are any, the micro-batch does
+    not grow, and checkpointing stays on unless all of them had it.
+    """
+    batch, accumulation = _split(settings, preset)
+    after = _with_strategy(settings, preset)
+    if failed and batch > settings.batch:
+        batch, accumulation = settings.batch, settings.accumulation
+    if settings.gradient_checkpointing and not all(one.gradient_checkpointing for one in failed):
+        after = replace(after, gradient_checkpointing=True)
+    return replace(after, batch=batch, accumulation=accumulation)
+
+
+def take_whole(settings: Settings, preset: Preset) -> Settings:
+    """A new run's settings with the preset's guide values too, unchecked.
+
+    Batch and accumulation per process are the guide's, whatever the number of processes; a guide
+    without a batch keeps the effective batch. LoRA values are taken only if the method trains
+    adapters.
+    """
+    guide = preset.guide
+    settings = apply_preset(settings, preset) if guide.batch is None else _with_strategy(settings, preset)
+    values = _shared_values(guide)
+    if settings.method == "full":
+        values.pop("lora", None)
+    if guide.epochs is not None:
+        values["target_samples"] = 0
+    settings = replace(settings, **values)
+    if guide.warmup_updates is None:
+        return settings
+    return replace(settings, warmup_samples=guide.warmup_updates * settings.effective_batch)
+
+
+def _shared_values(source: Recipe | Preset | Guide) -> dict[str, Any]:
+    """What a recipe, a preset or a guide gives for the settings of the same names."""
+    names = [name for name in source.__struct_fields__ if name in Settings.__struct_fields__]
+    return {name: value for name in names if (value := getattr(source, name)) is not None}
+
+
+def _with_strategy(settings: Settings, preset: Preset) -> Settings:
+    after = replace(settings, preset=preset.name, **_shared_values(preset))
+    if after.optimizer == "cpu_adam" and not after.zero.offload_optimizer:
+        # The same update and the same state, but computed on the GPU, where the state is now.
+        after = replace(after, optimizer="adamw")
+    return after
+
+
+def _split(settings: Settings, preset: Preset) -> tuple[int, int]:
+    """Batch and accumulation under the preset, with the effective batch kept."""
+    recipe = load_recipes().get(settings.recipe)
+    ceiling = preset.max_batch
+    if recipe is not None:
+        # A ceiling only lowers the batch: it never exceeds what the recipe or the run already uses.
+        # A preset without a ceiling restores the recipe's own micro-batch, so that `standard`
+        # undoes the others.
+        ceiling = recipe.batch if ceiling is None else min(ceiling, max(recipe.batch, settings.batch))
+    found = None if ceiling is None else split_below(settings.effective_batch, settings.world_size, ceiling)
+    return found or (settings.batch, settings.accumulation)
+
+
+# --- edits ----------------------------------------------------------------------------------------------------------
+
+
+def edit_settings(
+    settings: Settings,
+    *,
+    preset: str | None = None,
+    assignments: Mapping[str, str] | None = None,
+    max_updates: int | None = None,
+    updates_done: int | None = None,
+    samples_seen: int = 0,
+    failed: Sequence[Settings] = (),
+) -> Settings:
+    """The settings after an edit, checked.
+
+    The memory strategy of `preset` is applied first, then the `assignments` (see `assign`).
+    `max_updates` counts all updates of the run, including those already done (`updates_done`,
+    `samples_seen`); without it the run keeps its target in samples. If `updates_done` is given,
+    even 0, a run is in progress, and settings that would make it another run are refused. `failed`:
+    see `apply_preset`.
+    """
+    before, texts = settings, assignments or {}
+    if preset is not None:
+        settings = apply_preset(settings, find_preset(preset, settings.recipe), failed)
+    settings = _assigned(settings, texts)
+    if updates_done is not None:
+        _refuse_another_run(before, settings, texts)
+    if max_updates is None:
+        return check(settings)
+    done = updates_done or 0
+    check_bounds("max_updates", max_updates, 1, MOST_UPDATES)
+    if max_updates < done:
+        raise SettingsError("max_updates", max_updates, f"{done} updates are done already; give more")
+    target = samples_seen + (max_updates - done) * settings.effective_batch
+    return check(replace(settings, target_samples=target))
+
+
+def _assigned(settings: Settings, assignments: Mapping[str, str]) -> Settings:
+    after = assign(settings, assignments)
+    # Two settings can end a run, and two can give its warm-up: clear the one that would win over
+    # the one that was given.
+    if "epochs" in assignments:
+        after = replace(after, target_samples=0)
+    if "warmup_fraction" in assignments and "warmup_samples" not in assignments:
+        after = replace(after, warmup_samples=0)
+    return after
+
+
+def _refuse_another_run(before: Settings, after: Settings, assignments: Mapping[str, str]) -> None:
+    for key, text in assignments.items():
+        name = row_of(key)
+        if FIELDS[name].new_run and value_of(before, name) != value_of(after, name):
+            how = f"memtop train {before.recipe} --name NEW --set {key}={text}, or --fresh with this run's name"
+            raise SettingsError(key, text, f"makes a new run: {how}")
+
+
+# --- single settings as text ----------------------------------------------------------------------------------------
+
+_PARTS: dict[str, type[Lora] | type[Zero]] = {"lora": Lora, "zero": Zero}
+_DATA: dict[str, type] = {"source": str, "max_bytes": int, "train": str, "eval": str, "tokenizer": str, "text": str}
+_COLUMNS = ("prompt", "response", "text")
+_DOTTED = ("lora", "zero", "model", "data")
+
+
+def assign(settings: Settings, assignments: Mapping[str, str]) -> Settings:
+    """The settings with the named values, given as text: {"batch": "4", "lora.r": "16",
+    "data.train": "pairs.jsonl"}.
+
+    Each value gets the type of its setting; the result is not checked as a whole. SettingsError for
+    an unknown key or a value of another type.
+    """
+    changes: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {}
+    for key, text in assignments.items():
+        head, dot, rest = key.partition(".")
+        _refuse_unknown(key, head, bool(rest))
+        if head in _PARTS:
+            parts.setdefault(head, {})[rest] = _part_value(head, rest, text)
+        elif head == "model":
+            changes["model"] = _model(changes.get("model", settings.model), rest, text)
+        elif head == "data":
+            changes["data"] = _data(changes.get("data", settings.data), rest, text)
+        elif dot:
+            raise SettingsError("--set", key, f"unknown key; {head} has no parts")
+        else:
+            changes[key] = typed(key, get_type_hints(Settings, include_extras=True)[key], text)
+    for head, values in parts.items():
+        changes[head] = _part(head, getattr(settings, head), values)
+    return replace(settings, **changes)
+
+
+def typed(key: str, kind: Any, text: str) -> Any:
+    """The text as a value of that type; lists are separated by commas."""
+    choices = [str(choice) for choice in get_args(kind)] if get_origin(kind) is Literal else []
+    value: Any = text
+    if get_origin(kind) is tuple:
+        value = [word.strip() for word in text.split(",") if word.strip()]
+    elif choices and text.isdecimal():
+        value = int(text)  # msgspec converts text to an int, but not to a Literal of ints.
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        hint = f"; there are {', '.join(choices)}{did_you_mean(text, choices)}" if choices else ""
+        raise SettingsError(key, repr(text), f"{error}{hint}") from None
+
+
+def _refuse_unknown(key: str, head: str, dotted: bool) -> None:
+    names = [name for name in Settings.__struct_fields__ if name not in FIELDS or FIELDS[name].editable]
+    if head not in names:
+        listed = ", ".join(f"{name}.…" if name in _DOTTED else name for name in names)
+        raise SettingsError("--set", key, f"unknown key; there are {listed}{did_you_mean(head, names)}")
+    if head in _DOTTED and not dotted:
+        raise SettingsError("--set", key, f"has parts; there are {', '.join(_parts_of(head))}")
+
+
+def _parts_of(head: str) -> list[str]:
+    if head in _PARTS:
+        return [f"{head}.{name}" for name in _PARTS[head].__struct_fields__]
+    if head == "model":
+        return ["model.path", "model.config.KEY"]
+    return [*(f"data.{name}" for name in _DATA), "data.columns.NAME"]
+
+
+def _unknown_part(head: str, rest: str) -> SettingsError:
+    known = _parts_of(head)
+    key = f"{head}.{rest}"
+    return SettingsError("--set", key, f"unknown key; there are {', '.join(known)}{did_you_mean(key, known)}")
+
+
+def _part_value(head: str, rest: str, text: str) -> Any:
+    hints = get_type_hints(_PARTS[head], include_extras=True)
+    if rest not in hints:
+        raise _unknown_part(head, rest)
+    return typed(f"{head}.{rest}", hints[rest], text)
+
+
+def _part(head: str, present: Lora | Zero | None, values: dict[str, Any]) -> Lora | Zero:
+    try:
+        return msgspec.convert({**({} if present is None else msgspec.to_builtins(present)), **values}, _PARTS[head])
+    except msgspec.ValidationError as error:
+        given = ", ".join(f"{head}.{name}" for name in values)
+        raise SettingsError("--set", given, f"{error}; this run has no {head} values yet, so give the others too") from None
+
+
+def _model(model: dict[str, Any], rest: str, text: str) -> dict[str, Any]:
+    name, _, key = rest.partition(".")
+    if name == "path" and not key:
+        if not text:
+            raise SettingsError("model.path", "''", "give a folder or a hub name")
+        return {"path": text}
+    if name == "config" and key:
+        # A configuration replaces a path: the weights are then initialized at random.
+        return {"config": {**model.get("config", {}), key: _finite(f"model.{rest}", _scalar(text))}}
+    raise _unknown_part("model", rest)
+
+
+def _data(data: dict[str, Any], rest: str, text: str) -> dict[str, Any]:
+    name, _, column = rest.partition(".")
+    if name == "columns" and column:
+        columns = data.get("columns", {})
+        known = [*columns, *(known for known in _COLUMNS if known not in columns)]
+        if column not in known:
+            listed = ", ".join(f"data.columns.{name}" for name in known)
+            raise SettingsError("--set", f"data.{rest}", f"unknown key; there are {listed}{did_you_mean(column, known)}")
+        return {**data, "columns": {**columns, column: text}}
+    if name not in _DATA or column:
+        raise _unknown_part("data", rest)
+    value = typed(f"data.{name}", _DATA[name], text)
+    # Files and a built-in source exclude each other: the one given last wins.
+    dropped = {"train": ("source", "max_bytes"), "source": ("train", "eval")}.get(name, ())
+    return {**{key: kept for key, kept in data.items() if key not in dropped}, name: value}
+
+
+def _scalar(text: str) -> Any:
+    """A number, true, false, null or a list in JSON; anything else is text."""
+    try:
+        value = json.loads(text, parse_constant=str)
+    except (ValueError, RecursionError):
+        return text
+    return text if isinstance(value, dict) else value
+
+
+def _finite(key: str, value: Any) -> Any:
+    """The value; SettingsError if it holds a number that cannot be stored. JSON has no infinity,
+    msgspec no wider integers."""
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, list):
+            _finite(key, item)
+        elif isinstance(item, int | float) and not abs(item) < 1 << 63:
+            raise SettingsError(key, item, "is too large a number")
+    return value

@@ -1,0 +1,301 @@
+"""What all screens share: the dashboard as they see it, how they close, dialogs, full screens and the line of keys.
+
+A screen knows the dashboard only as the abstract `Dashboard`, so that no screen imports the dashboard's own module.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
+
+from rich.table import Table
+from rich.text import Text
+from textual import on
+from textual.app import ComposeResult
+from textual.await_complete import AwaitComplete
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.events import Click
+from textual.reactive import var
+from textual.screen import ModalScreen, Screen
+from textual.widget import Widget
+from textual.widgets import Button, Static
+
+from memtop.supervisor import wire
+from memtop.supervisor.monitor.history import History
+from memtop.tui.line import STRONG, Line, join, line, spread
+from memtop.tui.panel import LinePanel
+from memtop.tui.processes.actions import ProcessActions
+from memtop.tui.processes.trails import Trails
+from memtop.tui.store import Store
+from memtop.tui.words import report_lines
+
+T = TypeVar("T")
+
+
+class Dashboard(Screen[None]):
+    """The dashboard, as the screens over it see it."""
+
+    store: var[Store] = var(Store)
+    """The newest state of everything shown. Screens watch it."""
+    trails: Trails
+    """What each GPU process did since the dashboard started."""
+    history: History
+    """The samples of the last hour, for the history screen."""
+    process_actions: ProcessActions
+    ending_processes = False
+    """Whether chosen processes are being ended at the moment."""
+
+    @abstractmethod
+    def say(self, text: str, kind: str = "note") -> None:
+        """Show a message above the buttons. `kind`: note | busy | good | bad | failed."""
+
+    @abstractmethod
+    async def ask_supervisor(self, make: Callable[[int], wire.Request]) -> None:
+        """Send the request that `make` builds from an id, and show every answer to it."""
+
+    @abstractmethod
+    def call_off(self) -> object:
+        """Cancel a restart that memtop has announced; the run stays failed."""
+
+    @abstractmethod
+    def look_closely(self) -> None:
+        """Also read the values that cost the driver much time, for the next few seconds."""
+
+    @abstractmethod
+    def dialog_closed(self) -> None:
+        """The user has answered: the next dialog may open while the answer is carried out."""
+
+
+class ClosingScreen(Screen[T]):
+    """A screen that a key, a click and the run itself may all close at the same moment.
+
+    Textual's `dismiss` removes whichever screen is on top: called twice it would remove the dashboard, too.
+    """
+
+    _pending_result: tuple[T | None] | None = None
+    """The result to close with as soon as this screen is on top again."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the screen has widgets to draw on: a closed one has none."""
+        return self.is_mounted and self in self.app.screen_stack
+
+    def dismiss(self, result: T | None = None) -> AwaitComplete:
+        """Close with a result. A closed screen ignores it; one below another screen closes once it is on top."""
+        stack = self.app.screen_stack
+        if self not in stack:
+            return AwaitComplete()
+        if stack[-1] is not self:
+            self._pending_result = self._pending_result or (result,)
+            return AwaitComplete()
+        return super().dismiss(result)
+
+    def on_screen_resume(self) -> None:
+        if self._pending_result is not None:
+            self.dismiss(*self._pending_result)
+
+    def follow(self, dashboard: Dashboard, take: Callable[[Store], None]) -> None:
+        """Call `take` with the dashboard's store now and after every change, as long as the screen is open."""
+
+        def hand(store: Store) -> None:
+            if self.is_open:
+                take(store)
+
+        # While it is being mounted the screen does not count as open, but its widgets exist already.
+        take(dashboard.store)
+        self.watch(dashboard, "store", hand, init=False)
+
+
+# --- dialogs ------------------------------------------------------------------------------------------------------------
+
+
+class Dialog(ClosingScreen[T | None], ModalScreen[T | None]):
+    """A titled box in the middle; the result is None if the user cancels."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "cancel", "Cancel", show=False),
+        Binding("left", "app.focus_previous", "Previous", show=False),
+        Binding("right", "app.focus_next", "Next", show=False),
+    ]
+
+    def action_cancel(self) -> None:
+        self.dismiss(None)
+
+    @on(Button.Pressed, "#cancel")
+    def _cancelled(self) -> None:
+        self.action_cancel()
+
+
+class ConfirmDialog(Dialog[bool]):
+    """Explains a dangerous action and asks. Cancel has the focus: Enter alone never does anything dangerous."""
+
+    AUTO_FOCUS = "#cancel"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "confirm", "Yes", show=False),
+        Binding("n", "cancel", "No", show=False),
+    ]
+
+    def __init__(self, title: str, lines: Sequence[str], *, confirm: str, cancel: str = "Cancel") -> None:
+        super().__init__()
+        self._title = title
+        self._lines = lines
+        self._confirm = confirm
+        self._cancel = cancel
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog -dangerous") as box:
+            box.border_title = self._title
+            yield Static("\n".join(self._lines), markup=False, id="what")
+            with Horizontal(classes="buttons"):
+                yield Button(f"{self._cancel} (n)", id="cancel", compact=True)
+                yield Button(f"{self._confirm} (y)", id="confirm", variant="error", compact=True)
+
+    @on(Button.Pressed, "#confirm")
+    def action_confirm(self) -> None:
+        self.dismiss(True)
+
+
+class KeysDialog(Dialog[None]):
+    """The keys of a full screen, to read and close."""
+
+    AUTO_FOCUS = "VerticalScroll"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark,q,enter", "cancel", "Close", show=False)]
+
+    def __init__(self, of: Screen[None]) -> None:
+        super().__init__()
+        self._of = of
+
+    def compose(self) -> ComposeResult:
+        tips = {b.key: b.tooltip for b in type(self._of).BINDINGS if isinstance(b, Binding)}
+        table = Table.grid(padding=(0, 2))
+        for key, shown, words in keys_of(self._of):
+            table.add_row(Text(shown, "bold"), words.rstrip("…"), tips.get(key, ""))
+        back = "One step back: clear the input, the search, the ticks, the filter, then leave this screen"
+        table.add_row(Text("Esc", "bold"), "Back", back)
+        with VerticalScroll(classes="dialog help") as box:
+            box.border_title = "Keys of this screen"
+            yield Static(table)
+            with Horizontal(classes="buttons"):
+                yield Button("Close", id="cancel", compact=True)
+
+
+# --- full screens -------------------------------------------------------------------------------------------------------
+
+
+class FullScreen(ClosingScreen[None]):
+    """A screen that covers the dashboard: a title line, its own widgets, a message line and its keys."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "keys", "Help", show=False)]
+
+    def __init__(self, dashboard: Dashboard, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.dashboard = dashboard
+        self._message: tuple[str, str] | None = None
+        """The text and its kind."""
+
+    def title_panel(self) -> LinePanel:
+        return LinePanel(self._draw_title, classes="title")
+
+    def message_panel(self) -> LinePanel:
+        return LinePanel(self.draw_message, id="message", classes="message")
+
+    def headline(self, store: Store) -> Line:
+        """The words after the program's name in the title line."""
+        raise NotImplementedError
+
+    def headline_right(self, store: Store) -> Line:
+        """The words at the right edge of the title line."""
+        return line((store.label or "", "edge"))
+
+    def hint(self, store: Store, width: int) -> Line:
+        """What the message line shows while there is no message."""
+        return ()
+
+    def _draw_title(self, store: Store, width: int, height: int) -> list[Line]:
+        left = join((line((" memtop ", "accent")), self.headline(store)))
+        return [spread(left, (*self.headline_right(store), (" ", "text")), width)]
+
+    def draw_message(self, store: Store, width: int, height: int) -> list[Line]:
+        return report_lines(*self._message, width) if self._message else [self.hint(store, width)]
+
+    def say(self, text: str, kind: str = "note") -> None:
+        """Show a message on the lines above the keys."""
+        self._message = (text, kind)
+        self.show_message()
+
+    def clear_message(self) -> None:
+        """Show the hint again."""
+        self._message = None
+        self.show_message()
+
+    def show_message(self) -> None:
+        """Draw the message on as many lines as it needs."""
+        if self.is_open:
+            panel = self.query_one("#message", LinePanel)
+            panel.styles.height = max(1, len(self.draw_message(self.dashboard.store, self.size.width - 2, 1)))
+            panel.show(self.dashboard.store)
+
+    def show_panels(self, store: Store) -> None:
+        """Draw every panel from this store."""
+        for panel in self.query(LinePanel):
+            panel.show(store)
+
+    def action_keys(self) -> None:
+        self.app.push_screen(KeysDialog(self))
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+
+def named(text: str) -> Line:
+    """A title line's name, in bold."""
+    return line((text, STRONG))
+
+
+def keys_of(screen: Screen[None]) -> list[tuple[str, str, str]]:
+    """(key, how it is written, description) of each binding that the screen itself shows and that works now."""
+    found = []
+    for binding in type(screen).BINDINGS:
+        if isinstance(binding, Binding) and binding.show and screen.check_action(binding.action.partition("(")[0], ()):
+            found.append((binding.key, binding.key_display or binding.key, binding.description))
+    return found
+
+
+_ALWAYS = (("question_mark", "?", "Help"), ("escape", "Esc", "Back"))
+
+
+class KeyLine(Widget):
+    """`k End…  t View  f Filter … ? Help  Esc Back`. A click does what the key does; the help lists keys that do not fit."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"action--key", "action--label"}
+
+    def __init__(self, of: Screen[None]) -> None:
+        super().__init__()
+        self._of = of
+        self._places: list[tuple[int, int, str]] = []
+
+    def render(self) -> Text:
+        key_style = self.get_component_rich_style("action--key", partial=True)
+        shown_line = Text(no_wrap=True)
+        self._places = []
+        room = self.size.width - sum(len(_key_words(shown, words)) for _, shown, words in _ALWAYS)
+        for key, shown, words in (*keys_of(self._of), *_ALWAYS):
+            text = _key_words(shown, words)
+            if (key, shown, words) not in _ALWAYS and shown_line.cell_len + len(text) > room:
+                continue
+            self._places.append((shown_line.cell_len, shown_line.cell_len + len(text), key))
+            shown_line.append_text(Text.assemble(" ", (shown, key_style), f" {words} "))
+        return shown_line
+
+    def on_click(self, event: Click) -> None:
+        event.stop()
+        for start, end, key in self._places:
+            if start <= event.x < end:
+                self.app.simulate_key(key)
+                return
+
+
+def _key_words(shown: str, words: str) -> str:
+    return f" {shown} {words} "
