@@ -25,11 +25,11 @@ from memtop.supervisor.run import effects as do
 from memtop.supervisor.run import events as on
 from memtop.supervisor.run import reports as said
 from memtop.supervisor.run.model import Cause, Model, Run, Stage
+from memtop.supervisor.run.record.checkpoints import newest_until
 from memtop.supervisor.run.record.configurations import Record
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.record.ledger import Attempt
 from memtop.supervisor.run.record.outbox import Outbox
-from memtop.supervisor.run.rules.attempts import state_at
 from memtop.supervisor.run.rules.taking_over import newest_started
 from memtop.supervisor.run.state import state_file
 from memtop.supervisor.run.step import step
@@ -244,7 +244,7 @@ class World:
             case do.ReadStates():
                 return on.StatesRead(self.states())
             case do.HoldState(update=update):
-                self.held = state_at(self.states().kept, update).updates
+                self.held = newest_until(self.states().kept, update).updates
                 return on.StateHeld()
             case do.ReleaseState():
                 self.held = None
@@ -277,7 +277,7 @@ class World:
         self._maybe_kill()
         moved: list[int] = []
         if effect.state_before is not None:
-            update = state_at(self.states().kept, effect.state_before).updates
+            update = newest_until(self.states().kept, effect.state_before).updates
             moved = [state for state in self.kept if state > (update or 0)]
             self.kept = sorted({*(state for state in self.kept if state <= (update or 0)), update or 0})
             self.aside += moved

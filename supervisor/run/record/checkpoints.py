@@ -5,10 +5,12 @@ Sizes are compared here; the checksums are left to the trainer, which reads ever
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from memtop.supervisor.errors import UsageError
 from memtop.supervisor.wire import Checkpoint
 
 
@@ -62,6 +64,15 @@ def kept_states(latest: Path) -> list[Checkpoint]:
     folders = (latest, *older)
     states = [state for folder in folders if (state := read_checkpoint(folder)) is not None and state.complete]
     return sorted(states, key=lambda state: state.updates or 0, reverse=True)
+
+
+def newest_until(kept: Sequence[Checkpoint], update: int) -> Checkpoint:
+    """The newest kept state at or before that update; UsageError if there is none."""
+    fitting = [state for state in kept if state.updates is not None and state.updates <= update]
+    if not fitting:
+        there = ", ".join(str(state.updates) for state in kept) or "none"
+        raise UsageError(f"--state: no kept state at or before update {update} (kept: {there}); without it the newest goes on")
+    return max(fitting, key=lambda state: state.updates or 0)
 
 
 def _problem(folder: Path, file: _File) -> str | None:

@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from memtop.supervisor.errors import RunFolderError, UsageError
-from memtop.supervisor.run.record.checkpoints import kept_states, read_checkpoint
+from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.run.record.checkpoints import kept_states, newest_until, read_checkpoint
 from memtop.supervisor.wire import Checkpoint
 
 # What file systems say that have no hard links, or none across their parts.
@@ -24,12 +24,7 @@ _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EN
 
 def state_at(latest: Path, update: int) -> Checkpoint:
     """The newest kept state at or before that update; UsageError if there is none."""
-    states = kept_states(latest)
-    fitting = [state for state in states if state.updates is not None and state.updates <= update]
-    if not fitting:
-        there = ", ".join(str(state.updates) for state in states) or "none"
-        raise UsageError(f"--state: no kept state at or before update {update} (kept: {there}); without it the newest goes on")
-    return max(fitting, key=lambda state: state.updates or 0)
+    return newest_until(kept_states(latest), update)
 
 
 def hold(latest: Path, update: int) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
-from memtop.supervisor.errors import UsageError
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.change import edited, edited_live
 from memtop.supervisor.run.effects import DropRows, Launch, ReleaseState
 from memtop.supervisor.run.events import Launched
 from memtop.supervisor.run.model import Attempt, Cause, Launching, Model, emit, move, note, warn
 from memtop.supervisor.run.progress import Progress
+from memtop.supervisor.run.record.checkpoints import newest_until
 from memtop.supervisor.run.rules import configurations
 from memtop.supervisor.wire import Change, Checkpoint, Phase
 
@@ -30,16 +30,7 @@ def settings_after(model: Model, change: Change) -> Settings | None:
 
 
 def _resumed_from(model: Model, change: Change) -> Checkpoint | None:
-    return model.checkpoint if change.state_before is None else state_at(model.states.kept, change.state_before)
-
-
-def state_at(kept: tuple[Checkpoint, ...], update: int) -> Checkpoint:
-    """The newest kept state at or before that update; UsageError if there is none."""
-    fitting = [state for state in kept if state.updates is not None and state.updates <= update]
-    if not fitting:
-        there = ", ".join(str(state.updates) for state in kept) or "none"
-        raise UsageError(f"--state: no kept state at or before update {update} (kept: {there}); without it the newest goes on")
-    return max(fitting, key=lambda state: state.updates or 0)
+    return model.checkpoint if change.state_before is None else newest_until(model.states.kept, change.state_before)
 
 
 def launch(model: Model, change: Change, cause: Cause, *, client: int | None = None, request: int = 0) -> Model:
