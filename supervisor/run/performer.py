@@ -61,8 +61,7 @@ from memtop.supervisor.run.post_mortem.log_end import read_log_end
 from memtop.supervisor.run.processes import launch
 from memtop.supervisor.run.processes.attempt import RunningAttempt, clear_leftovers
 from memtop.supervisor.run.processes.process import send
-from memtop.supervisor.run.record import rollback
-from memtop.supervisor.run.record.checkpoints import kept_states, newest_checkpoint
+from memtop.supervisor.run.record import checkpoints
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
 from memtop.supervisor.run.record.intake import Intake
 from memtop.supervisor.run.record.outbox import Outbox
@@ -145,7 +144,7 @@ class Performer:
             case HoldState(update=update):
                 return self._hold(update)
             case ReleaseState():
-                rollback.let_go(self._folder.latest_state)
+                checkpoints.discard_held(self._folder.latest_state)
             case GiveUp(why=why, usage=usage):
                 self.failure = UsageError(why) if usage else RunFolderError(why)
         return None
@@ -185,7 +184,7 @@ class Performer:
             why = f"{self._folder.ledger_path}: cannot be written: {error}; free some space"
             return LaunchRefused(number=number, why=why)
         try:
-            with rollback.gone_back(latest, effect.state_before) as aside:
+            with checkpoints.rolled_back(latest, effect.state_before) as aside:
                 states = read_states(self._folder)
                 shim = launch.launch(
                     self._folder, number, self._spec, effect.settings, self._socket, allocator=effect.allocator
@@ -267,7 +266,7 @@ class Performer:
 
     def _hold(self, update: int) -> StateHeld:
         try:
-            rollback.hold(self._folder.latest_state, update)
+            checkpoints.hold(self._folder.latest_state, update)
         except MemtopError as error:
             return StateHeld(problem=str(error))
         return StateHeld()
@@ -280,4 +279,4 @@ class Performer:
 def read_states(folder: RunFolder) -> States:
     """The saved states in a run's folder."""
     latest = folder.latest_state
-    return States(newest=newest_checkpoint(latest), kept=tuple(kept_states(latest)))
+    return States(newest=checkpoints.newest_checkpoint(latest), kept=tuple(checkpoints.kept_states(latest)))

@@ -11,6 +11,7 @@ from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.run.record.configurations import Configurations, Start, before_the_present
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.outbox import Outbox
+from memtop.supervisor.run.record.view import read_configurations
 from memtop.supervisor.run.reports import Step
 
 SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
@@ -60,7 +61,7 @@ def test_a_failure_survived_in_the_process_is_a_stretch_of_its_own() -> None:
     all_of_them = Configurations().begin_attempt(1, "start", SETTINGS, 5.0).note_host(500, "key")
     for _ in range(2):  # the second time by a supervisor that reads the report again
         all_of_them = all_of_them.change(
-            7, "allocation failure at update 7", HALF, died="host_oom_alloc", saved=5, reported=(1, 70.0)
+            7, "allocation failure at update 7", HALF, died="host_oom_alloc", saved=5, changed_by=(1, 70.0)
         )
     first, second = all_of_them.rows
     assert (first.outcome, first.until_update, second.since_update, second.settings) == ("host_oom_alloc", 6, 7, HALF)
@@ -83,3 +84,18 @@ def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:
     outbox.retry()
     assert outbox.problem is None
     assert [record.configuration.outcome for record in outbox.ledger.configurations()] == ["replaced", None]
+
+
+def test_they_are_read_back_and_continue(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    first = Configurations()
+    for attempt, settings in ((1, SETTINGS), (2, SETTINGS), (3, HALF)):
+        first = first.begin_attempt(attempt, f"attempt {attempt}", settings, 5.0)
+    for record in first.to_save():
+        ledger.save_configuration(record)
+    (tmp_path / "run.json").touch()
+    assert read_configurations(tmp_path) == first.rows
+    assert [(row.number, row.attempt, row.settings) for row in first.rows] == [(1, 1, SETTINGS), (2, 3, HALF)]
+    following = Configurations(records=tuple(ledger.configurations())).begin_attempt(4, "restart", SETTINGS, 6.0)
+    assert [record.configuration.number for record in following.to_save()] == [2, 3]
+    ledger.close()

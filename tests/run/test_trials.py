@@ -40,7 +40,7 @@ STATE = TrialState(
 )
 OOM = Diagnosis(kind=Kind.GPU_OOM, reason="torch", confidence=1.0, summary="out of memory")
 CONFIGURATIONS = (
-    Configurations().begin_attempt(1, "start", SETTINGS, 9.0).change(5, "trial", TRIED, died=None, saved=5, reported=(1, 5.0))
+    Configurations().begin_attempt(1, "start", SETTINGS, 9.0).change(5, "trial", TRIED, died=None, saved=5, changed_by=(1, 5.0))
 )
 
 

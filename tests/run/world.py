@@ -20,7 +20,7 @@ from memtop.presets import load_presets, load_recipes, resolve
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.values import HostSample, MachineSnapshot
-from memtop.supervisor.recovery.applying import key as key_of
+from memtop.supervisor.recovery.configuration import configuration_key as key_of
 from memtop.supervisor.run import effects as do
 from memtop.supervisor.run import events as on
 from memtop.supervisor.run import reports as said

@@ -1,4 +1,4 @@
-"""The configurations of a run: stretches under the same settings, what each needed and how it went.
+"""The configurations of a run: periods with the same settings, the memory that each needed, and how each ended.
 
 The present one changes with every update and is written now and then; the ledger has them all.
 """
@@ -15,51 +15,49 @@ from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import Configuration
 
-SCHEMA = "CREATE TABLE IF NOT EXISTS configurations (number INTEGER PRIMARY KEY, record TEXT NOT NULL);"
-
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that began with a configuration, or came to it while it ran."""
+    """An attempt that started with a configuration, or changed to it while it ran."""
 
     attempt: int
     by_memtop: bool = False
-    """It was started without a person asking for it."""
+    """memtop started it, not a person."""
     saved_before: int | None = None
-    """The newest saved update when the attempt began, ..."""
+    """The newest saved update when the attempt started."""
     saved_after: int | None = None
-    """... and when it ended, or went on with other settings; None: nothing saved."""
+    """The newest saved update when it ended or continued with other settings. None if nothing was saved."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A configuration as the ledger keeps it: what is shown, and what rules and a restart need in addition."""
+    """A configuration in the ledger, with what the supervisor needs in addition to what is displayed."""
 
     configuration: Configuration
     allocator: str = ""
-    """Allocator options that memtop gave to an external command, which has no settings."""
-    starts: tuple[Start, ...] = ()
-    """Oldest first; at least one."""
-    reported: tuple[int, float] | None = None
-    """The attempt and the time of the report with which the running program changed to it; None where an attempt began it."""
+    """Allocator options that memtop set for an external command, which has no settings."""
+    starts: tuple[Start, ...]
+    """Oldest first, at least one."""
+    changed_by: tuple[int, float] | None = None
+    """Attempt and time of the report with which the running program changed to it. None if an attempt started with it."""
     died_of_memory: bool = False
-    """It ended (or went on smaller) for lack of memory, which is certain: it is never tried again by itself."""
+    """It certainly ended (or continued with a smaller batch) for lack of memory: memtop does not try it again on its own."""
     samples: int = 0
     seconds: float = 0.0
-    """Samples and the time of their updates: the mean speed."""
+    """Samples and the duration of their updates: its speed is their quotient."""
 
     @property
     def newest_attempt(self) -> int:
-        return self.starts[-1].attempt if self.starts else self.configuration.attempt
+        return self.starts[-1].attempt
 
 
 def same(one: Settings | None, other: Settings | None) -> bool:
-    """Whether two settings are one configuration: how long the run is to last does not make another."""
+    """Whether two settings are the same configuration. The length of the run does not count."""
     if one is None or other is None:
         return one is other
     return replace(one, target_samples=0, epochs=0.0) == replace(other, target_samples=0, epochs=0.0)
 
 
 def before_the_present(rows: Sequence[Configuration]) -> Configuration | None:
-    """The newest configuration before the present one that is another."""
+    """The newest earlier configuration with other settings than the present one."""
     if not rows:
         return None
     present = rows[-1].settings
@@ -121,18 +119,25 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         return now._begin(Record(configuration=shown, allocator=allocator, starts=(start,)))
 
     def change(
-        self, update: int, reason: str, settings: Settings, *, died: str | None, saved: int | None, reported: tuple[int, float]
+        self,
+        update: int,
+        reason: str,
+        settings: Settings,
+        *,
+        died: str | None,
+        saved: int | None,
+        changed_by: tuple[int, float],
     ) -> Configurations:
         """The running program goes on with other settings from this update on.
 
-        `died`: what the settings before ran out of, if they did; `reported`: the attempt and the time of the report. A report
+        `died`: what the settings before ran out of, if they did; `changed_by`: the attempt and the time of the report. A report
         that is known already changes nothing.
         """
         last = self.present
         assert last is not None, "settings change within an attempt"
-        if any(record.reported == reported for record in self.records):
+        if any(record.changed_by == changed_by for record in self.records):
             return self
-        attempt, started = reported
+        attempt, started = changed_by
         shown = Configuration(
             number=self._next_number,
             attempt=attempt,
@@ -142,9 +147,9 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
             settings=settings,
         )
         # The program was started once, whatever caused that start.
-        starts = last.starts[-1:] or (Start(attempt=attempt),)
+        starts = last.starts[-1:]
         ended = self.end(died or "replaced", update - 1, saved, died_of_memory=died is not None)
-        return ended._begin(Record(configuration=shown, allocator=last.allocator, starts=starts, reported=reported))
+        return ended._begin(Record(configuration=shown, allocator=last.allocator, starts=starts, changed_by=changed_by))
 
     def resumed(self, update: int) -> Configurations:
         """The program has reported after which update it goes on."""

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
-from memtop.supervisor.recovery.forecast import settings_key
+from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import NotifyConfigurations, SaveConfigurations
 from memtop.supervisor.run.model import Model, emit, note
@@ -106,7 +106,7 @@ def _settings_changed(model: Model, report: SettingsChanged) -> Model:
     text = explain.settings_text(before, after, report)
     died = _kind_of_failure(model, report.update) if report.reason == "allocation failure" else None
     reported = model.attempt.number, report.time or 0.0
-    changed = model.configurations.change(report.update, text, after, died=died, saved=model.saved, reported=reported)
+    changed = model.configurations.change(report.update, text, after, died=died, saved=model.saved, changed_by=reported)
     model = put(replace(model, settings=after), changed)
     return announce(model, "settings", text, report)
 
@@ -130,7 +130,7 @@ def put_back(model: Model, before: Settings, reason: str) -> Model:
     settings = replace(before, target_samples=now.target_samples, epochs=now.epochs)
     done = last.configuration.until_update or model.progress.update or 0
     died = last.configuration.outcome if last.died_of_memory else None
-    saved = last.starts[-1].saved_after if last.starts else None
+    saved = last.starts[-1].saved_after
     reported = (last.newest_attempt, model.now.time)
-    changed = model.configurations.change(done + 1, reason, settings, died=died, saved=saved, reported=reported)
+    changed = model.configurations.change(done + 1, reason, settings, died=died, saved=saved, changed_by=reported)
     return put(replace(model, settings=settings), changed.end(model.phase.value, None, saved))

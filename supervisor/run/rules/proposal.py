@@ -7,37 +7,38 @@ from collections.abc import Sequence
 from memtop.presets import SettingsError
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis
-from memtop.supervisor.recovery.advice import last_advice
-from memtop.supervisor.recovery.applying import applied, changes_nothing
-from memtop.supervisor.recovery.applying import key as key_of
+from memtop.supervisor.recovery.configuration import applied, changes_nothing, configuration_key
+from memtop.supervisor.recovery.external_command import ExternalCommand, remedies_for_command
 from memtop.supervisor.recovery.host_ladder import beyond_all_memory
 from memtop.supervisor.recovery.leaks import cause_of_death, that_filled
-from memtop.supervisor.recovery.own_program import Seen
 from memtop.supervisor.recovery.policy import Candidate, Decision, Tried, decide
-from memtop.supervisor.recovery.remedies import HostFacts, KeptState, remedies, situation_of
+from memtop.supervisor.recovery.remedies import last_advice, remedies
+from memtop.supervisor.recovery.situation import HostFacts, KeptState, Situation, situation_of
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run.events import Facts
 from memtop.supervisor.run.model import Model
-from memtop.supervisor.run.record.configurations import Record, Start
+from memtop.supervisor.run.record.configurations import Record
 from memtop.supervisor.wire import Proposal
 
-_EXTERNAL = "this is an external command, of which memtop changes nothing but the allocator: what is left is for you to do"
+_EXTERNAL = "memtop can change only the allocator of an external command; you can apply the other remedies yourself"
 
 
 def propose(model: Model, diagnosis: Diagnosis, facts: Facts) -> tuple[Proposal, Decision]:
     """What can be done about this death, and what is done about it without asking."""
     records, settings = model.configurations.records, model.settings
     host = _host(model, facts)
-    found = _remedies(model, diagnosis, facts, host)
+    situation = None if settings is None else _situation(model, settings, diagnosis, facts, host)
+    command = _command(model, diagnosis, facts, host)
+    found = remedies_for_command(diagnosis, command) if situation is None else remedies(situation)
     candidates = [Candidate(remedy=remedy, key=_key_after(settings, remedy)) for remedy in found]
     beyond = beyond_all_memory(diagnosis, host)
     otherwise = _EXTERNAL if settings is None else None
     decision = decide(diagnosis, tried(records), candidates, model.run.on_oom, otherwise=otherwise)
     if decision.remedy is not None:
-        # The first one shown is the one that is applied.
+        # The remedy that is applied is shown first.
         found = (decision.remedy, *(remedy for remedy in found if remedy is not decision.remedy))
     fitting = any(not remedy.needs_consent and remedy.resumable in ("live", "resumes", "converts") for remedy in found)
-    advice = () if fitting or settings is None else _last_advice(model, diagnosis, settings, facts, host)
+    advice = () if fitting or situation is None else last_advice(situation)
     causes = cause_of_death(model.trends, diagnosis.kind)
     if beyond is not None:
         causes = (beyond, *causes)
@@ -49,7 +50,7 @@ def tried(records: Sequence[Record]) -> list[Tried]:
     """The run's past, oldest first, as the policy looks at it."""
     return [
         Tried(
-            key=_external_key(record.allocator) if settings is None else key_of(settings),
+            key=_external_key(record.allocator) if settings is None else configuration_key(settings),
             died_of_memory=record.died_of_memory,
             attempt=start.attempt,
             by_memtop=start.by_memtop,
@@ -58,7 +59,7 @@ def tried(records: Sequence[Record]) -> list[Tried]:
         )
         for record in records
         for settings in (record.configuration.settings,)
-        for start in record.starts or (Start(attempt=record.configuration.attempt),)
+        for start in record.starts
     ]
 
 
@@ -73,23 +74,14 @@ def _key_after(settings: Settings | None, remedy: Remedy) -> str | None:
     if settings is None:
         return _external_key(remedy.assignments["allocator"]) if set(remedy.assignments) == {"allocator"} else None
     try:
-        return key_of(applied(settings, remedy))
+        return configuration_key(applied(settings, remedy))
     except SettingsError:
         return None
 
 
-def _remedies(model: Model, diagnosis: Diagnosis, facts: Facts, host: HostFacts) -> tuple[Remedy, ...]:
-    settings, records = model.settings, model.configurations.records
-    if settings is None:
-        present = ",".join(filter(None, (facts.inherited_allocator, model.allocator)))
-        seen = Seen(
-            command=model.run.command,
-            loader_workers=facts.has_loader_workers,
-            on_gpu=model.on_gpu,
-            leaks=tuple(trend.subject for trend in that_filled(model.trends, diagnosis.kind)),
-        )
-        return remedies(diagnosis, None, run=model.run.name, seen=seen, allocator=present, host=host)
-    return remedies(
+def _situation(model: Model, settings: Settings, diagnosis: Diagnosis, facts: Facts, host: HostFacts) -> Situation:
+    records = model.configurations.records
+    return situation_of(
         diagnosis,
         settings,
         peaks=[peak for record in records if (peak := record.configuration.peak) is not None],
@@ -98,7 +90,7 @@ def _remedies(model: Model, diagnosis: Diagnosis, facts: Facts, host: HostFacts)
         host=host,
         base_bytes=_base_bytes(model),
         others_bytes=_others_bytes(model, diagnosis, facts),
-        failed=_failed(records),
+        failed=tuple(_failed(records)),
         on_gpu=model.on_gpu,
         deepspeed=facts.deepspeed,
         allocator=facts.inherited_allocator,
@@ -106,19 +98,15 @@ def _remedies(model: Model, diagnosis: Diagnosis, facts: Facts, host: HostFacts)
     )
 
 
-def _last_advice(model: Model, diagnosis: Diagnosis, settings: Settings, facts: Facts, host: HostFacts) -> tuple[str, ...]:
-    return last_advice(
-        situation_of(
-            diagnosis,
-            settings,
-            run=model.run.name,
-            total_bytes=_total_bytes(model),
-            others_bytes=_others_bytes(model, diagnosis, facts),
-            host=host,
-            on_gpu=model.on_gpu,
-            failed=tuple(_failed(model.configurations.records)),
-            model_config=facts.model_config,
-        )
+def _command(model: Model, diagnosis: Diagnosis, facts: Facts, host: HostFacts) -> ExternalCommand:
+    return ExternalCommand(
+        run=model.run.name,
+        command=model.run.command,
+        allocator=",".join(filter(None, (facts.inherited_allocator, model.allocator))),
+        host=host,
+        loader_workers=facts.has_loader_workers,
+        on_gpu=model.on_gpu,
+        leaks=tuple(trend.subject for trend in that_filled(model.trends, diagnosis.kind)),
     )
 
 

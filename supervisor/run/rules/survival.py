@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.recovery.applying import change_for
+from memtop.supervisor.recovery.configuration import change_for
 from memtop.supervisor.recovery.policy import SURE, Decision
 from memtop.supervisor.run.events import Facts
 from memtop.supervisor.run.model import Cause, Model, move, note
