@@ -1,4 +1,6 @@
-"""What the agent reads at each step of a program that knows nothing of it: whose steps, which device, and never at its cost."""
+"""What the agent reads at each step of a program that does not use it: which optimizer, which
+device, and at no cost.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ def told(self, device):
 asked = []
 Cuda.mem_get_info = told
 """
-"""Everything lies on the second card; torch's current one is the first."""
+"""Everything is on the second GPU; torch's current device is the first."""
 
 
 def test_the_device_that_holds_the_memory_is_read_and_named(tmp_path: Path) -> None:
@@ -29,7 +31,7 @@ for _ in range(60):
     first, last = steps[0], steps[-1]
     names = ("allocated_bytes", "reserved_bytes", "peak_bytes", "device_uuid")
     assert [first[name] for name in names] == [30, 50, 15, "GPU-of-card-1"]
-    assert [last[name] for name in names] == [70, 90, 15, "GPU-of-card-0"], "looked for again now and then"
+    assert [last[name] for name in names] == [70, 90, 15, "GPU-of-card-0"], "checked again once in a while"
     for step in steps:
         assert (step["device_uuid"], step["reserved_bytes"]) in (("GPU-of-card-1", 50), ("GPU-of-card-0", 90))
 
@@ -88,7 +90,7 @@ print(memory.free_cache()["returned_device_bytes"])
 
 
 def test_a_learning_rate_on_a_device_is_not_read(tmp_path: Path) -> None:
-    """Of torch's devices without a GPU, `meta` is the one whose tensors cannot be read."""
+    """Without a GPU, `meta` is the torch device whose tensors cannot be read."""
     code = """
 import torch
 weight = torch.nn.Parameter(torch.ones(1))
@@ -114,7 +116,8 @@ third.step(); second.step()
     run(TORCH + code, tmp_path)
     steps = reports(tmp_path)[1:]
     assert [step["update"] for step in steps] == [1, 2, 3, 4]
-    # Between the last step of one and the first of the next lies whatever the program did: no step's time.
+    # The time between the last step of one optimizer and the first of the next is not a step's
+    # time.
     assert [step["step_seconds"] is None for step in steps] == [True, False, True, False]
 
 

@@ -1,4 +1,4 @@
-"""The peak of what the allocator held, as the agent reports it."""
+"""The allocator's peak, as the agent reports it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_failure_is_reported_with_the_memory_of_the_gpu(tmp_path: Path) -> Non
     names = ("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "device_uuid")
     assert [record[name] for name in names] == [10, 20, 5, 100, "GPU-of-card-0"]
     assert (record["message"], record["error"], record["update"]) == ("x" * 4000, "MemoryError", 3)
-    # A card that answers nothing any more: what is not known is null, and the report is there all the same.
+    # A GPU that no longer answers: unknown values are null, and the report is still written.
     sick = "def gone(self, *_): raise RuntimeError('CUDA error')\nCuda.mem_get_info = Cuda.get_device_properties = gone\n"
     (tmp_path / "sick").mkdir()
     run(CUDA + sick + code, tmp_path / "sick")

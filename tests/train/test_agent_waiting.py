@@ -1,4 +1,4 @@
-"""What the agent tells of a program beyond its first words: later offers, and the time that it waits for its data."""
+"""What the agent reports of a program after the greeting: later offers, and its waits for data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.train.test_agent import reports, run
 
 
 def test_offers_after_the_greeting_are_reported(tmp_path: Path) -> None:
-    """A trainer reports that it loads long before it can be asked for anything."""
+    """A trainer reports that it is loading long before it offers commands."""
     code = "import memtop_agent as a\na.report('phase', phase='loading')\na.flush()\na.offer('stop', 'change')"
     run(code, tmp_path)
     told = [report for report in reports(tmp_path) if "offers" in report]
@@ -24,7 +24,7 @@ def test_immediate_offers_are_in_the_greeting(tmp_path: Path) -> None:
     assert hello["offers"] == ["free_cache", "stop"]
 
 
-# A real loader whose batches take 30 ms, and one that a thread reads beside the training.
+# A real loader whose batches take 30 ms, and one that another thread reads during the training.
 LOADER = """
 import threading, time, torch
 from torch.utils.data import DataLoader
