@@ -1,5 +1,4 @@
-"""Waits for other processes that compile an extension of torch, and removes the lock that a killed
-compilation left.
+"""Waits for processes that compile an extension of torch; removes the lock of a killed one.
 
 During a compilation torch keeps a file `lock` in the extension's folder, and it waits silently and
 forever while such a file exists (`torch.utils.file_baton`). The owner has the file open, and the
@@ -69,9 +68,7 @@ def await_compiled(
 
 
 def unused_lock(lock: Path) -> int | None:
-    """The lock's inode if certainly no process compiles under it, 0 if one does or may; None if
-    there is no lock.
-    """
+    """The lock's inode if it is certainly unused, 0 if it may be in use; None without a lock."""
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
