@@ -31,7 +31,7 @@ Found = TypeVar("Found")
 
 
 def smaller_split(settings: Settings) -> tuple[int, int] | None:
-    """The next smaller B and its A with the same effective batch. B is at most half; None at B 1."""
+    """The next smaller B, at most half, and its A with the same effective batch; None at B 1."""
     return split_below(settings.effective_batch, settings.world_size, settings.batch // 2)
 
 
@@ -113,7 +113,7 @@ class DeviceMemory(Protocol):
 
 
 class UnmeasuredMemory:
-    """The CPU: the share of host memory that a micro-batch uses cannot be separated from the rest."""
+    """The CPU: a micro-batch's share of host memory cannot be separated from the rest."""
 
     def peak_bytes(self) -> int | None:
         return None

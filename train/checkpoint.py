@@ -167,7 +167,7 @@ class StateSaver:
         return done
 
     def retry_due(self, *, at_once: bool) -> bool:
-        """On the first rank: whether another attempt may succeed now. Always False on the others."""
+        """Whether another attempt may succeed now, on the first rank; False on the others."""
         return self._disk_wait.due(at_once=at_once)
 
     def _keep_best(self) -> None:

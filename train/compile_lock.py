@@ -84,7 +84,7 @@ def unused_lock(lock: Path) -> int | None:
 
 
 def _leased(descriptor: int) -> bool:
-    """Whether the kernel grants a lease on the open file. The lease ends when the file is closed."""
+    """Whether the kernel grants a lease on the open file, which ends when the file is closed."""
     # A process that opens the file now makes the kernel signal this one; the default signal would
     # end it.
     fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)

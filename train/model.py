@@ -31,7 +31,7 @@ def tokens_and_config(settings: Settings) -> tuple[Tokens, Any]:
 
 
 def model_config(settings: Settings, tokens: Tokens) -> Any:
-    """The Hugging Face configuration; BadInputError if it is missing or does not fit the tokenizer."""
+    """The Hugging Face configuration; BadInputError if missing or unfit for the tokenizer."""
     if settings.model.get("path"):
         config = _config_of(str(settings.model["path"]))
         known = config.get_text_config().vocab_size

@@ -50,7 +50,7 @@ class Objective(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """input_ids and attention_mask [b, t]; labels [b, t] or, for sequence to sequence, [b, u]."""
+        """input_ids and attention_mask [b, t]; labels [b, t], or [b, u] for seq2seq."""
         inputs: dict[str, torch.Tensor] = {"input_ids": input_ids}
         if self.seq2seq:
             model: Any = self.model
@@ -89,7 +89,7 @@ class Objective(torch.nn.Module):
 
 
 def predicted_tokens(labels: torch.Tensor, *, seq2seq: bool) -> int:
-    """The number of predicted tokens in labels [b, u]. A causal model does not predict the first."""
+    """The number of predicted tokens in labels [b, u]; a causal model omits the first."""
     return int(((labels if seq2seq else labels[:, 1:]) != IGNORED).sum())
 
 

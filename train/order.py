@@ -142,7 +142,7 @@ class SampleOrder:
 
 
 class UpdatePlan(msgspec.Struct, frozen=True):
-    """One update: its number (from 1), the position where it starts, and the samples of all ranks."""
+    """One update: its number (from 1), its first position, and the samples of all ranks."""
 
     number: int
     position: int

@@ -167,7 +167,7 @@ def _evaluation_notes(settings: Settings, data: OpenedData) -> list[str]:
 def open_engine(
     settings: Settings, accelerator: Accelerator, config: Any, found: tuple[Path, Manifest] | None
 ) -> tuple[Engine, Position]:
-    """Model and optimizer under the settings' strategy, resumed from a saved state if there is one."""
+    """Model and optimizer under the settings' strategy, resumed from a state if there is one."""
     model = build_model(settings, config, mixed=accelerator.mixed_precision)
     position = Position(cuts=(Cut(0, settings.seq_len),))
     read = None

@@ -146,7 +146,7 @@ def newest_complete(state_dir: Path) -> tuple[Path, Manifest, str | None] | None
 
 
 def newest_update(state_dir: Path) -> int | None:
-    """The update of the newest saved state, by its manifest alone; None if nothing was ever saved."""
+    """The update of the newest saved state, by its manifest alone; None without a state."""
     for folder in (state_dir, previous_of(state_dir), *older_states(state_dir)):
         try:
             return _decode(folder / MANIFEST_NAME).updates
@@ -156,7 +156,7 @@ def newest_update(state_dir: Path) -> int | None:
 
 
 class ShardWriter:
-    """Collects tensors and writes a file for every `shard_bytes` of them; `close` writes the rest."""
+    """Writes a file for every `shard_bytes` of tensors; `close` writes the rest."""
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
         self.files: list[StateFile] = []

@@ -230,7 +230,7 @@ def _encode(report: dict[str, Any]) -> bytes | None:
 
 
 def _not_finite(value: Any, name: str) -> Iterator[str]:
-    """The names of all numbers in `value` that JSON lacks, e.g. "loss", "parts.head", "scales.2"."""
+    """The names of the numbers in `value` that JSON lacks: "loss", "parts.head", "scales.2"."""
     if isinstance(value, float) and not math.isfinite(value):
         yield name
     elif isinstance(value, dict):

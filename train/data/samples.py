@@ -120,7 +120,7 @@ class Seq2SeqPairs(_Pairs):
 
 
 class RowText:
-    """The token ids of one column, row by row, without begin and end; can be iterated repeatedly."""
+    """The token ids of one column, row by row, without begin and end. Can be iterated again."""
 
     def __init__(self, rows: Rows, tokens: Tokens, column: str = "text") -> None:
         self._rows = rows

@@ -131,7 +131,7 @@ class LibraryTokens:
 
 
 def load_tokens(name: str | None, model_path: str | None = None) -> Tokens:
-    """A tokenizer by folder or hub name, or "bytes"; by default the model's, or bytes without one."""
+    """A tokenizer by folder or hub name, or "bytes"; by default the model's, else bytes."""
     name = name or model_path or "bytes"
     return ByteTokens() if name == "bytes" else LibraryTokens(name)
 
@@ -243,7 +243,7 @@ def _build(documents: Iterable[str | Sequence[int]], tokens: Tokens, folder: Pat
 
 
 class _GrowingArray:
-    """A .npy file [length] that grows. Its header has a fixed size and is written again at the end."""
+    """A .npy file [length] that grows. Its header, of fixed size, is written again at the end."""
 
     def __init__(self, file: BinaryIO, dtype: np.dtype[Any], limit: int) -> None:
         self.length = 0
