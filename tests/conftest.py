@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from memtop import looking
+from memtop.cli import runs as runs_command
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.processes.signals import SignalRefused, signal_process
 from memtop.supervisor.monitor.processes.table import run_processes
@@ -95,7 +95,7 @@ class Runs:
         """
         folder, deadline = find_run(name, self.path), time.monotonic() + seconds
         while True:
-            document = json.loads(msgspec.json.encode(looking.document(folder)))
+            document = json.loads(msgspec.json.encode(runs_command.document(folder)))
             if condition(document):
                 return document
             assert time.monotonic() < deadline, f"{name} after {seconds} s: {json.dumps(document, indent=1)}"

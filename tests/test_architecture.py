@@ -39,7 +39,7 @@ def loaded_after(code: str, runs_dir: Path) -> set[str]:
         "from memtop.cli import run; assert run(['doctor']) == 0",
         "import memtop.supervisor.__main__",
         "import memtop.supervisor.run.clients.client",
-        "import memtop.headless",
+        "import memtop.cli.foreground",
     ],
 )
 def test_commands_and_supervisor_load_neither_torch_nor_textual(code: str, tmp_path: Path) -> None:
@@ -54,7 +54,13 @@ def test_the_dashboard_loads_no_torch(tmp_path: Path) -> None:
 
 def test_help_does_not_even_load_the_monitor(tmp_path: Path) -> None:
     found = loaded_after("from memtop.cli import run; run(['--help'])", tmp_path)
-    assert found.isdisjoint({"pynvml", "psutil", "sqlite3"})
+    assert found.isdisjoint({"pynvml", "psutil", "sqlite3", "msgspec"})
+
+
+def test_help_loads_no_command(tmp_path: Path) -> None:
+    found = "[name for name in sys.modules if name.startswith('memtop.cli.')]"
+    code = f"from memtop.cli import run; run(['--help']); import sys; assert not {found}, {found}"
+    assert "click" in loaded_after(code, tmp_path)
 
 
 def test_the_front_door_has_its_four_links() -> None:

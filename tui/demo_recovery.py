@@ -10,7 +10,8 @@ from memtop.presets.schema import Settings
 from memtop.supervisor import units, wire
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.bands import band_of
-from memtop.supervisor.recovery.forecast import forecast, settings_key
+from memtop.supervisor.recovery.configuration import settings_key
+from memtop.supervisor.recovery.forecast import forecast
 from memtop.supervisor.recovery.values import Peak, Remedy
 from memtop.tui.demo_machine import CARD, CONTEXT_BYTES, demo_uuid
 

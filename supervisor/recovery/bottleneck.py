@@ -1,7 +1,8 @@
 """What a run spends its time on, and what would make it faster: pure functions of measurements.
 
-The parts of an update decide (waiting for data, forward, backward, optimizer), then what the card says of its multiprocessors
-and its power. Utilisation says only that some kernel ran: it never decides alone, and at 100 % it contradicts starvation.
+The parts of an update decide (waiting for data, forward, backward, optimizer), then what the card
+says of its multiprocessors and its power. Utilisation says only that some kernel ran: it never
+decides alone, and at 100 % it contradicts starvation.
 """
 
 from __future__ import annotations
@@ -23,23 +24,28 @@ FEWEST_UPDATES = 10
 WAITS = 0.20
 """Share of an update spent waiting for data from which on the loader is what holds it up."""
 IDLE_SM, IDLE_POWER = 0.35, 0.45
-"""Below these shares of the multiprocessors (of the power limit, where they are not known) the card is not at work."""
+"""Below these shares of the multiprocessors (of the power limit, where they are not known) the card
+is not at work."""
 BUSY = 0.80
-"""Utilisation from which on a card that does not wait is called busy where nothing better is known."""
+"""Utilisation from which on a card that does not wait is called busy where nothing better is
+known."""
 SWAPS = 1 << 20
-"""Bytes per second read back from swap, sustained, that hold a run up by themselves; or less, where tasks wait for memory."""
+"""Bytes per second read back from swap, sustained, that hold a run up by themselves; or less, where
+tasks wait for memory."""
 WAITS_FOR_MEMORY = 0.05
 """Share of time in which some task waited for memory."""
 
 RAM_EDGE, RAM_DANGER = 0.80, 0.90
-"""The bands of host memory for what takes more of it: below 80 % safe, above 90 % danger; there is no allocator to ask."""
+"""The bands of host memory for what takes more of it: below 80 % safe, above 90 % danger; there is
+no allocator to ask."""
 MOST_WORKERS = 8
 _WORKER_BYTES = 512 << 20
 """Taken for one loader worker until one has been measured."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians over the newest updates and samples. None: not known. Bytes, seconds, fractions 0-1."""
+    """Medians over the newest updates and samples. None: not known. Bytes, seconds, fractions
+    0-1."""
 
     updates: int
     """How many updates the times are of."""
@@ -82,7 +88,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ram_band(fraction: float | None, swap_in: float | None = None) -> Band:
-    """Host memory for whoever wants more: below 80 % safe, to 90 % edge, above, or with any sustained swapping in, danger."""
+    """Host memory for whoever wants more: below 80 % safe, to 90 % edge, above, or with any
+    sustained swapping in, danger."""
     if swap_in:
         return Band.DANGER
     if fraction is None:
@@ -93,7 +100,8 @@ def ram_band(fraction: float | None, swap_in: float | None = None) -> Band:
 
 
 def loader_processes(workers: int, world_size: int, loaders: int = 1) -> int:
-    """Worker processes on the machine: each training process has its own, and each of its loaders that keeps them."""
+    """Worker processes on the machine: each training process has its own, and each of its loaders
+    that keeps them."""
     return workers * world_size * loaders
 
 
@@ -105,10 +113,11 @@ def advise(
     *,
     run: str = "RUN",
 ) -> Advice:
-    """What holds the run up, with evidence, what may be tried against it, and what must not be done now.
+    """What holds the run up, with evidence, what may be tried against it, and what must not be done
+    now.
 
-    `settings` None: a program of the user's own, to which nothing can be proposed. `failed`: micro-batches that ran out here;
-    `run`: its name, for the commands.
+    `settings` None: a program of the user's own, to which nothing can be proposed. `failed`:
+    micro-batches that ran out here; `run`: its name, for the commands.
     """
     bottleneck, summary = diagnose(measured)
     proposals: list[Remedy] = []
@@ -132,7 +141,7 @@ def _unknown(_: int) -> Forecast | None:
     return None
 
 
-# --- which it is ------------------------------------------------------------------------------------------------------------
+# --- which it is ----------------------------------------------------------------------------------
 
 
 def diagnose(m: Measured) -> tuple[str, str]:
@@ -212,7 +221,7 @@ def _since_start(m: Measured) -> str:
     return f"; available at the start {units.size(m.available_at_start_bytes)}, now {units.size(now)}"
 
 
-# --- what helps -------------------------------------------------------------------------------------------------------------
+# --- what helps -----------------------------------------------------------------------------------
 
 _Rung = tuple[Remedy | None, str | None]
 """What may be tried, or why it may not."""

@@ -1,4 +1,5 @@
-"""How many parameters a model has by its configuration, without building it: families whose layers are known."""
+"""How many parameters a model has by its configuration, without building it: families whose layers
+are known."""
 
 from __future__ import annotations
 
@@ -10,13 +11,15 @@ from memtop.presets.schema import Lora, Settings
 Config = Mapping[str, Any]
 
 TRAINED_BYTES = 16
-"""Of one trained parameter in fp32 under Adam: weight 4, gradient 4, two moments 8. An offload needs as much of host memory."""
+"""Of one trained parameter in fp32 under Adam: weight 4, gradient 4, two moments 8. An offload
+needs as much of host memory."""
 MOMENT_BYTES = 8
 """Of them, what leaves the card for certain when the optimizer does."""
 
 
 def model_parameters(config: Config) -> int | None:
-    """All parameters of a model with this Hugging Face configuration; None for a family that is not known here."""
+    """All parameters of a model with this Hugging Face configuration; None for a family that is not
+    known here."""
     count = _FAMILIES.get(str(config.get("model_type")))
     try:
         return None if count is None else count(config)
@@ -25,7 +28,8 @@ def model_parameters(config: Config) -> int | None:
 
 
 def trained_parameters(settings: Settings, config: Config | None = None) -> int | None:
-    """Those that the run trains: all, or the adapters'. `config` stands in for a model that the settings only name by path."""
+    """Those that the run trains: all, or the adapters'. `config` stands in for a model that the
+    settings only name by path."""
     known = config if config is not None else settings.model.get("config")
     if not known:
         return None
@@ -33,7 +37,8 @@ def trained_parameters(settings: Settings, config: Config | None = None) -> int 
 
 
 def adapter_parameters(config: Config, lora: Lora) -> int | None:
-    """r x (inputs + outputs) of every layer that has an adapter; None where the family or a target is not known."""
+    """r x (inputs + outputs) of every layer that has an adapter; None where the family or a target
+    is not known."""
     if config.get("model_type") not in _LLAMA_LIKE:
         return None
     shapes = _llama_shapes(config)
@@ -44,8 +49,9 @@ def adapter_parameters(config: Config, lora: Lora) -> int | None:
 
 
 def smaller_model(config: Config) -> dict[str, int] | None:
-    """What to set for a model of about a quarter: half as wide with half as many heads, so that heads x their width still
-    give the model's width. T5 as in the guide, which also cuts the encoder's layers to 4 of 10 and leaves the decoder's."""
+    """What to set for a model of about a quarter: half as wide with half as many heads, so that
+    heads x their width still give the model's width. T5 as in the guide, which also cuts the
+    encoder's layers to 4 of 10 and leaves the decoder's."""
     halves = {
         "t5": ("d_model", "d_ff", "num_heads"),
         **dict.fromkeys(_LLAMA_LIKE, ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")),

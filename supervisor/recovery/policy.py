@@ -1,7 +1,9 @@
-"""What to do about a death, decided from values alone: restart smaller, wait for room, ask a person, or stop.
+"""What to do about a death, decided from values alone: restart smaller, wait for room, ask a
+person, or stop.
 
-A configuration that ran out of memory is never tried again by itself; two restarts in a row without a newer saved update end
-in a question; and nothing but a death of memory that is sure leads to a smaller configuration.
+A configuration that ran out of memory is never tried again by itself; two restarts in a row without
+a newer saved update end in a question; and nothing but a death of memory that is sure leads to a
+smaller configuration.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     """What makes two configurations the same."""
     died_of_memory: bool = False
     attempt: int | None = None
-    """Its number: a program that changes its own settings has several configurations in one attempt. None: of its own."""
+    """Its number: a program that changes its own settings has several configurations in one
+    attempt. None: of its own."""
     by_memtop: bool = False
     """memtop had restarted the run, nobody asked."""
     saved_before: int | None = None
@@ -43,14 +46,16 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A remedy, and the key of the configuration that it leads to; None where it leads to none that memtop could start."""
+    """A remedy, and the key of the configuration that it leads to; None where it leads to none that
+    memtop could start."""
 
     remedy: Remedy
     key: str | None
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """`restart` has a remedy; `wait` is for room on the disk, then the same configuration goes on."""
+    """`restart` has a remedy; `wait` is for room on the disk, then the same configuration goes
+    on."""
 
     action: Literal["restart", "wait", "ask", "stop"]
     why: str
@@ -66,8 +71,9 @@ def decide(
     *,
     otherwise: str | None = None,
 ) -> Decision:
-    """What follows the newest death; `past` ends with the configuration that died of it. `otherwise`: why nothing is done where
-    none of the candidates can be, None: told by the candidates."""
+    """What follows the newest death; `past` ends with the configuration that died of it.
+    `otherwise`: why nothing is done where none of the candidates can be, None: told by the
+    candidates."""
     if not diagnosis.of_memory:
         return Decision(action="stop", why="it did not die of memory: nothing is changed for that")
     if diagnosis.confidence < SURE:
@@ -89,7 +95,8 @@ def decide(
 
 
 def _attempts(past: Sequence[Tried]) -> list[Tried]:
-    """The past with one entry for each attempt: what changes in the running program is neither a restart nor its success."""
+    """The past with one entry for each attempt: what changes in the running program is neither a
+    restart nor its success."""
     found: list[Tried] = []
     for tried in past:
         if found and tried.attempt is not None and tried.attempt == found[-1].attempt:
@@ -100,7 +107,8 @@ def _attempts(past: Sequence[Tried]) -> list[Tried]:
 
 
 def _may_be_applied(remedy: Remedy) -> bool:
-    """Without asking only what changes nothing of what is learnt, and takes up the run where it stood."""
+    """Without asking only what changes nothing of what is learnt, and takes up the run where it
+    stood."""
     return not remedy.needs_consent and remedy.keeps_math and remedy.resumable in _BY_ITSELF
 
 

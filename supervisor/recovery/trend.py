@@ -1,12 +1,14 @@
-"""Does a quantity grow for good? A slope with a confidence, in bounded memory, at a constant cost per sample.
+"""Does a quantity grow for good? A slope with a confidence, in bounded memory, at a constant cost
+per sample.
 
-Memory moves for many reasons. A cache fills and is emptied, the garbage collector runs now and then, the first evaluation takes
-its buffers once, an epoch ends: none of these is a leak, and each has a line through it that rises. So what is judged is the
-lower envelope (the least value of each stretch: what was not given back), and its growth must be spread evenly over all
-stretches looked at. A step grows in one of them, a warm-up less and less, a sawtooth falls in one.
+Memory moves for many reasons. A cache fills and is emptied, the garbage collector runs now and
+then, the first evaluation takes its buffers once, an epoch ends: none of these is a leak, and each
+has a line through it that rises. So what is judged is the lower envelope (the least value of each
+stretch: what was not given back), and its growth must be spread evenly over all stretches looked
+at. A step grows in one of them, a warm-up less and less, a sawtooth falls in one.
 
-A tooth that is longer than everything seen so far cannot be told from a leak before it falls. When it falls, growth is
-believed again only over three times that length.
+A tooth that is longer than everything seen so far cannot be told from a leak before it falls. When
+it falls, growth is believed again only over three times that length.
 """
 
 from __future__ import annotations
@@ -18,17 +20,21 @@ from statistics import fmean, median, median_low, stdev
 from typing import NamedTuple
 
 CONFIDENT = 0.9995
-"""From here on growth is called a leak: one in two thousand if its increments were drawn by chance around zero."""
+"""From here on growth is called a leak: one in two thousand if its increments were drawn by chance
+around zero."""
 _PLAIN = 1 - 1e-6
 """From here on one look is enough."""
 WARM_UP = 12
-"""Units of x (updates, or seconds) at the beginning that are not looked at: allocators and optimizers make their buffers."""
+"""Units of x (updates, or seconds) at the beginning that are not looked at: allocators and
+optimizers make their buffers."""
 LEAST_GROWTH = 8 << 20
-"""Bytes that must have been gained over all stretches looked at, in bytes: what is less is nobody's trouble yet."""
+"""Bytes that must have been gained over all stretches looked at, in bytes: what is less is nobody's
+trouble yet."""
 
 # Stretches are looked at in pairs: each pair's least value is one point of the envelope.
 _BLOCKS, _PAIR = 20, 2
-# The width of a block in units of x: fast leaks show in the first, slow ones and those beneath a sawtooth in the others.
+# The width of a block in units of x: fast leaks show in the first, slow ones and those beneath a
+# sawtooth in the others.
 BY_UPDATE = (4, 32, 256, 2048)
 BY_SECOND = (16, 128, 1024, 8192)
 """By the clock an update or an evaluation is a tooth of its own, and may be a long one."""
@@ -36,9 +42,11 @@ BY_SECOND = (16, 128, 1024, 8192)
 _FALL = 0.5
 # ... and growth must outlast so many of the longest one.
 _TEETH = 3
-# A rise is over when the level is within this share of its top, and has begun when it is so far above its bottom.
+# A rise is over when the level is within this share of its top, and has begun when it is so far
+# above its bottom.
 _NEAR = 0.1
-# The second half of the stretch gains at least so much of the first, and the other way round, or the growth is not steady.
+# The second half of the stretch gains at least so much of the first, and the other way round, or
+# the growth is not steady.
 _STEADY = 0.85
 
 
@@ -63,7 +71,8 @@ class _Point(NamedTuple):
 
 
 class Growth:
-    """One series of values. `slope` is None until there is enough of it, or while nothing can be said."""
+    """One series of values. `slope` is None until there is enough of it, or while nothing can be
+    said."""
 
     def __init__(self, widths: tuple[int, ...] = BY_UPDATE) -> None:
         self._widths = widths
@@ -76,8 +85,8 @@ class Growth:
         self._teeth = _Teeth()
 
     def add(self, x: float, time: float, value: float) -> None:
-        """Take the value at x and at that moment, seconds. Where x falls something else has begun: a process that was started
-        anew, a clock that was set back."""
+        """Take the value at x and at that moment, seconds. Where x falls something else has begun:
+        a process that was started anew, a clock that was set back."""
         if self._start is None or x < self._newest:
             self._begin(x)
         assert self._start is not None
@@ -93,7 +102,8 @@ class Growth:
 
     @property
     def slope(self) -> Slope | None:
-        """The most confident of what the tiers see that cover enough teeth; the finest of those that are confident."""
+        """The most confident of what the tiers see that cover enough teeth; the finest of those
+        that are confident."""
         found = [tier.slope for tier in self._tiers if tier.width * _BLOCKS >= _TEETH * self._teeth.longest]
         known = [slope for slope in found if slope is not None]
         sure = [slope for slope in known if slope.confidence >= CONFIDENT]
@@ -132,7 +142,8 @@ class _Tier:
         return closed
 
     def _looked_at_twice(self, slope: Slope | None) -> Slope | None:
-        """As confident as the less confident of two looks running: there are many, and noise may be even in one."""
+        """As confident as the less confident of two looks running: there are many, and noise may be
+        even in one."""
         before, self._confidence = self._confidence, slope.confidence if slope is not None else 0.0
         if slope is None or slope.confidence >= _PLAIN:
             return slope
@@ -160,7 +171,8 @@ def _slope(blocks: list[_Point]) -> Slope | None:
 
 
 def _chance_is_ruled_out(rates: list[float]) -> float:
-    """Student's t of the mean against zero, as a probability; in closed form for the eight degrees of freedom here."""
+    """Student's t of the mean against zero, as a probability; in closed form for the eight degrees
+    of freedom here."""
     spread = stdev(rates)
     if spread == 0:
         return 1.0
@@ -204,7 +216,8 @@ class _Teeth:
 
 
 class Sustained:
-    """A rate that counts only while it is there more often than not: the median of the newest values."""
+    """A rate that counts only while it is there more often than not: the median of the newest
+    values."""
 
     def __init__(self, length: int = 30) -> None:
         self._values: deque[float] = deque(maxlen=length)

@@ -16,7 +16,7 @@ from memtop.supervisor import units
 from memtop.supervisor.diagnosis.sentences import PHASES
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
-from memtop.supervisor.recovery.applying import ran_out
+from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.policy import SURE, Decision
 from memtop.supervisor.run.reports import End, Evaluated, MemoryRecord, Oom, SettingsChanged
 from memtop.supervisor.wire import Change, Checkpoint, Configuration, Phase
@@ -193,7 +193,7 @@ def split_change(before: Settings | None, after: Settings | None) -> str:
 
 def risk_of(after: Settings | None, rows: Iterable[Configuration]) -> str:
     """That a person's change leads to what has died of memory, to be put behind another text; empty where it does not."""
-    found = None if after is None else risk(after, ran_out(rows))
+    found = None if after is None else risk(after, failed_settings(rows))
     return f"; ! {found}" if found else ""
 
 

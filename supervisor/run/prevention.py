@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory, placed, ranks_on
-from memtop.supervisor.recovery.applying import key
 from memtop.supervisor.recovery.batch_trial import upper_bound
 from memtop.supervisor.recovery.bottleneck import advise
+from memtop.supervisor.recovery.configuration import configuration_key
 from memtop.supervisor.recovery.forecast import Line, line_through, peaks_of
 from memtop.supervisor.recovery.leaks import must_act
 from memtop.supervisor.recovery.values import Forecast
@@ -182,7 +182,7 @@ class Prevention:
             settings.batch
             for record in records
             if record.died_of_memory and (settings := record.configuration.settings) is not None
-            if present is not None and key(replace(settings, batch=present.batch)) == key(present)
+            if present is not None and configuration_key(replace(settings, batch=present.batch)) == configuration_key(present)
         }
 
     def forecast(self, batch: int) -> Forecast | None:

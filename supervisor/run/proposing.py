@@ -10,44 +10,44 @@ from typing import TYPE_CHECKING
 from memtop.presets import SettingsError
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis
-from memtop.supervisor.recovery.advice import last_advice
-from memtop.supervisor.recovery.applying import applied, changes_nothing
-from memtop.supervisor.recovery.applying import key as key_of
+from memtop.supervisor.recovery.configuration import applied, changes_nothing, configuration_key
+from memtop.supervisor.recovery.external_command import ExternalCommand, remedies_for_command
 from memtop.supervisor.recovery.host_ladder import beyond_all_memory
 from memtop.supervisor.recovery.leaks import cause_of_death, that_filled
-from memtop.supervisor.recovery.own_program import Seen
 from memtop.supervisor.recovery.policy import Candidate, Decision, Tried, decide
-from memtop.supervisor.recovery.remedies import HostFacts, KeptState, remedies, situation_of
+from memtop.supervisor.recovery.remedies import last_advice, remedies
+from memtop.supervisor.recovery.situation import HostFacts, KeptState, Situation, situation_of
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run.post_mortem.examine import model_config
 from memtop.supervisor.run.processes.launch import inherited_allocator
 from memtop.supervisor.run.record.checkpoints import kept_states
-from memtop.supervisor.run.record.configurations import Record, Start
+from memtop.supervisor.run.record.configurations import Record
 from memtop.supervisor.wire import Proposal
 
 if TYPE_CHECKING:
     from memtop.supervisor.run.supervisor import Supervisor
 
 
-_OWN = "it is your own program, in which memtop changes nothing but the allocator: what is left is for you to do"
+_EXTERNAL = "memtop can change only the allocator of an external command; you can apply the other remedies yourself"
 
 
 def propose(supervisor: Supervisor, diagnosis: Diagnosis) -> tuple[Proposal, Decision]:
-    """What can be done about this death, and what is done about it by itself."""
-    records = supervisor.survival.configurations.records
-    found = _remedies(supervisor, diagnosis, records)
-    settings, allocator = supervisor.settings, supervisor.survival.allocator
+    """What can be done about this failure, and what memtop does about it by itself."""
+    records, settings = supervisor.survival.configurations.records, supervisor.settings
+    host = _host(supervisor)
+    situation = None if settings is None else _situation(supervisor, settings, diagnosis, records, host)
+    found = remedies_for_command(diagnosis, _command(supervisor, diagnosis, host)) if situation is None else remedies(situation)
     candidates = [Candidate(remedy=remedy, key=_key_after(settings, remedy)) for remedy in found]
-    beyond = beyond_all_memory(diagnosis, _host(supervisor))
-    otherwise = _OWN if settings is None else None
-    past = tried(records, settings, allocator)
+    otherwise = _EXTERNAL if settings is None else None
+    past = tried(records, settings, supervisor.survival.allocator)
     decision = decide(diagnosis, past, candidates, supervisor.spec.on_oom, otherwise=otherwise)
     if decision.remedy is not None:
-        # The first one shown is the one that is applied.
+        # The remedy that is applied is shown first.
         found = (decision.remedy, *(remedy for remedy in found if remedy is not decision.remedy))
     fitting = any(not remedy.needs_consent and remedy.resumable in ("live", "resumes", "converts") for remedy in found)
-    advice = () if fitting else _last_advice(supervisor, diagnosis, records)
+    advice = () if fitting or situation is None else last_advice(situation)
     causes = cause_of_death(supervisor.prevention.trends, diagnosis.kind)
+    beyond = beyond_all_memory(diagnosis, host)
     if beyond is not None:
         causes = (beyond, *causes)
     waiting = None if decision.action == "restart" else decision.why
@@ -58,7 +58,9 @@ def tried(records: Sequence[Record], settings: Settings | None, allocator: str) 
     """The run's past, oldest first, as the policy looks at it."""
     return [
         Tried(
-            key=_own_key(record.allocator) if record.configuration.settings is None else key_of(record.configuration.settings),
+            key=_external_key(record.allocator)
+            if record.configuration.settings is None
+            else configuration_key(record.configuration.settings),
             died_of_memory=record.died_of_memory,
             attempt=start.attempt,
             by_memtop=start.by_memtop,
@@ -66,42 +68,40 @@ def tried(records: Sequence[Record], settings: Settings | None, allocator: str) 
             saved_after=start.saved_after,
         )
         for record in records
-        for start in record.starts or (Start(attempt=record.configuration.attempt),)
+        for start in record.starts
     ]
 
 
-def _own_key(allocator: str) -> str:
-    """Of a program of the user's own memtop knows no more than what it gave it."""
-    return f"own program, allocator {allocator or 'as it is'}"
+def _external_key(allocator: str) -> str:
+    """The key of an external command: memtop knows nothing about its configuration except the allocator options."""
+    return f"external command, allocator {allocator or 'unchanged'}"
 
 
 def _key_after(settings: Settings | None, remedy: Remedy) -> str | None:
     if changes_nothing(remedy):
         return None
     if settings is None:
-        return _own_key(remedy.assignments["allocator"]) if set(remedy.assignments) == {"allocator"} else None
+        return _external_key(remedy.assignments["allocator"]) if set(remedy.assignments) == {"allocator"} else None
     try:
-        return key_of(applied(settings, remedy))
+        return configuration_key(applied(settings, remedy))
     except SettingsError:
         return None
 
 
-def _remedies(supervisor: Supervisor, diagnosis: Diagnosis, records: Iterable[Record]) -> tuple[Remedy, ...]:
-    settings, survival = supervisor.settings, supervisor.survival
-    if settings is None:
-        present = ",".join(filter(None, (inherited_allocator(os.environ), survival.allocator)))
-        name, seen = supervisor.folder.name, _seen(supervisor, diagnosis)
-        return remedies(diagnosis, None, run=name, seen=seen, allocator=present, host=_host(supervisor))
-    return remedies(
+def _situation(
+    supervisor: Supervisor, settings: Settings, diagnosis: Diagnosis, records: Iterable[Record], host: HostFacts
+) -> Situation:
+    survival = supervisor.survival
+    return situation_of(
         diagnosis,
         settings,
         peaks=[peak for record in records if (peak := record.configuration.peak) is not None],
         total_bytes=_total_bytes(supervisor),
         run=supervisor.folder.name,
-        host=_host(supervisor),
+        host=host,
         base_bytes=survival.base_bytes(),
         others_bytes=_others_bytes(supervisor, diagnosis),
-        failed=_failed(records),
+        failed=tuple(_failed(records)),
         on_gpu=survival.on_gpu,
         deepspeed=importlib.util.find_spec("deepspeed") is not None,
         allocator=inherited_allocator(os.environ),
@@ -109,31 +109,15 @@ def _remedies(supervisor: Supervisor, diagnosis: Diagnosis, records: Iterable[Re
     )
 
 
-def _seen(supervisor: Supervisor, diagnosis: Diagnosis) -> Seen:
-    """What is known of a program of the user's own."""
-    return Seen(
+def _command(supervisor: Supervisor, diagnosis: Diagnosis, host: HostFacts) -> ExternalCommand:
+    return ExternalCommand(
+        run=supervisor.folder.name,
         command=tuple(supervisor.spec.command),
+        allocator=",".join(filter(None, (inherited_allocator(os.environ), supervisor.survival.allocator))),
+        host=host,
         loader_workers="loader worker" in supervisor.watch.roles.values(),
         on_gpu=supervisor.survival.on_gpu,
         leaks=tuple(trend.subject for trend in that_filled(supervisor.prevention.trends, diagnosis.kind)),
-    )
-
-
-def _last_advice(supervisor: Supervisor, diagnosis: Diagnosis, records: Iterable[Record]) -> tuple[str, ...]:
-    if supervisor.settings is None:
-        return ()
-    return last_advice(
-        situation_of(
-            diagnosis,
-            supervisor.settings,
-            run=supervisor.folder.name,
-            total_bytes=_total_bytes(supervisor),
-            others_bytes=_others_bytes(supervisor, diagnosis),
-            host=_host(supervisor),
-            on_gpu=supervisor.survival.on_gpu,
-            failed=tuple(_failed(records)),
-            model_config=model_config(supervisor.settings),
-        )
     )
 
 

@@ -33,7 +33,7 @@ from memtop.supervisor.run.processes.attempt import RunningAttempt, StopLadder, 
 from memtop.supervisor.run.processes.launch import launch as start_program
 from memtop.supervisor.run.processes.process import become_subreaper, reap_children, record_rank
 from memtop.supervisor.run.progress import Progress
-from memtop.supervisor.run.record import rollback as going_back
+from memtop.supervisor.run.record import checkpoints
 from memtop.supervisor.run.record.checkpoints import newest_checkpoint
 from memtop.supervisor.run.record.configurations import Record
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, StateFile, write_json
@@ -202,7 +202,7 @@ class Supervisor:
         except sqlite3.Error as error:
             raise RunFolderError(f"{self.folder.ledger_path}: cannot be written: {error}; free some space") from None
         try:
-            with going_back.gone_back(latest, change.state_before) as aside:
+            with checkpoints.rolled_back(latest, change.state_before) as aside:
                 checkpoint = newest_checkpoint(latest)
                 shim = start_program(self.folder, number, self.spec, settings, self._socket, allocator=allocator)
         except MemtopError as error:
@@ -222,7 +222,7 @@ class Supervisor:
         self.attempt, self._owed = RunningAttempt(self.folder, number, shim), {}
         self.survival.begin(number, reason, change, started, allocator)
         self.prevention.trials.begun(change)
-        going_back.let_go(latest)
+        checkpoints.discard_held(latest)
         self.move(Phase.STARTING)
         if aside is not None:
             self.event("rollback", f"states after update {change.state_before} moved to {aside}")
@@ -248,7 +248,7 @@ class Supervisor:
     def _resumed_from(self, change: Change) -> Checkpoint | None:
         """The state that an attempt with this change would begin with; UsageError if it goes back to one that is not kept."""
         latest = self.folder.latest_state
-        return newest_checkpoint(latest) if change.state_before is None else going_back.state_at(latest, change.state_before)
+        return newest_checkpoint(latest) if change.state_before is None else checkpoints.state_at(latest, change.state_before)
 
     def next_number(self) -> int:
         """After the newest that the ledger has: one that could not be started keeps its number."""
@@ -275,9 +275,9 @@ class Supervisor:
             self.launch(self.next_number(), explain.restart_reason(change), change)
             return
         if change.state_before is not None:
-            going_back.hold(self.folder.latest_state, change.state_before)
+            checkpoints.hold(self.folder.latest_state, change.state_before)
         else:
-            going_back.let_go(self.folder.latest_state)
+            checkpoints.discard_held(self.folder.latest_state)
         self.pending = change
         if self.lifecycle.phase is not Phase.RESTARTING:
             self.move(Phase.RESTARTING)
@@ -321,7 +321,7 @@ class Supervisor:
             self.survival.call_off("called off: it stays as it died")
             return
         self.pending = None
-        going_back.let_go(self.folder.latest_state)
+        checkpoints.discard_held(self.folder.latest_state)
         self.move(Phase.STOPPING)
         if self.ladder is None:
             self.ask_to_stop()

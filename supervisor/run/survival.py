@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
-from memtop.supervisor.recovery.applying import change_for
-from memtop.supervisor.recovery.forecast import settings_key
+from memtop.supervisor.recovery.configuration import change_for, settings_key
 from memtop.supervisor.recovery.policy import SURE, Decision
 from memtop.supervisor.run import explain, proposing
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, WATCHED_NOTICE_SECONDS, Comeback, Waiting, free_bytes
@@ -231,7 +230,7 @@ class Survival:
         died = self._kind_of_failure(report.update) if report.reason == "allocation failure" else None
         assert supervisor.attempt is not None
         said = supervisor.attempt.number, report.time or 0.0
-        self.configurations.change(report.update, text, after, died=died, saved=self._saved(), said=said)
+        self.configurations.change(report.update, text, after, died=died, saved=self._saved(), changed_by=said)
         self._tell("settings", text, report)
 
     def _kind_of_failure(self, update: int) -> str:

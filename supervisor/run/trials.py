@@ -192,9 +192,9 @@ class Trials:
         assert last is not None, "a trial began with a configuration"
         done = last.configuration.until_update or supervisor.state().updates or 0
         died = last.configuration.outcome if last.died_of_memory else None
-        saved = last.starts[-1].saved_after if last.starts else None
+        saved = last.starts[-1].saved_after
         said = (last.newest_attempt, time.time())
-        configurations.change(done + 1, reason, settings, died=died, saved=saved, said=said)
+        configurations.change(done + 1, reason, settings, died=died, saved=saved, changed_by=said)
         configurations.end(supervisor.phase.value, None, saved)
         supervisor.settings = settings
         supervisor.publisher.changed()

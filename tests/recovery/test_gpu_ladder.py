@@ -1,10 +1,11 @@
-"""A full card: what is proposed, in which order, and what is not. Rows are those of the seeds' checklist."""
+"""The remedies for a full GPU: which are proposed, in which order, and which are left out."""
 
 from __future__ import annotations
 
 import shlex
 from typing import Any
 
+import click
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,8 +15,10 @@ from memtop.presets import Settings, SettingsError, compatibility
 from memtop.presets.schema import Lora, Zero
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.values import Band
-from memtop.supervisor.recovery.applying import applied, key
-from memtop.supervisor.recovery.remedies import HostFacts, remedies, situation_of
+from memtop.supervisor.recovery.configuration import applied, configuration_key
+from memtop.supervisor.recovery.external_command import remedies_for_command
+from memtop.supervisor.recovery.remedies import remedies
+from memtop.supervisor.recovery.situation import HostFacts, situation_of
 from memtop.supervisor.recovery.values import Remedy
 from tests.recovery.support import (
     CARD,
@@ -45,7 +48,7 @@ def test_row_3_fragmentation_first_where_idle_memory_covers_the_request() -> Non
     first = found.remedies[0]
     assert (first.id, first.keeps_math, first.resumable, first.speed) == ("allocator", True, "resumes", 1.0)
     assert first.assignments == {"allocator": "expandable_segments:True"}
-    assert first.why.startswith("3.2 GiB were reserved but not in use, in pieces too small for the 1.2 GiB")
+    assert first.why.startswith("3.2 GiB were reserved but unused, in pieces too small for the request of 1.2 GiB")
     assert first.command == "memtop restart RUN --set allocator=expandable_segments:True"
     assert applied(T5, first).allocator == "expandable_segments:True"
 
@@ -58,7 +61,7 @@ def test_the_allocators_own_options_stay() -> None:
     for where in ({"allocator": "expandable_segments:False"}, {}):
         found = climb(S1, replace(T5, **where), allocator="" if where else "max_split_size_mb:128,expandable_segments:True")
         assert "allocator" not in ids(found)
-        assert why_not(found, "expandable_segments is set in").endswith("settings already" if where else "environment already")
+        assert why_not(found, "expandable_segments is already set in").endswith("the settings" if where else "the environment")
 
 
 def test_the_allocator_is_an_extra_where_fragmentation_is_not_seen() -> None:
@@ -113,7 +116,7 @@ def test_without_a_line_it_is_half() -> None:
     split = named(unknown, "smaller_batch")
     assert split.assignments["batch"] == "16"
     assert split.forecast is None
-    assert split.forecast_unknown == "nothing was measured yet under these settings"
+    assert split.forecast_unknown == "nothing was measured with these settings yet"
     assert named(climb(died(), replace(T5, batch=30, accumulation=2)), "smaller_batch").assignments["batch"] == "15"
 
 
@@ -141,7 +144,7 @@ def test_a_split_that_failed_is_passed_over_for_the_next() -> None:
     split = named(climb(died(total_bytes=CARD), T5, failed=tuple(failed)), "smaller_batch")
     assert split.assignments == {"batch": "4", "accumulation": "16"}
     one = climb(died(), replace(T5, batch=1, accumulation=64))
-    assert why_not(one, "micro-batch is 1")
+    assert why_not(one, "micro-batch is already 1")
     assert ids(one)[0] == "checkpointing"
 
 
@@ -150,7 +153,7 @@ def test_memory_of_others_counts() -> None:
     split = named(crowded, "smaller_batch")
     assert split.assignments["batch"] == "8"
     assert split.forecast is not None
-    assert split.forecast.basis.endswith("beside 6.0 GiB of other processes")
+    assert split.forecast.basis.endswith("other processes hold 6.0 GiB")
     assert split.forecast.fraction == pytest.approx((split.forecast.peak_bytes + gib(6)) / CARD)
 
 
@@ -222,18 +225,18 @@ def test_row_8_checkpointing_is_estimated_for_activations_alone() -> None:
 def test_3_4_row_9_what_is_on_already_gains_nothing() -> None:
     found = climb(died(), QLORA)
     assert "checkpointing" not in ids(found)
-    assert why_not(found, "checkpointing") == "gradient checkpointing: already on, gains nothing"
+    assert why_not(found, "checkpointing") == "gradient checkpointing: already on"
     assert why_not(climb(died(), T5, can_checkpoint=False), "checkpointing").endswith("cannot recompute its activations")
 
 
 def test_loss_in_pieces_only_where_it_is_whole() -> None:
     whole = named(climb(S1, replace(T5, loss_chunk=0)), "chunked_loss")
     assert whole.assignments == {"loss_chunk": "-1"}
-    assert "what could not be had (1.2 GiB)" in whole.why
+    assert "the request that failed (1.2 GiB) was for them" in whole.why
     for chunk in (-1, 512):
         found = climb(S1, replace(T5, loss_chunk=chunk))
         assert "chunked_loss" not in ids(found)
-        assert why_not(found, "loss in pieces")
+        assert why_not(found, "chunked loss")
 
 
 def test_3_1_row_17_offload_only_where_host_memory_is_there() -> None:
@@ -248,7 +251,7 @@ def test_3_1_row_17_offload_only_where_host_memory_is_there() -> None:
     assert "offload_optimizer" in ids(climb(S1, T5, host=border))
     full = climb(S1, T5, host=replace(border, available_bytes=needed))
     assert "offload_optimizer" not in ids(full)
-    assert why_not(full, "optimizer offload").startswith("optimizer offload: needs 2.9 GiB of host memory")
+    assert why_not(full, "optimizer offload").startswith("optimizer offload: it needs 2.9 GiB of host memory")
     assert named(climb(S1, T5), "offload_optimizer").needs_consent, "what is not known is asked"
     assert why_not(climb(S1, T5, deepspeed=False), "DeepSpeed")
     odd = climb(S1, replace(T5, optimizer="adafactor"), host=ROOMY)
@@ -289,7 +292,7 @@ def test_the_evaluation_comes_first_where_it_failed() -> None:
     assert named(climb(died(phase="evaluation"), replace(T5, eval_every=100)), "eval_batch").assignments == {"eval_batch": "16"}
     assert "eval_batch" not in ids(climb(died(phase="backward"), evaluating))
     assert "eval_batch" not in ids(climb(died(phase="evaluation"), T5)), "nothing is evaluated"
-    assert why_not(climb(died(phase="evaluation"), replace(evaluating, eval_batch=1)), "evaluation batch: 1")
+    assert why_not(climb(died(phase="evaluation"), replace(evaluating, eval_batch=1)), "evaluation batch: already 1")
 
 
 def test_an_evaluation_that_failed_says_nothing_of_trainings_peak() -> None:
@@ -305,7 +308,7 @@ def test_an_evaluation_that_failed_says_nothing_of_trainings_peak() -> None:
 def test_a_model_that_does_not_load_is_not_helped_by_a_smaller_batch() -> None:
     found = climb(died(phase="load"), T5, host=ROOMY)
     assert not {"smaller_batch", "checkpointing", "chunked_loss", "eval_batch"} & set(ids(found))
-    assert why_not(found, "while loading")
+    assert why_not(found, "while loading the model")
 
 
 def test_in_the_optimizers_step_its_own_state_is_what_is_too_much() -> None:
@@ -343,7 +346,7 @@ def test_row_9_the_next_usual_length_with_consent(now: int, then: int) -> None:
     found = named(climb(died(), replace(LORA, seq_len=now)), "seq_len")
     assert found.assignments == {"seq_len": str(then)}
     assert (found.needs_consent, found.keeps_math) == (True, False)
-    assert "the data are cut otherwise" in found.title
+    assert "the data are cut differently" in found.title
     assert found.command == f"memtop restart RUN --seq-len {then}"
 
 
@@ -354,7 +357,7 @@ def test_a_length_that_is_forecast_to_fit_is_chosen_but_none_below_512_from_abov
     assert found.assignments == {"seq_len": "768"}
     assert found.forecast is not None
     assert found.forecast.peak_bytes / GIB == pytest.approx(4 + 32 * 768 / 2048, abs=0.01)
-    assert found.forecast.basis.startswith("estimate: what grows with the batch shrinks at least with T, 2048 -> 768")
+    assert found.forecast.basis.startswith("estimate: the part that grows with the batch shrinks with T, 2048 -> 768")
     hopeless = (peak(long, 16, 100.0), peak(long, 32, 190.0))
     assert int(named(climb(died(total_bytes=CARD), long, peaks=hopeless), "seq_len").assignments["seq_len"]) >= 512
 
@@ -391,7 +394,7 @@ def test_a_rank_that_cannot_be_halved_with_its_scale_is_left() -> None:
 
 def test_3_5_row_6_the_smaller_model_is_named_with_its_size() -> None:
     found = named(climb(S1, T5), "smaller_model")
-    assert "196.6 -> 46.4 M parameters: 2.2 GiB less" in found.why
+    assert "196.6 -> 46.4 M parameters, 2.2 GiB less" in found.why
     assert found.resumable == "new run"
     config = applied(T5, found).model["config"]
     assert (config["d_model"], config["d_ff"], config["num_heads"], config["num_layers"]) == (384, 1536, 6, 4)
@@ -422,8 +425,8 @@ def test_3_2_row_24_the_worst_card_decides() -> None:
 
 
 def test_not_memory_has_no_remedy() -> None:
-    assert remedies(died(Kind.NOT_MEMORY, reason="nccl_timeout"), T5) == ()
-    assert remedies(died(Kind.NOT_MEMORY, reason="nccl_timeout"), None) == ()
+    assert remedies(situation_of(died(Kind.NOT_MEMORY, reason="nccl_timeout"), T5)) == ()
+    assert remedies_for_command(died(Kind.NOT_MEMORY, reason="nccl_timeout")) == ()
 
 
 SETTINGS = st.sampled_from([T5, LORA, QLORA, FIRST])
@@ -469,7 +472,7 @@ def test_every_remedy_can_be_carried_out_and_says_the_truth_about_itself(
         assert (remedy.forecast is None) == (remedy.forecast_unknown is not None)
         if remedy.assignments or remedy.preset:
             after = applied(now, remedy)
-            assert key(after) != key(now)
+            assert configuration_key(after) != configuration_key(now)
             assert_class(now, after, remedy)
             if remedy.keeps_math:
                 assert after.effective_batch == now.effective_batch
@@ -500,7 +503,9 @@ def test_the_commands_are_ones_that_memtop_takes(kind: Kind, now: Settings) -> N
         words = shlex.split(remedy.command or "")
         if words[0] == "memtop":
             # click refuses an option that there is not, or a value of the wrong type.
-            app.commands[words[1]].make_context(words[1], words[2:])
+            command = app.get_command(click.Context(app), words[1])
+            assert command is not None
+            command.make_context(words[1], words[2:])
             seen += 1
     assert seen or kind is Kind.NOT_MEMORY
 

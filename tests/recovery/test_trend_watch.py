@@ -1,4 +1,5 @@
-"""What a run's series make of reports and samples: each leak once, under the name of whoever holds it."""
+"""What a run's series make of reports and samples: each leak once, under the name of whoever holds
+it."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def machine(time: float, *gpus: GpuSample, swap: float | None = None) -> Machine
 
 
 def train(watch: TrendWatch, updates: int, **grows: int) -> list[tuple[str, dict[str, Any]]]:
-    """So many updates, one a second, in which these numbers grow by so much each; what is told of them."""
+    """So many updates, one a second, in which these numbers grow by so much each; what is told of
+    them."""
     told = []
     for update in range(1, updates + 1):
         values = {name: GIB + step * update for name, step in grows.items()}

@@ -1,8 +1,7 @@
-"""Stretches under the same settings: when one ends and another begins, what each needed, and what an older ledger tells."""
+"""Stretches under the same settings: when one ends and another begins, what each needed, and how they are stored."""
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,7 @@ def test_a_failure_survived_in_the_process_is_a_stretch_of_its_own() -> None:
     all_of_them = Configurations((), book.save, book.tell)
     all_of_them.begin_attempt(1, "start", SETTINGS)
     all_of_them.note_host(500, "key")
-    told = {"died": "host_oom_alloc", "saved": 5, "said": (1, 70.0)}
+    told = {"died": "host_oom_alloc", "saved": 5, "changed_by": (1, 70.0)}
     for _ in range(2):  # the second time by a supervisor that reads the report again
         all_of_them.change(7, "allocation failure at update 7", HALF, **told)
     first, second = all_of_them.rows
@@ -108,24 +107,20 @@ def test_what_could_not_be_written_is_written_later() -> None:
     assert [row.configuration.outcome for row in book.rows.values()] == ["replaced", None]
 
 
-def test_an_older_ledger_tells_its_configurations_from_its_attempts(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    ledger = Ledger(path)
-    for number, settings, start in ((1, SETTINGS, 0), (2, SETTINGS, 10), (3, HALF, 20)):
-        ledger.add_attempt(number, f"attempt {number}", settings, float(number), start)
-    ledger.close()
-    with sqlite3.connect(path) as db:
-        db.execute("DROP TABLE configurations")
+def test_they_are_read_back_and_continue(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+
+    def save(record: Record) -> bool:
+        ledger.save_configuration(record)
+        return True
+
+    first = Configurations((), save, lambda: None)
+    for attempt, settings in ((1, SETTINGS), (2, SETTINGS), (3, HALF)):
+        first.begin_attempt(attempt, f"attempt {attempt}", settings)
     (tmp_path / "run.json").touch()
-    rows = read_configurations(tmp_path)
-    assert [(row.attempt, row.since_update, row.until_update, row.settings) for row in rows] == [
-        (1, 1, 20, SETTINGS),
-        (3, 21, None, HALF),
-    ]
-    reopened = Ledger(path)
-    kept = Configurations(
-        reopened.configurations(), lambda record: bool(reopened.save_configuration(record) or 1), lambda: None
-    )
-    kept.begin_attempt(4, "restart", SETTINGS)
-    assert [record.configuration.number for record in reopened.configurations()] == [1, 2, 3]
-    reopened.close()
+    assert read_configurations(tmp_path) == first.rows
+    assert [(row.number, row.attempt, row.settings) for row in first.rows] == [(1, 1, SETTINGS), (2, 3, HALF)]
+    following = Configurations(ledger.configurations(), save, lambda: None)
+    following.begin_attempt(4, "restart", SETTINGS)
+    assert [record.configuration.number for record in ledger.configurations()] == [1, 2, 3]
+    ledger.close()

@@ -12,8 +12,7 @@ import pytest
 
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.run.lifecycle import Lifecycle
-from memtop.supervisor.run.record.checkpoints import newest_checkpoint
-from memtop.supervisor.run.record.rollback import gone_back, hold, let_go, state_at
+from memtop.supervisor.run.record.checkpoints import discard_held, hold, newest_checkpoint, rolled_back, state_at
 from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.wire import Change, Phase
 from tests.run.test_pieces import SETTINGS, Clock, supervisor_at_update
@@ -38,7 +37,7 @@ def latest(tmp_path: Path) -> Path:
 
 
 def go_back(latest: Path, update: int) -> Path | None:
-    with gone_back(latest, update) as aside:
+    with rolled_back(latest, update) as aside:
         return aside
 
 
@@ -119,7 +118,7 @@ def test_everything_is_moved_back_where_the_start_fails(latest: Path) -> None:
         assert (latest / "weights").read_text() == "weights after 20"
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), gone_back(latest, 25):
+    with pytest.raises(ZeroDivisionError), rolled_back(latest, 25):
         start()
     assert tree(latest.parent) == before
     assert sorted(latest.parent.iterdir()) == folders
@@ -134,7 +133,7 @@ def test_what_cannot_be_moved_moves_nothing(latest: Path, monkeypatch: pytest.Mo
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", refuse)
-    with pytest.raises(RunFolderError, match="2000: cannot be moved: Permission denied"), gone_back(latest, 25):
+    with pytest.raises(RunFolderError, match="2000: cannot be moved: Permission denied"), rolled_back(latest, 25):
         pytest.fail("nothing may start")
     assert tree(latest.parent) == before
 
@@ -143,9 +142,9 @@ def test_what_is_let_go_takes_no_room(latest: Path) -> None:
     before = tree(latest.parent)
     hold(latest, 20)
     assert latest.with_name("train_latest_state.held").exists()
-    let_go(latest)
+    discard_held(latest)
     assert tree(latest.parent) == before
-    let_go(latest)
+    discard_held(latest)
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP])
@@ -172,7 +171,7 @@ def test_a_state_that_cannot_be_held_is_told_in_one_line_and_leaves_nothing(
     monkeypatch.setattr(os, "link", refuse)
     with pytest.raises(RunFolderError) as refusal:
         hold(latest, 20)
-    assert "cannot be held fast: [Errno 28] No space left on device" in str(refusal.value)
+    assert "cannot be kept: [Errno 28] No space left on device" in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert tree(latest.parent) == before
 

@@ -210,7 +210,7 @@ def test_a_damaged_run_json_hides_no_other_run(tmp_path: Path) -> None:
     bad = create_run(tmp_path, spec("bad"), fresh=False)
     bad.spec_path.write_text("{half")
     assert [folder.name for folder in list_runs(tmp_path)] == ["good"]
-    with pytest.raises(RunFolderError, match=r"bad/run.json: cannot be understood"):
+    with pytest.raises(RunFolderError, match=r"bad/run.json: cannot be decoded"):
         bad.spec()
 
 
@@ -689,7 +689,7 @@ def test_a_complete_checkpoint_is_told_from_a_broken_one(tmp_path: Path) -> None
     assert (good.updates, good.samples_seen, good.size_bytes) == (7, 56, 4)
     cut = read_checkpoint(saved(tmp_path / "cut", 7, size=5))
     assert cut is not None
-    assert cut.problem == f"{tmp_path}/cut/weights: 4 bytes, the manifest says 5"
+    assert cut.problem == f"{tmp_path}/cut/weights: 4 bytes, but the manifest lists 5"
     (tmp_path / "half").mkdir()
     half = read_checkpoint(tmp_path / "half")
     assert half is not None

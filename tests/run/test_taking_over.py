@@ -73,7 +73,7 @@ def test_a_program_whose_supervisor_died_before_it_told_of_it_is_found(runs: Run
     document = runs.wait("a", lambda d: d["alive"])
     assert (document["supervisor_pid"], document["state"]) == (None, "starting")
     assert document["trainer_pid"] == json.loads((folder.attempt(1) / "process.json").read_text())["pid"]
-    assert "its supervisor is gone, training goes on" in document["reason"]
+    assert "the supervisor is gone, training continues" in document["reason"]
     # Nor does it look like something that nobody needs.
     (known,) = known_runs(runs.path)
     assert (known.alive, known.attempt, known.recorded[0].over) == (True, 1, False)
@@ -98,7 +98,7 @@ def test_a_restart_that_waits_outlives_its_supervisor(runs: Runs) -> None:
     runs.kill(supervisor)
     document = runs.wait("a", lambda d: d["supervisor_pid"] is None)
     assert (document["state"], document["alive"], len(document["attempts"])) == ("restarting", False, 1)
-    assert document["reason"] == "its restart waits, but its supervisor is gone: memtop watch a takes it up"
+    assert document["reason"] == "a restart is pending, but the supervisor is gone: memtop watch a starts a new one"
     assert document["proposal"]["begins"] is None, "nobody is there who would do it"
     assert needs_supervisor(folder)
     runs.memtop("watch", "a", "--once")
@@ -509,7 +509,7 @@ def test_a_split_within_the_program_is_neither_a_restart_nor_a_success(tmp_path:
     for attempt in (2, 3):
         first, second = (msgspec.structs.replace(SETTINGS, batch=next(batches)) for _ in range(2))
         configurations.begin_attempt(attempt, "gpu_oom", first, by_memtop=True, saved=10)
-        configurations.change(11, "smaller", second, died="gpu_oom", saved=10, said=(attempt, attempt * 100.0))
+        configurations.change(11, "smaller", second, died="gpu_oom", saved=10, changed_by=(attempt, attempt * 100.0))
         configurations.end("gpu_oom", 11, 10, died_of_memory=True)
     assert [row.attempt for row in configurations.rows] == [1, 2, 2, 3, 3]
     past = tried(configurations.records, SETTINGS, "")

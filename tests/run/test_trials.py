@@ -48,7 +48,7 @@ def on_trial(tmp_path: Path, phase: Phase, **data: Any) -> Supervisor:
     supervisor = supervisor_at_update(tmp_path, 7)
     configurations = supervisor.survival.configurations
     configurations.begin_attempt(1, "start", SETTINGS)
-    configurations.change(5, "trial", TRIED, died=None, saved=5, said=(1, 5.0))
+    configurations.change(5, "trial", TRIED, died=None, saved=5, changed_by=(1, 5.0))
     supervisor.settings = TRIED
     supervisor.lifecycle = Lifecycle(phase, Clock())
     supervisor.event("trial", "measuring after", {"state": msgspec.to_builtins(STATE), **data})

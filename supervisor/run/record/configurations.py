@@ -1,13 +1,10 @@
-"""The configurations of a run: stretches under the same settings, what each needed and how it went.
-
-The present one is kept in memory and written down now and then; the ledger has them all.
-"""
+"""The configurations of a run: periods with the same settings, the memory that each needed, and how each ended."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -17,54 +14,49 @@ from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import Configuration
 
-if TYPE_CHECKING:
-    from memtop.supervisor.run.record.ledger import Attempt
-
-SCHEMA = "CREATE TABLE IF NOT EXISTS configurations (number INTEGER PRIMARY KEY, record TEXT NOT NULL);"
-
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that began with a configuration, or came to it while it ran."""
+    """An attempt that started with a configuration, or changed to it while it ran."""
 
     attempt: int
     by_memtop: bool = False
-    """It was started without a person asking for it."""
+    """memtop started it, not a person."""
     saved_before: int | None = None
-    """The newest saved update when the attempt began, ..."""
+    """The newest saved update when the attempt started."""
     saved_after: int | None = None
-    """... and when it ended, or went on with other settings; None: nothing saved."""
+    """The newest saved update when it ended or continued with other settings. None if nothing was saved."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A configuration as the ledger keeps it: what is shown, and what deciding and going on need beside."""
+    """A configuration in the ledger, with what the supervisor needs in addition to what is displayed."""
 
     configuration: Configuration
     allocator: str = ""
-    """Allocator options that memtop gave to a program of the user's own, which has no settings."""
-    starts: tuple[Start, ...] = ()
-    """Oldest first; one at least, but in ledgers of older versions."""
-    said: tuple[int, float] | None = None
-    """The attempt and the time of the report with which the running program changed to it; None where an attempt began it."""
+    """Allocator options that memtop set for an external command, which has no settings."""
+    starts: tuple[Start, ...]
+    """Oldest first, at least one."""
+    changed_by: tuple[int, float] | None = None
+    """Attempt and time of the report with which the running program changed to it. None if an attempt started with it."""
     died_of_memory: bool = False
-    """It ended (or went on smaller) for lack of memory, and that is sure: it is not to be tried again by itself."""
+    """It certainly ended (or continued with a smaller batch) for lack of memory: memtop does not try it again on its own."""
     samples: int = 0
     seconds: float = 0.0
-    """What its speed is made of: samples and the time of their updates."""
+    """Samples and the duration of their updates: its speed is their quotient."""
 
     @property
     def newest_attempt(self) -> int:
-        return self.starts[-1].attempt if self.starts else self.configuration.attempt
+        return self.starts[-1].attempt
 
 
 def same(one: Settings | None, other: Settings | None) -> bool:
-    """Whether two settings are one configuration: how long the run is to last does not make another."""
+    """Whether two settings are the same configuration. The length of the run does not count."""
     if one is None or other is None:
         return one is other
     return replace(one, target_samples=0, epochs=0.0) == replace(other, target_samples=0, epochs=0.0)
 
 
 def before_the_present(rows: Sequence[Configuration]) -> Configuration | None:
-    """The newest configuration before the present one that is another."""
+    """The newest earlier configuration with other settings than the present one."""
     if not rows:
         return None
     present = rows[-1].settings
@@ -72,15 +64,16 @@ def before_the_present(rows: Sequence[Configuration]) -> Configuration | None:
 
 
 class Configurations:
-    """All of a run, the last one being the present. `save` writes one down (False: not now, it is tried again); `tell` is
-    called when one begins or ends."""
+    """All configurations of a run. The last one is the present one.
 
-    def __init__(self, records: Iterable[Record], save: Callable[[Record], bool], tell: Callable[[], None]) -> None:
+    `save` writes one to the ledger; if it returns False, it is called again later. `notify` is called when one begins or ends.
+    """
+
+    def __init__(self, records: Iterable[Record], save: Callable[[Record], bool], notify: Callable[[], None]) -> None:
         self.records = list(records)
         self._save = save
-        self._tell = tell
-        # What came from the attempts of an older ledger is not in its table yet.
-        self._unsaved = {record.configuration.number for record in self.records}
+        self._notify = notify
+        self._unsaved: set[int] = set()
         self._seen: int | None = None
         self._on_gpu = False
 
@@ -107,15 +100,17 @@ class Configurations:
         saved: int | None = None,
         started: float | None = None,
     ) -> None:
-        """An attempt starts, or has at `started` (seconds since the epoch). The same settings as before go on where they did
-        not run out of memory."""
+        """An attempt starts now, or did so at `started` (seconds since the epoch).
+
+        With the same settings as before, the present configuration continues, unless it ran out of memory.
+        """
         self._seen = None
         start = Start(attempt=attempt, by_memtop=by_memtop, saved_before=saved)
         last = self.present
         if last is not None and not last.died_of_memory and last.allocator == allocator:
             shown = last.configuration
             if same(shown.settings, settings):
-                # The run's length may be another now; the first attempt's reason stays.
+                # The length of the run may have changed. The reason of the first attempt stays.
                 going_on = replace(shown, settings=settings, until_update=None, outcome=None)
                 self._replace(configuration=going_on, starts=(*last.starts, start))
                 return
@@ -127,31 +122,39 @@ class Configurations:
         self._begin(Record(configuration=shown, allocator=allocator, starts=(start,)))
 
     def has_begun(self, attempt: int) -> bool:
-        """Whether an attempt has been told of; its supervisor may have died before it could."""
+        """Whether the attempt is recorded. A supervisor may die before it records an attempt."""
         return self.present is not None and self.present.newest_attempt >= attempt
 
     def change(
-        self, update: int, reason: str, settings: Settings, *, died: str | None, saved: int | None, said: tuple[int, float]
+        self,
+        update: int,
+        reason: str,
+        settings: Settings,
+        *,
+        died: str | None,
+        saved: int | None,
+        changed_by: tuple[int, float],
     ) -> None:
-        """The running program goes on with other settings from this update on; `died`: of what the ones before ran out;
-        `said`: in which attempt it has told so, and when. A report that is known already changes nothing."""
+        """The running program continues with other settings from this update on.
+
+        `died`: the kind of memory that the earlier settings ran out of. `changed_by`: attempt and time of the report. A
+        report that is already known changes nothing.
+        """
         last = self.present
         assert last is not None, "settings change within an attempt"
-        if any(record.said == said for record in self.records):
+        if any(record.changed_by == changed_by for record in self.records):
             return
         self.end(died or "replaced", update - 1, saved, died_of_memory=died is not None)
-        attempt, time_told = said
+        attempt, reported = changed_by
         shown = Configuration(
             number=self._next_number,
             attempt=attempt,
             since_update=update,
-            started=time_told,
+            started=reported,
             reason=reason,
             settings=settings,
         )
-        # It is the same start of the program, whoever has caused that.
-        starts = last.starts[-1:] or (Start(attempt=attempt),)
-        self._begin(Record(configuration=shown, allocator=last.allocator, starts=starts, said=said))
+        self._begin(Record(configuration=shown, allocator=last.allocator, starts=last.starts[-1:], changed_by=changed_by))
 
     @property
     def _next_number(self) -> int:
@@ -161,15 +164,15 @@ class Configurations:
         self.records.append(record)
         self._unsaved.add(record.configuration.number)
         self.keep()
-        self._tell()
+        self._notify()
 
     def resumed(self, update: int) -> None:
-        """The program has said after which update it goes on."""
+        """The program has reported the update after which it resumes."""
         if self.present is not None and self.present.configuration.since_update is None:
             self._replace(configuration=replace(self.present.configuration, since_update=update + 1))
 
     def end(self, outcome: str, update: int | None, saved: int | None, *, died_of_memory: bool = False) -> None:
-        """The present one is over after this update."""
+        """The present configuration ends after this update."""
         if self.present is None:
             return
         shown = self.present.configuration
@@ -181,8 +184,11 @@ class Configurations:
         )
 
     def note_step(self, rank: int, report: Step, base_bytes: int | None, key: str) -> None:
-        """A rank has done an update. `base_bytes`: what its GPU holds of the run beside the allocator, None if not known;
-        `key`: everything but the split that shapes the peak."""
+        """A rank has finished an update.
+
+        `base_bytes`: GPU memory of the run outside the allocator, None if unknown. `key`: all settings that affect the peak,
+        except the batch split.
+        """
         taken = report.peak_reserved_bytes or report.peak_bytes
         if taken is not None:
             self._on_gpu = True
@@ -190,7 +196,7 @@ class Configurations:
         if rank != 0 or self.present is None:
             return
         seen, seconds = report.samples_seen, report.step_seconds
-        # The first update of an attempt warms up; its time is not that of the others.
+        # The first update of an attempt is a warm-up and not representative.
         if self._seen is not None and seen is not None and seconds:
             samples, time_taken = self.present.samples + seen - self._seen, self.present.seconds + seconds
             shown = replace(self.present.configuration, samples_per_second=samples / time_taken)
@@ -201,7 +207,7 @@ class Configurations:
             self._put_peak(replace(peak, updates=peak.updates + 1))
 
     def note_host(self, resident_bytes: int | None, key: str) -> None:
-        """What the run's processes hold of host memory: the peak of a run without a GPU."""
+        """Host memory of the run's processes, which is the peak of a run without a GPU."""
         if resident_bytes is not None and not self._on_gpu:
             self._note_peak(resident_bytes, key)
 
@@ -210,7 +216,7 @@ class Configurations:
             return
         shown = self.present.configuration
         if shown.settings is None:
-            return  # whose batch is not known
+            return  # the batch is unknown
         known = shown.peak
         if known is None:
             self._put_peak(Peak(batch=shown.settings.batch, bytes=taken, updates=0, settings_key=key))
@@ -229,36 +235,15 @@ class Configurations:
         assert self.present is not None
         self._put(replace(self.present, **values))
         self.keep()
-        self._tell()
+        self._notify()
 
     def keep(self) -> None:
-        """Write down what the ledger does not have yet."""
+        """Save the configurations that have changed since they were saved."""
         for record in self.records:
             if record.configuration.number in self._unsaved and self._save(record):
                 self._unsaved.discard(record.configuration.number)
 
 
 def _saved(starts: tuple[Start, ...], saved: int | None) -> tuple[Start, ...]:
-    """The newest of them has ended, with so many updates saved."""
-    return (*starts[:-1], replace(starts[-1], saved_after=saved)) if starts else ()
-
-
-def of_attempts(attempts: Iterable[Attempt]) -> list[Record]:
-    """The configurations of a run whose ledger was written before there were any, as far as its attempts tell them."""
-    records: list[Record] = []
-    for attempt in attempts:
-        if records and same(records[-1].configuration.settings, attempt.settings):
-            continue
-        if records:
-            shown = replace(records[-1].configuration, outcome="replaced", until_update=attempt.start_updates)
-            records[-1] = replace(records[-1], configuration=shown)
-        shown = Configuration(
-            number=len(records) + 1,
-            attempt=attempt.number,
-            since_update=None if attempt.start_updates is None else attempt.start_updates + 1,
-            started=attempt.started,
-            reason=attempt.reason,
-            settings=attempt.settings,
-        )
-        records.append(Record(configuration=shown))
-    return records
+    """The starts, with the newest saved update of the last one, which has ended."""
+    return (*starts[:-1], replace(starts[-1], saved_after=saved))
