@@ -13,8 +13,9 @@ from msgspec.structs import replace
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.recovery.gpu_ladder import ALLOCATOR, is_fragmented, strays, why_allocator, with_expandable_segments
-from memtop.supervisor.recovery.host_ladder import PROVEN, beyond_all_memory, more_host_memory
+from memtop.supervisor.recovery.host_ladder import beyond_all_memory, more_host_memory
 from memtop.supervisor.recovery.parameters import TRAINED_BYTES
+from memtop.supervisor.recovery.policy import SURE
 from memtop.supervisor.recovery.situation import HostFacts
 from memtop.supervisor.recovery.suggested_commands import restart_command, suggested, to_do
 from memtop.supervisor.recovery.values import Remedy
@@ -196,7 +197,7 @@ def _option(words: Sequence[str], names: Sequence[str]) -> _Option | None:
 
 def _host(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Remedy]:
     host = None if command is None else command.host
-    if diagnosis.confidence < PROVEN:
+    if diagnosis.confidence < SURE:
         yield suggested("who_killed")
         return
     if diagnosis.reason in _HEAPS:

@@ -25,18 +25,17 @@ from memtop.supervisor.recovery.gpu_ladder import (
     rungs_that_change_training,
     smaller_split,
 )
+from memtop.supervisor.recovery.policy import SURE
 from memtop.supervisor.recovery.situation import HostFacts, Situation
 from memtop.supervisor.recovery.suggested_commands import suggested, to_do, train_command
 from memtop.supervisor.recovery.values import Remedy
 
 _NEXT_LEVEL: dict[HostLevel, HostLevel] = {"standard": "low", "low": "extreme"}
-PROVEN = 0.5
-"""Below this confidence no setting is made smaller: the cause may not be memory at all."""
 
 
 def host_ladder(situation: Situation) -> Iterator[Rung]:
     """Rungs for a shortage of host memory, the cheapest first."""
-    if situation.diagnosis.confidence < PROVEN:
+    if situation.diagnosis.confidence < SURE:
         yield "a smaller configuration: a lack of memory is not proven"
         yield suggested("who_killed")
         return

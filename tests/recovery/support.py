@@ -50,7 +50,7 @@ def died(kind: Kind = Kind.GPU_OOM, **fields: Any) -> Diagnosis:
     return Diagnosis(**{"kind": kind, "confidence": 0.95, "summary": "out of memory", "phase": "backward", **fields})
 
 
-S1 = died(
+T5_OOM = died(
     requested_bytes=32 * 252 * 40960 * 4,
     requested_for=str(Logits(32, 252, 40960, 4)),
     requested_logits=Logits(32, 252, 40960, 4),

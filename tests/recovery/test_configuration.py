@@ -13,7 +13,7 @@ from memtop.supervisor.recovery.remedies import remedies
 from memtop.supervisor.recovery.situation import HostFacts, situation_of
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Change
-from tests.recovery.support import GIB, LORA, S1, T5, died
+from tests.recovery.support import GIB, LORA, T5, T5_OOM, died
 
 ROOMY = HostFacts(limit_bytes=64 * GIB, available_bytes=64 * GIB)
 
@@ -34,7 +34,7 @@ def test_a_change_carries_what_a_restart_edits() -> None:
 def test_the_change_and_the_settings_are_the_same_edit() -> None:
     from memtop.supervisor.run.change import edited
 
-    for one in remedies(situation_of(S1, replace(T5, eval_every=10), host=ROOMY)):
+    for one in remedies(situation_of(T5_OOM, replace(T5, eval_every=10), host=ROOMY)):
         if one.resumable == "resumes":
             assert edited(T5, change_for(one), None) == applied(T5, one)
 

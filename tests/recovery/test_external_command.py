@@ -18,11 +18,11 @@ from memtop.supervisor.recovery.external_command import (
     requested_at,
 )
 from memtop.supervisor.wire import Change
-from tests.recovery.support import GIB, S1, died, gib, ids, named
+from tests.recovery.support import GIB, T5_OOM, died, gib, ids, named
 
 
-def test_row_3_of_s1_fragmentation_first_from_the_log_alone() -> None:
-    first = remedies_for_command(S1)[0]
+def test_fragmentation_is_fixed_first_from_the_log_alone() -> None:
+    first = remedies_for_command(T5_OOM)[0]
     assert (first.id, first.keeps_math, first.resumable) == ("allocator", True, "none")
     assert first.command == (
         "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True PYTORCH_ALLOC_CONF=expandable_segments:True"
@@ -31,14 +31,14 @@ def test_row_3_of_s1_fragmentation_first_from_the_log_alone() -> None:
 
 
 @pytest.mark.parametrize(("batch", "size"), [(32, 1.23), (24, 0.92), (20, 0.77), (16, 0.62)])
-def test_row_4_of_s1_the_request_at_a_smaller_batch(batch: int, size: float) -> None:
-    found = requested_at(S1, batch)
+def test_the_failed_request_at_a_smaller_batch(batch: int, size: float) -> None:
+    found = requested_at(T5_OOM, batch)
     assert found is not None
     assert round(found / GIB, 2) == size
 
 
 @pytest.mark.parametrize(("batch", "length", "size"), [(2, 2048, 2.32), (1, 2048, 1.16), (1, 1024, 0.58), (1, 512, 0.29)])
-def test_3_4_row_1_the_logits_of_s3(batch: int, length: int, size: float) -> None:
+def test_the_logits_of_a_request_at_other_batches_and_lengths(batch: int, length: int, size: float) -> None:
     asked = died(
         requested_bytes=2 * length * 151936 * 4,
         requested_logits=Logits(2, length, 151936, 4),
@@ -50,17 +50,17 @@ def test_3_4_row_1_the_logits_of_s3(batch: int, length: int, size: float) -> Non
 
 
 def test_the_logs_own_numbers_are_in_the_words() -> None:
-    split = named(remedies_for_command(S1), "smaller_batch")
+    split = named(remedies_for_command(T5_OOM), "smaller_batch")
     assert "1.23 GiB at B 32) need 0.92 GiB at B 24, 0.77 GiB at B 20, 0.62 GiB at B 16" in split.why
     assert split.title.startswith("batch 32 -> 16 and twice the accumulation")
-    assert "(1.2 GiB)" in named(remedies_for_command(S1), "chunked_loss").why
-    unnamed = remedies_for_command(replace(S1, requested_for=None, requested_logits=None))
+    assert "(1.2 GiB)" in named(remedies_for_command(T5_OOM), "chunked_loss").why
+    unnamed = remedies_for_command(replace(T5_OOM, requested_for=None, requested_logits=None))
     assert "logits that did not fit" not in named(unnamed, "smaller_batch").why
-    assert requested_at(replace(S1, requested_for=None, requested_logits=None), 8) is None
+    assert requested_at(replace(T5_OOM, requested_for=None, requested_logits=None), 8) is None
 
 
 def test_order_and_consent_from_the_log_alone() -> None:
-    found = remedies_for_command(replace(S1, reserved_unallocated_bytes=gib(0.1)))
+    found = remedies_for_command(replace(T5_OOM, reserved_unallocated_bytes=gib(0.1)))
     assert ids(found) == [
         *("smaller_batch", "checkpointing", "chunked_loss", "allocator", "offload_optimizer", "seq_len", "lora_rank"),
         "smaller_model",
@@ -101,14 +101,14 @@ def test_a_kill_without_proof_is_to_be_looked_into() -> None:
 
 
 def test_only_the_allocator_can_be_set_for_a_program_of_ones_own() -> None:
-    found = remedies_for_command(S1, ExternalCommand(run="mine", command=("python", "t.py")))
+    found = remedies_for_command(T5_OOM, ExternalCommand(run="mine", command=("python", "t.py")))
     first = found[0]
     assert (first.id, first.resumable, first.needs_consent) == ("allocator", "resumes", False)
     assert change_for(first) == Change(assignments={"allocator": "expandable_segments:True"})
     assert first.command == "memtop restart mine --set allocator=expandable_segments:True"
     assert all(changes_nothing(remedy) for remedy in found[1:])
-    assert "allocator" not in ids(remedies_for_command(S1, ExternalCommand(allocator="expandable_segments:True")))
-    merged = remedies_for_command(S1, ExternalCommand(run="mine", allocator="max_split_size_mb:64"))[0]
+    assert "allocator" not in ids(remedies_for_command(T5_OOM, ExternalCommand(allocator="expandable_segments:True")))
+    merged = remedies_for_command(T5_OOM, ExternalCommand(run="mine", allocator="max_split_size_mb:64"))[0]
     assert merged.assignments == {"allocator": "max_split_size_mb:64,expandable_segments:True"}
 
 

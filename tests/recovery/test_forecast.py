@@ -28,11 +28,11 @@ def why(*points: Any, base: float | None = None) -> Line | str:
     return line_through(peaks, base_bytes=None if base is None else gib(base))
 
 
-def test_row_19_of_s1_two_batches_give_slope_and_base() -> None:
+def test_two_batches_give_slope_and_base() -> None:
     found = line((16, 11.49), (32, 19.73, True))
     assert found.slope_bytes / GIB == pytest.approx(0.515, abs=1e-9)
     assert found.base_bytes / GIB == pytest.approx(3.25, abs=1e-6)
-    # 11761 MiB is 11.485 GiB: the guides' 3.24.
+    # 11761 MiB is 11.485 GiB.
     assert line((16, 11761 / 1024), (32, 19.73, True)).base_bytes / GIB == pytest.approx(3.24, abs=0.005)
     assert found.at_least, "one of the two was a failure, which wanted more"
 
@@ -44,7 +44,7 @@ def test_row_19_of_s1_two_batches_give_slope_and_base() -> None:
         *((28, 17.67, 0.902, Band.DANGER), (32, 19.73, 1.008, Band.DANGER)),
     ],
 )
-def test_row_19_of_s1_every_batch_of_the_guide(batch: int, size: float, fraction: float, band: Band) -> None:
+def test_forecasts_at_other_batches(batch: int, size: float, fraction: float, band: Band) -> None:
     found = forecast(replace(T5, batch=batch), measured(), CARD)
     assert isinstance(found, Forecast)
     assert found.peak_bytes / GIB == pytest.approx(size, rel=0.001)
@@ -53,18 +53,18 @@ def test_row_19_of_s1_every_batch_of_the_guide(batch: int, size: float, fraction
 
 
 @pytest.mark.parametrize("batch", [32, 40, 48, 64])
-def test_3_3_rows_4_and_16_what_does_not_fit_is_seen(batch: int) -> None:
+def test_a_batch_that_does_not_fit_is_forecast_above_the_gpu(batch: int) -> None:
     found = forecast(replace(T5, batch=batch), measured(), CARD)
     assert isinstance(found, Forecast)
     assert found.fraction is not None
     assert found.fraction > 1
     assert found.band is Band.DANGER
     if batch == 40:
-        assert found.peak_bytes / GIB == pytest.approx(23.9, abs=0.1), "not the guide's 15 to 18"
+        assert found.peak_bytes / GIB == pytest.approx(23.9, abs=0.1)
 
 
 @given(accumulation=st.integers(1, 512))
-def test_3_2_row_16_and_3_3_row_5_accumulation_never_changes_the_peak(accumulation: int) -> None:
+def test_accumulation_never_changes_the_peak(accumulation: int) -> None:
     other = replace(T5, accumulation=accumulation)
     assert settings_key(other) == settings_key(T5)
     assert forecast(other, measured(), CARD) == forecast(T5, measured(), CARD)

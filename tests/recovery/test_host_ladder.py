@@ -72,7 +72,7 @@ def test_a_kill_that_is_not_proven_makes_nothing_smaller() -> None:
     assert ids(climb(replace(REFUSED, confidence=0.49), CPU_RUN)) == ["who_killed"]
 
 
-def test_3_3_row_6_all_workers_of_all_ranks_go() -> None:
+def test_all_workers_of_all_ranks_are_removed() -> None:
     found = named(climb(KILLED, replace(GPU_RUN, workers=6)), "workers")
     assert found.why.startswith("18 worker processes less")
     assert found.title == "loader workers 6 -> 0 in each of 3 ranks"
@@ -89,7 +89,7 @@ def test_levels_one_after_the_other() -> None:
     assert len(last.left_out) == 4
 
 
-def test_3_5_row_19_half_the_processes_hold_the_effective_batch() -> None:
+def test_half_the_processes_keep_the_effective_batch() -> None:
     for world, fewer, accumulation in ((2, 1, 4), (4, 2, 4), (3, 1, 6)):
         found = named(climb(KILLED, replace(GPU_RUN, world_size=world)), "processes")
         assert f"processes {world} -> {fewer}, accumulation 2 -> {accumulation}" in found.title
@@ -173,7 +173,7 @@ def test_what_older_states_give_back_is_the_sum_of_those_that_go() -> None:
     assert ": 8.0 GiB less on disk" in found.remedies[0].why
 
 
-def test_3_1_row_11_swap_as_the_guides_wrote_it_and_only_for_host_memory() -> None:
+def test_swap_is_suggested_only_for_host_memory() -> None:
     swap = named(climb(KILLED, GPU_RUN), "swap")
     assert (swap.resumable, swap.needs_consent) == ("none", True)
     assert (swap.command or "").splitlines() == [

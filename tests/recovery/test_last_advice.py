@@ -9,17 +9,17 @@ from msgspec.structs import replace
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.recovery.remedies import last_advice
 from memtop.supervisor.recovery.situation import Situation, situation_of
-from tests.recovery.support import LORA, S1, T5, died, gib, measured, peak
+from tests.recovery.support import LORA, T5, T5_OOM, died, gib, measured, peak
 
 
-def situation(diagnosis: Diagnosis = S1, settings: Any = T5, **more: Any) -> Situation:
+def situation(diagnosis: Diagnosis = T5_OOM, settings: Any = T5, **more: Any) -> Situation:
     return situation_of(diagnosis, settings, **more)
 
 
-def test_3_1_row_16_the_guides_last_advice_in_its_order_with_estimates() -> None:
+def test_the_last_advice_in_order_with_estimates() -> None:
     long = replace(T5, seq_len=2048, eval_every=100, load_best_at_end=True)
     lines = (peak(long, 1, 6.0), peak(long, 32, 19.73))
-    crowded = replace(S1, other_process_bytes=gib(3), other_process_pids=(99,))
+    crowded = replace(T5_OOM, other_process_bytes=gib(3), other_process_pids=(99,))
     others, model, shorter, evaluation = last_advice(situation(crowded, long, peaks=lines, run="night"))
     assert others == "end the other processes on the GPU (`memtop strays`): this frees 3.0 GiB (pid 99)"
     assert "196.6 -> 46.4 M parameters, 2.2 GiB less" in model
@@ -30,8 +30,8 @@ def test_3_1_row_16_the_guides_last_advice_in_its_order_with_estimates() -> None
     assert evaluation.endswith("`memtop restart night --set eval_every=0 --set load_best_at_end=false`")
 
 
-def test_what_is_done_already_is_said() -> None:
-    others, _, shorter, evaluation = last_advice(situation(replace(S1, other_process_bytes=0)))
+def test_advice_that_is_followed_already_says_so() -> None:
+    others, _, shorter, evaluation = last_advice(situation(replace(T5_OOM, other_process_bytes=0)))
     assert others == "no other process used the GPU: this run used all of it"
     assert shorter == "use sequences of at most 512 tokens: T is already 256"
     assert evaluation == "evaluation is already off"
@@ -39,11 +39,11 @@ def test_what_is_done_already_is_said() -> None:
     assert "it failed there" in last_advice(situation(died(phase="evaluation"), replace(T5, eval_every=5)))[3]
 
 
-def test_a_model_by_path_has_the_guides_example() -> None:
+def test_a_model_by_path_gets_an_example() -> None:
     assert "0.5 B instead of 1.8 B" in last_advice(situation(died(), LORA))[1]
 
 
-def test_other_deaths_have_their_own_last_advice() -> None:
+def test_other_failures_have_their_own_last_advice() -> None:
     shared = last_advice(situation(died(Kind.SHM_EXHAUSTED)))
     assert [line.partition(":")[0] for line in shared] == [
         "more shared memory",
@@ -54,4 +54,4 @@ def test_other_deaths_have_their_own_last_advice() -> None:
 
 
 def test_the_measured_run_has_estimates_everywhere() -> None:
-    assert len(last_advice(situation(S1, T5, peaks=measured()))) == 4
+    assert len(last_advice(situation(T5_OOM, T5, peaks=measured()))) == 4

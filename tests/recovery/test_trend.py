@@ -32,7 +32,7 @@ def named(
 def test_a_leak_is_named_within_100_updates_and_measured_within_a_fifth(
     rate: float, base: float, noise: float, seed: int
 ) -> None:
-    # 1 MiB per update (checklist 3.5 row 18) is in the middle of it; noise as a share of what one update leaks times two.
+    # 1 MiB per update is in the middle of it; noise as a share of what one update leaks times two.
     found = named(lambda update: base + rate * update, 100, noise * 2 * rate, seed)
     assert found
     _, slope = found[-1]

@@ -17,7 +17,7 @@ from memtop.supervisor.recovery.situation import HostFacts
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.reports import Oom
 from memtop.supervisor.wire import Trend, TrendKind, TrendSubject
-from tests.recovery.support import FIRST, GIB, S1, climb, died, ids, named, peak
+from tests.recovery.support import FIRST, GIB, T5_OOM, climb, died, ids, named, peak
 
 CPU_RUN = replace(FIRST, workers=2, device="cpu", loss_chunk=0)
 REFUSED = died(Kind.HOST_OOM_ALLOC, phase="forward")
@@ -79,8 +79,8 @@ def test_a_program_is_offered_what_it_shows(seen: ExternalCommand, expected: lis
 
 
 def test_a_rank_of_adapters_is_for_programs_with_adapters() -> None:
-    assert "lora_rank" not in ids(remedies_for_command(S1, ExternalCommand(command=("python", "t.py"))))
-    assert "lora_rank" in ids(remedies_for_command(S1, ExternalCommand(command=("python", "t.py", "--lora_r", "16"))))
+    assert "lora_rank" not in ids(remedies_for_command(T5_OOM, ExternalCommand(command=("python", "t.py"))))
+    assert "lora_rank" in ids(remedies_for_command(T5_OOM, ExternalCommand(command=("python", "t.py", "--lora_r", "16"))))
 
 
 # --- a limit of address space, and more than all memory --------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_a_request_beyond_all_memory_is_no_matter_of_settings(asked: int | None,
 
 def test_where_the_machine_is_not_known_nothing_is_said_of_it() -> None:
     assert beyond_all_memory(replace(REFUSED, requested_bytes=1 << 60), None) is None
-    assert beyond_all_memory(replace(S1, requested_bytes=1 << 60), HOST) is None
+    assert beyond_all_memory(replace(T5_OOM, requested_bytes=1 << 60), HOST) is None
 
 
 # --- reasons ------------------------------------------------------------------------------------------------------------
@@ -141,9 +141,9 @@ def test_the_parts_of_an_update_add_up() -> None:
         optimizer_seconds=0.01,
     )
     (line, *_) = advise(measured, CPU_RUN).evidence
-    assert "optimizer 1%, the rest (gradients clipped and exchanged, reports, saves) 24%" in line
+    assert "optimizer 1%, the rest (gradient clipping and all-reduce, reports, saves) 24%" in line
     (line, *_) = advise(replace(measured, optimizer_seconds=None), CPU_RUN).evidence
-    assert "backward 48%, not told 25%" in line
+    assert "backward 48%, not reported 25%" in line
     (line, *_) = advise(replace(measured, forward_seconds=0.51), CPU_RUN).evidence
     assert "the rest" not in line
 

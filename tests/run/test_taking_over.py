@@ -520,4 +520,4 @@ def test_a_split_within_the_program_is_neither_a_restart_nor_a_success(tmp_path:
     last = configurations.records[-1]
     configurations.end("gpu_oom", 13, 12, died_of_memory=True)
     assert configurations.records[-1].starts != last.starts
-    assert decide(oom, tried(configurations.records, SETTINGS, ""), (), "auto").why == "no remedy is left that memtop knows"
+    assert decide(oom, tried(configurations.records, SETTINGS, ""), (), "auto").why == "memtop knows no further remedy"
