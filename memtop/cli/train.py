@@ -13,8 +13,6 @@ import click
 from msgspec.structs import replace
 
 from memtop import __version__
-from memtop.cli import gpus as gpu_choice
-from memtop.cli.foreground import stay
 from memtop.cli.options import (
     WHOLE,
     assignments_of,
@@ -38,7 +36,6 @@ from memtop.presets.edits import draft, find_preset
 from memtop.presets.fields import OPTIONS
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.recovery.policy import ON_OOM
-from memtop.supervisor.run.clients.client import start_supervisor
 from memtop.supervisor.run.record.folder import RunSpec, create_run, default_runs_dir
 from memtop.supervisor.wire import Change
 
@@ -83,6 +80,11 @@ def train(
     Your own program follows two dashes: `memtop train -- COMMAND ARG ...`. Without a terminal the
     run is headless. Closing the dashboard does not stop the run.
     """
+    # Imported here, since `memtop train --help` needs neither NVML nor asyncio.
+    from memtop.cli import gpus as gpu_choice
+    from memtop.cli.foreground import stay
+    from memtop.supervisor.run.clients.client import start_supervisor
+
     begun = time.time()
     refuse_both(headless, detach)
     if on_oom not in ON_OOM:
@@ -169,6 +171,8 @@ def _own_preset(recipe: Recipe, edits: Change, gpus: list[str] | None) -> tuple[
     """The recipe's preset; for `auto`, the one for the free GPU memory, and the reason."""
     if recipe.preset != "auto":
         return find_preset(recipe.preset, recipe.name), None
+    from memtop.cli import gpus as gpu_choice
+
     free, where = None, ""
     if edits.assignments.get("device") != "cpu":
         machine = gpu_choice.sample()

@@ -242,8 +242,8 @@ class Ledger:
             self._recorder = tiers.Recorder(self._db, time.time())
         return self._recorder
 
-    def sources(self) -> dict[str, str]:
-        """Key and label ("GPU 0", "host") of everything that has a history."""
+    def sources(self) -> dict[str, int | None]:
+        """The key of everything that has a history, with the GPU's index or None for the host."""
         return tiers.sources(self._db)
 
     def extent(self) -> tuple[float, float] | None:
