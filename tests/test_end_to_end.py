@@ -132,7 +132,7 @@ def test_commands_reach_the_training_process(runs: Runs) -> None:
     saved = runs.show("a")["checkpoint"]
     assert saved["complete"]
     assert saved["updates"] > 0
-    assert runs.memtop("stop", "a").stdout == "stopped: as asked, state saved\n"
+    assert runs.memtop("stop", "a").stdout == "stopped as requested, state saved\n"
     document = runs.show("a")
     assert (document["exit_status"], document["checkpoint"]["updates"]) == (0, document["updates"])
 

@@ -18,7 +18,8 @@ import msgspec
 import pytest
 
 from memtop.presets import Settings
-from memtop.supervisor.run.explain import first_dead_rank, outcome
+from memtop.supervisor.run.explain import outcome
+from memtop.supervisor.run.post_mortem.log_end import first_dead_rank, read_log_end
 from memtop.supervisor.run.processes.launch import launcher
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.wire import Phase
@@ -169,7 +170,9 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path) -> None:
     for rank in (0, 1):
         for report in reports(tmp_path, rank):
             progress = progress.after(rank, reported(report))
-    phase, reason, diagnosis = outcome(log, progress.end, 1, Phase.TRAINING, own_program=False, end_rank=progress.end_rank)
+    phase, reason, diagnosis = outcome(
+        read_log_end(log), progress.end, 1, Phase.TRAINING, external=False, end_rank=progress.end_rank
+    )
     assert phase is Phase.FAILED
     assert reason == "rank 1 died first, killed by signal 9 (SIGKILL)"
     assert diagnosis is not None
