@@ -109,7 +109,7 @@ class Pattern:
     phase: str | None = None
     """None: read from the traceback."""
     needle: str = ""
-    """A plain part of every text that can match: the search for it is a fast way to say no."""
+    """A plain part of every text that can match: searching for it rejects most texts quickly."""
     at_start: bool = False
     """Match only at the start of a line."""
     asserted: bool = False

@@ -24,8 +24,8 @@ from tests.train.failing import Failing, Failure, Scripted, drawn, following, fr
 from tests.train.support import Training
 from tests.train.test_evaluation import held_out
 
-UPDATES, FAILURES = 200, 30
-FEWER_UPDATES, FEWER_FAILURES = 80, 12
+UPDATES, FAILURES = 100, 20
+FEWER_UPDATES, FEWER_FAILURES = 50, 10
 
 
 def failures_of(rank: int, count: int, updates: int) -> list[Failure]:

@@ -11,6 +11,9 @@ from typing import Any
 
 import msgspec
 
+from tests.forking import run as run_forked
+from tests.forking import runs_torch
+
 AGENT = Path(__file__).resolve().parents[2] / "train" / "agent"
 
 
@@ -23,7 +26,8 @@ def run(code: str, folder: Path, *, timeout: float = 60, socket: str = "") -> st
         "MEMTOP_ATTEMPT": "1",
         "MEMTOP_SOCKET": socket or str(folder / "nobody.sock"),
     }
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    start = run_forked if runs_torch(code) else subprocess.run
+    done = start([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.forking import run as run_forked
+from tests.forking import runs_torch
 from tests.train.test_agent import AGENT, TORCH, run
 from tests.train.test_processes import environment
 
@@ -29,9 +31,8 @@ def program(folder: Path, code: str, *start: str, timeout: float = 240, **extra:
     path = folder / "program.py"
     path.write_text(code)
     env = {name: value for name, value in environment(folder).items() if not name.startswith(LAUNCHERS)} | extra
-    done = subprocess.run(
-        [sys.executable, *start, str(path)], env=env, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    started = run_forked if runs_torch(code) else subprocess.run
+    done = started([sys.executable, *start, str(path)], env=env, cwd=folder, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return journals(folder)
 

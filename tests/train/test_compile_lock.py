@@ -22,6 +22,7 @@ from torch.utils.file_baton import FileBaton
 from memtop.train import BadInputError, compile_lock
 from memtop.train.compile_lock import await_compiled, extension_folder
 from memtop.train.optimizers import build_optimizer
+from tests.forking import Program
 from tests.train.support import edited
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,9 +46,7 @@ def compiler(lock: Path) -> Iterator[subprocess.Popen[str]]:
         "import sys; from torch.utils.file_baton import FileBaton; baton = FileBaton(sys.argv[1]); "
         "assert baton.try_acquire(); print('taken', flush=True); sys.stdin.readline(); baton.release()"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    process = Program([sys.executable, "-c", code, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "taken\n"
@@ -171,7 +170,7 @@ def test_processes_that_check_a_lock_at_once_do_not_end_each_other(lock: Path) -
         "for _ in range(3000): unused_lock(Path(sys.argv[1]))"
     )
     lock.touch()
-    many = [subprocess.Popen([sys.executable, "-c", code, str(lock)], cwd=ROOT) for _ in range(3)]
+    many = [Program([sys.executable, "-c", code, str(lock)], cwd=ROOT) for _ in range(3)]
     assert [process.wait(timeout=200) for process in many] == [0, 0, 0]
     assert lock.exists()
 

@@ -21,6 +21,7 @@ from memtop.supervisor.run.processes.launch import launcher
 from memtop.train import checkpoint, state_files
 from memtop.train.checkpoint import DiskWait
 from memtop.train.state_files import newest_update, read_manifest
+from tests.forking import Program
 from tests.train.support import Recorder, Training, edited
 from tests.train.test_evaluation import held_out
 from tests.train.test_processes import environment, reports
@@ -216,7 +217,7 @@ def start(folder: Path, state: Path, settings: Settings, log: Path, **extra: str
     module = ("-m", "memtop.train", "--settings", str(folder / "settings.json"), "--state-dir", str(state))
     surroundings = environment(folder, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1", **extra)
     with log.open("ab") as output:
-        return subprocess.Popen([sys.executable, *launcher(settings), *module], env=surroundings, stdout=output, stderr=output)
+        return Program([sys.executable, *launcher(settings), *module], env=surroundings, stdout=output, stderr=output)
 
 
 def wait_for_the_wait(folder: Path, process: subprocess.Popen[bytes]) -> None:

@@ -242,9 +242,7 @@ def test_the_command_prints_only_the_folder(train: Train, tmp_path: Path) -> Non
     command = [sys.executable, "-m", "memtop.train.export", "--settings", str(settings), "--state-dir", str(run.state_dir)]
 
     def call() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, "--out", str(out)], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120
-        )
+        return run([*command, "--out", str(out)], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120)
 
     done = call()
     assert (done.returncode, done.stdout) == (0, f"{out}\n"), done.stderr

@@ -18,10 +18,12 @@ import msgspec
 import pytest
 
 from memtop.presets import Settings
-from memtop.supervisor.run.explain import first_dead_rank, outcome
+from memtop.supervisor.run.explain import outcome
+from memtop.supervisor.run.post_mortem.log_end import first_dead_rank, read_log_end
 from memtop.supervisor.run.processes.launch import launcher
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.wire import Phase
+from tests.forking import Program, run, runs_torch
 from tests.run.reported import reported
 from tests.train.support import edited
 
@@ -49,8 +51,13 @@ def environment(folder: Path, **extra: str) -> dict[str, str]:
     }
 
 
-def python(code: str, env: dict[str, str], *, cwd: Path | None = None, program: str = sys.executable) -> str:
-    done = subprocess.run([program, "-c", code], env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
+def python(
+    code: str, env: dict[str, str], *, cwd: Path | None = None, program: str = sys.executable, anew: bool = False
+) -> str:
+    """Run a program to its end; its output. One that imports torch is forked from a process that has it, unless it shall be
+    started `anew`."""
+    start = run if runs_torch(code) and not anew else subprocess.run
+    done = start([program, "-c", code], env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout
@@ -63,7 +70,7 @@ def reports(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
 def trainer(folder: Path, settings: Settings, *, start: tuple[str, ...] = (), agent: bool = True) -> subprocess.Popen[str]:
     (folder / "settings.json").write_bytes(msgspec.json.encode(settings))
     module = ("-m", "memtop.train", "--settings", str(folder / "settings.json"), "--state-dir", str(folder / "state"))
-    return subprocess.Popen(
+    return Program(
         [sys.executable, *start, *module],
         env=environment(folder) if agent else dict(os.environ),
         stdout=subprocess.PIPE,
@@ -163,7 +170,9 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path) -> None:
     for rank in (0, 1):
         for report in reports(tmp_path, rank):
             progress = progress.after(rank, reported(report))
-    phase, reason, diagnosis = outcome(log, progress.end, 1, Phase.TRAINING, own_program=False, end_rank=progress.end_rank)
+    phase, reason, diagnosis = outcome(
+        read_log_end(log), progress.end, 1, Phase.TRAINING, external=False, end_rank=progress.end_rank
+    )
     assert phase is Phase.FAILED
     assert reason == "rank 1 died first, killed by signal 9 (SIGKILL)"
     assert diagnosis is not None
@@ -174,7 +183,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path) -> None:
 
 
 def test_a_program_that_does_not_use_memtop_is_followed(tmp_path: Path) -> None:
-    assert python(FOREIGN, environment(tmp_path)) == "done\n"
+    assert python(FOREIGN, environment(tmp_path), anew=True) == "done\n"
     hello, *steps = reports(tmp_path)
     assert (hello["type"], hello["rank"], hello["offers"]) == ("hello", 0, ["free_cache"])
     assert [step["update"] for step in steps] == [1, 2, 3, 4, 5]
@@ -259,7 +268,7 @@ def test_commands_are_executed_inside_the_process_and_the_link_reconnects(tmp_pa
     code = FOREIGN.replace("range(5)", "range(100000)").replace(
         "    optimizer.step()", "    optimizer.step(); time.sleep(0.01)"
     )
-    process = subprocess.Popen(
+    process = Program(
         [sys.executable, "-c", "import time\n" + code], env=environment(tmp_path, MEMTOP_SOCKET=listener.getsockname())
     )
     try:

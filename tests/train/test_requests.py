@@ -16,6 +16,7 @@ import torch
 from memtop.presets import Settings, SettingsError
 from memtop.presets.schema import Lora, Zero
 from memtop.train.requests import edit_live
+from tests.forking import Program
 from tests.train.failing import fresh, small, splits_of
 from tests.train.support import Training, edited
 from tests.train.test_evaluation import held_out
@@ -167,7 +168,7 @@ def test_a_running_process_is_changed_over_its_socket(tmp_path: Path, listener: 
     settings = edited(target_samples=8 * 100_000, save_every=100_000)
     (tmp_path / "settings.json").write_bytes(msgspec.json.encode(settings))
     module = ("-m", "memtop.train", "--settings", str(tmp_path / "settings.json"), "--state-dir", str(tmp_path / "state"))
-    process = subprocess.Popen(
+    process = Program(
         [sys.executable, *module],
         env=environment(tmp_path, MEMTOP_SOCKET=listener.getsockname()),
         stdout=subprocess.DEVNULL,

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from memtop.presets.schema import Lora
+from tests.forking import run, runs_torch
 from tests.train.failing import distance
 from tests.train.launching import run_trainer
 from tests.train.support import edited
@@ -29,15 +30,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     """What two ranks told of all trainings of the worker. That they end at all is part of what is shown."""
     folder = tmp_path_factory.mktemp("ranks")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.train.survive_worker"]
-    done = subprocess.run(
-        [sys.executable, *command, str(folder)],
-        env=SURROUNDINGS,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=290,
-        check=False,
-    )
+    done = run([sys.executable, *command, str(folder)], env=SURROUNDINGS, cwd=ROOT, capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return folder, [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
@@ -143,6 +136,7 @@ LIMITED = """
 import json, resource, sys
 from pathlib import Path
 import torch
+from tests.forking import run, runs_torch
 from tests.train.failing import fresh, small, splits_of
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
@@ -166,15 +160,8 @@ print(json.dumps({"outcome": outcome, "records": records, "splits": splits_of(tr
 
 
 def test_a_batch_that_does_not_fit_under_a_real_limit_is_survived(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path)],
-        env=SURROUNDINGS,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
+    done = run(command, env=SURROUNDINGS, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["outcome"] == "finished"
@@ -190,9 +177,9 @@ def test_a_batch_that_does_not_fit_under_a_real_limit_is_survived(tmp_path: Path
 
 
 def run_dying(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environment(folder), capture_output=True, text=True, timeout=120, check=False
-    )
+    """A program that imports torch is forked from a process that has it already."""
+    start = run if runs_torch(code) else subprocess.run
+    return start([sys.executable, "-c", code], env=environment(folder), capture_output=True, text=True, timeout=120)
 
 
 def test_an_external_command_that_runs_out_of_memory_is_reported(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ class Ledger:
     """The supervisor opens it for writing, all others read-only."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self.path = path
         if read_only:
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)
         else:
