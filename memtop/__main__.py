@@ -1,11 +1,11 @@
-"""The front door: `memtop`, and `python -m memtop`."""
+"""The entry point of `memtop` and `python -m memtop`."""
 
 import os
 import sys
 
 
 def main() -> int:
-    """Run the command line; the exit status."""
+    """Run the command line and return the exit status."""
     _open_closed_streams()
     from memtop.cli import run
 
@@ -13,8 +13,10 @@ def main() -> int:
 
 
 def _open_closed_streams() -> None:
-    """Who starts us with a closed stdin, stdout or stderr (`>&-`, some daemons) wants nothing from there. Left closed, the
-    next file that is opened would take its number, and be written to."""
+    """Open /dev/null in place of a closed stdin, stdout or stderr (`>&-`, some daemons).
+
+    Otherwise the next file that is opened would get its number, and output would be written to it.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -17,16 +18,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from memtop import looking
+from memtop.cli import runs as runs_command
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.processes.signals import SignalRefused, signal_process
 from memtop.supervisor.monitor.processes.table import run_processes
 from memtop.supervisor.run.record.folder import find_run
+from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.wire import Event
+from tests.forking import Program
+from tests.groups import MemoryGroup, memory_group
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a job in a script's background: what the tests start would ignore it, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Or every program that a test starts would compile memtop's modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Before anything imports torch. Models of these sizes take many times longer on two threads than on one as soon as other
 # programs want the cores: threads wait for each other, spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -69,20 +76,25 @@ class Runs:
         }
         self.environment.pop("PYTHONPATH", None)
 
-    def memtop(self, *arguments: str, status: int | None = 0, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def memtop(
+        self, *arguments: str, status: int | None = 0, timeout: float = 120, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end; `status` is what it must exit with (None: anything)."""
-        done = subprocess.run(
-            [sys.executable, "-m", "memtop", *arguments],
-            cwd=self.root,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+        with self.start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            except BaseException:
+                process.kill()
+                raise
+        done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
         if status is not None:
             assert done.returncode == status, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
+
+    def start(self, *arguments: str, module: str = "memtop", **options: Any) -> Program:
+        """Start a command."""
+        given = {"cwd": self.root, "env": self.environment, "stdin": subprocess.DEVNULL, "text": True, **options}
+        return Program([sys.executable, "-m", module, *arguments], **given)
 
     def show(self, name: str, *, metrics: bool = False) -> dict[str, Any]:
         extra = ["--metrics"] if metrics else []
@@ -95,11 +107,16 @@ class Runs:
         """
         folder, deadline = find_run(name, self.path), time.monotonic() + seconds
         while True:
-            document = json.loads(msgspec.json.encode(looking.document(folder)))
+            document = json.loads(msgspec.json.encode(runs_command.document(folder)))
             if condition(document):
                 return document
             assert time.monotonic() < deadline, f"{name} after {seconds} s: {json.dumps(document, indent=1)}"
             time.sleep(0.1)
+
+    def events(self, name: str, kind: str) -> list[Event]:
+        """The run's events of that kind, oldest first."""
+        with contextlib.closing(Ledger(find_run(name, self.path).ledger_path, read_only=True)) as ledger:
+            return [event for event in ledger.events() if event.kind == kind]
 
     def kill(self, pid: int) -> None:
         """SIGKILL a process of a run under test."""
@@ -135,6 +152,11 @@ def make_runs(root: Path) -> Iterator[Runs]:
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Runs]:
     yield from make_runs(tmp_path)
+
+
+@pytest.fixture
+def group() -> Iterator[MemoryGroup]:
+    yield from memory_group()
 
 
 @pytest.fixture

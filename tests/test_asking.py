@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from memtop import asking
-from memtop import gpus as gpus_of
+from memtop.cli import gpus as gpus_of
+from memtop.cli import train
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from memtop.supervisor.wire import Change
@@ -51,7 +51,7 @@ def test_the_fullest_gpu_decides(
     said: str,
 ) -> None:
     monkeypatch.setattr(gpus_of, "sample", lambda: machine(*free))
-    settings = asking.settings_for("sft-lora", None, data, gpus)
+    settings = train.settings_for("sft-lora", None, data, gpus)
     assert settings.preset == preset
     # Chosen, not named: the recipe's own values stay.
     assert (settings.effective_batch, settings.seq_len) == (16, 1024)
@@ -68,53 +68,53 @@ def test_what_cuda_may_not_see_does_not_decide(data: Change, monkeypatch: pytest
     # By UUID as by number: what the variable means is the monitor's to say.
     for value in ("1", "GPU-b"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-        assert asking.settings_for("sft-lora", None, data, None).preset == "deepspeed"
+        assert train.settings_for("sft-lora", None, data, None).preset == "deepspeed"
 
 
 def test_on_the_cpu_no_gpu_is_asked(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus_of, "sample", lambda: pytest.fail("asked the machine"))
     cpu = Change(assignments={**data.assignments, "device": "cpu"})
-    assert asking.settings_for("sft-lora", None, cpu, None).preset == "standard"
+    assert train.settings_for("sft-lora", None, cpu, None).preset == "standard"
 
 
 def test_a_named_preset_is_taken_whole_where_it_is_meant_and_with_fresh_anywhere(data: Change) -> None:
-    whole = asking.settings_for("sft-lora", "stage2_offload", data, None)
+    whole = train.settings_for("sft-lora", "stage2_offload", data, None)
     assert (whole.effective_batch, whole.seq_len, whole.epochs, whole.target_samples) == (18, 1792, 3.0, 0)
-    kept = asking.settings_for("pretrain-causal", "stage2_offload", Change(), None)
+    kept = train.settings_for("pretrain-causal", "stage2_offload", Change(), None)
     assert (kept.effective_batch, kept.seq_len, kept.target_samples) == (64, 512, 2000 * 64)
-    fresh = asking.settings_for("pretrain-causal", "stage2_offload", Change(), None, fresh=True)
+    fresh = train.settings_for("pretrain-causal", "stage2_offload", Change(), None, fresh=True)
     assert (fresh.effective_batch, fresh.seq_len, fresh.target_samples) == (18, 1792, 2000 * 18)
-    edited = asking.settings_for("first-run", "deepspeed", Change(assignments={"seq_len": "64"}), None, fresh=True)
+    edited = train.settings_for("first-run", "deepspeed", Change(assignments={"seq_len": "64"}), None, fresh=True)
     assert (edited.seq_len, edited.effective_batch) == (64, 16)
 
 
 def test_files_and_folders_are_kept_by_their_whole_path(data: Change, tmp_path: Path) -> None:
     (tmp_path / "qwen").mkdir()
     asked = Change(assignments={**data.assignments, "model.path": "qwen", "data.eval": "pairs.jsonl"})
-    settings = asking.settings_for("sft-lora", "standard", asked, None)
+    settings = train.settings_for("sft-lora", "standard", asked, None)
     assert settings.data["train"] == settings.data["eval"] == str(tmp_path / "pairs.jsonl")
     assert settings.model == {"path": str(tmp_path / "qwen")}
-    hub = asking.settings_for("sft-lora", "standard", data, None)
+    hub = train.settings_for("sft-lora", "standard", data, None)
     assert hub.model == {"path": "Qwen/Qwen2.5-0.5B"}
 
 
 def test_a_missing_library_is_named_before_anything_starts(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking.importlib.util, "find_spec", lambda name: None if name == "deepspeed" else object())
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None if name == "deepspeed" else object())
     with pytest.raises(
         UsageError, match=r"RECIPE sft-lora, preset stage3: this needs deepspeed: pip install 'memtop\[train\]'"
     ):
-        asking.settings_for("sft-lora", "stage3", data, None)
+        train.settings_for("sft-lora", "stage3", data, None)
 
 
 def test_a_missing_tracker_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"tensorboardX"}
     monkeypatch.setattr(
-        asking.importlib.util,
+        train.importlib.util,
         "find_spec",
         lambda name: None if name in {"tensorboard", "tensorboardX", "wandb"} - there else object(),
     )
     asked = Change(assignments={"trackers": "tensorboard,wandb"})
     with pytest.raises(UsageError, match=r"^trackers wandb: not installed: pip install wandb$"):
-        asking.settings_for("first-run", "standard", asked, None)
+        train.settings_for("first-run", "standard", asked, None)
     there.add("wandb")
-    assert asking.settings_for("first-run", "standard", asked, None).trackers == ("tensorboard", "wandb")
+    assert train.settings_for("first-run", "standard", asked, None).trackers == ("tensorboard", "wandb")

@@ -11,10 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
-from memtop import straying
-from memtop.cli import app, run
+from memtop.cli import COMMANDS, app, run, strays
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 from tests.conftest import Runs
@@ -49,16 +49,30 @@ CONTRACT = {
 
 
 def test_the_command_line_is_the_published_one() -> None:
-    group = app
     found = {
         name: {
             option.name if option.param_type_name == "argument" else option.opts[0]
-            for option in command.params
+            for option in command(name).params
             if option.name != "help"
         }
-        for name, command in group.commands.items()
+        for name in app.list_commands(click.Context(app))
     }
     assert found == CONTRACT
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_the_list_of_commands_shows_the_first_sentence_of_their_help(name: str) -> None:
+    found = command(name)
+    assert found.name == name
+    assert found.help is not None
+    assert found.help.splitlines()[0] == COMMANDS[name]
+    assert len(COMMANDS[name]) <= 80 - len("  checkpoint  "), "one line of a terminal"
+
+
+def command(name: str) -> click.Command:
+    found = app.get_command(click.Context(app), name)
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(
@@ -101,9 +115,12 @@ def test_the_command_line_is_the_published_one() -> None:
         (["watch", "--csv", "--count", "3"], "--count: goes with --follow"),
         (["watch", "--prometheus", "localhost:http"], "--prometheus 'localhost:http': give [HOST:]PORT"),
         (["watch", "--replay"], "--replay: name the run"),
-        (["watch", "a", "--replay", "--once"], "--replay: goes with no other way of watching"),
-        (["watch", "a", "--replay", "--gpus", "0"], "--replay: goes with no other way of watching, nor with --pid or --gpus"),
-        (["watch", "a", "--demo"], "--demo: plays a recorded run in the dashboard, without RUN, --pid or --gpus"),
+        (["watch", "a", "--replay", "--once"], "--replay: cannot be combined with other forms of watching"),
+        (
+            ["watch", "a", "--replay", "--gpus", "0"],
+            "--replay: cannot be combined with other forms of watching, --pid or --gpus",
+        ),
+        (["watch", "a", "--demo"], "--demo: cannot be combined with other forms of watching, RUN, --pid or --gpus"),
         (["watch", "nobody", "--pid", "1"], "--pid and RUN: give one of them"),
         (["watch", "--once", "--gpus", "0,x"], "--gpus '0,x': give different device indices like 0 or 0,1, or visible"),
         (["watch", "--once", "--gpus", "free:1"], "--gpus 'free:1': give different device indices"),
@@ -183,7 +200,9 @@ def test_closed_streams_are_no_error(runs: Runs, closed: str) -> None:
 def test_places_that_cannot_be_used_are_one_line(runs: Runs) -> None:
     (runs.root / "file").write_text("")
     done = runs.memtop("train", "--runs-dir", str(runs.root / "file"), status=1)
-    assert done.stderr == (f"memtop: {runs.root}/file/first-run: cannot be created: Not a directory; give another --runs-dir\n")
+    assert done.stderr == (
+        f"memtop: {runs.root}/file/first-run: cannot be created: Not a directory; choose another --runs-dir\n"
+    )
     assert "no runs in" in runs.memtop("show", "latest", status=1).stderr
 
 
@@ -199,12 +218,12 @@ def test_a_damaged_run_hides_no_other(runs: Runs) -> None:
     assert listed["a"] == {
         "name": "a",
         "folder": str(runs.path / "a"),
-        "error": f"{runs.path}/a/state.json: cannot be understood: Input data was truncated",
+        "error": f"{runs.path}/a/state.json: cannot be decoded: Input data was truncated",
     }
-    assert listed["b"]["error"].startswith(f"{runs.path}/b/run.json: cannot be understood: ")
+    assert listed["b"]["error"].startswith(f"{runs.path}/b/run.json: cannot be decoded: ")
     assert listed["c"]["state"] == "finished"
     table = runs.memtop("runs").stdout
-    assert f"a                    unreadable: {runs.path}/a/state.json: cannot be understood" in table
+    assert f"a                    unreadable: {runs.path}/a/state.json: cannot be decoded" in table
     assert "c                    finished" in table
     once = runs.memtop("watch", "--once")
     assert "a                    unreadable: " in once.stdout
@@ -291,8 +310,8 @@ def test_a_pid_that_was_used_again_is_not_ended(
         assert found is not None
         before = GpuProcess(pid=found.pid, choosable=True, started_ticks=found.started_ticks - 1)
         machine = MachineSnapshot(time=0.0, gpus=(GpuSample(index=0, processes=(before,)),))
-        monkeypatch.setattr(straying.Sampler, "sample", lambda sampler: machine)
-        assert straying.command(tmp_path, as_json=False, kill=[found.pid]) == 1
+        monkeypatch.setattr(strays.Sampler, "sample", lambda sampler: machine)
+        assert strays.list_or_end(tmp_path, as_json=False, kill=[found.pid]) == 1
         assert bystander.poll() is None
         bystander.kill()
     assert "is not the one that was chosen: its pid was reused" in capsys.readouterr().out

@@ -6,6 +6,7 @@ import re
 import typing
 from pathlib import Path
 
+import click
 import msgspec
 import pytest
 
@@ -38,7 +39,8 @@ def test_fields_exist(path: str) -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_exist(option: str) -> None:
-    commands = app.commands.values()
+    context = click.Context(app)
+    commands = filter(None, (app.get_command(context, name) for name in app.list_commands(context)))
     known = {name for command in commands for parameter in command.params for name in parameter.opts}
     # nvitop's own are quoted as what they stand beside.
     assert option in known | {"--only", "--only-visible"}

@@ -42,10 +42,10 @@ def test_an_adapter_is_exported_alone_or_merged(runs: Runs, tmp_path: Path) -> N
 def test_what_was_not_trained_here_cannot_be_exported(runs: Runs) -> None:
     runs.memtop("train", "--headless", "--name", "own", "--", sys.executable, "-c", "pass")
     assert runs.memtop("export", "own", "model", status=2).stderr == (
-        "memtop: RUN own: is a program of your own, which saves its model itself\n"
+        "memtop: RUN own: is your own program: memtop does not know how it saves its model\n"
     )
     runs.memtop("train", "--headless", "--name", "broken", "--set", "trackers=nobody", status=1)
-    assert "train_latest_state: no state was saved yet, there is nothing to export" in (
+    assert "train_latest_state: no state was saved yet; `memtop checkpoint` saves one" in (
         runs.memtop("export", "broken", "model", status=2).stderr
     )
     assert not (runs.root / "model").exists()

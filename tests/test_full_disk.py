@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,31 +53,24 @@ def enlarge(disk: Path) -> None:
 
 
 def waits(document: dict[str, Any]) -> bool:
-    return any("waiting for room" in warning for warning in document["warnings"])
+    return any("waiting for disk space" in warning for warning in document["warnings"])
 
 
 def test_a_run_waits_for_room_and_finishes_with_every_sample_once(cramped: Runs, small_disk: Path) -> None:
-    follower = subprocess.Popen(
-        [sys.executable, "-m", "memtop", "train", "wide", "--name", "a", "--headless"],
-        cwd=cramped.root,
-        env=cramped.environment,
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    follower = cramped.start("train", "wide", "--name", "a", "--headless", stderr=subprocess.PIPE)
     assert follower.stderr is not None
     said = []
     for line in follower.stderr:
         said.append(line)
-        if "waiting for room" in line:
+        if "waiting for disk space" in line:
             break
     wanted = f"18 MiB needed, 11 MiB free in {cramped.path / 'a'}"
-    assert said[-1] == f"memtop: finished update 12, waiting for room: {wanted}; free some, or stop the run\n", said
+    assert said[-1] == f"memtop: finished update 12, waiting for disk space: {wanted}; free some space or stop the run\n", said
     assert any(f"update 3 not saved: {wanted}; nothing saved yet; free some space" in line for line in said), said
     document = cramped.wait("a", waits)
     assert (document["state"], document["alive"], document["checkpoint"]) == ("training", True, None)
     for command in (("show", "a"), ("watch", "a", "--once")):
-        assert "waiting for room: 18 MiB needed" in cramped.memtop(*command).stdout
+        assert "waiting for disk space: 18 MiB needed" in cramped.memtop(*command).stdout
     enlarge(small_disk)
     rest = follower.stderr.read()
     assert follower.wait(timeout=60) == 0, rest
@@ -123,7 +115,7 @@ def test_a_signal_from_outside_ends_the_wait_for_good(cramped: Runs) -> None:
 def test_a_run_that_only_reports_does_not_wait(cramped: Runs) -> None:
     done = cramped.memtop("train", "wide", "--name", "a", "--headless", "--on-oom", "stop", status=1)
     assert "run a: failed (finished update 12, not saved: 18 MiB needed" in done.stderr
-    assert "waiting for room" not in done.stderr
+    assert "waiting for disk space" not in done.stderr
     document = cramped.show("a")
     assert (document["state"], document["exit_status"]) == ("failed", 1)
     assert document["attempts"][0]["diagnosis"]["kind"] == "disk_full"

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from memtop import gpus
+from memtop.cli import gpus
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.units import GIB
 from tests.nvml_double.double import Script, driver, nvml_library

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from memtop import headless
+from memtop.cli import foreground
 from memtop.supervisor.errors import NotRunningError, RunFolderError
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import Event, EventRows, Message, Phase, Request, RunState, StateUpdate
@@ -43,8 +43,8 @@ class Connection:
 @pytest.fixture
 def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Follow a run whose supervisor is there (a Connection) or not (what its folder says then)."""
-    monkeypatch.setattr(headless, "_RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(headless.client, "revive", lambda path: False)
+    monkeypatch.setattr(foreground, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(foreground.client, "revive", lambda path: False)
 
     def run(*looks: Connection | RunState, since: float = 0.0) -> int:
         left = list(looks)
@@ -54,9 +54,9 @@ def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
                 raise NotRunningError("nobody")
             return left.pop(0)  # type: ignore[return-value]
 
-        monkeypatch.setattr(headless.client.AsyncRunClient, "connect", connect)
-        monkeypatch.setattr(headless, "read_state", lambda folder: left.pop(0))
-        status = headless.follow(RunFolder(tmp_path), since=since)
+        monkeypatch.setattr(foreground.client.AsyncRunClient, "connect", connect)
+        monkeypatch.setattr(foreground, "read_state", lambda folder: left.pop(0))
+        status = foreground.follow(RunFolder(tmp_path), since=since)
         assert not left, "it left before the end"
         return status
 
@@ -86,7 +86,7 @@ def test_a_supervisor_that_cannot_be_started_is_an_error_in_the_end(
     def revive(path: Path) -> bool:
         raise RunFolderError("in use")
 
-    monkeypatch.setattr(headless.client, "revive", revive)
+    monkeypatch.setattr(foreground.client, "revive", revive)
     with pytest.raises(RunFolderError, match="in use"):
         follow(*[STATE] * 9)
 
@@ -104,14 +104,7 @@ def test_what_happened_before_is_not_told(follow: Callable[..., int], capsys: py
 
 def test_the_supervisors_death_does_not_end_it(runs: Runs) -> None:
     arguments = ("train", "--headless", "--name", "a", "--", sys.executable, "-c", "import time; time.sleep(20)")
-    with subprocess.Popen(
-        [sys.executable, "-m", "memtop", *arguments],
-        cwd=runs.root,
-        env=runs.environment,
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as follower:
+    with runs.start(*arguments, stderr=subprocess.PIPE) as follower:
         # Its folder is only just being made.
         deadline = time.monotonic() + 30
         while not (runs.path / "a/attempts/0001/process.json").exists():

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from memtop.requesting import risk_of
-from memtop.rolling_back import change_to
+from memtop.cli.restart import risk_of
+from memtop.cli.rollback import change_to
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
-from memtop.supervisor.run.record.configurations import Record
+from memtop.supervisor.run.record.configurations import Record, Start
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.wire import Change, Configuration, Phase, Proposal, RunState
@@ -79,7 +79,7 @@ def dead(runs: Runs) -> RunFolder:
         configuration(3, SETTINGS, "restart with the settings of configuration 1", "host_oom_killed"),
     )
     for row in rows:
-        ledger.save_configuration(Record(configuration=row))
+        ledger.save_configuration(Record(configuration=row, starts=(Start(attempt=row.attempt),)))
     ledger.close()
     state = RunState(
         name="a", folder=str(folder.path), state=Phase.FAILED, attempt=1, created=1.0, settings=SETTINGS, proposal=PROPOSAL
@@ -95,7 +95,7 @@ def test_show_tells_what_can_be_done_as_the_card_does(runs: Runs, dead: RunFolde
         "host_oom_alloc: 14 MiB was refused.",
         "evidence: Error code 12",
         "anonymous memory of rank 0 grew by 5.0 MiB per update",
-        "nothing is done by itself: --on-oom ask",
+        "memtop does nothing yet: --on-oom ask",
         "1. batch 4 -> 2, accumulation 8 -> 16: effective batch stays 32 [training unchanged, resumes]",
         "predicted peak 2.0 GiB of 8.0 GiB (25.0 %): line through B 4 and B 8",
         "memtop restart a --batch 2 --accum 16",
@@ -118,7 +118,7 @@ def test_configurations_are_told_in_words_that_do_not_run_together(runs: Runs, d
 
 
 def test_back_to_what_it_has_now_is_refused_in_one_line(runs: Runs, dead: RunFolder) -> None:
-    again = "`memtop restart a` starts it again as it is"
+    again = "`memtop restart a` starts it again unchanged"
     present = runs.memtop("rollback", "a", "3", status=2)
     assert present.stderr == f"memtop: N 3: configuration 3 of run 'a' is the present one; {again}\n"
     with pytest.raises(UsageError, match="configuration 1 of run 'a' has the settings of the present one, 3; "):

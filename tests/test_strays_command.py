@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from memtop import straying
-from memtop.looking import print_once
+from memtop.cli import run, strays
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.processes.proc import sees_all_pids
 from tests.nvml_double.double import Script, driver, nvml_library
@@ -58,7 +57,7 @@ def test_a_line_tells_place_age_and_why(
     driver: Script, program: subprocess.Popen[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver.gpu(0, total=24 * GIB, used=9 * GIB).process(0, pid=program.pid, used=2 * GIB).write()
-    assert straying.command(tmp_path, as_json=False, kill=[]) == 0
+    assert strays.list_or_end(tmp_path, as_json=False, kill=[]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     words = line.split()
     assert words[:4] == ["yours", "GPU", "0", str(program.pid)]
@@ -74,9 +73,9 @@ def test_strays_come_first_and_their_end_is_ready_to_be_copied(
     with subprocess.Popen(["sleep", "120"], env={"MEMTOP_RUN": folder, "MEMTOP_ATTEMPT": "1"}) as stray:
         driver.gpu(0, total=24 * GIB, used=9 * GIB).process(0, pid=program.pid, used=2 * GIB)
         driver.process(0, pid=stray.pid, used=3 * GIB).write()
-        straying.command(tmp_path, as_json=False, kill=[])
+        strays.list_or_end(tmp_path, as_json=False, kill=[])
         lines = capsys.readouterr().out.splitlines()
-        straying.command(tmp_path, as_json=True, kill=[])
+        strays.list_or_end(tmp_path, as_json=True, kill=[])
         rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
         stray.kill()
     assert lines[0].startswith("stray")
@@ -93,7 +92,7 @@ def test_strays_come_first_and_their_end_is_ready_to_be_copied(
 def test_memory_under_an_ended_process(driver: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pid = ended_pid()
     driver.gpu(0, total=24 * GIB, used=9 * GIB).process(0, pid=pid, used=2 * GIB).write()
-    straying.command(tmp_path, as_json=False, kill=[])
+    strays.list_or_end(tmp_path, as_json=False, kill=[])
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("gone")
     assert f"the driver still lists 2.0 GiB under pid {pid}, which has ended" in line
@@ -104,7 +103,7 @@ def test_the_end_of_a_process_and_who_still_holds_memory(
 ) -> None:
     """The program's memory does not come back: the driver goes on listing it."""
     driver.gpu(0, total=24 * GIB, used=9 * GIB).process(0, pid=program.pid, used=2 * GIB).write()
-    assert straying.command(tmp_path, as_json=False, kill=[program.pid]) == 0
+    assert strays.list_or_end(tmp_path, as_json=False, kill=[program.pid]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.split() == [str(program.pid), "ended", *f"process {program.pid} ended on SIGINT".split()]
     assert second.startswith(f"1 process ended, 0 B returned; GPU 0: 2.0 GiB still held by pid {program.pid}, which has ended")
@@ -114,7 +113,7 @@ def test_the_end_of_a_process_as_json(
     driver: Script, tmp_path: Path, program: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver.gpu(0, total=24 * GIB, used=9 * GIB).process(0, pid=program.pid, used=2 * GIB).write()
-    straying.command(tmp_path, as_json=True, kill=[program.pid])
+    strays.list_or_end(tmp_path, as_json=True, kill=[program.pid])
     report = json.loads(capsys.readouterr().out)
     assert (report["processes"][0]["outcome"], report["returned_bytes"]) == ("ended", 0)
     assert report["holders"][0] | {"gpu_index": 0, "used_bytes": 2 * GIB, "ended": True} == report["holders"][0]
@@ -123,8 +122,8 @@ def test_the_end_of_a_process_as_json(
 
 def test_memtop_itself_is_refused(driver: Script, tmp_path: Path) -> None:
     driver.gpu(0, total=24 * GIB).process(0, pid=os.getpid(), used=GIB).write()
-    with pytest.raises(RefusedError, match=f"--kill {os.getpid()}: not yours to end: memtop itself"):
-        straying.command(tmp_path, as_json=False, kill=[os.getpid()])
+    with pytest.raises(RefusedError, match=f"--kill {os.getpid()}: you cannot end it: memtop itself"):
+        strays.list_or_end(tmp_path, as_json=False, kill=[os.getpid()])
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -132,7 +131,7 @@ def test_a_refused_list_is_no_empty_list(
     as_json: bool, driver: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver.gpu(0, total=24 * GIB, used=9 * GIB).fail("nvmlDeviceGetComputeRunningProcesses_v3", 0, 4).write()
-    assert straying.command(tmp_path, as_json=as_json, kill=[]) == 1
+    assert strays.list_or_end(tmp_path, as_json=as_json, kill=[]) == 1
     said = capsys.readouterr()
     assert said.out == ("[]\n" if as_json else "")
     assert said.err.startswith("GPU 0: not all of its processes are known: no permission")
@@ -142,22 +141,22 @@ def test_of_two_gpus_the_one_that_tells_its_processes_is_enough(
     driver: Script, tmp_path: Path, program: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver.gpu(0, total=24 * GIB, error=15).gpu(1, total=24 * GIB).process(1, pid=program.pid, used=2 * GIB).write()
-    assert straying.command(tmp_path, as_json=False, kill=[]) == 0
+    assert strays.list_or_end(tmp_path, as_json=False, kill=[]) == 0
     said = capsys.readouterr()
     assert str(program.pid) in said.out
     assert said.err.startswith("GPU 0: its processes are not known: the GPU is lost")
     with pytest.raises(RefusedError, match=r"no GPU lists this process \(GPU 0: its processes are not known"):
-        straying.command(tmp_path, as_json=False, kill=[os.getpid()])
+        strays.list_or_end(tmp_path, as_json=False, kill=[os.getpid()])
 
 
 def test_another_version_of_the_library_is_no_empty_list(
     driver: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver.init_error(18).write()
-    assert straying.command(tmp_path, as_json=True, kill=[]) == 1
+    assert strays.list_or_end(tmp_path, as_json=True, kill=[]) == 1
     assert "different versions" in capsys.readouterr().err
     driver.clear().init_error(9).write()
-    assert straying.command(tmp_path, as_json=True, kill=[]) == 0, "without a driver nobody computes"
+    assert strays.list_or_end(tmp_path, as_json=True, kill=[]) == 0, "without a driver nobody computes"
 
 
 def test_the_row_that_forbids_it_gives_the_reason(
@@ -165,10 +164,10 @@ def test_the_row_that_forbids_it_gives_the_reason(
 ) -> None:
     driver.gpu(0, total=24 * GIB).gpu(1, total=24 * GIB).process(0, pid=program.pid, used=2 * GIB)
     driver.process(1, pid=program.pid, used=GIB, kind="graphics").write()
-    with pytest.raises(RefusedError, match=f"--kill {program.pid}: not yours to end: draws on the screen"):
-        straying.command(tmp_path, as_json=False, kill=[program.pid])
+    with pytest.raises(RefusedError, match=f"--kill {program.pid}: you cannot end it: draws on the screen"):
+        strays.list_or_end(tmp_path, as_json=False, kill=[program.pid])
     assert program.poll() is None
-    straying.command(tmp_path, as_json=True, kill=[])
+    strays.list_or_end(tmp_path, as_json=True, kill=[])
     rows = json.loads(capsys.readouterr().out)
     assert [(row["choosable"], "draws on the screen" in row["reason"]) for row in rows] == [(False, True)] * 2
 
@@ -177,5 +176,5 @@ def test_one_look_at_the_machine_says_where_processes_may_be_missing(
     driver: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver.gpu(0, total=24 * GIB, used=9 * GIB).fail("nvmlDeviceGetComputeRunningProcesses_v3", 0, 999).write()
-    print_once(tmp_path, None, pid=None, gpus=None, as_json=False, read_only=True)
+    assert run(["watch", "--once", "--read-only", "--runs-dir", str(tmp_path)]) == 0
     assert "  not all of its processes are known: unknown error in the driver" in capsys.readouterr().out

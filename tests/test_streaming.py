@@ -19,8 +19,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from memtop.prometheus import Endpoint, is_loopback, parse_address
-from memtop.streaming import CSV_COLUMNS, CSV_RUN_COLUMNS
+from memtop.cli.prometheus import Endpoint, is_loopback, parse_address
+from memtop.cli.streams import CSV_COLUMNS, CSV_RUN_COLUMNS
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.values import (
     GpuDetails,
@@ -124,7 +124,7 @@ def test_show_tells_what_was_measured(runs: Runs, over: RunFolder) -> None:
     # A run that is over holds no memory; what it last held is not what it holds.
     assert (document["run_rss_bytes"], document["run_memory"]) == (None, None)
     text = runs.memtop("show", "tiny").stdout
-    assert "GPU memory  rank 0: 3.0 GiB at most in its newest update, beside the allocator at least 7 B on its GPU" in text
+    assert "GPU memory  rank 0: 3.0 GiB peak in its newest update, outside the allocator at least 7 B on its GPU" in text
     assert "processes" not in text
 
 
@@ -297,7 +297,7 @@ def test_another_host_is_warned_about_once(two_gpus: Runs) -> None:
     port = free_port()
     arguments = ("--prometheus", f"0.0.0.0:{port}", "--json", "--follow", "--count", "1")
     done = two_gpus.memtop("watch", *arguments)
-    assert f"--prometheus 0.0.0.0:{port}: whoever reaches 0.0.0.0 can read" in done.stderr
+    assert f"--prometheus 0.0.0.0:{port}: anyone who can reach 0.0.0.0 can read" in done.stderr
     assert len(done.stdout.splitlines()) == 1
 
 

@@ -1,22 +1,22 @@
-"""What a person can do wrong on the training side: one line each, with the exit status it leads to."""
+"""The built-in trainer. `run.py` starts it, `trainer.py` is the loop; here are its errors."""
 
 import errno
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-"""The errors of a disk that is full, or whose user has used up a quota."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""The errors of a disk that is full, and of a user whose quota is used up."""
 
 
 class TrainingError(Exception):
-    """Training cannot go on; the text is one line: what, where, what to do."""
+    """Training cannot continue; the text is one line that names what, where, and what to do."""
 
     exit_status = 1
 
 
 class UnsavedError(TrainingError):
-    """Training has come to its end, or was stopped, and its state could not be saved."""
+    """Training finished or was stopped, and its state could not be saved."""
 
 
 class BadInputError(TrainingError):
-    """The settings, the data or the saved state cannot be used as they are."""
+    """The settings, the data or the saved state cannot be used."""
 
     exit_status = 2

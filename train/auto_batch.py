@@ -1,8 +1,8 @@
-"""When memory runs out inside an update: it is reported, nothing of the try is kept, and the update is done again smaller.
+"""A micro-batch that fits into memory: smaller after a failure or before one, larger again later.
 
-How full the device is: what decides whether a larger micro-batch would fit.
-
-When a micro-batch that a failure made smaller may grow again, and when it should shrink before there is a failure."""
+`OomGuard` turns an allocation failure into a value, `DeviceMemory` measures, and `AutoBatch`
+decides from values alone.
+"""
 
 from __future__ import annotations
 
@@ -18,92 +18,102 @@ from memtop.presets import Settings
 from memtop.presets.schema import exact_splits, split_below
 from memtop.train import TrainingError
 from memtop.train.agent.failures import is_allocation_failure
-from memtop.train.agent.memory import free_cache
 from memtop.train.reporting import Channel
 
-__all__ = ["Guard", "free_cache", "is_allocation_failure", "larger_split", "smaller_split"]
+PATIENCE = 50
+"""Updates without failure or pressure before the batch may grow; doubled after a failed growth."""
+SAFE_FRACTION = 0.85
+"""The predicted peak of a larger micro-batch must stay below this share of the memory."""
+_PRESSED = 2
+"""Consecutive updates with a freed cache that count as pressure; a single one may happen."""
 
 Found = TypeVar("Found")
 
 
 def smaller_split(settings: Settings) -> tuple[int, int] | None:
-    """The next smaller B and A with the same effective batch: B at most half; None at B 1."""
+    """The next smaller B, at most half, and its A with the same effective batch; None at B 1."""
     return split_below(settings.effective_batch, settings.world_size, settings.batch // 2)
 
 
-def larger_split(settings: Settings, most: int) -> tuple[int, int] | None:
-    """The next larger B, at most `most`, and A with the same effective batch; None where there is none."""
+def larger_split(settings: Settings, largest: int) -> tuple[int, int] | None:
+    """The next larger B up to `largest`, and its A with the same effective batch, or None."""
     splits = exact_splits(settings.effective_batch, settings.world_size)
-    return min((split for split in splits if settings.batch < split[0] <= most), default=None)
+    return min((split for split in splits if settings.batch < split[0] <= largest), default=None)
 
 
-class Guard:
-    """Runs the parts of an update and catches it when memory runs out in one of them."""
+class OomGuard:
+    """Runs parts of an update and catches allocation failures in them."""
 
     def __init__(self, channel: Channel, *, retries: bool) -> None:
         self._channel = channel
         self._retries = retries
         self._fatal: Exception | None = None
         self.update: int | None = None
-        """The update under way, for the reports."""
+        """The update in progress, for the reports."""
         self.phase = "unknown"
-        """What is being done: data, forward, backward, optimizer, evaluation, save."""
+        """What is in progress: data, forward, backward, optimizer, evaluation or save."""
 
     def attempt(self, work: Callable[[], Found], *, batch: int, accumulation: int | None) -> Found | None:
-        """What `work` returns; None where memory ran out. Then the error is gone, and with it all that its frames held.
+        """Return what `work` returns, or None if memory ran out in it.
 
-        With the split that `work` runs under: at batch 1 nothing smaller is left, and `give_up` raises the error when all ranks
-        know of it. Where no update can be done again it is raised at once.
+        The error is not kept: its frames hold tensors.
+
+        `batch` and `accumulation` are the split that `work` uses. At batch 1 the error is kept for
+        `give_up`, which all ranks call once they know of the failure. If the engine cannot repeat
+        an update, the error is raised at once.
         """
         try:
             return work()
         except Exception as error:
             if not is_allocation_failure(error):
                 raise
-            smaller = self._retries and batch > 1
-            self._tell(error, survived=smaller, batch=batch, accumulation=accumulation)
+            survived = self._retries and batch > 1
+            self._report(error, survived=survived, batch=batch, accumulation=accumulation)
             if not self._retries:
                 raise
-            if not smaller:
+            if not survived:
                 self._fatal = error
         return None
 
     def give_up(self, what: str) -> None:
-        """Raise the error for which nothing smaller is left; on the other ranks a TrainingError that says so."""
+        """Raise the error for which no smaller batch is left; on other ranks, a TrainingError."""
         if self._fatal is not None:
             raise self._fatal
         raise TrainingError(f"{what}: another rank is out of memory, and no smaller batch is left")
 
-    def tell(self, error: Exception) -> None:
-        """Report an error that ends the training, if it is about memory and was not reported before."""
+    def report(self, error: Exception) -> None:
+        """Report a fatal error if it is an allocation failure and was not reported yet."""
         if is_allocation_failure(error):
-            self._tell(error, survived=False, batch=None, accumulation=None)
+            self._report(error, survived=False, batch=None, accumulation=None)
 
-    def _tell(self, error: Exception, **values: Any) -> None:
+    def _report(self, error: Exception, **values: Any) -> None:
         self._channel.oom(error, update=self.update, phase=self.phase, **values)
 
 
-class Gauge(Protocol):
-    """The memory that micro-batches are computed in, of this rank. None: not known."""
+class DeviceMemory(Protocol):
+    """This rank's memory for micro-batches. Every method returns None if the value is not known."""
 
     def peak_bytes(self) -> int | None:
-        """The most that the allocator held since it was last reset, by this or by whoever else resets torch's counters."""
+        """The allocator's peak since the last reset, by `reset` or by anything else."""
 
     def held_bytes(self) -> int | None:
-        """What is in use of what the allocator holds now: between two updates that is what a batch of any size needs."""
+        """What is allocated now. Between two updates that is what a batch of any size needs."""
 
     def share(self, peak_bytes: int) -> float | None:
-        """How full the memory would be (0-1) if the allocator came to hold so much now, with all that others hold."""
+        """How full the memory would be (0-1) at this peak, with everything that others hold."""
 
     def retries(self) -> int | None:
-        """How often the allocator had to free its cache and try again, since the process began."""
+        """How often the allocator had to free its cache and try again since the process began."""
 
     def reset(self) -> None:
-        """Count the peak anew from here on, without what is only cached: it would count as if the next work had taken it."""
+        """Free the cache and restart the peak.
+
+        Cached memory would otherwise count as used by the next work.
+        """
 
 
-class Unmeasured:
-    """The CPU: what a micro-batch takes of the host's memory cannot be told from what everything else takes."""
+class UnmeasuredMemory:
+    """The CPU: a micro-batch's share of host memory cannot be separated from the rest."""
 
     def peak_bytes(self) -> int | None:
         return None
@@ -118,11 +128,11 @@ class Unmeasured:
         return None
 
     def reset(self) -> None:
-        """Nothing is counted."""
+        """There is nothing to reset."""
 
 
-class CudaGauge:
-    """A card, or the share of it that torch was allowed."""
+class CudaMemory:
+    """A GPU, or the share of it that torch may use."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -135,12 +145,12 @@ class CudaGauge:
 
     def share(self, peak_bytes: int) -> float | None:
         free, total = torch.cuda.mem_get_info(self._device)
-        # The context of this process and all that others hold: on the card, but not in the allocator's hands.
-        beside = total - free - torch.cuda.memory_reserved(self._device)
-        # Newer than the oldest torch that we take.
+        # This process's CUDA context and the memory of all other processes.
+        others = total - free - torch.cuda.memory_reserved(self._device)
+        # The oldest supported torch lacks this function.
         fraction: Any = getattr(torch.cuda, "get_per_process_memory_fraction", None)
         allowed = 1.0 if fraction is None else float(fraction(self._device))
-        return max((peak_bytes + beside) / total, peak_bytes / (allowed * total))
+        return max((peak_bytes + others) / total, peak_bytes / (allowed * total))
 
     def retries(self) -> int | None:
         found: int | None = torch.cuda.memory_stats(self._device).get("num_alloc_retries")
@@ -151,116 +161,119 @@ class CudaGauge:
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
-def open_gauge(device: torch.device) -> Gauge:
-    """The gauge of a device."""
-    return CudaGauge(device) if device.type == "cuda" else Unmeasured()
+def open_device_memory(device: torch.device) -> DeviceMemory:
+    """The memory of a device."""
+    return CudaMemory(device) if device.type == "cuda" else UnmeasuredMemory()
 
 
-PATIENCE = 50
-"""Updates without failure or pressure before the micro-batch may grow; doubled after each growth that did not last as long."""
-SAFE_FRACTION = 0.85
-"""The predicted peak of a larger micro-batch must stay below this share of the memory."""
-_PRESSED = 2
-"""Updates running in which the allocator had to free its cache: once happens, twice is a warning."""
+class AutoBatch:
+    """Decides from the updates of one rank when its micro-batch may grow and when it should shrink.
 
+    Failures and pressure are the same on all ranks, so all ranks count alike. Only the peaks are
+    each rank's own.
+    """
 
-class Growth:
-    """Follows the updates of one rank. Given the same failures and pressure, which all ranks agree on, all ranks count alike;
-    only the peaks are each rank's own."""
-
-    def __init__(self, gauge: Gauge, patience: int = PATIENCE) -> None:
-        self._gauge = gauge
+    def __init__(self, memory: DeviceMemory, patience: int = PATIENCE) -> None:
+        self._memory = memory
         self._patience = self._wait = patience
         self._peaks: dict[int, int] = {}
         self._stable = 0
         self._pressed = 0
         self._on_trial = False
-        # What loading took is no update's.
-        gauge.reset()
-        self.retries = gauge.retries()
-        """How often the allocator had freed its cache when `new_retries` was last asked; None: not known."""
+        # Loading the model is not part of any update's peak.
+        memory.reset()
+        self.retries = memory.retries()
+        """The allocator's retries at the last call of `new_retries`; None if not known."""
         self._not_counted = 0
 
     @property
     def pressed(self) -> bool:
-        """Whether the allocator found room only by freeing its cache in update after update."""
+        """Whether the allocator had to free its cache in several consecutive updates."""
         return self._pressed >= _PRESSED
 
     @property
     def due(self) -> bool:
-        """Whether the updates have been stable for long enough to ask for more."""
+        """Whether the updates have been stable for long enough to try a larger micro-batch."""
         return self._stable >= self._wait
 
     def new_retries(self) -> bool:
-        """Whether the allocator had to free its cache since this was last asked."""
-        before, self.retries = self.retries, self._gauge.retries()
+        """Whether the allocator had to free its cache since the last call."""
+        before, self.retries = self.retries, self._memory.retries()
         others, self._not_counted = self._not_counted, 0
         return before is not None and self.retries is not None and self.retries > before + others
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Around work between two updates (evaluation, a save): neither its peak nor its retries are those of an update."""
-        before = self._gauge.retries()
+    def outside_updates(self) -> Iterator[None]:
+        """Do not count the peak and retries of the block: an evaluation, a save."""
+        before = self._memory.retries()
         try:
             yield
         finally:
-            after = self._gauge.retries()
+            after = self._memory.retries()
             if before is not None and after is not None:
                 self._not_counted += after - before
-            self._gauge.reset()
+            self._memory.reset()
 
     def updated(self, batch: int, *, pressed: bool) -> bool:
-        """An update was done with this batch; `pressed` if any rank had new retries. True when that becomes a warning."""
+        """Note an update with this batch; `pressed` if any rank had new retries.
+
+        True when pressure has just begun.
+        """
         self._note_peak(batch)
         self._pressed = self._pressed + 1 if pressed else 0
         self._stable = 0 if pressed else self._stable + 1
         if self._on_trial and self.due:
-            # It has lasted as long as it was waited for.
+            # The larger micro-batch has proven itself.
             self._on_trial, self._wait = False, self._patience
         return self._pressed == _PRESSED
 
     def failed(self, batch: int) -> None:
-        """Memory ran out, or nearly so, with this batch."""
+        """Note that memory ran out, or nearly ran out, with this batch."""
         self._note_peak(batch)
         if self._on_trial:
             self._wait *= 2
         self._on_trial = False
 
     def changed(self, *, grown: bool = False, forget: bool = False) -> None:
-        """Another split is used from here on; `grown` if it is on trial, `forget` if earlier peaks say nothing any more: what
-        they predicted is then predicted from the next ones."""
+        """Note another split.
+
+        `grown`: it is on trial. `forget`: earlier peaks and failures no longer apply.
+        """
         self._stable = self._pressed = self._not_counted = 0
-        # A try that failed has made the allocator retry; the next one begins anew.
-        self.retries = self._gauge.retries()
+        # The retries of a failed attempt must not count against the next one.
+        self.retries = self._memory.retries()
         self._on_trial = grown
         if forget:
             self._peaks.clear()
             self._wait = self._patience
 
     def refused(self) -> None:
-        """A larger batch would not fit now: ask again after another stable stretch."""
+        """Note that a larger batch would not fit now: wait for another stable stretch."""
         self._stable = 0
 
     def share(self, batch: int) -> float:
-        """How full this rank's memory would be with this batch (0-1); infinite where that is not known.
+        """How full this rank's memory would be with this batch (0-1); infinite if not known.
 
-        By the line through the peaks that this process measured at two batches or more, and at least what was measured at this
-        batch or a smaller one. To be asked between two updates: a single peak is joined with what is held then, without any
-        batch. That lacks the gradients, which do not grow with the batch, so such a line is too steep rather than too flat.
+        Call it between two updates.
+
+        The prediction is the line through the peaks measured at two or more batches, and never less
+        than the peak at this batch or a smaller one. With a single peak, the second point is what
+        is held now, at batch 0. That point lacks the gradients, which do not grow with the batch,
+        so the line is too steep rather than too flat.
         """
         points = dict(self._peaks)
         if len(points) == 1:
-            held = self._gauge.held_bytes()
+            held = self._memory.held_bytes()
             if held is not None:
                 points[0] = held
         if len(points) < 2:
             return math.inf
         line = statistics.linear_regression(list(points), list(points.values()))
         measured = max((peak for size, peak in self._peaks.items() if size <= batch), default=0)
-        share = self._gauge.share(max(measured, math.ceil(line.intercept + line.slope * batch)))
+        share = self._memory.share(max(measured, math.ceil(line.intercept + line.slope * batch)))
         return math.inf if share is None else share
 
     def _note_peak(self, batch: int) -> None:
-        peak = self._gauge.peak_bytes()
+        peak = self._memory.peak_bytes()
         if peak is not None:
             self._peaks[batch] = max(peak, self._peaks.get(batch, 0))

@@ -1,4 +1,4 @@
-"""The updates to come and their micro-batches, from any position and under any split."""
+"""The micro-batches of each update, from any position and with any split; their loader's memory."""
 
 from __future__ import annotations
 
@@ -22,22 +22,26 @@ from memtop.train.order import SampleOrder, Samples, UpdatePlan, plan_updates
 from memtop.train.state_files import Cut
 
 Batch = dict[str, torch.Tensor]
+"""input_ids and attention_mask [b, t], labels [b, u]."""
 
 
 class Position(msgspec.Struct, kw_only=True):
-    """Where a training stands: updates and samples done, and the cuts of the texts so far."""
+    """How far a training has come, and where texts were cut into another length."""
 
     updates: int = 0
     samples_seen: int = 0
     cuts: tuple[Cut, ...]
 
 
-class Feed:
-    """What one rank is trained on. `start` may be called again at any time: the same position gives the same samples."""
+class Batches:
+    """One rank's micro-batches.
+
+    `start` may be called at any time: the same position gives the same samples.
+    """
 
     def __init__(self, samples: Samples, orders: tuple[SampleOrder, SampleOrder], pad: int, rank: int) -> None:
         self._samples = samples
-        # An order of its own for the loader: with worker processes it runs ahead of the updates.
+        # The loader has an order of its own because its worker processes run ahead of the updates.
         self._order, self._order_ahead = orders
         self._pad = pad
         self._rank = rank
@@ -45,8 +49,8 @@ class Feed:
         self._batches: Iterator[Batch] = iter(())
 
     def start(self, settings: Settings, host: HostPlan, position: Position, target: int) -> None:
-        """Begin anew at this position; `target` is the number of samples at which the training ends."""
-        # The old loader's workers end before new ones start: two sets would not fit where memory is short.
+        """Start again at this position. `target`: samples at which the training ends."""
+        # The old workers end before new ones start: both together may not fit into memory.
         self._batches = iter(())
         self._plans = _planned(self._order, settings, position, target)
         samples: Any = self._samples
@@ -60,12 +64,12 @@ class Feed:
         self._settings = settings
         self._batches = iter(loader)
 
-    def plan(self) -> UpdatePlan | None:
+    def next_update(self) -> UpdatePlan | None:
         """The next update; None at the target."""
         return next(self._plans, None)
 
     def fetch(self, plan: UpdatePlan) -> list[Batch]:
-        """This rank's micro-batches of the update, on the CPU: their tokens are counted before the first one is trained on."""
+        """All micro-batches of the update on this rank, on the CPU, for counting tokens."""
         found = []
         for keys in plan.micro_batches(self._settings.batch, self._settings.world_size, self._rank):
             batch = next(self._batches)
@@ -77,7 +81,8 @@ class Feed:
     def _micro_batches(self, settings: Settings, plans: Iterator[UpdatePlan]) -> Any:
         for plan in plans:
             for keys in plan.micro_batches(settings.batch, settings.world_size, self._rank):
-                # A rank without samples in a short last update takes one along and masks it, to stay in step with the others.
+                # A rank without samples in a short last update runs a masked one, to stay in step
+                # with the others.
                 yield keys or plan.keys[:1]
 
 
@@ -91,18 +96,11 @@ def _planned(order: SampleOrder, settings: Settings, position: Position, target:
     )
 
 
-def available_bytes() -> int | None:
-    """What can still be taken: of the machine, or of the cgroup where its limit is nearer. Our own use is gone from it."""
-    memory: Any = psutil.virtual_memory()
-    group = read_cgroup_memory(Path("/proc"), Path("/sys/fs/cgroup"), memory.total)
-    if isinstance(group, CgroupMemory):
-        return max(0, min(int(memory.available), group.limit_bytes - group.used_bytes))
-    # A group that cannot be read may hold less than the machine has: then nothing is known.
-    return int(memory.available) if group is None else None
-
-
 def agree_on_host_plan(settings: Settings, accelerator: Accelerator) -> HostPlan:
-    """Read once, on the first rank, after the model is loaded; every rank gets the same answer."""
+    """Loader workers, pinned buffers and memory level.
+
+    The first rank reads host memory once; all ranks get its plan.
+    """
     answer: list[Any] = [None]
     if accelerator.is_main_process:
         answer = [host_plan(settings, available_bytes(), on_gpu=accelerator.device.type == "cuda")]
@@ -110,3 +108,13 @@ def agree_on_host_plan(settings: Settings, accelerator: Accelerator) -> HostPlan
         torch.distributed.broadcast_object_list(answer, src=0)
     plan: HostPlan = answer[0]
     return plan
+
+
+def available_bytes() -> int | None:
+    """Free host memory: the machine's, or the cgroup's if it has less; None if not known."""
+    memory: Any = psutil.virtual_memory()
+    group = read_cgroup_memory(Path("/proc"), Path("/sys/fs/cgroup"), memory.total)
+    if isinstance(group, CgroupMemory):
+        return max(0, min(int(memory.available), group.limit_bytes - group.used_bytes))
+    # A cgroup that cannot be read may allow less than the machine has.
+    return int(memory.available) if group is None else None

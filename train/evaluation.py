@@ -1,4 +1,4 @@
-"""The loss on samples that are not trained on: mean over their predicted tokens, over all ranks."""
+"""The evaluation loss: the mean over the predicted tokens of held-out samples on all ranks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import msgspec
 import torch
 
 from memtop.presets import Settings
-from memtop.train.auto_batch import Guard
+from memtop.train.auto_batch import OomGuard
 from memtop.train.data.samples import PackedText, RowSamples, collate
 from memtop.train.engine import Engine, Ranks
 from memtop.train.objective import IGNORED, predicted_tokens
 from memtop.train.order import Key
 
-MOST_SAMPLES = 512
-"""An evaluation takes this many samples at most, always the same ones: evenly spread over the data."""
+MAX_SAMPLES = 512
+"""An evaluation uses at most this many samples, always the same ones, evenly spread over the data.
+"""
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """loss in nats per token; samples and tokens it was taken over."""
+    """The loss in nats per token, the samples and tokens behind it, and the time it took."""
 
     loss: float
     samples: int
@@ -31,7 +32,7 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 
 class Evaluator:
-    """Evaluates the engine's model as it is now. All ranks call it together."""
+    """Evaluates the engine's model with its present weights. All ranks call it together."""
 
     def __init__(self, settings: Settings, engine: Engine, data: PackedText | RowSamples, pad: int) -> None:
         self._engine = engine
@@ -39,11 +40,14 @@ class Evaluator:
         self._seq2seq = settings.task == "seq2seq"
         self._collate: Callable[[list[Any]], dict[str, torch.Tensor]] = lambda samples: collate(samples, pad)
         table = data.table(settings.seq_len)
-        chosen = range(0, len(table), max(1, -(-len(table) // MOST_SAMPLES)))
+        chosen = range(0, len(table), max(1, -(-len(table) // MAX_SAMPLES)))
         self._keys: list[Key] = [(int(table.ids[i]), int(table.lengths[i])) for i in chosen]
 
-    def __call__(self, batch: int, guard: Guard, ranks: Ranks) -> Evaluation | None:
-        """`batch` samples at a time and rank, which changes nothing but rounding; None: memory ran out on some rank."""
+    def __call__(self, batch: int, guard: OomGuard, ranks: Ranks) -> Evaluation | None:
+        """Evaluate `batch` samples at a time on each rank; None if memory ran out on any rank.
+
+        Another `batch` changes the result by rounding only.
+        """
         started = time.perf_counter()
         sums = guard.attempt(lambda: self._sums(batch), batch=batch, accumulation=None)
         failed, loss_sum, count = ranks.sums(sums is None, *(sums or (0.0, 0.0)))
@@ -53,7 +57,7 @@ class Evaluator:
         return Evaluation(loss, len(self._keys), int(count), time.perf_counter() - started)
 
     def _sums(self, size: int) -> tuple[float, float]:
-        """Loss summed over this rank's predicted tokens, and how many they are."""
+        """The summed loss of this rank's predicted tokens, and their number."""
         accelerator, objective = self._engine.accelerator, self._engine.objective
         whole = size * accelerator.num_processes
         loss_sum, count = 0.0, 0.0
@@ -63,7 +67,8 @@ class Evaluator:
                 for start in range(0, len(self._keys), whole):
                     first = start + accelerator.process_index * size
                     mine = self._keys[first : first + size]
-                    # A rank without samples takes one along and masks it: sharded models need every rank at every layer.
+                    # A rank without samples runs a masked one: sharded models need every rank in
+                    # every layer.
                     batch = self._collate([self._data[key] for key in mine or self._keys[:1]])
                     if not mine:
                         batch["labels"] = torch.full_like(batch["labels"], IGNORED)

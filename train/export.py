@@ -1,8 +1,11 @@
-"""`python -m memtop.train.export --settings FILE --state-dir FOLDER --out DIR [--adapter | --merge]`: a trained model as files.
+"""Writes a trained model as files.
 
-The model of the newest whole state (or of the best one, where the settings say so) in Hugging Face's format: safetensors,
-configuration and tokenizer. stdout is the folder that was written, everything else goes to stderr. Exit status: 0 done, 1 it
-could not be written, 2 wrong usage or bad input.
+python -m memtop.train.export --settings FILE --state-dir FOLDER --out DIR [--adapter | --merge]
+
+Writes the model of the newest complete state, or of the best one with `load_best_at_end`, in
+Hugging Face's format: safetensors, configuration and tokenizer. Prints the folder to stdout and
+everything else to stderr. Exit status: 0 done, 1 the files could not be written, 2 wrong usage or
+bad input.
 """
 
 from __future__ import annotations
@@ -35,9 +38,9 @@ SHARD_SIZE = "5GB"
 
 
 class Source(msgspec.Struct, frozen=True):
-    """The state that is exported: a private look at it, and where it was found."""
+    """The state to export: a private folder of hard links to it, and the folder it was found in."""
 
-    look: Path
+    links: Path
     found: Path
     manifest: Manifest
 
@@ -47,19 +50,19 @@ def main() -> int:
     parser.add_argument("--settings", type=Path, required=True)
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--adapter", action="store_true", help="LoRA: the adapter alone")
-    form.add_argument("--merge", action="store_true", help="QLoRA: into the base, which is taken out of its 4 bits")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--adapter", action="store_true", help="LoRA: only the adapter")
+    group.add_argument("--merge", action="store_true", help="QLoRA: merge into the base, without its 4-bit quantization")
     arguments = parser.parse_args()
-    asked = "adapter" if arguments.adapter else "merge" if arguments.merge else None
-    # DeepSpeed is loaded along with transformers, and would look for a GPU and say that there is none.
+    form = "adapter" if arguments.adapter else "merge" if arguments.merge else None
+    # transformers loads DeepSpeed, which would look for a GPU and warn that there is none.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        # Whatever a library prints is talk.
+        # stdout is for the result; the libraries' output goes to stderr.
         with contextlib.redirect_stdout(sys.stderr):
-            written = export(read_settings(arguments.settings), arguments.state_dir, arguments.out, asked=asked)
+            written = export(read_settings(arguments.settings), arguments.state_dir, arguments.out, form=form)
     except TrainingError as error:
         print(f"memtop: {error}", file=sys.stderr)
         return error.exit_status
@@ -67,50 +70,54 @@ def main() -> int:
     return 0
 
 
-def export(settings: Settings, state_dir: Path, out: Path, *, asked: str | None = None) -> Path:
-    """Write the model into `out`, a new or empty folder; `asked` is "adapter", "merge" or None for the method's own form.
+def export(settings: Settings, state_dir: Path, out: Path, *, form: str | None = None) -> Path:
+    """Write the model into `out`, a new or empty folder.
 
-    Written beside and renamed into place. TrainingError says what a person can mend.
+    `form`: "adapter", "merge" or None for the method's default.
+
+    Writes a temporary folder and renames it into place. TrainingError if the user can solve the
+    problem.
     """
-    form = _form(settings, asked)
-    out = _free_place(out)
-    # On the CPU, and without what only training needs.
+    form = _checked_form(settings, form)
+    out = _checked_target(out)
+    # On the CPU, without what only training needs.
     settings = msgspec.structs.replace(settings, device="cpu", zero=Zero(), gradient_checkpointing=False, compile=False)
     with _held(state_dir, best=settings.load_best_at_end) as source:
         tokens, config = tokens_and_config(settings)
-        kind = _kind(settings, source.manifest)
-        beside = out.with_name(f"{out.name}.tmp-{os.getpid()}")
+        kind = _kind(source.manifest)
+        temporary = out.with_name(f"{out.name}.tmp-{os.getpid()}")
         try:
-            beside.mkdir(parents=True)
+            temporary.mkdir(parents=True)
             if form == "adapter":
-                _write_adapter(settings, config, source, beside)
+                _write_adapter(settings, config, source, temporary)
             else:
-                _write_whole(settings, config, tokens, source, kind, beside)
-            tokens.save(beside)
-            beside.rename(out)
+                _write_whole(settings, config, tokens, source, kind, temporary)
+            tokens.save(temporary)
+            temporary.rename(out)
         except (OSError, SafetensorError) as error:
             raise TrainingError(f"{out}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
         finally:
-            shutil.rmtree(beside, ignore_errors=True)
-        _tell(settings, source, form, kind, out)
+            shutil.rmtree(temporary, ignore_errors=True)
+        _report(settings, source, form, kind, out)
     return out
 
 
-def _form(settings: Settings, asked: str | None) -> str:
+def _checked_form(settings: Settings, form: str | None) -> str:
     """ "whole" or "adapter"."""
     if settings.method == "full":
-        if asked is not None:
-            raise BadInputError(f"--{asked}: {settings.recipe} trained the whole model, there is no adapter; leave it out")
+        if form is not None:
+            raise BadInputError(f"--{form}: {settings.recipe} trained the whole model, so there is no adapter; leave it out")
         return "whole"
-    # Merging into 4-bit weights would round the adapter away: there it has to be asked for.
-    form = asked or ("adapter" if settings.method == "qlora" else "merge")
+    # Requantized, a merged adapter would be rounded away; dequantized, the model is larger. So
+    # QLoRA merges only on request.
+    form = form or ("adapter" if settings.method == "qlora" else "merge")
     if form == "adapter" and not settings.model.get("path"):
-        whose = "the base was drawn from the run's seed and lies in no folder, an adapter alone is of no use"
+        whose = "the base was drawn from the run's seed and is in no folder, so an adapter alone is of no use"
         raise BadInputError(f"--adapter: {whose}; " + ("give --merge" if settings.method == "qlora" else "leave it out"))
     return "adapter" if form == "adapter" else "whole"
 
 
-def _free_place(out: Path) -> Path:
+def _checked_target(out: Path) -> Path:
     out = out.expanduser().absolute()
     if out.is_dir() and not any(out.iterdir()):
         return out
@@ -121,7 +128,7 @@ def _free_place(out: Path) -> Path:
 
 @contextlib.contextmanager
 def _held(state_dir: Path, *, best: bool) -> Iterator[Source]:
-    """The best or newest whole state, held fast by hard links: a trainer may swap in another one meanwhile."""
+    """The best or newest complete state, kept by hard links if a trainer replaces it."""
     order = [state_dir, previous_of(state_dir), *older_states(state_dir)]
     if best:
         order.insert(0, best_state(state_dir))
@@ -131,39 +138,40 @@ def _held(state_dir: Path, *, best: bool) -> Iterator[Source]:
             continue
         with contextlib.ExitStack() as stack:
             try:
-                look = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="export-", dir=state_dir.parent)))
+                links = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="export-", dir=state_dir.parent)))
                 for path in folder.iterdir():
-                    os.link(path, look / path.name)
-                manifest = read_manifest(look)
+                    os.link(path, links / path.name)
+                manifest = read_manifest(links)
             except BrokenStateError as error:
-                problem = problem or str(error).replace(str(look), str(folder))
+                problem = problem or str(error).replace(str(links), str(folder))
                 continue
             except OSError as error:
                 problem = problem or f"{folder}: cannot be read: {error.strerror}"
                 continue
             if problem is not None:
-                print(f"memtop: {problem}; taking {folder} instead", file=sys.stderr)
-            yield Source(look, folder, manifest)
+                print(f"memtop: {problem}; using {folder} instead", file=sys.stderr)
+            yield Source(links, folder, manifest)
             return
     if problem is None:
-        raise BadInputError(f"{state_dir}: no state was saved yet, there is nothing to export; `memtop checkpoint` writes one")
-    raise BadInputError(f"{problem}; no whole state is left to export")
+        raise BadInputError(f"{state_dir}: no state was saved yet; `memtop checkpoint` saves one")
+    raise BadInputError(f"{problem}; no complete state is left to export")
 
 
-def _kind(settings: Settings, manifest: Manifest) -> torch.dtype:
-    """bf16 for what was trained in bf16, otherwise fp32."""
-    mixed = manifest.precision or settings.precision
-    return torch.bfloat16 if mixed == "bf16" else torch.float32
+def _kind(manifest: Manifest) -> torch.dtype:
+    """bf16 if the model was trained in bf16, otherwise fp32."""
+
+    return torch.bfloat16 if manifest.precision == "bf16" else torch.float32
 
 
 def _write_whole(settings: Settings, config: Any, tokens: Tokens, source: Source, kind: torch.dtype, folder: Path) -> None:
-    """The model with its adapters merged, if it has any."""
+    """Write the model, with its adapters merged if it has any."""
     if settings.method == "qlora":
-        # 4-bit weights become numbers again, exactly those that were trained on; so nothing is rounded before the end.
+        # In fp32, dequantized weights are exactly those that were trained with; only the final cast
+        # rounds.
         model = with_adapters(settings, build_base(settings, config).dequantize(dtype=torch.float32))
     else:
         model = build_model(settings, config, mixed="bf16" if kind == torch.bfloat16 else "no")
-    load_weights(ShardReader(source.look, source.manifest.files), model, source.found)
+    load_weights(ShardReader(source.links, source.manifest.files), model, source.found)
     if settings.method != "full":
         model = model.merge_and_unload()
     if not settings.model.get("path"):
@@ -172,27 +180,30 @@ def _write_whole(settings: Settings, config: Any, tokens: Tokens, source: Source
 
 
 def _name_special_ids(model: Any, tokens: Tokens) -> None:
-    """A drawn model learnt these ids, not the ones that its architecture has by default."""
+    """Store the ids that a model without a path was trained with."""
     for config in (model.config, model.generation_config):
         config.bos_token_id, config.eos_token_id, config.pad_token_id = tokens.begin, tokens.end, tokens.pad
 
 
 def _write_adapter(settings: Settings, config: Any, source: Source, folder: Path) -> None:
-    """The adapter in peft's format. The base is only named, so only its shapes are needed."""
+    """Write the adapter in peft's format.
+
+    It only names the base, so only the base's shapes are needed.
+    """
     with torch.device("meta"):
         base = model_class(settings).from_config(config)
     model: Any = with_adapters(settings, base)
     for adapter in model.peft_config.values():
         adapter.base_model_name_or_path = str(settings.model["path"])
-    read = ShardReader(source.look, source.manifest.files)
+    read = ShardReader(source.links, source.manifest.files)
     weights = {name: tensor for name, _, tensor in saved_weights(read, model, source.found)}
     model.save_pretrained(str(folder), state_dict=weights, save_embedding_layers=False)
 
 
-def _tell(settings: Settings, source: Source, form: str, kind: torch.dtype, out: Path) -> None:
+def _report(settings: Settings, source: Source, form: str, kind: torch.dtype, out: Path) -> None:
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     what = {"full": "the model", "lora": "the base with the adapter merged"}.get(
-        settings.method, "the base out of its 4 bits with the adapter merged: larger than what was trained on, the same numbers"
+        settings.method, "the base with the adapter merged, dequantized: larger than the 4-bit base, the same values"
     )
     if form == "adapter":
         what, kind = f"the adapter of {settings.model['path']}", torch.float32

@@ -1,7 +1,8 @@
-"""The loss that is trained: cross entropy summed over the predicted tokens, with the output head applied piece by piece.
+"""The training loss: cross entropy summed over the predicted tokens, with the head run in chunks.
 
-A language model's largest tensors are its logits: batch x length x vocabulary, once in 16 bits, once in 32, and once more as
-their gradient. Here the head and the cross entropy run over a few tokens at a time and keep only what the gradient needs.
+A language model's largest tensors are its logits, batch x length x vocabulary, in 16 bits, in 32
+bits and as a gradient. Here the head and the cross entropy run over a few tokens at a time and keep
+only what the gradient needs.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100
-"""Label of positions that do not count, as torch's cross entropy has it."""
+"""The label of positions that do not count, the default of torch's cross entropy."""
 CHUNK_BYTES = 64 << 20
-"""fp32 logits that exist at one time where the settings leave it to us."""
+"""fp32 logits that exist at one time by default."""
 
 
 class Objective(torch.nn.Module):
-    """A Hugging Face model with its loss. forward gives the sum over all predicted tokens, a scalar in fp32 (nats).
+    """A Hugging Face model with its loss: the sum over the predicted tokens, fp32 scalar in nats.
 
-    `chunk` is the number of tokens whose logits exist at one time: 0 for all, -1 for as many as CHUNK_BYTES hold. `sparse` says
-    that many labels do not count (masked prompts): their tokens then get no logits, for the price of a wait for the device.
+    `chunk` is the number of tokens whose logits exist at one time: 0 for all, -1 for as many as
+    CHUNK_BYTES hold. With `sparse`, tokens whose labels do not count (masked prompts) get no
+    logits; that costs one wait for the device.
     """
 
     def __init__(self, model: torch.nn.Module, *, seq2seq: bool = False, chunk: int = -1, sparse: bool = False) -> None:
@@ -35,7 +37,8 @@ class Objective(torch.nn.Module):
         vocabulary = self.head.out_features if isinstance(self.head, torch.nn.Linear) else 1
         self.chunk = max(1, CHUNK_BYTES // (4 * vocabulary)) if chunk < 0 else chunk
         if self.chunk and not _head_gives_the_logits(self):
-            # A model that does more to its logits than its head says (a cap, a scale) needs them whole.
+            # The model changes the logits after its head (a cap, a scale), so they must be computed
+            # whole.
             self.chunk = 0
 
     @property
@@ -47,7 +50,7 @@ class Objective(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """input_ids [b, t]; labels [b, t], or [b, u] for sequence to sequence; attention_mask [b, t] where padding matters."""
+        """input_ids and attention_mask [b, t]; labels [b, t], or [b, u] for seq2seq."""
         inputs: dict[str, torch.Tensor] = {"input_ids": input_ids}
         if self.seq2seq:
             model: Any = self.model
@@ -56,8 +59,8 @@ class Objective(torch.nn.Module):
                 inputs["attention_mask"] = attention_mask
             wanted = labels
         else:
-            # Padding is at the end only: causal attention keeps it out of everything before it, no mask is needed.
-            # The last position predicts nothing here.
+            # No mask: padding is at the end, and causal attention does not look ahead. The last
+            # position predicts nothing.
             wanted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         if self.chunk == 0:
             logits = self.model(**inputs, use_cache=False).logits
@@ -76,7 +79,8 @@ class Objective(torch.nn.Module):
         weight = getattr(self.head, "weight", None)
         if type(self.head) is torch.nn.Linear and not hasattr(weight, "ds_id"):
             return _ChunkedLoss.apply(hidden, self.head.weight, self.head.bias, labels, self.chunk)  # type: ignore[no-untyped-call,no-any-return]
-        # A head with adapters, in 4 bits, or sharded: its own forward does the work, and again in the backward pass.
+        # A head with adapters, in 4 bits or sharded: call its forward, and recompute it in the
+        # backward pass.
         total = torch.zeros((), device=hidden.device)
         for start in range(0, len(labels), self.chunk):
             part = slice(start, start + self.chunk)
@@ -85,7 +89,7 @@ class Objective(torch.nn.Module):
 
 
 def predicted_tokens(labels: torch.Tensor, *, seq2seq: bool) -> int:
-    """How many tokens of labels [b, u] are predicted: a causal model has nothing before the first."""
+    """The number of predicted tokens in labels [b, u]; a causal model omits the first."""
     return int(((labels if seq2seq else labels[:, 1:]) != IGNORED).sum())
 
 
@@ -95,7 +99,7 @@ def _piece(head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor) ->
 
 @contextmanager
 def _in_place_of(head: torch.nn.Module, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """While this lasts, the head's forward is this one."""
+    """Replace the head's forward inside the block."""
     own = head.__dict__.get("forward")
     head.forward = forward
     try:
@@ -109,12 +113,12 @@ def _in_place_of(head: torch.nn.Module, forward: Callable[..., torch.Tensor]) ->
 
 @contextmanager
 def _catching(head: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """While this lasts, the head does not compute: what it is given lands in the list."""
+    """Inside the block, the head does not compute; its input is appended to the list."""
     caught: list[torch.Tensor] = []
 
     def keep(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         caught.append(hidden)
-        # Something of the right kind for whatever the model does with its logits.
+        # A tensor that the model can treat as its logits.
         return hidden[..., :1]
 
     with _in_place_of(head, keep):
@@ -122,10 +126,10 @@ def _catching(head: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def _head_gives_the_logits(objective: Objective) -> bool:
-    """Whether the model's logits are what its head returns: tried with numbers that any cap or scale would change."""
+    """Whether the logits are the head's output, tested with numbers that any cap would change."""
     model: Any = objective.model
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        # Sharded while it was built: it cannot run before DeepSpeed has it.
+        # Sharded while it was built: it cannot run before DeepSpeed wraps it.
         return model.config.model_type in _PLAIN_HEADS
     device = next(model.parameters()).device
     ids = torch.arange(6, device=device).reshape(1, 6)
@@ -140,14 +144,15 @@ def _head_gives_the_logits(objective: Objective) -> bool:
         model.train(training)
 
 
-# Architectures whose heads were tried; for models that are sharded from the start.
+# For models that are sharded from the start: architectures that passed the test above.
 _PLAIN_HEADS = {"llama", "mistral", "qwen2", "qwen3", "t5", "gpt2", "gpt_neox"}
 
 
 class _ChunkedLoss(torch.autograd.Function):
     """Summed cross entropy of a linear head over hidden [n, h], `chunk` tokens at a time.
 
-    The gradients of a chunk are computed with its loss, while its logits exist; backward only scales them.
+    The gradients of a chunk are computed together with its loss, while its logits exist; backward
+    only scales them.
     """
 
     @staticmethod
@@ -170,7 +175,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 wanted = labels[part].unsqueeze(1).clamp_min(0)
                 norm = torch.logsumexp(logits, dim=1, keepdim=True)
                 total += ((norm - logits.gather(1, wanted)) * counted).sum()
-                # softmax minus the one that was right: the gradient of the logits, in their own memory.
+                # The gradient of the logits is softmax minus one-hot, computed in place.
                 gradient = logits.sub_(norm).exp_()
                 gradient.scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=gradient.dtype)).mul_(counted)
                 if bias_gradient is not None:

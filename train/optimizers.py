@@ -1,12 +1,15 @@
-"""The learning rate as a pure function of progress in samples: a changed batch neither restarts nor stretches it.
+"""The learning rate, and the optimizers with their moments as they are saved, per parameter.
 
-The optimizers, and their moments in the form that is saved: tensors per parameter, whatever the strategy.
+Saved for each parameter: `step` (scalar), and by the kind of optimizer
 
-Saved for each parameter: `step` (scalar), `exp_avg` and `exp_avg_sq` (the parameter's shape, fp32); from an 8-bit optimizer,
-where it has them in 8 bits, each as `*_q8` (uint8) and `*_absmax` (fp32, one for each block of 256 elements), so that it gets
-back exactly what it had; from Adafactor `exp_avg_sq_row` and `exp_avg_sq_col` (means of exp_avg_sq over the last and the last
-but one dimension). What another optimizer lacks it is given as well as it can be: 8 bits round, a factored second moment is
-the product of its rows and columns, a first moment that was never kept starts at zero.
+* `exp_avg` and `exp_avg_sq` (the parameter's shape, fp32);
+* from an 8-bit optimizer, `*_q8` (uint8) and `*_absmax` (fp32, one per block of 256 elements), so
+  that it resumes exactly;
+* from Adafactor, `exp_avg_sq_row` and `exp_avg_sq_col` (means of exp_avg_sq over the last and the
+  last but one dimension).
+
+Another kind of optimizer gets the closest conversion: 8 bits round, a factored second moment
+becomes the product of its rows and columns, and a first moment that was not kept starts at zero.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ from memtop.train.compile_lock import await_compiled
 
 
 def learning_rate(settings: Settings, samples_seen: int, target_samples: int) -> float:
-    """The rate of the update that ends at `samples_seen`: linear warm-up, then a cosine down to the final fraction."""
+    """The rate of the update that ends at `samples_seen`: linear warm-up, then a cosine.
+
+    It depends on progress in samples alone, so a changed batch neither restarts nor stretches it.
+    """
     warmup = settings.warmup_samples or settings.warmup_fraction * target_samples
     if samples_seen < warmup:
         return settings.learning_rate * samples_seen / warmup
@@ -39,11 +45,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def build_optimizer(
     settings: Settings, parameters: Iterable[torch.nn.Parameter], device: torch.device
 ) -> torch.optim.Optimizer:
-    """The optimizer that the settings name, over the parameters that are trained."""
+    """The optimizer that the settings name; BadInputError if it cannot run here."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     rate, decay = settings.learning_rate, settings.weight_decay
     if settings.optimizer == "adamw":
-        # Under ZeRO the steps go over flat pieces, on the CPU where they are offloaded: torch chooses the kernel.
+        # ZeRO's flat tensors may be on the CPU, so torch chooses the kernel there.
         fused = device.type == "cuda" and not settings.zero.stage
         return torch.optim.AdamW(trained, lr=rate, weight_decay=decay, fused=fused or None)
     if settings.optimizer == "adafactor":
@@ -71,13 +77,13 @@ def _cpu_adam(trained: list[torch.nn.Parameter], rate: float, decay: float) -> t
         await_compiled("cpu_adam", what="optimizer cpu_adam")
         return DeepSpeedCPUAdam(trained, lr=rate, weight_decay=decay, adamw_mode=True)  # type: ignore[no-any-return]
     except (ImportError, RuntimeError) as error:
-        # It is compiled at its first use.
+        # DeepSpeed compiles it at its first use.
         first = str(error).splitlines()[0]
         raise BadInputError(f"optimizer cpu_adam: cannot be built here ({first}); give --set optimizer=adamw") from None
 
 
 def read_moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Moments:
-    """The moments of one parameter in the form that is saved, on the CPU; zeros before the first update."""
+    """The moments of one parameter as they are saved, on the CPU; zeros before the first update."""
     state: dict[str, Any] = optimizer.state.get(parameter, {})
     if "state1" in state:
         found = _packed(state)
@@ -95,7 +101,7 @@ def _portable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, saved: Moments) -> None:
-    """Give the optimizer the moments of one parameter, converted to what this optimizer keeps."""
+    """Set the optimizer's moments of one parameter, converted to this kind of optimizer."""
     kind = type(optimizer).__name__
     step = saved["step"]
     if kind == "Adafactor":
@@ -106,17 +112,17 @@ def write_moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Paramete
     else:
         state = {"step": int(step) if kind == "DeepSpeedCPUAdam" else step.clone(), **full_moments(saved, parameter.shape)}
     if any(group.get("fused") for group in optimizer.param_groups):
-        # The fused kernel counts its steps where the parameter lies.
+        # The fused kernel keeps the step count on the parameter's device.
         state["step"] = step.to(parameter.device, copy=True)
     optimizer.state[parameter] = {
-        # Copies: what was read is a mapping of the saved file, and would keep its disk space when it is deleted.
+        # Copies: the saved tensors map the file, and would keep its disk space after it is deleted.
         name: value.to(parameter.device, copy=True) if torch.is_tensor(value) and value.dim() else value
         for name, value in state.items()
     }
 
 
 def full_moments(saved: Moments, shape: torch.Size) -> Moments:
-    """exp_avg and exp_avg_sq of the parameter's shape in fp32, whatever optimizer saved them."""
+    """exp_avg and exp_avg_sq in fp32 and the parameter's shape, whichever optimizer saved them."""
     if "exp_avg_sq_row" in saved:
         row, column = saved["exp_avg_sq_row"], saved["exp_avg_sq_col"]
         scale = row.mean(dim=-1, keepdim=True).clamp_min(1e-30).unsqueeze(-1)
@@ -137,7 +143,7 @@ def _factored(parameter: torch.Tensor, saved: Moments) -> Moments:
 
 
 _BLOCK = 256
-"""Elements that share one scale, as bitsandbytes has it."""
+"""Elements that share one scale in bitsandbytes."""
 
 
 def _packed(state: dict[str, Any]) -> Moments:
@@ -147,7 +153,7 @@ def _packed(state: dict[str, Any]) -> Moments:
         if tensor.dtype == torch.uint8:
             found |= {f"{name}_q8": tensor, f"{name}_absmax": state[f"absmax{number}"]}
         else:
-            # Small parameters are kept whole.
+            # bitsandbytes keeps small parameters in fp32.
             found[name] = tensor
     return found
 
@@ -158,7 +164,7 @@ def _unpacked(saved: Moments, name: str) -> Any:
     from bitsandbytes.functional import create_dynamic_map, dequantize_blockwise
 
     make_code: Any = create_dynamic_map
-    # The second moment has no sign, so its code has twice as many steps.
+    # The second moment is never negative, so its code is unsigned.
     code = make_code(signed=name == "exp_avg")
     return dequantize_blockwise(saved[f"{name}_q8"], absmax=saved[f"{name}_absmax"], code=code, blocksize=_BLOCK)
 

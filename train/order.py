@@ -1,10 +1,12 @@
-"""Which samples an update sees: a pure function of seed, cuts and position, whatever batch, accumulation or world size.
+"""Which samples an update uses: a function of seed, cuts and position, not of batch or processes.
 
-The samples of all epochs form one endless sequence; an epoch is a permutation drawn from (seed, epoch) alone. An update takes
-the next `count` of them. So B, A and W may change at any update and each sample is still used exactly once per epoch.
+The samples of all epochs form one endless sequence; an epoch is a permutation drawn from (seed,
+epoch) alone. An update uses the next `count` of them. So B, A and W may change at any update, and
+each sample is still used exactly once per epoch.
 
-A changed sequence length is a cut at a position: what the epoch has not yet used is cut anew there, and shuffled from (seed,
-epoch, number of the cut). So no token of an epoch is left out or used twice, whatever T was in between.
+A changed sequence length is a cut at a position: the rest of the epoch is cut again there, and
+shuffled from (seed, epoch, number of the cut). So no token of an epoch is left out or used twice,
+whatever T was in between.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ import numpy as np
 from memtop.train.state_files import Cut
 
 Key = tuple[int, int]
-"""A sample: its id, and its length where the id alone does not say (0 where it does)."""
+"""A sample: its id and, if the id does not determine it, its length (otherwise 0)."""
 
 
 class Table(msgspec.Struct, frozen=True):
-    """The samples of an epoch, or of what is left of one: ids [n] and lengths [n]."""
+    """The samples of an epoch, or of the rest of one: ids [n] and lengths [n]."""
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -36,7 +38,7 @@ class Samples(Protocol):
     """A data set that can be cut into samples."""
 
     recut: bool
-    """Whether the samples depend on the sequence length; rows of a table do not, stretches of a text do."""
+    """Whether the samples depend on the sequence length, as pieces of text do and rows do not."""
 
     def table(self, seq_len: int) -> Table: ...
 
@@ -81,17 +83,18 @@ class SampleOrder:
         return keys
 
     def epoch_at(self, position: int) -> float:
-        """How many passes over the data end at this position."""
+        """The number of passes over the data at this position."""
         if position == 0:
             return 0.0
         stretch = self._at(position - 1)
-        # The part of an epoch is told in samples as they are now; the parts before a cut count by what they have used up.
+        # The rest of the epoch counts in samples of the present length, what was used before a cut
+        # in samples of that time.
         left = len(stretch.table) - (position - stretch.start)
         done = position - stretch.epoch_start
         return stretch.epoch + done / (done + left)
 
     def end_of(self, epochs: float) -> int:
-        """The position at which so many epochs are over."""
+        """The position after this many epochs."""
         whole, part = divmod(epochs, 1.0)
         start = self._epoch_start(int(whole))
         return start + round(part * (self._epoch_start(int(whole) + 1) - start))
@@ -131,7 +134,7 @@ class SampleOrder:
     def _shuffled(self, stretch: _Stretch) -> np.ndarray:
         known = self._permutation
         if known is None or known[:2] != (stretch.epoch, stretch.part):
-            # Its own generator: the global random state has no say in the order.
+            # A generator of its own, so that the global random state does not change the order.
             parts = [stretch.part] if stretch.part else []
             generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, stretch.epoch, *parts])))
             known = self._permutation = (stretch.epoch, stretch.part, self._samples.shuffled(len(stretch.table), generator))
@@ -139,7 +142,7 @@ class SampleOrder:
 
 
 class UpdatePlan(msgspec.Struct, frozen=True):
-    """One update: its number (from 1), the position it starts at, and its samples over all ranks."""
+    """One update: its number (from 1), its first position, and the samples of all ranks."""
 
     number: int
     position: int
@@ -150,13 +153,19 @@ class UpdatePlan(msgspec.Struct, frozen=True):
         return [key[0] for key in self.keys]
 
     def micro_batches(self, batch: int, world_size: int, rank: int) -> list[list[Key]]:
-        """This rank's micro-batches. Every rank gets equally many; in a short last update some may be empty."""
+        """This rank's micro-batches.
+
+        All ranks get the same number; in a short last update some may be empty.
+        """
         whole = batch * world_size
         return [self.keys[start + rank * batch : start + (rank + 1) * batch] for start in range(0, len(self.keys), whole)]
 
 
 def plan_updates(order: SampleOrder, *, updates: int, position: int, target: int, effective_batch: int) -> Iterator[UpdatePlan]:
-    """The updates from here to the target; the last one is short if the target is no multiple of the effective batch."""
+    """The updates from here to the target.
+
+    The last one is short if the target is not a multiple of the effective batch.
+    """
     while position < target:
         updates += 1
         keys = order.take(position, min(effective_batch, target - position))
@@ -165,5 +174,5 @@ def plan_updates(order: SampleOrder, *, updates: int, position: int, target: int
 
 
 def sample_digest(ids: Sequence[int]) -> str:
-    """SHA-256 (hex) of the ids, sorted as numbers, written in decimal and joined by newlines."""
+    """SHA-256 (hex) of the ids in ascending order, written in decimal and joined by newlines."""
     return hashlib.sha256("\n".join(map(str, sorted(ids))).encode()).hexdigest()

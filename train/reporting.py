@@ -1,10 +1,4 @@
-"""The built-in trainer's side of the agent: the agent if this process has one, otherwise nobody.
-
-Where the time of an update goes, without stopping the device more often than once per update.
-
-Host memory on the training side: the one reading that decides, sent to all ranks, and the record of it over time.
-
-Other places that get the metrics: accelerate's trackers, named in the settings or handed over as objects."""
+"""What the trainer reports: to the supervisor, to the log, and to accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -26,16 +20,30 @@ from accelerate.tracking import GeneralTracker
 from memtop.presets import Settings
 from memtop.train import BadInputError
 
+RECORD_EVERY = 200
+"""Updates between two memory records."""
+_GB = 1024**3
+_PARTS = ("data_wait_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds")
+# For each tracker: the modules it works with, any one of them, and the package to install.
+_PACKAGES = {"tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"), "wandb": (("wandb",), "wandb")}
+_NUMBERS = ("loss", "learning_rate", "gradient_norm", "samples_seen", "epoch")
+
 
 class Channel(Protocol):
-    """What the trainer says and hears. See `train/agent/__init__.py` for the reports' fields."""
+    """Reports to the supervisor, and its commands.
+
+    `train/agent/__init__.py` lists the reports and their fields.
+    """
 
     def offer(self, *names: str) -> None: ...
 
     def report(self, kind: str, **values: Any) -> None: ...
 
     def oom(self, error: BaseException, **values: Any) -> None:
-        """Report an allocation failure, once for each error, and keep nothing of it: its frames hold tensors."""
+        """Report an allocation failure, once per error.
+
+        The error is not kept: its frames hold tensors.
+        """
 
     def flush(self) -> None: ...
 
@@ -49,25 +57,25 @@ class Channel(Protocol):
 
 
 class Unsupervised:
-    """No supervisor: nobody to tell, nobody who asks."""
+    """The channel of a trainer without a supervisor: reports go nowhere, and no commands come."""
 
     def offer(self, *names: str) -> None:
-        """Nobody to take it up."""
+        """Do nothing: no supervisor sends commands."""
 
     def report(self, kind: str, **values: Any) -> None:
-        """Nobody to read it."""
+        """Do nothing: no supervisor reads reports."""
 
     def oom(self, error: BaseException, **values: Any) -> None:
-        """Nobody to read it."""
+        """Do nothing: no supervisor reads reports."""
 
     def flush(self) -> None:
-        """Nothing is queued."""
+        """Do nothing: nothing is queued."""
 
     def take_commands(self) -> list[tuple[int, str, dict[str, Any]]]:
         return []
 
     def answer(self, number: int, ok: bool, message: str, result: dict[str, Any] | None = None) -> None:
-        raise AssertionError("nobody asked")
+        raise AssertionError("there was no command to answer")
 
     def readings(self) -> dict[str, int | None]:
         return {}
@@ -77,25 +85,26 @@ class Unsupervised:
 
 
 def open_channel() -> Channel:
-    """The agent that `sitecustomize` loaded into this process, if memtop launched it."""
+    """The agent if memtop started this process (see `sitecustomize.py`); else `Unsupervised`."""
     agent: Any = sys.modules.get("memtop_agent")
     return Unsupervised() if agent is None else agent
 
 
-PARTS = ("data_wait_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds")
-
-
 class Stopwatch:
-    """Sums the seconds of each part. On CUDA the parts are measured by events and read at the end of the update."""
+    """Measures how an update's time is spent.
+
+    On CUDA it uses events and waits for the device once per update.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
-        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._seconds = dict.fromkeys(_PARTS, 0.0)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._started = time.perf_counter()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
+        """Add the seconds of the block to this part."""
         if self._on_cuda and name != "data_wait_seconds":
             before, after = _event(), _event()
             before.record()
@@ -108,14 +117,14 @@ class Stopwatch:
             self._seconds[name] += time.perf_counter() - started
 
     def lap(self) -> dict[str, float]:
-        """Seconds of the update that ends here, by part and as `step_seconds`; starts the next. Waits for the device."""
+        """Return the seconds of each part, and of the update as `step_seconds`; start the next."""
         if self._events:
             torch.cuda.synchronize()
             for name, before, after in self._events:
                 self._seconds[name] += before.elapsed_time(after) / 1000.0
         now = time.perf_counter()
         found = {**self._seconds, "step_seconds": now - self._started}
-        self._seconds, self._events, self._started = dict.fromkeys(PARTS, 0.0), [], now
+        self._seconds, self._events, self._started = dict.fromkeys(_PARTS, 0.0), [], now
         return found
 
 
@@ -123,23 +132,17 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-RECORD_EVERY = 200
-"""Updates between two memory records, as the guides have it."""
-_GB = 1024**3
-
-
 class MemoryRecord:
-    """The guides' memory lines, as reports and in the log: host used and total, this rank's GPU allocated and reserved."""
+    """Records host memory and this rank's GPU memory; the first rank also prints a line."""
 
-    def __init__(self, channel: Channel, accelerator: Accelerator, say: Callable[[str], None] = print) -> None:
+    def __init__(self, channel: Channel, accelerator: Accelerator, log: Callable[[str], None] = print) -> None:
         self._channel = channel
         self._device = accelerator.device
         self._first = accelerator.is_main_process
-        self._rank = accelerator.process_index
-        self._say = say
+        self._log = log
 
     def __call__(self, stage: str) -> None:
-        """Record now; `stage` says where the training is: "after model load", "update 200"."""
+        """Record now. `stage` names the moment: "after model load", "update 200"."""
         memory = psutil.virtual_memory()
         used = memory.total - memory.available
         values: dict[str, Any] = {"stage": stage, "used_bytes": used, "total_bytes": memory.total}
@@ -147,24 +150,20 @@ class MemoryRecord:
         if self._device.type == "cuda":
             values["allocated_bytes"] = torch.cuda.memory_allocated(self._device)
             values["reserved_bytes"] = torch.cuda.memory_reserved(self._device)
-            # One's own card only: of the others' this process knows nothing, and nothing is not 0.
+            # Only this rank's GPU: torch knows nothing of what other processes allocate on the
+            # others.
             text += f", GPU {self._device.index} allocated {values['allocated_bytes'] / _GB:.2f}GB"
             text += f" reserved {values['reserved_bytes'] / _GB:.2f}GB"
         self._channel.report("memory", message=text, **values)
         if self._first:
-            self._say(text)
-
-
-# What a tracker needs, any one of them, and what to install for it.
-_PACKAGES = {"tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"), "wandb": (("wandb",), "wandb")}
-_NUMBERS = ("loss", "learning_rate", "gradient_norm", "samples_seen", "epoch")
+            self._log(text)
 
 
 def tracking_options(settings: Settings, folder: Path, more: Sequence[GeneralTracker] = ()) -> dict[str, Any]:
-    """Arguments for Accelerator, which keeps the trackers; they may write into `folder`. BadInputError if one is missing."""
+    """The Accelerator's arguments for trackers in `folder`; BadInputError for a missing one."""
     for name in settings.trackers:
         if name not in _PACKAGES:
-            raise BadInputError(f"trackers {name}: unknown; there are {', '.join(_PACKAGES)}")
+            raise BadInputError(f"trackers {name}: unknown; choose from {', '.join(_PACKAGES)}")
         modules, package = _PACKAGES[name]
         if not any(importlib.util.find_spec(module) for module in modules):
             raise BadInputError(f"trackers {name}: not installed: pip install {package}")
@@ -173,36 +172,36 @@ def tracking_options(settings: Settings, folder: Path, more: Sequence[GeneralTra
 
 
 class Tracking:
-    """Sends what the loop reports to the trackers of the accelerator; without any it does nothing. First rank only."""
+    """Sends metrics to the accelerator's trackers, from the first rank, if there are any."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
 
     def start(self, settings: Settings, folder: Path) -> None:
-        """Begin; BadInputError says why a tracker cannot (no account, no network, ...)."""
+        """Start the trackers; BadInputError if one cannot start (no account, no network, ...)."""
         if not self._accelerator.log_with:
             return
         name = Path(os.environ.get("MEMTOP_RUN", "")).name or settings.recipe
-        place = {"wandb": {"dir": str(folder), "name": name}}
+        options = {"wandb": {"dir": str(folder), "name": name}}
         try:
-            self._accelerator.init_trackers("memtop", config=_flat(settings), init_kwargs=place)
-        # They are programs of many authors, which open files and talk to servers.
+            self._accelerator.init_trackers("memtop", config=_flat(settings), init_kwargs=options)
+        # Trackers open files and connect to servers, so any kind of error is possible.
         except Exception as error:  # noqa: BLE001
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             names = ", ".join(str(getattr(tracker, "name", tracker)) for tracker in self._accelerator.log_with)
-            raise BadInputError(f"trackers {names.lower()}: cannot be started: {first}") from None
+            raise BadInputError(f"trackers {names.lower()}: cannot start: {first}") from None
 
     def step(self, update: int, values: dict[str, Any]) -> None:
-        """The numbers of one update; what is not known is left out."""
+        """Log the numbers of one update, without those that are not known."""
         known = {name: values[name] for name in _NUMBERS if values.get(name) is not None}
         self._accelerator.log(known, step=update)
 
     def evaluation(self, update: int, loss: float) -> None:
-        """Mean loss in nats per token."""
+        """Log an evaluation's mean loss in nats per token."""
         self._accelerator.log({"evaluation_loss": loss}, step=update)
 
     def end(self) -> None:
-        """After a failure: have the trackers write what they hold, and leave the process group: others may wait in it."""
+        """After a failure, flush the trackers of this rank. Waits for no other rank."""
         if not self._accelerator.is_main_process:
             return
         for tracker in self._accelerator.trackers:
@@ -210,7 +209,7 @@ class Tracking:
 
 
 def _flat(settings: Settings) -> dict[str, Any]:
-    """Settings as dotted names and plain values, which every tracker can store."""
+    """The settings as dotted names and plain values, which every tracker can store."""
     found: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:

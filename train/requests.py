@@ -1,6 +1,4 @@
-"""What the trainer is asked from outside, by commands or signals, agreed on by all ranks at each update boundary.
-
-Edits of a training that is running: which there are, and what the settings become by them."""
+"""Requests to a running trainer, by commands and signals: save, stop, or change a setting."""
 
 from __future__ import annotations
 
@@ -19,40 +17,41 @@ from memtop.presets.validation import check
 from memtop.train.engine import Ranks
 from memtop.train.reporting import Channel
 
-Edits = tuple[tuple[int, dict[str, Any]], ...]
+Changes = tuple[tuple[int, dict[str, Any]], ...]
 """Commands to change settings: the command's id, and the new values by name."""
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """What to do at this boundary; `commands` are the ids that wait for the save, `changes` the same on every rank."""
+class Requests(msgspec.Struct, frozen=True):
+    """What to do at an update boundary; alike on all ranks, except `commands`."""
 
     save: bool
     stop: bool
     commands: tuple[int, ...] = ()
-    changes: Edits = ()
+    """Ids of this rank's commands that wait for the save."""
+    changes: Changes = ()
 
 
 class Control:
-    """Collects commands and signals; SIGTERM and SIGINT mean: finish the update, save, exit."""
+    """Collects commands and signals. SIGTERM and SIGINT: finish the update, save and exit."""
 
     def __init__(self, channel: Channel, accelerator: Accelerator) -> None:
         self._channel = channel
         self._accelerator = accelerator
         self._ranks = Ranks(accelerator)
         self._stop = False
-        # One rank is asked to change a setting, and tells the others.
+        # The first rank receives changes of settings and broadcasts them.
         channel.offer("checkpoint", "stop", *(("change",) if accelerator.is_main_process else ()))
 
     def catch_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
-    def at_boundary(self) -> Asked:
-        """What any rank was asked since the last boundary."""
+    def at_boundary(self) -> Requests:
+        """What was requested of any rank since the last call. All ranks call this together."""
         save, waiting, changes = False, [], []
         for number, name, values in self._channel.take_commands():
             if name == "stop":
-                # Answered at once: the end of the process is the proof.
+                # Answered at once: the process may end before a later answer could be sent.
                 self._stop = True
                 self._channel.answer(number, True, "stopping after this update")
             elif name == "change":
@@ -61,45 +60,47 @@ class Control:
                 save = True
                 waiting.append(number)
         saving, stopping, changing = self._ranks.sums(save, self._stop, len(changes))
-        return Asked(saving > 0, stopping > 0, tuple(waiting), self._from_first(tuple(changes)) if changing else ())
+        return Requests(saving > 0, stopping > 0, tuple(waiting), self._from_first(tuple(changes)) if changing else ())
 
-    def _from_first(self, changes: Edits) -> Edits:
-        """What the first rank was asked to change."""
-        told = [changes]
+    def _from_first(self, changes: Changes) -> Changes:
+        """The changes that were requested of the first rank."""
+        shared = [changes]
         if self._accelerator.num_processes > 1:
-            torch.distributed.broadcast_object_list(told, src=0)
-        return told[0]
+            torch.distributed.broadcast_object_list(shared, src=0)
+        return shared[0]
 
     def answer(self, number: int, ok: bool, message: str, result: dict[str, Any]) -> None:
-        """Tell whoever asked the first rank for a change what came of it."""
+        """Answer a change, on the rank that received it."""
         if self._accelerator.is_main_process:
             self._channel.answer(number, ok, message, result)
 
-    def saved(self, asked: Asked, result: tuple[bool, str]) -> None:
-        """Tell those who asked for the save."""
-        for number in asked.commands:
+    def saved(self, requests: Requests, result: tuple[bool, str]) -> None:
+        """Answer the commands that waited for the save."""
+        for number in requests.commands:
             self._channel.answer(number, *result)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop = True
-        # A second one means it: no more waiting.
+        # A second signal ends the process at once.
         signal.signal(number, signal.SIG_DFL)
 
 
 def edit_live(settings: Settings, values: dict[str, Any]) -> Settings:
-    """The settings after the edit, checked; None among `values` leaves a setting as it is. A SettingsError says what cannot be.
+    """The settings after an edit, checked.
 
-    As with a restart, batch or accumulation alone leaves the other one as it is.
+    None among `values` leaves a setting alone. SettingsError if it is not possible.
+
+    As at a restart, changing batch or accumulation leaves the other one unchanged.
     """
     given = {name: _text(value) for name, value in values.items() if value is not None}
     if not given:
-        raise SettingsError("change", "{}", f"names nothing; there are {', '.join(LIVE)}")
+        raise SettingsError("change", "{}", f"names no setting; choose from {', '.join(LIVE)}")
     for name, text in given.items():
         if name not in LIVE:
-            raise SettingsError(name, text, f"cannot change in a running program, only {', '.join(LIVE)} can; restart with it")
+            raise SettingsError(name, text, f"cannot change during a run, only {', '.join(LIVE)} can; restart with it")
     after = assign(settings, given)
     for name in not_live(settings, differing(settings, after)):
-        raise SettingsError(name, _text(getattr(after, name)), f"is fixed while {settings.zero} runs; restart with it")
+        raise SettingsError(name, _text(getattr(after, name)), f"cannot change while {settings.zero} runs; restart with it")
     return check(after)
 
 

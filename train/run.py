@@ -20,7 +20,7 @@ from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.batches import Position, agree_on_host_plan
 from memtop.train.checkpoint import load_weights
 from memtop.train.data import OpenedData, open_data
-from memtop.train.engine import Engine, LossScale, PlainEngine, trained_parameters
+from memtop.train.engine import Engine, PlainEngine, trained_parameters
 from memtop.train.model import build_model, tokens_and_config
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
@@ -32,17 +32,17 @@ from memtop.train.zero import ZeroEngine, open_deepspeed
 
 
 def train(settings_path: Path, state_dir: Path, *, resume: bool, trackers: Sequence[GeneralTracker] = ()) -> str:
-    """Train to the target or to a stop; "finished" or "stopped", and its state is saved. TrainingError for what a person can
-    mend, UnsavedError where there was no room for the state.
+    """Train to the target or a requested stop; return "finished" or "stopped", the state saved.
 
-    `trackers` get the metrics, besides those that the settings name.
+    `trackers` get the metrics in addition to those that the settings name. TrainingError if the
+    user can solve the problem, UnsavedError if the state did not fit on the disk.
     """
     channel = open_channel()
     try:
         outcome, problem = _train(read_settings(settings_path), state_dir, resume, channel, trackers)
     except Exception as error:
         if is_allocation_failure(error):
-            # Those of the training itself are told already, with their phase.
+            # Failures during the training itself are already reported, with their phase.
             values = {"update": None, "batch": None, "accumulation": None}
             channel.oom(error, phase="load", survived=False, **values)
         text = str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
@@ -59,12 +59,15 @@ def train(settings_path: Path, state_dir: Path, *, resume: bool, trackers: Seque
 def _train(
     settings: Settings, state_dir: Path, resume: bool, channel: Channel, trackers: Sequence[GeneralTracker]
 ) -> tuple[str, str | None]:
-    """The outcome, and that the last state could not be saved, and why, if it could not; alike on all ranks but for the why."""
+    """Return the outcome, and why the last state is not saved or None.
+
+    Only the first rank knows the exact reason.
+    """
     channel.report("phase", phase="loading")
     tokens, config = tokens_and_config(settings)
     folder = Path(os.environ.get("MEMTOP_ATTEMPT_DIR") or state_dir.parent)
     accelerator = open_accelerator(settings, config, tracking_options(settings, folder, trackers))
-    say = _Speaker(channel, accelerator.is_main_process)
+    notify = _Notifier(channel, accelerator.is_main_process)
     record = MemoryRecord(channel, accelerator)
     record("before model load")
     control = Control(channel, accelerator)
@@ -76,7 +79,7 @@ def _train(
     data = open_data(settings, tokens, level=host.level)
     record("after data load")
     for note in (*data.notes, *_host_notes(settings, host), *_evaluation_notes(settings, data)):
-        say(note)
+        notify(note)
     trainer = Trainer(
         settings,
         engine,
@@ -87,26 +90,12 @@ def _train(
         tokens.pad,
         host=host,
         evaluation=data.evaluation,
-        waits=os.environ.get("MEMTOP_ON_OOM") != "stop",
+        wait_for_disk=os.environ.get("MEMTOP_ON_OOM") != "stop",
     )
     if found is not None:
-        _say_resumed(*found, settings, say)
-    channel.report(
-        "plan",
-        total_updates=trainer.total_updates,
-        target_samples=trainer.target_samples,
-        updates=position.updates,
-        samples_seen=position.samples_seen,
-        resumed=found is not None,
-        parameters=count_parameters(engine.model.parameters()),
-        trained_parameters=count_parameters(trained_parameters(engine.model).values()),
-        epoch_samples=len(data.train.table(settings.seq_len)),
-        strategy=str(engine.strategy()),
-        loss_chunk=engine.loss_chunk,
-        host=msgspec.to_builtins(host),
-        device=str(accelerator.device),
-        device_uuid=_device_uuid(accelerator.device),
-    )
+        _notify_resumed(*found, settings, notify)
+    epoch_samples = len(data.train.table(settings.seq_len))
+    _report_plan(channel, trainer, engine, host, epoch_samples=epoch_samples, resumed=found is not None)
     tracking = Tracking(accelerator)
     tracking.start(settings, folder)
     channel.report("phase", phase="training")
@@ -115,15 +104,38 @@ def _train(
     except BaseException:
         tracking.end()
         raise
-    # Ranks part in good order: a process that ends inside its group's threads is aborted, and the run would count as failed.
+    # All ranks leave together: one that ends while the others still communicate is aborted, and the
+    # run would count as failed.
     accelerator.wait_for_everyone()
-    # The trackers too write what they hold.
+    # Also flushes the trackers.
     accelerator.end_training()
     return outcome, trainer.unsaved
 
 
-class _Speaker:
-    """Says a line to the person once: as a warning to the supervisor, and in the log, from the first rank."""
+def _report_plan(
+    channel: Channel, trainer: Trainer, engine: Engine, host: HostPlan, *, epoch_samples: int, resumed: bool
+) -> None:
+    device = engine.accelerator.device
+    channel.report(
+        "plan",
+        total_updates=trainer.total_updates,
+        target_samples=trainer.target_samples,
+        updates=trainer.position.updates,
+        samples_seen=trainer.position.samples_seen,
+        resumed=resumed,
+        parameters=count_parameters(engine.model.parameters()),
+        trained_parameters=count_parameters(trained_parameters(engine.model).values()),
+        epoch_samples=epoch_samples,
+        strategy=str(engine.strategy()),
+        loss_chunk=engine.loss_chunk,
+        host=msgspec.to_builtins(host),
+        device=str(device),
+        device_uuid=_device_uuid(device),
+    )
+
+
+class _Notifier:
+    """Notifies the user, from the first rank: in the log and, as a warning, the supervisor."""
 
     def __init__(self, channel: Channel, first: bool) -> None:
         self._channel = channel
@@ -148,14 +160,14 @@ def _host_notes(settings: Settings, host: HostPlan) -> list[str]:
 
 def _evaluation_notes(settings: Settings, data: OpenedData) -> list[str]:
     if settings.eval_every and data.evaluation is None:
-        return [f"eval_every {settings.eval_every}: nothing to evaluate on; give --set data.eval=FILE. No evaluation is done"]
+        return [f"eval_every {settings.eval_every}: no evaluation is done without data for it; give --set data.eval=FILE"]
     return []
 
 
 def open_engine(
     settings: Settings, accelerator: Accelerator, config: Any, found: tuple[Path, Manifest] | None
 ) -> tuple[Engine, Position]:
-    """Model and optimizer under the settings' strategy, taken up from a saved state if there is one."""
+    """Model and optimizer under the settings' strategy, resumed from a state if there is one."""
     model = build_model(settings, config, mixed=accelerator.mixed_precision)
     position = Position(cuts=(Cut(0, settings.seq_len),))
     read = None
@@ -173,30 +185,30 @@ def open_engine(
     optimizer = build_optimizer(settings, model.parameters(), accelerator.device)
     engine: Engine = kind(accelerator, objective, optimizer, settings)
     if engine.strategy() != settings.zero:
-        raise TrainingError(f"zero: asked for {settings.zero}, DeepSpeed runs {engine.strategy()}")
+        raise TrainingError(f"zero: requested {settings.zero}, but DeepSpeed runs {engine.strategy()}")
     if found is not None and read is not None:
         engine.load_moments(read)
         if (scale := found[1].loss_scale) is not None:
-            engine.set_loss_scale(LossScale(scale, found[1].loss_scale_stable, found[1].loss_scale_hysteresis))
+            engine.set_loss_scale(scale)
     return engine, position
 
 
 def _position(manifest: Manifest, settings: Settings) -> Position:
     cuts = manifest.cuts
     if cuts[-1].seq_len != settings.seq_len:
-        # A second change at the same place replaces the first.
+        # A second change at the same position replaces the first.
         kept = tuple(cut for cut in cuts if cut.position < manifest.samples_seen)
         cuts = (*kept, Cut(manifest.samples_seen, settings.seq_len))
     return Position(updates=manifest.updates, samples_seen=manifest.samples_seen, cuts=cuts)
 
 
 def count_parameters(parameters: Iterable[torch.nn.Parameter]) -> int:
-    """Elements, whole ones: a sharded parameter counts with what it is everywhere together."""
+    """The number of elements. A sharded parameter counts with its whole size."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 
 def read_settings(path: Path) -> Settings:
-    """The settings, checked again: the file may have been edited by hand."""
+    """The settings of a file, which may be edited by hand; BadInputError if they are wrong."""
     try:
         return check(msgspec.json.decode(path.read_bytes(), type=Settings))
     except OSError as error:
@@ -206,7 +218,7 @@ def read_settings(path: Path) -> Settings:
 
 
 def open_accelerator(settings: Settings, config: Any, tracking: dict[str, Any] | None = None) -> Accelerator:
-    """Accelerate, with DeepSpeed where the settings ask for it; BadInputError for what this machine cannot do.
+    """Accelerate, with DeepSpeed for ZeRO; BadInputError if this machine cannot do it.
 
     `tracking` are the Accelerator's arguments for trackers.
     """
@@ -222,7 +234,7 @@ def open_accelerator(settings: Settings, config: Any, tracking: dict[str, Any] |
         accelerator = Accelerator(mixed_precision=mixed, cpu=not on_gpu, **tracking)
     if accelerator.num_processes != settings.world_size:
         raise BadInputError(
-            f"world_size {settings.world_size}: {accelerator.num_processes} processes were launched; use memtop train"
+            f"world_size {settings.world_size}: {accelerator.num_processes} processes were started; use memtop train"
         )
     return accelerator
 
@@ -233,19 +245,19 @@ def _precision(settings: Settings, on_gpu: bool) -> str:
             return "fp32"
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     if settings.precision == "fp16" and not on_gpu:
-        raise BadInputError("precision fp16: needs a GPU; give --set precision=bf16 or fp32")
+        raise BadInputError("precision fp16: requires a GPU; give --set precision=bf16 or fp32")
     return settings.precision
 
 
 def _find_state(state_dir: Path, accelerator: Accelerator) -> tuple[Path, Manifest] | None:
-    """The state to resume from: the first rank reads and checks every byte, the others believe it."""
+    """The state to resume from. The first rank checks every byte and broadcasts the result."""
     answer: list[Any] = [None]
     if accelerator.is_main_process:
         try:
             answer = [newest_complete(state_dir)]
         except BrokenStateError as error:
             answer = [
-                f"{error}; no whole state is left to resume from: move {state_dir.parent} aside, or start anew with --fresh"
+                f"{error}; no complete state is left to resume from; move {state_dir.parent} aside or start again with --fresh"
             ]
     if accelerator.num_processes > 1:
         torch.distributed.broadcast_object_list(answer, src=0)
@@ -259,18 +271,18 @@ def _find_state(state_dir: Path, accelerator: Accelerator) -> tuple[Path, Manife
     return folder, manifest
 
 
-def _say_resumed(folder: Path, manifest: Manifest, settings: Settings, say: _Speaker) -> None:
-    say(f"resumed from {folder} at update {manifest.updates}, {manifest.samples_seen} samples", warning=False)
+def _notify_resumed(folder: Path, manifest: Manifest, settings: Settings, notify: _Notifier) -> None:
+    notify(f"resumed from {folder} at update {manifest.updates}, {manifest.samples_seen} samples", warning=False)
     if manifest.seq_len != settings.seq_len and settings.task == "causal":
-        say(
-            f"seq_len {manifest.seq_len} -> {settings.seq_len}: what this epoch has not used is cut anew from "
-            f"sample {manifest.samples_seen} on; no token is left out or repeated"
+        notify(
+            f"seq_len {manifest.seq_len} -> {settings.seq_len}: the rest of this epoch is cut again from sample "
+            f"{manifest.samples_seen} on; no token is left out or repeated"
         )
     if manifest.optimizer != settings.optimizer:
-        say(f"optimizer {manifest.optimizer} -> {settings.optimizer}: its moments are converted as well as can be")
+        notify(f"optimizer {manifest.optimizer} -> {settings.optimizer}: its moments are converted as closely as possible")
     for field in ("seed", "data"):
         if manifest.settings.get(field) != msgspec.to_builtins(getattr(settings, field)):
-            say(f"{field} changed: from here on the samples come in another order")
+            notify(f"{field} changed: from here on the samples have another order")
 
 
 def _device_uuid(device: torch.device) -> str | None:
@@ -279,6 +291,6 @@ def _device_uuid(device: torch.device) -> str | None:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-def launched_alone() -> bool:
-    """True for the only or the first process: the one that speaks to the person."""
+def is_first_process() -> bool:
+    """Whether this is the first or only process, the one that prints to the user."""
     return os.environ.get("RANK", "0") == "0"

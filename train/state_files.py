@@ -1,12 +1,11 @@
-"""What a saved state says about itself: `manifest.json`, written last. A folder without a valid one is no state.
+"""The files of a saved state: safetensors files of limited size, and `manifest.json`, written last.
 
 {"format": 2, "updates", "samples_seen", "epoch", "effective_batch", "seq_len", "saved_at", "optimizer", "settings": {...},
  "cuts": [[position, seq_len], ...], "files": [{"name", "size_bytes", "sha256"}, ...], ...}
 
-
-Tensors in safetensors files of a limited size: written and read one at a time, so memory is bounded by the largest file.
-
-Keys are `KIND/NAME`: `weight/model.layers.0....`, `exp_avg/...`. All tensors of one parameter lie in one file.
+A folder without a valid manifest is not a state. Tensors are named `KIND/NAME`:
+`weight/model.layers.0....`, `exp_avg/...`. All tensors of one parameter are in one file. They are
+written and read one at a time, so the largest file bounds the memory.
 """
 
 from __future__ import annotations
@@ -21,7 +20,9 @@ import msgspec
 import torch
 from safetensors import safe_open
 
-FILE = "manifest.json"
+MANIFEST_NAME = "manifest.json"
+SHARD_BYTES = 512 << 20
+_DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 
 
 class StateFile(msgspec.Struct, frozen=True):
@@ -37,6 +38,16 @@ class Cut(msgspec.Struct, frozen=True, array_like=True):
     seq_len: int
 
 
+class LossScale(msgspec.Struct, frozen=True):
+    """The factor on fp16 losses that keeps small gradients from vanishing, and its next change."""
+
+    scale: float
+    stable: int
+    """Updates without overflow since the scale changed (DeepSpeed: since the last overflow)."""
+    hysteresis: int | None = None
+    """Overflows until DeepSpeed lowers the scale; None without DeepSpeed."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Progress in samples and updates; `saved_at` in seconds since the epoch."""
 
@@ -49,24 +60,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     cuts: tuple[Cut, ...]
     target_samples: int
     optimizer: str = "adamw"
-    """The kind that kept the moments."""
-    precision: str = ""
-    """What the settings' precision came to on that machine: "no" (fp32), "bf16" or "fp16"; empty in older states."""
-    loss_scale: float | None = None
-    """The scale of fp16 losses, where there was one."""
-    loss_scale_stable: int | None = None
-    """Updates without overflow since the scale changed; None in older states."""
-    loss_scale_hysteresis: int | None = None
-    """Overflows until DeepSpeed lowers the scale."""
+    """The optimizer that the moments belong to."""
+    precision: str
+    """The precision that the training used: "no" (fp32), "bf16" or "fp16"."""
+    loss_scale: LossScale | None = None
+    """The scale of fp16 losses; None without fp16."""
     evaluation_loss: float | None = None
-    """Of the newest evaluation, in nats per token."""
+    """The newest evaluation's loss in nats per token."""
     saved_at: float
     settings: dict[str, Any]
     files: list[StateFile]
 
 
 class BrokenStateError(Exception):
-    """A state folder that cannot be loaded; the text names the file and what is wrong with it."""
+    """A state folder that cannot be loaded; the text names the file and the problem."""
 
 
 def describe_file(path: Path) -> StateFile:
@@ -81,15 +88,15 @@ def describe_file(path: Path) -> StateFile:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, after every file it names was found whole; BrokenStateError says which is not."""
-    manifest = _decode(folder / FILE)
+    """The manifest, after checking all files that it names; BrokenStateError for a wrong one."""
+    manifest = _decode(folder / MANIFEST_NAME)
     for expected in manifest.files:
         try:
             found = describe_file(folder / expected.name)
         except OSError as error:
             raise BrokenStateError(f"{folder / expected.name}: {error.strerror}") from None
         if found != expected:
-            raise BrokenStateError(f"{folder / expected.name}: not what was saved (size or checksum differ)")
+            raise BrokenStateError(f"{folder / expected.name}: size or checksum differs from the manifest")
     return manifest
 
 
@@ -99,28 +106,31 @@ def _decode(path: Path) -> Manifest:
     except FileNotFoundError:
         raise BrokenStateError(f"{path}: missing, so the save was cut short") from None
     except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
-        raise BrokenStateError(f"{path}: cannot be understood: {error}") from None
+        raise BrokenStateError(f"{path}: cannot be read: {error}") from None
     if manifest.format != 2:
         raise BrokenStateError(f"{path}: format {manifest.format}, this memtop reads format 2")
     return manifest
 
 
 def previous_of(state_dir: Path) -> Path:
-    """Where the state before the newest one is kept."""
+    """The folder of the state before the newest one."""
     return state_dir.with_name(state_dir.name + ".previous")
 
 
 def older_states(state_dir: Path) -> list[Path]:
-    """Whole states from before the previous one, newest first (they carry the nanosecond they were put away at)."""
+    """The states before the previous one, newest first.
+
+    Their names end in the nanosecond at which they were replaced.
+    """
     prefix = state_dir.name + "."
     found = [p for p in state_dir.parent.glob(prefix + "*") if p.name.removeprefix(prefix).isdigit()]
     return sorted(found, key=lambda p: int(p.name.removeprefix(prefix)), reverse=True)
 
 
 def newest_complete(state_dir: Path) -> tuple[Path, Manifest, str | None] | None:
-    """The newest state that is whole, and what was wrong with a newer one; None if nothing was ever saved.
+    """The newest complete state, and what is wrong with a newer one; None if there is no state.
 
-    BrokenStateError if there are states, but none is whole.
+    BrokenStateError if there are states but none is complete.
     """
     problem: str | None = None
     for folder in (state_dir, previous_of(state_dir), *older_states(state_dir)):
@@ -136,20 +146,17 @@ def newest_complete(state_dir: Path) -> tuple[Path, Manifest, str | None] | None
 
 
 def newest_update(state_dir: Path) -> int | None:
-    """The update of the newest saved state, by its manifest alone; None if nothing was ever saved."""
+    """The update of the newest saved state, by its manifest alone; None without a state."""
     for folder in (state_dir, previous_of(state_dir), *older_states(state_dir)):
         try:
-            return _decode(folder / FILE).updates
+            return _decode(folder / MANIFEST_NAME).updates
         except BrokenStateError:
-            continue  # the one before it counts, as it does for who resumes
+            continue  # A resume uses the state before it, too.
     return None
 
 
-SHARD_BYTES = 512 << 20
-
-
 class ShardWriter:
-    """Collects tensors and writes a file whenever `shard_bytes` are together; `close` writes the rest."""
+    """Writes a file for every `shard_bytes` of tensors; `close` writes the rest."""
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
         self.files: list[StateFile] = []
@@ -159,17 +166,18 @@ class ShardWriter:
         self._bytes = 0
 
     def add(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Take the tensors of one parameter."""
+        """Add the tensors of one parameter."""
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         if self._waiting and self._bytes + size > self._limit:
             self._write()
         for kind, tensor in tensors.items():
-            # Not copied: nothing trains while a state is written, and a model on the CPU would be held twice.
+            # Not copied: nothing trains during a save, and a copy would hold a model on the CPU
+            # twice.
             self._waiting[f"{kind}/{name}"] = tensor.detach().contiguous()
         self._bytes += size
 
     def close(self) -> list[StateFile]:
-        """Write what is left; the files, in order."""
+        """Write the rest; return the files, in order."""
         if self._waiting:
             self._write()
         return self.files
@@ -181,19 +189,18 @@ class ShardWriter:
         self._waiting, self._bytes = {}, 0
 
 
-_DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
-
-
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """One safetensors file, on the disk when this returns: the length of the header, the header in JSON, then each tensor's
-    bytes. The library builds the whole file in memory first; here tensors go to the file from where they lie.
+    """Write one safetensors file and flush it to the disk: header length, JSON header, tensors.
+
+    The library would first build the whole file in memory; this writes each tensor from its own
+    memory.
     """
     header, end = {}, 0
     for key, tensor in tensors.items():
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[key] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    # Tensors begin at multiples of 8 bytes: readers map the file.
+    # Readers map the file, so tensors begin at multiples of 8 bytes.
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
@@ -205,7 +212,7 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 class ShardReader:
-    """The saved tensors of a state folder, by parameter; each is read when it is asked for."""
+    """The saved tensors of a state folder, by parameter. Each is read when it is requested."""
 
     def __init__(self, folder: Path, files: list[StateFile]) -> None:
         self._where: dict[str, dict[str, Path]] = {}
@@ -222,9 +229,6 @@ class ShardReader:
     def names(self) -> set[str]:
         return set(self._where)
 
-    def kinds(self, name: str) -> set[str]:
-        return set(self._where[name])
-
     def __call__(self, name: str) -> dict[str, torch.Tensor]:
         """All tensors of one parameter: weight, step and moments."""
         return {kind: self.get(name, kind) for kind in self._where[name]}
@@ -236,7 +240,7 @@ class ShardReader:
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold a file or a folder."""
+    """Flush a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

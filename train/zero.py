@@ -1,6 +1,4 @@
-"""The DeepSpeed configuration of a strategy: integers and explicit sizes, nothing that a version may read another way.
-
-Updates under DeepSpeed's ZeRO, and the way of its sharded state to tensors per parameter name and back."""
+"""DeepSpeed's ZeRO: configuration, engine, and its sharded state as tensors per parameter name."""
 
 from __future__ import annotations
 
@@ -17,25 +15,27 @@ from accelerate import Accelerator
 from memtop.presets import Settings
 from memtop.presets.schema import Zero
 from memtop.train.compile_lock import await_compiled
-from memtop.train.engine import LossScale, ReadSaved, trained_parameters
+from memtop.train.engine import ReadSaved, trained_parameters
 from memtop.train.objective import Objective
 from memtop.train.optimizers import MOMENTS, full_moments
+from memtop.train.state_files import LossScale
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 100_000, 50_000_000
 
 
 def zero_config(settings: Settings, *, hidden_size: int, precision: str, pin_memory: bool) -> dict[str, Any]:
-    """DeepSpeed's JSON for these settings. Buckets are counted in elements and follow the model's width.
+    """DeepSpeed's JSON for these settings: integers and explicit sizes, no "auto".
 
-    `train_batch_size` is left out: DeepSpeed derives it, so nothing can contradict. There is no optimizer block: the optimizer
-    is ours, the same under every strategy, and its state moves between them.
+    Buckets are counted in elements and follow the model's width. `train_batch_size` is left out
+    because DeepSpeed derives it. There is no optimizer block: every strategy uses memtop's
+    optimizer, so its state moves between them.
     """
     square = hidden_size * hidden_size
     bucket = min(max(square, _SMALLEST_BUCKET), _LARGEST_BUCKET)
     zero: dict[str, Any] = {
         "stage": settings.zero.stage,
         "contiguous_gradients": True,
-        # Overlapping keeps several buckets alive: memory is what these strategies are for.
+        # Overlapping would keep several buckets in memory.
         "overlap_comm": False,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
@@ -61,7 +61,7 @@ def zero_config(settings: Settings, *, hidden_size: int, precision: str, pin_mem
         "fp16": {"enabled": precision == "fp16", "loss_scale": 0, "initial_scale_power": 16},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
-        # One AdamW for every strategy; DeepSpeed's own is a choice (optimizer = "cpu_adam"), not a surprise.
+        # Do not replace AdamW by DeepSpeed's own; `optimizer = "cpu_adam"` selects that.
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1_000_000_000,
         "wall_clock_breakdown": False,
@@ -71,12 +71,15 @@ def zero_config(settings: Settings, *, hidden_size: int, precision: str, pin_mem
 def open_deepspeed(
     settings: Settings, config: Any, precision: str, mixed: str, on_gpu: bool, tracking: dict[str, Any]
 ) -> Accelerator:
-    """Accelerate with DeepSpeed for these settings. `precision`: fp32, bf16 or fp16; `mixed`: what accelerate calls it."""
+    """Accelerate with DeepSpeed for these settings.
+
+    `precision`: fp32, bf16 or fp16; `mixed`: what accelerate calls it.
+    """
     if not on_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-        # What DeepSpeed's ranks on the CPU exchange data by.
+        # The extension that DeepSpeed's CPU ranks communicate through.
         await_compiled("deepspeed_shm_comm", what="DeepSpeed on the CPU")
-    # DeepSpeed calls torch by names that are about to change: nothing that a person could do about it.
+    # DeepSpeed uses deprecated names of torch; the user cannot do anything about it.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
     from transformers.integrations import unset_hf_deepspeed_config
@@ -86,7 +89,7 @@ def open_deepspeed(
     folder = os.environ.get("MEMTOP_ATTEMPT_DIR")
     if folder and os.environ.get("RANK", "0") == "0":
         (Path(folder) / "deepspeed.json").write_text(json.dumps(written, indent=1))
-    # A model from a file is sharded while it is read: it may be larger than one card.
+    # A model from a file is sharded while it is read, because it may be larger than one GPU.
     sharded = settings.zero.stage == 3 and bool(settings.model.get("path"))
     plugin = DeepSpeedPlugin(hf_ds_config=written, zero3_init_flag=sharded)
     group = InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo")
@@ -98,16 +101,21 @@ def open_deepspeed(
         **tracking,
     )
     if not sharded:
-        # transformers would shard every model of stage 3 while it is built, and draw other weights for the same seed.
+        # transformers would shard a new model while it is built, which draws other weights for the
+        # same seed.
         unset_hf_deepspeed_config()
     return accelerator
 
 
 class ZeroEngine:
-    """A DeepSpeed engine, driven by hand: it is told where an update ends, since the last one of a run may be short."""
+    """A DeepSpeed engine.
 
-    # ZeRO-2 and 3 shard gradients as they arise, ZeRO-3 gathers weights in every layer: a rank that breaks off leaves the
-    # others waiting, and the engine's buffers half full. Only a restart helps.
+    The trainer marks the end of each update, because the last one of a run may be short.
+    """
+
+    # ZeRO-2 and 3 reduce gradients during the backward pass, and ZeRO-3 gathers weights in every
+    # layer. A rank that gives up leaves the others waiting and the engine's buffers half full, so
+    # only a restart helps.
     retries = False
 
     def __init__(
@@ -124,22 +132,22 @@ class ZeroEngine:
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(is_boundary=last)
-        # DeepSpeed divides by its accumulation steps and takes the mean over ranks; the sum is wanted.
+        # DeepSpeed divides by its accumulation steps and averages over the ranks; this undoes both.
         self._engine.backward(loss * (self._settings.accumulation * self.accelerator.num_processes))
         if not last:
             self._engine.step()
 
-    def gaps(self) -> int:
+    def missing_gradients(self) -> int:
         return 0
 
-    def share_gaps(self) -> None:
-        """DeepSpeed exchanges gradients itself."""
+    def share_missing(self) -> None:
+        """Do nothing: DeepSpeed reduces gradients itself."""
 
-    def fill_gaps(self) -> None:
-        """There are none."""
+    def fill_missing(self) -> int:
+        return 0
 
     def drop_gradients(self) -> None:
-        raise AssertionError("an update under ZeRO is never given up")
+        raise AssertionError("an update under ZeRO is never repeated")
 
     def step(self, rate: float) -> float | None:
         for group in (*self._base.param_groups, *self._zero.param_groups):
@@ -175,20 +183,20 @@ class ZeroEngine:
                 self._make_optimizer_state(float(saved["step"]))
                 ready = True
             device = self.accelerator.device
-            # The 16-bit working copy has these weights already, rounded; these are the exact ones.
+            # The 16-bit copy already has these weights, but rounded.
             safe_set_full_fp32_param(parameter, saved["weight"].to(device))
             shape = getattr(parameter, "ds_shape", parameter.shape)
             for kind, tensor in full_moments(saved, shape).items():
                 safe_set_full_optimizer_state(parameter, tensor.to(device), kind)
 
     def _pieces(self) -> list[torch.Tensor]:
-        """The flat fp32 pieces of this rank that the optimizer steps over."""
+        """The flat fp32 tensors of this rank that the optimizer updates."""
         if self._settings.zero.stage == 3:
             return list(self._zero.fp32_partitioned_groups_flat)
         return [parameter for group in self._base.param_groups for parameter in group["params"]]
 
     def _make_optimizer_state(self, step: float) -> None:
-        """The optimizer makes its state at its first step; here it must exist before, with the right step count."""
+        """Create the optimizer's state before its first step, with the saved step count."""
         whole = type(self._base).__name__ == "DeepSpeedCPUAdam"
         for piece in self._pieces():
             self._base.state[piece] = {
@@ -222,7 +230,6 @@ class ZeroEngine:
             return
         scaler = self._zero.loss_scaler
         scaler.cur_scale = saved.scale
-        if saved.stable is not None:
-            scaler.last_overflow_iter = scaler.cur_iter - 1 - saved.stable
+        scaler.last_overflow_iter = scaler.cur_iter - 1 - saved.stable
         if saved.hysteresis is not None:
             scaler.cur_hysteresis = saved.hysteresis

@@ -26,8 +26,9 @@ from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.history import HOST, Bucket
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.run.record.folder import RunFolder
-from memtop.supervisor.run.record.ledger import Attempt, Ledger, Step
+from memtop.supervisor.run.record.ledger import Attempt, Ledger, StoredStep
 from memtop.supervisor.run.record.view import read_state, reading_ledger
+from memtop.supervisor.run.reports import Step
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, LogLines, Replayed
 
 SLOWEST, FASTEST = 1, 3600
@@ -152,7 +153,7 @@ class FolderRecording:
             raise RunFolderError(f"{folder.ledger_path}: empty: there is nothing to replay")
         self.start, self.end = min(self.last.created, *moments), max(moments)
         self._times = [step.time for step in self._steps]
-        losses = (math.inf if step.loss is None else step.loss for step in self._steps)
+        losses = (math.inf if step.report.loss is None else step.report.loss for step in self._steps)
         self._best = [None if loss == math.inf else loss for loss in accumulate(losses, min)]
         self._starts = {attempt.number: attempt.start_updates for attempt in self.attempts}
 
@@ -216,7 +217,7 @@ class FolderRecording:
             return wire.RunState(**base, state=wire.Phase.CREATED)
         place = bisect_right(self._times, now)
         own = [step for step in self._steps[max(0, place - _RATE_STEPS) : place] if step.attempt == attempt.number]
-        step = own[-1] if own else Step(update=attempt.start_updates or 0)
+        step = own[-1].report if own else Step(update=attempt.start_updates or 0)
         phase, reason = self._phase(attempt, bool(own), now)
         rates = _rates(own)
         seen = step.samples_seen
@@ -304,11 +305,10 @@ def _at(series: dict[str, list[Bucket]], now: float) -> dict[str, float]:
     return values
 
 
-def _gpu(key: str, label: str, values: dict[str, float]) -> GpuSample:
+def _gpu(key: str, index: int | None, values: dict[str, float]) -> GpuSample:
     used, fraction = values.get("used_bytes"), values.get("used_fraction")
-    index = label.rpartition(" ")[2]
     return GpuSample(
-        index=int(index) if index.isdigit() else 0,
+        index=index or 0,
         uuid=key,
         used_bytes=None if used is None else round(used),
         used_fraction=fraction,
@@ -333,13 +333,13 @@ def _host(values: dict[str, float]) -> HostSample:
     )
 
 
-def _rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
-    known = [step for step in steps if step.samples_seen is not None]
+def _rates(steps: Sequence[StoredStep]) -> tuple[float | None, float | None]:
+    known = [step for step in steps if step.report.samples_seen is not None]
     if len(known) < 2 or known[-1].time <= known[0].time:
         return None, None
     seconds = known[-1].time - known[0].time
-    tokens = sum(step.tokens or 0 for step in known[1:])
-    samples = (known[-1].samples_seen or 0) - (known[0].samples_seen or 0)
+    tokens = sum(step.report.tokens or 0 for step in known[1:])
+    samples = (known[-1].report.samples_seen or 0) - (known[0].report.samples_seen or 0)
     return samples / seconds, tokens / seconds if tokens else None
 
 

@@ -16,7 +16,7 @@ from textual.widgets import Button, Input, Label, Select, Static
 from memtop.presets import apply_preset
 from memtop.presets.edits import find_preset
 from memtop.presets.schema import Settings
-from memtop.supervisor.recovery.applying import ran_out
+from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.wire import Change, RunState
 from memtop.tui.line import Line
 from memtop.tui.panel import LinePanel
@@ -120,7 +120,7 @@ class RestartDialog(Dialog[RestartRequest]):
         return [] if after is None else outlook_of(store).lines(after, width)[:height]
 
     def _failed(self) -> tuple[Settings, ...]:
-        return ran_out(self._dashboard.store.configurations)
+        return failed_settings(self._dashboard.store.configurations)
 
     def _judge(self) -> None:
         texts = {field: self.query_one(f"#{field}", Input).value for field in NUMBER_FIELDS}

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-# --- encoding --------------------------------------------------------------------------------------
+# --- encoding -------------------------------------------------------------------------------------
 
 # Control characters that no program prints. NUL is not among them: a crash leaves blocks of NULs in
 # a file. Terminals use bell, backspace, tabs, line and page ends, character sets and escape.
@@ -85,7 +85,7 @@ def decode(data: bytes) -> str:
         return data.decode("utf-8", "surrogateescape").translate(_LATIN_1)
 
 
-# --- excerpt ---------------------------------------------------------------------------------------
+# --- excerpt --------------------------------------------------------------------------------------
 
 BLOCK = 1 << 20
 HEAD, TAIL = 32 << 10, 192 << 10
@@ -221,7 +221,7 @@ def _merged(pieces: list[Piece]) -> list[Piece]:
     return merged
 
 
-# --- lines -----------------------------------------------------------------------------------------
+# --- lines ----------------------------------------------------------------------------------------
 
 LONGEST_LINE = 8192
 
@@ -317,7 +317,7 @@ def _without_front(shown: str) -> tuple[str, int | None]:
     return RIGHT_BORDER.sub("", text).strip(), rank
 
 
-# --- page and view ---------------------------------------------------------------------------------
+# --- page and view --------------------------------------------------------------------------------
 
 _SPACE = re.compile(r"\s+")
 _WORD = re.compile(r"\w")

@@ -1,7 +1,9 @@
-"""Rules for trying a larger micro-batch: which split may be tried, and whether a trial was faster. Pure functions.
+"""Rules for trying a larger micro-batch: which split may be tried, and whether a trial was faster.
+Pure functions.
 
-A larger split may be tried if it keeps the effective batch exactly, raises the micro-batch by at most a quarter, and its
-predicted peak is below 85 % of the card. A trial is kept only if samples per second rose by more than chance explains.
+A larger split may be tried if it keeps the effective batch exactly, raises the micro-batch by at
+most a quarter, and its predicted peak is below 85 % of the card. A trial is kept only if samples
+per second rose by more than chance explains.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from memtop.presets.schema import Settings, exact_splits
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.monitor.bands import EDGE_FROM
-from memtop.supervisor.recovery.applying import change_for
+from memtop.supervisor.recovery.configuration import change_for
 from memtop.supervisor.recovery.forecast import foreseen
 from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.wire import Advice, Change
@@ -40,13 +42,15 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def larger_splits(settings: Settings) -> list[Split]:
-    """The splits with a larger micro-batch and exactly the same effective batch, the smallest first."""
+    """The splits with a larger micro-batch and exactly the same effective batch, the smallest
+    first."""
     pairs = exact_splits(settings.effective_batch, settings.world_size)
     return [Split(batch=b, accumulation=a) for b, a in reversed(pairs) if b > settings.batch]
 
 
 def upper_bound(peak_bytes: int, peak_batch: int, batch: int, total_bytes: int | None, others_bytes: int = 0) -> Forecast:
-    """Predict from a single peak. The result is an upper bound: it assumes that all of the peak grows with the batch."""
+    """Predict from a single peak. The result is an upper bound: it assumes that all of the peak
+    grows with the batch."""
     most = math.ceil(peak_bytes * batch / peak_batch)
     basis = f"at most: the one peak at B {peak_batch}, as if all of it grew with the batch"
     return foreseen(most, total_bytes, basis, others_bytes)
@@ -77,7 +81,8 @@ def split_refusal(settings: Settings, split: Split, forecast: Forecast | None, f
 
 
 def next_split(settings: Settings, forecast: ForecastOf, failed: Collection[int] = ()) -> tuple[Split | None, list[str]]:
-    """The largest split that may be tried, and the reasons against the others, the smallest first."""
+    """The largest split that may be tried, and the reasons against the others, the smallest
+    first."""
     allowed: Split | None = None
     refused: list[str] = []
     for split in larger_splits(settings):
@@ -104,9 +109,11 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measured(updates: Sequence[Update]) -> dict[str, float]:
-    """Medians and spreads of consecutive updates, under the names that `wire.Trial` lists. Unknown values are left out.
+    """Medians and spreads of consecutive updates, under the names that `wire.Trial` lists. Unknown
+    values are left out.
 
-    Speed is measured in samples/s because it can be compared across splits; updates/s and micro-steps/s cannot.
+    Speed is measured in samples/s because it can be compared across splits; updates/s and
+    micro-steps/s cannot.
     """
     found = {"updates": float(len(updates))}
     speeds = [update.samples / update.seconds for update in updates]
@@ -123,7 +130,8 @@ def measured(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def spread(values: Iterable[float]) -> float:
-    """A standard deviation that ignores a few outliers (a save, an evaluation): 1.4826 median absolute deviations."""
+    """A standard deviation that ignores a few outliers (a save, an evaluation): 1.4826 median
+    absolute deviations."""
     values = list(values)
     middle = median(values)
     return 1.4826 * median(abs(value - middle) for value in values)
@@ -132,9 +140,9 @@ def spread(values: Iterable[float]) -> float:
 def verdict(before: dict[str, float], after: dict[str, float]) -> tuple[bool, str]:
     """Whether to keep the change, and why.
 
-    The change is kept if the median samples/s after it exceeds the median before it by more than two standard errors of the
-    difference, and by at least 1 %. The error follows from the spreads; the standard error of a median is 1.2533 times that
-    of a mean.
+    The change is kept if the median samples/s after it exceeds the median before it by more than
+    two standard errors of the difference, and by at least 1 %. The error follows from the spreads;
+    the standard error of a median is 1.2533 times that of a mean.
     """
     old, new = before["samples_per_second"], after["samples_per_second"]
     error = 1.2533 * math.sqrt(
@@ -163,7 +171,8 @@ def proposed(advice: Advice | None) -> Change:
 def refusal(
     before: Settings, after: Settings, forecast: Callable[[int], Forecast | None], failed: Collection[int]
 ) -> str | None:
-    """Why this change must not be tried, in one line; None if it may be. `failed`: micro-batches that ran out of memory."""
+    """Why this change must not be tried, in one line; None if it may be. `failed`: micro-batches
+    that ran out of memory."""
     if before.effective_batch != after.effective_batch:
         return f"a trial must not change training; {describe_split(before, after)}"
     if after.batch <= before.batch:
@@ -173,7 +182,8 @@ def refusal(
 
 
 def title_of(before: Settings, after: Settings) -> str:
-    """`batch 16 -> 20, accumulation 5 -> 4`, and other changes as `presets.comparison` words them. Empty if nothing changes."""
+    """`batch 16 -> 20, accumulation 5 -> 4`, and other changes as `presets.comparison` words them.
+    Empty if nothing changes."""
     split = [
         f"{name} {getattr(before, name)} -> {getattr(after, name)}"
         for name in ("batch", "accumulation")

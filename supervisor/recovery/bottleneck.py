@@ -1,11 +1,13 @@
-"""What a run spends its time on, and what would make it faster: pure functions of measurements.
+"""What limits a run's speed, and what would make it faster. Pure functions of measurements.
 
-The parts of an update decide (waiting for data, forward, backward, optimizer), then what the card says of its multiprocessors
-and its power. Utilisation says only that some kernel ran: it never decides alone, and at 100 % it contradicts starvation.
+The parts of an update (data wait, forward, backward, optimizer) decide first, then the activity of
+the GPU's multiprocessors and its power. Utilization only shows that some kernel ran: it never
+decides alone, but at 100 % it rules out that the GPU waits.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterator
 
 import msgspec
@@ -15,34 +17,40 @@ from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.batch_trial import ForecastOf, Split, next_split
+from memtop.supervisor.recovery.suggested_commands import restart_command
 from memtop.supervisor.recovery.values import Forecast, Remedy
 from memtop.supervisor.wire import Advice
 
 FEWEST_UPDATES = 10
-"""Below so many updates the medians say nothing."""
+"""With fewer updates the medians are not reliable."""
 WAITS = 0.20
-"""Share of an update spent waiting for data from which on the loader is what holds it up."""
+"""The fraction of an update that waits for data from which on the loader is the bottleneck."""
 IDLE_SM, IDLE_POWER = 0.35, 0.45
-"""Below these shares of the multiprocessors (of the power limit, where they are not known) the card is not at work."""
+"""Below these fractions (active multiprocessors; if not known, of the power limit) the GPU is
+idle."""
 BUSY = 0.80
-"""Utilisation from which on a card that does not wait is called busy where nothing better is known."""
+"""The utilization from which on a GPU that does not wait counts as busy, if nothing better is
+known."""
 SWAPS = 1 << 20
-"""Bytes per second read back from swap, sustained, that hold a run up by themselves; or less, where tasks wait for memory."""
+"""Sustained bytes per second read back from swap that slow a run down by themselves. Less is enough
+if tasks wait for memory."""
 WAITS_FOR_MEMORY = 0.05
-"""Share of time in which some task waited for memory."""
+"""The fraction of time in which a task waited for memory."""
 
 RAM_EDGE, RAM_DANGER = 0.80, 0.90
-"""The bands of host memory for what takes more of it: below 80 % safe, above 90 % danger; there is no allocator to ask."""
+"""The bands of host memory for remedies that need more of it: below 80 % safe, above 90 %
+danger."""
 MOST_WORKERS = 8
 _WORKER_BYTES = 512 << 20
-"""Taken for one loader worker until one has been measured."""
+"""Assumed for one loader worker until one has been measured."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians over the newest updates and samples. None: not known. Bytes, seconds, fractions 0-1."""
+    """Medians over the newest updates and samples, in bytes, seconds and fractions (0-1). None: not
+    known."""
 
     updates: int
-    """How many updates the times are of."""
+    """How many updates were measured."""
     on_gpu: bool
     step_seconds: float | None = None
     data_wait_seconds: float | None = None
@@ -51,16 +59,16 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_seconds: float | None = None
     samples_per_second: float | None = None
     utilization_fraction: float | None = None
-    """Of the run's least busy card; likewise the next two."""
+    """Of the run's least busy GPU, as are the next two."""
     sm_active_fraction: float | None = None
     power_fraction: float | None = None
     """Of the power limit."""
     gpu_fraction: float | None = None
-    """Of the run's fullest card, what is taken."""
+    """Memory in use on the run's fullest GPU."""
     gpu_free_bytes: int | None = None
     host_fraction: float | None = None
     host_total_bytes: int | None = None
-    """Or the memory group's limit."""
+    """The machine's memory, or the memory group's limit."""
     host_used_bytes: int | None = None
     available_at_start_bytes: int | None = None
     swap_fraction: float | None = None
@@ -68,21 +76,22 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Sustained: the median of the last half minute."""
     pressure_fraction: float | None = None
     workers: int | None = None
-    """Loader workers running, all processes together."""
+    """Running loader workers of all processes."""
     worker_bytes: int | None = None
-    """Of host memory, private to one of them."""
+    """Private host memory of one loader worker."""
     cores: int | None = None
 
     @property
     def wait_fraction(self) -> float | None:
-        """Share of an update spent waiting for data."""
+        """The fraction of an update that waits for data."""
         if self.data_wait_seconds is None or not self.step_seconds:
             return None
         return self.data_wait_seconds / self.step_seconds
 
 
 def ram_band(fraction: float | None, swap_in: float | None = None) -> Band:
-    """Host memory for whoever wants more: below 80 % safe, to 90 % edge, above, or with any sustained swapping in, danger."""
+    """The band of host memory for remedies that need more of it. Any sustained swapping is
+    danger."""
     if swap_in:
         return Band.DANGER
     if fraction is None:
@@ -93,7 +102,8 @@ def ram_band(fraction: float | None, swap_in: float | None = None) -> Band:
 
 
 def loader_processes(workers: int, world_size: int, loaders: int = 1) -> int:
-    """Worker processes on the machine: each training process has its own, and each of its loaders that keeps them."""
+    """Worker processes on the machine: every training process has its own for each of its
+    loaders."""
     return workers * world_size * loaders
 
 
@@ -105,46 +115,51 @@ def advise(
     *,
     run: str = "RUN",
 ) -> Advice:
-    """What holds the run up, with evidence, what may be tried against it, and what must not be done now.
+    """The bottleneck with its evidence, what can be tried against it, and what must not be done
+    now.
 
-    `settings` None: a program of the user's own, to which nothing can be proposed. `failed`: micro-batches that ran out here;
-    `run`: its name, for the commands.
+    `settings` is None for an external command, for which nothing can be proposed. `failed`:
+    micro-batches that ran out of memory in this run; `run`: its name, for the commands.
     """
-    bottleneck, summary = diagnose(measured)
-    proposals: list[Remedy] = []
-    refused: list[str] = []
+    bottleneck, summary = bottleneck_of(measured)
+    rungs: list[Remedy | str | None] = []
     if settings is not None and bottleneck != "unknown":
-        for remedy, reason in _ladder(bottleneck, measured, settings, forecast or _unknown, failed):
-            if remedy is not None:
-                proposals.append(replace(remedy, command=(remedy.command or "").replace("RUN", run) or None))
-            if reason is not None:
-                refused.append(reason)
+        rungs = list(_ladder(bottleneck, measured, settings, forecast or _unknown, failed))
     return Advice(
         bottleneck=bottleneck,
         summary=summary,
         evidence=tuple(_evidence(measured, settings)),
-        proposals=tuple(proposals),
-        refused=tuple(refused),
+        proposals=tuple(_with_command(rung, run) for rung in rungs if isinstance(rung, Remedy)),
+        refused=tuple(rung for rung in rungs if isinstance(rung, str)),
     )
+
+
+def _with_command(remedy: Remedy, run: str) -> Remedy:
+    """A change that the running trainer can make is tried; others need a restart."""
+    tried = f"memtop advise {shlex.quote(run)} --try"
+    return replace(remedy, command=tried if remedy.id in _TRIED else restart_command(run, remedy.assignments))
+
+
+_TRIED = ("larger_batch", "workers")
 
 
 def _unknown(_: int) -> Forecast | None:
     return None
 
 
-# --- which it is ------------------------------------------------------------------------------------------------------------
+# --- the bottleneck ---------------------------------------------------------------------------------
 
 
-def diagnose(m: Measured) -> tuple[str, str]:
-    """data | compute | launch | swap | unknown, and one sentence."""
+def bottleneck_of(m: Measured) -> tuple[str, str]:
+    """data | compute | launch | swap | unknown, and one sentence about it."""
     if _is_swapping(m):
         rate = units.size(m.swap_in_bytes_per_second)
-        return "swap", f"swapping: {rate}/s of memory in use come back from the disk, and everything waits for them"
+        return "swap", f"swapping: {rate}/s of memory in use are read back from disk, and everything waits for that"
     if m.updates < FEWEST_UPDATES:
         return "unknown", f"not known yet: {m.updates} updates measured, {FEWEST_UPDATES} are needed"
     wait = m.wait_fraction
     if wait is None:
-        return "unknown", "not known: the program does not tell what its updates spend their time on"
+        return "unknown", "not known: the program does not report the parts of its updates"
     if wait >= WAITS:
         return "data", f"waiting for data: {wait:.0%} of each update"
     work = f"only {wait:.0%} of each update waits for data"
@@ -153,13 +168,13 @@ def diagnose(m: Measured) -> tuple[str, str]:
     if m.sm_active_fraction is not None:
         idle, of = m.sm_active_fraction < IDLE_SM, f"{m.sm_active_fraction:.0%} of the multiprocessors have work"
     elif m.power_fraction is not None:
-        idle, of = m.power_fraction < IDLE_POWER, f"the card draws {m.power_fraction:.0%} of its power limit"
+        idle, of = m.power_fraction < IDLE_POWER, f"the GPU draws {m.power_fraction:.0%} of its power limit"
     elif m.utilization_fraction is not None and m.utilization_fraction >= BUSY:
-        idle, of = False, f"the card is busy {m.utilization_fraction:.0%} of the time"
+        idle, of = False, f"the GPU is busy {m.utilization_fraction:.0%} of the time"
     else:
-        return "unknown", f"not known: {work}, and neither the multiprocessors' activity nor the power is told"
+        return "unknown", f"not known: {work}, and neither the multiprocessors' activity nor the power is reported"
     if idle:
-        return "launch", f"launch-bound: {work}, but {of}: the kernels are too small to fill the card"
+        return "launch", f"launch-bound: {work}, but {of}: the kernels are too small to fill the GPU"
     return "compute", f"compute-bound: {work}, and {of}"
 
 
@@ -169,7 +184,7 @@ def _is_swapping(m: Measured) -> bool:
 
 
 _WORTH_NAMING = 0.01
-_REST = "the rest (gradients clipped and exchanged, reports, saves)"
+_REST = "the rest (gradient clipping and all-reduce, reports, saves)"
 
 
 def _evidence(m: Measured, settings: Settings | None) -> Iterator[str]:
@@ -183,26 +198,26 @@ def _evidence(m: Measured, settings: Settings | None) -> Iterator[str]:
         split = [f"{name} {seconds / m.step_seconds:.0%}" for name, seconds in parts.items() if seconds is not None]
         rest = 1 - sum(seconds or 0.0 for seconds in parts.values()) / m.step_seconds
         if split and rest >= _WORTH_NAMING:
-            split.append(f"{_REST if None not in parts.values() else 'not told'} {rest:.0%}")
+            split.append(f"{_REST if None not in parts.values() else 'not reported'} {rest:.0%}")
         speed = "" if m.samples_per_second is None else f", {m.samples_per_second:.1f} samples/s"
         of = f" ({', '.join(split)})" if split else ""
         yield f"an update takes {m.step_seconds:.3g} s{of}, median of {m.updates}{speed}"
-    card = {
+    gpu = {
         "busy": m.utilization_fraction,
         "multiprocessors active": m.sm_active_fraction,
         "of the power limit": m.power_fraction,
-        "of its memory taken": m.gpu_fraction,
+        "of its memory used": m.gpu_fraction,
     }
-    told = [f"{fraction:.0%} {words}" for words, fraction in card.items() if fraction is not None]
-    if told:
-        yield f"GPU: {', '.join(told)}"
+    known = [f"{fraction:.0%} {words}" for words, fraction in gpu.items() if fraction is not None]
+    if known:
+        yield f"GPU: {', '.join(known)}"
     if m.host_fraction is not None:
         yield f"host memory: {units.percent(m.host_fraction)} used{_since_start(m)}"
     if m.swap_fraction is not None:
         rate = "" if not m.swap_in_bytes_per_second else f", {units.size(m.swap_in_bytes_per_second)}/s read back"
         yield f"swap: {units.percent(m.swap_fraction)} used{rate}"
     if settings is not None and settings.accumulation > 1:
-        yield f"accumulation {settings.accumulation} makes nobody wait and changes no peak: it only puts the update off"
+        yield f"accumulation {settings.accumulation} slows nothing down and changes no peak: it only delays the update"
 
 
 def _since_start(m: Measured) -> str:
@@ -212,10 +227,10 @@ def _since_start(m: Measured) -> str:
     return f"; available at the start {units.size(m.available_at_start_bytes)}, now {units.size(now)}"
 
 
-# --- what helps -------------------------------------------------------------------------------------------------------------
+# --- what helps ----------------------------------------------------------------------------------
 
-_Rung = tuple[Remedy | None, str | None]
-"""What may be tried, or why it may not."""
+_Rung = Remedy | str | None
+"""What can be tried, why it cannot, or None if it does not apply."""
 
 
 def _ladder(bottleneck: str, m: Measured, settings: Settings, forecast: ForecastOf, failed: Collection[int]) -> Iterator[_Rung]:
@@ -228,21 +243,20 @@ def _ladder(bottleneck: str, m: Measured, settings: Settings, forecast: Forecast
     if settings.zero.offload_optimizer and bottleneck in ("compute", "swap"):
         yield _offload_off(m, settings)
     if not settings.zero.offload_optimizer and band is not Band.SAFE:
-        yield None, f"optimizer offload: it moves gigabytes into host memory, which is {_full(m, band)}"
+        yield f"optimizer offload: it moves gigabytes into host memory, which is {_full(m, band)}"
     if bottleneck in ("compute", "launch"):
         yield from _larger_batch(bottleneck, settings, forecast, failed)
     elif bottleneck == "data":
-        yield None, "a larger micro-batch: its samples would be waited for just as long"
+        yield "a larger micro-batch: it would wait for its samples just as long"
     else:
-        yield None, "a larger micro-batch: first the swapping must end, or it is measured in what the disk can do"
+        yield "a larger micro-batch: the swapping must end first, or only the disk's speed would be measured"
 
 
 def _larger_batch(bottleneck: str, settings: Settings, forecast: ForecastOf, failed: Collection[int]) -> Iterator[_Rung]:
     split, refused = next_split(settings, forecast, failed)
     if split is not None:
-        yield larger_batch(settings, split, forecast(split.batch), bottleneck), None
-    for reason in refused:
-        yield None, reason
+        yield larger_batch(settings, split, forecast(split.batch), bottleneck)
+    yield from refused
 
 
 def larger_batch(settings: Settings, split: Split, forecast: Forecast | None, bottleneck: str) -> Remedy:
@@ -251,128 +265,107 @@ def larger_batch(settings: Settings, split: Split, forecast: Forecast | None, bo
         f"batch {settings.batch} -> {split.batch}, accumulation {settings.accumulation} -> {split.accumulation}: "
         f"effective batch stays {settings.effective_batch}"
     )
-    fills = "larger kernels fill the card better" if bottleneck == "launch" else "fewer, larger kernels may help a little"
+    fills = "larger kernels fill the GPU better" if bottleneck == "launch" else "fewer, larger kernels can help a little"
     return Remedy(
         id="larger_batch",
         title=title,
-        why=f"{fills}; it is tried over a stretch of updates and kept only if samples/s rise",
+        why=f"{fills}; a trial over some updates keeps it only if samples/s rise",
         keeps_math=True,
         resumable="resumes" if settings.zero.stage else "live",
         assignments={"batch": str(split.batch), "accumulation": str(split.accumulation)},
         forecast=forecast,
-        command="memtop advise RUN --try",
     )
 
 
 def _more_workers(m: Measured, settings: Settings, band: Band) -> _Rung:
     if band is not Band.SAFE:
-        return None, f"more loader workers: each takes host memory, which is {_full(m, band)}"
+        return f"more loader workers: each needs host memory, which is {_full(m, band)}"
     if m.host_total_bytes is None or m.host_used_bytes is None:
-        return None, "more loader workers: how much host memory is left is not known"
+        return "more loader workers: how much host memory is left is not known"
     world = settings.world_size
     each = m.worker_bytes or _WORKER_BYTES
     room = int((RAM_EDGE * m.host_total_bytes - m.host_used_bytes) // (each * world))
-    # Beside the training processes themselves a core for each worker is all that helps.
+    # One core for each training process and one for each worker; more workers would not help.
     cores = MOST_WORKERS if m.cores is None else max(1, m.cores // world - 1)
     wanted = min(max(2, 2 * settings.workers), MOST_WORKERS, cores, settings.workers + room)
     budget = f"{loader_processes(wanted, world)} x {units.size(each)}{'' if m.worker_bytes else ' (assumed)'}"
     if wanted <= settings.workers:
-        what = "cores" if cores <= settings.workers else "host memory below 80 %"
-        return None, f"more loader workers than {settings.workers} per process: there are no {what} left for them"
-    return (
-        Remedy(
-            id="workers",
-            title=f"loader workers {settings.workers} -> {wanted} per process, {loader_processes(wanted, world)} in all",
-            why=f"batches are made while the last one is trained on; host memory for them: {budget}",
-            keeps_math=True,
-            resumable="live",
-            assignments={"workers": str(wanted)},
-            forecast_unknown="it takes host memory, not the card's",
-            command="memtop advise RUN --try",
-        ),
-        None,
+        what = "cores" if cores <= settings.workers else "bytes of host memory below 80 %"
+        return f"more loader workers than {settings.workers} per process: no {what} are left for them"
+    return Remedy(
+        id="workers",
+        title=f"loader workers {settings.workers} -> {wanted} per process, {loader_processes(wanted, world)} in all",
+        why=f"they prepare batches while the previous one is trained on; host memory for them: {budget}",
+        keeps_math=True,
+        resumable="live",
+        assignments={"workers": str(wanted)},
+        forecast_unknown="it needs host memory, not GPU memory",
     )
 
 
 def _pinning(m: Measured, settings: Settings, band: Band) -> _Rung:
     if not m.on_gpu or settings.pin_memory is not False:
-        return None, None  # on the CPU there is nothing to copy to; otherwise it is on, or on where memory allows
+        return None
     if band is not Band.SAFE:
-        return None, f"pinned buffers: they cannot be swapped out, and host memory is {_full(m, band)}"
-    return (
-        Remedy(
-            id="pin_memory",
-            title="pinned host buffers on",
-            why="copies to the card overlap with its work; it costs host memory only",
-            keeps_math=True,
-            resumable="resumes",
-            assignments={"pin_memory": "true"},
-            forecast_unknown="it takes host memory, not the card's",
-            command="memtop restart RUN --set pin_memory=true",
-        ),
-        None,
+        return f"pinned buffers: they cannot be swapped out, and host memory is {_full(m, band)}"
+    return Remedy(
+        id="pin_memory",
+        title="pinned host buffers on",
+        why="copies to the GPU overlap with its work; this costs host memory only",
+        keeps_math=True,
+        resumable="resumes",
+        assignments={"pin_memory": "true"},
+        forecast_unknown="it needs host memory, not GPU memory",
     )
 
 
 def _less_host_memory(m: Measured, settings: Settings) -> Iterator[_Rung]:
     lower = {"standard": "low", "low": "extreme"}.get(settings.host_level)
     if lower is not None:
-        yield (
-            Remedy(
-                id="host_level",
-                title=f"host memory {settings.host_level} -> {lower}",
-                why="the data is read through a memory map in smaller pieces, and fewer of them are kept",
-                keeps_math=True,
-                resumable="resumes",
-                assignments={"host_level": lower},
-                forecast_unknown="it saves host memory; how much depends on the data",
-                command=f"memtop restart RUN --set host_level={lower}",
-            ),
-            None,
+        yield Remedy(
+            id="host_level",
+            title=f"host memory {settings.host_level} -> {lower}",
+            why="the data is read through a memory map in smaller pieces, and fewer of them are kept",
+            keeps_math=True,
+            resumable="resumes",
+            assignments={"host_level": lower},
+            forecast_unknown="it saves host memory; how much depends on the data",
         )
     if settings.workers:
         running = m.workers if m.workers is not None else loader_processes(settings.workers, settings.world_size)
         gives = "" if m.worker_bytes is None else f", {units.size(running * m.worker_bytes)} in all"
-        yield (
-            Remedy(
-                id="fewer_workers",
-                title=f"loader workers {settings.workers} -> {settings.workers // 2} per process",
-                why=f"{running} worker processes hold host memory of their own{gives}",
-                keeps_math=True,
-                resumable="live",
-                assignments={"workers": str(settings.workers // 2)},
-                forecast_unknown="it gives back host memory, not the card's",
-                command=f"memtop restart RUN --set workers={settings.workers // 2}",
-            ),
-            None,
+        yield Remedy(
+            id="fewer_workers",
+            title=f"loader workers {settings.workers} -> {settings.workers // 2} per process",
+            why=f"{running} worker processes hold private host memory{gives}",
+            keeps_math=True,
+            resumable="live",
+            assignments={"workers": str(settings.workers // 2)},
+            forecast_unknown="it saves host memory, not GPU memory",
         )
     band = ram_band(m.host_fraction, m.swap_in_bytes_per_second)
-    yield None, f"more loader workers, pinned buffers: host memory is {_full(m, band)}"
+    yield f"more loader workers, pinned buffers: host memory is {_full(m, band)}"
 
 
 def _offload_off(m: Measured, settings: Settings) -> _Rung:
     if m.gpu_fraction is None or m.gpu_free_bytes is None:
-        return None, "optimizer offload off: how much of the card is free is not known"
+        return "optimizer offload off: how much GPU memory is free is not known"
     if m.gpu_fraction >= 0.6:
-        return None, f"optimizer offload off: the card is at {m.gpu_fraction:.0%} already, the optimizer would not fit for sure"
-    return (
-        Remedy(
-            id="offload_off",
-            title=f"optimizer offload off: {units.size(m.gpu_free_bytes)} of the card are free",
-            why="the optimizer's step runs on the card, and host memory gets its states back",
-            keeps_math=True,
-            resumable="resumes",
-            assignments={"zero.offload_optimizer": "false"},
-            forecast_unknown="the size of the optimizer's states is not measured while they lie in host memory",
-            command="memtop restart RUN --set zero.offload_optimizer=false",
-        ),
-        None,
+        return f"optimizer offload off: {m.gpu_fraction:.0%} of the GPU is already used, so the optimizer may not fit"
+    return Remedy(
+        id="offload_off",
+        title=f"optimizer offload off: {units.size(m.gpu_free_bytes)} of the GPU are free",
+        why="the optimizer step runs on the GPU, and its state leaves host memory",
+        keeps_math=True,
+        resumable="resumes",
+        assignments={"zero.offload_optimizer": "false"},
+        forecast_unknown="the size of the optimizer state is not measured while it is in host memory",
     )
 
 
 def _full(m: Measured, band: Band) -> str:
     if m.swap_in_bytes_per_second:
-        return f"at {units.percent(m.host_fraction)} with {units.size(m.swap_in_bytes_per_second)}/s coming back from swap"
+        return f"at {units.percent(m.host_fraction)} with {units.size(m.swap_in_bytes_per_second)}/s read back from swap"
     if band is Band.UNKNOWN:
         return "not known"
-    return f"at {units.percent(m.host_fraction)} ({band.value}; below 80 % it would be safe)"
+    return f"at {units.percent(m.host_fraction)} ({band.value}; safe below 80 %)"

@@ -1,130 +1,214 @@
-"""What can be done about a full card, by what it costs the user: nothing, speed, host memory, and last what is learnt. Pure."""
+"""The remedies for a full GPU, ordered by their cost: free ones, then speed, then host memory, then
+a change of training.
+
+Those that do not concern the GPU alone (batch, checkpointing, loss, evaluation, length, model)
+serve `host_ladder`, too, for training on the CPU. A rung is a remedy, or the reason why it is left
+out. Pure functions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from msgspec.structs import replace
 
 from memtop.presets.files import load_presets
-from memtop.presets.schema import Preset, Settings
+from memtop.presets.schema import Preset, Settings, exact_splits
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.bands import EDGE_FROM
-from memtop.supervisor.recovery.applying import applied, with_allocator
-from memtop.supervisor.recovery.forecast import Line, settings_key
-from memtop.supervisor.recovery.learning import learning_rungs
-from memtop.supervisor.recovery.parameters import MOMENT_BYTES, TRAINED_BYTES
-from memtop.supervisor.recovery.situation import Situation, to_do
-from memtop.supervisor.recovery.splits import smaller_split
+from memtop.supervisor.recovery.configuration import applied, settings_key
+from memtop.supervisor.recovery.forecast import Line
+from memtop.supervisor.recovery.parameters import (
+    MOMENT_BYTES,
+    TRAINED_BYTES,
+    adapter_parameters,
+    model_parameters,
+    smaller_model,
+)
+from memtop.supervisor.recovery.situation import Situation
+from memtop.supervisor.recovery.suggested_commands import to_do, train_command
 from memtop.supervisor.recovery.values import Remedy
 
 Rung = Remedy | str | None
-"""A remedy, why it is left out, or nothing to say."""
-
-_EXPANDABLE = "expandable_segments"
-CHECKPOINTED = 0.7
-"""What checkpointing leaves of the activations: the guides say it saves 30 to 50 % of them, so at least 30 is counted on."""
+"""A remedy, the reason why it is left out, or None if it does not concern this run."""
 
 
 def gpu_ladder(situation: Situation) -> Iterator[Rung]:
     """All rungs, the cheapest first."""
-    of = situation.diagnosis
-    if of.kind is Kind.GPU_OOM_OTHER_PROCESS:
-        yield strays(of)
-    fragmented = is_fragmented(of)
+    diagnosis = situation.diagnosis
+    phase = diagnosis.phase
+    if diagnosis.kind is Kind.GPU_OOM_OTHER_PROCESS:
+        yield strays(diagnosis)
+    fragmented = is_fragmented(diagnosis)
     if fragmented:
         yield allocator(situation)
-    if of.phase == "evaluation":
+    if phase == "evaluation":
         yield eval_batch(situation)
-    yield from _same_mathematics(situation)
+    if phase == "optimizer":
+        # In the optimizer step the activations are already freed: its state is what takes the
+        # memory.
+        yield from offload_rungs(situation)
+    if phase == "load":
+        yield "smaller batch, checkpointing: it failed while loading the model, before the first sample"
+    else:
+        yield smaller_split(situation)
+        yield checkpointing(situation)
+        yield chunked_loss(situation)
     if not fragmented:
         yield allocator(situation)
-    if of.phase != "optimizer":
+    if phase != "optimizer":
         yield from offload_rungs(situation)
-    if of.phase in ("unknown", "forward"):
+    if phase in ("unknown", "forward"):
         yield eval_batch(situation)
-    yield from learning_rungs(situation)
+    yield from rungs_that_change_training(situation)
 
 
-def _same_mathematics(situation: Situation) -> Iterator[Rung]:
-    phase = situation.diagnosis.phase
-    if phase == "load":
-        # Nothing has been computed yet: the weights themselves do not fit.
-        yield "smaller batch, checkpointing: it failed while loading, before any sample was there"
-        return
-    if phase == "optimizer":
-        # Activations are gone in the optimizer's step: what it keeps is what is too much.
-        yield from offload_rungs(situation)
-    rungs: tuple[Callable[[Situation], Rung], ...] = (smaller_split, checkpointing, chunked_loss)
-    yield from (rung(situation) for rung in rungs)
+# --- other processes and the allocator -----------------------------------------------------------
 
 
-def is_fragmented(of: Diagnosis) -> bool:
-    """The allocator held enough for the request, in pieces."""
-    if of.kind is Kind.GPU_OOM_FRAGMENTED:
-        return True
-    idle, asked = of.reserved_unallocated_bytes, of.requested_bytes
-    return idle is not None and asked is not None and idle >= asked
-
-
-def strays(of: Diagnosis) -> Remedy:
-    pids = f" (pid {', '.join(map(str, of.other_process_pids))})" if of.other_process_pids else ""
-    held = units.size(of.other_process_bytes) if of.other_process_bytes is not None else "part of the card"
+def strays(diagnosis: Diagnosis) -> Remedy:
+    """End the other processes on the GPU."""
+    pids = f" (pid {', '.join(map(str, diagnosis.other_process_pids))})" if diagnosis.other_process_pids else ""
+    held = units.size(diagnosis.other_process_bytes) if diagnosis.other_process_bytes is not None else "part of the GPU"
     return to_do(
         "strays",
-        f"end or wait for who else holds the card: {held}{pids}",
-        "nothing that the run gives up is as much; memtop ends only what you choose, never another user's process",
+        f"end the other processes on the GPU, or wait for them: they hold {held}{pids}",
+        "they hold more than the run could save; memtop ends only the processes you choose, never another user's",
         "memtop strays",
     )
+
+
+def is_fragmented(diagnosis: Diagnosis) -> bool:
+    """Whether the allocator held enough memory for the request, in pieces."""
+    if diagnosis.kind is Kind.GPU_OOM_FRAGMENTED:
+        return True
+    idle, requested = diagnosis.reserved_unallocated_bytes, diagnosis.requested_bytes
+    return idle is not None and requested is not None and idle >= requested
+
+
+ALLOCATOR = "allocator option expandable_segments: reserved memory can grow, which avoids fragmentation"
+_EXPANDABLE = "expandable_segments"
 
 
 def allocator(situation: Situation) -> Rung:
     present = situation.settings.allocator
     for where, options in (("the environment", situation.allocator), ("the settings", present)):
         if any(option.partition(":")[0] == _EXPANDABLE for option in options.split(",")):
-            return f"allocator: {_EXPANDABLE} is set in {where} already"
-    values = {"allocator": with_allocator(present)}
+            return f"allocator: {_EXPANDABLE} is already set in {where}"
+    values = {"allocator": with_expandable_segments(present)}
     return situation.rung("allocator", why_allocator(situation.diagnosis), values, title=ALLOCATOR, speed=1.0)
 
 
-ALLOCATOR = "allocator expandable_segments: reserved memory can grow instead of breaking into pieces"
+def with_expandable_segments(options: str) -> str:
+    """The allocator's options with expandable_segments:True, unless they set it already."""
+    present = [option for option in options.split(",") if option]
+    if any(option.partition(":")[0] == _EXPANDABLE for option in present):
+        return options
+    return ",".join([*present, f"{_EXPANDABLE}:True"])
 
 
-def why_allocator(of: Diagnosis) -> str:
-    free = "costs neither speed nor mathematics"
-    if not is_fragmented(of) or of.reserved_unallocated_bytes is None or of.requested_bytes is None:
-        return f"less is lost in pieces between tensors; {free}"
-    held, asked = units.size(of.reserved_unallocated_bytes), units.size(of.requested_bytes)
-    return f"{held} were reserved but not in use, in pieces too small for the {asked} that were asked for; {free}"
+def why_allocator(diagnosis: Diagnosis) -> str:
+    free = "it costs no speed, and training is unchanged"
+    idle, requested = diagnosis.reserved_unallocated_bytes, diagnosis.requested_bytes
+    if not is_fragmented(diagnosis) or idle is None or requested is None:
+        return f"less memory is lost to fragmentation; {free}"
+    return (
+        f"{units.size(idle)} were reserved but unused, in pieces too small for the request of {units.size(requested)}; {free}"
+    )
+
+
+# --- batch, activations, loss, evaluation --------------------------------------------------------
+
+CHECKPOINTED = 0.7
+"""The share of the activations that remains with checkpointing. It saves 30 to 50 %; forecasts
+count on 30."""
+
+
+def smaller_split(situation: Situation) -> Rung:
+    """A smaller micro-batch with more accumulation; every update keeps its samples.
+
+    It is the largest exact divisor that is forecast below 85 % of the device; without a forecast,
+    the largest up to half of B.
+    """
+    settings = situation.settings
+    if settings.batch == 1:
+        return "smaller batch: the micro-batch is already 1"
+    below = [split for split in exact_splits(settings.effective_batch, settings.world_size) if split[0] < settings.batch]
+    untried = [(b, a) for b, a in below if not situation.tried(replace(settings, batch=b, accumulation=a))]
+    if not untried:
+        return "smaller batch: every smaller exact split has failed before"
+    found = _first_that_fits(situation, untried)
+    if isinstance(found, str):
+        return found
+    batch, accumulation = found
+    return situation.rung(
+        "smaller_batch",
+        _why_smaller(situation, batch),
+        {"batch": str(batch), "accumulation": str(accumulation)},
+        title=f"batch {settings.batch} -> {batch}, accumulation {settings.accumulation} -> {accumulation}: "
+        f"effective batch stays {settings.effective_batch}",
+        speed=0.9,
+    )
+
+
+def _first_that_fits(situation: Situation, splits: list[tuple[int, int]]) -> tuple[int, int] | str:
+    """`splits` with the largest B first."""
+    line, total = situation.line(), situation.total_bytes
+    half = next((split for split in splits if split[0] <= situation.settings.batch // 2), splits[-1])
+    if isinstance(line, str) or total is None:
+        return half
+    fractions = [(split, (line.at(split[0]) + (situation.others_bytes or 0)) / total) for split in splits]
+    # A failure alone is a lower bound: it does not show that more than half of the failed batch
+    # fits.
+    most = half[0] if line.at_least and not line.measured else situation.settings.batch
+    fits = next((split for split, fraction in fractions if split[0] <= most and fraction < EDGE_FROM), None)
+    smallest, fraction = fractions[-1]
+    if fits is None and fraction >= 1:
+        return f"smaller batch: even B {smallest[0]} is forecast at {units.percent(fraction)}"
+    return fits or smallest
+
+
+def _why_smaller(situation: Situation, batch: int) -> str:
+    why = "the same samples in smaller pieces; 5 to 15 % slower"
+    diagnosis = situation.diagnosis
+    if diagnosis.requested_logits is not None and diagnosis.requested_bytes:
+        requested = round(diagnosis.requested_bytes * batch / situation.settings.batch)
+        why += f"; the logits that did not fit need {units.size(requested)} at B {batch}"
+    if diagnosis.phase == "optimizer":
+        why += "; it failed in the optimizer step, where no activations are held, so this may not help"
+    return why
 
 
 def checkpointing(situation: Situation) -> Rung:
     if situation.settings.gradient_checkpointing:
-        return "gradient checkpointing: already on, gains nothing"
+        return "gradient checkpointing: already on"
     if not situation.can_checkpoint:
         return "gradient checkpointing: this model cannot recompute its activations"
     line = situation.line()
-    share = f"base + {CHECKPOINTED:.0%} of what grows with the batch (the guides: 30 to 50 % less)"
+    why = f"base + {CHECKPOINTED:.0%} of the part that grows with the batch (checkpointing saves 30 to 50 % of it)"
     return situation.rung(
         "checkpointing",
-        "activations are computed again in the backward pass instead of kept; the guides: 20 to 30 % slower",
+        "activations are recomputed in the backward pass instead of kept; 20 to 30 % slower",
         {"gradient_checkpointing": "true"},
         title="gradient checkpointing on",
         speed=0.75,
-        estimate=None if isinstance(line, str) else line.with_activations(CHECKPOINTED, share),
+        estimate=None if isinstance(line, str) else line.with_activations(CHECKPOINTED, why),
     )
 
 
 def chunked_loss(situation: Situation) -> Rung:
     if situation.settings.loss_chunk != 0:
-        return "loss in pieces: already on"
-    of = situation.diagnosis
-    logits = of.requested_for is not None and of.requested_for.startswith("the logits")
-    named = f": they are what could not be had ({units.size(of.requested_bytes)})" if logits else ""
+        return "chunked loss: already on"
+    diagnosis = situation.diagnosis
+    is_logits = diagnosis.requested_logits is not None
+    request = f": the request that failed ({units.size(diagnosis.requested_bytes)}) was for them" if is_logits else ""
     return situation.rung(
         "chunked_loss",
-        f"the logits never exist as a whole{named}; about three times their size is saved",
+        f"the logits of all tokens are never in memory at once{request}; this saves about three times their size",
         {"loss_chunk": "-1"},
-        title="loss over a few tokens at a time",
+        title="chunked loss: a few tokens at a time",
     )
 
 
@@ -134,24 +218,27 @@ def eval_batch(situation: Situation) -> Rung:
         return None
     present = settings.eval_batch or settings.batch
     if present == 1:
-        return "evaluation batch: 1 already"
+        return "evaluation batch: already 1"
     return situation.rung(
         "eval_batch",
-        "an evaluation's result does not depend on how many samples it takes at a time",
+        "the result of an evaluation does not depend on its batch size",
         {"eval_batch": str(present // 2)},
         title=f"evaluation batch {present} -> {present // 2}",
         speed=1.0,
-        unforeseen="an evaluation's peak is not measured apart from training's",
+        unforeseen="the peak of an evaluation is not measured separately",
     )
 
 
+# --- offload and presets -------------------------------------------------------------------------
+
+
 def offload_rungs(situation: Situation) -> Iterator[Rung]:
-    """The optimizer into host memory, then the next preset of the ladder."""
+    """The optimizer state into host memory, then the next preset of the ladder."""
     if not situation.deepspeed:
         yield "optimizer offload, ZeRO: DeepSpeed is not installed"
         return
     yield _offload_optimizer(situation)
-    yield from _next_rung(situation)
+    yield from _next_preset(situation)
 
 
 def _offload_optimizer(situation: Situation) -> Rung:
@@ -164,11 +251,11 @@ def _offload_optimizer(situation: Situation) -> Rung:
     values = {"zero.offload_optimizer": "true", **({} if zero.stage else {"zero.stage": "2"})}
     line, estimate = situation.line(), None
     if trained is not None and isinstance(line, Line):
-        saved = MOMENT_BYTES * trained // _shards(situation)
-        estimate = line.shifted(-saved, f"Adam's moments ({units.size(saved)}) leave the card")
+        saved = MOMENT_BYTES * trained // (situation.settings.world_size if zero.stage else 1)
+        estimate = line.shifted(-saved, f"Adam's moments ({units.size(saved)}) leave the GPU")
     return situation.rung(
         "offload_optimizer",
-        f"Adam's state lies in host memory instead of on the card; {_host_words(situation)}",
+        f"Adam's state is kept in host memory instead of on the GPU; {_host_words(situation)}",
         values,
         title="optimizer state in host memory (ZeRO-2 with offload)" if zero.stage < 2 else "optimizer state in host memory",
         estimate=estimate,
@@ -176,38 +263,36 @@ def _offload_optimizer(situation: Situation) -> Rung:
     )
 
 
-def _shards(situation: Situation) -> int:
-    return situation.settings.world_size if situation.settings.zero.stage else 1
-
-
 def offload_bytes(situation: Situation) -> int | None:
-    """Host memory that the optimizer's state takes there, on the whole machine."""
+    """Host memory that an offloaded optimizer needs on the whole machine, in bytes; None if not
+    known."""
     trained = situation.trained
     return None if trained is None else TRAINED_BYTES * trained
 
 
 def _host_refuses(situation: Situation) -> str | None:
-    """Why host memory does not allow an offload; None where it does, or is not known."""
+    """Why host memory is too small for an offload; None if it is large enough or not known."""
     host, needed = situation.host, offload_bytes(situation)
     if needed is None or host.available_bytes is None:
         return None
     spare = host.available_bytes - int((1 - EDGE_FROM) * (host.limit_bytes or host.available_bytes))
     if needed <= spare:
         return None
-    return f"needs {units.size(needed)} of host memory, {units.size(max(0, spare))} can be given without leaving the safe band"
+    return f"it needs {units.size(needed)} of host memory, of which {units.size(max(0, spare))} can be used safely"
 
 
 def _host_words(situation: Situation) -> str:
     needed, available = offload_bytes(situation), situation.host.available_bytes
     if needed is None:
-        return f"takes {TRAINED_BYTES} bytes of it per trained parameter, whose number is not known here"
+        return f"it needs {TRAINED_BYTES} bytes per trained parameter, whose number is not known"
     if available is None:
-        return f"takes {units.size(needed)} of it; how much is free is not known"
-    return f"takes {units.size(needed)} of the {units.size(available)} that are free there"
+        return f"it needs {units.size(needed)}; how much is free is not known"
+    return f"it needs {units.size(needed)} of the {units.size(available)} that are free"
 
 
-def _next_rung(situation: Situation) -> Iterator[Rung]:
-    """The first rung below the run's own that really needs less: on one process sharding saves nothing, offloading does."""
+def _next_preset(situation: Situation) -> Iterator[Rung]:
+    """The first preset below the run's that needs less. On one process, sharding saves nothing and
+    offloading does."""
     settings = situation.settings
     ladder = ladder_presets()
     names = [preset.name for preset in ladder]
@@ -223,7 +308,7 @@ def _next_rung(situation: Situation) -> Iterator[Rung]:
 
 
 def ladder_presets() -> tuple[Preset, ...]:
-    """The rungs by free memory, the one for the most first."""
+    """The presets of the ladder, the one that needs the most memory first."""
     rungs = [preset for preset in load_presets().values() if preset.family == "ladder" and preset.free_gib_from is not None]
     return tuple(sorted(rungs, key=lambda preset: -(preset.free_gib_from or 0)))
 
@@ -231,17 +316,113 @@ def ladder_presets() -> tuple[Preset, ...]:
 def _preset_rung(situation: Situation, preset: Preset) -> Rung:
     zero, now = preset.zero, situation.settings.zero
     if zero is not None and now.offload_optimizer and not zero.offload_optimizer and situation.settings.world_size == 1:
-        return f"preset {preset.name}: takes the optimizer back onto the card, and sharding saves nothing on one process"
+        return f"preset {preset.name}: the optimizer returns to the GPU, and sharding saves nothing on one process"
     if zero is not None and zero.offload_optimizer and not now.offload_optimizer:
         refused = _host_refuses(situation)
         if refused:
             return f"preset {preset.name}: {refused}"
     title = f"preset {preset.name}: {preset.title}"
-    found = situation.rung("next_preset", "the next rung of the ladder", preset=preset.name, title=title)
+    found = situation.rung("next_preset", "the next preset, which needs less GPU memory", preset=preset.name, title=title)
     if isinstance(found, Remedy) and not _needs_less(situation.settings, applied(situation.settings, found)):
-        return f"preset {preset.name}: changes nothing on the card"
+        return f"preset {preset.name}: changes nothing on the GPU"
     return found
 
 
 def _needs_less(before: Settings, after: Settings) -> bool:
     return after.batch < before.batch or settings_key(after, on_gpu=True) != settings_key(before, on_gpu=True)
+
+
+# --- what changes training -----------------------------------------------------------------------
+
+LENGTHS = (8192, 4096, 3072, 2048, 1536, 1024, 768, 512, 384, 256, 192, 128, 64)
+"""Usual sequence lengths in tokens. From above 512, none below 512 is offered: too much of the text
+would be lost."""
+
+
+def rungs_that_change_training(situation: Situation) -> Iterator[Rung]:
+    """The last rungs, which are never applied without consent."""
+    yield _shorter(situation)
+    if situation.settings.lora is not None:
+        yield _smaller_rank(situation)
+    yield _other_model(situation)
+
+
+def _shorter(situation: Situation) -> Rung:
+    """The longest shorter length that is forecast to fit, or else the next one."""
+    now = situation.settings.seq_len
+    least = 512 if now > 512 else 1
+    lengths = [length for length in LENGTHS if least <= length < now]
+    if not lengths:
+        return f"sequence length: {now} is the shortest usual one"
+    length = next((one for one in lengths if _fits(situation, one)), lengths[0])
+    return situation.rung(
+        "seq_len",
+        "everything that grows with T needs less, but the data change: text beyond T is cut off or moved",
+        {"seq_len": str(length)},
+        title=f"sequence length {now} -> {length}: the data are cut differently",
+        estimate=_at_length(situation, length),
+    )
+
+
+def _at_length(situation: Situation, length: int) -> Line | None:
+    """Activations and logits grow at least in proportion to T, so the proportional line is on the
+    safe side."""
+    line, now = situation.line(), situation.settings.seq_len
+    if isinstance(line, str):
+        return None
+    return line.with_activations(length / now, f"the part that grows with the batch shrinks with T, {now} -> {length}")
+
+
+def _fits(situation: Situation, length: int) -> bool:
+    found = situation.foresee(replace(situation.settings, seq_len=length), _at_length(situation, length))
+    return not isinstance(found, str) and found.fraction is not None and found.fraction < EDGE_FROM
+
+
+def _smaller_rank(situation: Situation) -> Rung:
+    """Half the rank; alpha / r, which is the adapters' scale, stays."""
+    lora = situation.settings.lora
+    assert lora is not None
+    r = lora.r // 2
+    if r < 1 or lora.r % 2 or lora.alpha % 2:
+        return f"LoRA r {lora.r}: cannot be halved with the same alpha / r ({lora.alpha} / {lora.r})"
+    config = situation.model_config or situation.settings.model.get("config") or {}
+    now, then = (adapter_parameters(config, each) for each in (lora, replace(lora, r=r)))
+    return situation.rung(
+        "lora_rank",
+        f"smaller adapters{_fewer(now, then)}; the trained adapters do not fit the new shapes",
+        {"lora.r": str(r), "lora.alpha": str(lora.alpha // 2)},
+        title=f"LoRA r {lora.r} -> {r}, alpha {lora.alpha} -> {lora.alpha // 2}: a new run",
+    )
+
+
+def _other_model(situation: Situation) -> Rung:
+    """A smaller model: a smaller configuration if the run creates the model, another path if it
+    loads one."""
+    settings = situation.settings
+    config: Mapping[str, Any] | None = settings.model.get("config")
+    values = None if config is None else smaller_model(config)
+    if config is None or values is None:
+        command = train_command(replace(settings, model={}), {"model.path": "SMALLER_MODEL"})
+        other = to_do("smaller_model", "a smaller model: a new run", _SMALLER, command, keeps_math=False)
+        return replace(other, resumable="new run", forecast_unknown="nothing was measured with another model")
+    return situation.rung(
+        "smaller_model",
+        f"a smaller model{fewer_parameters(config, values)}",
+        {f"model.config.{name}": str(value) for name, value in values.items()},
+        title=f"a smaller model ({', '.join(f'{name} {value}' for name, value in values.items())}): a new run",
+    )
+
+
+_SMALLER = "for example 0.5 B instead of 1.8 B parameters; give its folder or hub name"
+
+
+def fewer_parameters(config: Mapping[str, Any], values: Mapping[str, int]) -> str:
+    """`: 196.6 -> 46.4 M parameters, 2.2 GiB less ...`; empty if the numbers are not known."""
+    return _fewer(model_parameters(config), model_parameters({**config, **values}))
+
+
+def _fewer(now: int | None, then: int | None) -> str:
+    if now is None or then is None:
+        return ""
+    saved = units.size(TRAINED_BYTES * (now - then))
+    return f": {now / 1e6:.1f} -> {then / 1e6:.1f} M parameters, {saved} less for weights, gradients and Adam in fp32"

@@ -1,7 +1,9 @@
-"""Turns growing series into trends: what grows, when its memory is full, and whether the run must be restarted before that."""
+"""Growing memory: what grows, when its pool is full, whether to restart the run before that, and
+what filled a gauge."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -9,6 +11,7 @@ import msgspec
 
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Kind
+from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.trend import Slope
 from memtop.supervisor.wire import Trend, TrendKind, TrendSubject
 
@@ -17,7 +20,8 @@ SOON_SECONDS = 120.0
 SAVE_MARGIN = 5
 """Updates after the next save for which the memory must last, so that the save completes."""
 FEWEST_UPDATES = 100
-"""Updates that an attempt must have done before a leak may restart it: more frequent restarts cost more than they save."""
+"""Updates that an attempt must have done before a leak may restart it: more frequent restarts cost
+more than they save."""
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +43,8 @@ class Leak(NamedTuple):
     by_update: bool
     """The series has one value per update; otherwise one per second."""
     spare_bytes: int = 0
-    """What the series can grow by before it takes anything from the pool: for tensors, the allocator's cache."""
+    """What the series can grow by before it takes anything from the pool: for tensors, the
+    allocator's cache."""
 
 
 _PROCESSES = {"rank": "the ranks", "loader worker": "the loader workers", "other": "the run's other processes"}
@@ -57,14 +62,15 @@ def describe(subject: TrendSubject) -> str:
     who = processes_of(subject.role or "other") if subject.rank is None else f"rank {subject.rank}"
     if subject.kind is TrendKind.HOST_ANONYMOUS:
         return f"anonymous memory of {who}"
-    card = "the card" if subject.gpu_index is None else f"GPU {subject.gpu_index}"
+    gpu = "the GPU" if subject.gpu_index is None else f"GPU {subject.gpu_index}"
     if subject.kind is TrendKind.GPU_USED:
-        return card
-    return f"{card} {'allocated' if subject.kind is TrendKind.GPU_ALLOCATED else 'reserved'} by {who}"
+        return gpu
+    return f"{gpu} {'allocated' if subject.kind is TrendKind.GPU_ALLOCATED else 'reserved'} by {who}"
 
 
 def trends(leaks: Iterable[Leak], pools: Mapping[str, Pool], update: int | None) -> tuple[Trend, ...]:
-    """One `Trend` per leak, the one that fills its pool first at the front. Leaks into one pool fill it together."""
+    """One `Trend` per leak, the one that fills its pool first at the front. Leaks into one pool
+    fill it together."""
     leaks = list(leaks)
     rates: dict[str, float] = {}
     for leak in leaks:
@@ -131,7 +137,7 @@ def cause_of_death(found: Iterable[Trend], kind: Kind) -> tuple[str, ...]:
 
 def that_filled(found: Iterable[Trend], kind: Kind) -> tuple[Trend, ...]:
     """The trends of the memory that ran out: of the host, or of a GPU."""
-    if kind in (Kind.HOST_OOM_ALLOC, Kind.HOST_OOM_KILLED):
+    if kind.of_host:
         return tuple(trend for trend in found if trend.subject.kind is TrendKind.HOST_ANONYMOUS)
     return tuple(trend for trend in found if kind.of_gpu and trend.subject.kind.of_gpu)
 
@@ -145,7 +151,8 @@ def _rate_of(trend: Trend) -> str:
 def swap_trend(rate: float, share: float) -> Trend:
     """Sustained swapping: memory that running processes use was moved to disk.
 
-    `rate` in bytes per second; `share` is the fraction of the last seconds in which memory was read back.
+    `rate` in bytes per second; `share` is the fraction of the last seconds in which memory was read
+    back.
     """
     subject = TrendSubject(kind=TrendKind.SWAP_IN)
     return Trend(
@@ -161,11 +168,13 @@ def swap_trend(rate: float, share: float) -> Trend:
 def must_act(
     found: Iterable[Trend], *, update: int | None, start_update: int, seconds: float, save_every: int | None
 ) -> Trend | None:
-    """The leak that fills its memory within two minutes, or before the next save and its margin; None if there is none.
+    """The leak that fills its memory within two minutes, or before the next save and its margin;
+    None if there is none.
 
-    None, too, while the attempt is too young to be restarted: it must have run for at least as long as the memory will still
-    last. `update` and `start_update`: the newest and the first update of the attempt; `seconds`: how long it has run;
-    `save_every`: updates between two saves, None if not known.
+    None, too, while the attempt is too young to be restarted: it must have run for at least as long
+    as the memory will still last. `update` and `start_update`: the newest and the first update of
+    the attempt; `seconds`: how long it has run; `save_every`: updates between two saves, None if
+    not known.
     """
     if update is None or update - start_update < FEWEST_UPDATES:
         return None
@@ -178,3 +187,69 @@ def must_act(
         if soon or before_save:
             return trend
     return None
+
+
+# --- a gauge in danger ---------------------------------------------------------------------------
+
+HELD_SAMPLES = 10
+"""Consecutive samples (seconds) in the danger band before it is reported. The band's hysteresis
+takes three of them."""
+_KEPT_SECONDS = 300.0
+_MOST_SAMPLES = 400
+# Growth below this share of the gauge explains nothing.
+_WORTH_SAYING = 0.005
+
+
+class _Sample(NamedTuple):
+    time: float
+    parts: dict[str, int]
+
+
+class DangerWatch:
+    """Reports when a gauge stays in its danger band, and which of its parts grew."""
+
+    def __init__(self, gauge: str) -> None:
+        self._gauge = gauge
+        self._rows: deque[_Sample] = deque(maxlen=_MOST_SAMPLES)
+        self._held = 0
+
+    def add(
+        self, time: float, band: Band, fraction: float | None, total_bytes: int | None, parts: Mapping[str, int | None]
+    ) -> str | None:
+        """Add a sample (time in seconds). Returns one line once danger has lasted for HELD_SAMPLES;
+        None otherwise."""
+        self._rows.append(_Sample(time, {name: value for name, value in parts.items() if value is not None}))
+        while self._rows[0].time < time - _KEPT_SECONDS:
+            self._rows.popleft()
+        if band is Band.UNKNOWN:
+            return None  # an unknown sample neither ends the danger nor confirms it
+        self._held = self._held + 1 if band is Band.DANGER else 0
+        if self._held != HELD_SAMPLES:
+            return None
+        least = int(_WORTH_SAYING * total_bytes) if total_bytes else 1
+        why = what_grew(list(self._rows), least)
+        return f"{self._gauge} stays in danger, {units.percent(fraction)} of {units.size(total_bytes)}: {why}"
+
+
+def what_grew(rows: list[_Sample], least: int = 1) -> str:
+    """The one or two parts that grew the most: `cache grew 0.9 GiB in 40 s`. `least`: bytes below
+    which growth is ignored."""
+    first, last = rows[0], rows[-1]
+    gains = {name: value - first.parts[name] for name, value in last.parts.items() if name in first.parts}
+    # A part that is missing in the first sample has grown from zero.
+    gains |= {name: value for name, value in last.parts.items() if name not in first.parts}
+    grown = sorted((gain, name) for name, gain in gains.items() if gain >= least)
+    if not grown:
+        return f"no part of it grew in the last {last.time - first.time:.0f} s: it was full before"
+    texts = [f"{name} grew {units.size(gain)} in {_in_seconds(rows, name, gain):.0f} s" for gain, name in reversed(grown[-2:])]
+    return ", ".join(texts)
+
+
+def _in_seconds(rows: list[_Sample], name: str, gain: int) -> float:
+    """How long most of the growth took: from the last sample near the first value to the first one
+    near the last value."""
+    start = rows[0].parts.get(name, 0)
+    values = [(row.time, row.parts.get(name, 0) - start) for row in rows]
+    began = max((time for time, grown in values if grown <= 0.1 * gain), default=values[0][0])
+    ended = min((time for time, grown in values if grown >= 0.9 * gain and time > began), default=values[-1][0])
+    return ended - began

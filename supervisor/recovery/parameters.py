@@ -1,4 +1,4 @@
-"""How many parameters a model has by its configuration, without building it: families whose layers are known."""
+"""The number of parameters of a model, computed from its configuration for known model families."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from memtop.presets.schema import Lora, Settings
 Config = Mapping[str, Any]
 
 TRAINED_BYTES = 16
-"""Of one trained parameter in fp32 under Adam: weight 4, gradient 4, two moments 8. An offload needs as much of host memory."""
+"""Bytes of one trained parameter in fp32 with Adam: weight 4, gradient 4, two moments 8. An offload
+needs the same amount of host memory."""
 MOMENT_BYTES = 8
-"""Of them, what leaves the card for certain when the optimizer does."""
+"""Of these, the bytes that certainly leave the GPU with an offload."""
 
 
 def model_parameters(config: Config) -> int | None:
-    """All parameters of a model with this Hugging Face configuration; None for a family that is not known here."""
+    """All parameters of a model with this Hugging Face configuration; None for unknown families."""
     count = _FAMILIES.get(str(config.get("model_type")))
     try:
         return None if count is None else count(config)
@@ -25,7 +26,10 @@ def model_parameters(config: Config) -> int | None:
 
 
 def trained_parameters(settings: Settings, config: Config | None = None) -> int | None:
-    """Those that the run trains: all, or the adapters'. `config` stands in for a model that the settings only name by path."""
+    """The parameters that the run trains: all, or the adapters'; None if not known.
+
+    `config`: the model's configuration, if the settings name the model only by path.
+    """
     known = config if config is not None else settings.model.get("config")
     if not known:
         return None
@@ -33,7 +37,8 @@ def trained_parameters(settings: Settings, config: Config | None = None) -> int 
 
 
 def adapter_parameters(config: Config, lora: Lora) -> int | None:
-    """r x (inputs + outputs) of every layer that has an adapter; None where the family or a target is not known."""
+    """r x (inputs + outputs), summed over all layers with an adapter; None for unknown families or
+    targets."""
     if config.get("model_type") not in _LLAMA_LIKE:
         return None
     shapes = _llama_shapes(config)
@@ -44,8 +49,11 @@ def adapter_parameters(config: Config, lora: Lora) -> int | None:
 
 
 def smaller_model(config: Config) -> dict[str, int] | None:
-    """What to set for a model of about a quarter: half as wide with half as many heads, so that heads x their width still
-    give the model's width. T5 as in the guide, which also cuts the encoder's layers to 4 of 10 and leaves the decoder's."""
+    """The values for a model of about a quarter of the size; None if the family is not known.
+
+    Width and number of heads are halved, so that heads x head width is still the model's width. For
+    T5, the encoder also keeps only 4 of 10 layers; the decoder keeps all.
+    """
     halves = {
         "t5": ("d_model", "d_ff", "num_heads"),
         **dict.fromkeys(_LLAMA_LIKE, ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")),
@@ -58,14 +66,14 @@ def smaller_model(config: Config) -> dict[str, int] | None:
     if config.get("model_type") == "t5" and isinstance(layers, int) and layers > 1:
         smaller["num_layers"] = max(1, layers * 2 // 5)
         if "num_decoder_layers" not in config:
-            # Otherwise the decoder would follow the encoder.
+            # The default of num_decoder_layers is num_layers.
             smaller["num_decoder_layers"] = layers
     return smaller
 
 
 def _t5(config: Config) -> int | None:
     if not config.get("tie_word_embeddings", True):
-        # Whether the head then has weights of its own depends on the version of transformers.
+        # Whether the head then has separate weights depends on the version of transformers.
         return None
     width, inner = config["d_model"], config["num_heads"] * config["d_kv"]
     attention = 4 * width * inner + width
@@ -81,7 +89,7 @@ _LLAMA_LIKE = ("llama", "mistral", "qwen2")
 
 
 def _llama_shapes(config: Config) -> dict[str, tuple[int, int]]:
-    """Name of a linear layer to its inputs and outputs."""
+    """Linear layer name to its numbers of inputs and outputs."""
     width, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     head = config.get("head_dim") or width // heads
     keys = (config.get("num_key_value_heads") or heads) * head

@@ -1,7 +1,9 @@
-"""What to do about a death, decided from values alone: restart smaller, wait for room, ask a person, or stop.
+"""Decides what follows a failure: restart with a remedy, wait for disk space, ask a person, or
+stop.
 
-A configuration that ran out of memory is never tried again by itself; two restarts in a row without a newer saved update end
-in a question; and nothing but a death of memory that is sure leads to a smaller configuration.
+memtop never restarts by itself with a configuration that ran out of memory before. After two
+restarts in a row without a newer saved update it asks a person. Only a certain lack of memory leads
+to a smaller configuration. Pure functions.
 """
 
 from __future__ import annotations
@@ -16,22 +18,23 @@ from memtop.supervisor.recovery.values import Remedy
 
 ON_OOM = ("auto", "ask", "stop")
 SURE = 0.5
-"""The confidence from which on something is done."""
+"""The confidence from which on memtop acts on a diagnosis."""
 FRUITLESS = 2
-"""So many restarts in a row without a newer saved update, and a person is asked."""
+"""After so many restarts in a row without a newer saved update, a person is asked."""
 _BY_ITSELF = ("live", "resumes")
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt under one configuration of the run's past, oldest first."""
+    """One attempt of the run's past, with one configuration."""
 
     key: str
-    """What makes two configurations the same."""
+    """The configuration's key (`configuration_key`)."""
     died_of_memory: bool = False
     attempt: int | None = None
-    """Its number: a program that changes its own settings has several configurations in one attempt. None: of its own."""
+    """The attempt's number. A program that changes its settings has several configurations in one
+    attempt. None: it counts as an attempt of its own."""
     by_memtop: bool = False
-    """memtop had restarted the run, nobody asked."""
+    """Whether memtop restarted the run by itself."""
     saved_before: int | None = None
     """The newest saved update when the attempt began, and ..."""
     saved_after: int | None = None
@@ -43,14 +46,16 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A remedy, and the key of the configuration that it leads to; None where it leads to none that memtop could start."""
+    """A remedy and the key of the configuration that it leads to; None if memtop cannot start
+    one."""
 
     remedy: Remedy
     key: str | None
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """`restart` has a remedy; `wait` is for room on the disk, then the same configuration goes on."""
+    """`restart` has a remedy; `wait` waits for disk space and then restarts with the same
+    settings."""
 
     action: Literal["restart", "wait", "ask", "stop"]
     why: str
@@ -66,12 +71,15 @@ def decide(
     *,
     otherwise: str | None = None,
 ) -> Decision:
-    """What follows the newest death; `past` ends with the configuration that died of it. `otherwise`: why nothing is done where
-    none of the candidates can be, None: told by the candidates."""
+    """What follows the newest failure; `past` ends with the configuration that failed.
+
+    `otherwise`: the reason to give if no candidate can be applied; None: derive it from the
+    candidates.
+    """
     if not diagnosis.of_memory:
-        return Decision(action="stop", why="it did not die of memory: nothing is changed for that")
+        return Decision(action="stop", why="it did not run out of memory, so no setting is changed")
     if diagnosis.confidence < SURE:
-        return Decision(action="stop", why="it is not certain enough that memory was the reason: nothing is changed for that")
+        return Decision(action="stop", why="a lack of memory is not certain enough to change a setting")
     if on_oom == "stop":
         return Decision(action="stop", why="--on-oom stop")
     if on_oom == "ask":
@@ -80,7 +88,7 @@ def decide(
     if len(newest) == FRUITLESS and all(attempt.fruitless for attempt in newest):
         return Decision(action="ask", why=f"{FRUITLESS} restarts in a row brought no newer saved update")
     if diagnosis.kind is Kind.DISK_FULL:
-        return Decision(action="wait", why="it goes on by itself as soon as there is room on the disk")
+        return Decision(action="wait", why="it continues by itself once the disk has space")
     failed = {tried.key for tried in past if tried.died_of_memory}
     for candidate in candidates:
         if candidate.key is not None and candidate.key not in failed and _may_be_applied(candidate.remedy):
@@ -89,7 +97,7 @@ def decide(
 
 
 def _attempts(past: Sequence[Tried]) -> list[Tried]:
-    """The past with one entry for each attempt: what changes in the running program is neither a restart nor its success."""
+    """The past with one entry per attempt: a change in the running program is not a restart."""
     found: list[Tried] = []
     for tried in past:
         if found and tried.attempt is not None and tried.attempt == found[-1].attempt:
@@ -100,16 +108,16 @@ def _attempts(past: Sequence[Tried]) -> list[Tried]:
 
 
 def _may_be_applied(remedy: Remedy) -> bool:
-    """Without asking only what changes nothing of what is learnt, and takes up the run where it stood."""
+    """Whether no consent is needed: training is unchanged, and the run resumes exactly."""
     return not remedy.needs_consent and remedy.keeps_math and remedy.resumable in _BY_ITSELF
 
 
 def _nothing_left(candidates: Sequence[Candidate], failed: set[str]) -> str:
     if not candidates:
-        return "no remedy is left that memtop knows"
+        return "memtop knows no further remedy"
     open_ones = [candidate for candidate in candidates if candidate.key not in failed]
     if not open_ones:
-        return "every configuration that it could lead to has failed already"
+        return "every configuration that the remedies lead to has failed before"
     if any(candidate.remedy.needs_consent or not candidate.remedy.keeps_math for candidate in open_ones):
-        return "what is left changes what is learnt, and needs your consent"
-    return "what is left is for you to do"
+        return "the remaining remedies change training and need your consent"
+    return "you have to apply the remaining remedies yourself"

@@ -1,26 +1,24 @@
-"""The remedies for one failure, ranked by what they cost the user: a ladder for each way to run out. Pure."""
+"""The remedies for one failure, ranked by what they cost, and the advice for when none of them
+fits. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from memtop.presets.schema import Settings
-from memtop.supervisor.diagnosis.values import Diagnosis, Kind
-from memtop.supervisor.recovery.forecast import settings_key
-from memtop.supervisor.recovery.gpu_ladder import Rung, gpu_ladder
+from memtop.supervisor import units
+from memtop.supervisor.diagnosis.values import Kind
+from memtop.supervisor.recovery.gpu_ladder import Rung, fewer_parameters, gpu_ladder
 from memtop.supervisor.recovery.host_ladder import disk_ladder, host_ladder, pinned_ladder, shm_ladder
-from memtop.supervisor.recovery.own_program import Seen, remedies_for_program
-from memtop.supervisor.recovery.situation import HostFacts, KeptState, Situation
-from memtop.supervisor.recovery.values import Peak, Remedy
-
-__all__ = ["HostFacts", "KeptState", "Ladder", "Situation", "ladder", "remedies"]
+from memtop.supervisor.recovery.parameters import TRAINED_BYTES, smaller_model
+from memtop.supervisor.recovery.situation import Situation
+from memtop.supervisor.recovery.suggested_commands import restart_command, train_command
+from memtop.supervisor.recovery.values import Remedy
 
 
 class Ladder(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be done, the best first, and what seems to help and does not, each with its reason in one line."""
+    """The remedies, the best first, and the reasons for those that are left out, one line each."""
 
     remedies: tuple[Remedy, ...]
     left_out: tuple[str, ...] = ()
@@ -38,57 +36,17 @@ _LADDERS: dict[Kind, Callable[[Situation], Iterator[Rung]]] = {
 }
 
 
-def remedies(
-    diagnosis: Diagnosis,
-    settings: Settings | None,
-    *,
-    peaks: Iterable[Peak] = (),
-    total_bytes: int | None = None,
-    run: str = "RUN",
-    host: HostFacts | None = None,
-    base_bytes: int | None = None,
-    others_bytes: int | None = None,
-    failed: Sequence[Settings] = (),
-    alive: bool = False,
-    on_gpu: bool | None = None,
-    can_checkpoint: bool = True,
-    deepspeed: bool = True,
-    allocator: str = "",
-    model_config: Mapping[str, Any] | None = None,
-    seen: Seen | None = None,
-) -> tuple[Remedy, ...]:
-    """What can be done, ranked. See `Situation` for the arguments; `settings` None: a program of the user's own, of which
-    `seen` is known. `failed`: every configuration that has run out before, so that none is offered again.
-    """
-    if settings is None:
-        return remedies_for_program(diagnosis, run=run, seen=seen or Seen(), allocator=allocator, host=host)
-    return ladder(
-        situation_of(
-            diagnosis,
-            settings,
-            peaks=peaks,
-            total_bytes=total_bytes,
-            run=run,
-            host=host,
-            base_bytes=base_bytes,
-            others_bytes=others_bytes,
-            failed=tuple(failed),
-            alive=alive,
-            on_gpu=on_gpu,
-            can_checkpoint=can_checkpoint,
-            deepspeed=deepspeed,
-            allocator=allocator,
-            model_config=model_config,
-        )
-    ).remedies
+def remedies(situation: Situation) -> tuple[Remedy, ...]:
+    """What can be done about this failure, the best first."""
+    return ladder(situation).remedies
 
 
 def ladder(situation: Situation) -> Ladder:
-    """All rungs for this situation, in order, with the reasons of those left out."""
-    climb = _LADDERS.get(situation.diagnosis.kind)
+    """All remedies for this failure in order, with the reasons for those that are left out."""
+    rungs = _LADDERS.get(situation.diagnosis.kind)
     found: list[Remedy] = []
     left_out: list[str] = []
-    for rung in () if climb is None else climb(situation):
+    for rung in () if rungs is None else rungs(situation):
         if isinstance(rung, str):
             left_out.append(rung)
         elif rung is not None and all((rung.id, rung.assignments) != (one.id, one.assignments) for one in found):
@@ -97,12 +55,13 @@ def ladder(situation: Situation) -> Ladder:
 
 
 def _what_fits_first(found: Sequence[Remedy]) -> tuple[Remedy, ...]:
-    """What is forecast to run out again comes after all else that can be done without asking, and before what must be asked."""
+    """Remedies that are forecast to run out of memory again come after all others that need no
+    consent."""
     hopeless = [one for one in found if not one.needs_consent and _runs_out(one)]
     rest = [one for one in found if one not in hopeless]
     free = [place for place, one in enumerate(rest) if not one.needs_consent]
-    learnt = [place for place, one in enumerate(rest) if not one.keeps_math]
-    at = free[-1] + 1 if free else min(learnt, default=len(rest))
+    changing = [place for place, one in enumerate(rest) if not one.keeps_math]
+    at = free[-1] + 1 if free else min(changing, default=len(rest))
     return (*rest[:at], *hopeless, *rest[at:])
 
 
@@ -111,53 +70,63 @@ def _runs_out(remedy: Remedy) -> bool:
     return fraction is not None and fraction >= 1
 
 
-def situation_of(
-    diagnosis: Diagnosis,
-    settings: Settings,
-    *,
-    peaks: Iterable[Peak] = (),
-    total_bytes: int | None = None,
-    others_bytes: int | None = None,
-    host: HostFacts | None = None,
-    on_gpu: bool | None = None,
-    **more: Any,
-) -> Situation:
-    """A situation with what the diagnosis itself tells filled in: the card's size, other processes, the peak that failed."""
-    of_gpu, host = diagnosis.kind.of_gpu, host or HostFacts()
-    gpu = _on_gpu(diagnosis, settings, total_bytes) if on_gpu is None else on_gpu
-    if diagnosis.address_space_bytes is not None and not gpu:
-        total_bytes = None  # what is measured is memory in use, of which no share tells when the address space is full
-    elif total_bytes is None:
-        total_bytes = diagnosis.total_bytes if of_gpu else None if gpu else host.limit_bytes
-    if of_gpu and diagnosis.allowed_bytes is not None:
-        total_bytes = min(total_bytes or diagnosis.allowed_bytes, diagnosis.allowed_bytes)
-    if others_bytes is None and of_gpu:
-        others_bytes = diagnosis.other_process_bytes
-    own = _failed_peak(diagnosis, settings, on_gpu=gpu)
-    return Situation(
-        diagnosis=diagnosis,
-        settings=settings,
-        peaks=(*peaks, *(() if own is None else (own,))),
-        total_bytes=total_bytes,
-        others_bytes=others_bytes,
-        host=host,
-        on_gpu=gpu,
-        **more,
-    )
+# --- when no remedy fits -------------------------------------------------------------------------
+
+SHORT = 512
+"""The shortest sequence length that the advice suggests, in tokens."""
 
 
-def _on_gpu(diagnosis: Diagnosis, settings: Settings, total_bytes: int | None) -> bool:
-    if settings.device != "auto":
-        return settings.device == "cuda"
-    return diagnosis.kind.of_gpu or diagnosis.kind is Kind.PINNED_HOST_OOM or total_bytes is not None
+def last_advice(situation: Situation) -> tuple[str, ...]:
+    """What a person can still do if no remedy fits, one sentence with an estimate each
+    (`Proposal.last_advice`)."""
+    if situation.diagnosis.kind.of_gpu:
+        return (_others(situation), _smaller(situation), _short(situation), *_no_evaluation(situation))
+    if not situation.diagnosis.of_memory:
+        return ()
+    return tuple(f"{one.title}: {one.why}" for one in remedies(situation) if one.resumable == "none")
 
 
-def _failed_peak(diagnosis: Diagnosis, settings: Settings, *, on_gpu: bool) -> Peak | None:
-    """What the process held and the request that it could not have: less than it would have needed."""
-    if diagnosis.process_bytes is None or diagnosis.phase in ("evaluation", "load", "save"):
-        return None
-    if diagnosis.kind.of_gpu != on_gpu or not diagnosis.of_memory:
-        return None
-    wanted = diagnosis.process_bytes + (diagnosis.requested_bytes or 0)
-    key = settings_key(settings, on_gpu=on_gpu)
-    return Peak(batch=settings.batch, bytes=wanted, updates=0, failed=True, settings_key=key)
+def _others(situation: Situation) -> str:
+    others = situation.others_bytes
+    if others is None:
+        return "check which other processes use the GPU (`memtop strays`); how much they hold is not known"
+    if not others:
+        return "no other process used the GPU: this run used all of it"
+    pids = situation.diagnosis.other_process_pids
+    who = f" (pid {', '.join(map(str, pids))})" if pids else ""
+    return f"end the other processes on the GPU (`memtop strays`): this frees {units.size(others)}{who}"
+
+
+def _smaller(situation: Situation) -> str:
+    config = situation.settings.model.get("config")
+    values = None if config is None else smaller_model(config)
+    if config is None or values is None:
+        trained = situation.trained
+        each = f"{TRAINED_BYTES} bytes per trained parameter with Adam in fp32"
+        now = "" if trained is None else f": the {trained / 1e6:.1f} M of this run need {units.size(trained * TRAINED_BYTES)}"
+        return f"use a smaller model in a new run, for example 0.5 B instead of 1.8 B parameters ({each}{now})"
+    command = train_command(situation.settings, {f"model.config.{name}": str(value) for name, value in values.items()})
+    return f"use a smaller model in a new run{fewer_parameters(config, values)}: `{command}`"
+
+
+def _short(situation: Situation) -> str:
+    now, line = situation.settings.seq_len, situation.line()
+    if now <= SHORT:
+        return f"use sequences of at most {SHORT} tokens: T is already {now}"
+    saved = "how much this saves was not measured"
+    if not isinstance(line, str):
+        less = line.slope_bytes * situation.settings.batch * (1 - SHORT / now)
+        saved = f"an estimated {units.size(less)} less, or more (the part that grows with the batch shrinks with T)"
+    command = restart_command(situation.run, {"seq_len": str(SHORT)})
+    return f"use sequences of {SHORT} tokens instead of {now}: {saved}; this changes the data: `{command}`"
+
+
+def _no_evaluation(situation: Situation) -> Iterator[str]:
+    settings = situation.settings
+    if not settings.eval_every:
+        yield "evaluation is already off"
+        return
+    during = situation.diagnosis.phase
+    helps = "it failed there" if during == "evaluation" else f"it failed in another phase ({during}), so this may not help"
+    off = {"eval_every": "0", **({"load_best_at_end": "false"} if settings.load_best_at_end else {})}
+    yield f"do not evaluate during training: {helps}: `{restart_command(situation.run, off)}`"

@@ -1,9 +1,9 @@
-"""What a ladder of remedies looks at, and how a rung becomes a `Remedy`: judged, forecast and written as a command. Pure."""
+"""A failure with everything known about it (`Situation`), and how a change of settings becomes a
+`Remedy`. Pure."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +11,14 @@ import msgspec
 
 from memtop.presets import SettingsError, compatibility, edit_settings
 from memtop.presets.comparison import changes
-from memtop.presets.fields import OPTIONS, can_change_live, training_unchanged
+from memtop.presets.fields import can_change_live, training_unchanged
 from memtop.presets.schema import Settings
-from memtop.supervisor.diagnosis.values import Diagnosis
-from memtop.supervisor.recovery.applying import key
-from memtop.supervisor.recovery.forecast import Line, line_through, peaks_of, settings_key
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.recovery.configuration import configuration_key, settings_key
+from memtop.supervisor.recovery.forecast import Line, line_through, peaks_of
 from memtop.supervisor.recovery.parameters import trained_parameters
-from memtop.supervisor.recovery.values import Class, Forecast, Peak, Remedy
+from memtop.supervisor.recovery.suggested_commands import restart_command, train_command
+from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
 
 
 class KeptState(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,70 +29,74 @@ class KeptState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine beside the GPUs, as the supervisor saw it. None: not known."""
+    """The machine apart from its GPUs, as the supervisor measured it. None: not known."""
 
     limit_bytes: int | None = None
-    """Of host memory: the machine's, or the cgroup's where that is lower."""
+    """The limit of host memory: the machine's, or the cgroup's if that is lower."""
     in_cgroup: bool = False
-    """The limit is a cgroup's (a container, a batch system, systemd)."""
+    """Whether the limit is a cgroup's (of a container, a batch system or systemd)."""
     available_bytes: int | None = None
-    """What the run could still take beside what it takes: measured before the end, or what it took included after it."""
+    """Host memory that the run could use in addition to its own. Measured after the run's end, it
+    includes the run's."""
     memory_bytes: int | None = None
-    """All memory there is: RAM and swap, whatever limits there are."""
+    """All RAM and swap of the machine, whatever the limits are."""
     shm_total_bytes: int | None = None
     disk_free_bytes: int | None = None
     states: tuple[KeptState, ...] = ()
-    """What the run keeps on disk, the newest first."""
+    """The run's saved states, the newest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """One failure of a run of the built-in trainer, with all that is known of it."""
+    """One failure of a run of the built-in trainer, with everything known about it."""
 
     diagnosis: Diagnosis
     settings: Settings
     run: str = "RUN"
     peaks: tuple[Peak, ...] = ()
     total_bytes: int | None = None
-    """Of the device that training needs: the fullest card, or on the CPU the host's limit."""
+    """Memory of the device that trains: the fullest GPU, or the host's limit for training on the
+    CPU."""
     base_bytes: int | None = None
-    """What was measured to be there without a batch: context, weights, optimizer."""
+    """The measured part that does not depend on the batch: context, weights, optimizer."""
     others_bytes: int | None = None
-    """What other processes hold of the device."""
+    """What other processes hold on the device."""
     host: HostFacts = field(default_factory=HostFacts)
     failed: tuple[Settings, ...] = ()
     alive: bool = False
-    """The trainer runs (it has survived): what it can change at an update boundary needs no restart."""
+    """Whether the trainer still runs: what it can change at an update boundary needs no restart."""
     on_gpu: bool = True
     can_checkpoint: bool = True
-    """The model can recompute its activations."""
+    """Whether the model can recompute its activations."""
     deepspeed: bool = True
-    """ZeRO can be had on this machine."""
+    """Whether DeepSpeed (ZeRO) is installed."""
     allocator: str = ""
-    """Allocator options that the user's environment holds; they win over the run's."""
+    """The allocator options of the user's environment, which override the run's."""
     model_config: Mapping[str, Any] | None = None
-    """The model's configuration where the settings only name it by path."""
+    """The model's configuration, if the settings name the model only by path."""
     _gone: frozenset[str] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_gone", frozenset(key(one) for one in (*self.failed, self.settings)))
+        object.__setattr__(self, "_gone", frozenset(configuration_key(one) for one in (*self.failed, self.settings)))
 
     @property
     def trained(self) -> int | None:
-        """Parameters that are trained."""
+        """The number of trained parameters; None if not known."""
         return trained_parameters(self.settings, self.model_config)
 
     def tried(self, after: Settings) -> bool:
-        """These settings have failed before, or are the ones that just did."""
-        return key(after) in self._gone
+        """Whether these settings have failed before, or have just failed."""
+        return configuration_key(after) in self._gone
 
     def line(self, after: Settings | None = None) -> Line | str:
-        """The line of peaks under these settings (None: the present ones), or why there is none."""
+        """The line of peaks with these settings (None: the current ones), or the reason why there
+        is none."""
         settings = self.settings if after is None else after
         return line_through(peaks_of(settings, self.peaks, on_gpu=self.on_gpu), base_bytes=self.base_bytes)
 
     def foresee(self, after: Settings, estimate: Line | None = None) -> Forecast | str:
-        """From peaks under `after`; else where only the split differs from the present; else from an estimate, called that."""
+        """The forecast for `after` from its own peaks, or else from the estimate, or the reason why
+        there is none."""
         line: Line | str = self.line(after)
         if isinstance(line, str) and estimate is not None:
             line = estimate
@@ -100,7 +105,7 @@ class Situation:
             if same:
                 return line
             present = self.line()
-            known = f"; under the present ones: {present}" if isinstance(present, str) else ""
+            known = f"; with the current ones: {present}" if isinstance(present, str) else ""
             return f"{line}{known}"
         return line.forecast(after.batch, self.total_bytes, self.others_bytes)
 
@@ -117,15 +122,19 @@ class Situation:
         unforeseen: str | None = None,
         consent: bool = False,
     ) -> Remedy | str:
-        """The remedy that changes these settings, or why it is none. `estimate`: the line to use where nothing was measured;
-        `unforeseen`: why no forecast is meant, where GPU memory is not what the remedy is about."""
+        """The remedy that makes these changes, or the reason why it is left out.
+
+        `estimate`: the line to use if nothing was measured; `unforeseen`: why there is no forecast,
+        for remedies that do not concern the device's memory; `consent`: ask a person even if
+        training is unchanged.
+        """
         values = dict(assignments or {})
         try:
             after = edit_settings(self.settings, preset=preset, assignments=values)
         except SettingsError as error:
             return str(error)
         if self.tried(after):
-            return "leads to a configuration that has failed" if after != self.settings else "changes nothing here"
+            return "leads to a configuration that has failed before" if after != self.settings else "changes nothing here"
         fit, _ = compatibility(self.settings, after)
         foreseen = unforeseen if unforeseen is not None else self.foresee(after, estimate)
         another = fit == "new run"
@@ -146,38 +155,54 @@ class Situation:
         )
 
 
-def to_do(id: str, title: str, why: str, command: str | None, *, keeps_math: bool = True) -> Remedy:
-    """Something for a person: memtop shows the command and never runs it."""
-    resumable: Class = "none"
-    return Remedy(
-        id=id,
-        title=title,
-        why=why,
-        keeps_math=keeps_math,
-        resumable=resumable,
-        needs_consent=True,
-        forecast_unknown="memtop does not do it, so it is not forecast",
-        command=command,
+def situation_of(
+    diagnosis: Diagnosis,
+    settings: Settings,
+    *,
+    peaks: Iterable[Peak] = (),
+    total_bytes: int | None = None,
+    others_bytes: int | None = None,
+    host: HostFacts | None = None,
+    on_gpu: bool | None = None,
+    **more: Any,
+) -> Situation:
+    """A situation with what the diagnosis contains filled in: the GPU's size, other processes, the
+    peak that failed."""
+    of_gpu, host = diagnosis.kind.of_gpu, host or HostFacts()
+    gpu = _on_gpu(diagnosis, settings, total_bytes) if on_gpu is None else on_gpu
+    if diagnosis.address_space_bytes is not None and not gpu:
+        total_bytes = None  # the measured memory in use says nothing about an address space that is full
+    elif total_bytes is None:
+        total_bytes = diagnosis.total_bytes if of_gpu else None if gpu else host.limit_bytes
+    if of_gpu and diagnosis.allowed_bytes is not None:
+        total_bytes = min(total_bytes or diagnosis.allowed_bytes, diagnosis.allowed_bytes)
+    if others_bytes is None and of_gpu:
+        others_bytes = diagnosis.other_process_bytes
+    own = _failed_peak(diagnosis, settings, on_gpu=gpu)
+    return Situation(
+        diagnosis=diagnosis,
+        settings=settings,
+        peaks=(*peaks, *(() if own is None else (own,))),
+        total_bytes=total_bytes,
+        others_bytes=others_bytes,
+        host=host,
+        on_gpu=gpu,
+        **more,
     )
 
 
-def restart_command(run: str, assignments: Mapping[str, str], preset: str | None = None) -> str:
-    """`memtop restart RUN --batch 4 --accum 8`, as a person would type it."""
-    words = ["memtop", "restart", run, *(("--preset", preset) if preset else ()), *_edits(assignments)]
-    return shlex.join(words)
+def _on_gpu(diagnosis: Diagnosis, settings: Settings, total_bytes: int | None) -> bool:
+    if settings.device != "auto":
+        return settings.device == "cuda"
+    return diagnosis.kind.of_gpu or diagnosis.kind is Kind.PINNED_HOST_OOM or total_bytes is not None
 
 
-def train_command(settings: Settings, assignments: Mapping[str, str], *extra: str) -> str:
-    """A new run like this one but for the assignments; `NEW` stands for its name."""
-    own = {name: str(getattr(settings, name)) for name in OPTIONS}
-    data = {f"data.{name}": str(settings.data[name]) for name in ("train", "eval") if settings.data.get(name)}
-    path = {"model.path": str(settings.model["path"])} if settings.model.get("path") else {}
-    values = {**own, **data, **path, **assignments}
-    words = ["memtop", "train", settings.recipe, "--name", "NEW", "--preset", settings.preset, *extra, *_edits(values)]
-    return shlex.join(words)
-
-
-def _edits(assignments: Mapping[str, str]) -> list[str]:
-    options = [word for name, option in OPTIONS.items() if name in assignments for word in (option, assignments[name])]
-    rest = [word for name, text in assignments.items() if name not in OPTIONS for word in ("--set", f"{name}={text}")]
-    return [*options, *rest]
+def _failed_peak(diagnosis: Diagnosis, settings: Settings, *, on_gpu: bool) -> Peak | None:
+    """What the process held plus the request that failed: a lower bound of what it needed."""
+    if diagnosis.process_bytes is None or diagnosis.phase in ("evaluation", "load", "save"):
+        return None
+    if diagnosis.kind.of_gpu != on_gpu or not diagnosis.of_memory:
+        return None
+    needed = diagnosis.process_bytes + (diagnosis.requested_bytes or 0)
+    key = settings_key(settings, on_gpu=on_gpu)
+    return Peak(batch=settings.batch, bytes=needed, updates=0, failed=True, settings_key=key)

@@ -1,12 +1,14 @@
-"""Does a quantity grow for good? A slope with a confidence, in bounded memory, at a constant cost per sample.
+"""Detects steady growth of a series: a slope with a confidence, in bounded memory, at a constant
+cost per sample.
 
-Memory moves for many reasons. A cache fills and is emptied, the garbage collector runs now and then, the first evaluation takes
-its buffers once, an epoch ends: none of these is a leak, and each has a line through it that rises. So what is judged is the
-lower envelope (the least value of each stretch: what was not given back), and its growth must be spread evenly over all
-stretches looked at. A step grows in one of them, a warm-up less and less, a sawtooth falls in one.
+Memory use rises for many reasons that are no leak: a cache fills and is emptied, the garbage
+collector runs at intervals, the first evaluation allocates its buffers, an epoch ends. A line
+through each of them rises. The detector therefore uses the lower envelope (the lowest value of each
+stretch, which was never freed) and requires that its growth is spread evenly over all stretches. A
+step grows in only one of them, a warm-up less and less, and a sawtooth falls in one.
 
-A tooth that is longer than everything seen so far cannot be told from a leak before it falls. When it falls, growth is
-believed again only over three times that length.
+A tooth of a sawtooth that is longer than all data so far looks like a leak until it falls. After
+the fall, growth counts only if it lasts three times as long as that tooth.
 """
 
 from __future__ import annotations
@@ -14,31 +16,34 @@ from __future__ import annotations
 import math
 from collections import deque
 from itertools import combinations, pairwise
-from statistics import fmean, median, median_low, stdev
+from statistics import fmean, median, median_low
 from typing import NamedTuple
 
 CONFIDENT = 0.9995
-"""From here on growth is called a leak: one in two thousand if its increments were drawn by chance around zero."""
+"""The confidence from which on growth is called a leak: random increments around zero reach it once
+in two thousand times."""
 _PLAIN = 1 - 1e-6
-"""From here on one look is enough."""
+"""The confidence from which on one evaluation is enough instead of two."""
 WARM_UP = 12
-"""Units of x (updates, or seconds) at the beginning that are not looked at: allocators and optimizers make their buffers."""
+"""Units of x (updates or seconds) that are ignored at the beginning, while allocators and
+optimizers create their buffers."""
 LEAST_GROWTH = 8 << 20
-"""Bytes that must have been gained over all stretches looked at, in bytes: what is less is nobody's trouble yet."""
+"""The least growth over all stretches that is reported, in bytes."""
 
-# Stretches are looked at in pairs: each pair's least value is one point of the envelope.
+# The lowest value of each pair of blocks is one point of the envelope.
 _BLOCKS, _PAIR = 20, 2
-# The width of a block in units of x: fast leaks show in the first, slow ones and those beneath a sawtooth in the others.
+# The widths of a block in units of x: the first shows fast leaks, the others slow ones and leaks
+# below a sawtooth.
 BY_UPDATE = (4, 32, 256, 2048)
 BY_SECOND = (16, 128, 1024, 8192)
-"""By the clock an update or an evaluation is a tooth of its own, and may be a long one."""
-# A fall by this share of the rise before it makes the rise a tooth ...
+"""Measured by the clock, every update or evaluation is a tooth, which can be long."""
+# A fall by this fraction of the rise before it makes the rise a tooth.
 _FALL = 0.5
-# ... and growth must outlast so many of the longest one.
+# Growth must last for so many times the longest tooth.
 _TEETH = 3
-# A rise is over when the level is within this share of its top, and has begun when it is so far above its bottom.
+# A rise ends within this fraction of its height below its top, and begins as far above its bottom.
 _NEAR = 0.1
-# The second half of the stretch gains at least so much of the first, and the other way round, or the growth is not steady.
+# Growth is steady if the slower half of the stretch grows by at least this fraction of the faster.
 _STEADY = 0.85
 
 
@@ -49,9 +54,9 @@ class Slope(NamedTuple):
     """Bytes per unit of x: per update, or per second."""
     per_second: float
     confidence: float
-    """0-1: that it grows at all, and evenly."""
+    """0-1: that the series grows, and steadily."""
     span: float
-    """Units of x over which this was seen."""
+    """Units of x over which the growth was observed."""
     seconds: float
     """The same in seconds."""
 
@@ -63,7 +68,7 @@ class _Point(NamedTuple):
 
 
 class Growth:
-    """One series of values. `slope` is None until there is enough of it, or while nothing can be said."""
+    """One series of values. `slope` is None while there is too little data."""
 
     def __init__(self, widths: tuple[int, ...] = BY_UPDATE) -> None:
         self._widths = widths
@@ -76,8 +81,8 @@ class Growth:
         self._teeth = _Teeth()
 
     def add(self, x: float, time: float, value: float) -> None:
-        """Take the value at x and at that moment, seconds. Where x falls something else has begun: a process that was started
-        anew, a clock that was set back."""
+        """Add the value at x; `time` in seconds. If x falls (a process restarted, a clock was set
+        back), the series begins again."""
         if self._start is None or x < self._newest:
             self._begin(x)
         assert self._start is not None
@@ -85,15 +90,17 @@ class Growth:
         x -= self._start + WARM_UP
         if x < 0:
             return
-        closed = self._tiers[0].add(x, time, value)
+        closed = self._tiers[0].add(_Point(x, time, value))
         if closed is not None:
-            self._teeth.look(closed)
-        for tier in self._tiers[1:]:
-            tier.add(x, time, value)
+            self._teeth.add(closed)
+            # Every width is a multiple of the first one, so whole blocks of it do for the others.
+            for tier in self._tiers[1:]:
+                tier.add(closed)
 
     @property
     def slope(self) -> Slope | None:
-        """The most confident of what the tiers see that cover enough teeth; the finest of those that are confident."""
+        """The slope of the finest confident tier, or else of the most confident one. Tiers that do
+        not cover enough teeth are ignored."""
         found = [tier.slope for tier in self._tiers if tier.width * _BLOCKS >= _TEETH * self._teeth.longest]
         known = [slope for slope in found if slope is not None]
         sure = [slope for slope in known if slope.confidence >= CONFIDENT]
@@ -101,7 +108,7 @@ class Growth:
 
     @property
     def leaking(self) -> Slope | None:
-        """The slope, if it is one to act on."""
+        """The slope, if it is confident enough to be called a leak."""
         slope = self.slope
         return slope if slope is not None and slope.confidence >= CONFIDENT else None
 
@@ -117,22 +124,23 @@ class _Tier:
         self._number = -1
         self._confidence = 0.0
 
-    def add(self, x: float, time: float, value: float) -> _Point | None:
-        """The block that this value has closed, if any."""
-        number, closed = int(x // self.width), None
+    def add(self, point: _Point) -> _Point | None:
+        """Add a point. Returns the block that it completes, if any."""
+        number, closed = int(point.x // self.width), None
         if self._open is not None and number != self._number:
             closed = self._open
             self._blocks.append(closed)
-            self.slope = self._looked_at_twice(_slope(list(self._blocks))) if len(self._blocks) == _BLOCKS else None
+            self.slope = self._confirmed(_slope(list(self._blocks))) if len(self._blocks) == _BLOCKS else None
             self._open = None
         if self._open is None:
-            self._open, self._number = _Point(x, time, value), number
-        elif value < self._open.low:
-            self._open = self._open._replace(low=value)
+            self._open, self._number = point, number
+        elif point.low < self._open.low:
+            self._open = self._open._replace(low=point.low)
         return closed
 
-    def _looked_at_twice(self, slope: Slope | None) -> Slope | None:
-        """As confident as the less confident of two looks running: there are many, and noise may be even in one."""
+    def _confirmed(self, slope: Slope | None) -> Slope | None:
+        """The slope with the lower confidence of two consecutive evaluations: there are many of
+        them, and noise can look steady in one."""
         before, self._confidence = self._confidence, slope.confidence if slope is not None else 0.0
         if slope is None or slope.confidence >= _PLAIN:
             return slope
@@ -148,40 +156,40 @@ def _slope(blocks: list[_Point]) -> Slope | None:
     if span <= 0 or seconds <= 0:
         return None
     rates = [(after.low - before.low) / (after.x - before.x) for before, after in pairwise(envelope)]
-    # Of all pairs of points, the one in the middle: a few odd points do not move it.
+    # The median slope of all pairs of points (Theil-Sen estimator): outliers do not move it.
     per_unit = median((after.low - before.low) / (after.x - before.x) for before, after in combinations(envelope, 2))
     confidence = 0.0
     if per_unit > 0 and last.low - first.low >= LEAST_GROWTH:
         half = len(rates) // 2
         early, late = fmean(rates[:half]), fmean(rates[-half:])
         steady = max(0.0, min(early, late)) / max(early, late) if max(early, late) > 0 else 0.0
-        confidence = _chance_is_ruled_out(rates) * min(1.0, steady / _STEADY)
+        confidence = _probability_of_growth(rates) * min(1.0, steady / _STEADY)
     return Slope(per_unit, per_unit * span / seconds, confidence, span, seconds)
 
 
-def _chance_is_ruled_out(rates: list[float]) -> float:
-    """Student's t of the mean against zero, as a probability; in closed form for the eight degrees of freedom here."""
-    spread = stdev(rates)
+def _probability_of_growth(rates: list[float]) -> float:
+    """Student's t-test of the mean against zero, in closed form for eight degrees of freedom."""
+    mean, freedom = fmean(rates), len(rates) - 1
+    spread = math.sqrt(sum((rate - mean) ** 2 for rate in rates) / freedom)
     if spread == 0:
         return 1.0
-    freedom = len(rates) - 1
     assert freedom == 8
-    angle = math.atan(fmean(rates) / (spread / math.sqrt(len(rates))) / math.sqrt(freedom))
+    angle = math.atan(mean / (spread / math.sqrt(len(rates))) / math.sqrt(freedom))
     square = math.cos(angle) ** 2
     return 0.5 + 0.5 * math.sin(angle) * (1 + square / 2 + 3 * square**2 / 8 + 5 * square**3 / 16)
 
 
 class _Teeth:
-    """How long the longest rise was that ended in a fall."""
+    """The length of the longest rise that ended in a fall."""
 
     def __init__(self) -> None:
         self.longest = 0.0
         self._bottom: _Point | None = None
-        """Where the present rise began."""
+        """Where the current rise began."""
         self._bottom_low = self._top = self._near_top = 0.0
         self._near_top_at = 0.0
 
-    def look(self, block: _Point) -> None:
+    def add(self, block: _Point) -> None:
         if self._bottom is None:
             self._begin(block)
             return
@@ -204,7 +212,8 @@ class _Teeth:
 
 
 class Sustained:
-    """A rate that counts only while it is there more often than not: the median of the newest values."""
+    """The median of the newest values: a rate counts only if it lasts for more than half of
+    them."""
 
     def __init__(self, length: int = 30) -> None:
         self._values: deque[float] = deque(maxlen=length)
@@ -215,10 +224,10 @@ class Sustained:
 
     @property
     def value(self) -> float | None:
-        """None before half of the stretch is known."""
+        """The median; None before half of the values are known."""
         return median_low(self._values) if 2 * len(self._values) >= self._length else None
 
     @property
     def share(self) -> float:
-        """Of the newest values, those above zero; 0-1."""
+        """The fraction of the newest values that are above zero."""
         return sum(value > 0 for value in self._values) / len(self._values) if self._values else 0.0

@@ -1,4 +1,5 @@
-"""What can be done about a shortage, as values: shown to people, sent to dashboards, kept in the ledger."""
+"""Remedies, forecasts and peaks as values: shown to people, sent to dashboards, stored in the
+ledger."""
 
 from __future__ import annotations
 
@@ -9,44 +10,48 @@ import msgspec
 from memtop.supervisor.monitor.values import Band
 
 Class = Literal["none", "live", "resumes", "converts", "new run"]
-"""What it takes: nothing of the run (a command for the person), the next update boundary, a restart that resumes exactly, one
-that converts the optimizer's state, or a run that starts anew."""
+"""What applying a remedy takes: a command that a person types (none), the next update boundary
+(live), a restart that resumes exactly, a restart that converts the optimizer's state, or a new
+run."""
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """A predicted peak. `basis` says from what: never to be shown as a measurement."""
+    """A predicted peak. `basis` names its source; never show it as a measurement."""
 
     peak_bytes: int
     total_bytes: int | None = None
     fraction: float | None = None
     band: Band = Band.UNKNOWN
     basis: str
-    """e.g. `line through peaks at B 16 and B 32`, `one peak at B 8, base from the context`."""
+    """e.g. `line through peaks at B 16 and B 32`, `one peak at B 8, measured base 1.2 GiB`."""
 
 
 class Remedy(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that can be done. `assignments` is what changes, as `--set KEY=VALUE` (batch and accumulation included)."""
+    """One thing that can be done. `assignments` are its changes, as `--set KEY=VALUE` (batch and
+    accumulation included)."""
 
     id: str
-    """e.g. `allocator`, `smaller_batch`, `checkpointing`, `chunked_loss`, `offload_optimizer`, `eval_batch`, `seq_len`."""
+    """e.g. `allocator`, `smaller_batch`, `checkpointing`, `chunked_loss`, `offload_optimizer`,
+    `eval_batch`, `seq_len`."""
     title: str
     """e.g. `batch 8 -> 4, accumulation 4 -> 8: effective batch stays 32`."""
     why: str = ""
-    """What it does and why it may help here, one sentence."""
+    """What it does and why it can help here, in one sentence."""
     keeps_math: bool
-    """Whether every update stays what it was, up to rounding."""
+    """Whether training is unchanged: every update stays the same up to rounding."""
     resumable: Class
     needs_consent: bool = False
-    """Never done by itself: it changes what is learnt, or something outside the run."""
+    """Whether a person must confirm it: it changes training, or something outside the run."""
     assignments: dict[str, str] = {}
     preset: str | None = None
     forecast: Forecast | None = None
-    """None where nothing measured allows one; `forecast_unknown` says why."""
+    """None if the measurements allow none; `forecast_unknown` gives the reason."""
     forecast_unknown: str | None = None
     speed: float | None = None
-    """Expected speed as a factor of the present one (0.8: a fifth slower); None: not known."""
+    """Expected speed as a factor of the current one (0.8: a fifth slower); None: not known."""
     command: str | None = None
-    """What a person would type: `memtop restart RUN --batch 4 --accum 8`, or a system command to copy (never run by memtop)."""
+    """What a person types: `memtop restart RUN --batch 4 --accum 8`, or a system command, which
+    memtop never runs."""
 
     @property
     def predicted_peak_bytes(self) -> int | None:
@@ -58,14 +63,15 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Peak(msgspec.Struct, frozen=True, kw_only=True):
-    """The most that one configuration was measured to need, on the fullest card (or in host memory, on the CPU)."""
+    """The largest measured use of one configuration, on the fullest GPU (in training on the CPU: of
+    host memory)."""
 
     batch: int
     bytes: int
     updates: int
-    """Updates over which it was measured."""
+    """How many updates were measured."""
     failed: bool = False
-    """It was the peak of a configuration that ran out: more was wanted."""
+    """Whether the configuration ran out of memory: it needed more."""
     settings_key: str = ""
-    """Everything but the split that shapes the peak (T, checkpointing, ZeRO, ...), as one string: only peaks of one key fit a
-    line."""
+    """The settings that shape the peak, except the micro-batch, as one string: only peaks with one
+    key lie on one line."""

@@ -10,7 +10,7 @@ from memtop.presets import SettingsError, edit_settings
 from memtop.presets.fields import LIVE, differing, not_live
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.recovery.applying import ran_out
+from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.wire import Change, Checkpoint, Configuration
 
@@ -35,7 +35,7 @@ def edited(
             assignments=change.assignments,
             updates_done=(done.updates or 0) if done else 0,
             samples_seen=(done.samples_seen or 0) if done else 0,
-            failed=ran_out(rows),
+            failed=failed_settings(rows),
         )
     except SettingsError as error:
         raise UsageError(str(error)) from None

@@ -1,4 +1,5 @@
-"""The newest updates and samples of a run as medians: what `recovery.bottleneck` judges."""
+"""Medians over the newest updates and samples of a run, from which `recovery.bottleneck` derives
+its advice."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import RoleMemory
 
 _UPDATES, _SAMPLES = 20, 30
-# The first updates of an attempt, or after a change, warm up: compilation, autotuning, new buffers.
+# Updates at the start of an attempt, and after a change, that are not measured: compilation,
+# autotuning, new buffers.
 _WARM_UP = 2
 _PARTS = ("step_seconds", "data_wait_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds")
 
@@ -27,7 +29,8 @@ class _Sample(NamedTuple):
 
 
 class Measuring:
-    """Of one configuration of one attempt: `changed` begins anew."""
+    """The newest updates and samples under one configuration of one attempt; `changed` starts
+    again."""
 
     def __init__(self) -> None:
         self._updates: deque[Step] = deque(maxlen=_UPDATES)
@@ -36,19 +39,19 @@ class Measuring:
         self._at_start: int | None = None
 
     def changed(self) -> None:
-        """Other settings from here on: what was measured before does not count."""
+        """The settings have changed: discard the updates measured before."""
         self._updates.clear()
         self._skip = _WARM_UP
 
     def step(self, report: Step) -> None:
-        """Rank 0 has done an update."""
+        """Rank 0 has finished an update."""
         if self._skip > 0:
             self._skip -= 1
         elif report.step_seconds:
             self._updates.append(report)
 
     def sample(self, machine: MachineSnapshot, gpus: Iterable[GpuSample]) -> None:
-        """The machine a second later; `gpus` are those that the run trains on."""
+        """Take a sample of the machine; `gpus` are those that the run trains on."""
         gpus = list(gpus)
         if self._at_start is None:
             self._at_start = machine.host.available_bytes
@@ -71,7 +74,7 @@ class Measuring:
         swap_in: float | None,
         roles: Iterable[RoleMemory] = (),
     ) -> Measured:
-        """All of it together. `swap_in` is the sustained rate in bytes per second."""
+        """The medians. `swap_in`: the sustained rate in bytes per second, None if not known."""
         gpus, host = list(gpus), machine.host
         workers = next((role for role in roles if role.role == "loader worker"), None)
         each = None if workers is None or workers.uss_bytes is None else workers.uss_bytes // workers.processes

@@ -1,7 +1,8 @@
-"""Follows the memory of one attempt: once per update for each rank and the loader workers, once a second for each GPU.
+"""Follows the memory of one attempt: once per update for each rank and the loader workers, once a
+second for each GPU.
 
-It reports what leaks, when that memory will be full, and why a gauge stays in its danger band. It reads no files and no clocks:
-the supervisor passes in every reading.
+It reports what leaks, when that memory will be full, and why a gauge stays in its danger band. It
+reads no files and no clocks: the supervisor passes in every reading.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ import msgspec
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import Band, HostSample, MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory, VramParts, placed, ranks_on, vram_parts
-from memtop.supervisor.recovery.danger import DangerWatch
-from memtop.supervisor.recovery.leaks import Leak, Pool, processes_of, swap_trend, trends
+from memtop.supervisor.recovery.leaks import DangerWatch, Leak, Pool, processes_of, swap_trend, trends
 from memtop.supervisor.recovery.trend import BY_SECOND, BY_UPDATE, Growth, Sustained
 from memtop.supervisor.run.processes.host_memory import HostReading
 from memtop.supervisor.run.reports import Step
@@ -35,8 +35,8 @@ class Member(NamedTuple):
 
 
 class View(IntEnum):
-    """How a series counts its bytes, from the innermost view to the outermost. Growth seen in one view shows in all views
-    outside it too; only the innermost is reported."""
+    """How a series counts its bytes, from the innermost view to the outermost. Growth seen in one
+    view shows in all views outside it too; only the innermost is reported."""
 
     ALLOCATED = 0
     RESERVED = 1
@@ -75,8 +75,9 @@ class TrendWatch:
         self.trends: tuple[Trend, ...] = ()
         """Everything that grows; what is full first comes first."""
         self.own: tuple[Trend, ...] = ()
-        """The trends that a restart of the run would end. Growth that only the driver sees may belong to other programs, and
-        the allocator gives a growing cache back before an allocation fails."""
+        """The trends that a restart of the run would end. Growth that only the driver sees may
+        belong to other programs, and the allocator gives a growing cache back before an allocation
+        fails."""
         self.swap_in = Sustained()
         self._series: dict[Key, Growth] = {}
         self._pools: dict[str, Pool] = {}
@@ -94,7 +95,7 @@ class TrendWatch:
         self._announced: dict[TrendSubject, str] = {}
         self._withdrawn: set[TrendSubject] = set()
 
-    # --- input ------------------------------------------------------------------------------------------------------------
+    # --- input ------------------------------------------------------------------------------------
 
     def step(self, rank: int, report: Step) -> None:
         """A rank has finished an update."""
@@ -119,7 +120,8 @@ class TrendWatch:
         return self._update is not None and self._update != self._read_at
 
     def read(self, time: float, members: Iterable[Member], anonymous: Mapping[int, int]) -> None:
-        """Take the anonymous memory by pid, after new updates: of the loader workers, and of ranks that do not report it."""
+        """Take the anonymous memory by pid, after new updates: of the loader workers, and of ranks
+        that do not report it."""
         if self._update is None:
             return
         self._read_at = self._update
@@ -143,9 +145,11 @@ class TrendWatch:
         *,
         loading: bool = False,
     ) -> list[str]:
-        """Take a sample of the machine. Returns one line for each gauge that has stayed in its danger band.
+        """Take a sample of the machine. Returns one line for each gauge that has stayed in its
+        danger band.
 
-        `bases`: as `RunState.gpu_base_bytes`. `loading`: the program has not begun to train, so growth is what it loads.
+        `bases`: as `RunState.gpu_base_bytes`. `loading`: the program has not begun to train, so
+        growth is what it loads.
         """
         members, ranks, time = list(members), placed(ranks, machine.gpus), machine.time
         host, held = machine.host, _by_role(members, reading.anonymous)
@@ -191,7 +195,7 @@ class TrendWatch:
         watch = self._dangers.setdefault(key, DangerWatch(gauge))
         return watch.add(time, band, fraction, *parts)
 
-    # --- output -----------------------------------------------------------------------------------------------------------
+    # --- output -----------------------------------------------------------------------------------
 
     def _judge(self) -> None:
         leaking = {key: slope for key, growth in self._series.items() if (slope := growth.leaking) is not None}
@@ -215,7 +219,8 @@ class TrendWatch:
         return TrendSubject(kind=kind, gpu_index=index, gpu_uuid=key.pool if index is not None else None, rank=key.rank)
 
     def news(self) -> list[tuple[str, dict[str, Any]]]:
-        """The text and data of events: what has begun to grow since the last call, and what has stopped. Each only once."""
+        """The text and data of events: what has begun to grow since the last call, and what has
+        stopped. Each only once."""
         events: list[tuple[str, dict[str, Any]]] = []
         present = {trend.subject: trend for trend in self.trends}
         for subject, trend in present.items():
@@ -246,8 +251,8 @@ def _same_bytes(key: Key, other: Key) -> bool:
 
 
 def _total(sizes: Mapping[int, int], pids: Iterable[int]) -> int | None:
-    """None if none of these processes could be read. Pages that processes share since a fork count in each of them; that is
-    accurate enough to see growth."""
+    """None if none of these processes could be read. Pages that processes share since a fork count
+    in each of them; that is accurate enough to see growth."""
     known = [sizes[pid] for pid in pids if pid in sizes]
     return sum(known) if known else None
 
@@ -262,7 +267,8 @@ def _by_role(members: Iterable[Member], anonymous: Mapping[int, int]) -> dict[st
 
 
 def _host_pool(host: HostSample, address_space_left: int | None) -> Pool:
-    """What a growing rank fills first: the host's memory, or its own address space where that is limited."""
+    """What a growing rank fills first: the host's memory, or its own address space where that is
+    limited."""
     if address_space_left is not None and (host.available_bytes is None or address_space_left < host.available_bytes):
         return Pool(name="the address space (ulimit -v)", left_bytes=address_space_left)
     return Pool(name="host RAM" if host.limit_bytes is None else "the memory group", left_bytes=host.available_bytes)

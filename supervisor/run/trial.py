@@ -1,12 +1,14 @@
-"""Tries a change for speed: measures 20 updates, makes the change, measures 20 more, then keeps the change or undoes it.
+"""Tries a change for speed: measures 20 updates, makes the change, measures 20 more, then keeps the
+change or undoes it.
 
-A trial is a frozen `TrialState`. Each function here takes the state, what happened, and the run at that moment (`RunFacts`); it
-returns the next state and the actions that the supervisor must perform. What may be tried, and what is kept, is decided in
-`recovery/batch_trial.py`.
+A trial is a frozen `TrialState`. Each function here takes the state, what happened, and the run at
+that moment (`RunFacts`); it returns the next state and the actions that the supervisor must
+perform. What may be tried, and what is kept, is decided in `recovery/batch_trial.py`.
 
-From the moment the change is requested until it is kept, the settings in place are not proven. Whatever starts or ends in that
-time starts from, or ends with, the settings before the trial. Every state is recorded as an event of kind `trial` before
-anything is requested, so a new supervisor can undo a trial that another one left unfinished.
+From the moment the change is requested until it is kept, the settings in place are not proven.
+Whatever starts or ends in that time starts from, or ends with, the settings before the trial. Every
+state is recorded as an event of kind `trial` before anything is requested, so a new supervisor can
+undo a trial that another one left unfinished.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from memtop.supervisor.wire import Change, Phase, Trial
 UPDATES = 20
 """Updates that are measured before the change, and again after it."""
 WARM_UP = 3
-"""Updates right after the change that are not measured: buffers, autotuning and the loader are still warming up."""
+"""Updates right after the change that are not measured: buffers, autotuning and the loader are
+still warming up."""
 RECONNECT_SECONDS = 10.0
 """Time in which agents connect to a new supervisor."""
 _AT_THE_END = "the run is at its last update"
@@ -57,7 +60,7 @@ _MEASURING = (Stage.MEASURING_BEFORE, Stage.MEASURING_AFTER)
 _UNDO = (Stage.UNDOING, Stage.UNDO_RESTARTING, Stage.SETTLING, Stage.WAITING_FOR_END)
 
 
-# --- what may be tried --------------------------------------------------------------------------------------------------
+# --- what may be tried ----------------------------------------------------------------------------
 
 
 def check_request(run: str, facts: RunFacts, present: TrialState | None) -> None:
@@ -84,8 +87,8 @@ def begin(
 ) -> Result:
     """Begin a trial after `check_request`; UsageError if the change changes nothing.
 
-    `after`: the settings that the change leads to; `refused`: why it must not be tried, see `refusal`. A refused trial is over
-    at once.
+    `after`: the settings that the change leads to; `refused`: why it must not be tried, see
+    `refusal`. A refused trial is over at once.
     """
     before = facts.settings
     assert before is not None, "check_request refuses external commands"
@@ -106,7 +109,7 @@ def begin(
     return _finish(state, "refused", refused) if refused is not None else _record(state, "measuring before")
 
 
-# --- what happens -------------------------------------------------------------------------------------------------------
+# --- what happens ---------------------------------------------------------------------------------
 
 
 def step_reported(state: TrialState, facts: RunFacts, report: reports.Step) -> Result:
@@ -121,7 +124,8 @@ def oom_reported(state: TrialState, facts: RunFacts, report: reports.Oom) -> Res
     if not state.running:
         return state, ()
     why = f"memory ran out at update {report.update}: {report.message}"
-    # The program dies of a failure that it does not survive; only when it has ended can it be started again.
+    # The program dies of a failure that it does not survive; only when it has ended can it be
+    # started again.
     state = _troubled(state, Trouble(why)) if report.survived else replace(state, dying=why)
     return _guarded(state, facts, lambda: _advance(state, facts))
 
@@ -140,13 +144,14 @@ def settings_reported(state: TrialState, facts: RunFacts, report: reports.Settin
 
 
 def answered(state: TrialState, facts: RunFacts, problem: str | None, update: int | None = None) -> Result:
-    """The agent has answered `AskSave` or `AskChange`. `problem`: why it did not do it; `update`: the first one with the new
-    settings."""
+    """The agent has answered `AskSave` or `AskChange`. `problem`: why it did not do it; `update`:
+    the first one with the new settings."""
     return _guarded(state, facts, lambda: _after_answer(state, facts, problem, update))
 
 
 def attempt_begun(state: TrialState, facts: RunFacts, change: Change) -> Result:
-    """An attempt was started with this change. Any restart but the trial's own starts from the settings before the trial."""
+    """An attempt was started with this change. Any restart but the trial's own starts from the
+    settings before the trial."""
     if not state.running:
         return state, ()
     if change not in (state.change, state.undo):
@@ -169,8 +174,8 @@ def tick(state: TrialState, facts: RunFacts) -> Result:
 
 
 def taken_over(data: dict[str, Any], facts: RunFacts) -> Result | str:
-    """The trial that an earlier supervisor recorded last, to be undone if it was left unfinished. A str says why `data`
-    cannot be read."""
+    """The trial that an earlier supervisor recorded last, to be undone if it was left unfinished. A
+    str says why `data` cannot be read."""
     try:
         state = msgspec.convert(data.get("state"), TrialState)
     except msgspec.ValidationError as error:
@@ -183,11 +188,12 @@ def taken_over(data: dict[str, Any], facts: RunFacts) -> Result | str:
     return _guarded(state, facts, lambda: _advance(state, facts))
 
 
-# --- the machine --------------------------------------------------------------------------------------------------------
+# --- the machine ----------------------------------------------------------------------------------
 
 
 def _guarded(state: TrialState, facts: RunFacts, transition: Callable[[], Result]) -> Result:
-    """An error in memtop must not leave settings on trial in place: it ends the trial, and undoes it."""
+    """An error in memtop must not leave settings on trial in place: it ends the trial, and undoes
+    it."""
     if not state.running:
         return state, ()
     try:
@@ -240,7 +246,8 @@ def _measure(state: TrialState, facts: RunFacts, report: reports.Step) -> TrialS
 
 
 def _troubled(state: TrialState, trouble: Trouble) -> TrialState:
-    """The first trouble stays, unless a later one means that the settings may not be changed back."""
+    """The first trouble stays, unless a later one means that the settings may not be changed
+    back."""
     return state if state.trouble is not None and trouble.undo else replace(state, trouble=trouble)
 
 
@@ -273,7 +280,8 @@ def _advance(state: TrialState, facts: RunFacts) -> Result:
 
 
 def _is_gone(state: TrialState, settings: Settings | None) -> bool:
-    """Whether nothing on trial is in place. The program may have changed its split meanwhile, after an allocation failure."""
+    """Whether nothing on trial is in place. The program may have changed its split meanwhile, after
+    an allocation failure."""
     return settings is not None and all(getattr(settings, name) != getattr(state.after, name) for name in state.changed)
 
 
@@ -342,7 +350,8 @@ def _change(state: TrialState, facts: RunFacts) -> Result:
 
 
 def _live_values(facts: RunFacts, wanted: Settings) -> dict[str, object] | None:
-    """What the agent must set for the running program to have these settings; None where that takes a restart."""
+    """What the agent must set for the running program to have these settings; None where that takes
+    a restart."""
     if facts.phase is not Phase.TRAINING or facts.restart_requested or not facts.connected or facts.settings is None:
         return None
     wanted = replace(wanted, target_samples=facts.settings.target_samples, epochs=facts.settings.epochs)
@@ -354,8 +363,9 @@ def _live_values(facts: RunFacts, wanted: Settings) -> dict[str, object] | None:
 
 
 def _no_restart(facts: RunFacts, *, dying: bool = False) -> str | None:
-    """Why the trial must not restart the run: a person has stopped or restarted it, it ended for another reason than the
-    trial, or its work is done and a restart would lose what could not be saved yet. None if it may restart the run."""
+    """Why the trial must not restart the run: a person has stopped or restarted it, it ended for
+    another reason than the trial, or its work is done and a restart would lose what could not be
+    saved yet. None if it may restart the run."""
     if facts.died and not dying and facts.died_of is None:
         return "the program died, and not of memory"
     if facts.died and facts.died_of is Kind.DISK_FULL:
@@ -402,7 +412,8 @@ def _take_back(state: TrialState, facts: RunFacts) -> Result:
 
 
 def _give_up(state: TrialState, facts: RunFacts, reason: str, *, undo: bool = True) -> Result:
-    """End the trial. If its settings may be in place, go back to those before: with the program if `undo`, else at its end."""
+    """End the trial. If its settings may be in place, go back to those before: with the program if
+    `undo`, else at its end."""
     if not state.unproven:
         undone = "undone" if state.requested else "refused"
         return _finish(state, "failed" if state.failed else undone, reason)
@@ -426,7 +437,8 @@ def _undo_by_restart(state: TrialState, facts: RunFacts) -> Result:
 
 
 def _wait_for_end(state: TrialState, facts: RunFacts, why: str | None) -> Result:
-    """The settings cannot be changed back now; `why` if the reason of the trial's end does not say it."""
+    """The settings cannot be changed back now; `why` if the reason of the trial's end does not say
+    it."""
     reason = state.reason if why is None else f"{state.reason}; not undone at once: {why}" if state.reason else why
     state = replace(state, stage=Stage.WAITING_FOR_END, reason=reason)
     recorded: tuple[Action, ...] = ()

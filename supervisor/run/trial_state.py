@@ -1,5 +1,5 @@
-"""The values of a trial: its state, what it must know about the run, and the actions that it asks for. `trial.py` has the
-rules."""
+"""The values of a trial: its state, what it must know about the run, and the actions that it asks
+for. `trial.py` has the rules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Stage(str, Enum):
     """The change needs a restart, which was requested."""
     MEASURING_AFTER = "measuring after"
     TAKEN_OVER = "taken over"
-    """A new supervisor has taken over the run: the trial is undone as soon as the agent can be asked."""
+    """A new supervisor has taken over the run: the trial is undone as soon as the agent can be
+    asked."""
     UNDOING = "undoing"
     """The agent was asked to change the settings back."""
     UNDO_RESTARTING = "undo restarting"
@@ -84,7 +85,8 @@ class Trouble(msgspec.Struct, frozen=True):
 
     reason: str
     undo: bool = True
-    """The supervisor may still change the settings back; False where somebody else has decided about the run."""
+    """The supervisor may still change the settings back; False where somebody else has decided
+    about the run."""
 
 
 class TrialState(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,11 +136,12 @@ class TrialState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def proven(self) -> Settings | None:
-        """The settings that changes start from while the trial's own are in place; None where the run's own are."""
+        """The settings that changes start from while the trial's own are in place; None where the
+        run's own are."""
         return self.before if self.unproven else None
 
 
-# --- actions ------------------------------------------------------------------------------------------------------------
+# --- actions --------------------------------------------------------------------------------------
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -153,7 +156,8 @@ class AskSave(msgspec.Struct, frozen=True):
 
 
 class AskChange(msgspec.Struct, frozen=True):
-    """Ask the agent of rank 0 to set these values at the next update boundary; `answered` takes its answer."""
+    """Ask the agent of rank 0 to set these values at the next update boundary; `answered` takes its
+    answer."""
 
     values: dict[str, object]
 

@@ -9,7 +9,7 @@ import pytest
 
 from memtop.supervisor.diagnosis.diagnose import diagnose
 from memtop.supervisor.diagnosis.values import Evidence, Kind, OomRecord
-from memtop.supervisor.recovery.offline import remedies_for
+from memtop.supervisor.recovery.external_command import remedies_for_command
 from memtop.supervisor.recovery.policy import SURE
 from tests.diagnosis.logs import GIB, of
 
@@ -72,7 +72,7 @@ def test_a_bare_kill_is_something_and_where_words_tell_of_it_a_suspicion(status:
     assert (alone.kind, alone.reason) == ((Kind.HOST_OOM_KILLED, None) if told else (Kind.NOT_MEMORY, "killed_by_something"))
     assert not alone.of_memory or alone.confidence < SURE
     assert "by hand" in alone.summary
-    assert all(remedy.id == "who_killed" for remedy in remedies_for(alone))
+    assert all(remedy.id == "who_killed" for remedy in remedies_for_command(alone))
     for known in ({"cgroup_oom_kills": 0}, {"host_peak_fraction": 0.41}, {"cgroup_oom_kills": 0, "host_peak_fraction": 0.99}):
         found = of(text, exit_status=status, **known)
         assert (found.kind, found.reason) == (Kind.NOT_MEMORY, "killed_by_something"), known

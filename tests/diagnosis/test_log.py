@@ -8,7 +8,7 @@ from memtop.supervisor import units
 from memtop.supervisor.diagnosis.finding import parse_size
 from memtop.supervisor.diagnosis.sentences import size
 from memtop.supervisor.diagnosis.values import Kind
-from memtop.supervisor.recovery.offline import remedies_for
+from memtop.supervisor.recovery.external_command import remedies_for_command
 from memtop.supervisor.recovery.policy import SURE
 from tests.diagnosis.logs import GIB, MESSAGE, RAISED, STEPS, of
 
@@ -383,7 +383,7 @@ def test_a_heap_with_a_limit_of_its_own(text: str, reason: str, option: str) -> 
     for status in (None, 1, 134):
         found = of(text, exit_status=status)
         assert (found.kind, found.reason) == (Kind.HOST_OOM_ALLOC, reason)
-        (only,) = remedies_for(found)
+        (only,) = remedies_for_command(found)
         assert option in only.why
         assert option.lstrip("-").split("=")[0] in (only.command or "")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memtop import gpus
+from memtop.cli import gpus
 from memtop.supervisor.monitor.nvml import events as nvml_events
 from memtop.supervisor.monitor.nvml.environment import ASLEEP, all_asleep
 from memtop.supervisor.monitor.nvml.reader import NvmlReader

@@ -1,9 +1,9 @@
-"""A program that steps a real optimizer and does something with its memory; memtop's agent is a guest in it.
+"""An external command that steps a real optimizer while its memory grows.
 
 usage: leaking.py KIND UPDATES SECONDS_PER_UPDATE
 
-KIND: rank (1 MiB more in each update), worker (its loader worker keeps 1 MiB of each batch), sawtooth (as rank, given back
-every 40 updates), steady.
+KIND: leak (each update keeps 1 MiB, and the loader worker keeps 1 MiB of each batch), sawtooth (each update keeps
+1 MiB, and every 40 updates all of it is freed).
 """
 
 import os
@@ -27,7 +27,7 @@ class Batches(Dataset):
         return self.updates
 
     def __getitem__(self, at: int) -> torch.Tensor:
-        if self.kind == "worker":
+        if self.kind == "leak":
             self.kept.append(bytearray(os.urandom(1)) * MIB)
         return torch.ones(1)
 
@@ -39,8 +39,7 @@ kept: list[bytearray] = []
 for update, batch in enumerate(DataLoader(Batches(kind, updates), batch_size=1, num_workers=1, prefetch_factor=2), start=1):
     (weight * batch).sum().backward()
     optimizer.step()
-    if kind in ("rank", "sawtooth"):
-        kept.append(bytearray(b"x") * MIB)
+    kept.append(bytearray(b"x") * MIB)
     if kind == "sawtooth" and update % 40 == 0:
         kept.clear()
     time.sleep(seconds)

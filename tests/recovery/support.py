@@ -1,4 +1,4 @@
-"""The runs of the guides, their failures and peaks, as values."""
+"""Runs, failures and peaks as values, with the numbers of real runs."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from typing import Any
 from msgspec.structs import replace
 
 from memtop.presets import Settings, load_presets, load_recipes, resolve
-from memtop.supervisor.diagnosis.values import Diagnosis, Kind
-from memtop.supervisor.recovery.forecast import settings_key
-from memtop.supervisor.recovery.remedies import Ladder, ladder, situation_of
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind, Logits
+from memtop.supervisor.recovery.configuration import settings_key
+from memtop.supervisor.recovery.remedies import Ladder, ladder
+from memtop.supervisor.recovery.situation import situation_of
 from memtop.supervisor.recovery.values import Peak, Remedy
 
 GIB = 1 << 30
 PRESETS = load_presets()
 RECIPES = load_recipes()
 CARD = round(19.58 * GIB)
-"""The 20 GB card of guides S1 and S2, as torch reports it."""
+"""A 20 GB GPU, as torch reports its size."""
 
 T5 = replace(resolve(RECIPES["pretrain-t5"], preset=PRESETS["standard"]), batch=32, accumulation=2, world_size=3)
-"""S1's run: three cards, effective batch 192."""
+"""A run on three GPUs with effective batch 192."""
 LORA = resolve(RECIPES["sft-lora"], preset=PRESETS["standard"], whole=False)
 QLORA = replace(
     resolve(RECIPES["sft-qlora"], preset=PRESETS["qlora-16g-safe"], whole=False),
@@ -41,7 +42,7 @@ def peak(settings: Settings, batch: int, size_gib: float, *, failed: bool = Fals
 
 
 def measured(settings: Settings = T5) -> tuple[Peak, ...]:
-    """Row 19 of 3.2: S2's card at B 16, S1's failure at B 32."""
+    """Measured at B 16, failed at B 32."""
     return peak(settings, 16, 11.49), peak(settings, 32, 19.73, failed=True)
 
 
@@ -49,9 +50,10 @@ def died(kind: Kind = Kind.GPU_OOM, **fields: Any) -> Diagnosis:
     return Diagnosis(**{"kind": kind, "confidence": 0.95, "summary": "out of memory", "phase": "backward", **fields})
 
 
-S1 = died(
+T5_OOM = died(
     requested_bytes=32 * 252 * 40960 * 4,
-    requested_for="the logits (B 32 x T 252 x V 40960, fp32)",
+    requested_for=str(Logits(32, 252, 40960, 4)),
+    requested_logits=Logits(32, 252, 40960, 4),
     total_bytes=CARD,
     free_bytes=gib(1.06),
     process_bytes=gib(18.50),
@@ -60,7 +62,7 @@ S1 = died(
     context_bytes=gib(0.38),
     phase="forward",
 )
-"""S1's message, row 1 of 3.2."""
+"""The complete message of that run at B 32."""
 
 
 def climb(diagnosis: Diagnosis, settings: Settings, **more: Any) -> Ladder:

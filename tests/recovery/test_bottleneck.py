@@ -1,4 +1,4 @@
-"""Section 3.3 of the checklist (S2: a half-empty card, full RAM, swap in use, 100 % busy), row by row."""
+"""What limits a run with a half-empty GPU, full RAM and swap in use, and what is proposed or refused."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ T5 = replace(
     resolve(load_recipes()["pretrain-t5"], preset=load_presets()["standard"]), batch=16, accumulation=8, world_size=3, workers=0
 )
 
-# Row 1: what the guide measured. Its split is not known; this one has the loader keep up, as 100 % busy cards say.
-S2 = Measured(
+# Measurements of a real run. The parts of its update are assumed: the loader keeps up, since the GPUs are 100 % busy.
+BUSY = Measured(
     updates=20,
     on_gpu=True,
     step_seconds=8.16,
@@ -48,11 +48,11 @@ S2 = Measured(
     workers=0,
     cores=16,
 )
-ROOMY = replace(S2, host_fraction=0.5, host_used_bytes=16 * GIB, swap_fraction=0.0)
+ROOMY = replace(BUSY, host_fraction=0.5, host_used_bytes=16 * GIB, swap_fraction=0.0)
 
 
 def line(batch: int) -> Forecast | None:
-    """Checklist 3.2 row 19: 11761 MiB at B 16 and 18.50 + 1.23 GiB at B 32."""
+    """Peaks of 11761 MiB at B 16 and 18.50 + 1.23 GiB at B 32."""
     slope = (19.73 - 11761 / 1024) / 16
     size = int((19.73 + slope * (batch - 32)) * GIB)
     return Forecast(
@@ -64,48 +64,48 @@ def ids(measured: Measured, settings: Settings = T5, **more: Any) -> list[str]:
     return [remedy.id for remedy in advise(measured, settings, **more).proposals]
 
 
-def test_row_1_the_state_is_computed_not_copied() -> None:
-    evidence = "\n".join(advise(S2, T5, line).evidence)
-    assert "96.2 % used" in evidence or "96.3 % used" in evidence  # not the guide's 94.2
-    assert "52.5 % used" in evidence  # not 50.8
-    assert "57% of its memory taken" in evidence
+def test_the_evidence_is_computed_from_the_measurements() -> None:
+    evidence = "\n".join(advise(BUSY, T5, line).evidence)
+    assert "96.2 % used" in evidence or "96.3 % used" in evidence
+    assert "52.5 % used" in evidence
+    assert "57% of its memory used" in evidence
 
 
-def test_row_2_a_busy_card_that_does_not_wait_is_compute_bound() -> None:
+def test_a_busy_gpu_that_does_not_wait_is_compute_bound() -> None:
     for told in ({}, {"power_fraction": None}, {"sm_active_fraction": 0.9}):
-        advice = advise(replace(S2, **told), T5, line)
+        advice = advise(replace(BUSY, **told), T5, line)
         assert advice.bottleneck == "compute"
         assert "waits for data" in advice.summary
 
 
 @pytest.mark.parametrize("busy", [0.0, 0.3, 0.79, 0.8, 1.0])
-def test_row_2_utilisation_alone_never_decides(busy: float) -> None:
-    without_split = replace(S2, data_wait_seconds=None, utilization_fraction=busy)
+def test_utilization_alone_never_decides(busy: float) -> None:
+    without_split = replace(BUSY, data_wait_seconds=None, utilization_fraction=busy)
     advice = advise(without_split, T5, line)
     assert (advice.bottleneck, advice.proposals) == ("unknown", ())
     # Nor does a low one beside a loader that keeps up: it says nothing of how full the kernels are.
-    kept_up = replace(S2, utilization_fraction=min(busy, 0.79), power_fraction=None)
+    kept_up = replace(BUSY, utilization_fraction=min(busy, 0.79), power_fraction=None)
     assert advise(kept_up, T5, line).bottleneck == "unknown"
 
 
-def test_row_3_accumulation_makes_nobody_wait() -> None:
-    assert any("accumulation 8 makes nobody wait" in text for text in advise(S2, T5, line).evidence)
+def test_accumulation_slows_nothing_down() -> None:
+    assert any("accumulation 8 slows nothing down" in text for text in advise(BUSY, T5, line).evidence)
     # A small batch may leave the multiprocessors without work, however busy the card is called.
-    small = replace(S2, sm_active_fraction=0.2)
+    small = replace(BUSY, sm_active_fraction=0.2)
     assert advise(small, T5, line).bottleneck == "launch"
-    assert advise(replace(S2, power_fraction=0.3), T5, line).bottleneck == "launch"
+    assert advise(replace(BUSY, power_fraction=0.3), T5, line).bottleneck == "launch"
 
 
-def test_row_4_16_to_32_is_refused_and_names_the_prediction() -> None:
+def test_doubling_the_batch_is_refused_with_its_forecast() -> None:
     advice = advise(replace(ROOMY, sm_active_fraction=0.2), T5, line)
     (reason,) = [text for text in advice.refused if text.startswith("batch 16 -> 32")]
     assert "predicted 100.8 %" in reason
     assert "larger_batch" not in [remedy.id for remedy in advice.proposals]
-    # As the guide wrote it: B 32 and A 2 halve the effective batch, too.
+    # B 32 with A 2 would also halve the effective batch.
     assert "384 -> 192 (-50.0 %)" in str(split_refusal(T5, Split(batch=32, accumulation=2), line(32)))
 
 
-def test_row_4_growth_is_at_most_a_quarter_with_the_effective_batch_held() -> None:
+def test_the_batch_grows_by_a_quarter_at_most_and_keeps_the_effective_batch() -> None:
     # 3 x 20 x 8 = 480 = 3 x 16 x 10: one step of a quarter.
     run = replace(T5, accumulation=10)
     (remedy,) = [one for one in advise(ROOMY, run, line).proposals if one.id == "larger_batch"]
@@ -118,7 +118,7 @@ def test_row_4_growth_is_at_most_a_quarter_with_the_effective_batch_held() -> No
 
 
 @given(batch=st.integers(1, 64), accumulation=st.integers(1, 64), world=st.integers(1, 8), base=st.floats(1, 15))
-def test_row_4_whatever_is_proposed_holds_the_batch_and_stays_below_the_limit(
+def test_every_proposed_batch_keeps_the_effective_batch_and_stays_below_the_limit(
     batch: int, accumulation: int, world: int, base: float
 ) -> None:
     run = replace(T5, batch=batch, accumulation=accumulation, world_size=world)
@@ -135,16 +135,16 @@ def test_row_4_whatever_is_proposed_holds_the_batch_and_stays_below_the_limit(
             assert forecast(new["batch"]).fraction < 0.85  # type: ignore[operator]
 
 
-def test_row_6_workers_are_counted_over_all_processes_and_loaders() -> None:
+def test_workers_are_counted_over_all_processes_and_loaders() -> None:
     assert loader_processes(6, 3) == 18
     assert loader_processes(6, 3, loaders=2) == 36
 
 
-def test_row_6_workers_are_refused_while_ram_is_full_and_proposed_within_a_budget() -> None:
-    waiting = replace(S2, data_wait_seconds=4.0)
+def test_workers_are_refused_while_ram_is_full_and_proposed_within_a_budget() -> None:
+    waiting = replace(BUSY, data_wait_seconds=4.0)
     assert advise(waiting, T5, line).bottleneck == "data"
     assert "workers" not in ids(waiting)
-    assert any(text.startswith("more loader workers: each takes host memory") for text in advise(waiting, T5).refused)
+    assert any(text.startswith("more loader workers: each needs host memory") for text in advise(waiting, T5).refused)
     for fraction in (0.81, 0.86, 0.95):
         full = replace(waiting, host_fraction=fraction, host_used_bytes=int(fraction * 32 * GIB))
         assert "workers" not in ids(full)
@@ -160,13 +160,13 @@ def test_row_6_workers_are_refused_while_ram_is_full_and_proposed_within_a_budge
 @pytest.mark.parametrize(
     ("gib", "workers", "pin"), [(12.0, 8, True), (11.99, 2, False), (10.0, 2, False), (8.0, 2, False), (7.99, 0, False)]
 )
-def test_row_7_one_table_decides_at_the_start(gib: float, workers: int, pin: bool) -> None:
+def test_one_table_decides_workers_and_pinning_at_the_start(gib: float, workers: int, pin: bool) -> None:
     """One reading on the first rank; the split is never touched."""
     plan = host_plan(replace(T5, workers=8, world_size=1), int(gib * GIB), on_gpu=True)
     assert (plan.workers, plan.pin_memory) == (workers, pin)
 
 
-def test_row_8_earlier_thresholds_decide_nothing() -> None:
+def test_no_other_threshold_changes_workers_or_pinning() -> None:
     """13 and 15 GiB are borders no more: on both sides the same is done."""
     for border in (13.0, 15.0):
         sides = [
@@ -175,12 +175,12 @@ def test_row_8_earlier_thresholds_decide_nothing() -> None:
         assert (sides[0].workers, sides[0].pin_memory) == (sides[1].workers, sides[1].pin_memory)
 
 
-def test_row_10_available_at_the_start_and_now_are_told_apart() -> None:
-    (text,) = [text for text in advise(S2, T5).evidence if text.startswith("host memory")]
+def test_memory_available_at_the_start_and_now_are_both_shown() -> None:
+    (text,) = [text for text in advise(BUSY, T5).evidence if text.startswith("host memory")]
     assert "available at the start 28.1 GiB, now 1.2 GiB" in text
 
 
-def test_row_14_speed_is_compared_in_samples() -> None:
+def test_speed_is_compared_in_samples() -> None:
     # 200 micro-steps in 204 s; a step of twice the size in 0.6 s is not 70 % faster but 3.4 times as fast.
     before = measured([Update(number=1, samples=16 * 3, seconds=204 / 200)])["samples_per_second"]
     after = measured([Update(number=1, samples=32 * 3, seconds=0.6)])["samples_per_second"]
@@ -189,58 +189,58 @@ def test_row_14_speed_is_compared_in_samples() -> None:
     assert after / before == pytest.approx(3.4, abs=0.01)
 
 
-def test_row_15_nothing_that_is_proposed_changes_what_is_learnt() -> None:
+def test_no_proposal_changes_training() -> None:
     for wait in (0.1, 4.0):
-        for host in (S2, ROOMY):
+        for host in (BUSY, ROOMY):
             for swap in (0.0, 8 * MIB):
                 measured = replace(host, data_wait_seconds=wait, swap_in_bytes_per_second=swap, sm_active_fraction=0.2)
                 assert all(one.keeps_math for one in advise(measured, replace(T5, accumulation=10), line).proposals)
 
 
-def test_row_16_further_growth_and_offload_are_refused_with_reasons() -> None:
+def test_a_batch_beyond_the_gpu_and_offload_are_refused_with_reasons() -> None:
     # B 40 at B x A = 120: 3 x 40 x 3.
     run = replace(T5, batch=20, accumulation=6)
     assert "predicted 121.8 %" in str(split_refusal(run, Split(batch=40, accumulation=3), line(40)))
-    reasons = advise(S2, T5, line).refused
+    reasons = advise(BUSY, T5, line).refused
     assert any(text.startswith("optimizer offload: it moves gigabytes into host memory, which is at 96") for text in reasons)
     offloading = replace(T5, zero=Zero(stage=2, offload_optimizer=True))
-    assert "offload_off" in ids(S2, offloading)
-    assert "offload_off" not in ids(replace(S2, gpu_fraction=0.75), offloading)
+    assert "offload_off" in ids(BUSY, offloading)
+    assert "offload_off" not in ids(replace(BUSY, gpu_fraction=0.75), offloading)
 
 
 @pytest.mark.parametrize(
     ("fraction", "band"),
     [(0.5, Band.SAFE), (0.799, Band.SAFE), (0.80, Band.EDGE), (0.87, Band.EDGE), (0.90, Band.EDGE), (0.901, Band.DANGER)],
 )
-def test_row_19_ram_bands(fraction: float, band: Band) -> None:
+def test_the_bands_of_host_memory(fraction: float, band: Band) -> None:
     assert ram_band(fraction) is band
     assert ram_band(fraction, 0.0) is band
     # Any sustained swapping in is danger, however much is said to be free.
     assert ram_band(fraction, 1.0) is Band.DANGER
 
 
-def test_row_19_the_guides_87_to_94_percent_are_not_fine() -> None:
+def test_host_memory_above_80_percent_is_not_safe() -> None:
     assert ram_band(0.87) is Band.EDGE
     assert ram_band(0.94) is Band.DANGER
     assert ram_band(None) is Band.UNKNOWN
 
 
-def test_row_20_pinning_is_said_to_cost_host_memory_only() -> None:
+def test_pinning_costs_host_memory_only() -> None:
     unpinned = replace(T5, pin_memory=False)
     (remedy,) = [one for one in advise(replace(ROOMY, data_wait_seconds=4.0), unpinned).proposals if one.id == "pin_memory"]
     assert "costs host memory only" in remedy.why
-    assert "pin_memory" not in ids(replace(S2, data_wait_seconds=4.0), unpinned)
+    assert "pin_memory" not in ids(replace(BUSY, data_wait_seconds=4.0), unpinned)
 
 
-def test_a_swapping_machine_is_that_first_of_all() -> None:
-    swapping = replace(S2, swap_in_bytes_per_second=6.0 * MIB, data_wait_seconds=5.0)
+def test_swapping_is_reported_before_any_other_bottleneck() -> None:
+    swapping = replace(BUSY, swap_in_bytes_per_second=6.0 * MIB, data_wait_seconds=5.0)
     advice = advise(swapping, replace(T5, workers=4), line)
     assert advice.bottleneck == "swap"
     assert [remedy.id for remedy in advice.proposals] == ["host_level", "fewer_workers"]
     assert any("larger micro-batch" in text for text in advice.refused)
     # A little of it with tasks that wait for memory is the same; without them it holds nobody up.
     assert advise(replace(swapping, swap_in_bytes_per_second=2e5, pressure_fraction=0.2), T5).bottleneck == "swap"
-    assert advise(replace(S2, swap_in_bytes_per_second=2e5, pressure_fraction=0.0), T5).bottleneck == "compute"
+    assert advise(replace(BUSY, swap_in_bytes_per_second=2e5, pressure_fraction=0.0), T5).bottleneck == "compute"
 
 
 def test_on_the_cpu_a_loader_that_keeps_up_means_arithmetic() -> None:
@@ -250,11 +250,11 @@ def test_on_the_cpu_a_loader_that_keeps_up_means_arithmetic() -> None:
 
 
 def test_too_few_updates_say_nothing() -> None:
-    advice = advise(replace(S2, updates=3), T5, line)
+    advice = advise(replace(BUSY, updates=3), T5, line)
     assert advice.bottleneck == "unknown"
     assert "3 updates" in advice.summary
 
 
-def test_another_programs_settings_are_not_proposed_for() -> None:
-    advice = advise(replace(S2, data_wait_seconds=4.0), None)
+def test_nothing_is_proposed_for_an_external_command() -> None:
+    advice = advise(replace(BUSY, data_wait_seconds=4.0), None)
     assert (advice.bottleneck, advice.proposals) == ("data", ())

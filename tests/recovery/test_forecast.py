@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import Lora, Zero
 from memtop.supervisor.monitor.values import Band
-from memtop.supervisor.recovery.forecast import Line, Prior, forecast, line_through, peaks_of, settings_key
+from memtop.supervisor.recovery.configuration import settings_key
+from memtop.supervisor.recovery.forecast import Line, forecast, line_through, peaks_of
 from memtop.supervisor.recovery.values import Forecast, Peak
 from tests.recovery.support import CARD, FIRST, GIB, LORA, T5, gib, measured, peak
 
@@ -27,11 +28,11 @@ def why(*points: Any, base: float | None = None) -> Line | str:
     return line_through(peaks, base_bytes=None if base is None else gib(base))
 
 
-def test_row_19_of_s1_two_batches_give_slope_and_base() -> None:
+def test_two_batches_give_slope_and_base() -> None:
     found = line((16, 11.49), (32, 19.73, True))
     assert found.slope_bytes / GIB == pytest.approx(0.515, abs=1e-9)
     assert found.base_bytes / GIB == pytest.approx(3.25, abs=1e-6)
-    # 11761 MiB is 11.485 GiB: the guides' 3.24.
+    # 11761 MiB is 11.485 GiB.
     assert line((16, 11761 / 1024), (32, 19.73, True)).base_bytes / GIB == pytest.approx(3.24, abs=0.005)
     assert found.at_least, "one of the two was a failure, which wanted more"
 
@@ -43,7 +44,7 @@ def test_row_19_of_s1_two_batches_give_slope_and_base() -> None:
         *((28, 17.67, 0.902, Band.DANGER), (32, 19.73, 1.008, Band.DANGER)),
     ],
 )
-def test_row_19_of_s1_every_batch_of_the_guide(batch: int, size: float, fraction: float, band: Band) -> None:
+def test_forecasts_at_other_batches(batch: int, size: float, fraction: float, band: Band) -> None:
     found = forecast(replace(T5, batch=batch), measured(), CARD)
     assert isinstance(found, Forecast)
     assert found.peak_bytes / GIB == pytest.approx(size, rel=0.001)
@@ -51,52 +52,34 @@ def test_row_19_of_s1_every_batch_of_the_guide(batch: int, size: float, fraction
     assert found.band is band
 
 
-def test_4_3_the_largest_batch_below_85_percent_is_26() -> None:
-    found = line((16, 11.49), (32, 19.73, True))
-    assert found.largest_batch(CARD) == 26
-    assert line((16, 11761 / 1024), (32, 19.73, True)).largest_batch(CARD) == 26
-    assert found.largest_batch(gib(3.0)) is None
-    assert found.largest_batch(CARD, others_bytes=gib(2)) == 22, "what others hold is not there for us"
-
-
 @pytest.mark.parametrize("batch", [32, 40, 48, 64])
-def test_3_3_rows_4_and_16_what_does_not_fit_is_seen(batch: int) -> None:
+def test_a_batch_that_does_not_fit_is_forecast_above_the_gpu(batch: int) -> None:
     found = forecast(replace(T5, batch=batch), measured(), CARD)
     assert isinstance(found, Forecast)
     assert found.fraction is not None
     assert found.fraction > 1
     assert found.band is Band.DANGER
     if batch == 40:
-        assert found.peak_bytes / GIB == pytest.approx(23.9, abs=0.1), "not the guide's 15 to 18"
+        assert found.peak_bytes / GIB == pytest.approx(23.9, abs=0.1)
 
 
 @given(accumulation=st.integers(1, 512))
-def test_3_2_row_16_and_3_3_row_5_accumulation_never_changes_the_peak(accumulation: int) -> None:
+def test_accumulation_never_changes_the_peak(accumulation: int) -> None:
     other = replace(T5, accumulation=accumulation)
     assert settings_key(other) == settings_key(T5)
     assert forecast(other, measured(), CARD) == forecast(T5, measured(), CARD)
 
 
-def test_rows_16_and_17_of_s1_the_guides_values_are_defaults() -> None:
-    prior = Prior()
-    assert prior.largest_batch(20 * GIB, margin=False) == 25, "not 12.5: the accumulation does not divide it"
-    assert prior.largest_batch(20 * GIB) == 20
-    assert Prior(model_and_optimizer_bytes=6 * GIB).largest_batch(20 * GIB, margin=False) == 20
-    assert Prior(margin_fraction=0.5).largest_batch(20 * GIB) == 12
-    assert Prior().largest_batch(4 * GIB) == 0
-    assert "assumed" in prior.line().basis
-
-
 def test_one_batch_needs_a_base() -> None:
-    assert why((8, 5.0)) == "one measured peak is known (B 8), two are needed: one more batch gives a line"
+    assert why((8, 5.0)) == "one measured peak is known (B 8); a forecast needs two batches"
     found = line((8, 5.0), base=1.0)
     assert (found.slope_bytes, found.base_bytes, found.at_least) == (gib(0.5), gib(1.0), False)
     assert found.at(4) == gib(3.0)
-    assert found.forecast(4, CARD).basis == "one peak at B 8, base 1.0 GiB as measured"
+    assert found.forecast(4, CARD).basis == "one peak at B 8, measured base 1.0 GiB"
 
 
 def test_a_failure_alone_is_a_lower_bound_and_called_that() -> None:
-    assert why((8, 5.0, True)) == "one measured peak is known, cut short by the failure (B 8): two whole ones are needed"
+    assert why((8, 5.0, True)) == "one measured peak is known, cut short by the failure (B 8); a forecast needs two whole ones"
     found = line((8, 5.0, True), base=1.0)
     assert found.at_least
     assert found.at(4) == gib(3.0)
@@ -112,7 +95,7 @@ def test_what_ended_before_its_first_update_was_never_at_its_peak() -> None:
 
 
 def test_nothing_measured_is_said() -> None:
-    assert why() == "nothing was measured yet under these settings"
+    assert why() == "nothing was measured with these settings yet"
 
 
 def test_what_was_measured_is_what_is_told_there() -> None:
@@ -189,15 +172,6 @@ def test_a_forecast_is_never_below_a_failure_and_grows_with_the_batch(
         assert all(found.at(batch) >= clean.at(batch) - 2 for batch in range(1, 300)), "a failure lowered the line"
 
 
-@given(total=st.floats(1, 100), base=st.floats(0.1, 20), slope=st.floats(0.01, 3), limit=st.floats(0.5, 1.0))
-def test_the_largest_batch_fits_and_the_next_does_not(total: float, base: float, slope: float, limit: float) -> None:
-    found = line((8, base + 8 * slope), (64, base + 64 * slope))
-    most = found.largest_batch(gib(total), below_fraction=limit)
-    if most is not None:
-        assert found.at(most) / gib(total) < limit
-    assert found.at((most or 0) + 1) / gib(total) >= limit
-
-
 def test_estimates_are_called_estimates() -> None:
     found = line((16, 11.49), (32, 19.73)).with_activations(0.7, "checkpointing")
     assert found.forecast(32, CARD).basis.startswith("estimate: checkpointing")
@@ -223,7 +197,7 @@ def test_peaks_under_other_settings_are_not_on_the_line(changes: dict[str, Any])
     other = replace(FIRST, **changes)
     assert settings_key(other) != settings_key(FIRST)
     assert peaks_of(other, [peak(FIRST, 4, 1.0)]) == ()
-    assert forecast(other, [peak(FIRST, 4, 1.0), peak(FIRST, 8, 2.0)], CARD) == "nothing was measured yet under these settings"
+    assert forecast(other, [peak(FIRST, 4, 1.0), peak(FIRST, 8, 2.0)], CARD) == "nothing was measured with these settings yet"
 
 
 @pytest.mark.parametrize(

@@ -52,19 +52,19 @@ def test_the_count_is_the_models_own(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("changes", "millions"), [({}, 196.6), ({"vocab_size": 29298}, 187.7)])
-def test_4_3_the_t5_of_the_guides(changes: dict[str, int], millions: float) -> None:
+def test_the_parameters_of_a_t5(changes: dict[str, int], millions: float) -> None:
     found = model_parameters({**T5_CONFIG, **changes})
     assert found is not None
     assert round(found / 1e6, 1) == millions
 
 
-def test_4_3_and_3_5_row_6_the_smaller_t5_is_46_4_million() -> None:
+def test_the_smaller_t5_has_46_4_million_parameters() -> None:
     values = smaller_model(T5_CONFIG)
     assert values == {"d_model": 384, "d_ff": 1536, "num_heads": 6, "num_layers": 4}
     found = model_parameters({**T5_CONFIG, **values})
     assert found is not None
     assert round(found / 1e6, 1) == 46.4
-    assert 1 - found / 196_648_704 == pytest.approx(0.76, abs=0.005), "not the guide's 40 %"
+    assert 1 - found / 196_648_704 == pytest.approx(0.76, abs=0.005)
 
 
 def test_without_a_decoder_count_the_decoder_keeps_the_encoders() -> None:
@@ -75,7 +75,7 @@ def test_without_a_decoder_count_the_decoder_keeps_the_encoders() -> None:
 
 
 @pytest.mark.parametrize(("r", "millions"), [(64, 159.9), (32, 80.0), (16, 40.0)])
-def test_4_3_adapters_of_qwen_7b(r: int, millions: float) -> None:
+def test_adapters_of_qwen_7b_have_the_known_sizes(r: int, millions: float) -> None:
     lora = Lora(r=r, alpha=2 * r)
     found = adapter_parameters(QWEN_7B, lora)
     assert found is not None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memtop.supervisor.monitor.values import Band
-from memtop.supervisor.recovery.danger import HELD_SAMPLES, DangerWatch
-from memtop.supervisor.recovery.leaks import Leak, Pool, must_act, swap_trend, trends
+from memtop.supervisor.recovery.leaks import HELD_SAMPLES, DangerWatch, Leak, Pool, must_act, swap_trend, trends
 from memtop.supervisor.recovery.trend import Slope
 from memtop.supervisor.wire import Trend, TrendKind, TrendSubject
 
@@ -138,4 +137,4 @@ def test_danger_is_told_once_until_it_is_left() -> None:
 
 def test_a_gauge_that_was_full_from_the_start_is_not_blamed_on_anything() -> None:
     (line,) = danger([(Band.DANGER, 900)] * 20)
-    assert "nothing of it grew" in line
+    assert "no part of it grew" in line

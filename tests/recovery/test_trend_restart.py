@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from collections.abc import Iterator
 
-import pytest
-
-from memtop.supervisor.run.record.folder import find_run
-from memtop.supervisor.run.record.ledger import Ledger
 from tests.conftest import Runs
-from tests.groups import MemoryGroup, memory_group
+from tests.groups import MemoryGroup
 from tests.recovery.injected import LEAK, TINY, inject
 
 SELDOM = ("--save-every", "1000000", "--max-updates", "2000000")
-
-
-@pytest.fixture
-def group() -> Iterator[MemoryGroup]:
-    yield from memory_group()
 
 
 def start(runs: Runs, group: MemoryGroup, *more: str) -> None:
@@ -27,16 +16,12 @@ def start(runs: Runs, group: MemoryGroup, *more: str) -> None:
     runs.environment["OMP_NUM_THREADS"] = "1"
     inject(runs, LEAK)
     group.limit(5 << 29)
-    command = [sys.executable, "-m", "memtop", "train", "--detach", "--name", "a", "--seq-len", "32", *SELDOM, *TINY, *more]
-    subprocess.run(group.inside(*command), cwd=runs.root, env=runs.environment, check=True, timeout=120)
+    arguments = ("train", "--detach", "--name", "a", "--seq-len", "32", *SELDOM, *TINY, *more)
+    runs.memtop(*arguments, prepare=group.enter)
 
 
 def leaks(runs: Runs) -> list[str]:
-    ledger = Ledger(find_run("a", runs.path).ledger_path, read_only=True)
-    try:
-        return [event.message for event in ledger.events() if event.kind == "leak"]
-    finally:
-        ledger.close()
+    return [event.message for event in runs.events("a", "leak")]
 
 
 def test_it_saves_and_restarts_with_the_same_settings(runs: Runs, group: MemoryGroup) -> None:

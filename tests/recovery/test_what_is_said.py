@@ -1,4 +1,4 @@
-"""What is proposed after a death says what is known, offers what can apply, and does not contradict itself."""
+"""The sentences and remedies after a failure: they state what is known and offer only what can apply."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from msgspec.structs import replace
 
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.recovery.bottleneck import Measured, advise
+from memtop.supervisor.recovery.external_command import ExternalCommand, remedies_for_command
 from memtop.supervisor.recovery.host_ladder import beyond_all_memory
 from memtop.supervisor.recovery.leaks import cause_of_death, describe
-from memtop.supervisor.recovery.own_program import Seen
 from memtop.supervisor.recovery.policy import Candidate, decide
-from memtop.supervisor.recovery.remedies import HostFacts, remedies
+from memtop.supervisor.recovery.situation import HostFacts
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.reports import Oom
 from memtop.supervisor.wire import Trend, TrendKind, TrendSubject
-from tests.recovery.support import FIRST, GIB, S1, climb, died, ids, named, peak
+from tests.recovery.support import FIRST, GIB, T5_OOM, climb, died, ids, named, peak
 
 CPU_RUN = replace(FIRST, workers=2, device="cpu", loss_chunk=0)
 REFUSED = died(Kind.HOST_OOM_ALLOC, phase="forward")
@@ -55,10 +55,10 @@ def test_what_filled_the_memory_that_ran_out_is_the_cause() -> None:
 
 
 def test_of_a_leaking_program_only_the_processes_that_leak_can_be_left_out() -> None:
-    rank = Seen(command=("python", "t.py"), loader_workers=True, leaks=(RANK,))
-    assert ids(remedies(REFUSED, None, seen=rank)) == []
+    rank = ExternalCommand(command=("python", "t.py"), loader_workers=True, leaks=(RANK,))
+    assert ids(remedies_for_command(REFUSED, rank)) == []
     workers = replace(rank, leaks=(WORKERS,))
-    assert ids(remedies(REFUSED, None, seen=workers)) == ["workers"]
+    assert ids(remedies_for_command(REFUSED, workers)) == ["workers"]
 
 
 # --- what a program does not have is not offered --------------------------------------------------------------------------
@@ -67,20 +67,20 @@ def test_of_a_leaking_program_only_the_processes_that_leak_can_be_left_out() -> 
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [
-        (Seen(command=("python", "t.py")), ["host_level", "swap"]),
-        (Seen(command=("python", "t.py"), loader_workers=True), ["workers", "host_level", "swap"]),
-        (Seen(command=("python", "t.py", "--num_workers=4")), ["workers", "host_level", "swap"]),
-        (Seen(command=("python", "t.py"), on_gpu=True), ["pin_memory", "host_level", "swap"]),
-        (Seen(command=("deepspeed", "t.py")), ["offload_off", "host_level", "swap"]),
+        (ExternalCommand(command=("python", "t.py")), ["host_level", "swap"]),
+        (ExternalCommand(command=("python", "t.py"), loader_workers=True), ["workers", "host_level", "swap"]),
+        (ExternalCommand(command=("python", "t.py", "--num_workers=4")), ["workers", "host_level", "swap"]),
+        (ExternalCommand(command=("python", "t.py"), on_gpu=True), ["pin_memory", "host_level", "swap"]),
+        (ExternalCommand(command=("deepspeed", "t.py")), ["offload_off", "host_level", "swap"]),
     ],
 )
-def test_a_program_is_offered_what_it_shows(seen: Seen, expected: list[str]) -> None:
-    assert ids(remedies(REFUSED, None, seen=seen)) == expected
+def test_a_program_is_offered_what_it_shows(seen: ExternalCommand, expected: list[str]) -> None:
+    assert ids(remedies_for_command(REFUSED, seen)) == expected
 
 
 def test_a_rank_of_adapters_is_for_programs_with_adapters() -> None:
-    assert "lora_rank" not in ids(remedies(S1, None, seen=Seen(command=("python", "t.py"))))
-    assert "lora_rank" in ids(remedies(S1, None, seen=Seen(command=("python", "t.py", "--lora_r", "16"))))
+    assert "lora_rank" not in ids(remedies_for_command(T5_OOM, ExternalCommand(command=("python", "t.py"))))
+    assert "lora_rank" in ids(remedies_for_command(T5_OOM, ExternalCommand(command=("python", "t.py", "--lora_r", "16"))))
 
 
 # --- a limit of address space, and more than all memory --------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_a_limit_of_address_space_is_lifted_not_swapped_around() -> None:
     assert not {"swap", "memory_limit", "workers"} & set(ids(found))
     # No share of the machine's memory tells when the address space is full.
     assert all(one.forecast is None or one.forecast.fraction is None for one in found.remedies)
-    assert ids(remedies(LIMITED, None, seen=Seen())) == ["host_level", "address_space"]
+    assert ids(remedies_for_command(LIMITED, ExternalCommand())) == ["host_level", "address_space"]
 
 
 @pytest.mark.parametrize(("asked", "told"), [(26 * GIB, False), (26 * GIB + 1, True), (None, False)])
@@ -100,21 +100,21 @@ def test_a_request_beyond_all_memory_is_no_matter_of_settings(asked: int | None,
     diagnosis = replace(REFUSED, requested_bytes=asked)
     assert (beyond_all_memory(diagnosis, HOST) is not None) is told
     assert ("swap" in ids(climb(diagnosis, CPU_RUN, host=HOST))) is not told
-    assert (remedies(diagnosis, None, seen=Seen(), host=HOST) == ()) is told
+    assert (remedies_for_command(diagnosis, ExternalCommand(host=HOST)) == ()) is told
     # Of our own trainer it may be the batch that is too large.
     assert "smaller_batch" in ids(climb(diagnosis, CPU_RUN, host=HOST))
 
 
 def test_where_the_machine_is_not_known_nothing_is_said_of_it() -> None:
     assert beyond_all_memory(replace(REFUSED, requested_bytes=1 << 60), None) is None
-    assert beyond_all_memory(replace(S1, requested_bytes=1 << 60), HOST) is None
+    assert beyond_all_memory(replace(T5_OOM, requested_bytes=1 << 60), HOST) is None
 
 
 # --- reasons ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_reason_for_doing_nothing_is_that_it_is_your_own_program() -> None:
-    candidates = [Candidate(remedy=one, key=None) for one in remedies(REFUSED, None, seen=Seen())]
+    candidates = [Candidate(remedy=one, key=None) for one in remedies_for_command(REFUSED, ExternalCommand())]
     assert all(one.remedy.keeps_math for one in candidates)
     decision = decide(REFUSED, (), candidates, "auto", otherwise="it is your own program")
     assert (decision.action, decision.why) == ("ask", "it is your own program")
@@ -124,10 +124,10 @@ def test_the_reason_for_doing_nothing_is_that_it_is_your_own_program() -> None:
 
 def test_one_measured_peak_is_known_and_two_are_needed() -> None:
     found = climb(REFUSED, CPU_RUN, peaks=(peak(CPU_RUN, 8, 0.82, failed=True, on_gpu=False),), total_bytes=24 * GIB)
-    known = "one measured peak is known, cut short by the failure (B 8): two whole ones are needed"
+    known = "one measured peak is known, cut short by the failure (B 8); a forecast needs two whole ones"
     assert named(found, "smaller_batch").forecast_unknown == known
     checkpointed = named(found, "checkpointing").forecast_unknown
-    assert checkpointed == f"nothing was measured yet under these settings; under the present ones: {known}"
+    assert checkpointed == f"nothing was measured with these settings yet; with the current ones: {known}"
 
 
 def test_the_parts_of_an_update_add_up() -> None:
@@ -141,9 +141,9 @@ def test_the_parts_of_an_update_add_up() -> None:
         optimizer_seconds=0.01,
     )
     (line, *_) = advise(measured, CPU_RUN).evidence
-    assert "optimizer 1%, the rest (gradients clipped and exchanged, reports, saves) 24%" in line
+    assert "optimizer 1%, the rest (gradient clipping and all-reduce, reports, saves) 24%" in line
     (line, *_) = advise(replace(measured, optimizer_seconds=None), CPU_RUN).evidence
-    assert "backward 48%, not told 25%" in line
+    assert "backward 48%, not reported 25%" in line
     (line, *_) = advise(replace(measured, forward_seconds=0.51), CPU_RUN).evidence
     assert "the rest" not in line
 

@@ -1,4 +1,4 @@
-"""A program of somebody's own with a real loader and a real optimizer.
+"""An external command with a real loader and a real optimizer.
 
 usage: waiting.py data|compute|swap UPDATES
 

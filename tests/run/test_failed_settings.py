@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from memtop.presets import Settings, apply_preset, load_presets
 from memtop.presets.comparison import outlook, risk
 from memtop.presets.schema import Zero
-from memtop.supervisor.recovery.applying import ran_out
+from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.change import edited
 from memtop.supervisor.wire import Change, Configuration
@@ -42,8 +42,8 @@ def test_a_preset_takes_back_nothing_that_deaths_have_taught(name: str) -> None:
     assert (after.batch, after.accumulation, after.gradient_checkpointing) == (1, 4, True)
     assert after.preset == name
     # The form and the table foresee the same.
-    assert outlook(SAVING, PRESETS[name], ran_out(DIED)).kept == after
-    form = restart_plan(SAVING, {"batch": "1", "accumulation": "4", "seq_len": "128"}, name, ran_out(DIED))
+    assert outlook(SAVING, PRESETS[name], failed_settings(DIED)).kept == after
+    form = restart_plan(SAVING, {"batch": "1", "accumulation": "4", "seq_len": "128"}, name, failed_settings(DIED))
     assert form.after == after
     assert explain.risk_of(after, DIED) == ""
 
@@ -82,15 +82,15 @@ def test_the_numbers_that_a_person_gives_with_it_are_taken_and_warned_of() -> No
     ids=str,
 )
 def test_less_than_what_has_died_is_no_risk(changes: dict[str, Any], warned: bool) -> None:
-    failed: tuple[Settings, ...] = ran_out(rows("gpu_oom", "gpu_oom"))
+    failed: tuple[Settings, ...] = failed_settings(rows("gpu_oom", "gpu_oom"))
     assert (risk(replace(ONE, **changes), failed) is not None) is warned
     assert risk(replace(ONE, **changes), ()) is None
 
 
 def test_smaller_than_one_death_and_larger_than_another() -> None:
-    assert risk(TWO, ran_out(rows("gpu_oom", "replaced"))) is not None
-    assert risk(ONE, ran_out(rows("gpu_oom", "replaced"))) is None
+    assert risk(TWO, failed_settings(rows("gpu_oom", "replaced"))) is not None
+    assert risk(ONE, failed_settings(rows("gpu_oom", "replaced"))) is None
     # The micro-batch had no part in these.
-    assert ran_out(rows("shm_exhausted", "gpu_oom_other_process", "disk_full")) == ()
+    assert failed_settings(rows("shm_exhausted", "gpu_oom_other_process", "disk_full")) == ()
     again = "the run has died of memory with batch 1: this is the same, and saves nothing more"
-    assert risk(ONE, ran_out(rows("gpu_oom", "gpu_oom"))) == again
+    assert risk(ONE, failed_settings(rows("gpu_oom", "gpu_oom"))) == again

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,8 +19,8 @@ from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.run.processes import process
 from memtop.supervisor.run.processes.attempt import ProcessFile
 from memtop.supervisor.run.processes.process import RANKS_FILE, RanksFile, record_rank
-from memtop.supervisor.run.record import tiers
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, find_run, write_json
+from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.view import known_runs, read_state, show
 from memtop.supervisor.wire import Phase, RoleMemory, RunState
 from tests.conftest import Runs
@@ -145,15 +145,20 @@ def test_a_real_rank_is_recorded_with_its_start(runs: Runs) -> None:
     assert stored.processes == (identify(document["trainer_pid"]),)
 
 
-def test_a_ledger_that_is_only_being_made_is_none_yet(tmp_path: Path) -> None:
-    """A look at a run in the moment of its start; afterwards all tables are there, never some of them."""
+def test_a_ledger_without_tables_is_none_yet_and_gets_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of(tmp_path, ended(), ended())
     folder.ledger_path.touch()
     assert show(folder, metrics=True)["attempts"] == []
     statements: list[str] = []
-    with contextlib.closing(sqlite3.connect(folder.ledger_path)) as db:
-        db.set_trace_callback(statements.append)
-        tiers.prepare(db, "CREATE TABLE attempts (number INTEGER);")
+    connect = sqlite3.connect
+
+    def traced(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        db = connect(*arguments, **options)
+        db.set_trace_callback(lambda text: statements.append(text.strip()))
+        return db
+
+    monkeypatch.setattr(sqlite3, "connect", traced)
+    Ledger(folder.ledger_path).close()
     made = [number for number, text in enumerate(statements) if "CREATE TABLE" in text]
     begun, done = (next(n for n, text in enumerate(statements) if text.startswith(word)) for word in ("BEGIN", "COMMIT"))
     assert begun < made[0] <= made[-1] < done

@@ -41,7 +41,7 @@ def test_a_configuration_that_failed_is_passed_over() -> None:
     assert found.remedy is not None
     assert found.remedy.id == "checkpointing"
     gone = decide(OOM, [died("half"), died("whole")], [candidate("half")], "auto")
-    assert (gone.action, gone.why) == ("ask", "every configuration that it could lead to has failed already")
+    assert (gone.action, gone.why) == ("ask", "every configuration that the remedies lead to has failed before")
 
 
 def test_two_restarts_without_a_newer_saved_update_end_in_a_question() -> None:

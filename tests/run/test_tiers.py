@@ -18,7 +18,7 @@ from memtop.supervisor.run.clients.publish import Publisher
 from memtop.supervisor.run.clients.server import ControlServer
 from memtop.supervisor.run.record import tiers
 from memtop.supervisor.run.record.ledger import Ledger
-from memtop.supervisor.wire import Event, HistoryRows, Phase, RunState
+from memtop.supervisor.wire import HistoryRows, Phase, RunState
 
 DAY = 86_400
 # A multiple of ten minutes.
@@ -56,7 +56,7 @@ def test_least_mean_and_most_of_every_stretch(tmp_path: Path) -> None:
     assert [b.time - START for b in host["used_fraction"]] == [10, 20]
     assert {b.mean for b in host["run_rss_bytes"]} == {7}
     assert host["cpu_fraction"] == []
-    assert ledger.sources() == {HOST: "host", "GPU-a": "GPU 0"}
+    assert ledger.sources() == {HOST: None, "GPU-a": 0}
 
 
 def test_the_next_supervisor_adds_to_the_stretch_that_was_not_over(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_the_hour_comes_back_into_memory_with_its_peaks(tmp_path: Path) -> None:
     assert [t for t, value in rows if value == 5000] == [now - 600 + 125]
     assert len(rows) == 120
     assert {value for _, value in history.series(HOST, "used_fraction")} == {None}
-    assert history.label("GPU-a") == "GPU 0"
+    assert history.gpu_index("GPU-a") == 0
 
 
 def test_a_full_disk_delays_and_loses_nothing(tmp_path: Path) -> None:
@@ -135,44 +135,6 @@ def test_a_full_disk_delays_and_loses_nothing(tmp_path: Path) -> None:
     assert count(ledger, "history", "WHERE seconds = 60") == 2
 
 
-def old_ledger(path: Path, samples: int, now: int) -> None:
-    """As memtop 0.1.0 wrote it."""
-    db = sqlite3.connect(path)
-    db.executescript(
-        """CREATE TABLE attempts (number INTEGER PRIMARY KEY, reason TEXT NOT NULL, settings TEXT, started REAL NOT NULL,
-        ended REAL, exit_status INTEGER, outcome TEXT, diagnosis TEXT, start_updates INTEGER, updates INTEGER,
-        samples_seen INTEGER, peak_bytes INTEGER);
-        CREATE TABLE events (id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, attempt INTEGER NOT NULL,
-        kind TEXT NOT NULL, message TEXT NOT NULL, data TEXT NOT NULL);
-        CREATE TABLE samples (time REAL PRIMARY KEY, attempt INTEGER NOT NULL, machine TEXT NOT NULL);"""
-    )
-    db.execute("INSERT INTO attempts (number, reason, started) VALUES (1, 'start', 5.0)")
-    db.execute("INSERT INTO events VALUES (1, 6.0, 1, 'attempt', 'attempt 1: start', '{}')")
-    rows = [(now - 5 * n, 1, msgspec.json.encode(snapshot(now - 5 * n, n)).decode()) for n in range(1, samples)]
-    db.executemany("INSERT INTO samples VALUES (?, ?, ?)", [*rows, (now - 5 * samples, 1, '{"gpus": 3}')])
-    db.commit()
-    db.close()
-
-
-def test_an_old_ledger_is_read_as_it_is_and_thinned_out_when_written(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    old_ledger(path, 1000, START)
-    reader = Ledger(path, read_only=True)
-    assert (reader.sources(), reader.extent(), reader.history("GPU-a", 0, START)) == ({}, None, {})
-    assert reader.snapshot(START, START - 10) == snapshot(START - 5, 1)
-    reader.close()
-    ledger = Ledger(path)
-    assert [attempt.started for attempt in ledger.attempts()] == [5.0]
-    assert [event.message for event in ledger.events()] == ["attempt 1: start"]
-    for second in range(60):
-        record(ledger, snapshot(START + second, 1))
-    assert "old_samples" not in tiers._tables(ledger._db)
-    high = max(b.high for b in ledger.history("GPU-a", START - 6000, START)["used_bytes"])
-    assert high == 999
-    assert count(ledger, "samples") == 60
-    ledger.add_event(Event(time=1.0, attempt=1, kind="k", message="m"))
-
-
 async def test_a_new_subscriber_gets_the_hour_unless_it_wants_no_rows(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     for second in range(5):
@@ -188,6 +150,6 @@ async def test_a_new_subscriber_gets_the_hour_unless_it_wants_no_rows(tmp_path: 
     history = History()
     for message in told[10]:
         back = msgspec.json.decode(msgspec.json.encode(message), type=HistoryRows)
-        history.load(back.key, back.label, back.times, back.columns)
+        history.load(back.key, back.gpu_index, back.times, back.columns)
     assert history.series("GPU-a", "used_bytes") == [(START + s, s) for s in range(5)]
     assert math.isclose(history.series(HOST, "used_fraction")[0][1] or 0, 0.5)

@@ -59,7 +59,8 @@ NAMES = [*("begin", "go on", "go on", "go on", "train", "read", "answer") * 2, *
 def test_unproven_settings_never_stay(
     begun: tuple[int, int] | None, happens: list[tuple[str, int]], saves: bool, auto: bool
 ) -> None:
-    """A trial is kept, or the run has the settings before it; every other start is from proven settings, too."""
+    """A trial is kept, or the run has the settings before it; every other start is from proven
+    settings, too."""
     world = World(saves=saves, auto=auto)
     if begun is not None:
         world.begin(begun[0])
@@ -77,7 +78,7 @@ def test_unproven_settings_never_stay(
         assert not world.trial.unproven
 
 
-# --- one thing at a time ------------------------------------------------------------------------------------------------
+# --- one thing at a time --------------------------------------------------------------------------
 
 
 def outcome(world: World) -> tuple[str, str | None]:
@@ -266,7 +267,7 @@ def test_two_errors_keep_the_first_reason() -> None:
     assert str(outcome(world)[1]).startswith("memory ran out")
 
 
-# --- taking over --------------------------------------------------------------------------------------------------------
+# --- taking over ----------------------------------------------------------------------------------
 
 
 def test_an_unfinished_trial_of_a_dead_supervisor_is_undone() -> None:
@@ -354,7 +355,7 @@ def test_a_trial_of_another_version_is_reported() -> None:
     assert "the run's last trial cannot be read" in found
 
 
-# --- errors in memtop ---------------------------------------------------------------------------------------------------
+# --- errors in memtop -----------------------------------------------------------------------------
 
 
 def broken(*_: object) -> Any:
@@ -384,7 +385,7 @@ def test_an_error_while_it_is_undone_is_recorded_at_once(monkeypatch: pytest.Mon
     assert world.facts.settings == BEFORE
 
 
-# --- requests -----------------------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

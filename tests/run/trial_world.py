@@ -1,4 +1,5 @@
-"""A simulated run for the rules of a trial: a program, unread reports, and a supervisor that may be replaced."""
+"""A simulated run for the rules of a trial: a program, unread reports, and a supervisor that may be
+replaced."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def changed(base: Settings, change: Change, rows: list[Settings]) -> Settings:
 
 
 class World:
-    """A run with its program, its reports that nobody has read yet, and a supervisor that may be replaced."""
+    """A run with its program, its reports that nobody has read yet, and a supervisor that may be
+    replaced."""
 
     def __init__(self, *, saves: bool = True, auto: bool = True) -> None:
         self.facts = RunFacts(
@@ -317,7 +319,8 @@ class World:
         self.refuse_launch = True
 
     def replace_supervisor(self, _: int = 0) -> None:
-        """It is killed, and the next one takes over: answers are lost, what was recorded and what is unread is not."""
+        """It is killed, and the next one takes over: answers are lost, what was recorded and what
+        is unread is not."""
         self.answers = []
         self.commands = [(name, values, False) for name, values, _ in self.commands]
         self.know(connected=False)

@@ -1,38 +1,47 @@
-"""The agent as a guest: whatever the program or the machine does to it, the program goes on and its reports are readable."""
+"""The agent as a guest: whatever the program or the machine does, the program continues and its
+reports are readable.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from tests.forking import run as run_forked
+from tests.forking import runs_torch
+
 AGENT = Path(__file__).resolve().parents[2] / "train" / "agent"
 
 
-def run(code: str, folder: Path, *, timeout: float = 60) -> str:
-    """Run a program with the agent in it; its output. It must end well and say nothing on stderr."""
+def run(code: str, folder: Path, *, timeout: float = 60, socket: str = "") -> str:
+    """Run a program with the agent and return its output. It must succeed and print nothing to
+    stderr.
+    """
     env = {
         **os.environ,
         "PYTHONPATH": str(AGENT / "site"),
         "MEMTOP_ATTEMPT_DIR": str(folder),
         "MEMTOP_ATTEMPT": "1",
-        "MEMTOP_SOCKET": str(folder / "nobody.sock"),
+        "MEMTOP_SOCKET": socket or str(folder / "nobody.sock"),
     }
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    start = run_forked if runs_torch(code) else subprocess.run
+    done = start([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:
-    """What the supervisor's own decoder makes of the journal."""
+    """The journal, decoded like the supervisor decodes it."""
     return [msgspec.json.decode(line) for line in (folder / "rank-0.jsonl").read_bytes().splitlines()]
 
 
-def test_numbers_that_json_does_not_know_are_null_and_named(tmp_path: Path) -> None:
+def test_numbers_that_json_lacks_are_null_and_named(tmp_path: Path) -> None:
     run(
         "import memtop_agent as a; inf = float('inf')\n"
         "a.report('step', update=1, loss=float('nan'), gradient_norm=inf, parts={'head': -inf, 'body': [1.0, inf]})\n"
@@ -47,7 +56,7 @@ def test_numbers_that_json_does_not_know_are_null_and_named(tmp_path: Path) -> N
     assert "not_finite" not in second
 
 
-def test_a_report_that_cannot_be_written_is_counted_and_holds_up_no_other(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_encoded_is_counted_and_does_not_block_others(tmp_path: Path) -> None:
     code = """
 import memtop_agent as a
 class Odd:
@@ -78,7 +87,7 @@ optimizer = Optimizer()
 import memtop_agent
 memtop_agent.wait_for_torch()
 """
-"""As much of torch as the agent touches."""
+"""The parts of torch that the agent uses."""
 
 
 def test_a_program_may_clear_its_environment(tmp_path: Path) -> None:
@@ -86,7 +95,7 @@ def test_a_program_may_clear_its_environment(tmp_path: Path) -> None:
     assert [report.get("update") for report in reports(tmp_path)] == [None, 1, 2]
 
 
-def test_a_step_that_cannot_be_followed_is_said_once_and_disturbs_nobody(tmp_path: Path) -> None:
+def test_a_step_that_cannot_be_followed_is_reported_once(tmp_path: Path) -> None:
     code = """
 optimizer.step()
 optimizer.param_groups = [{"lr": "as the schedule says"}]
@@ -95,7 +104,7 @@ optimizer.param_groups = [{"lr": 0.5}]
 optimizer.step()
 print(len(hooks))
 """
-    # The hook stays, idle: torch would not forgive that it vanishes while it is called.
+    # The hook stays registered: torch would fail if it were removed during its call.
     assert run(TORCH + code, tmp_path) == "1\n"
     _, step, warning = reports(tmp_path)
     assert step["update"] == 1
@@ -103,7 +112,7 @@ print(len(hooks))
     assert "as the schedule says" in warning["message"]
 
 
-def test_torch_itself_goes_on_when_a_step_cannot_be_followed(tmp_path: Path) -> None:
+def test_torch_continues_when_a_step_cannot_be_followed(tmp_path: Path) -> None:
     code = """
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -123,7 +132,7 @@ print(len(seen))
     assert [report["type"] for report in reports(tmp_path)] == ["hello", "step", "warning"]
 
 
-def test_threads_that_cannot_start_disturb_nobody(tmp_path: Path) -> None:
+def test_threads_that_cannot_start_do_not_disturb_the_program(tmp_path: Path) -> None:
     code = """
 import threading
 real = threading.Thread.start
@@ -148,42 +157,63 @@ def test_without_any_thread_the_reports_are_written_at_the_end(tmp_path: Path) -
     assert [report.get("update") for report in reports(tmp_path)] == [None, 1]
 
 
+SERVER = """
+import json, os, socket, sys, threading, memtop_agent as a
+server = socket.socket(socket.AF_UNIX)
+server.bind(os.environ["MEMTOP_SOCKET"])
+server.listen()
+def send(commands):
+    def serve():
+        connection, _ = server.accept()
+        connection.sendall(b"".join(json.dumps(command).encode() + b"\\n" for command in commands))
+        connection.recv(1 << 20)
+    threading.Thread(target=serve, daemon=True).start()
+"""
+"""A supervisor's end of the socket, inside the program: `send` gives the commands to the first
+agent that connects.
+"""
+
+
 def test_no_command_is_lost_between_the_threads(tmp_path: Path) -> None:
     code = """
-import sys, threading, memtop_agent as a
 sys.setswitchinterval(1e-6)
-a.offer("checkpoint")
 COUNT = 50000
-def hear():
-    for number in range(COUNT):
-        a._agent._receive({"type": "command", "id": number, "name": "checkpoint"})
-thread = threading.Thread(target=hear)
-thread.start()
+send({"type": "command", "id": number, "name": "checkpoint"} for number in range(COUNT))
+a.offer("checkpoint")
 taken = []
-while thread.is_alive():
+while len(taken) < COUNT:
     taken += a.take_commands()
-taken += a.take_commands()
 print(taken == [(number, "checkpoint", {}) for number in range(COUNT)])
 """
-    assert run(code, tmp_path) == "True\n"
+    with tempfile.TemporaryDirectory(prefix="memtop-") as folder:
+        assert run(SERVER + code, tmp_path, socket=f"{folder}/s") == "True\n"
 
 
-def test_a_child_that_ends_by_itself_writes_nothing_of_its_parent(tmp_path: Path) -> None:
+def test_a_forked_child_that_exits_writes_none_of_its_parents_reports(tmp_path: Path) -> None:
     code = """
-import os, sys
+import os, sys, threading
 import memtop_agent as a
 a.report("step", update=0)
 a.flush()
+write, writing, written = os.write, threading.Event(), threading.Event()
+def slow_write(descriptor, data):
+    if threading.current_thread().name == "memtop-journal":
+        written.clear()
+        writing.set()
+        written.wait()
+    return write(descriptor, data)
+os.write = slow_write
 for update in range(1, 20):
     a.report("step", update=update)
-    # Held as it would be if the journal's thread were writing at this moment.
-    a._agent._journal._lock.acquire()
+    # The journal's thread is writing at the moment of the fork.
+    writing.wait()
     if os.fork() == 0:
         a.report("step", update=1000)
         a.answer(1, True, "by the child")
         sys.exit()
-    a._agent._journal._lock.release()
     os.wait()
+    written.set()
+    writing.clear()
 """
     run(code, tmp_path, timeout=30)
     assert [report.get("update") for report in reports(tmp_path)] == [None, *range(20)]
@@ -210,13 +240,13 @@ sys.modules["torch"] = types.SimpleNamespace(cuda=cuda)
 """
 
 
-def test_the_peak_of_a_program_of_ones_own_is_read_and_not_reset(tmp_path: Path) -> None:
+def test_the_peak_of_an_external_command_is_read_but_not_reset(tmp_path: Path) -> None:
     code = "optimizer.step()\noptimizer.step()\nprint(cuda.resets)"
     assert run(CUDA + TORCH + code, tmp_path) == "0\n"
     assert [report["peak_bytes"] for report in reports(tmp_path)[1:]] == [15, 15]
 
 
-def test_a_trainer_that_offers_commands_has_its_peak_counted_anew_each_time(tmp_path: Path) -> None:
+def test_a_trainer_that_offers_commands_has_its_peak_reset_at_each_reading(tmp_path: Path) -> None:
     code = (
         "import memtop_agent as a\na.offer('stop')\n"
         "print([a.readings()['peak_bytes'] for _ in range(2)], a.readings()['reserved_bytes'], cuda.resets)"
@@ -224,12 +254,18 @@ def test_a_trainer_that_offers_commands_has_its_peak_counted_anew_each_time(tmp_
     assert run(CUDA + code, tmp_path) == "[15, 0] 20 3\n"
 
 
-def test_a_command_brings_its_values(tmp_path: Path) -> None:
+def test_a_command_carries_its_values(tmp_path: Path) -> None:
     code = """
-import memtop_agent as a
+all_values = ({"values": {"batch": 4}}, {}, {"values": "nonsense"})
+send(dict(values, type="command", id=1, name="change") for values in all_values)
 a.offer("change")
-for values in ({"values": {"batch": 4}}, {}, {"values": "nonsense"}):
-    a._agent._receive(dict(values, type="command", id=1, name="change"))
-print(a.take_commands())
+taken = []
+while len(taken) < len(all_values):
+    taken += a.take_commands()
+print(taken)
 """
-    assert run(code, tmp_path) == "[(1, 'change', {'batch': 4}), (1, 'change', {}), (1, 'change', {})]\n"
+    with tempfile.TemporaryDirectory(prefix="memtop-") as folder:
+        assert (
+            run(SERVER + code, tmp_path, socket=f"{folder}/s")
+            == "[(1, 'change', {'batch': 4}), (1, 'change', {}), (1, 'change', {})]\n"
+        )

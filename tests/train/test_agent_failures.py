@@ -1,4 +1,6 @@
-"""What the agent takes for a lack of memory, and what it says of one that ends a thread or the program."""
+"""What the agent recognises as lack of memory, and how it reports one that ends a thread or the
+program.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ NCCL = (
 
 
 class OutOfResources(RuntimeError):
-    """Triton's, of a kernel that is too large for the card."""
+    """Triton's error for a kernel that is too large for the GPU."""
 
 
 class XlaRuntimeError(RuntimeError):
-    """JAX's."""
+    """JAX's error."""
 
 
 @pytest.mark.parametrize(
@@ -74,38 +76,40 @@ class XlaRuntimeError(RuntimeError):
         (ValueError("CUDA out of memory"), NEITHER),
     ],
 )
-def test_what_is_tried_again_smaller_and_what_is_only_reported(error: BaseException, expected: tuple[bool, bool]) -> None:
+def test_allocation_failures_are_retried_and_other_lack_of_memory_only_reported(
+    error: BaseException, expected: tuple[bool, bool]
+) -> None:
     assert (is_allocation_failure(error), is_lack_of_memory(error)) == expected
 
 
 def test_the_device_in_an_errors_words() -> None:
     assert device_named("Tried to allocate 2.00 MiB (GPU 3; 7.43 GiB total capacity;") == 3
-    assert device_named("GPU has a total capacity of 4 GiB") is None, "some builds print the number as a raw control byte"
+    assert device_named("GPU has a total capacity of 4 GiB") is None, "some builds print the number as a control byte"
 
 
 def ends(folder: Path, code: str) -> tuple[int, str]:
-    """How a program with the agent in it ends, and what it says then."""
+    """How a program with the agent ends, and what it reports."""
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(folder), capture_output=True, text=True, timeout=120, check=False
     )
     return done.returncode, done.stderr
 
 
-# The kernel really refuses these: more than the address space that the program may have.
+# The kernel really refuses these: they exceed the program's limit of address space.
 LIMIT = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
 MAP = "import mmap\nmmap.mmap(-1, 1 << 40)\n"
 
 
 @pytest.mark.parametrize(("request_", "error"), [("bytearray(1 << 40)", "MemoryError"), (MAP, "OSError")])
-def test_a_failure_that_ends_the_program_is_told_as_that(tmp_path: Path, request_: str, error: str) -> None:
+def test_a_failure_that_ends_the_program_is_reported_as_fatal(tmp_path: Path, request_: str, error: str) -> None:
     status, said = ends(tmp_path, LIMIT + request_)
     assert status == 1
-    assert error in said, "the program's own last words are not held back"
+    assert error in said, "the program's own error message is printed"
     record = reports(tmp_path)[1]
     assert (record["type"], record["error"], record["survived"]) == ("oom", error, False)
 
 
-def test_of_a_thread_that_ends_so_it_is_not_known_whether_the_program_does(tmp_path: Path) -> None:
+def test_a_thread_that_runs_out_of_memory_has_an_unknown_outcome(tmp_path: Path) -> None:
     thread = "import threading\nthread = threading.Thread(target=bytearray, args=(1 << 40,))\nthread.start(); thread.join()\n"
     status, said = ends(tmp_path, LIMIT + thread + "print('goes on')")
     assert status == 0
@@ -120,17 +124,17 @@ def open_sockets() -> int:
         try:
             targets.append(str(path.readlink()))
         except FileNotFoundError:
-            continue  # the listing's own
+            continue  # the listing's own descriptor
     return sum(target.startswith("socket:") for target in targets)
 
 
-def test_a_supervisor_that_is_away_costs_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_supervisor_uses_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[socket.socket] = []
     counted: list[int] = []
     enough = threading.Event()
 
     def made(*args: int) -> socket.socket:
-        # A reference to each, since the collector would close them otherwise, some time.
+        # A reference to each, because the garbage collector would close them.
         kept.append(socket.socket(*args))
         return kept[-1]
 
@@ -138,7 +142,7 @@ def test_a_supervisor_that_is_away_costs_no_descriptors(tmp_path: Path, monkeypa
         if len(kept) == 50:
             counted.append(open_sockets())
             enough.set()
-            threading.Event().wait()  # for ever: the thread is a daemon
+            threading.Event().wait()  # forever: the thread is a daemon
 
     monkeypatch.setattr(link, "time", SimpleNamespace(sleep=wait))
     monkeypatch.setattr(link, "socket", SimpleNamespace(socket=made, AF_UNIX=socket.AF_UNIX, SOCK_STREAM=socket.SOCK_STREAM))

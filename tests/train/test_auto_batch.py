@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from memtop.presets import Settings
-from memtop.train.auto_batch import Growth, Unmeasured
+from memtop.train.auto_batch import AutoBatch, UnmeasuredMemory
 from tests.train.failing import TOO_MUCH, Failing, Failure, Scripted, fresh, measured, small, splits_of
 
 
 class Card:
-    """A gauge with these peaks by batch, on a card of 1000 bytes."""
+    """Device memory of 1000 bytes with these peaks by batch."""
 
     def __init__(self, peaks: dict[int, int]) -> None:
         self.peaks = peaks
@@ -35,13 +35,13 @@ class Card:
         return self.retried
 
     def reset(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: nothing is cached."""
 
 
-def after(peaks: dict[int, int], *, patience: int = 3) -> Growth:
-    """A growth that has seen updates with these batches, the largest first."""
+def after(peaks: dict[int, int], *, patience: int = 3) -> AutoBatch:
+    """An AutoBatch after updates with these batches, the largest first."""
     card = Card(peaks)
-    growth = Growth(card, patience)
+    growth = AutoBatch(card, patience)
     for batch in sorted(peaks, reverse=True):
         card.batch = batch
         growth.updated(batch, pressed=False)
@@ -57,65 +57,65 @@ def test_the_peak_of_a_larger_batch_lies_on_the_line_through_two() -> None:
 
 def test_a_prediction_is_never_below_what_was_measured() -> None:
     assert after({2: 200, 4: 300, 8: 850}).share(8) == pytest.approx(0.85)
-    # The peak fell with the batch growing: other things shaped it, and the line says nothing.
+    # The peak fell as the batch grew, so something else shaped it and the line is useless.
     assert after({2: 600, 4: 500}).share(8) == pytest.approx(0.6)
 
 
 def test_one_peak_or_an_unknown_limit_predicts_nothing() -> None:
     assert after({4: 300}).share(8) == math.inf
-    growth = Growth(Unmeasured(), 1)
+    growth = AutoBatch(UnmeasuredMemory(), 1)
     for batch in (8, 4, 2):
         growth.updated(batch, pressed=False)
     assert growth.share(8) == math.inf
 
 
-def test_one_peak_is_joined_with_what_is_held_without_any_batch() -> None:
+def test_one_peak_is_joined_with_the_memory_held_at_batch_0() -> None:
     card = Card({4: 300})
-    growth = Growth(card, 3)
+    growth = AutoBatch(card, 3)
     growth.updated(4, pressed=False)
     card.held = 100
     assert growth.share(8) == pytest.approx(0.5)
-    # As soon as two batches are measured they alone count.
+    # Once two batches are measured, only they count.
     card.batch, card.peaks = 2, {2: 250}
     growth.updated(2, pressed=False)
     assert growth.share(8) == pytest.approx(0.4)
 
 
-def test_what_is_forgotten_is_predicted_again_from_the_next_peak() -> None:
+def test_forgotten_peaks_are_predicted_again_from_the_next_one() -> None:
     card = Card({4: 500, 8: 900})
     card.held = 100
-    growth = Growth(card, 3)
+    growth = AutoBatch(card, 3)
     growth.updated(8, pressed=False)
     card.batch = 4
     growth.updated(4, pressed=False)
     assert growth.share(8) == pytest.approx(0.9)
     growth.changed(forget=True)
-    assert growth.share(8) == math.inf, "nothing is known of the new way to compute"
+    assert growth.share(8) == math.inf, "nothing is known of the new setting"
     card.peaks = {4: 200}
     growth.updated(4, pressed=False)
     assert growth.share(8) == pytest.approx(0.3)
 
 
-def test_retries_of_other_work_are_no_pressure_and_those_of_an_update_stay() -> None:
+def test_only_retries_of_updates_are_pressure() -> None:
     card = Card({4: 300})
-    growth = Growth(card, 3)
-    with growth.aside():
+    growth = AutoBatch(card, 3)
+    with growth.outside_updates():
         card.retried += 2
     assert not growth.new_retries()
-    # In an optimizer step, after the update was asked for its retries and before an evaluation.
+    # In an optimizer step: after the update's retries were read and before an evaluation.
     card.retried += 1
-    with growth.aside():
+    with growth.outside_updates():
         card.retried += 5
-    with growth.aside():
+    with growth.outside_updates():
         card.retried += 1
     assert growth.new_retries()
     assert growth.retries == 9
     assert not growth.new_retries()
 
 
-def test_the_retries_of_a_try_that_failed_are_not_those_of_the_next_one() -> None:
+def test_retries_of_a_failed_attempt_do_not_count_for_the_next() -> None:
     card = Card({8: 300})
-    growth = Growth(card, 3)
+    growth = AutoBatch(card, 3)
     card.retried += 1
     growth.failed(8)
     growth.changed()
@@ -139,14 +139,14 @@ def test_it_waits_for_a_stable_stretch_that_doubles_after_each_growth_that_fails
         waits.append(updates_until_due())
         growth.changed(grown=True)
     assert waits == [3, 6, 12]
-    # A growth that lasts as long as was waited for counts as a success.
+    # A growth that lasts as long as the wait before it is a success.
     assert updates_until_due() == 12
     growth.failed(8)
     growth.changed()
     assert updates_until_due() == 3
 
 
-def test_a_retry_begins_the_stretch_anew() -> None:
+def test_a_retry_restarts_the_stable_stretch() -> None:
     growth = after({4: 300, 8: 400})
     growth.changed()
     growth.updated(4, pressed=False)
@@ -158,14 +158,15 @@ def test_a_retry_begins_the_stretch_anew() -> None:
     assert growth.due
 
 
-# --- in a training ------------------------------------------------------------------------------------------------------
+# --- in a training
+# ------------------------------------------------------------------------------------------------------
 
 
 def settings_of(updates: int, *, batch: int = 8, accumulation: int = 1) -> Settings:
     return small(dropout=0.1, batch=batch, accumulation=accumulation, target_samples=batch * accumulation * updates)
 
 
-def test_the_split_grows_back_by_one_step_at_a_time_and_never_beyond_what_was_asked(tmp_path: Path) -> None:
+def test_the_batch_grows_back_one_step_at_a_time_up_to_the_request(tmp_path: Path) -> None:
     training = measured(tmp_path, settings_of(16, accumulation=2), Scripted(), patience=3)
     Failing(training, [Failure(2, 0.0, False), Failure(3, 0.5, True)])
     training.run()
@@ -181,21 +182,21 @@ def test_the_split_grows_back_by_one_step_at_a_time_and_never_beyond_what_was_as
 
 @pytest.mark.parametrize(("limit", "grows"), [(211, False), (213, True)])
 def test_it_grows_only_below_85_percent(tmp_path: Path, limit: int, grows: bool) -> None:
-    # At batch 8 the gauge says 180 bytes: 85.3 % or 84.5 % of the limit.
+    # At batch 8 the peak is 180 bytes: 85.3 % or 84.5 % of the limit.
     training = measured(tmp_path, settings_of(12), Scripted(limit=limit), patience=2)
     Failing(training, [Failure(2, 0.0, False)])
     training.run()
     assert ("grown back" in [change["reason"] for change in training.channel.of("settings")]) is grows
 
 
-def test_on_the_cpu_nothing_is_known_and_nothing_grows(tmp_path: Path) -> None:
+def test_on_the_cpu_nothing_is_predicted_and_nothing_grows(tmp_path: Path) -> None:
     training = fresh(tmp_path, settings_of(10), patience=1)
     Failing(training, [Failure(2, 0.0, False)])
     training.run()
     assert {batch for update, (batch, _) in splits_of(training.channel).items() if update > 1} == {4}
 
 
-def test_retries_in_two_updates_running_are_a_reason_for_a_smaller_split(tmp_path: Path) -> None:
+def test_retries_in_two_consecutive_updates_shrink_the_split(tmp_path: Path) -> None:
     gauge = Scripted(retrying=(2, 4, 5))
     training = measured(tmp_path / "a", settings_of(8), gauge, patience=100)
     training.run()
@@ -204,14 +205,14 @@ def test_retries_in_two_updates_running_are_a_reason_for_a_smaller_split(tmp_pat
     (change,) = training.channel.of("settings")
     assert (change["update"], change["changes"], change["reason"]) == (6, {"batch": 4, "accumulation": 2}, "pressure")
     assert training.channel.of("oom") == []
-    # No update was done twice.
+    # No update was repeated.
     calm = fresh(tmp_path / "b", training.settings)
     calm.run()
     assert training.digests == calm.digests
     assert training.losses[:5] == calm.losses[:5]
 
 
-def test_under_pressure_at_batch_one_the_training_goes_on(tmp_path: Path) -> None:
+def test_under_pressure_at_batch_one_the_training_continues(tmp_path: Path) -> None:
     settings = settings_of(8, batch=1, accumulation=2)
     training = measured(tmp_path, settings, Scripted(retrying=range(1, 9)), patience=100)
     assert training.run() == "finished"
@@ -219,7 +220,7 @@ def test_under_pressure_at_batch_one_the_training_goes_on(tmp_path: Path) -> Non
     assert [report["update"] for report in training.channel.of("pressure")] == [2]
 
 
-def test_a_batch_that_was_asked_for_is_the_new_most(tmp_path: Path) -> None:
+def test_a_requested_batch_becomes_the_largest_batch(tmp_path: Path) -> None:
     training = measured(tmp_path, settings_of(14), Scripted(), patience=2)
     training.channel.commands[1] = [(1, "change", {"batch": 4, "accumulation": 2})]
     Failing(training, [Failure(4, 0.0, False)])
@@ -246,7 +247,7 @@ def test_it_grows_back_after_checkpointing_was_switched_on(tmp_path: Path) -> No
     ]
 
 
-def test_another_edit_does_not_take_the_small_batch_for_what_was_asked(tmp_path: Path) -> None:
+def test_another_edit_does_not_make_a_shrunken_batch_the_largest(tmp_path: Path) -> None:
     training = measured(tmp_path, settings_of(8), Scripted(), patience=3)
     training.channel.commands[2] = [(1, "change", {"eval_batch": 2})]
     Failing(training, [Failure(2, 0.0, False)])

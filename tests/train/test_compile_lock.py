@@ -1,4 +1,4 @@
-"""A lock in the folder of a compiled extension: removed where nobody compiles, left where somebody does."""
+"""A lock in the folder of a compiled extension: removed if no process compiles, left if one does."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from torch.utils.file_baton import FileBaton
 from memtop.train import BadInputError, compile_lock
 from memtop.train.compile_lock import await_compiled, extension_folder
 from memtop.train.optimizers import build_optimizer
+from tests.forking import Program
 from tests.train.support import edited
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,14 +41,12 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextmanager
 def compiler(lock: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has taken the lock as torch takes it, until it is told to release it or is killed."""
+    """A process that holds the lock as torch does, until it is asked to release it or is killed."""
     code = (
         "import sys; from torch.utils.file_baton import FileBaton; baton = FileBaton(sys.argv[1]); "
         "assert baton.try_acquire(); print('taken', flush=True); sys.stdin.readline(); baton.release()"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    process = Program([sys.executable, "-c", code, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "taken\n"
@@ -69,18 +68,18 @@ def looks(then: dict[int, Callable[[], object]]) -> Callable[[float], None]:
     return sleep
 
 
-def test_a_lock_that_a_killed_compilation_left_is_removed(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lock_of_a_killed_compilation_is_removed(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with compiler(lock) as process:
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert lock.exists()
     await_compiled("some", what=WHAT, sleep=looks({}))
     assert not lock.exists()
-    assert FileBaton(str(lock)).try_acquire(), "torch would go on"
-    assert capsys.readouterr().out == f"memtop: removed {lock}, which a compilation that was killed had left\n"
+    assert FileBaton(str(lock)).try_acquire(), "torch would continue"
+    assert capsys.readouterr().out == f"memtop: removed {lock}, left by a compilation that was killed\n"
 
 
-def test_a_lock_of_a_living_compilation_is_left_and_waited_for(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lock_of_a_living_compilation_is_waited_for(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with compiler(lock) as process:
         there: list[bool] = []
 
@@ -89,12 +88,12 @@ def test_a_lock_of_a_living_compilation_is_left_and_waited_for(lock: Path, capsy
             process.communicate("\n")
 
         await_compiled("some", what=WHAT, sleep=looks({50: release}))
-        assert there == [True], "left alone for as long as it was held"
+        assert there == [True], "left alone while it was held"
         assert process.returncode == 0, "it could release its lock"
-    assert capsys.readouterr().out == f"memtop: {WHAT}: waits until another process has compiled it in {lock.parent}\n"
+    assert capsys.readouterr().out == f"memtop: {WHAT}: waiting until another process has compiled it in {lock.parent}\n"
 
 
-def test_who_is_killed_while_it_is_waited_for_is_not_waited_for_any_more(lock: Path) -> None:
+def test_the_wait_ends_when_the_compiling_process_is_killed(lock: Path) -> None:
     with compiler(lock) as process:
 
         def kill() -> None:
@@ -105,12 +104,12 @@ def test_who_is_killed_while_it_is_waited_for_is_not_waited_for_any_more(lock: P
     assert not lock.exists()
 
 
-def test_the_moment_between_closing_and_removing_is_not_taken_for_a_death(lock: Path) -> None:
+def test_a_lock_between_closing_and_removing_is_not_stale(lock: Path) -> None:
     lock.touch()
     removed: list[str] = []
 
     def finish() -> None:
-        # FileNotFoundError here is what would end the process that compiles.
+        # A FileNotFoundError here would end the compiling process.
         lock.unlink()
         removed.append("by its owner")
 
@@ -118,7 +117,7 @@ def test_the_moment_between_closing_and_removing_is_not_taken_for_a_death(lock: 
     assert removed == ["by its owner"]
 
 
-def test_a_new_lock_in_place_of_an_old_one_is_another_compilations(lock: Path) -> None:
+def test_a_new_lock_at_the_same_path_is_not_removed(lock: Path) -> None:
     lock.touch()
     held = lock.with_name("held")
     with compiler(held) as process:
@@ -134,12 +133,12 @@ def test_a_new_lock_in_place_of_an_old_one_is_another_compilations(lock: Path) -
     assert not lock.exists()
 
 
-def test_where_no_lock_is_nothing_is_said_or_waited_for(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_lock_there_is_no_wait(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
     await_compiled("some", what=WHAT, sleep=lambda seconds: pytest.fail("waited"))
     assert capsys.readouterr().out == ""
 
 
-def test_the_wait_ends_with_what_to_do(lock: Path) -> None:
+def test_a_wait_that_is_too_long_ends_with_advice(lock: Path) -> None:
     with compiler(lock) as process:
         with pytest.raises(BadInputError) as ended:
             await_compiled("some", what=WHAT, longest=120.0, sleep=looks({}))
@@ -147,36 +146,37 @@ def test_the_wait_ends_with_what_to_do(lock: Path) -> None:
         process.communicate("\n")
         assert process.returncode == 0
     assert str(ended.value) == (
-        f"{WHAT}: {lock} is still there after 2 min: end the process that compiles there, or delete that file if there is none"
+        f"{WHAT}: {lock} is still there after 2 min: end the process that compiles there, or delete the file if there is none"
     )
 
 
-def test_where_another_machine_may_compile_nothing_is_removed(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_on_a_network_file_system_is_not_removed(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock.touch()
-    monkeypatch.setattr(compile_lock, "_file_system", lambda path: "nfs4")
+    monkeypatch.setattr(compile_lock, "file_system", lambda path: "nfs4")
     with pytest.raises(BadInputError, match="is still there after 1 min"):
         await_compiled("some", what=WHAT, longest=60.0, sleep=looks({}))
     assert lock.exists()
 
 
-def test_the_file_system_is_the_one_that_is_mounted_nearest() -> None:
-    assert compile_lock._file_system(Path("/dev/shm/nowhere/lock")) == "tmpfs"
-    assert compile_lock._file_system(Path("/proc/self/status")) == "proc"
+def test_the_file_system_is_the_nearest_mount() -> None:
+    assert compile_lock.file_system(Path("/dev/shm/nowhere/lock")) == "tmpfs"
+    assert compile_lock.file_system(Path("/proc/self/status")) == "proc"
 
 
-def test_many_that_ask_at_once_end_none_of_each_other(lock: Path) -> None:
-    # The kernel signals who has a lease when somebody else opens the file; unprepared, that ends a process.
+def test_processes_that_check_a_lock_at_once_do_not_end_each_other(lock: Path) -> None:
+    # The kernel signals the owner of a lease when another process opens the file; by default that
+    # ends the owner.
     code = (
-        "import sys; from memtop.train.compile_lock import _unused; from pathlib import Path\n"
-        "for _ in range(3000): _unused(Path(sys.argv[1]))"
+        "import sys; from memtop.train.compile_lock import unused_lock; from pathlib import Path\n"
+        "for _ in range(3000): unused_lock(Path(sys.argv[1]))"
     )
     lock.touch()
-    many = [subprocess.Popen([sys.executable, "-c", code, str(lock)], cwd=ROOT) for _ in range(3)]
+    many = [Program([sys.executable, "-c", code, str(lock)], cwd=ROOT) for _ in range(3)]
     assert [process.wait(timeout=200) for process in many] == [0, 0, 0]
     assert lock.exists()
 
 
-def test_several_that_find_a_stale_lock_remove_it_once(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_processes_remove_a_stale_lock_once(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lock.touch()
     threads = [threading.Thread(target=await_compiled, args=("some",), kwargs={"what": WHAT}) for _ in range(4)]
     for thread in threads:
@@ -188,7 +188,8 @@ def test_several_that_find_a_stale_lock_remove_it_once(lock: Path, capsys: pytes
     assert capsys.readouterr().out.count("removed") == 1
 
 
-# --- with real compilations ---------------------------------------------------------------------------------------------
+# --- with real compilations
+# ---------------------------------------------------------------------------------------------
 
 COMPILE = """
 import sys
@@ -221,7 +222,7 @@ def working_in(folder: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None or shutil.which("ninja") is None, reason="no g++ or no ninja here")
-def test_a_compilation_killed_half_way_holds_up_nobody(tmp_path: Path) -> None:
+def test_a_killed_compilation_does_not_block_the_next_one(tmp_path: Path) -> None:
     folder = tmp_path / "built" / "some"
     slow = tmp_path / "slow"
     slow.write_text('#!/bin/sh\ncase "$*" in *-c*) sleep 1000;; esac\nexec g++ "$@"\n')
@@ -229,7 +230,7 @@ def test_a_compilation_killed_half_way_holds_up_nobody(tmp_path: Path) -> None:
     first = compile_some(tmp_path, str(slow))
     compilers: list[psutil.Process] = []
     try:
-        # ninja, the compiler that it has started, and what that waits for.
+        # ninja, its compiler, and the compiler's child processes.
         until = time.monotonic() + 120
         while len(compilers := working_in(folder)) < 3:
             assert first.poll() is None
@@ -239,8 +240,8 @@ def test_a_compilation_killed_half_way_holds_up_nobody(tmp_path: Path) -> None:
         first.communicate()
         second = compile_some(tmp_path)
         assert second.stdout is not None
-        # What the killed one had started is at work, and its folder is left to it.
-        assert second.stdout.readline() == f"memtop: this test: waits until another process has compiled it in {folder}\n"
+        # The children of the killed process are still working in the folder.
+        assert second.stdout.readline() == f"memtop: this test: waiting until another process has compiled it in {folder}\n"
         assert (folder / "lock").exists()
         for process in compilers:
             process.kill()
@@ -251,17 +252,17 @@ def test_a_compilation_killed_half_way_holds_up_nobody(tmp_path: Path) -> None:
                 process.kill()
         first.kill()
         first.wait()
-    assert told.splitlines()[0] == f"memtop: removed {folder / 'lock'}, which a compilation that was killed had left"
+    assert told.splitlines()[0] == f"memtop: removed {folder / 'lock'}, left by a compilation that was killed"
     assert told.splitlines()[-1] == "compiled"
     assert second.returncode == 0
 
 
-def test_deepspeeds_adam_is_not_asked_for_while_a_stale_lock_is_there(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeeds_adam_is_not_loaded_while_a_stale_lock_exists(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adam = extension_folder("cpu_adam") / "lock"
     adam.touch()
 
     def built(*args: object, **options: object) -> torch.optim.Optimizer:
-        assert not adam.exists(), "torch would wait for ever"
+        assert not adam.exists(), "torch would wait forever"
         return torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
 
     monkeypatch.setattr("deepspeed.ops.adam.DeepSpeedCPUAdam", built)

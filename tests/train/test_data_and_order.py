@@ -1,4 +1,4 @@
-"""Which samples an update sees, at which rate it learns: pure functions, tested as such."""
+"""Which samples an update uses and its learning rate, tested as pure functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def packed(texts: Iterable[bytes]) -> PackedText:
 
 
 class Rows:
-    """A table's rows: the same samples for every sequence length."""
+    """The rows of a table: the same samples for every sequence length."""
 
     recut = False
 
@@ -74,7 +74,7 @@ def test_each_sample_comes_once_per_epoch_and_epochs_differ() -> None:
     assert found[:100] != found[100:200] != found[200:]
 
 
-def test_any_stretch_is_the_same_however_it_is_taken() -> None:
+def test_any_stretch_is_the_same_however_it_is_split() -> None:
     whole = ids(rows(37, 1), 0, 200)
     pieces, position = [], 0
     for count in (1, 36, 37, 38, 50, 38):
@@ -86,19 +86,19 @@ def test_any_stretch_is_the_same_however_it_is_taken() -> None:
 @pytest.mark.parametrize("split", [(8, 1, 1), (4, 2, 1), (2, 4, 1), (4, 1, 2), (2, 2, 2), (1, 4, 2), (1, 2, 4)])
 def test_every_split_sees_the_same_samples_per_update(split: tuple[int, int, int]) -> None:
     batch, accumulation, world = split
-    # 43 is no multiple of 8: the last update is short; and the epoch ends inside an update.
+    # 43 is not a multiple of 8, so the last update is short; and the epoch ends inside an update.
     plans = list(plan_updates(rows(21, 5), updates=0, position=0, target=43, effective_batch=8))
     assert [len(plan.keys) for plan in plans] == [8, 8, 8, 8, 8, 3]
     for plan in plans:
         per_rank = [plan.micro_batches(batch, world, rank) for rank in range(world)]
-        assert len({len(mine) for mine in per_rank}) == 1, "ranks must step together"
+        assert len({len(mine) for mine in per_rank}) == 1, "all ranks must have the same number of steps"
         assert len(per_rank[0]) <= accumulation
         assert all(len(keys) <= batch for mine in per_rank for keys in mine)
         assert sorted(key for mine in per_rank for keys in mine for key in keys) == sorted(plan.keys)
     assert [i for plan in plans for i in plan.ids] == ids(rows(21, 5), 0, 43)
 
 
-def test_a_run_taken_up_again_plans_the_rest_of_the_same_updates() -> None:
+def test_a_resumed_run_plans_the_rest_of_the_same_updates() -> None:
     whole = list(plan_updates(rows(21, 5), updates=0, position=0, target=80, effective_batch=8))
     rest = list(plan_updates(rows(21, 5), updates=4, position=32, target=80, effective_batch=8))
     assert rest == whole[4:]
@@ -110,10 +110,11 @@ def test_epochs_are_counted_and_found() -> None:
     assert [order.end_of(epochs) for epochs in (1.0, 2.5, 3.0)] == [20, 50, 60]
 
 
-# --- a changed sequence length ------------------------------------------------------------------------------------------
+# --- a changed sequence length
+# ------------------------------------------------------------------------------------------
 
 
-def test_the_same_cuts_give_the_same_order_and_what_came_before_stays() -> None:
+def test_the_same_cuts_give_the_same_order_and_keep_earlier_samples() -> None:
     text = packed([bytes(range(200))] * 4)
     before = SampleOrder(text, 7, [Cut(0, 16)]).take(0, 20)
     cuts = [Cut(0, 16), Cut(20, 8)]
@@ -145,16 +146,16 @@ def test_no_token_of_an_epoch_is_repeated_or_left_out_when_seq_len_changes(
         position += 1
     assert order.end_of(1.0) == position
     assert used.max() == 1
-    # A single token at the end of a stretch predicts nothing: that is all that may be missing, once per stretch.
+    # Only a single token at the end of a stretch may be missing: it predicts nothing.
     assert (used == 0).sum() <= len(lengths) * (1 + sum(gap for gap, _ in changes))
 
 
-def test_the_digest_is_what_the_contract_says() -> None:
+def test_the_digest_follows_the_contract() -> None:
     # sha256 of "2\n10\n33"
     assert sample_digest([33, 2, 10]) == "dcf6782a4621418854c439162e98a2a8c0e181105ce600ad799ec928275b934d"
 
 
-def test_samples_give_back_the_bytes_of_their_texts() -> None:
+def test_samples_contain_the_bytes_of_their_texts() -> None:
     texts = [b"hello world", b"x", bytes(range(256))]
     text = packed(texts)
     table = text.table(8)
@@ -164,13 +165,13 @@ def test_samples_give_back_the_bytes_of_their_texts() -> None:
     assert min(map(len, samples)) >= 2
 
 
-def test_a_tail_of_one_token_is_no_sample() -> None:
+def test_a_tail_of_one_token_is_left_out() -> None:
     text = packed([b"1234567"])
     assert text.table(8).lengths.tolist() == [8]
     assert text[0, 8][0].tolist() == [BEGIN, *b"1234567"]
 
 
-def test_predicted_tokens_are_those_that_have_something_before_them() -> None:
+def test_predicted_tokens_have_a_token_before_them() -> None:
     labels = torch.tensor([[1, 2, 3, IGNORED], [IGNORED, IGNORED, 5, 6]])
     assert predicted_tokens(labels, seq2seq=False) == 4
     assert predicted_tokens(labels, seq2seq=True) == 5
@@ -196,10 +197,10 @@ def test_the_text_is_the_machines_own_and_bounded() -> None:
 
     found = opened(source="python-stdlib", max_bytes=50_000)
     assert 49_000 <= found.train.table(64).lengths.sum() < 52_000
-    # What is evaluated on comes right after what is trained on.
+    # The evaluation data follow the training data.
     assert found.evaluation is not None
     assert content(opened(source="python-stdlib", max_bytes=250_000).train) == content(found.train) + content(found.evaluation)
-    with pytest.raises(BadInputError, match=r"data.source 'moon': unknown; there is python-stdlib"):
+    with pytest.raises(BadInputError, match=r"data.source 'moon': unknown; use python-stdlib"):
         opened(source="moon")
 
 

@@ -1,4 +1,4 @@
-"""No room on the disk for what was trained: it waits in memory, on all ranks, until there is some or it is stopped."""
+"""A full disk at the end: the state waits in memory, on all ranks, until there is space or a stop."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ import pytest
 from memtop.presets import Settings
 from memtop.supervisor.run.processes.launch import launcher
 from memtop.train import checkpoint, state_files
-from memtop.train.checkpoint import Room
+from memtop.train.checkpoint import DiskWait
 from memtop.train.state_files import newest_update, read_manifest
+from tests.forking import Program
 from tests.train.support import Recorder, Training, edited
 from tests.train.test_evaluation import held_out
 from tests.train.test_processes import environment, reports
@@ -29,7 +30,7 @@ KIB = 1 << 10
 
 
 def fill(disk: Path, *, leave: int) -> Path:
-    """A file that takes all of the disk but this many bytes."""
+    """A file that fills the disk except for this many bytes."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file:
         try:
@@ -50,7 +51,7 @@ class Clock:
 
 
 class Answering(Recorder):
-    """Does something when the trainer says that it waits for room, and only then."""
+    """Acts when the trainer reports that it waits for disk space."""
 
     def __init__(self, act: Callable[[Answering], None]) -> None:
         super().__init__()
@@ -67,12 +68,12 @@ class Answering(Recorder):
         return taken
 
 
-def test_a_finished_training_waits_until_there_is_room(tmp_path: Path, small_disk: Path) -> None:
+def test_a_finished_training_waits_for_disk_space(tmp_path: Path, small_disk: Path) -> None:
     undisturbed = Training(tmp_path / "state")
     undisturbed.run()
     filler = fill(small_disk, leave=512 * KIB)
     channel = Answering(lambda _: filler.unlink())
-    training = Training(small_disk / "state", channel=channel, waits=True)
+    training = Training(small_disk / "state", channel=channel, wait_for_disk=True)
     assert training.run() == "finished"
     assert training.trainer.unsaved is None
     assert training.digests == undisturbed.digests
@@ -83,34 +84,34 @@ def test_a_finished_training_waits_until_there_is_room(tmp_path: Path, small_dis
     words = [report["message"] for report in channel.of("save_failed")]
     assert words[0].endswith(f"2 MiB needed, 0 MiB free in {small_disk}; nothing saved yet; free some space"), words[0]
     assert words[-1] == (
-        f"finished update 10, waiting for room: 2 MiB needed, 0 MiB free in {small_disk}; free some, or stop the run"
+        f"finished update 10, waiting for disk space: 2 MiB needed, 0 MiB free in {small_disk}; free some space or stop the run"
     )
 
 
-def test_a_stop_ends_the_wait_and_says_what_is_lost(small_disk: Path) -> None:
+def test_a_stop_ends_the_wait_and_names_the_unsaved_update(small_disk: Path) -> None:
     fill(small_disk, leave=512 * KIB)
     channel = Answering(lambda told: told.queued.extend([(1, "change", {"batch": 2}), (2, "checkpoint", {}), (3, "stop", {})]))
-    training = Training(small_disk / "state", channel=channel, waits=True)
+    training = Training(small_disk / "state", channel=channel, wait_for_disk=True)
     assert training.run() == "stopped"
     assert training.trainer.unsaved == (
         f"finished update 10, not saved: 2 MiB needed, 0 MiB free in {small_disk}; nothing saved yet"
     )
     answers = {number: (ok, message) for number, ok, message in channel.answers}
-    assert answers[1] == (False, "training is finished: it waits for room to be saved")
+    assert answers[1] == (False, "training has finished; it waits for disk space to save its state")
     assert not answers[2][0]
-    assert "waiting for room" in answers[2][1]
+    assert "waiting for disk space" in answers[2][1]
     assert answers[3][0]
     assert not (small_disk / "state").exists()
 
 
-def test_a_stop_that_comes_with_the_room_saves(small_disk: Path) -> None:
+def test_a_stop_requested_once_there_is_space_saves(small_disk: Path) -> None:
     filler = fill(small_disk, leave=512 * KIB)
 
     def both(told: Answering) -> None:
         told.queued.append((1, "stop", {}))
         filler.unlink()
 
-    training = Training(small_disk / "state", channel=Answering(both), waits=True)
+    training = Training(small_disk / "state", channel=Answering(both), wait_for_disk=True)
     assert training.run() == "finished"
     assert training.trainer.unsaved is None
     assert newest_update(small_disk / "state") == 10
@@ -120,14 +121,14 @@ def test_a_stop_in_the_middle_does_not_wait(small_disk: Path) -> None:
     fill(small_disk, leave=512 * KIB)
     channel = Recorder()
     channel.commands[4] = [(1, "stop", {})]
-    training = Training(small_disk / "state", channel=channel, waits=True)
+    training = Training(small_disk / "state", channel=channel, wait_for_disk=True)
     assert training.run() == "stopped"
     assert training.trainer.unsaved is not None
     assert training.trainer.unsaved.startswith("stopped at update 4, not saved: 2 MiB needed")
     assert [(told["update"], told["waiting"]) for told in channel.of("save_failed")] == [(3, False), (4, False)]
 
 
-def test_who_is_not_to_wait_says_so_at_once(small_disk: Path) -> None:
+def test_without_waiting_an_unsaved_end_is_reported_at_once(small_disk: Path) -> None:
     fill(small_disk, leave=512 * KIB)
     training = Training(small_disk / "state", edited(save_every=100))
     assert training.run() == "finished"
@@ -136,7 +137,7 @@ def test_who_is_not_to_wait_says_so_at_once(small_disk: Path) -> None:
     assert [report["waiting"] for report in training.channel.of("save_failed")] == [False]
 
 
-def test_what_a_killed_save_left_is_no_reason_to_wait(small_disk: Path) -> None:
+def test_the_leftovers_of_a_killed_save_do_not_block_the_next(small_disk: Path) -> None:
     left = small_disk / "state.tmp-1"
     left.mkdir()
     fill(left, leave=512 * KIB)
@@ -145,8 +146,10 @@ def test_what_a_killed_save_left_is_no_reason_to_wait(small_disk: Path) -> None:
     assert training.trainer.unsaved is None
 
 
-def test_a_quota_is_tried_again_from_time_to_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk shows room, only writing tells: no kernel here enforces a quota, so the write itself is replaced."""
+def test_a_save_stopped_by_a_quota_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk reports free space, but writes fail. No quota can be set up here, so the write is
+    replaced.
+    """
     clock, tries, write = Clock(), list[float](), state_files.write_safetensors
 
     def refused(*arguments: Any) -> None:
@@ -158,41 +161,41 @@ def test_a_quota_is_tried_again_from_time_to_time(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(state_files, "write_safetensors", refused)
     monkeypatch.setattr("memtop.train.trainer.time.sleep", lambda seconds: setattr(clock, "now", clock.now + seconds))
     channel = Recorder()
-    training = Training(tmp_path / "state", edited(save_every=100), channel, waits=True, room=Room(clock))
+    training = Training(tmp_path / "state", edited(save_every=100), channel, wait_for_disk=True, disk_wait=DiskWait(clock))
     assert training.run() == "finished"
     assert training.trainer.unsaved is None
     assert [tried - tries[0] for tried in tries[:3]] == [0, 30, 60]
     assert "(the quota is used up)" in channel.of("save_failed")[0]["message"]
 
 
-def test_a_wait_is_told_again_when_it_has_news_but_once_a_minute(tmp_path: Path) -> None:
+def test_a_wait_repeats_news_at_most_once_a_minute(tmp_path: Path) -> None:
     clock = Clock()
-    room = Room(clock)
-    assert room.is_news("3 MiB free")
+    disk_wait = DiskWait(clock)
+    assert disk_wait.is_news("3 MiB free")
     clock.now += 59
-    assert not room.is_news("2 MiB free")
+    assert not disk_wait.is_news("2 MiB free")
     clock.now += 2
-    assert not room.is_news("3 MiB free")
-    assert room.is_news("2 MiB free")
-    assert not room.due(), "no save has failed on this rank"
-    room.failed(checkpoint.NoSpaceError(tmp_path, 1 << 62))
+    assert not disk_wait.is_news("3 MiB free")
+    assert disk_wait.is_news("2 MiB free")
+    assert not disk_wait.due(), "only the first rank writes"
+    disk_wait.failed(checkpoint.NoSpaceError(tmp_path, 1 << 62))
     clock.now += 1000
-    assert not room.due()
-    assert not room.due(at_once=True)
-    room.failed(checkpoint.NoSpaceError(tmp_path, 1))
-    assert not room.due()
-    assert room.due(at_once=True)
+    assert not disk_wait.due()
+    assert not disk_wait.due(at_once=True)
+    disk_wait.failed(checkpoint.NoSpaceError(tmp_path, 1))
+    assert not disk_wait.due()
+    assert disk_wait.due(at_once=True)
     clock.now += 3
-    assert room.due()
-    room.failed(checkpoint.NoSpaceError(tmp_path, 1, "the quota is used up"))
+    assert disk_wait.due()
+    disk_wait.failed(checkpoint.NoSpaceError(tmp_path, 1, "the quota is used up"))
     clock.now += 29
-    assert not room.due()
-    assert room.due(at_once=True), "somebody may just have made room under the quota"
+    assert not disk_wait.due()
+    assert disk_wait.due(at_once=True), "the quota may have free space now"
     clock.now += 1
-    assert room.due()
+    assert disk_wait.due()
 
 
-def test_without_room_for_the_best_state_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_space_for_the_best_state_training_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -202,21 +205,22 @@ def test_without_room_for_the_best_state_training_goes_on(tmp_path: Path, monkey
     assert training.run() == "finished"
     assert training.trainer.unsaved is None
     assert read_manifest(tmp_path / "state").updates == 10
-    assert "the best state is not kept: 1 MiB needed" in channel.of("warning")[0]["message"]
+    assert "the state with the lowest evaluation loss is not kept: 1 MiB needed" in channel.of("warning")[0]["message"]
     assert not checkpoint.best_state(tmp_path / "state").exists()
     assert list(tmp_path.glob("*.tmp-*")) == []
 
 
-# --- processes of their own -------------------------------------------------------------------------------------------------
+# --- real processes
+# ---------------------------------------------------------------------------------------------------------
 
 
 def start(folder: Path, state: Path, settings: Settings, log: Path, **extra: str) -> subprocess.Popen[bytes]:
-    """The trainer as memtop launches it; its journals go to `folder`."""
+    """The trainer as memtop starts it; its journals go to `folder`."""
     (folder / "settings.json").write_bytes(msgspec.json.encode(settings))
     module = ("-m", "memtop.train", "--settings", str(folder / "settings.json"), "--state-dir", str(state))
     surroundings = environment(folder, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1", **extra)
     with log.open("ab") as output:
-        return subprocess.Popen([sys.executable, *launcher(settings), *module], env=surroundings, stdout=output, stderr=output)
+        return Program([sys.executable, *launcher(settings), *module], env=surroundings, stdout=output, stderr=output)
 
 
 def wait_for_the_wait(folder: Path, process: subprocess.Popen[bytes]) -> None:
@@ -256,7 +260,7 @@ def test_two_ranks_wait_together(tmp_path: Path, small_disk: Path, room: bool) -
         assert "memtop: finished update 10, not saved:" in log
 
 
-def test_one_process_that_is_interrupted_while_it_waits_ends_with_status_1(tmp_path: Path, small_disk: Path) -> None:
+def test_a_process_that_is_interrupted_while_it_waits_ends_with_status_1(tmp_path: Path, small_disk: Path) -> None:
     fill(small_disk, leave=512 * KIB)
     process = start(tmp_path, small_disk / "state", edited(), tmp_path / "log")
     wait_for_the_wait(tmp_path, process)
@@ -274,10 +278,10 @@ def test_on_oom_stop_does_not_wait(tmp_path: Path, small_disk: Path) -> None:
     assert (end["type"], end["outcome"], end["saved"]) == ("end", "finished", False)
 
 
-def test_a_log_that_takes_no_line_ends_no_training(tmp_path: Path, small_disk: Path) -> None:
-    """The disk is full to its last byte, and the trainer's output goes there, too."""
+def test_training_continues_when_the_log_cannot_be_written(tmp_path: Path, small_disk: Path) -> None:
+    """The disk is full, and the trainer's output goes there, too."""
     log = small_disk / "log"
-    # Of the file's only page six bytes are left.
+    # Six bytes are left in the file's only page.
     log.write_bytes(b"x" * (os.sysconf("SC_PAGE_SIZE") - 6))
     filler = fill(small_disk, leave=0)
     assert os.statvfs(small_disk).f_bavail == 0

@@ -51,23 +51,23 @@ def test_evaluating_changes_nothing_in_the_training(tmp_path: Path) -> None:
 
 
 def test_the_state_with_the_lowest_loss_is_kept(tmp_path: Path) -> None:
-    # A rate that is far too high: the model gets worse after a while.
+    # A rate far too high: the model gets worse after a while.
     settings = edited(eval_every=1, learning_rate=0.5, warmup_fraction=0.9, save_every=100)
     training = trained(tmp_path / "state", settings)
     losses = {report["update"]: report["loss"] for report in training.channel.of("evaluation")}
     best = min(losses, key=lambda update: losses[update])
-    assert best < 10, "otherwise this shows nothing"
+    assert best < 10, "otherwise this test proves nothing"
     kept = read_manifest(best_state(tmp_path / "state"))
     assert (kept.updates, kept.evaluation_loss) == (best, losses[best])
     assert best_loss(tmp_path / "state") == losses[best]
-    # The newest state is the last one all the same, and a run that is taken up again knows the best so far.
+    # The newest state is still the last one, and a resumed run knows the best loss so far.
     assert read_manifest(tmp_path / "state").updates == 10
     again = Training(tmp_path / "state", msgspec.structs.replace(settings, target_samples=96), evaluation=held_out())
-    assert again.trainer._best == losses[best]
+    assert again.trainer.best_loss == losses[best]
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(1, [9]), (2, [9]), (3, [9, 6]), (4, [9, 6, 3])])
-def test_as_many_states_are_kept_as_asked_and_never_less_than_two(tmp_path: Path, limit: int, kept: list[int]) -> None:
+def test_the_requested_number_of_states_is_kept_and_at_least_two(tmp_path: Path, limit: int, kept: list[int]) -> None:
     state = tmp_path / "state"
     trained(state, edited(save_total_limit=limit))
     assert read_manifest(state).updates == 10
@@ -84,4 +84,4 @@ def test_an_older_state_is_found_when_both_newer_ones_are_damaged(tmp_path: Path
     assert found is not None
     assert found[1].updates == 6
     assert found[2] is not None
-    assert "state-00001.safetensors: not what was saved" in found[2]
+    assert "state-00001.safetensors: size or checksum differs" in found[2]

@@ -1,4 +1,6 @@
-"""What is exported is what was trained: read by the libraries it is meant for, compared with the trainer's own model."""
+"""The exported model is the trained one: loaded by the libraries that users load it with, compared
+with the trainer's.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from memtop.train.checkpoint import best_state
 from memtop.train.export import export
 from memtop.train.model import tokens_and_config
 from memtop.train.run import open_engine
-from memtop.train.state_files import FILE, newest_complete, previous_of, read_manifest
+from memtop.train.state_files import MANIFEST_NAME, newest_complete, previous_of, read_manifest
 from tests.train.data.support import build_tokenizer
 from tests.train.launching import ROOT, environment
 from tests.train.recipes import (
@@ -59,7 +61,7 @@ def tuning(recipe: str, folder: Path, **more: Any) -> Any:
 
 
 def trained_model(run: Trained) -> Any:
-    """The model that the trainer would go on with."""
+    """The model that the trainer would resume with."""
     found = newest_complete(run.state_dir)
     assert found is not None
     config = tokens_and_config(run.settings)[1]
@@ -84,7 +86,7 @@ def test_a_whole_model_gives_the_trainers_logits(train: Train, tmp_path: Path, c
     )
     model = AutoModelForCausalLM.from_pretrained(out)
     assert torch.equal(logits(model), logits(trained_model(run)))
-    # Tied weights are stored once, and are one tensor again.
+    # Tied weights are stored once, and are one tensor after loading.
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert (model.config.bos_token_id, model.config.eos_token_id, model.generation_config.pad_token_id) == (256, 257, 258)
     meaning = json.loads((out / "tokenizer_bytes.json").read_text())
@@ -125,32 +127,32 @@ def test_an_adapter_on_its_base_gives_the_trainers_logits(train: Train, tmp_path
     from peft import PeftModel
 
     run = train(tuning(recipe, tmp_path))
-    out = export(run.settings, run.state_dir, tmp_path / "adapter", asked="adapter" if recipe == "sft-lora" else None)
+    out = export(run.settings, run.state_dir, tmp_path / "adapter", form="adapter" if recipe == "sft-lora" else None)
     described = json.loads((out / "adapter_config.json").read_text())
     assert (described["base_model_name_or_path"], described["r"], described["lora_alpha"]) == (str(tmp_path / "llama"), 4, 8)
     assert not (out / "model.safetensors").exists()
     trained = trained_model(run)
-    # The very base that was trained on, freshly made and without adapters.
+    # The base that was trained on, built again and without adapters.
     base = exporting.build_base(run.settings, None)
     torch.testing.assert_close(logits(PeftModel.from_pretrained(base, out)), logits(trained), rtol=1e-5, atol=1e-6)
 
 
-def test_qlora_is_merged_when_that_is_asked_for(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_qlora_is_merged_on_request(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(tuning("sft-qlora", tmp_path))
-    model = AutoModelForCausalLM.from_pretrained(export(run.settings, run.state_dir, tmp_path / "model", asked="merge"))
+    model = AutoModelForCausalLM.from_pretrained(export(run.settings, run.state_dir, tmp_path / "model", form="merge"))
     assert getattr(model.config, "quantization_config", None) is None
     torch.testing.assert_close(logits(model), logits(trained_model(run)), rtol=1e-3, atol=1e-4)
-    assert "the base out of its 4 bits with the adapter merged" in capsys.readouterr().err
+    assert "the base with the adapter merged, dequantized" in capsys.readouterr().err
 
 
-def test_the_best_state_is_exported_where_the_settings_say_so(train: Train, tmp_path: Path) -> None:
+def test_load_best_at_end_exports_the_best_state(train: Train, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "held.jsonl", [{"text": text} for text in documents(5)])
     run = train(causal(tmp_path, data__eval=data, eval_every=1, load_best_at_end=True, save_every=1))
     best = best_state(run.state_dir)
     assert best.is_dir()
     last = msgspec.structs.replace(run.settings, load_best_at_end=False)
-    # Another best than the last one, whatever the losses were.
-    (best / FILE).unlink()
+    # Make the best state differ from the last one.
+    (best / MANIFEST_NAME).unlink()
     for path in best.iterdir():
         path.unlink()
     for path in previous_of(run.state_dir).iterdir():
@@ -163,19 +165,19 @@ def test_the_best_state_is_exported_where_the_settings_say_so(train: Train, tmp_
     assert torch.equal(logits(models[1]), logits(trained_model(run)))
 
 
-def test_a_broken_state_is_named_and_the_one_before_it_taken(
+def test_a_broken_state_is_named_and_the_previous_one_exported(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train(causal(tmp_path, save_every=3))
-    (run.state_dir / FILE).write_text("{")
+    (run.state_dir / MANIFEST_NAME).write_text("{")
     out = export(run.settings, run.state_dir, tmp_path / "model")
     err = capsys.readouterr().err
-    assert f"memtop: {run.state_dir / FILE}: cannot be understood: " in err
-    assert f"taking {previous_of(run.state_dir)} instead\n" in err
+    assert f"memtop: {run.state_dir / MANIFEST_NAME}: cannot be read: " in err
+    assert f"using {previous_of(run.state_dir)} instead\n" in err
     assert "exported update 3 (train_latest_state.previous)" in err
-    (previous_of(run.state_dir) / FILE).unlink()
+    (previous_of(run.state_dir) / MANIFEST_NAME).unlink()
     with pytest.raises(
-        BadInputError, match=r"train_latest_state/manifest.json: cannot be .*; no whole state is left to export"
+        BadInputError, match=r"train_latest_state/manifest.json: cannot be .*; no complete state is left to export"
     ):
         export(run.settings, run.state_dir, tmp_path / "again")
     assert [path.name for path in tmp_path.glob("*again*")] == []
@@ -213,13 +215,13 @@ def test_a_full_disk_leaves_nothing_behind(train: Train, tmp_path: Path, monkeyp
     assert list(tmp_path.glob("model*")) == []
 
 
-def test_what_cannot_be_exported_is_one_line(train: Train, tmp_path: Path) -> None:
+def test_a_refused_export_is_one_line(train: Train, tmp_path: Path) -> None:
     settings = causal(tmp_path)
     state = tmp_path / "none" / "train_latest_state"
-    with pytest.raises(BadInputError, match=f"{state}: no state was saved yet, there is nothing to export"):
+    with pytest.raises(BadInputError, match=f"{state}: no state was saved yet; `memtop checkpoint` saves one"):
         export(settings, state, tmp_path / "model")
-    with pytest.raises(BadInputError, match="--adapter: pretrain-causal trained the whole model, there is no adapter"):
-        export(settings, state, tmp_path / "model", asked="adapter")
+    with pytest.raises(BadInputError, match="--adapter: pretrain-causal trained the whole model, so there is no adapter"):
+        export(settings, state, tmp_path / "model", form="adapter")
     drawn = msgspec.structs.replace(tuning("sft-qlora", tmp_path), model=settings.model)
     with pytest.raises(BadInputError, match=r"--adapter: the base was drawn from the run's seed .*; give --merge"):
         export(drawn, state, tmp_path / "model")
@@ -232,19 +234,17 @@ def test_what_cannot_be_exported_is_one_line(train: Train, tmp_path: Path) -> No
         export(settings, state, full / "file")
 
 
-def test_as_a_program_it_prints_the_folder_and_nothing_else(train: Train, tmp_path: Path) -> None:
+def test_the_command_prints_only_the_folder(train: Train, tmp_path: Path) -> None:
     build_tokenizer(tmp_path / "tokenizer")
     run = train(causal(tmp_path, data__tokenizer=tmp_path / "tokenizer"))
     out = tmp_path / "model"
-    # An empty folder is as good as none.
+    # An empty folder is accepted.
     out.mkdir()
     settings = run.state_dir.parent / "settings.json"
     command = [sys.executable, "-m", "memtop.train.export", "--settings", str(settings), "--state-dir", str(run.state_dir)]
 
     def call() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, "--out", str(out)], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120
-        )
+        return run([*command, "--out", str(out)], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120)
 
     done = call()
     assert (done.returncode, done.stdout) == (0, f"{out}\n"), done.stderr

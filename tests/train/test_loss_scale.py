@@ -1,8 +1,7 @@
-"""The scale of fp16 losses, and when it changes next, belong to the state."""
+"""The state contains the scale of fp16 losses and when it changes next."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +11,16 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from memtop.train.engine import LossScale
+from memtop.train.state_files import LossScale
 from memtop.train.zero import ZeroEngine
-from tests.train.support import Training, edited
+from tests.train.support import TINY, Training, edited
 
 STOP = 6
 
 
 @pytest.fixture(autouse=True)
 def scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerate makes a scaler only on a GPU; torch's works on the CPU as well."""
+    """accelerate creates a scaler only on a GPU; torch's also works on the CPU."""
 
     def with_scaler(**options: Any) -> Accelerator:
         accelerator = Accelerator(**options)
@@ -39,7 +38,7 @@ def stopped(state: Path) -> None:
     assert training.engine.loss_scale() == LossScale(512.0, 2)
 
 
-def test_a_resumed_run_scales_as_the_one_that_was_never_stopped(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_loss_scale_of_an_uninterrupted_one(tmp_path: Path) -> None:
     undisturbed = Training(tmp_path / "undisturbed", edited(clip_norm=0.0))
     undisturbed.run()
     stopped(tmp_path / "state")
@@ -53,46 +52,37 @@ def test_a_resumed_run_scales_as_the_one_that_was_never_stopped(tmp_path: Path) 
         assert torch.equal(second.weights()[name], weight), name
 
 
-def test_a_state_from_before_has_the_scale_alone(tmp_path: Path) -> None:
-    stopped(tmp_path / "state")
-    path = tmp_path / "state" / "manifest.json"
-    manifest = json.loads(path.read_bytes())
-    del manifest["loss_scale_stable"], manifest["loss_scale_hysteresis"]
-    path.write_text(json.dumps(manifest))
-    assert Training(tmp_path / "state", edited(clip_norm=0.0)).engine.loss_scale() == LossScale(512.0, 0)
-
-
-def under_zero() -> Any:
-    """As much of an engine as its scale needs, with DeepSpeed's own scaler."""
+def under_zero() -> tuple[Any, Any]:
+    """A ZeroEngine of which only the loss scale works, and its scaler, which is DeepSpeed's."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    engine: Any = object.__new__(ZeroEngine)
-    engine._engine = SimpleNamespace(fp16_enabled=lambda: True)
     scaler = DynamicLossScaler(init_scale=65536.0, scale_window=5, min_scale=1.0, delayed_shift=2, consecutive_hysteresis=False)
-    engine._zero = SimpleNamespace(loss_scaler=scaler)
-    return engine
+    prepared = SimpleNamespace(fp16_enabled=lambda: True, optimizer=SimpleNamespace(loss_scaler=scaler))
+    accelerator: Any = SimpleNamespace(prepare=lambda *arguments: [prepared])
+    objective: Any = SimpleNamespace(model=torch.nn.Linear(1, 1), chunk=0)
+    return ZeroEngine(accelerator, objective, torch.optim.SGD([torch.zeros(1)]), TINY), scaler
 
 
 @pytest.mark.parametrize("at", range(1, 20))
-def test_deepspeeds_scale_goes_on_as_if_it_had_not_been_stopped(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeeds_scale_continues_as_if_never_stopped(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 0)
     overflows = {2, 9, 10}
-    whole, part = under_zero(), under_zero()
+    (whole, whole_scaler), (part, part_scaler) = under_zero(), under_zero()
     scales = []
     for update in range(24):
         if update == at:
-            # Through what is written and read.
+            # Encoded and decoded, as in a saved state.
             saved = msgspec.json.decode(msgspec.json.encode(part.loss_scale()), type=LossScale)
-            part = under_zero()
+            part, part_scaler = under_zero()
             part.set_loss_scale(saved)
-        for engine in (whole, part):
-            engine._zero.loss_scaler.update_scale(update in overflows)
+        for scaler in (whole_scaler, part_scaler):
+            scaler.update_scale(update in overflows)
         scales.append(whole.loss_scale().scale)
         assert part.loss_scale().scale == scales[-1], update
-    assert len(set(scales)) > 2, "otherwise this shows nothing"
+    assert len(set(scales)) > 2, "otherwise this test proves nothing"
 
 
-def test_a_count_of_deepspeeds_that_is_beyond_torchs_does_not_stop_it_from_growing(tmp_path: Path) -> None:
+def test_the_scale_grows_from_a_deepspeed_count_beyond_torchs_interval(tmp_path: Path) -> None:
     training = Training(tmp_path / "state", edited(clip_norm=0.0, target_samples=8))
     training.engine.set_loss_scale(LossScale(128.0, 1003, 1))
     training.run()

@@ -1,4 +1,4 @@
-"""Each update's peak and retries are its own, whatever is done between two of them."""
+"""An update's peak and retries exclude the work between two updates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memtop.presets import Settings
-from memtop.train.auto_batch import CudaGauge
+from memtop.train.auto_batch import CudaMemory
 from tests.train.card import Card, Reading, put_in
 from tests.train.failing import TOO_MUCH, Failing, Failure, fresh, small, splits_of
 from tests.train.support import Training
@@ -29,11 +29,13 @@ def settings_of(updates: int, **changes: Any) -> Settings:
 
 
 def on_card(folder: Path, card: Card, settings: Settings, *, evaluating: int = 100, patience: int = 2) -> Training:
-    """A training whose micro-batches take 60 bytes for each sample beside what is held, and evaluations so much."""
-    # The model was loaded, which took more than anything will.
+    """A training whose micro-batches take 60 bytes per sample in addition to what is held, and
+    evaluations this much.
+    """
+    # Loading the model took more than anything later.
     card.take(990)
-    gauge, channel = CudaGauge(GPU), Reading(card)
-    training = fresh(folder, settings, channel=channel, evaluation=held_out(), gauge=gauge, patience=patience)
+    gauge, channel = CudaMemory(GPU), Reading(card)
+    training = fresh(folder, settings, channel=channel, evaluation=held_out(), memory=gauge, patience=patience)
 
     def taken(module: torch.nn.Module, args: Any, values: Any) -> None:
         card.take(card.held + 60 * len(values["input_ids"]) if module.training else evaluating)
@@ -46,7 +48,7 @@ def peaks_of(training: Training) -> dict[int, int]:
     return {step["update"]: step["peak_reserved_bytes"] for step in training.channel.of("step")}
 
 
-def test_the_peak_of_an_evaluation_is_told_apart_and_is_no_updates(tmp_path: Path, card: Card) -> None:
+def test_the_peak_of_an_evaluation_is_reported_separately(tmp_path: Path, card: Card) -> None:
     training = on_card(tmp_path, card, settings_of(8, eval_every=1), evaluating=930)
     Failing(training, [Failure(2, 0.0, False)])
     training.run()
@@ -54,11 +56,11 @@ def test_the_peak_of_an_evaluation_is_told_apart_and_is_no_updates(tmp_path: Pat
     evaluations = training.channel.of("evaluation")
     assert len(evaluations) == 8
     assert {(found["peak_bytes"], found["peak_reserved_bytes"]) for found in evaluations} == {(930, 930)}
-    # 930 of 1000 bytes would have kept it small for ever.
+    # A peak of 930 of 1000 bytes would have kept the batch small forever.
     assert [change["reason"] for change in training.channel.of("settings")] == ["allocation failure", "grown back"]
 
 
-def test_the_peak_of_a_save_is_no_updates(tmp_path: Path, card: Card) -> None:
+def test_the_peak_of_a_save_is_not_an_updates_peak(tmp_path: Path, card: Card) -> None:
     training = on_card(tmp_path, card, settings_of(6, save_every=1))
     tensors = training.engine.saved_tensors
 
@@ -73,7 +75,7 @@ def test_the_peak_of_a_save_is_no_updates(tmp_path: Path, card: Card) -> None:
     assert peaks_of(training) == {1: 580, 2: 340, 3: 340, 4: 580, 5: 580, 6: 580}
 
 
-def test_an_evaluation_that_did_not_fit_says_what_the_smaller_one_took(tmp_path: Path, card: Card) -> None:
+def test_a_retried_evaluation_reports_the_peak_of_the_smaller_one(tmp_path: Path, card: Card) -> None:
     training = on_card(tmp_path, card, settings_of(4, eval_every=2), evaluating=400)
 
     def full(module: torch.nn.Module, args: Any, values: Any) -> None:
@@ -88,7 +90,7 @@ def test_an_evaluation_that_did_not_fit_says_what_the_smaller_one_took(tmp_path:
     assert set(peaks_of(training).values()) == {580}
 
 
-def test_retries_of_evaluations_are_no_reason_for_a_smaller_split(tmp_path: Path, card: Card) -> None:
+def test_retries_of_evaluations_do_not_shrink_the_split(tmp_path: Path, card: Card) -> None:
     training = on_card(tmp_path, card, settings_of(6, eval_every=1))
 
     def retried(module: torch.nn.Module, args: Any) -> None:
@@ -102,7 +104,7 @@ def test_retries_of_evaluations_are_no_reason_for_a_smaller_split(tmp_path: Path
     assert set(splits_of(training.channel).values()) == {(8, 1)}
 
 
-def test_retries_of_the_optimizer_are_one_whatever_comes_after_it(tmp_path: Path, card: Card) -> None:
+def test_retries_of_the_optimizer_count_once(tmp_path: Path, card: Card) -> None:
     training = on_card(tmp_path, card, settings_of(6, eval_every=1), patience=100)
 
     def retried(*_: Any) -> None:
@@ -110,13 +112,13 @@ def test_retries_of_the_optimizer_are_one_whatever_comes_after_it(tmp_path: Path
 
     training.optimizer.register_step_pre_hook(retried)
     training.run()
-    # Those of the first two updates are seen in the two after them.
+    # The retries of the first two updates are noticed in the two after them.
     assert [report["update"] for report in training.channel.of("pressure")] == [3]
     assert [(change["update"], change["reason"]) for change in training.channel.of("settings")] == [(4, "pressure")]
 
 
-def test_what_is_only_cached_is_given_back_before_a_peak_is_counted(card: Card) -> None:
-    gauge = CudaGauge(GPU)
+def test_cached_memory_is_freed_before_a_peak_is_measured(card: Card) -> None:
+    gauge = CudaMemory(GPU)
     card.take(800)
     assert gauge.peak_bytes() == 800
     gauge.reset()

@@ -1,4 +1,4 @@
-"""Every recipe trains, on the CPU and small, through the same code as the real one."""
+"""Every recipe trains on the CPU with a small model, through the same code as a real run."""
 
 from __future__ import annotations
 
@@ -52,33 +52,33 @@ def fine_tuning(recipe: str, llama: Path, **more: Any) -> Settings:
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet", "txt"])
 @pytest.mark.parametrize("tokenizer", ["bytes", "library"])
-def test_pretrain_causal_learns_from_any_file(train: Train, tmp_path: Path, ending: str, tokenizer: str) -> None:
+def test_pretrain_causal_trains_on_any_file(train: Train, tmp_path: Path, ending: str, tokenizer: str) -> None:
     data = write_rows(tmp_path / f"data.{ending}", [{"text": text} for text in documents()])
     how = "bytes" if tokenizer == "bytes" else build_tokenizer(tmp_path / "tokenizer")
     more = {"data__source": "", "data__train": data, "data__tokenizer": how}
     done = train(settings_of("pretrain-causal", seq_len=32, updates=12, **more, **TINY_LLAMA))
     assert (done.outcome, len(done.losses)) == ("finished", 12)
     assert done.losses[-1] < done.losses[0] - 1
-    # All that is read is learnt: each sample of t tokens predicts t - 1.
+    # All tokens are trained on: each sample of t tokens predicts t - 1.
     assert 8 * 10 < done.steps[0]["tokens"] <= 8 * 31
     assert done.plan["trained_parameters"] == done.plan["parameters"]
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_pretrain_t5_learns_responses_from_prompts(train: Train, tmp_path: Path, ending: str) -> None:
+def test_pretrain_t5_trains_responses_on_prompts(train: Train, tmp_path: Path, ending: str) -> None:
     data = write_rows(tmp_path / f"data.{ending}", pairs())
     settings = settings_of("pretrain-t5", data__train=data, seq_len=64, epochs=2, learning_rate=1e-2, **TINY_T5)
     done = train(settings)
     # Two epochs of 60 pairs, 8 an update.
     assert (done.outcome, done.plan["target_samples"], len(done.losses)) == ("finished", 120, 15)
     assert done.losses[-1] < done.losses[0] - 1
-    # Only responses are learnt: "It is N." and the end, at most 11 tokens.
+    # Only responses are trained on: "It is N." and the end, at most 11 tokens.
     assert all(8 * 9 <= step["tokens"] <= 8 * 11 for step in done.steps[:7])
     (note,) = [report["message"] for report in done.channel.of("warning")]
     assert note.startswith("data.train: 3 of 60 examined samples exceed T 64 and are cut; ")
 
 
-def test_sft_lora_learns_responses_only_and_says_what_is_cut(train: Train, llama: Path) -> None:
+def test_sft_lora_trains_on_responses_only_and_reports_cuts(train: Train, llama: Path) -> None:
     done = train(fine_tuning("sft-lora", llama))
     assert done.outcome == "finished"
     assert done.losses[-1] < done.losses[0] - 0.3
@@ -88,7 +88,7 @@ def test_sft_lora_learns_responses_only_and_says_what_is_cut(train: Train, llama
         "data.train: 3 of 60 examined samples exceed T 96 and are cut; "
         + done.channel.of("warning")[0]["message"].partition("are cut; ")[2]
     ]
-    # A, B of r 4 on seven layers, twice; the base stays as it is.
+    # A and B of r 4 on seven layers, twice; the base is unchanged.
     assert done.plan["trained_parameters"] < done.plan["parameters"] / 5
     assert {name.split(".")[-3] for name in saved_names(done.state_dir)} == {"lora_A", "lora_B"}
 
@@ -104,7 +104,8 @@ def test_auto_precision_on_a_cpu_reads_the_frozen_base_in_fp32(llama: Path) -> N
     assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.float32}
 
 
-# --- QLoRA --------------------------------------------------------------------------------------------------------------
+# --- QLoRA
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_sft_qlora_trains_adapters_on_nf4_with_quantised_scales(llama: Path) -> None:
@@ -120,8 +121,8 @@ def test_sft_qlora_trains_adapters_on_nf4_with_quantised_scales(llama: Path) -> 
     assert {parameter.dtype for parameter in trained_parameters(model).values()} == {torch.float32}
 
 
-def test_an_interrupted_sft_qlora_is_the_uninterrupted_one(train: Train, llama: Path) -> None:
-    # With dropout: its random numbers must come back too.
+def test_an_interrupted_sft_qlora_run_ends_like_an_uninterrupted_one(train: Train, llama: Path) -> None:
+    # With dropout: its random numbers must be reproduced, too.
     settings = fine_tuning("sft-qlora", llama, gradient_checkpointing=True, lora__dropout=0.1)
     whole = train(settings, name="whole")
     first = train(settings, name="parts", stop_after=3)
@@ -134,7 +135,9 @@ def test_an_interrupted_sft_qlora_is_the_uninterrupted_one(train: Train, llama: 
 
 
 def test_gradients_through_the_4_bit_base_are_those_through_its_numbers(llama: Path) -> None:
-    """After an evaluation too, which makes bitsandbytes re-pack the weights for inference on some CPUs."""
+    """Also after an evaluation, which makes bitsandbytes re-pack the weights for inference on some
+    CPUs.
+    """
     settings = fine_tuning("sft-qlora", llama)
     config = tokens_and_config(settings)[1]
     ids = torch.arange(3, 43).reshape(1, 40)
@@ -151,8 +154,8 @@ def test_gradients_through_the_4_bit_base_are_those_through_its_numbers(llama: P
         torch.testing.assert_close(gradients[0][name], wanted, rtol=1e-3, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}")
 
 
-def test_qlora_loses_little_against_the_base_in_full(llama: Path) -> None:
-    """The 4-bit base is the model that was asked for, not another one."""
+def test_qlora_loses_little_compared_with_the_full_base(llama: Path) -> None:
+    """The 4-bit base is the requested model."""
     settings = fine_tuning("sft-qlora", llama)
     config = tokens_and_config(settings)[1]
     ids = torch.arange(3, 43).reshape(1, 40)
@@ -163,7 +166,8 @@ def test_qlora_loses_little_against_the_base_in_full(llama: Path) -> None:
     assert float((found - wanted).norm() / wanted.norm()) < 0.2
 
 
-# --- strategies ---------------------------------------------------------------------------------------------------------
+# --- strategies
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", ["sft-lora", "sft-qlora"])
@@ -173,7 +177,7 @@ def test_gradient_checkpointing_changes_no_loss(train: Train, llama: Path, recip
     assert saving.losses == pytest.approx(plain.losses, rel=1e-6)
 
 
-def test_t5_learns_the_same_with_gradient_checkpointing(train: Train, tmp_path: Path) -> None:
+def test_t5_trains_the_same_with_gradient_checkpointing(train: Train, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data.jsonl", pairs())
     small = {"seq_len": 64, "updates": 5, "model__config__dropout_rate": 0.0, **TINY_T5}
     losses = [
@@ -191,7 +195,7 @@ def test_t5_learns_the_same_with_gradient_checkpointing(train: Train, tmp_path: 
         ("sft-qlora", Zero(stage=2)),
     ],
 )
-def test_adapters_learn_the_same_under_zero(train: Train, llama: Path, tmp_path: Path, recipe: str, zero: Zero) -> None:
+def test_adapters_train_the_same_under_zero(train: Train, llama: Path, tmp_path: Path, recipe: str, zero: Zero) -> None:
     settings = fine_tuning(recipe, llama, precision="fp32")
     plain = train(settings, name="plain")
     sharded = run_trainer(tmp_path / "sharded", msgspec.structs.replace(settings, zero=zero))
@@ -200,11 +204,12 @@ def test_adapters_learn_the_same_under_zero(train: Train, llama: Path, tmp_path:
     assert saved_names(sharded.state_dir) == saved_names(plain.state_dir)
 
 
-# --- what a person can do wrong -----------------------------------------------------------------------------------------
+# --- bad input
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", ["sft-lora", "sft-qlora"])
-def test_what_is_no_model_is_named(llama: Path, tmp_path: Path, recipe: str) -> None:
+def test_a_path_without_a_model_is_named(llama: Path, tmp_path: Path, recipe: str) -> None:
     def refused(folder: Path | str) -> str:
         settings = fine_tuning(recipe, llama)
         settings = msgspec.structs.replace(settings, model={"path": str(folder)})
@@ -218,18 +223,18 @@ def test_what_is_no_model_is_named(llama: Path, tmp_path: Path, recipe: str) -> 
     )
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert refused(empty).startswith(f"model.path {empty}: no model can be read there (found nothing): ")
+    assert refused(empty).startswith(f"model.path {empty}: cannot read a model there (found nothing): ")
     tokenizer = build_tokenizer(tmp_path / "tokenizer")
-    assert refused(tokenizer).startswith(f"model.path {tokenizer}: no model can be read there (found tokenizer.json, ")
+    assert refused(tokenizer).startswith(f"model.path {tokenizer}: cannot read a model there (found tokenizer.json, ")
     weights = llama / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    assert refused(llama).startswith(f"model.path {llama}: no model can be read there (found ")
+    assert refused(llama).startswith(f"model.path {llama}: cannot read a model there (found ")
     weights.unlink()
     assert "model.safetensors" in refused(llama).partition("): ")[2]
 
 
-def test_adapters_on_layers_that_are_not_there_are_refused(llama: Path) -> None:
+def test_adapters_on_missing_layers_are_refused(llama: Path) -> None:
     settings = fine_tuning("sft-lora", llama, lora__targets="c_attn")
     with pytest.raises(BadInputError) as caught:
         build_model(settings, tokens_and_config(settings)[1])
@@ -243,7 +248,7 @@ def test_more_tokens_than_the_model_knows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError) as caught:
         tokens_and_config(fine_tuning("sft-lora", small))
     assert str(caught.value) == (
-        f"data.tokenizer {small}: has 100 ids, but model.path {small} knows 64; take the tokenizer that the model came with"
+        f"data.tokenizer {small}: has 100 ids, but model.path {small} knows 64; use the tokenizer of the model"
     )
     with pytest.raises(BadInputError, match=r"data.tokenizer bytes: has 259 ids, but model.path .* knows 64"):
         tokens_and_config(fine_tuning("sft-lora", small, data__tokenizer="bytes"))

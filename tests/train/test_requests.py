@@ -1,4 +1,4 @@
-"""Edits while the training runs: the same as a restart with the same edit at that update."""
+"""A live edit trains like a restart with the same edit at that update."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from memtop.presets import Settings, SettingsError
 from memtop.presets.schema import Lora, Zero
 from memtop.train.requests import edit_live
+from tests.forking import Program
 from tests.train.failing import fresh, small, splits_of
 from tests.train.support import Training, edited
 from tests.train.test_evaluation import held_out
@@ -30,7 +31,7 @@ def base(**changes: Any) -> Settings:
 
 
 def live(folder: Path, settings: Settings, values: dict[str, Any]) -> Training:
-    """A whole training that is changed after update AT."""
+    """A whole training that is edited after update AT."""
     training = fresh(folder, settings, evaluation=held_out())
     training.channel.commands[AT] = [(7, "change", values)]
     training.run()
@@ -38,7 +39,7 @@ def live(folder: Path, settings: Settings, values: dict[str, Any]) -> Training:
 
 
 def restarted(folder: Path, settings: Settings, after: Settings) -> tuple[Training, Training]:
-    """The same in two parts, stopped after update AT and taken up with the other settings."""
+    """The same training in two parts, stopped after update AT and resumed with the other settings."""
     first = fresh(folder, settings, evaluation=held_out())
     first.channel.commands[AT] = [(7, "stop", {})]
     first.run()
@@ -61,7 +62,7 @@ def restarted(folder: Path, settings: Settings, after: Settings) -> tuple[Traini
     ],
     ids=str,
 )
-def test_an_edit_is_what_a_restart_with_it_would_be(
+def test_a_live_edit_trains_like_a_restart_with_it(
     tmp_path: Path, values: dict[str, Any], expected: dict[str, Any] | None
 ) -> None:
     settings = base()
@@ -75,7 +76,7 @@ def test_an_edit_is_what_a_restart_with_it_would_be(
         assert torch.equal(training.weights()[name], weight), name
     evaluations = [report["loss"] for t in (first, second) for report in t.channel.of("evaluation")]
     assert [report["loss"] for report in training.channel.of("evaluation")] == evaluations
-    # What is said of it agrees everywhere.
+    # All reports of the edit agree.
     ((number, ok, message),) = training.channel.answers
     assert (number, ok) == (7, True)
     assert message.startswith(f"from update {AT + 1} on: ")
@@ -105,11 +106,11 @@ def test_checkpointing_is_switched_on_and_off_under_adapters(tmp_path: Path) -> 
 
 def test_an_edit_that_changes_nothing_says_so(tmp_path: Path) -> None:
     training = live(tmp_path, base(), {"batch": 4})
-    assert training.channel.answers == [(7, True, "nothing to change: it is so already")]
+    assert training.channel.answers == [(7, True, "nothing to change: these are the present values")]
     assert training.channel.of("settings") == []
 
 
-def test_what_cannot_be_is_refused_and_the_training_goes_on(tmp_path: Path) -> None:
+def test_an_invalid_edit_is_refused_and_the_training_continues(tmp_path: Path) -> None:
     training = live(tmp_path, base(), {"batch": 0})
     assert training.channel.answers == [(7, False, "batch 0: must be at least 1")]
     assert len(training.losses) == UPDATES
@@ -119,16 +120,20 @@ def test_what_cannot_be_is_refused_and_the_training_goes_on(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("settings", "values", "message"),
     [
-        (edited(), {}, "change {}: names nothing; there are batch, accumulation"),
-        (edited(), {"batch": None}, "change {}: names nothing"),
-        (edited(), {"seq_len": 32}, "seq_len 32: cannot change in a running program, only batch, accumulation"),
+        (edited(), {}, "change {}: names no setting; choose from batch, accumulation"),
+        (edited(), {"batch": None}, "change {}: names no setting"),
+        (edited(), {"seq_len": 32}, "seq_len 32: cannot change during a run, only batch, accumulation"),
         (edited(), {"batch": "many"}, "batch 'many': Expected `int`"),
         (edited(), {"batch": 0}, "batch 0: must be at least 1"),
         (edited(), {"batch": 0, "accumulation": 4}, "batch 0: must be at least 1"),
         (edited(), {"workers": -1}, "workers -1: must be 0 or more"),
-        (edited(zero=Zero(stage=2)), {"batch": 2}, "batch 2: is fixed while ZeRO-2 runs; restart with it"),
-        (edited(zero=Zero(stage=3)), {"accumulation": 4, "batch": 4}, "accumulation 4: is fixed while ZeRO-3 runs"),
-        (edited(zero=Zero(stage=1)), {"gradient_checkpointing": "true"}, "gradient_checkpointing true: is fixed while ZeRO-1"),
+        (edited(zero=Zero(stage=2)), {"batch": 2}, "batch 2: cannot change while ZeRO-2 runs; restart with it"),
+        (edited(zero=Zero(stage=3)), {"accumulation": 4, "batch": 4}, "accumulation 4: cannot change while ZeRO-3 runs"),
+        (
+            edited(zero=Zero(stage=1)),
+            {"gradient_checkpointing": "true"},
+            "gradient_checkpointing true: cannot change while ZeRO-1",
+        ),
     ],
 )
 def test_every_refusal_names_field_value_and_reason(settings: Settings, values: dict[str, Any], message: str) -> None:
@@ -138,12 +143,12 @@ def test_every_refusal_names_field_value_and_reason(settings: Settings, values: 
     assert len(str(refused.value).splitlines()) == 1
 
 
-def test_under_zero_what_does_not_touch_its_parts_may_change() -> None:
+def test_under_zero_only_independent_settings_may_change() -> None:
     settings = edit_live(edited(zero=Zero(stage=2)), {"eval_batch": 2, "workers": 3, "batch": 4})
     assert (settings.eval_batch, settings.workers) == (2, 3)
 
 
-def test_a_checkpoint_that_is_asked_for_with_a_change_has_the_new_settings(tmp_path: Path) -> None:
+def test_a_checkpoint_requested_with_a_change_has_the_new_settings(tmp_path: Path) -> None:
     training = fresh(tmp_path, base(), evaluation=held_out())
     training.channel.commands[AT] = [(7, "change", {"batch": 2}), (8, "checkpoint", {}), (9, "stop", {})]
     assert training.run() == "stopped"
@@ -153,7 +158,7 @@ def test_a_checkpoint_that_is_asked_for_with_a_change_has_the_new_settings(tmp_p
 
 
 def whole_reports(folder: Path) -> list[dict[str, Any]]:
-    """The journal as far as its lines are complete; it may not be there yet."""
+    """The complete lines of the journal, which may not exist yet."""
     path = folder / "rank-0.jsonl"
     text = path.read_text() if path.exists() else ""
     return [msgspec.json.decode(line) for line in text[: text.rfind("\n") + 1].splitlines()]
@@ -163,13 +168,13 @@ def test_a_running_process_is_changed_over_its_socket(tmp_path: Path, listener: 
     settings = edited(target_samples=8 * 100_000, save_every=100_000)
     (tmp_path / "settings.json").write_bytes(msgspec.json.encode(settings))
     module = ("-m", "memtop.train", "--settings", str(tmp_path / "settings.json"), "--state-dir", str(tmp_path / "state"))
-    process = subprocess.Popen(
+    process = Program(
         [sys.executable, *module],
         env=environment(tmp_path, MEMTOP_SOCKET=listener.getsockname()),
         stdout=subprocess.DEVNULL,
     )
     try:
-        # The agent speaks up before the trainer has anything to offer.
+        # The agent greets before the trainer offers commands.
         until = time.monotonic() + 120
         while not any(report["type"] == "step" for report in whole_reports(tmp_path)):
             assert process.poll() is None

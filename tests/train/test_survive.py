@@ -1,4 +1,6 @@
-"""Memory that runs out inside an update: the update is done again in smaller pieces, and nothing else is different."""
+"""Memory runs out inside an update: the update is repeated with a smaller micro-batch, and nothing
+else changes.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ import torch
 
 from memtop.train import TrainingError
 from memtop.train.agent.failures import is_allocation_failure
-from memtop.train.auto_batch import larger_split, smaller_split
+from memtop.train.auto_batch import OomGuard, larger_split, smaller_split
 from memtop.train.engine import GradientSum, PlainEngine
+from memtop.train.reporting import Unsupervised
 from tests.train.failing import (
     TOO_MUCH,
     Failing,
@@ -36,7 +39,7 @@ UPDATES, FAILURES = 200, 30
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """A model this small is faster without company."""
+    """A model this small is faster with one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -54,11 +57,11 @@ def disturbed(folder: Path, dropout: float) -> Training:
     return training
 
 
-def test_thirty_failures_leave_the_weights_of_a_run_that_used_the_same_splits(tmp_path: Path) -> None:
+def test_thirty_failures_end_with_the_weights_of_a_run_with_the_same_splits(tmp_path: Path) -> None:
     training = disturbed(tmp_path / "disturbed", 0.1)
     assert {record["phase"] for record in training.channel.of("oom")} == {"forward", "backward"}
     splits = splits_of(training.channel)
-    assert len(set(splits.values())) >= 3, "otherwise this shows little"
+    assert len(set(splits.values())) >= 3, "otherwise this test proves little"
     calm = following(tmp_path / "calm", training.settings, splits)
     calm.run()
     assert splits_of(calm.channel) == splits
@@ -68,7 +71,7 @@ def test_thirty_failures_leave_the_weights_of_a_run_that_used_the_same_splits(tm
         assert torch.equal(training.weights()[name], weight), name
 
 
-def test_without_dropout_thirty_failures_change_nothing_but_rounding(tmp_path: Path) -> None:
+def test_thirty_failures_change_only_rounding_without_dropout(tmp_path: Path) -> None:
     training = disturbed(tmp_path / "disturbed", 0.0)
     undisturbed = fresh(tmp_path / "undisturbed", training.settings)
     undisturbed.run()
@@ -76,7 +79,7 @@ def test_without_dropout_thirty_failures_change_nothing_but_rounding(tmp_path: P
     assert distance(training.weights(), undisturbed.weights()) < 1e-5
 
 
-def test_what_is_said_of_a_failure_and_of_the_smaller_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_and_the_smaller_split_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     training = fresh(tmp_path, small(dropout=0.1, batch=6, accumulation=2, target_samples=12 * 4))
     Failing(training, [Failure(3, 0.9, True)])
     training.run()
@@ -105,7 +108,7 @@ def test_what_is_said_of_a_failure_and_of_the_smaller_split(tmp_path: Path, caps
 
 def test_failures_in_the_same_update_halve_again_and_the_smaller_split_is_saved(tmp_path: Path) -> None:
     training = fresh(tmp_path, small(dropout=0.1, batch=8, accumulation=1, target_samples=8 * 3))
-    # As much memory as two samples take: whatever is larger fails.
+    # Memory for two samples: anything larger fails.
     model = training.model
     model.register_forward_pre_hook(
         lambda module, args, values: torch.empty(TOO_MUCH) if len(values["input_ids"]) > 2 else None, with_kwargs=True
@@ -129,7 +132,7 @@ def test_at_batch_one_the_failure_is_reported_and_ends_the_training(tmp_path: Pa
     assert len(training.losses) == 2
 
 
-def test_a_failure_in_the_optimizer_step_is_not_survived(tmp_path: Path) -> None:
+def test_a_failure_in_the_optimizer_step_ends_the_training(tmp_path: Path) -> None:
     training = fresh(tmp_path, small(dropout=0.1, target_samples=80))
     training.optimizer.register_step_pre_hook(lambda *_: torch.empty(TOO_MUCH))
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator: can't allocate"):
@@ -139,7 +142,7 @@ def test_a_failure_in_the_optimizer_step_is_not_survived(tmp_path: Path) -> None
     assert training.channel.of("settings") == []
 
 
-def test_under_zero_the_failure_is_reported_and_left_to_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_zero_the_failure_is_reported_and_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from memtop.train.zero import ZeroEngine
 
     assert not ZeroEngine.retries
@@ -153,7 +156,7 @@ def test_under_zero_the_failure_is_reported_and_left_to_a_restart(tmp_path: Path
     assert training.channel.of("settings") == []
 
 
-def test_a_failure_while_samples_are_fetched_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_samples_are_fetched_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = fresh(tmp_path / "a", small(dropout=0.1, target_samples=80))
     original, asked = type(training.samples).__getitem__, []
 
@@ -173,7 +176,7 @@ def test_a_failure_while_samples_are_fetched_counts_too(tmp_path: Path, monkeypa
     assert splits_of(training.channel)[2] == (2, 4)
 
 
-def test_another_error_is_not_taken_for_a_lack_of_memory(tmp_path: Path) -> None:
+def test_another_error_is_not_an_allocation_failure(tmp_path: Path) -> None:
     training = fresh(tmp_path, small(dropout=0.1, target_samples=80))
 
     def wrong(*_: object) -> None:
@@ -185,7 +188,7 @@ def test_another_error_is_not_taken_for_a_lack_of_memory(tmp_path: Path) -> None
     assert training.channel.of("oom") == []
 
 
-def test_nothing_of_a_try_that_failed_is_alive_afterwards(tmp_path: Path) -> None:
+def test_a_failed_attempt_leaves_no_tensors(tmp_path: Path) -> None:
     settings = small(dropout=0.1, target_samples=8 * 4, gradient_checkpointing=True)
     training = fresh(tmp_path, settings)
     failing = Failing(training, [Failure(2, 0.9, True), Failure(3, 0.9, False)])
@@ -206,14 +209,15 @@ def test_nothing_of_a_try_that_failed_is_alive_afterwards(tmp_path: Path) -> Non
         training.run()
     finally:
         gc.enable()
-    assert len(kept) > 4, "gradients of the micro-batch before are among them"
+    assert len(kept) > 4, "including gradients of the micro-batch before"
     assert alive == [0] * len(alive)
 
 
-# --- evaluation ---------------------------------------------------------------------------------------------------------
+# --- evaluation
+# ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_that_does_not_fit_is_done_again_with_half_its_batch(tmp_path: Path) -> None:
+def test_an_evaluation_that_does_not_fit_is_repeated_with_half_its_batch(tmp_path: Path) -> None:
     settings = small(dropout=0.1, target_samples=8 * 4, eval_every=2, eval_batch=8)
     training = fresh(tmp_path / "a", settings, evaluation=held_out())
     training.model.register_forward_pre_hook(
@@ -231,7 +235,7 @@ def test_an_evaluation_that_does_not_fit_is_done_again_with_half_its_batch(tmp_p
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
-def test_an_evaluation_that_fits_in_no_way_ends_the_training(tmp_path: Path) -> None:
+def test_an_evaluation_that_fits_at_no_batch_ends_the_training(tmp_path: Path) -> None:
     settings = small(dropout=0.1, target_samples=8 * 4, eval_every=2)
     training = fresh(tmp_path, settings, evaluation=held_out())
     training.model.register_forward_pre_hook(lambda module, args: None if module.training else torch.empty(TOO_MUCH))
@@ -241,21 +245,22 @@ def test_an_evaluation_that_fits_in_no_way_ends_the_training(tmp_path: Path) -> 
     assert [record["survived"] for record in training.channel.of("oom")] == [True, True, False]
 
 
-# --- splits and words ---------------------------------------------------------------------------------------------------
+# --- splits and messages
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("batch", "accumulation", "smaller"),
     [(8, 4, (4, 8)), (6, 2, (3, 4)), (7, 3, (3, 7)), (5, 1, (1, 5)), (1, 9, None), (9, 1, (3, 3))],
 )
-def test_the_next_smaller_split_holds_the_effective_batch(batch: int, accumulation: int, smaller: object) -> None:
+def test_the_next_smaller_split_keeps_the_effective_batch(batch: int, accumulation: int, smaller: object) -> None:
     settings = edited(batch=batch, accumulation=accumulation)
     assert smaller_split(settings) == smaller
     wide = edited(batch=batch, accumulation=accumulation, world_size=3)
     assert smaller_split(wide) == smaller
 
 
-def test_the_next_larger_split_is_never_beyond_what_was_asked() -> None:
+def test_the_next_larger_split_never_exceeds_the_request() -> None:
     settings = edited(batch=2, accumulation=12)
     assert larger_split(settings, 24) == (3, 8)
     assert larger_split(settings, 3) == (3, 8)
@@ -264,7 +269,7 @@ def test_the_next_larger_split_is_never_beyond_what_was_asked() -> None:
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch names its own."""
+    """Named like torch's error."""
 
 
 _EVERY_CUDA_ERROR = """CUDA kernel errors might be asynchronously reported at some other API call.
@@ -295,14 +300,20 @@ def test_what_counts_as_an_allocation_failure(error: BaseException, memory: bool
     assert is_allocation_failure(error) is memory
 
 
-def test_other_ranks_are_told_in_one_line(tmp_path: Path) -> None:
-    training = fresh(tmp_path, small(dropout=0.0))
+def test_the_other_ranks_end_with_one_line() -> None:
     with pytest.raises(TrainingError, match=r"^update 7: another rank is out of memory, and no smaller batch is left$"):
-        training.trainer._guard.give_up("update 7")
+        OomGuard(Unsupervised(), retries=True).give_up("update 7")
 
 
-def test_one_process_takes_no_memory_for_an_exchange(tmp_path: Path) -> None:
+def tensors() -> list[torch.Tensor]:
+    """All tensors of this process."""
+    gc.collect()
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+
+
+def test_one_process_allocates_nothing_to_sum_gradients(tmp_path: Path) -> None:
     training = fresh(tmp_path, small(dropout=0.0))
+    before = {id(tensor) for tensor in tensors()}
     alone = GradientSum(training.engine.accelerator, training.model)
-    assert alone._bucket.numel() == 0
-    assert alone.gaps() == 0
+    assert sum(tensor.numel() for tensor in tensors() if id(tensor) not in before) == 0
+    assert alone.missing() == 0

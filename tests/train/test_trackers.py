@@ -1,4 +1,4 @@
-"""Metrics for accelerate's trackers: a tracker of the official kind gets every number that the run reports."""
+"""Metrics for accelerate's trackers: a tracker gets every number that the run reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tests.train.recipes import TINY_LLAMA, Train, documents, settings_of, train
 
 
 class Kept(GeneralTracker):  # type: ignore[misc]
-    """As accelerate's guide has its own trackers: name, requires_logging_directory, tracker, and three methods."""
+    """A tracker as in accelerate's guide: name, requires_logging_directory, tracker and three
+    methods.
+    """
 
     name = "kept"
     requires_logging_directory = False
@@ -70,14 +72,14 @@ def test_a_tracker_gets_what_the_run_reports(train: Train, tmp_path: Path) -> No
     assert all(isinstance(value, bool | int | float | str) for value in kept.configuration.values())
 
 
-def test_a_gradient_norm_that_is_not_known_is_left_out(train: Train, tmp_path: Path) -> None:
+def test_an_unknown_gradient_norm_is_left_out(train: Train, tmp_path: Path) -> None:
     kept = Kept()
     train(small(tmp_path, clip_norm=0, eval_every=0), trackers=[kept])
     assert len(kept.rows) == 4
     assert all("gradient_norm" not in values for _, values in kept.rows)
 
 
-def test_a_run_that_fails_lets_its_trackers_finish(train: Train, tmp_path: Path) -> None:
+def test_a_failed_run_finishes_its_trackers(train: Train, tmp_path: Path) -> None:
     kept = Kept()
     with pytest.raises(TrainingError, match="loss is nan"):
         train(small(tmp_path, learning_rate=9, clip_norm=0, weight_decay=1e30), trackers=[kept])
@@ -89,7 +91,7 @@ def test_a_tracker_that_cannot_start_is_one_line(train: Train, tmp_path: Path) -
         def store_init_configuration(self, values: dict[str, Any]) -> None:
             raise RuntimeError("no account\nmore about it")
 
-    with pytest.raises(BadInputError, match=r"^trackers kept: cannot be started: no account$"):
+    with pytest.raises(BadInputError, match=r"^trackers kept: cannot start: no account$"):
         train(small(tmp_path), trackers=[Refusing()])
 
 
@@ -105,6 +107,6 @@ def test_a_tracker_that_is_not_installed_is_refused_in_one_line(
     assert str(caught.value) == f"trackers {name}: not installed: pip install {name}"
 
 
-def test_a_tracker_nobody_knows_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match="trackers aim: unknown; there are tensorboard, wandb"):
+def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="trackers aim: unknown; choose from tensorboard, wandb"):
         tracking_options(small(tmp_path, trackers="aim"), tmp_path)

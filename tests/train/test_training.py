@@ -1,4 +1,6 @@
-"""The loop in this process: splits, stops, saves, and what a save that is cut short leaves behind."""
+"""The training loop in this process: splits, stops, saves, and what an interrupted save leaves
+behind.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def test_the_split_changes_nothing_but_rounding(undisturbed: Training, tmp_path:
 
 
 def test_the_update_is_the_token_weighted_mean_of_its_samples(tmp_path: Path) -> None:
-    """Checked against a gradient that is computed plainly, sample by sample."""
+    """Compared with a gradient that is computed sample by sample."""
     training = Training(tmp_path / "state", edited(clip_norm=0.0, target_samples=8))
     model, total, tokens = training.model, torch.zeros(()), 0
     order = SampleOrder(training.samples, training.settings.seed, training.trainer.position.cuts)
@@ -70,9 +72,7 @@ def test_the_update_is_the_token_weighted_mean_of_its_samples(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("stop_after", [1, 4, 9])
-def test_a_run_stopped_and_taken_up_again_ends_with_the_same_weights(
-    undisturbed: Training, tmp_path: Path, stop_after: int
-) -> None:
+def test_a_stopped_and_resumed_run_ends_with_the_same_weights(undisturbed: Training, tmp_path: Path, stop_after: int) -> None:
     first = Training(tmp_path / "state")
     first.channel.commands[stop_after] = [(7, "stop", {})]
     assert first.run() == "stopped"
@@ -95,7 +95,7 @@ def test_a_checkpoint_command_is_answered_when_it_is_on_disk(tmp_path: Path) -> 
     assert message.startswith("checkpoint at update 2: ")
 
 
-def test_a_loss_that_is_no_number_stops_without_saving(tmp_path: Path) -> None:
+def test_a_loss_of_nan_stops_without_saving(tmp_path: Path) -> None:
     training = Training(tmp_path / "state")
     with torch.no_grad():
         next(iter(training.model.parameters())).fill_(float("nan"))
@@ -104,14 +104,14 @@ def test_a_loss_that_is_no_number_stops_without_saving(tmp_path: Path) -> None:
     assert newest_complete(tmp_path / "state") is None
 
 
-def test_a_finished_run_taken_up_again_has_nothing_to_do(tmp_path: Path) -> None:
+def test_a_finished_run_that_is_resumed_has_nothing_to_do(tmp_path: Path) -> None:
     Training(tmp_path / "state").run()
     again = Training(tmp_path / "state")
     assert again.run() == "finished"
     assert again.losses == []
 
 
-def test_weights_moments_and_step_come_back_exactly(undisturbed: Training, tmp_path: Path) -> None:
+def test_weights_moments_and_step_are_restored_exactly(undisturbed: Training, tmp_path: Path) -> None:
     training = Training(tmp_path / "state")
     training.run()
     again = Training(tmp_path / "state")
@@ -129,15 +129,16 @@ def test_another_models_state_is_refused(tmp_path: Path) -> None:
         Training(tmp_path / "state", wider)
 
 
-# --- saves that are cut short -------------------------------------------------------------------------------------------
+# --- interrupted saves
+# --------------------------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
-    """What SIGKILL is to the code: nothing after it runs, no handler and no clean-up sees it coming."""
+    """Acts like SIGKILL: no code runs after it, and no handler catches it."""
 
 
 def save_cut_at(training: Training, step: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Save, dying at the given file operation; False if the save has fewer operations than that."""
+    """Save, and die at the given file operation; False if the save has fewer operations."""
     count = 0
 
     def dying(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,13 +160,13 @@ def save_cut_at(training: Training, step: int, monkeypatch: pytest.MonkeyPatch) 
             patch.setattr(owner, name, dying(getattr(owner, name)))
         patch.setattr(shutil, "rmtree", dying(shutil.rmtree))
         try:
-            training.trainer._save()
+            training.trainer.save()
         except Killed:
             return True
     return False
 
 
-def test_a_save_cut_short_anywhere_leaves_a_whole_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_killed_at_any_step_leaves_a_complete_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = tmp_path / "train_latest_state"
     Training(state, edited(target_samples=64)).run()
     step, cuts = 1, 0
@@ -181,12 +182,12 @@ def test_a_save_cut_short_anywhere_leaves_a_whole_state(tmp_path: Path, monkeypa
             break
         cuts, step = cuts + 1, step + 1
     assert cuts > 12
-    # The next save clears what the cut ones left behind.
+    # The next save removes the leftovers of the interrupted ones.
     assert list(tmp_path.glob("*.tmp-*")) == []
 
 
 @pytest.mark.parametrize("where", ["write", "free"])
-def test_a_full_disk_keeps_the_old_state_and_training_goes_on(
+def test_a_full_disk_keeps_the_old_state_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     state = tmp_path / "train_latest_state"
@@ -215,7 +216,7 @@ def test_a_full_disk_keeps_the_old_state_and_training_goes_on(
     assert all(told["message"].endswith("; the state of update 3 is kept; free some space") for told in failed)
 
 
-def test_a_changed_byte_is_noticed_and_the_state_before_is_used(tmp_path: Path) -> None:
+def test_a_changed_byte_is_detected_and_the_previous_state_is_used(tmp_path: Path) -> None:
     state = tmp_path / "train_latest_state"
     Training(state).run()
     weights = state / "state-00001.safetensors"
@@ -226,7 +227,7 @@ def test_a_changed_byte_is_noticed_and_the_state_before_is_used(tmp_path: Path) 
     assert found is not None
     folder, manifest, problem = found
     assert (folder, manifest.updates) == (previous_of(state), 9)
-    assert problem == f"{weights}: not what was saved (size or checksum differ)"
+    assert problem == f"{weights}: size or checksum differs from the manifest"
     (previous_of(state) / "manifest.json").write_text("{")
-    with pytest.raises(BrokenStateError, match=r"state-00001.safetensors: not what was saved"):
+    with pytest.raises(BrokenStateError, match=r"state-00001.safetensors: size or checksum differs"):
         newest_complete(state)

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from memtop.supervisor import wire
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.values import Band
-from memtop.supervisor.recovery.forecast import settings_key
+from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
 from tests.tui.support import GIB, NOW, SETTINGS, gpu, running
 

@@ -119,7 +119,7 @@ async def test_where_no_forecast_is_possible_the_reason_is_given() -> None:
         await settle(pilot)
         await pilot.press("r")
         await settle(pilot)
-        assert "? VRAM peak cannot be predicted: nothing was measured yet under these settings" in screen_text(app)
+        assert "? VRAM peak cannot be predicted: nothing was measured with these settings yet" in screen_text(app)
 
 
 def test_of_several_cards_the_smallest_that_the_run_uses_counts() -> None:
@@ -136,4 +136,4 @@ def test_on_the_cpu_it_is_host_memory_within_its_limit() -> None:
     assert (outlook.on_gpu, outlook.total_bytes) == (False, 32 * GIB)
     peaks = (Peak(batch=4, bytes=GIB, updates=9, settings_key="another"),)
     (line,) = Outlook(peaks, None, 32 * GIB, on_gpu=False).lines(settings, 200)
-    assert plain(line) == "? RAM peak cannot be predicted: nothing was measured yet under these settings"
+    assert plain(line) == "? RAM peak cannot be predicted: nothing was measured with these settings yet"

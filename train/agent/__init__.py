@@ -1,38 +1,46 @@
-"""memtop's agent: a guest inside any training process. Standard library only, Python 3.8 and newer.
+"""memtop's agent: a guest in any training process. Standard library only, Python 3.8 and newer.
 
-Loaded as `memtop_agent` by `site/sitecustomize.py`. Reports go to `$MEMTOP_ATTEMPT_DIR/rank-R.jsonl`; commands come over
-`$MEMTOP_SOCKET`. A program that has never heard of memtop is followed through torch's optimizer hook; one that has (the
-built-in trainer) calls `report` itself and offers more commands.
+`site/sitecustomize.py` loads it under the name `memtop_agent`. Reports go to
+`$MEMTOP_ATTEMPT_DIR/rank-R.jsonl`; commands come over `$MEMTOP_SOCKET`. In a program that does not
+use memtop, the agent follows torch's optimizer hook. The built-in trainer calls `report` itself and
+offers more commands. The agent never imports torch, never blocks a step, and its own failures are
+silent.
 
-The agent never imports torch, never blocks a step, and is silent on failure.
+Commands are {"type": "command", "id": n, "name": "change", "values": {...}}, without `values` if
+there are none. The built-in trainer executes `checkpoint`, `stop` and, on its first rank, `change`
+(batch, accumulation, eval_batch, gradient_checkpointing, workers), and answers afterwards.
 
-Commands are {"type": "command", "id": n, "name": "change", "values": {...}}; `values` is left out where there are none. The
-built-in trainer carries out `checkpoint`, `stop` and, on its first rank, `change` (batch, accumulation, eval_batch,
-gradient_checkpointing, workers), and answers when it has.
+Reports are JSON objects, one a line, each with `type`, `time` (seconds since the epoch) and `seq`:
 
-Reports, one JSON object a line, each with `type`, `time` (seconds since the epoch) and `seq`:
-
-* `hello`: {rank, program_rank, local_rank, world_size, pid, python, offers}, the first one of each process. `rank` is the
-  number of the journal. It is another one than `program_rank`, the rank by torch.distributed or the launcher, where a living
-  process of the same rank writes that journal already: then the first free one from `world_size` on. `local_rank` may be null.
-* `offers`: {offers}, where the program offers more after its first report.
-* `step`: {update, samples_seen, epoch, loss, learning_rate, gradient_norm, tokens, sample_digest, dropped, batch,
-  accumulation, data_wait_seconds, forward_seconds, backward_seconds, optimizer_seconds, step_seconds} and what
-  `memory.readings` finds: {allocated_bytes, reserved_bytes, peak_bytes, peak_reserved_bytes, allocation_retries (since the
-  process began), rss_bytes, anonymous_bytes}. Of a program that knows nothing of memtop: {update, learning_rate (null where
-  a GPU would have to be waited for to know it), step_seconds, data_wait_seconds (inside torch's data loaders), dropped,
-  device_uuid} and the readings. Device bytes are those of the device on which this process holds most.
-* `oom`: {update, phase, error, message, survived, batch, accumulation, allocated_bytes, reserved_bytes, free_bytes,
-  total_bytes, rss_bytes, device_uuid}: an allocation failed, and this is what was held then. `phase` is forward | backward |
-  optimizer | evaluation | data | load | save | unknown; `error` the error's class, `message` its words; `survived` is true
-  where the trainer does the work again in smaller pieces, false where the failure ends the process, and null where it has ended
-  one of its threads: what that means only the program knows. Written at once, in a program of any kind.
-* `settings`: {update, changes: {field: value}, reason, total_updates}: from this update on the trainer runs with these values.
-  `reason` is "allocation failure" | "pressure" | "asked" | "grown back"; `total_updates` what the run comes to with them.
-* `pressure`: {update, allocation_retries}: in two updates running the allocator found room only after it had freed its cache.
-* `save_failed`: {update, message, waiting}: there was no room for the state of this update. `waiting` is true at the end of
-  training, where the trainer stays until there is some, or until it is stopped.
-* `plan`, `phase`, `memory`, `evaluation`, `checkpoint`, `warning`, `end`: see `train/run.py` and `train/trainer.py`.
+* `hello`: {rank, program_rank, local_rank, world_size, pid, python, offers}, the first report of a
+  process. `rank` is the journal's number. It equals `program_rank`, the rank by torch.distributed
+  or the launcher, unless a living process already writes that journal; then it is the first free
+  number from `world_size` on. `local_rank` may be null.
+* `offers`: {offers}, if the program offers more commands after its first report.
+* `step`: {update, samples_seen, epoch, loss, learning_rate, gradient_norm, tokens, sample_digest,
+  dropped, batch, accumulation, data_wait_seconds, forward_seconds, backward_seconds,
+  optimizer_seconds, step_seconds} and the values of `memory.readings`: {allocated_bytes,
+  reserved_bytes, peak_bytes, peak_reserved_bytes, allocation_retries (since the process began),
+  rss_bytes, anonymous_bytes}. From a program that does not use memtop: {update, learning_rate (null
+  if reading it would wait for a GPU), step_seconds, data_wait_seconds (inside torch's data
+  loaders), dropped, device_uuid} and the readings. Device bytes are those of the device on which
+  this process reserves most.
+* `oom`: {update, phase, error, message, survived, batch, accumulation, allocated_bytes,
+  reserved_bytes, free_bytes, total_bytes, rss_bytes, device_uuid}: an allocation failed, with the
+  memory at that moment. `phase` is forward | backward | optimizer | evaluation | data | load | save
+  | unknown; `error` is the error's class, `message` its text. `survived` is true if the trainer
+  repeats the work in smaller pieces, false if the failure ends the process, and null if it ended
+  one of the program's threads, which may or may not end the program. Written at once, in programs
+  of any kind.
+* `settings`: {update, changes: {field: value}, reason, total_updates}: the trainer uses these
+  values from this update on. `reason` is "allocation failure" | "pressure" | "asked" | "grown
+  back"; `total_updates` is the run's new number of updates.
+* `pressure`: {update, allocation_retries}: in two consecutive updates the allocator had to free its
+  cache.
+* `save_failed`: {update, message, waiting}: the disk was too full for the state of this update.
+  `waiting` is true at the end of training if the trainer waits for disk space or a stop.
+* `plan`, `phase`, `memory`, `evaluation`, `checkpoint`, `warning`, `end`: see `train/run.py` and
+  `train/trainer.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +56,7 @@ from .hooks import StepWatch
 from .journal import Journal, find_place, launcher_variables
 from .link import Link
 
-OFFERS_OF_ITS_OWN = ("free_cache",)
+AGENT_COMMANDS = ("free_cache",)
 
 
 def _number(name: str) -> int:
@@ -59,10 +67,13 @@ def _number(name: str) -> int:
 
 
 class Agent:
-    """One per process. `start` is called at the first report or offer, so that launchers and loader workers stay silent."""
+    """One per process.
+
+    The first report or offer calls `start`, so launchers and loader workers stay silent.
+    """
 
     def __init__(self) -> None:
-        # All that the environment says is read here: later it is the program's own, to change as it likes.
+        # The environment is read now, because the program may change it later.
         self._folder = os.environ.get("MEMTOP_ATTEMPT_DIR")
         self._socket = os.environ.get("MEMTOP_SOCKET")
         self._launcher = launcher_variables()
@@ -71,41 +82,49 @@ class Agent:
         self._beginning = threading.RLock()
         self._journal: Journal | None = None
         self._link: Link | None = None
-        self._offers = list(OFFERS_OF_ITS_OWN)
-        self._own_program = False
-        # Filled by the link's thread, emptied by the program's: every access is one step that cannot be torn apart.
+        self._offers = list(AGENT_COMMANDS)
+        self._reports_steps = False
+        # The link's thread appends, the program's thread pops; both operations of a deque are
+        # atomic.
         self._commands: collections.deque[tuple[int, str, dict[str, Any]]] = collections.deque()
         self._watch = StepWatch(self)
 
     def wait_for_torch(self) -> None:
-        """Follow the optimizers of whatever program this is, once it has imported torch."""
+        """Follow the program's optimizers once it has imported torch."""
         self._watch.install()
 
     def watch_failures(self) -> None:
-        """Report it when the program, whatever it is, ends for lack of memory."""
-        failures.watch(self)
+        """Report an allocation failure that ends the program or one of its threads."""
+
+        def on_failure(error: BaseException, phase: str, survived: bool | None) -> None:
+            self.oom(error, update=self.update, phase=phase, survived=survived, batch=None, accumulation=None)
+
+        failures.watch(on_failure)
 
     @property
     def update(self) -> int | None:
-        """The update that a program that knows nothing of memtop is in; None before its first step, and for one that knows."""
-        return None if self._own_program else self._watch.present
+        """The update in progress, by the optimizer hook; None if it has not seen a step."""
+        return None if self._reports_steps else self._watch.present
 
     def adopt(self) -> None:
-        """Called by a process that trains. A forked one (a notebook's ranks, a fork server's) speaks for itself then, unless
-        its parent has spoken: the journal and its threads would be the parent's."""
+        """Let a forked process that trains (a notebook's ranks, a fork server's) report for itself.
+
+        Not if its parent has reported: the journal and its threads belong to the parent then.
+        """
         if os.getpid() != self._pid and self._journal is None:
             self._pid, self._beginning = os.getpid(), threading.RLock()
             util: Any = sys.modules.get("multiprocessing.util")
             if util is not None:
-                # Such a child ends without atexit.
+                # Such a process ends without atexit.
                 util.Finalize(None, self.flush, exitpriority=0)
 
     def start(self) -> bool:
-        """Open the journal and the link; False in a forked child, which must not speak for its parent."""
+        """Open journal and link; False in a forked child, which must not report for its parent."""
         if self._folder is None or os.getpid() != self._pid:
             return False
         if self._journal is None:
-            # A step and a thread that runs out of memory may both be the first to speak; so may a signal's handler.
+            # A step, a thread that runs out of memory and a signal handler may all be the first to
+            # report.
             with self._beginning:
                 if self._journal is None:
                     self._greet(self._folder)
@@ -116,10 +135,11 @@ class Agent:
         return True
 
     def _greet(self, folder: str) -> None:
-        # Not before there is something to tell: by then a process group is formed, and the rank known.
+        # Only at the first report: by then the process group exists and the rank is known.
         place = find_place(self._launcher)
         journal = Journal(folder, place.rank, place.world_size)
-        # It may be that it can be opened only later, under another number; then the file's name is right, not the greeting.
+        # If the file can only be opened later, it may get another number; then the file's name is
+        # right.
         journal.claim()
         number = journal.number
         journal.put(
@@ -139,19 +159,24 @@ class Agent:
         self._journal = journal
 
     def offer(self, *names: str) -> None:
-        """The program itself can carry out these commands (checkpoint, stop); it must call `take_commands`. From now on
-        it reports its steps itself."""
+        """Offer commands that the program executes itself; it must call `take_commands`.
+
+        From now on the program reports its steps itself.
+        """
         greeted = self._journal is not None
         self._offers.extend(names)
-        self._own_program = True
+        self._reports_steps = True
         self._watch.remove()
         if self.start() and greeted and self._journal is not None:
-            # The greeting is written already, without them.
+            # The hello report was written without them.
             self._journal.put({"type": "offers", "offers": list(self._offers)})
 
     def readings(self) -> dict[str, int | None]:
-        """The memory of this process; the peak is since the last call where the program offers commands."""
-        return memory.readings(reset_peak=self._own_program)
+        """The memory of this process.
+
+        If the program reports its steps, the peak is since the last call.
+        """
+        return memory.readings(reset_peak=self._reports_steps)
 
     def report(self, kind: str, **values: Any) -> None:
         """Append one report to the journal; never blocks, never raises."""
@@ -159,25 +184,33 @@ class Agent:
             self._journal.put(dict(values, type=kind))
 
     def oom(self, error: BaseException, **values: Any) -> None:
-        """Report, once for each error and written at once, that memory ran out. What is held is read now: call it before
-        anything is freed. Keeps nothing of the error."""
-        if failures.first_told(error):
-            told = failures.describe(error)
-            self.report("oom", **dict(told, **memory.at_failure(failures.device_named(told["message"]))), **values)
+        """Report an allocation failure, once per error, and write it at once.
+
+        The error is not kept.
+
+        Call it before any memory is freed: it reads what is held now.
+        """
+        if failures.first_reported(error):
+            described = failures.describe(error)
+            held = memory.at_failure(failures.device_named(described["message"]))
+            self.report("oom", **dict(described, **held), **values)
             self.flush()
 
     def flush(self) -> None:
-        """Write out all reports so far before anything else happens."""
+        """Write all reports so far."""
         if self._journal is not None:
             self._journal.flush()
 
     @property
     def dropped(self) -> int:
-        """Reports that were lost because the journal could not be written fast enough, or at all."""
+        """The number of reports lost because the journal could not be written, or not in time."""
         return 0 if self._journal is None else self._journal.dropped
 
     def take_commands(self) -> list[tuple[int, str, dict[str, Any]]]:
-        """At a step boundary: carry out what the agent can do itself; hand over the rest as [(id, name, values)]."""
+        """Execute the agent's own commands; return the others as [(id, name, values)].
+
+        Call between two steps.
+        """
         others: list[tuple[int, str, dict[str, Any]]] = []
         if not self._commands or os.getpid() != self._pid:
             return others
@@ -191,19 +224,20 @@ class Agent:
         return others
 
     def answer(self, number: int, ok: bool, message: str, result: dict[str, Any] | None = None) -> None:
-        """Answer a command that `take_commands` handed over."""
+        """Answer a command that `take_commands` returned."""
         if self._link is not None and os.getpid() == self._pid:
             self._link.send({"type": "answer", "id": number, "ok": ok, "message": message, "result": result or {}})
 
     def _receive(self, message: dict[str, Any]) -> None:
-        # Runs in the link's thread: only noted here, carried out at the next step boundary.
+        # Called in the link's thread, so a command is only queued here and executed between two
+        # steps.
         if message.get("type") != "command":
             return
         number, name, values = int(message.get("id", 0)), str(message.get("name")), message.get("values")
         if name in self._offers:
             self._commands.append((number, name, values if isinstance(values, dict) else {}))
         else:
-            self.answer(number, False, "this program does not offer %r: it has never heard of memtop" % (name,))
+            self.answer(number, False, "this program does not offer %r: it does not use memtop" % (name,))
 
 
 _agent = Agent()
@@ -219,5 +253,5 @@ readings = _agent.readings
 
 
 def dropped() -> int:
-    """Reports lost so far."""
+    """The number of lost reports so far."""
     return _agent.dropped

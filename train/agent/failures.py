@@ -1,4 +1,4 @@
-"""Allocation failures: telling them from other errors, and reporting those that end a program that knows nothing of memtop."""
+"""Recognises allocation failures, and reports those that end a program that does not use memtop."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ import re
 import sys
 import threading
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from . import Agent
+from typing import Any, Callable
 
 LONGEST_MESSAGE = 4000
-"""Characters of an error's words that are kept: torch's longest ones are below 2000."""
+"""Characters of an error's text that are kept; torch's longest are below 2000."""
 _ALLOCATORS = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate|not enough) memory"
-    # Of devices, and of what runs beside torch's allocator: the driver, MPS, Triton's loader of kernels, bitsandbytes.
+    # Devices, and what allocates without torch's allocator: the driver, MPS, Triton's kernel
+    # loader, bitsandbytes.
     r"|\b(?:CUDA|HIP|XPU|NPU|MUSA|MLU|MPS backend)(?: driver)?(?: error:)? out of memory"
     r"|Triton Error \[\w+\]: out of memory"
     r"|Error out of memory at line \d+"
-    # cuBLAS, cuDNN and their like; cuFFT has a form of its own, and so has AMD's side.
+    # cuBLAS, cuDNN and similar libraries, then cuFFT and AMD's libraries, which use other forms.
     r"|_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED|blas_status_memory_error"
     r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY"
     r"|RESOURCE_EXHAUSTED: .{0,80}?(?:[Oo]ut of memory|OOM when allocating|[Ff]ailed to allocate)"
     r"|std::bad_alloc"
 )
-"""What a RuntimeError says when an allocator, torch's own or a library's, has no memory left. Triton's "out of resource: shared
-memory" is none of these: that is the size of a kernel, not memory."""
+"""The text of a RuntimeError when an allocator of torch or a library has no memory left.
+
+Triton's "out of resource: shared memory" is not among them: it is about a kernel's size.
+"""
 _SYSTEM = re.compile(r"Cannot allocate memory|\bnot enough memory resources\b")
-"""The words of ENOMEM: a mapping, a fork or a buffer that the kernel refused."""
+"""The text of ENOMEM: the kernel refused a mapping, a fork or a buffer."""
 _COMMUNICATION = re.compile(r"Cuda failure (?:\d+ )?'out of memory'|\b(?:Hip|HIP) failure (?:\d+ )?'out of memory'")
-"""NCCL's and RCCL's own words for it."""
+"""The text of NCCL and RCCL."""
 _NOT_MEMORY = ("NCCL", "device-side assert triggered")
-"""Errors of communication and of kernels come late and may quote another error's words. (Every CUDA error names assertions.)"""
+"""These errors come late and may quote another one. (Every CUDA error mentions assertions.)"""
 _DEVICE = re.compile(r"\bGPU (\d{1,3})\b")
-_MARK = "_memtop_told"
-# Which part of an update the frames of a traceback belong to: file and function, "" for any.
+_MARK = "_memtop_reported"
+# The part of an update that a traceback's frame belongs to, by file and function ("" for any).
 _PHASES = (
     ("torch/optim/", "", "optimizer"),
     ("torch/_tensor.py", "backward", "backward"),
@@ -49,44 +49,44 @@ _PHASES = (
 
 
 def is_allocation_failure(error: BaseException) -> bool:
-    """Whether memory ran out, on a device or on the host, in a way that a smaller piece of work may not meet again."""
+    """Whether memory ran out, on a device or the host, so that smaller work may succeed."""
     if isinstance(error, MemoryError):
         return True
     if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
         return True
     if not isinstance(error, RuntimeError):
         return False
-    text = _words(error)
+    text = _text(error)
     return _ALLOCATORS.search(text) is not None and not any(words in text for words in _NOT_MEMORY)
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out at all: also where no smaller piece of work would help, as in a fork, a mapping or in NCCL."""
+    """Whether memory ran out at all, also where smaller work does not help: fork, mapping, NCCL."""
     if is_allocation_failure(error):
         return True
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno == errno.ENOMEM
     if not isinstance(error, (RuntimeError, OSError)):
         return False
-    text = _words(error)
+    text = _text(error)
     return _COMMUNICATION.search(text) is not None or _SYSTEM.search(text) is not None
 
 
 def device_named(message: str) -> int | None:
-    """The device that an allocator's words name, counted as torch does; None where they name none."""
+    """The device index in an allocator's message, as torch counts; None if it names none."""
     found = _DEVICE.search(message)
     return None if found is None else int(found.group(1))
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """The error in words: its class and its message, cut to LONGEST_MESSAGE characters."""
+    """The error's class and its message, cut to LONGEST_MESSAGE characters."""
     kind = type(error)
     name = kind.__name__ if kind.__module__ == "builtins" else "%s.%s" % (kind.__module__, kind.__name__)
-    return {"error": name, "message": _words(error)[:LONGEST_MESSAGE]}
+    return {"error": name, "message": _text(error)[:LONGEST_MESSAGE]}
 
 
-def first_told(error: BaseException) -> bool:
-    """True at the first call for this error: it may pass several places that would report it."""
+def first_reported(error: BaseException) -> bool:
+    """True at the first call for this error, which may pass several places that report it."""
     if getattr(error, _MARK, False):
         return False
     with contextlib.suppress(Exception):
@@ -94,33 +94,37 @@ def first_told(error: BaseException) -> bool:
     return True
 
 
-def watch(agent: Agent) -> None:
-    """Report an allocation failure that ends the program or one of its threads; whoever listened before is called as well."""
+def watch(on_failure: Callable[[BaseException, str, bool | None], None]) -> None:
+    """Call `on_failure(error, phase, survived)` when lack of memory ends the program or a thread.
+
+    The hooks that were installed before are called as well.
+    """
     before, before_in_threads = sys.excepthook, threading.excepthook
 
     def on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _note(agent, error, trace, survived=False)
+        note(error, trace, survived=False)
         before(kind, error, trace)
 
     def on_thread_error(args: Any) -> None:
-        # The program may do without that thread, or be about to end: who reads it sees which.
-        _note(agent, args.exc_value, args.exc_traceback, survived=None)
+        # The program may continue without the thread, or be about to end.
+        note(args.exc_value, args.exc_traceback, survived=None)
         before_in_threads(args)
+
+    def note(error: BaseException | None, trace: TracebackType | None, *, survived: bool | None) -> None:
+        # The agent must not disturb the program's own error handling.
+        with contextlib.suppress(Exception):
+            if error is not None and is_lack_of_memory(error):
+                on_failure(error, _phase(trace), survived)
 
     sys.excepthook = on_error
     threading.excepthook = on_thread_error
 
 
-def _note(agent: Agent, error: BaseException | None, trace: TracebackType | None, *, survived: bool | None) -> None:
-    # A guest must not break its host's last words, whatever goes wrong.
-    with contextlib.suppress(Exception):
-        if error is not None and is_lack_of_memory(error):
-            agent.oom(error, update=agent.update, phase=_phase(trace), survived=survived, batch=None, accumulation=None)
-
-
 def _phase(trace: TracebackType | None) -> str:
-    """What the program was doing, by the frames of torch that it was in; modules run again within a backward pass are part
-    of that."""
+    """What the program was doing, by torch's frames.
+
+    Modules that run again in a backward pass belong to the backward pass.
+    """
     inside = "unknown"
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -132,8 +136,8 @@ def _phase(trace: TracebackType | None) -> str:
     return inside
 
 
-def _words(error: BaseException) -> str:
+def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 - an error of any library: what its str() raises is not for us to know
+    except Exception:  # noqa: BLE001 - an error class of any library may fail in its str()
         return ""

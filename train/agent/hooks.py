@@ -1,6 +1,4 @@
-"""Follows the optimizer of a program that knows nothing of memtop, through torch's own global hook.
-
-How long a program that knows nothing of memtop waits for its data: the time inside torch's data loaders."""
+"""Follows a program that does not use memtop: its steps and data waits, by hooks in torch."""
 
 from __future__ import annotations
 
@@ -13,30 +11,46 @@ import threading
 import time
 import weakref
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Callable, Sequence
+from typing import Any, Callable, Protocol, Sequence
 
 from . import memory
 
-if TYPE_CHECKING:
-    from . import Agent
-
 _OPTIMIZERS = "torch.optim.optimizer"
 _LOADERS = "torch.utils.data.dataloader"
+# The base class of torch's loader iterators. It is private; if it disappears, no waits are
+# reported.
+_ITERATOR = "_BaseDataLoaderIter"
+
+
+class Reporter(Protocol):
+    """What `StepWatch` needs of the agent."""
+
+    @property
+    def dropped(self) -> int: ...
+
+    def adopt(self) -> None: ...
+
+    def readings(self) -> dict[str, int | None]: ...
+
+    def report(self, kind: str, **values: Any) -> None: ...
+
+    def take_commands(self) -> list[tuple[int, str, dict[str, Any]]]: ...
 
 
 class StepWatch:
-    """Waits until the program imports torch's optimizers, then reports each step of the first one that steps."""
+    """Reports each step of the first optimizer that steps, once torch is imported."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Reporter) -> None:
         self._agent = agent
         self._handle: Any = None
         self._removed = False
-        self._first: Callable[[], Any] = _nobody
+        self._first: Callable[[], Any] = _no_optimizer
         self._updates = 0
         self._last: float | None = None
         self._loaders = LoaderWatch()
 
     def install(self) -> None:
+        """Hook the modules now, or when the program imports them."""
         for name, then in ((_OPTIMIZERS, self._hook), (_LOADERS, self._hook_loaders)):
             if name in sys.modules:
                 then(sys.modules[name])
@@ -45,11 +59,11 @@ class StepWatch:
 
     @property
     def present(self) -> int | None:
-        """The update that is under way; None before the first one has ended."""
+        """The update in progress; None before the first one has ended."""
         return self._updates + 1 if self._updates else None
 
     def remove(self) -> None:
-        """The program reports its steps itself."""
+        """Stop reporting steps: the program reports them itself."""
         self._removed = True
         if self._handle is not None:
             self._handle.remove()
@@ -60,14 +74,14 @@ class StepWatch:
         if register is not None and not self._removed:
             try:
                 self._handle = register(self._after_step)
-            except Exception as error:  # noqa: BLE001 - a guest must not break its host's import, whatever goes wrong
+            except Exception as error:  # noqa: BLE001 - the program's import must succeed, whatever goes wrong here
                 self._give_up(error)
 
     def _hook_loaders(self, module: ModuleType) -> None:
         if not self._removed:
             try:
                 self._loaders.hook(module)
-            except Exception as error:  # noqa: BLE001 - a guest must not break its host's import, whatever goes wrong
+            except Exception as error:  # noqa: BLE001 - the program's import must succeed, whatever goes wrong here
                 self._give_up(error)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
@@ -75,18 +89,19 @@ class StepWatch:
             return
         try:
             self._stepped(optimizer)
-        except Exception as error:  # noqa: BLE001 - a guest must not break its host's step, whatever goes wrong
+        except Exception as error:  # noqa: BLE001 - the program's step must succeed, whatever goes wrong here
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        # The hook is only made idle: torch is going through its hooks now, and must not find one of them missing.
+        # The hook stays registered but does nothing: torch is iterating over its hooks now.
         self._removed = True
         with contextlib.suppress(Exception):
-            self._agent.report("warning", message="no reports of this program's steps from here on: %r" % (error,))
+            self._agent.report("warning", message="no further reports of this program's steps: %r" % (error,))
 
     def _stepped(self, optimizer: Any) -> None:
         if self._first() is None:
-            # Several optimizers (a GAN's two, one per layer) step together: the first counts the updates, as long as it lives.
+            # If several optimizers step together (a GAN's two, one per layer), the first one counts
+            # the updates.
             self._agent.adopt()
             self._first = weakref.ref(optimizer)
             self._last = None
@@ -106,17 +121,20 @@ class StepWatch:
             **readings,
         )
         self._last = now
-        # It offered nothing of its own, so whatever is handed over cannot be carried out.
+        # Executes the agent's own commands. The program has offered none, so there are no others.
         self._agent.take_commands()
 
 
-def _nobody() -> None:
-    """As a reference to what is gone."""
+def _no_optimizer() -> None:
+    """Like a weak reference whose object is gone."""
 
 
 def _learning_rate(optimizer: Any) -> float | None:
-    """That of the first group; None where it lies on a device: to read it would have the program wait for all that it has asked
-    of the GPU, at each step, and is not allowed while a CUDA graph is recorded."""
+    """The first group's rate; None if it is on a device.
+
+    Reading it there would make the program wait for the GPU at each step, which a CUDA graph
+    capture forbids.
+    """
     groups = getattr(optimizer, "param_groups", None) or [{}]
     rate = groups[0].get("lr")
     device = getattr(rate, "device", None)
@@ -125,8 +143,45 @@ def _learning_rate(optimizer: Any) -> float | None:
     return float(rate)
 
 
+class LoaderWatch:
+    """Adds up the main thread's seconds in `next(...)` of torch's data loaders."""
+
+    def __init__(self) -> None:
+        self._seconds: float | None = None
+        self._inside = False
+
+    def taken(self) -> float | None:
+        """Seconds since the last call; None if the program has not used a data loader yet."""
+        seconds = self._seconds
+        if seconds is not None:
+            self._seconds = 0.0
+        return seconds
+
+    def hook(self, module: ModuleType) -> None:
+        """Measure the loaders of this module."""
+        iterator = getattr(module, _ITERATOR, None)
+        following = getattr(iterator, "__next__", None)
+        if iterator is not None and following is not None:
+            iterator.__next__ = self._timed(following)
+
+    def _timed(self, following: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(following)
+        def timed(iterator: Any) -> Any:
+            # Only the main thread's waits count. A loader inside another loader is counted once.
+            if self._inside or threading.current_thread() is not threading.main_thread():
+                return following(iterator)
+            self._inside, started = True, time.monotonic()
+            try:
+                return following(iterator)
+            finally:
+                self._inside = False
+                self._seconds = (self._seconds or 0.0) + time.monotonic() - started
+
+        return timed
+
+
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself; has `then(module)` called once the module of that name has been imported by someone else."""
+    """Calls `then(module)` after another finder has imported the module of this name."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -138,7 +193,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname != self._name:
             return None
         with contextlib.suppress(ValueError):
-            # The program may have put its own list of finders there meanwhile.
+            # The program may have replaced the list of finders.
             sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
@@ -155,50 +210,9 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # From here on the module is as if it had been loaded without us.
+        # Restore the original loader, so that the module shows no trace of this one.
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
         self._then(module)
-
-
-# What all of torch's loader iterators have in common; private, so it may be gone one day: then nothing is told.
-_ITERATOR = "_BaseDataLoaderIter"
-
-
-class LoaderWatch:
-    """Adds up the seconds that the program's main thread spends in `next(...)` of a data loader."""
-
-    def __init__(self) -> None:
-        self._seconds: float | None = None
-        self._inside = False
-
-    def taken(self) -> float | None:
-        """Seconds since the last call; None for a program that has asked no loader of torch's for a batch yet."""
-        seconds = self._seconds
-        if seconds is not None:
-            self._seconds = 0.0
-        return seconds
-
-    def hook(self, module: ModuleType) -> None:
-        """Follow the loaders of that module."""
-        iterator = getattr(module, _ITERATOR, None)
-        following = getattr(iterator, "__next__", None)
-        if iterator is not None and following is not None:
-            iterator.__next__ = self._timed(following)
-
-    def _timed(self, following: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        @functools.wraps(following)
-        def timed(iterator: Any) -> Any:
-            # A thread that fetches ahead makes nobody wait; a loader inside a loader's own work is counted once.
-            if self._inside or threading.current_thread() is not threading.main_thread():
-                return following(iterator)
-            self._inside, started = True, time.monotonic()
-            try:
-                return following(iterator)
-            finally:
-                self._inside = False
-                self._seconds = (self._seconds or 0.0) + time.monotonic() - started
-
-        return timed

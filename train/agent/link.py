@@ -1,4 +1,4 @@
-"""The connection to the supervisor for commands: reconnects for ever, silent on failure, in a thread of its own."""
+"""The connection to the supervisor for commands. It reconnects forever and fails silently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LONGEST_WAIT_SECONDS = 5.0
 
 
 class Link:
-    """Sends a greeting at each connection and hands every message to `receive` (called in the link's thread)."""
+    """Sends a greeting at each connection; calls `receive` for every message, in its thread."""
 
     def __init__(self, path: str | None, greeting: dict[str, Any], receive: Callable[[dict[str, Any]], None]) -> None:
         self._greeting = greeting
@@ -24,7 +24,7 @@ class Link:
         self._running = False
 
     def start(self) -> None:
-        """Begin to connect. Where no thread can be had now, the next call tries again."""
+        """Begin to connect. If no thread can be started now, the next call tries again."""
         if self._path and not self._running:
             try:
                 threading.Thread(target=self._run, args=(self._path,), name="memtop-link", daemon=True).start()
@@ -33,7 +33,10 @@ class Link:
             self._running = True
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send if there is a connection. A lost answer is the supervisor's to notice: it sees the connection close."""
+        """Send if there is a connection.
+
+        The supervisor notices a lost answer, because it sees the connection close.
+        """
         with self._lock:
             if self._socket is not None:
                 try:
@@ -67,12 +70,12 @@ class Link:
                     if isinstance(message, dict):
                         self._receive(message)
         except (OSError, ValueError, TypeError):
-            # Lost or not understood: the next connection starts afresh.
+            # Lost or invalid: the next connection starts again.
             return
 
 
 def _connected(path: str) -> socket.socket | None:
-    """A connection, or None where nobody listens now."""
+    """A connection, or None if no supervisor listens now."""
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError:
@@ -80,7 +83,8 @@ def _connected(path: str) -> socket.socket | None:
     try:
         connection.connect(path)
     except OSError:
-        # Tried for as long as the supervisor is away: what is left open would use up the program's descriptors.
+        # Attempts repeat while the supervisor is away, so an open socket would use up the program's
+        # descriptors.
         connection.close()
         return None
     return connection

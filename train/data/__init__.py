@@ -1,4 +1,4 @@
-"""Opens the data that a recipe names: what is trained on, and what is evaluated on."""
+"""`open_data` opens the data that a recipe names, for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memtop.train.data.rows import open_rows
 from memtop.train.data.samples import PackedText, PromptResponse, RowSamples, RowText, Seq2SeqPairs
 from memtop.train.data.tokens import BEGIN, END, ByteTokens, Tokens, TokenStore, token_cache
 
-# Not the library proper: tests, bundled copies and what the user installed.
+# Tests, bundled copies and installed packages are not part of the standard library's sources.
 _LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 _EVALUATION_BYTES = 200_000
 
@@ -26,7 +26,7 @@ Data = PackedText | RowSamples
 
 
 class OpenedData(msgspec.Struct, frozen=True):
-    """What a run reads, and what to say about it."""
+    """The data of a run, and notes for the user about it."""
 
     train: Data
     evaluation: Data | None
@@ -34,7 +34,7 @@ class OpenedData(msgspec.Struct, frozen=True):
 
 
 def open_data(settings: Settings, tokens: Tokens, *, level: HostLevel = "standard") -> OpenedData:
-    """The data sets of the settings; BadInputError names the key, the file and what was found there."""
+    """The data sets of the settings; BadInputError names the key, the file and the problem."""
     data = settings.data
     if data.get("train"):
         train, notes = _from_file("train", settings, tokens, level)
@@ -42,16 +42,16 @@ def open_data(settings: Settings, tokens: Tokens, *, level: HostLevel = "standar
         return OpenedData(train, evaluation, (*notes, *more))
     source = data.get("source")
     if source != "python-stdlib":
-        raise BadInputError(f"data.source {source!r}: unknown; there is python-stdlib, or give data.train=FILE")
+        raise BadInputError(f"data.source {source!r}: unknown; use python-stdlib, or give data.train=FILE")
     if settings.task != "causal":
-        raise BadInputError(f"data.source python-stdlib: {settings.recipe} learns from pairs, not text; give data.train=FILE")
+        raise BadInputError(f"data.source python-stdlib: {settings.recipe} trains on pairs, not on text; give data.train=FILE")
     if not isinstance(tokens, ByteTokens):
-        raise BadInputError("data.source python-stdlib: comes as bytes; give --set data.tokenizer=bytes, or data.train=FILE")
+        raise BadInputError("data.source python-stdlib: has only bytes; give --set data.tokenizer=bytes, or data.train=FILE")
     most = int(data.get("max_bytes", 4_000_000))
     text = _text_of(_stdlib_sources(0, most))
     if not len(text):
         raise BadInputError(f"data.source python-stdlib: no sources found in {sysconfig.get_path('stdlib')}")
-    # What comes after the bytes that are trained on.
+    # The bytes after those for training.
     rest = _text_of(_stdlib_sources(most, most + _EVALUATION_BYTES))
     return OpenedData(PackedText(text), PackedText(rest) if len(rest) else None, ())
 
@@ -64,7 +64,7 @@ def _from_file(split: str, settings: Settings, tokens: Tokens, level: HostLevel)
     cache = platformdirs.user_cache_path("memtop")
     rows = open_rows(path, columns, level=level, cache_dir=cache, setting=f"data.{split}")
     if not len(rows):
-        raise BadInputError(f"data.{split} {path}: holds no rows")
+        raise BadInputError(f"data.{split} {path}: has no rows")
     if settings.task == "causal":
         column = columns["text"]
         return PackedText(token_cache(RowText(rows, tokens, column), tokens, cache, fingerprint(path, column))), []
@@ -83,12 +83,12 @@ def _text_of(documents: Iterator[bytes]) -> TokenStore:
 
 
 def byte_document(text: bytes) -> np.ndarray:
-    """A text as byte-level tokens, with its beginning and end marked."""
+    """A text as byte-level tokens, with begin and end."""
     return np.concatenate(([BEGIN], np.frombuffer(text, np.uint8), [END]))
 
 
 def _stdlib_sources(first: int, last: int) -> Iterator[bytes]:
-    """The sources of the standard library, one after the other; of all their bytes those in [first, last)."""
+    """The bytes [first, last) of the standard library's sources, split by file."""
     root = Path(sysconfig.get_path("stdlib"))
     position = 0
     for path in sorted(root.rglob("*.py")):

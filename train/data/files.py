@@ -1,9 +1,4 @@
-"""Files that are derived from others once and then shared by all ranks and all later runs.
-
-A kernel lock beside the file lets one process write while the others wait; a name appears only when its content is whole.
-
-
-Which file is read for which columns, and how messages name it."""
+"""A run's data files, and files derived from them once for all ranks and later runs."""
 
 from __future__ import annotations
 
@@ -19,21 +14,67 @@ import msgspec
 from memtop.train import BadInputError
 
 
+class Source(msgspec.Struct, frozen=True):
+    """A file of rows. As text it is "data.train /x/y.parquet", for messages."""
+
+    setting: str
+    path: Path
+    roles: dict[str, str]
+    """Maps each role ("prompt") to the name of its column in the file."""
+
+    def __str__(self) -> str:
+        return f"{self.setting} {self.path}"
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the needed columns, each once."""
+        return list(dict.fromkeys(self.roles.values()))
+
+    def check_columns(self, found: Iterable[str], where: str = "") -> None:
+        """BadInputError for the first needed column that is missing in `found`."""
+        names = list(found)
+        for role, name in self.roles.items():
+            if name not in names:
+                has = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+                raise BadInputError(
+                    f"{self}: {where}no column '{name}'; it has {has or 'none'} (use --set data.columns.{role}=NAME)"
+                )
+
+    def stamp(self, path: Path) -> tuple[int, int]:
+        """Size in bytes and modification time in ns, to detect a change at the next opening."""
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise BadInputError(f"{self}: {path} can no longer be read: {error.strerror}") from None
+        return found.st_size, found.st_mtime_ns
+
+    def check_unchanged(self, path: Path, stamp: tuple[int, int]) -> None:
+        if self.stamp(path) != stamp:
+            raise BadInputError(f"{self}: {path} was changed while it was in use; start the run again with the new file")
+
+
 def fingerprint(path: Path, *parts: str) -> str:
-    """A name (hex) for what is derived from this file: it changes with path, size, modification time and each part."""
+    """A name (hex) for a file derived from this one.
+
+    It changes with path, size, modification time and each part.
+    """
     found = path.stat()
     return digest(str(path.resolve()), str(found.st_size), str(found.st_mtime_ns), *parts)
 
 
 def digest(*parts: str) -> str:
-    """128 bits of SHA-256 (hex) over the parts, each with its length, so that ("ab", "c") is not ("a", "bc")."""
+    """128 bits of SHA-256 (hex) over the parts and their lengths: ("ab", "c") != ("a", "bc")."""
     return hashlib.sha256("".join(f"{len(part)}:{part}" for part in parts).encode()).hexdigest()[:32]
 
 
 def built_once(target: Path, build: Callable[[Path], None]) -> Path:
-    """`target`, a file or a folder, after some process has called `build` with a temporary name for it.
+    """Return `target`, a file or folder, after one process has built it.
 
-    Whoever comes second waits and finds it done. What a killed writer left behind is removed by the next one.
+    `build` gets a temporary path.
+
+    A kernel lock makes other processes wait. The target appears only when it is complete, and the
+    leftovers of a killed process are removed by the next one. BadInputError if it cannot be
+    written.
     """
     if target.exists():
         return target
@@ -46,13 +87,13 @@ def built_once(target: Path, build: Callable[[Path], None]) -> Path:
                 _build(target, build)
     except OSError as error:
         raise BadInputError(
-            f"{target.parent}: prepared data cannot be written there: {error.strerror or error}; make room there"
+            f"{target.parent}: prepared data cannot be written there: {error.strerror or error}; free some space there"
         ) from None
     return target
 
 
 def _build(target: Path, build: Callable[[Path], None]) -> None:
-    # One name is enough: the lock is held.
+    # A fixed name is enough because the lock is held.
     temporary = target.with_name(f"{target.name}.part")
     _remove(temporary)
     try:
@@ -78,42 +119,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-class Source(msgspec.Struct, frozen=True):
-    """A file of rows; as text it is "data.train /x/y.parquet"."""
-
-    setting: str
-    path: Path
-    roles: dict[str, str]
-    """What each column is for, to its name in the file."""
-
-    def __str__(self) -> str:
-        return f"{self.setting} {self.path}"
-
-    @property
-    def columns(self) -> list[str]:
-        """The names of the needed columns, each once."""
-        return list(dict.fromkeys(self.roles.values()))
-
-    def check_columns(self, found: Iterable[str], where: str = "") -> None:
-        """BadInputError for the first needed column that is not among those found."""
-        names = list(found)
-        for role, name in self.roles.items():
-            if name not in names:
-                has = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-                raise BadInputError(
-                    f"{self}: {where}no column '{name}'; it has {has or 'none'} (use --set data.columns.{role}=NAME)"
-                )
-
-    def stamp(self, path: Path) -> tuple[int, int]:
-        """Size in bytes and modification time in ns: a file that is opened again must still be the same."""
-        try:
-            found = path.stat()
-        except OSError as error:
-            raise BadInputError(f"{self}: {path} cannot be read any more: {error.strerror}") from None
-        return found.st_size, found.st_mtime_ns
-
-    def check_unchanged(self, path: Path, stamp: tuple[int, int]) -> None:
-        if self.stamp(path) != stamp:
-            raise BadInputError(f"{self}: {path} was changed while it was in use; start the run anew with the new file")

@@ -1,4 +1,4 @@
-"""Rows of a parquet file. Only the row groups at hand are decoded, only the needed columns, and few of them are kept."""
+"""Rows of a parquet file: decodes only the needed columns, keeps few row groups."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from memtop.train import BadInputError
 from memtop.train.data.files import Source, built_once, fingerprint
 
 GROUP_BYTES = 32 * 2**20
-"""Largest row group, in decoded bytes of the needed columns, that is read as it is."""
+"""The largest row group, in decoded bytes of the needed columns, that needs no rewritten copy."""
 GROUP_ROWS = 20_000
 """The same in rows."""
 REWRITTEN_ROWS = 2000
-"""Rows per group in the copy of a file whose groups are larger; fewer where rows are long."""
+"""Rows per group in the copy of a file whose groups are larger; fewer if rows are long."""
 _REWRITTEN_BYTES = 8 * 2**20
 
 
 def open_parquet(source: Source, groups_kept: int, cache_dir: Path) -> ParquetRows:
-    """The rows of a file, or of its copy in smaller row groups if its own are too large to be read at random."""
+    """The rows of a file, or of a copy in smaller row groups if its own are too large."""
     mapped = _Mapped(source, source.path)
     try:
         _check_columns(source, mapped.file)
@@ -43,11 +43,11 @@ def open_parquet(source: Source, groups_kept: int, cache_dir: Path) -> ParquetRo
 
 
 class ParquetRows:
-    """Rows by way of a small cache of decoded row groups; the resident set does not depend on the file's size."""
+    """Rows from a few decoded row groups; memory does not depend on the file's size."""
 
     def __init__(self, source: Source, path: Path, groups_kept: int) -> None:
         self.groups_read = 0
-        """Row groups decoded so far, to judge an order of reading by."""
+        """The number of row groups decoded so far, to measure an order of reading."""
         self._source = source
         self._path = path
         self._stamp = source.stamp(path)
@@ -94,7 +94,7 @@ class ParquetRows:
         if number in self._groups:
             self._groups.move_to_end(number)
             return self._groups[number]
-        # First out, then in: never one more than allowed.
+        # Evict first, so that there is never one group too many.
         while len(self._groups) >= self._kept:
             self._groups.popitem(last=False)
         self._groups[number] = self._opened().read(number)
@@ -110,36 +110,39 @@ class ParquetRows:
 
 
 class _Mapped:
-    """A parquet file in mapped memory. Pages that were read are given back, else they would pile up in the resident set."""
+    """A memory-mapped parquet file.
+
+    Pages are released after a read; otherwise they would add up in the resident set.
+    """
 
     def __init__(self, source: Source, path: Path) -> None:
         self.source = source
         with path.open("rb") as file:
             self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
-            # Arrow's own memory map cannot give pages back.
+            # Arrow's own memory map cannot release pages.
             self.file = pq.ParquetFile(pa.BufferReader(pa.py_buffer(self._mapping)), pre_buffer=False)
         except (pa.ArrowException, OSError) as error:
-            copy = "" if path == source.path else f" in its copy {path}, which may be removed"
-            raise BadInputError(f"{source}: is no whole parquet file{copy}: {_first_line(error)}; fetch it anew") from None
+            copy = "" if path == source.path else f" in its copy {path}, which may be deleted"
+            raise BadInputError(f"{source}: is not a complete parquet file{copy}: {_first_line(error)}; replace it") from None
 
     def read(self, group: int) -> Any:
         """One row group's needed columns, decoded; a pyarrow table."""
         try:
             return self.file.read_row_group(group, columns=self.source.columns, use_threads=False)
         except (pa.ArrowException, OSError) as error:
-            raise BadInputError(f"{self.source}: row group {group} is damaged: {_first_line(error)}; fetch it anew") from None
+            raise BadInputError(f"{self.source}: row group {group} is damaged: {_first_line(error)}; replace it") from None
         finally:
-            self.give_back()
+            self.release()
 
-    def give_back(self) -> None:
-        """Mapped pages and free memory of Arrow's pool go back to the machine."""
+    def release(self) -> None:
+        """Release mapped pages and the free memory of Arrow's pool."""
         self._mapping.madvise(mmap.MADV_DONTNEED)
         pa.default_memory_pool().release_unused()
 
     def close(self) -> None:
-        # The mapping itself goes with the last buffer that Arrow has on it.
-        self.give_back()
+        # The mapping itself ends with Arrow's last buffer on it.
+        self.release()
         self.file.close()
 
 
@@ -156,7 +159,10 @@ def _check_columns(source: Source, file: Any) -> None:
 
 
 def _check_nulls(source: Source, file: Any) -> None:
-    """Where the file keeps statistics, missing values are found without reading it; else when their row is read."""
+    """Find missing values by the file's statistics.
+
+    Without statistics, they are found when their row is read.
+    """
     start = 0
     for number in range(file.metadata.num_row_groups):
         group = file.metadata.row_group(number)
@@ -177,7 +183,7 @@ def _check_batch(source: Source, batch: Any, start: int) -> None:
 
 
 def _missing_value(source: Source, row: int, name: str) -> BadInputError:
-    return BadInputError(f"{source}: row {row} (from 0), column '{name}': null where text is needed; leave such rows out")
+    return BadInputError(f"{source}: row {row} (from 0), column '{name}': null where text is needed; remove such rows")
 
 
 def _chunks(source: Source, group: Any) -> list[Any]:
@@ -192,7 +198,7 @@ def _group_needs(source: Source, metadata: Any) -> list[tuple[int, int]]:
 
 
 def _rewrite(mapped: _Mapped, needs: list[tuple[int, int]], target: Path, folder: Path) -> None:
-    """Copy the needed columns in small row groups, a batch at a time."""
+    """Copy the needed columns in small row groups, one batch at a time."""
     source, file = mapped.source, mapped.file
     rows, size = sum(rows for rows, _ in needs), sum(size for _, size in needs)
     each = min(REWRITTEN_ROWS, max(16, _REWRITTEN_BYTES * rows // max(1, size)))
@@ -203,20 +209,20 @@ def _rewrite(mapped: _Mapped, needs: list[tuple[int, int]], target: Path, folder
     print(f"memtop: {source}: {text}", flush=True)
     schema = pa.schema([file.schema_arrow.field(name).remove_metadata() for name in source.columns])
     start = 0
-    # Statistics and dictionaries would cost time and tell nothing about running text.
+    # Statistics and dictionaries would cost time and gain nothing for text.
     with pq.ParquetWriter(target, schema, compression="snappy", use_dictionary=False, write_statistics=False) as writer:
         for batch in _batches(source, file, each, columns=source.columns):
             _check_batch(source, batch, start)
             writer.write_batch(batch.select(source.columns))
             start += batch.num_rows
-            mapped.give_back()
+            mapped.release()
 
 
 def _batches(source: Source, file: Any, rows: int, **which: Any) -> Iterator[Any]:
     try:
         yield from file.iter_batches(rows, use_threads=False, **which)
     except (pa.ArrowException, OSError) as error:
-        raise BadInputError(f"{source}: is damaged: {_first_line(error)}; fetch it anew") from None
+        raise BadInputError(f"{source}: is damaged: {_first_line(error)}; replace it") from None
 
 
 def _first_line(error: Exception) -> str:

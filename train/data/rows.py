@@ -1,10 +1,9 @@
-"""Files with one row per line. One pass finds where lines begin and checks each of them, so that a run does not die hours
-later of line 700 000; afterwards a row is one read at its offset. Blank lines are no rows.
+"""Rows of text from a file of any size, read one at a time, in any order, in little memory.
 
-
-Rows of text from a file of any size: read one at a time, in any order, in little memory.
-
-`.parquet` by row groups, `.jsonl`, `.ndjson` and `.json` by lines, everything else as text with one row per line.
+`.parquet` is read by row groups (`parquet.py`), `.jsonl`, `.ndjson` and `.json` by lines,
+everything else as text with one row per line. For a file of lines, one pass finds where each line
+begins and checks it, so that a run does not fail hours later at line 700 000. After that, a row is
+one read at its offset. Blank lines are skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +27,10 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class LineRows:
-    """What JSON lines and text share. `_starts` is int64 [rows + 1]: where each row's line begins, and the file's size."""
+    """The common part of JSON lines and text.
+
+    `_starts` is int64 [rows + 1]: the offset of each row, and the file's size.
+    """
 
     _kind: ClassVar[str]
 
@@ -54,12 +56,12 @@ class LineRows:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         start, end = int(self._starts[index]), int(self._starts[index + 1])
-        # Between two rows there may be blank lines.
+        # There may be blank lines between two rows.
         line = os.pread(self._opened().fileno(), end - start, start).split(b"\n", 1)[0]
         return self._parse(line, f"row {index} (from 0)")
 
     def group_sizes(self) -> list[int]:
-        """Any row costs the same: one group."""
+        """One group: every row costs the same."""
         return [len(self)]
 
     def close(self) -> None:
@@ -81,7 +83,8 @@ class LineRows:
     def _opened(self) -> FileIO:
         if self._file is None:
             self._source.check_unchanged(self._source.path, self._stamp)
-            # Read at an offset, not mapped: one look into a mapping may make megabytes resident. Forks may share it.
+            # Read at an offset, not mapped: one access to a mapping may make megabytes resident.
+            # Forks may share the file.
             self._file = self._source.path.open("rb", buffering=0)
         return self._file
 
@@ -115,9 +118,9 @@ class JsonRows(LineRows):
             found = msgspec.json.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             hint = "; one object per line is needed" if line.lstrip()[:1] in (b"[", b"{") else ""
-            raise BadInputError(f"{source}: {where} is broken JSON: {error}{hint}") from None
+            raise BadInputError(f"{source}: {where} is invalid JSON: {error}{hint}") from None
         if not isinstance(found, dict):
-            raise BadInputError(f"{source}: {where} is no JSON object; one object per line is needed (jq -c '.[]' makes it so)")
+            raise BadInputError(f"{source}: {where} is not a JSON object; one object per line is needed (see jq -c '.[]')")
         source.check_columns(found, f"{where} has ")
         for name in source.columns:
             if not isinstance(found[name], str):
@@ -126,7 +129,7 @@ class JsonRows(LineRows):
 
 
 class TextRows(LineRows):
-    """UTF-8 text; its one column is called text."""
+    """UTF-8 text; its only column is called text."""
 
     _kind = "text"
 
@@ -152,12 +155,15 @@ def _kind_of(value: Any) -> str:
 
 
 GROUPS_KEPT: dict[HostLevel, int] = {"standard": 4, "low": 2, "extreme": 1}
-"""Decoded row groups of a parquet file that stay in memory per process."""
+"""Decoded row groups of a parquet file that each process keeps in memory."""
 _LINES = (".jsonl", ".ndjson", ".json")
 
 
 class Rows(Protocol):
-    """Rows of named texts. May be pickled into a loader worker, where the file is opened again at the first read."""
+    """Rows of named texts.
+
+    Can be pickled into a loader worker, which opens the file again at the first read.
+    """
 
     def __len__(self) -> int: ...
 
@@ -166,7 +172,10 @@ class Rows(Protocol):
         ...
 
     def group_sizes(self) -> list[int]:
-        """Rows per stretch that is read as a whole: what a shuffle should keep close together. Their sum is the length."""
+        """The sizes of the parts that are read as a whole, which a shuffle should keep together.
+
+        Their sum is the length.
+        """
         ...
 
     def close(self) -> None: ...
@@ -182,9 +191,10 @@ def open_rows(
 ) -> Rows:
     """The rows of a file; BadInputError says in one line what is wrong with it.
 
-    `columns` names the needed ones, or maps what each is for to its name ({"prompt": "question"}); rows have the names.
-    `cache_dir` takes what is prepared once (a parquet file in smaller groups, the index of a file of lines); without it that
-    is the user's cache folder, and indices stay in memory. `setting` is what the messages call the file.
+    `columns` names the needed columns, or maps each role to its column ({"prompt": "question"});
+    rows use the columns' names. `cache_dir` stores what is prepared once: a parquet file in smaller
+    groups, or the index of a file of lines. Without it, parquet files go to the user's cache folder
+    and indices stay in memory. `setting` names the file in messages.
     """
     path = Path(path).expanduser()
     roles = dict(columns) if isinstance(columns, Mapping) else {name: name for name in columns}
@@ -192,7 +202,7 @@ def open_rows(
     _check_readable(source)
     kind = path.suffix.lower()
     if kind == ".parquet":
-        # Arrow takes a while to load, and not every run needs it.
+        # Arrow is slow to load, and not every run needs it.
         from memtop.train.data.parquet import open_parquet
 
         return open_parquet(source, GROUPS_KEPT[level], cache_dir or platformdirs.user_cache_path("memtop"))
@@ -202,8 +212,9 @@ def open_rows(
 def window_order(sizes: Sequence[int], window: int, generator: np.random.Generator) -> np.ndarray:
     """A permutation of all rows, int64 [sum of sizes], that reads `window` row groups at a time.
 
-    The groups are shuffled, taken `window` by `window`, and the rows of each such window are shuffled among themselves. A
-    cache of `window` groups then reads every group once per epoch. With a single group it is a plain permutation.
+    The groups are shuffled and taken `window` at a time, and the rows of each window are shuffled
+    together. With a cache of `window` groups, every group is read once per epoch. A single group
+    gives a plain permutation.
     """
     starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
     groups = generator.permutation(len(sizes))
@@ -222,12 +233,12 @@ def _check_readable(source: Source) -> None:
     except FileNotFoundError:
         raise BadInputError(f"{source}: no such file; give --set {source.setting}=FILE") from None
     except IsADirectoryError:
-        raise BadInputError(f"{source}: is a folder; name one .parquet, .jsonl or text file in it") from None
+        raise BadInputError(f"{source}: is a folder; give one .parquet, .jsonl or text file in it") from None
     except OSError as error:
         raise BadInputError(f"{source}: cannot be read: {error.strerror}") from None
     if not head:
         raise BadInputError(f"{source}: is empty")
     if path.suffix.lower() != ".parquet" and b"\0" in head:
         raise BadInputError(
-            f"{source}: {path.suffix or 'a file without ending'} is not text; .parquet, .jsonl and text files can be read"
+            f"{source}: {path.suffix or 'a file without suffix'} is not text; give a .parquet, .jsonl or text file"
         )

@@ -1,12 +1,8 @@
-"""Samples out of rows: what goes into the model, and which of it is to be learnt.
+"""Samples: pieces of text of at most T tokens, or rows of prompt and response; and their batches.
 
-Cutting to T tokens is never silent: `cut_report` says for how many samples of a fixed subset, and how much is lost.
-
-
-What the order shuffles: running text cut into samples of at most T tokens, or the rows of a table.
-
-A sample of running text never spans two documents. The tail of a document is shorter than T, so samples differ in length and
-losses must be weighted by tokens.
+A piece of running text never spans two documents. The last piece of a document is shorter than T,
+so samples differ in length and losses are weighted by tokens. Rows longer than T are cut;
+`cut_report` counts how many and how much is lost.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ _STRETCH = 32
 
 
 class _Pairs(Dataset[Sample]):
-    """Pairs of prompt and response; `columns` are their two names."""
+    """Pairs of prompt and response; `columns` are the names of the two columns."""
 
     def __init__(self, rows: Rows, tokens: Tokens, seq_len: int, columns: tuple[str, str] = ("prompt", "response")) -> None:
         self.rows = rows
@@ -41,7 +37,7 @@ class _Pairs(Dataset[Sample]):
         return len(self.rows)
 
     def cut_report(self, sample_count: int = 512) -> dict[str, Any]:
-        """{"examined", "cut", "dropped_tokens_fraction"} over a fixed subset: short stretches, evenly spread over the rows."""
+        """{"examined", "cut", "dropped_tokens_fraction"} over a fixed subset of the rows."""
         cut = before = after = 0
         examined = _spread(len(self), sample_count)
         for index in examined:
@@ -52,7 +48,7 @@ class _Pairs(Dataset[Sample]):
         return {"examined": len(examined), "cut": cut, "dropped_tokens_fraction": (before - after) / max(1, before)}
 
     def _lengths(self, index: int) -> tuple[int, int]:
-        """Tokens of a sample without a limit, and within it."""
+        """The number of tokens of a sample before and after cutting."""
         prompt, response = self._encoded(index)
         return len(prompt) + len(response), sum(map(len, self._fit(prompt, response)))
 
@@ -68,10 +64,12 @@ class _Pairs(Dataset[Sample]):
 
 
 class PromptResponse(_Pairs):
-    """For causal models: prompt and response in one sequence of up to T tokens, of which only the response is learnt.
+    """For causal models: prompt and response in one sequence of up to T tokens.
 
-    With a chat template the prompt is the user's turn and the response the assistant's; otherwise it is
-    [begin] prompt response end.
+    Only the response is trained on.
+
+    With a chat template the prompt is the user's turn and the response the assistant's; otherwise
+    the sequence is [begin] prompt response end.
     """
 
     def __getitem__(self, index: int) -> Sample:
@@ -91,9 +89,10 @@ class PromptResponse(_Pairs):
         return begin + tokens.encode(prompt), [*tokens.encode(response), tokens.end]
 
     def _fit(self, prompt: list[int], response: list[int]) -> tuple[list[int], list[int]]:
-        """The response loses its tail, and with it the end: the model must not learn to stop in mid-sentence.
+        """Cut the end of the response and its end token: the model must not learn to stop early.
 
-        A prompt that leaves it less than a quarter of T loses its beginning, but for the begin token.
+        If the prompt leaves the response less than a quarter of T, cut its beginning, except for
+        the begin token.
         """
         room = self._seq_len - min(len(response), max(1, self._seq_len // 4))
         if len(prompt) > room:
@@ -103,7 +102,7 @@ class PromptResponse(_Pairs):
 
 
 class Seq2SeqPairs(_Pairs):
-    """For encoder-decoder models such as T5: prompt + end in, response + end out, each of up to T tokens."""
+    """For encoder-decoder models such as T5: prompt + end, response + end, each up to T tokens."""
 
     def __getitem__(self, index: int) -> Sample:
         prompt, response = self._fit(*self._encoded(index))
@@ -121,7 +120,7 @@ class Seq2SeqPairs(_Pairs):
 
 
 class RowText:
-    """The token ids of one column, row after row, without begin and end; may be iterated again."""
+    """The token ids of one column, row by row, without begin and end. Can be iterated again."""
 
     def __init__(self, rows: Rows, tokens: Tokens, column: str = "text") -> None:
         self._rows = rows
@@ -137,18 +136,18 @@ class RowText:
 
 
 def collate(samples: Sequence[Sample], pad: int) -> dict[str, torch.Tensor]:
-    """Pad to the longest: input_ids and attention_mask [b, t], labels [b, u]; labels of padding are IGNORED."""
+    """Pad: input_ids and attention_mask [b, t], labels [b, u], where padding is IGNORED."""
     inputs = [ids for ids, _ in samples]
     lengths = torch.tensor([len(ids) for ids in inputs])
     padded = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True, padding_value=pad)
     labels = torch.nn.utils.rnn.pad_sequence([labels for _, labels in samples], batch_first=True, padding_value=IGNORED)
-    # By length, not by id: the padding id may be the end's.
+    # By length, not by id: the padding id may equal the end id.
     mask = (torch.arange(padded.shape[1]) < lengths[:, None]).long()
     return {"input_ids": padded, "attention_mask": mask, "labels": labels}
 
 
 def _spread(size: int, count: int) -> list[int]:
-    """Up to `count` of `size` indices in ascending order, in stretches, because neighbours are cheap to read."""
+    """Up to `count` of `size` indices, ascending, in stretches: neighbours are cheap to read."""
     if size <= count:
         return list(range(size))
     stretches = max(1, count // _STRETCH)
@@ -158,11 +157,11 @@ def _spread(size: int, count: int) -> list[int]:
 
 
 WINDOW = 4
-"""Row groups that are shuffled into one another: their rows come together, so that each group is read once in an epoch."""
+"""Row groups whose rows are shuffled together, so that each group is read once per epoch."""
 
 
 class PackedText(Dataset[Sample]):
-    """A flat array of tokens with its documents' boundaries. A sample's id is the offset of its first token."""
+    """Running text. A sample's id is the offset of its first token."""
 
     recut = True
 
@@ -174,7 +173,7 @@ class PackedText(Dataset[Sample]):
         return _cut(boundaries[:-1], np.diff(boundaries), seq_len)
 
     def cut_again(self, rest: Table, seq_len: int) -> Table:
-        """The same tokens, those that lie side by side in one document joined first."""
+        """Cut the same tokens again, after joining neighbours in the same document."""
         if not len(rest):
             return rest
         order = np.argsort(rest.ids)
@@ -194,7 +193,10 @@ class PackedText(Dataset[Sample]):
 
 
 class RowSamples(Dataset[Sample]):
-    """Pairs of prompt and response, one row a sample. Their ids are the rows' numbers, whatever T cuts off."""
+    """Pairs of prompt and response, one sample per row.
+
+    A sample's id is the row's number, whatever T cuts off.
+    """
 
     recut = False
 
@@ -215,7 +217,10 @@ class RowSamples(Dataset[Sample]):
 
 
 def _cut(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Table:
-    """Cut stretches of text into pieces of at most `seq_len`; a last piece of one token predicts nothing and is left out."""
+    """Cut stretches of text into pieces of at most `seq_len`.
+
+    A last piece of one token predicts nothing and is left out.
+    """
     pieces = np.maximum(0, -(-(lengths - 1) // seq_len))
     # 0, 1, 2, ... within each stretch.
     number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)

@@ -1,6 +1,4 @@
-"""Text to token ids: bytes, which need nothing, or a tokenizer of the transformers library.
-
-All documents of a corpus as one flat row of tokens on disk: what is read at random needs no tokenizer any more."""
+"""Token ids of texts, by bytes or a transformers tokenizer, and a corpus of them on disk."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ VOCABULARY = 259
 
 
 class Tokens(Protocol):
-    """A vocabulary and the way into it."""
+    """A tokenizer."""
 
     @property
     def vocabulary(self) -> int:
@@ -30,7 +28,7 @@ class Tokens(Protocol):
 
     @property
     def begin(self) -> int | None:
-        """The id that a text begins with; None where the tokenizer has no such habit."""
+        """The id that every text begins with; None if the tokenizer does not add one."""
         ...
 
     @property
@@ -41,7 +39,7 @@ class Tokens(Protocol):
 
     @property
     def identity(self) -> str:
-        """Changes when the same text would give other ids: part of the name of cached tokens."""
+        """Changes when the same text would give other ids; part of the name of cached tokens."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -49,16 +47,16 @@ class Tokens(Protocol):
         ...
 
     def chat(self, prompt: str, response: str) -> tuple[list[int], list[int]] | None:
-        """Ids of a dialogue up to the response and from there to its end; None without a chat template."""
+        """The ids before the response and of the response; None without a chat template."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write down beside an exported model how text becomes ids."""
+        """Write the tokenizer into the folder of an exported model."""
         ...
 
 
 class ByteTokens:
-    """UTF-8 bytes as ids 0-255; 256 begins, 257 ends, 258 pads."""
+    """UTF-8 bytes as ids 0-255; 256 is begin, 257 end, 258 padding."""
 
     vocabulary = VOCABULARY
     begin: int | None = BEGIN
@@ -67,7 +65,7 @@ class ByteTokens:
     identity = "bytes"
 
     def encode(self, text: str) -> list[int]:
-        # JSON may carry half a surrogate pair; it is text all the same.
+        # JSON strings may contain half a surrogate pair.
         return list(text.encode("utf-8", "surrogatepass"))
 
     def chat(self, prompt: str, response: str) -> tuple[list[int], list[int]] | None:
@@ -75,12 +73,12 @@ class ByteTokens:
 
     def save(self, folder: Path) -> None:
         meaning = {"kind": "bytes", "vocabulary": VOCABULARY, "bytes": [0, 255], "begin": BEGIN, "end": END, "pad": PAD}
-        text = "ids 0-255 are the bytes of the text in UTF-8; a document is begin, its bytes, end; pad fills up at the end"
+        text = "ids 0-255 are the bytes of the text in UTF-8; a document is begin, its bytes, end; pad follows the end"
         (folder / "tokenizer_bytes.json").write_text(json.dumps({**meaning, "meaning": text}, indent=1) + "\n")
 
 
 class LibraryTokens:
-    """The tokenizer in a local folder, or of a hub name that is already in the local cache."""
+    """A tokenizer in a local folder, or one with a hub name that is in the local cache."""
 
     def __init__(self, path: str) -> None:
         tokenizer = _load(path)
@@ -91,11 +89,12 @@ class LibraryTokens:
         self.end: int = end
         self.pad: int = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         known = tokenizer.get_vocab()
-        # Some vocabularies have holes: their length is not above all ids.
+        # Some vocabularies have holes, so their length may be below some ids.
         self.vocabulary: int = max(known.values()) + 1
-        # Many name a begin token without ever using it; what the model has seen is what the tokenizer does by itself.
-        habit = tokenizer("a", verbose=False)["input_ids"]
-        self.begin: int | None = habit[0] if habit and habit[0] == tokenizer.bos_token_id else None
+        # Many tokenizers define a begin token that they never add. The model was trained with what
+        # they do add.
+        added = tokenizer("a", verbose=False)["input_ids"]
+        self.begin: int | None = added[0] if added and added[0] == tokenizer.bos_token_id else None
         self.identity = digest(repr(sorted(known.items())), _rules(tokenizer), str(self.begin), str(end))
 
     def encode(self, text: str) -> list[int]:
@@ -108,10 +107,11 @@ class LibraryTokens:
         question = [{"role": "user", "content": prompt}]
         opening = self._render(question, add_generation_prompt=True)
         whole = self._render([*question, {"role": "assistant", "content": response}])
-        # Some templates open a response in another way than they store it: then only what the model must say is left.
+        # Some templates open a response differently from how they store it; then only the response
+        # itself is used.
         answer = self.encode(whole.removeprefix(opening) if whole.startswith(opening) else response)
         if self.end in answer:
-            # Templates go on with a line break after the end; nobody asks for it.
+            # Drop what templates add after the end, such as a line break.
             answer = answer[: len(answer) - answer[::-1].index(self.end)]
         else:
             answer.append(self.end)
@@ -123,55 +123,57 @@ class LibraryTokens:
     def _render(self, messages: list[dict[str, str]], **options: Any) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        # A template is a program of its author's: it may fail in any way.
+        # A template is a program, so any kind of error is possible.
         except Exception as error:  # noqa: BLE001
             name = self._tokenizer.name_or_path
-            raise BadInputError(f"tokenizer {name}: its chat template fails: {type(error).__name__}: {error}") from None
+            raise BadInputError(f"tokenizer {name}: its chat template failed: {type(error).__name__}: {error}") from None
         return text
 
 
 def load_tokens(name: str | None, model_path: str | None = None) -> Tokens:
-    """ "bytes", or a tokenizer by folder or hub name; by default the model's own, and bytes for a model without a path."""
+    """A tokenizer by folder or hub name, or "bytes"; by default the model's, else bytes."""
     name = name or model_path or "bytes"
     return ByteTokens() if name == "bytes" else LibraryTokens(name)
 
 
 def _load(path: str) -> Any:
-    # A few seconds that runs on bytes need not spend.
+    # Slow to import, and not needed for bytes.
     from transformers import AutoTokenizer
 
     expanded = str(Path(path).expanduser())
     looks_local = path.startswith(("/", ".", "~")) or Path(expanded).exists()
     if looks_local and not Path(expanded).is_dir():
-        raise BadInputError(f"tokenizer {path}: no such folder; name a folder with tokenizer.json, a hub name or bytes")
+        raise BadInputError(f"tokenizer {path}: no such folder; give a folder with tokenizer.json, a hub name or bytes")
     try:
         return AutoTokenizer.from_pretrained(expanded)
-    # Broken files come as any kind of error from three libraries.
+    # Broken files raise any kind of error from three libraries.
     except Exception as error:  # noqa: BLE001
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         help_ = (
             "the folder needs tokenizer.json or another tokenizer file"
             if looks_local
-            else "download it while online (hf download NAME), or name a local folder or bytes"
+            else "download it while online (hf download NAME), or give a local folder or bytes"
         )
         raise BadInputError(f"tokenizer {path}: cannot be loaded: {reason}; {help_} (data.tokenizer)") from None
 
 
 def _rules(tokenizer: Any) -> str:
-    """How text is cut, as far as the tokenizer can say it: fast ones can in full."""
+    """How the tokenizer splits text. Only fast tokenizers report that in full."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return str(backend.to_str()) if backend is not None else f"{type(tokenizer).__name__} {tokenizer.name_or_path}"
 
 
 _TOKENS, _BOUNDARIES = "tokens.npy", "boundaries.npy"
 _FLUSH = 1 << 20
-"""Tokens that are held before they are written."""
+"""Tokens that are collected before they are written."""
 
 
 class TokenStore:
-    """`tokens` [n], uint16 or uint32, and `boundaries` [documents + 1], int64: document i is tokens[b[i]:b[i + 1]].
+    """`tokens` [n] and `boundaries` [documents + 1]: document i is tokens[b[i]:b[i + 1]].
 
-    A store in a folder is mapped, not read, and pickled as the folder's name.
+    Tokens are uint16 or uint32, boundaries int64.
+
+    A store in a folder is memory-mapped, and pickled as the folder's name.
     """
 
     def __init__(self, tokens: np.ndarray, boundaries: np.ndarray, folder: Path | None = None) -> None:
@@ -181,24 +183,24 @@ class TokenStore:
 
     @classmethod
     def open(cls, folder: Path) -> TokenStore:
-        """The store that `token_cache` left in this folder."""
+        """Open the store that `token_cache` wrote into this folder."""
         try:
             tokens, boundaries = (np.load(folder / name, mmap_mode="r") for name in (_TOKENS, _BOUNDARIES))
         except (OSError, ValueError) as error:
             raise BadInputError(
-                f"{folder}: cached tokens cannot be read: {error}; remove the folder to have it built anew"
+                f"{folder}: cached tokens cannot be read: {error}; delete the folder to build it again"
             ) from None
         return cls(tokens, boundaries, folder)
 
     @classmethod
     def from_arrays(cls, documents: Iterable[np.ndarray], vocabulary: int) -> TokenStore:
-        """In memory, for small corpora; begin and end are in the documents already."""
+        """A store in memory, for small corpora. The documents already contain begin and end."""
         pieces = [np.asarray(document).astype(_dtype(vocabulary)) for document in documents]
         boundaries = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
         return cls(np.concatenate(pieces) if pieces else np.empty(0, _dtype(vocabulary)), boundaries)
 
     def __len__(self) -> int:
-        """Documents."""
+        """The number of documents."""
         return len(self.boundaries) - 1
 
     def document(self, index: int) -> np.ndarray:
@@ -212,10 +214,11 @@ class TokenStore:
 
 
 def token_cache(rows_or_texts: Iterable[str | Sequence[int]], tokens: Tokens, folder: Path, key: str) -> TokenStore:
-    """Every document as [begin] ids [end], built at the first call in bounded memory, mapped at every later one.
+    """Every document as [begin] ids [end], built once in bounded memory and then mapped.
 
-    Documents are texts or lists of ids, such as RowText gives. `key` must change with them (see once.fingerprint); the
-    tokenizer's identity is part of the name by itself. One process builds, the others wait.
+    Documents are texts or lists of ids, such as RowText gives. `key` must change with them (see
+    `files.fingerprint`); the tokenizer's identity is added to it. One process builds, the others
+    wait.
     """
     name = digest("tokens 1", key, tokens.identity)
     path = built_once(folder / f"{name}.tokens", lambda temporary: _build(rows_or_texts, tokens, temporary))
@@ -240,7 +243,7 @@ def _build(documents: Iterable[str | Sequence[int]], tokens: Tokens, folder: Pat
 
 
 class _GrowingArray:
-    """A .npy file [length] that grows: its header, of fixed size, is written again at the end."""
+    """A .npy file [length] that grows. Its header, of fixed size, is written again at the end."""
 
     def __init__(self, file: BinaryIO, dtype: np.dtype[Any], limit: int) -> None:
         self.length = 0

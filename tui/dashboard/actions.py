@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from memtop.presets import apply_preset, presets_for
 from memtop.supervisor import units, wire
 from memtop.supervisor.monitor.snapshots import why_incomplete
-from memtop.supervisor.recovery.applying import ran_out
+from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Change
 from memtop.tui.processes.kill import KillDialog, candidates, end_chosen
@@ -96,7 +96,7 @@ async def preset(dashboard: Dashboard, key: str) -> None:
         listed = ", ".join(f"{p.key} {n}" for n, p in presets.items() if p.key is not None)
         dashboard.say(f"no preset of the recipe {run.settings.recipe} has key {key}: there are {listed}", "bad")
         return
-    failed = ran_out(dashboard.store.configurations)
+    failed = failed_settings(dashboard.store.configurations)
     name = await dashboard.app.push_screen_wait(PresetDialog(run, run.settings, presets, key, failed))
     if name is None:
         return
@@ -145,7 +145,7 @@ async def history(dashboard: Dashboard, key: str) -> None:
 
 async def recovery(dashboard: Dashboard, key: str) -> None:
     """The recovery card. Without a key it has opened by itself."""
-    from memtop.supervisor.recovery.applying import change_for
+    from memtop.supervisor.recovery.configuration import change_for
     from memtop.tui.recovery import OomCard
 
     by_itself = not key
@@ -200,7 +200,7 @@ async def undo(dashboard: Dashboard, key: str) -> None:
 
 
 async def speed(dashboard: Dashboard, key: str) -> None:
-    from memtop.supervisor.recovery.applying import change_for
+    from memtop.supervisor.recovery.configuration import change_for
     from memtop.tui.speed import SpeedScreen
 
     page = SpeedScreen(dashboard)

@@ -16,7 +16,8 @@ from memtop.supervisor.wire import RoleMemory
 ROLES = ("launcher", "rank", "loader worker", "other")
 EVERY_SECONDS = 10.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-# The kernel walks every page of a process for this: at most a fiftieth of one core goes into it, however large they are.
+# The kernel walks every page of a process for this. Readings take at most a fiftieth of one core,
+# however large the processes are.
 _SHARE = 50
 _LAUNCHERS = (
     *("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate-launch"),
@@ -25,17 +26,18 @@ _LAUNCHERS = (
 
 
 class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What /proc/PID/smaps_rollup tells of one process, in bytes."""
+    """The values of /proc/PID/smaps_rollup for one process, in bytes."""
 
     pss_bytes: int
     uss_bytes: int
     shm_bytes: int | None
-    """None on kernels that do not tell it apart (before 5.1)."""
+    """None on kernels before 5.1, which do not report it separately."""
     swap_bytes: int | None
 
 
 def process_memory(pid: int, proc_root: Path = PROC) -> ProcessMemory | None:
-    """Memory of one process. Raises ProcessLookupError if it is gone; None where this user may not read it."""
+    """Memory of one process. Raises ProcessLookupError if it is gone; None where this user may not
+    read it."""
     try:
         with (proc_root / str(pid) / "smaps_rollup").open("rb", buffering=0) as file:
             lines = file.read().splitlines()
@@ -57,8 +59,8 @@ def process_memory(pid: int, proc_root: Path = PROC) -> ProcessMemory | None:
 
 
 def role_memory(processes: Iterable[ProcessId], rank_pids: Collection[int], proc_root: Path = PROC) -> tuple[RoleMemory, ...]:
-    """Memory of these processes by role, in the order of ROLES; roles that nobody has are left out. A value that cannot be
-    read of one process is None for its whole role."""
+    """Memory of these processes by role, in the order of ROLES; roles without a process are left out.
+    If a value cannot be read for one process, it is None for its whole role."""
     alive = [process.pid for process in processes if identify(process.pid, proc_root) == process]
     found: dict[str, list[ProcessMemory | None]] = {}
     for pid, role in roles(alive, rank_pids, proc_root).items():
@@ -85,8 +87,9 @@ def _together(role: str, members: list[ProcessMemory | None]) -> RoleMemory:
 
 
 def roles(pids: Collection[int], rank_pids: Collection[int], proc_root: Path = PROC) -> dict[int, str]:
-    """Which part each process plays. Ranks are those that the agent reported, else the program itself (below its launcher);
-    what stands above a rank launches it, what is below works for it. The shim above the program is added."""
+    """The role of each process. Ranks are the processes that the agent reported, or the program itself
+    (below its launcher). The ancestors of a rank are launchers, its descendants loader workers. The
+    shim above the program is added."""
     parents = {pid: parent_of(pid, proc_root) for pid in pids}
     for parent in {parent for parent in parents.values() if parent is not None and parent not in parents}:
         if _is_shim(parent, proc_root):
@@ -121,8 +124,8 @@ def _programs(parents: dict[int, int | None], proc_root: Path) -> set[int]:
 
 
 def _is_launcher(pid: int, proc_root: Path) -> bool:
-    """True for `torchrun ...`, `python -m torch.distributed.run ...`, `accelerate launch ...` and the run's shim. Only the
-    program and its module are looked at, not the words behind them."""
+    """True for `torchrun ...`, `python -m torch.distributed.run ...`, `accelerate launch ...` and
+    the run's shim. Only the program and its module count, not the arguments after them."""
     words = [word for word in _command(pid, proc_root)[:4] if not word.startswith("-")][:2]
     return _is_shim(pid, proc_root) or any(Path(word).name in _LAUNCHERS for word in words)
 
@@ -143,7 +146,8 @@ class HostReading(msgspec.Struct, frozen=True, kw_only=True):
     """What /proc shows of the run's processes at one moment."""
 
     anonymous: Mapping[int, int] = {}
-    """By pid, private resident bytes that no file backs; a process that could not be read is left out."""
+    """By pid, private resident bytes that no file backs; a process that could not be read is left
+    out."""
     address_space_left: int | None = None
     """Bytes that the rank with the least left may still map; None without a limit (ulimit -v)."""
 
@@ -155,8 +159,8 @@ def read_host_memory(pids: Iterable[int], rank_pids: Iterable[int]) -> HostReadi
 
 
 def anonymous_bytes(pids: Iterable[int], proc_root: Path = PROC) -> dict[int, int]:
-    """By pid, resident bytes that no file backs and that are not shared memory. A process that has ended, or that this user
-    may not read, is left out."""
+    """By pid, resident bytes that no file backs and that are not shared memory. A process that has
+    ended, or that this user may not read, is left out."""
     found = {}
     for pid in pids:
         try:
@@ -170,7 +174,7 @@ def anonymous_bytes(pids: Iterable[int], proc_root: Path = PROC) -> dict[int, in
 
 
 class RunMemory:
-    """The newest reading, made anew every ten seconds, or more rarely where it takes the kernel long."""
+    """The newest reading. It is repeated every ten seconds, or less often if it takes long."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.roles: tuple[RoleMemory, ...] = ()

@@ -1,1 +1,1 @@
-"""What a run keeps on disk: its folder, ledger, journals, history and saved states."""
+"""What a run stores on disk: folder, ledger, journals, machine history and saved states."""

@@ -1,15 +1,29 @@
-"""What the supervisor knows of `train_latest_state`: its manifest, and whether the files it names are all there.
+"""The saved states of a run: reads their manifests, finds the newest, and goes back to an earlier one.
 
-Sizes are compared here; the checksums are left to the trainer, which reads every byte anyway when it resumes.
+Only the sizes of files are compared. The trainer compares the checksums when it resumes, because it then reads all files.
+
+Going back moves later states aside with a time stamp and deletes nothing. A run that is stopped for this saves once more,
+and the trainer may then delete its oldest state. So the chosen state is first kept in an additional folder, with hard links
+(or copies, if the file system has no hard links).
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
+from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.wire import Checkpoint
+
+# Errors of file systems that have no hard links, or none between two of their parts.
+_NO_LINKS = {errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 class _File(msgspec.Struct):
@@ -25,16 +39,16 @@ class _Manifest(msgspec.Struct):
 
 
 def read_checkpoint(folder: Path) -> Checkpoint | None:
-    """The checkpoint in that folder; None if there is no such folder."""
+    """The checkpoint in a folder. None if there is no such folder."""
     if not folder.is_dir():
         return None
     manifest_path = folder / "manifest.json"
     try:
         manifest = msgspec.json.decode(manifest_path.read_bytes(), type=_Manifest)
     except FileNotFoundError:
-        return Checkpoint(path=str(folder), complete=False, problem=f"{manifest_path} is missing: the save was cut short")
+        return Checkpoint(path=str(folder), complete=False, problem=f"{manifest_path} is missing: the save was interrupted")
     except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
-        return Checkpoint(path=str(folder), complete=False, problem=f"{manifest_path}: cannot be understood: {error}")
+        return Checkpoint(path=str(folder), complete=False, problem=f"{manifest_path}: cannot be decoded: {error}")
     problem = next((p for p in (_problem(folder, file) for file in manifest.files) if p), None)
     return Checkpoint(
         path=str(folder),
@@ -48,7 +62,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def newest_checkpoint(latest: Path) -> Checkpoint | None:
-    """`train_latest_state` if it is complete, else the one before it if that is, else the broken one (or None)."""
+    """`train_latest_state` if complete, else the previous state if complete, else the incomplete one. None if there is none."""
     first = read_checkpoint(latest)
     if first is not None and first.complete:
         return first
@@ -57,7 +71,7 @@ def newest_checkpoint(latest: Path) -> Checkpoint | None:
 
 
 def kept_states(latest: Path) -> list[Checkpoint]:
-    """All whole states of the run, the newest first: the trainer keeps as many as it is told to."""
+    """All complete states of the run, the newest first. The `keep` setting limits their number."""
     older = (path for path in latest.parent.glob(f"{latest.name}.*") if ".tmp-" not in path.name)
     folders = (latest, *older)
     states = [state for folder in folders if (state := read_checkpoint(folder)) is not None and state.complete]
@@ -70,4 +84,118 @@ def _problem(folder: Path, file: _File) -> str | None:
         found = path.stat().st_size
     except OSError as error:
         return f"{path}: {error.strerror}"
-    return None if found == file.size_bytes else f"{path}: {found} bytes, the manifest says {file.size_bytes}"
+    return None if found == file.size_bytes else f"{path}: {found} bytes, but the manifest lists {file.size_bytes}"
+
+
+def state_at(latest: Path, update: int) -> Checkpoint:
+    """The newest kept state at or before that update. Raises UsageError if there is none."""
+    return newest_until(kept_states(latest), update)
+
+
+def newest_until(kept: Sequence[Checkpoint], update: int) -> Checkpoint:
+    """The newest of these states at or before that update. Raises UsageError if there is none."""
+    fitting = [state for state in kept if state.updates is not None and state.updates <= update]
+    if not fitting:
+        there = ", ".join(str(state.updates) for state in kept) or "none"
+        raise UsageError(
+            f"--state: no kept state at or before update {update} (kept: {there}); without --state the newest one is used"
+        )
+    return max(fitting, key=lambda state: state.updates or 0)
+
+
+def hold(latest: Path, update: int) -> None:
+    """Keep the state that the run will go back to, whatever the program saves while it stops."""
+    chosen, held = Path(state_at(latest, update).path), _held(latest)
+    if chosen == held:
+        return
+    beside = held.with_name(f"{held.name}.new")
+    try:
+        for leftover in (beside, held):
+            shutil.rmtree(leftover, ignore_errors=True)  # deletes our links only; the linked files stay
+        shutil.copytree(chosen, beside, copy_function=_link_or_copy)
+        beside.rename(held)
+    except OSError as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise RunFolderError(f"{chosen}: cannot be kept: {_why(error)}") from None
+
+
+def discard_held(latest: Path) -> None:
+    """Delete the additional folder, because the run no longer goes back."""
+    shutil.rmtree(_held(latest), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def rolled_back(latest: Path, update: int | None) -> Iterator[Path | None]:
+    """Go back to the newest state at or before that update. None changes nothing.
+
+    Yields the folder to which later states were moved, None if there were none. If the block raises, all states are moved
+    back. The run must not be running. Raises RunFolderError if a folder cannot be moved.
+    """
+    moves: list[tuple[Path, Path]] = []
+    aside = latest.with_name(f"set-aside.{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        if update is not None:
+            _move(latest, update, aside, moves)
+        yield aside if any(here.parent == aside for _, here in moves) else None
+    except BaseException:
+        _move_back(moves, aside)
+        raise
+    discard_held(latest)
+
+
+def _move(latest: Path, update: int, aside: Path, moves: list[tuple[Path, Path]]) -> None:
+    """Go back. Each move is added to `moves` as (from, to)."""
+    chosen = Path(state_at(latest, update).path)
+
+    def move(there: Path, here: Path) -> None:
+        there.rename(here)
+        moves.append((there, here))
+
+    try:
+        for folder in (latest, *_others(latest), latest.with_name("best_state")):
+            state = read_checkpoint(folder)
+            if state is None or folder == chosen or (state.complete and (state.updates or 0) <= update):
+                continue
+            aside.mkdir(exist_ok=True)
+            move(folder, aside / folder.name)
+        if chosen != latest:
+            if latest.is_dir():
+                # This is an older complete state. It is kept.
+                move(latest, latest.with_name(f"{latest.name}.{time.time_ns()}"))
+            move(chosen, latest)
+    except OSError as error:
+        raise RunFolderError(f"{error.filename or latest}: cannot be moved: {_why(error)}") from None
+
+
+def _move_back(moves: list[tuple[Path, Path]], aside: Path) -> None:
+    for there, here in reversed(moves):
+        try:
+            here.rename(there)
+        except OSError as error:
+            raise RunFolderError(f"{here}: cannot be moved back to {there}: {_why(error)}; move it there yourself") from error
+    if aside.is_dir() and not any(aside.iterdir()):
+        aside.rmdir()
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copy2(source, target)
+
+
+def _why(error: OSError) -> str:
+    # copytree raises one error with a list of (from, to, reason) and without an errno.
+    if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):
+        return "; ".join(str(why) for *_, why in error.args[0][:2])
+    return error.strerror or str(error)
+
+
+def _held(latest: Path) -> Path:
+    return latest.with_name(f"{latest.name}.held")
+
+
+def _others(latest: Path) -> list[Path]:
+    return sorted(path for path in latest.parent.glob(f"{latest.name}.*") if path.is_dir() and path != _held(latest))

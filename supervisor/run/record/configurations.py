@@ -1,13 +1,11 @@
-"""The configurations of a run: stretches under the same settings, what each needed and how it went.
+"""The configurations of a run: periods with the same settings, the memory that each needed, and how each ended.
 
-The present one is kept in memory and written down now and then; the ledger has them all.
+The present one changes with every update and is written now and then; the ledger has them all.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -17,72 +15,65 @@ from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import Configuration
 
-if TYPE_CHECKING:
-    from memtop.supervisor.run.record.ledger import Attempt
-
-SCHEMA = "CREATE TABLE IF NOT EXISTS configurations (number INTEGER PRIMARY KEY, record TEXT NOT NULL);"
-
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that began with a configuration, or came to it while it ran."""
+    """An attempt that started with a configuration, or changed to it while it ran."""
 
     attempt: int
     by_memtop: bool = False
-    """It was started without a person asking for it."""
+    """memtop started it, not a person."""
     saved_before: int | None = None
-    """The newest saved update when the attempt began, ..."""
+    """The newest saved update when the attempt started."""
     saved_after: int | None = None
-    """... and when it ended, or went on with other settings; None: nothing saved."""
+    """The newest saved update when it ended or continued with other settings. None if nothing was saved."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A configuration as the ledger keeps it: what is shown, and what deciding and going on need beside."""
+    """A configuration in the ledger, with what the supervisor needs in addition to what is displayed."""
 
     configuration: Configuration
     allocator: str = ""
-    """Allocator options that memtop gave to a program of the user's own, which has no settings."""
-    starts: tuple[Start, ...] = ()
-    """Oldest first; one at least, but in ledgers of older versions."""
-    said: tuple[int, float] | None = None
-    """The attempt and the time of the report with which the running program changed to it; None where an attempt began it."""
+    """Allocator options that memtop set for an external command, which has no settings."""
+    starts: tuple[Start, ...]
+    """Oldest first, at least one."""
+    changed_by: tuple[int, float] | None = None
+    """Attempt and time of the report with which the running program changed to it. None if an attempt started with it."""
     died_of_memory: bool = False
-    """It ended (or went on smaller) for lack of memory, and that is sure: it is not to be tried again by itself."""
+    """It certainly ended (or continued with a smaller batch) for lack of memory: memtop does not try it again on its own."""
     samples: int = 0
     seconds: float = 0.0
-    """What its speed is made of: samples and the time of their updates."""
+    """Samples and the duration of their updates: its speed is their quotient."""
 
     @property
     def newest_attempt(self) -> int:
-        return self.starts[-1].attempt if self.starts else self.configuration.attempt
+        return self.starts[-1].attempt
 
 
 def same(one: Settings | None, other: Settings | None) -> bool:
-    """Whether two settings are one configuration: how long the run is to last does not make another."""
+    """Whether two settings are the same configuration. The length of the run does not count."""
     if one is None or other is None:
         return one is other
     return replace(one, target_samples=0, epochs=0.0) == replace(other, target_samples=0, epochs=0.0)
 
 
 def before_the_present(rows: Sequence[Configuration]) -> Configuration | None:
-    """The newest configuration before the present one that is another."""
+    """The newest earlier configuration with other settings than the present one."""
     if not rows:
         return None
     present = rows[-1].settings
     return next((row for row in reversed(rows[:-1]) if not same(row.settings, present)), None)
 
 
-class Configurations:
-    """All of a run, the last one being the present. `save` writes one down (False: not now, it is tried again); `tell` is
-    called when one begins or ends."""
+class Configurations(msgspec.Struct, frozen=True, kw_only=True):
+    """All of a run, the last one being the present. Every method returns the configurations after what it is told."""
 
-    def __init__(self, records: Iterable[Record], save: Callable[[Record], bool], tell: Callable[[], None]) -> None:
-        self.records = list(records)
-        self._save = save
-        self._tell = tell
-        # What came from the attempts of an older ledger is not in its table yet.
-        self._unsaved = {record.configuration.number for record in self.records}
-        self._seen: int | None = None
-        self._on_gpu = False
+    records: tuple[Record, ...] = ()
+    unsaved: frozenset[int] = frozenset()
+    """The numbers of those that changed since they were last written."""
+    seen: int | None = None
+    """The samples seen at the newest update of this attempt."""
+    on_gpu: bool = False
+    """A rank has reported device memory."""
 
     @property
     def present(self) -> Record | None:
@@ -96,169 +87,146 @@ class Configurations:
     def numbered(self, number: int) -> Configuration | None:
         return next((row for row in self.rows if row.number == number), None)
 
+    def has_begun(self, attempt: int) -> bool:
+        """Whether an attempt is known; its supervisor may have been killed before it could write it."""
+        return self.present is not None and self.present.newest_attempt >= attempt
+
     def begin_attempt(
         self,
         attempt: int,
         reason: str,
         settings: Settings | None,
+        started: float,
         *,
         allocator: str = "",
         by_memtop: bool = False,
         saved: int | None = None,
-        started: float | None = None,
-    ) -> None:
-        """An attempt starts, or has at `started` (seconds since the epoch). The same settings as before go on where they did
-        not run out of memory."""
-        self._seen = None
+    ) -> Configurations:
+        """An attempt starts at `started` (seconds since the epoch). The present configuration goes on if the settings are the
+        same and did not run out of memory."""
         start = Start(attempt=attempt, by_memtop=by_memtop, saved_before=saved)
-        last = self.present
+        now, last = replace(self, seen=None), self.present
         if last is not None and not last.died_of_memory and last.allocator == allocator:
             shown = last.configuration
             if same(shown.settings, settings):
-                # The run's length may be another now; the first attempt's reason stays.
+                # The run's length may have changed; the reason of the first attempt stays.
                 going_on = replace(shown, settings=settings, until_update=None, outcome=None)
-                self._replace(configuration=going_on, starts=(*last.starts, start))
-                return
+                return now._put(replace(last, configuration=going_on, starts=(*last.starts, start)))
         if last is not None and last.configuration.outcome is None:
-            self._replace(configuration=replace(last.configuration, outcome="replaced"), starts=_saved(last.starts, saved))
-        shown = Configuration(
-            number=self._next_number, attempt=attempt, started=started or time.time(), reason=reason, settings=settings
-        )
-        self._begin(Record(configuration=shown, allocator=allocator, starts=(start,)))
-
-    def has_begun(self, attempt: int) -> bool:
-        """Whether an attempt has been told of; its supervisor may have died before it could."""
-        return self.present is not None and self.present.newest_attempt >= attempt
+            ended = replace(last.configuration, outcome="replaced")
+            now = now._put(replace(last, configuration=ended, starts=_saved(last.starts, saved)))
+        shown = Configuration(number=self._next_number, attempt=attempt, started=started, reason=reason, settings=settings)
+        return now._begin(Record(configuration=shown, allocator=allocator, starts=(start,)))
 
     def change(
-        self, update: int, reason: str, settings: Settings, *, died: str | None, saved: int | None, said: tuple[int, float]
-    ) -> None:
-        """The running program goes on with other settings from this update on; `died`: of what the ones before ran out;
-        `said`: in which attempt it has told so, and when. A report that is known already changes nothing."""
+        self,
+        update: int,
+        reason: str,
+        settings: Settings,
+        *,
+        died: str | None,
+        saved: int | None,
+        changed_by: tuple[int, float],
+    ) -> Configurations:
+        """The running program goes on with other settings from this update on.
+
+        `died`: what the settings before ran out of, if they did; `changed_by`: the attempt and the time of the report. A report
+        that is known already changes nothing.
+        """
         last = self.present
         assert last is not None, "settings change within an attempt"
-        if any(record.said == said for record in self.records):
-            return
-        self.end(died or "replaced", update - 1, saved, died_of_memory=died is not None)
-        attempt, time_told = said
+        if any(record.changed_by == changed_by for record in self.records):
+            return self
+        attempt, started = changed_by
         shown = Configuration(
             number=self._next_number,
             attempt=attempt,
             since_update=update,
-            started=time_told,
+            started=started,
             reason=reason,
             settings=settings,
         )
-        # It is the same start of the program, whoever has caused that.
-        starts = last.starts[-1:] or (Start(attempt=attempt),)
-        self._begin(Record(configuration=shown, allocator=last.allocator, starts=starts, said=said))
+        # The program was started once, whatever caused that start.
+        starts = last.starts[-1:]
+        ended = self.end(died or "replaced", update - 1, saved, died_of_memory=died is not None)
+        return ended._begin(Record(configuration=shown, allocator=last.allocator, starts=starts, changed_by=changed_by))
+
+    def resumed(self, update: int) -> Configurations:
+        """The program has reported after which update it goes on."""
+        last = self.present
+        if last is None or last.configuration.since_update is not None:
+            return self
+        return self._put(replace(last, configuration=replace(last.configuration, since_update=update + 1)))
+
+    def end(self, outcome: str, update: int | None, saved: int | None, *, died_of_memory: bool = False) -> Configurations:
+        """The present one is over after this update."""
+        last = self.present
+        if last is None:
+            return self
+        shown = last.configuration
+        peak = replace(shown.peak, failed=True) if died_of_memory and shown.peak is not None else shown.peak
+        shown = replace(shown, until_update=update, outcome=outcome, peak=peak)
+        starts = _saved(last.starts, saved)
+        return self._put(replace(last, configuration=shown, died_of_memory=died_of_memory, starts=starts))
+
+    def note_step(self, rank: int, step: Step, base_bytes: int | None, key: str) -> Configurations:
+        """A rank has done an update. `base_bytes`: what the run holds of its GPU outside the allocator, None if not known;
+        `key`: everything but the split that shapes the peak."""
+        now, taken = self, step.peak_reserved_bytes or step.peak_bytes
+        if taken is not None:
+            now = replace(now, on_gpu=True)._note_peak(taken + (base_bytes or 0), key)
+        last = now.present
+        if rank != 0 or last is None:
+            return now
+        shown = last.configuration
+        # The first update of an attempt warms up; its time does not count.
+        if self.seen is not None and step.samples_seen is not None and step.step_seconds:
+            samples, seconds = last.samples + step.samples_seen - self.seen, last.seconds + step.step_seconds
+            last, shown = (
+                replace(last, samples=samples, seconds=seconds),
+                replace(shown, samples_per_second=samples / seconds),
+            )
+        if shown.peak is not None:
+            shown = replace(shown, peak=replace(shown.peak, updates=shown.peak.updates + 1))
+        return replace(now, seen=step.samples_seen)._put(replace(last, configuration=shown))
+
+    def note_host(self, resident_bytes: int | None, key: str) -> Configurations:
+        """What the run's processes hold of host memory: the peak of a run without a GPU."""
+        return self if resident_bytes is None or self.on_gpu else self._note_peak(resident_bytes, key)
+
+    def _note_peak(self, taken: int, key: str) -> Configurations:
+        last = self.present
+        if last is None or last.configuration.outcome is not None or last.configuration.settings is None:
+            return self
+        known = last.configuration.peak
+        if known is None:
+            peak = Peak(batch=last.configuration.settings.batch, bytes=taken, updates=0, settings_key=key)
+        elif taken > known.bytes:
+            peak = replace(known, bytes=taken)
+        else:
+            return self
+        return self._put(replace(last, configuration=replace(last.configuration, peak=peak)))
+
+    def saved(self) -> Configurations:
+        """All of them are being written."""
+        return replace(self, unsaved=frozenset())
+
+    def to_save(self) -> tuple[Record, ...]:
+        return tuple(record for record in self.records if record.configuration.number in self.unsaved)
 
     @property
     def _next_number(self) -> int:
         return self.records[-1].configuration.number + 1 if self.records else 1
 
-    def _begin(self, record: Record) -> None:
-        self.records.append(record)
-        self._unsaved.add(record.configuration.number)
-        self.keep()
-        self._tell()
+    def _begin(self, record: Record) -> Configurations:
+        unsaved = self.unsaved | {record.configuration.number}
+        return replace(self, records=(*self.records, record), unsaved=unsaved)
 
-    def resumed(self, update: int) -> None:
-        """The program has said after which update it goes on."""
-        if self.present is not None and self.present.configuration.since_update is None:
-            self._replace(configuration=replace(self.present.configuration, since_update=update + 1))
-
-    def end(self, outcome: str, update: int | None, saved: int | None, *, died_of_memory: bool = False) -> None:
-        """The present one is over after this update."""
-        if self.present is None:
-            return
-        shown = self.present.configuration
-        peak = replace(shown.peak, failed=True) if died_of_memory and shown.peak is not None else shown.peak
-        self._replace(
-            configuration=replace(shown, until_update=update, outcome=outcome, peak=peak),
-            died_of_memory=died_of_memory,
-            starts=_saved(self.present.starts, saved),
-        )
-
-    def note_step(self, rank: int, report: Step, base_bytes: int | None, key: str) -> None:
-        """A rank has done an update. `base_bytes`: what its GPU holds of the run beside the allocator, None if not known;
-        `key`: everything but the split that shapes the peak."""
-        taken = report.peak_reserved_bytes or report.peak_bytes
-        if taken is not None:
-            self._on_gpu = True
-            self._note_peak(taken + (base_bytes or 0), key)
-        if rank != 0 or self.present is None:
-            return
-        seen, seconds = report.samples_seen, report.step_seconds
-        # The first update of an attempt warms up; its time is not that of the others.
-        if self._seen is not None and seen is not None and seconds:
-            samples, time_taken = self.present.samples + seen - self._seen, self.present.seconds + seconds
-            shown = replace(self.present.configuration, samples_per_second=samples / time_taken)
-            self._put(replace(self.present, configuration=shown, samples=samples, seconds=time_taken))
-        self._seen = seen
-        peak = self.present.configuration.peak
-        if peak is not None:
-            self._put_peak(replace(peak, updates=peak.updates + 1))
-
-    def note_host(self, resident_bytes: int | None, key: str) -> None:
-        """What the run's processes hold of host memory: the peak of a run without a GPU."""
-        if resident_bytes is not None and not self._on_gpu:
-            self._note_peak(resident_bytes, key)
-
-    def _note_peak(self, taken: int, key: str) -> None:
-        if self.present is None or self.present.configuration.outcome is not None:
-            return
-        shown = self.present.configuration
-        if shown.settings is None:
-            return  # whose batch is not known
-        known = shown.peak
-        if known is None:
-            self._put_peak(Peak(batch=shown.settings.batch, bytes=taken, updates=0, settings_key=key))
-        elif taken > known.bytes:
-            self._put_peak(replace(known, bytes=taken))
-
-    def _put_peak(self, peak: Peak) -> None:
-        assert self.present is not None
-        self._put(replace(self.present, configuration=replace(self.present.configuration, peak=peak)))
-
-    def _put(self, record: Record) -> None:
-        self.records[-1] = record
-        self._unsaved.add(record.configuration.number)
-
-    def _replace(self, **values: Any) -> None:
-        assert self.present is not None
-        self._put(replace(self.present, **values))
-        self.keep()
-        self._tell()
-
-    def keep(self) -> None:
-        """Write down what the ledger does not have yet."""
-        for record in self.records:
-            if record.configuration.number in self._unsaved and self._save(record):
-                self._unsaved.discard(record.configuration.number)
+    def _put(self, record: Record) -> Configurations:
+        unsaved = self.unsaved | {record.configuration.number}
+        return replace(self, records=(*self.records[:-1], record), unsaved=unsaved)
 
 
 def _saved(starts: tuple[Start, ...], saved: int | None) -> tuple[Start, ...]:
     """The newest of them has ended, with so many updates saved."""
     return (*starts[:-1], replace(starts[-1], saved_after=saved)) if starts else ()
-
-
-def of_attempts(attempts: Iterable[Attempt]) -> list[Record]:
-    """The configurations of a run whose ledger was written before there were any, as far as its attempts tell them."""
-    records: list[Record] = []
-    for attempt in attempts:
-        if records and same(records[-1].configuration.settings, attempt.settings):
-            continue
-        if records:
-            shown = replace(records[-1].configuration, outcome="replaced", until_update=attempt.start_updates)
-            records[-1] = replace(records[-1], configuration=shown)
-        shown = Configuration(
-            number=len(records) + 1,
-            attempt=attempt.number,
-            since_update=None if attempt.start_updates is None else attempt.start_updates + 1,
-            started=attempt.started,
-            reason=attempt.reason,
-            settings=attempt.settings,
-        )
-        records.append(Record(configuration=shown))
-    return records

@@ -1,4 +1,4 @@
-"""A run's folder: its paths, how it is created and found, its lock, and files that are replaced atomically."""
+"""A run's folder: its paths, its creation, the search for runs, the lock, and files that are replaced atomically."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ from memtop.supervisor.run.pending_restart import Waiting
 from memtop.supervisor.wire import Change, RunState
 
 T = TypeVar("T")
-# Whoever looks whether a run is in use has its lock for a moment.
+# A process that checks whether a run is in use holds the lock for a moment.
 _LOCK_SECONDS = 0.5
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """`run.json`: what was asked when the run was created. Never changed afterwards."""
+    """`run.json`: how the run was created. It never changes afterwards."""
 
     format: int = 1
     name: str
     created: float
     settings: Settings | None
-    """None for a program of the user's own."""
+    """None for external commands."""
     command: tuple[str, ...] = ()
-    """The user's own program; empty for the built-in trainer."""
+    """The external command. Empty for the built-in trainer."""
     cwd: str
     gpus: str | None = None
-    """--gpus as given: what the trainer gets as CUDA_VISIBLE_DEVICES; None leaves the environment alone."""
+    """--gpus, which the trainer gets as CUDA_VISIBLE_DEVICES. None leaves the environment unchanged."""
     on_oom: str = "stop"
     memtop_version: str
 
 
 class StateFile(msgspec.Struct, frozen=True, kw_only=True):
-    """`state.json`: where the run is, and who looks after it."""
+    """`state.json`: the state of the run, and its supervisor."""
 
     format: int = 1
     run: RunState
     socket: str
     supervisor_started_ticks: int | None = None
-    """With run.supervisor_pid the identity of the supervisor."""
+    """Together with run.supervisor_pid, it identifies the supervisor."""
     pending: Change | None = None
-    """A restart that was asked for and not carried out yet."""
+    """A restart that was requested but has not happened yet."""
     waiting: Waiting | None = None
-    """A restart after a death, which waits for its moment."""
+    """A restart after a failure, which waits for its conditions."""
     waited_at: int | None = None
-    """The newest saved update when a restart last had room on the disk again; None: it never waited for that."""
+    """The newest saved update when a restart last stopped waiting for disk space. None if none has waited for it."""
     stalled: str | None = None
-    """After which words the program stood still, if it is being ended for that."""
+    """The last message of a program that hung, if it is being ended for that."""
 
     @property
     def restarts(self) -> bool:
-        """The run is to go on, whether or not its program lives."""
+        """The run is to continue, whether or not its program runs now."""
         return self.pending is not None or self.waiting is not None
 
 
@@ -81,8 +81,10 @@ class RunFolder:
         return self.path / "attempts" / f"{number:04d}"
 
     def newest_attempt(self) -> int:
-        """The newest attempt whose program was started; 0 if there is none. A supervisor that died right after the start has
-        not told of it in state.json."""
+        """The newest attempt whose program was started. 0 if there is none.
+
+        state.json does not know it yet if the supervisor died right after the start.
+        """
         numbers = self.attempt_numbers()
         return next((number for number in numbers if (self.attempt(number) / "process.json").exists()), 0)
 
@@ -98,7 +100,7 @@ class RunFolder:
         return read_json(self.spec_path, RunSpec)
 
     def state(self) -> StateFile | None:
-        """What state.json says, or None where there is none yet."""
+        """The contents of state.json. None if there is no such file yet."""
         return read_json(self.state_path, StateFile) if self.state_path.exists() else None
 
 
@@ -107,7 +109,7 @@ def default_runs_dir() -> Path:
 
 
 def create_run(runs_dir: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
-    """Make the folder of a new run. `fresh` moves an existing one of that name aside; nothing is ever deleted."""
+    """Create the folder of a new run. `fresh` moves an existing run with that name aside. Nothing is ever deleted."""
     if not _NAME.fullmatch(spec.name):
         raise UsageError(f"--name {spec.name!r}: use letters, digits, '.', '_' and '-', at most 100 of them")
     folder = RunFolder(runs_dir / spec.name)
@@ -117,17 +119,17 @@ def create_run(runs_dir: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
         (folder.path / "attempts").mkdir(parents=True)
     except FileExistsError:
         raise RunFolderError(
-            f"run {spec.name!r} exists in {runs_dir}: `memtop restart {spec.name}` takes it up again, "
-            f"--fresh moves it aside and starts anew, --name gives another name"
+            f"run {spec.name!r} exists in {runs_dir}: `memtop restart {spec.name}` continues it, "
+            f"--fresh moves it aside and starts a new run, --name chooses another name"
         ) from None
     except OSError as error:
-        raise RunFolderError(f"{folder.path}: cannot be created: {error.strerror}; give another --runs-dir") from None
+        raise RunFolderError(f"{folder.path}: cannot be created: {error.strerror}; choose another --runs-dir") from None
     write_json(folder.spec_path, spec)
     return folder
 
 
 def move_aside(folder: RunFolder) -> Path:
-    """Rename a run that nobody is working on to `<name>.<timestamp>`."""
+    """Rename a run that is not in use to `<name>.<timestamp>`."""
     lock = RunLock(folder)
     if not lock.acquire():
         raise RunFolderError(f"run {folder.name!r} is in use: `memtop stop {folder.name}` first")
@@ -147,17 +149,17 @@ def list_runs(runs_dir: Path) -> list[RunFolder]:
         try:
             found.append((folder.spec().created, folder))
         except RunFolderError:
-            # A folder with an unreadable run.json is named when someone asks for it; it must not hide the others.
+            # A folder with an unreadable run.json must not hide the others. It is reported when it is used by name.
             continue
     return [folder for _, folder in sorted(found, key=lambda item: item[0])]
 
 
 def find_run(reference: str, runs_dir: Path) -> RunFolder:
-    """The run of that name, at that path, or the newest for `latest`."""
+    """The run with that name or at that path. `latest` is the newest run. Raises UsageError or RunFolderError."""
     if reference == "latest":
         runs = list_runs(runs_dir)
         if not runs:
-            raise RunFolderError(f"no runs in {runs_dir}: start one with `memtop train`, or name the place with --runs-dir")
+            raise RunFolderError(f"no runs in {runs_dir}: start one with `memtop train`, or set --runs-dir")
         return runs[-1]
     for path in (runs_dir / reference, Path(reference)):
         if (path / "run.json").is_file():
@@ -167,14 +169,14 @@ def find_run(reference: str, runs_dir: Path) -> RunFolder:
 
 
 class RunLock:
-    """Held by the supervisor as long as it lives; the kernel releases it whatever ends the process."""
+    """The supervisor holds it while it runs. The kernel releases it when the process ends."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._path = folder.lock_path
         self._descriptor: int | None = None
 
     def acquire(self) -> bool:
-        """True if the lock is ours now; False if another process holds it for longer than a look takes."""
+        """True if the lock is ours now. False if another process keeps holding it."""
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -198,7 +200,7 @@ class RunLock:
             self._descriptor = None
 
     def is_held(self) -> bool:
-        """True while some process holds the lock; RunFolderError where this user may not know."""
+        """True while a process holds the lock. Raises RunFolderError if this user may not open it."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -206,7 +208,7 @@ class RunLock:
         except OSError as error:
             raise RunFolderError(f"{self._path}: cannot be read: {error.strerror}") from None
         try:
-            # Shared, so that two who look do not take each other for the holder.
+            # A shared lock, so that two processes that check do not take each other for the holder.
             return not _try_lock(self._path, descriptor, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
@@ -218,7 +220,7 @@ def _try_lock(path: Path, descriptor: int, kind: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        # Some network file systems have none, or not for this machine.
+        # Some network file systems have no locks.
         raise RunFolderError(f"{path}: cannot be locked: {error.strerror}; choose a local --runs-dir") from None
     return True
 
@@ -227,19 +229,19 @@ def read_json(path: Path, shape: type[T]) -> T:
     try:
         return msgspec.json.decode(path.read_bytes(), type=shape)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RunFolderError(f"{path}: cannot be understood: {error}") from None
+        raise RunFolderError(f"{path}: cannot be decoded: {error}") from None
     except OSError as error:
         raise RunFolderError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace the file in one step: a reader sees the old or the new content, never a part."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Replace the file in one step: readers see the old or the new content, never a part of it."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
-        beside.replace(path)
+        new.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+        new.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            beside.unlink()
+            new.unlink()
         hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the folder's permissions"
         raise RunFolderError(f"{path}: cannot be written: {error.strerror}; {hint}") from None

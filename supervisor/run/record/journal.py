@@ -1,7 +1,7 @@
 """Reads the reports that the agents append to `attempts/NNNN/rank-R.jsonl`.
 
-The file, not the socket, carries the reports: what a trainer said while no supervisor lived is still there for the
-next one, and so is what the ledger could not take.
+Reports are stored in a file instead of being sent over the socket. So the next supervisor finds the reports of a time without
+a supervisor, and no report is lost while the ledger cannot be written.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ _CHUNK_BYTES = 4 << 20
 
 
 class Journal:
-    """One rank's journal, read on from a byte offset."""
+    """One rank's journal, read from a byte offset."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
         self.rank = int(path.stem.removeprefix("rank-"))
         self.offset = offset
-        """Bytes read and acted upon so far; always at the start of a line."""
+        """Bytes read and processed so far. Always at the start of a line."""
         self.stored = offset
-        """How far the ledger has it: behind `offset` while it cannot be written."""
+        """Bytes stored in the ledger so far. Less than `offset` while the ledger cannot be written."""
 
     def read_new(self) -> tuple[list[Report], int]:
-        """The complete lines from `offset` on, and the offset behind them; at most 4 MiB at once.
+        """The reports in the complete lines after `offset`, and the offset behind them. Reads at most 4 MiB.
 
-        `offset` is left to the caller to move on.
+        Does not change `offset`.
         """
         return self.read(self.offset)
 
     def read(self, start: int, until: int | None = None) -> tuple[list[Report], int]:
-        """The complete lines from there (before `until`, if given), and the offset behind them; at most 4 MiB at once.
+        """The reports in the complete lines between `start` and `until`, and the offset behind them. Reads at most 4 MiB.
 
-        A line that is not JSON (a full disk cuts lines) is skipped.
+        Lines that are not valid JSON are skipped; a full disk can cut a line.
         """
         try:
             with self.path.open("rb") as file:
@@ -50,5 +50,5 @@ class Journal:
 
 
 def find_journals(attempt_folder: Path) -> list[Path]:
-    """The journals of an attempt, by rank."""
+    """The journals of an attempt, in order of rank."""
     return sorted(attempt_folder.glob("rank-*.jsonl"), key=lambda p: int(p.stem.removeprefix("rank-")))

@@ -1,4 +1,4 @@
-"""The ledger: attempts, events, step metrics and the machine's history of a run in SQLite. Only the supervisor writes it."""
+"""A run's ledger in SQLite: attempts, configurations, step reports, events, machine history. Only the supervisor writes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sqlite3
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -33,12 +33,13 @@ CREATE TABLE IF NOT EXISTS events (
 CREATE TABLE IF NOT EXISTS samples (time REAL PRIMARY KEY, attempt INTEGER NOT NULL, machine TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS journals (
     attempt INTEGER NOT NULL, rank INTEGER NOT NULL, offset INTEGER NOT NULL, PRIMARY KEY (attempt, rank));
+CREATE TABLE IF NOT EXISTS configurations (number INTEGER PRIMARY KEY, record TEXT NOT NULL);
 """
 _METRIC = '"update", attempt, loss, learning_rate, samples_seen, sample_digest, step_seconds, data_wait_seconds, peak_bytes'
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of the training program. `start_updates` is where it resumed (None until the program has said so)."""
+    """One start of the training program. `start_updates` is where it resumed, None until the program has reported it."""
 
     number: int
     reason: str
@@ -55,32 +56,22 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int | None = None
 
 
-class Step(msgspec.Struct):
-    """One reported update, those that a restart took back included. `time` in seconds since the epoch."""
+class StoredStep(NamedTuple):
+    """A step report as the ledger has it: with the number of its attempt."""
 
-    update: int
-    time: float = 0.0
-    attempt: int = 0
-    loss: float | None = None
-    learning_rate: float | None = None
-    gradient_norm: float | None = None
-    samples_seen: int | None = None
-    sample_digest: str | None = None
-    tokens: int | None = None
-    epoch: float | None = None
-    step_seconds: float | None = None
-    data_wait_seconds: float | None = None
-    forward_seconds: float | None = None
-    backward_seconds: float | None = None
-    optimizer_seconds: float | None = None
-    peak_bytes: int | None = None
+    attempt: int
+    time: float
+    """Seconds since the epoch."""
+    report: reports.Step
 
     def metric(self) -> Metric:
-        return Metric(**{name: getattr(self, name) for name in Metric.__struct_fields__})
+        """The row of the metric history."""
+        values = {name: getattr(self.report, name) for name in Metric.__struct_fields__ if name != "attempt"}
+        return Metric(attempt=self.attempt, **values)
 
 
 def open_for_writing(path: Path) -> Ledger:
-    """The supervisor's ledger, made if there is none; RunFolderError if it is damaged or cannot be written."""
+    """The supervisor's ledger, created if there is none. Raises RunFolderError if it is damaged or cannot be written."""
     try:
         return Ledger(path)
     except sqlite3.Error as error:
@@ -88,23 +79,25 @@ def open_for_writing(path: Path) -> Ledger:
 
 
 class Ledger:
-    """Opened for writing by the supervisor, read-only by everyone else."""
+    """The supervisor opens it for writing, all others read-only."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self.path = path
         if read_only:
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)
         else:
-            # One writer, in one thread at a time; autocommit off, so that a batch is one transaction.
+            # One writer, in one thread at a time. Autocommit is off, so that a batch is one transaction.
             self._db = sqlite3.connect(path, timeout=5, check_same_thread=False)
-            # WAL lets readers read while we write; file systems without shared memory keep the default.
+            # WAL lets others read while we write. File systems without shared memory keep the default.
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
-            tiers.prepare(self._db, _SCHEMA + configurations.SCHEMA)
+            # All tables in one transaction: readers see all of them or none.
+            self._db.executescript(f"BEGIN IMMEDIATE;{_SCHEMA}{tiers.SCHEMA}COMMIT;")
         self._recorder: tiers.Recorder | None = None
 
     @property
     def is_new(self) -> bool:
-        """True as long as the supervisor has only just made the file and nothing in it."""
+        """True while the supervisor has created the file but no tables yet."""
         return self._db.execute("SELECT name FROM sqlite_master LIMIT 1").fetchone() is None
 
     def close(self) -> None:
@@ -127,7 +120,7 @@ class Ledger:
             )
 
     def update_attempt(self, number: int, **values: Any) -> None:
-        """Set columns of an attempt; `diagnosis` as a dictionary. Raises sqlite3.OperationalError on a full disk."""
+        """Set columns of an attempt. `diagnosis` is a dictionary. Raises sqlite3.OperationalError on a full disk."""
         if "diagnosis" in values and values["diagnosis"] is not None:
             values["diagnosis"] = msgspec.json.encode(values["diagnosis"]).decode()
         columns = ", ".join(f"{name} = ?" for name in values)
@@ -135,7 +128,7 @@ class Ledger:
             self._db.execute(f"UPDATE attempts SET {columns} WHERE number = ?", (*values.values(), number))
 
     def close_unstarted(self, number: int, why: str, now: float) -> None:
-        """An attempt whose program could not be started: it took back none of the updates before it."""
+        """End an attempt whose program could not be started. It rolled back no updates."""
         diagnosis = {"summary": why, "evidence": [], "started": False}
         self.update_attempt(number, ended=now, outcome="failed", start_updates=None, diagnosis=diagnosis)
 
@@ -159,12 +152,8 @@ class Ledger:
             self._db.execute("INSERT OR REPLACE INTO configurations VALUES (?, ?)", row)
 
     def configurations(self) -> list[configurations.Record]:
-        """All of the run, oldest first; of a ledger that has none, what its attempts tell of them."""
-        rows: list[tuple[str]] = []
-        if self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'configurations'").fetchone():
-            rows = self._db.execute("SELECT record FROM configurations ORDER BY number").fetchall()
-        if not rows:
-            return configurations.of_attempts(self.attempts())
+        """All configurations of the run, oldest first."""
+        rows = self._db.execute("SELECT record FROM configurations ORDER BY number")
         return [msgspec.json.decode(text, type=configurations.Record) for (text,) in rows]
 
     # --- reports ---
@@ -174,9 +163,9 @@ class Ledger:
         return int(row[0]) if row else 0
 
     def add_reports(self, attempt: int, rank: int, steps: Iterable[reports.Step], offset: int) -> int:
-        """Store step reports and how far the journal was read, together: no report is lost or counted twice.
+        """Store step reports together with the offset up to which the journal was read.
 
-        The offset again.
+        One transaction, so that no report is lost or counted twice. Returns the offset.
         """
         with self._db:
             self._db.executemany(
@@ -196,7 +185,7 @@ class Ledger:
         return offset
 
     def metrics(self, newest: int | None = None) -> list[Metric]:
-        """The run's final history: one row per update, without those that a later attempt resumed from before."""
+        """The run's final history: one row for each update, without the updates that a later attempt rolled back."""
         rows = self._db.execute(
             f"""SELECT {_METRIC} FROM metrics AS m WHERE "update" <= (
                 SELECT coalesce(min(a.start_updates), 9223372036854775807) FROM attempts AS a
@@ -211,19 +200,15 @@ class Ledger:
             found.setdefault(metric.update, metric)
         return [found[update] for update in sorted(found)]
 
-    def steps(self) -> list[Step]:
-        """Every update ever reported, in the order of their times."""
-        found = []
-        for attempt, report in self._db.execute("SELECT attempt, report FROM metrics WHERE time IS NOT NULL ORDER BY time"):
-            step = msgspec.json.decode(report, type=Step)
-            step.attempt = attempt
-            found.append(step)
-        return found
+    def steps(self) -> list[StoredStep]:
+        """Every update that was ever reported, in order of time, including those that were rolled back."""
+        rows = self._db.execute("SELECT attempt, time, report FROM metrics WHERE time IS NOT NULL ORDER BY time")
+        return [StoredStep(attempt, time, msgspec.json.decode(text, type=reports.Step)) for attempt, time, text in rows]
 
     # --- events ---
 
     def add_event(self, event: Event) -> Event:
-        """Store an event; the same with the number that the ledger gives it."""
+        """Store an event. Returns it with the number that the ledger assigned."""
         with self._db:
             cursor = self._db.execute(
                 "INSERT INTO events (time, attempt, kind, message, data) VALUES (?, ?, ?, ?, ?)",
@@ -232,13 +217,13 @@ class Ledger:
         return msgspec.structs.replace(event, id=cursor.lastrowid or 0)
 
     def told(self, attempt: int, kinds: Sequence[str]) -> set[tuple[str, float]]:
-        """Of an attempt the events of these kinds that tell of a report: the kind, and the report's time."""
+        """The attempt's events of these kinds that were caused by a report: their kinds and the reports' times."""
         marks = ", ".join("?" * len(kinds))
         rows = self._db.execute(
             f"SELECT kind, data FROM events WHERE attempt = ? AND kind IN ({marks})", (attempt, *kinds)
         ).fetchall()
         found = ((kind, msgspec.json.decode(data).get("time")) for kind, data in rows)
-        return {(kind, time_told) for kind, time_told in found if time_told is not None}
+        return {(kind, reported) for kind, reported in found if reported is not None}
 
     def events(self, newest: int = 500) -> list[Event]:
         rows = self._db.execute(
@@ -253,25 +238,25 @@ class Ledger:
 
     @property
     def recorder(self) -> tiers.Recorder:
-        """Takes the machine's samples in; for the supervisor. The newest hour of it is read back at the first call."""
+        """Records the machine's samples, for the supervisor. The first call reads the newest hour back into memory."""
         if self._recorder is None:
             self._recorder = tiers.Recorder(self._db, time.time())
         return self._recorder
 
-    def sources(self) -> dict[str, str]:
-        """Key and words ("GPU 0", "host") of everything that there is a history of."""
+    def sources(self) -> dict[str, int | None]:
+        """The key of everything that has a history, with the GPU's index or None for the host."""
         return tiers.sources(self._db)
 
     def extent(self) -> tuple[float, float] | None:
-        """The first and the last moment of the machine's history; None if there is none."""
+        """The first and the last moment of the machine's history. None if there is none."""
         return tiers.extent(self._db)
 
     def history(self, key: str, since: float, until: float) -> dict[str, list[Bucket]]:
-        """By name every series of a source, thinned out as far as such a stretch of time needs it."""
+        """All series of a source by name, in time steps that suit the length of the time range."""
         return tiers.read(self._db, key, since, until)
 
     def snapshot(self, at: float, not_before: float) -> MachineSnapshot | None:
-        """The newest full snapshot between the two; only the last hour of a run has them."""
+        """The newest full snapshot between the two moments. Only the last hour of a run has full snapshots."""
         sql = "SELECT machine FROM samples WHERE time <= ? AND time >= ? ORDER BY time DESC LIMIT 1"
         row = self._db.execute(sql, (at, not_before)).fetchone()
         return None if row is None else msgspec.json.decode(row[0], type=MachineSnapshot)

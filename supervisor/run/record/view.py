@@ -1,4 +1,4 @@
-"""Reads runs from their folders, whoever is or is not alive: for `show`, `runs`, `watch --once` and ended runs."""
+"""Reads runs from their folders, with or without a supervisor, for `show`, `runs`, `watch --once` and ended runs."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, Sta
 from memtop.supervisor.run.record.ledger import Attempt, Ledger
 from memtop.supervisor.wire import Configuration, Event, Metric, Phase, RunState
 
-# The shim writes its process file as soon as the program stands.
+# The shim writes its process file as soon as the program has started.
 _SAME_BOOT_SECONDS = 5.0
-# Who started in the last moments is not counted: clocks are compared.
+# Processes that started in the last moments do not count, because two clocks are compared.
 _CLOCK_TICKS = TICKS_PER_SECOND // 2
 
 
 def read_state(folder: RunFolder) -> RunState:
-    """The run as its folder tells it, corrected by what is really alive now."""
+    """The run as its folder describes it, corrected by which processes run now."""
     file = folder.state()
     newest = folder.newest_attempt()
-    state = file.run if file is not None else _untold(folder)
+    state = file.run if file is not None else _created_only(folder)
     if newest > state.attempt:
         state = _just_begun(folder, state, newest)
     elif file is None:
         return state
     supervised = _supervisor_alive(folder)
     training = trainer_alive(folder, state.attempt)
-    # A run that was moved aside is where it is now, whatever it was called when this was written.
+    # A run that was moved aside has another name and folder than when the file was written.
     changes: dict[str, Any] = {"name": folder.name, "folder": str(folder.path)}
     if state.log_path is not None:
         changes["log_path"] = str(folder.attempt(state.attempt) / "output.log")
     changes |= {"alive": training, "checkpoint": newest_checkpoint(folder.latest_state)}
     if not (supervised and training):
-        changes |= _of_nobody(state, supervised)
+        changes |= _after_the_end(state, supervised)
     if not supervised and state.proposal is not None:
-        # Nobody is there who would do it.
+        # There is no supervisor that would do it.
         changes["proposal"] = msgspec.structs.replace(state.proposal, begins=None)
     if not training:
         changes |= {"trainer_pid": None, "eta_seconds": None} | _nothing_unsaved(state)
-    if not supervised and not training and file is not None and _owes_restart(folder, file, newest):
+    if not supervised and not training and file is not None and _has_pending_restart(folder, file, newest):
         changes |= {
             "state": Phase.RESTARTING,
-            "reason": f"its restart waits, but its supervisor is gone: memtop watch {folder.name} takes it up",
+            "reason": f"a restart is pending, but the supervisor is gone: memtop watch {folder.name} starts a new one",
         }
     elif not supervised and not training and not state.state.final:
         changes |= {
@@ -62,12 +62,12 @@ def read_state(folder: RunFolder) -> RunState:
             "reason": f"supervisor and trainer are both gone: memtop restart {folder.name}",
         }
     elif not supervised and training:
-        changes["reason"] = f"its supervisor is gone, training goes on: memtop watch {folder.name}"
+        changes["reason"] = f"the supervisor is gone, training continues: memtop watch {folder.name} starts a new one"
     return msgspec.structs.replace(state, **changes)
 
 
-def _untold(folder: RunFolder) -> RunState:
-    """A run of which nothing is written but what was asked for."""
+def _created_only(folder: RunFolder) -> RunState:
+    """A run that was created but never started."""
     spec = folder.spec()
     return RunState(
         name=folder.name,
@@ -81,7 +81,7 @@ def _untold(folder: RunFolder) -> RunState:
 
 
 def _just_begun(folder: RunFolder, state: RunState, attempt: int) -> RunState:
-    """The run with an attempt that its supervisor has started and not told of yet (or has died before it could)."""
+    """The run with an attempt that was started but is not in state.json yet."""
     trainer = RunningAttempt(folder, attempt, shim_pid=None).trainer
     return msgspec.structs.replace(
         state,
@@ -100,12 +100,12 @@ def _just_begun(folder: RunFolder, state: RunState, attempt: int) -> RunState:
 
 
 def _nothing_unsaved(state: RunState) -> dict[str, Any]:
-    """Of a program that is gone no save is tried any more."""
+    """A program that has ended will not repeat a failed save."""
     return {"unsaved": None, "warnings": tuple(text for text in state.warnings if text != state.unsaved)}
 
 
-def _of_nobody(state: RunState, supervised: bool) -> dict[str, Any]:
-    """What is not true any more once the trainer is gone, or nobody measures it. Peaks stay: they have been."""
+def _after_the_end(state: RunState, supervised: bool) -> dict[str, Any]:
+    """Values that are not valid any more once the trainer is gone or no supervisor measures it. Peaks stay valid."""
     changes: dict[str, Any] = {"run_rss_bytes": None, "run_memory": ()}
     changes["ranks"] = tuple(
         msgspec.structs.replace(rank, connected=False, allocated_bytes=None, reserved_bytes=None, rss_bytes=None)
@@ -115,7 +115,7 @@ def _of_nobody(state: RunState, supervised: bool) -> dict[str, Any]:
 
 
 def read_run(path: Path) -> tuple[RunState, list[Metric], list[Event]]:
-    """State, final metric history and events of a run, without its supervisor."""
+    """State, final metric history and events of a run, read without its supervisor."""
     folder = RunFolder(path)
     with reading_ledger(folder) as ledger:
         if ledger is None:
@@ -124,7 +124,7 @@ def read_run(path: Path) -> tuple[RunState, list[Metric], list[Event]]:
 
 
 def read_configurations(path: Path) -> tuple[Configuration, ...]:
-    """The configurations of a run, oldest first, without its supervisor."""
+    """The configurations of a run, oldest first, read without its supervisor."""
     with reading_ledger(RunFolder(path)) as ledger:
         return tuple(record.configuration for record in ledger.configurations()) if ledger else ()
 
@@ -185,23 +185,25 @@ def summary(state: RunState) -> dict[str, Any]:
     return {"state": state.state.value, **{name: getattr(state, name) for name in names}}
 
 
-# A file that is replaced in one step has another number, size or time.
+# Inode, size and time of a file. A replaced file has others.
 _Stamp = tuple[int, int, int]
 
 
 def known_runs(runs_dir: Path) -> list[KnownRun]:
-    """What the monitor must know of the runs here to tell a stray from a member. Asked every two seconds: of a run that
-    is over only its lock and the stamps of its files are looked at again."""
+    """What the monitor must know about the runs to recognize strays.
+
+    Called every two seconds. For a run that is over, only its lock and the time stamps of its files are read again.
+    """
     known = []
     try:
         names = sorted(os.listdir(runs_dir))  # noqa: PTH208 - names alone, a hot path
     except OSError:
-        return []  # no runs yet; or nothing can be proven about them
+        return []  # no runs yet, or this user may not read them
     for name in names:
         try:
             run = _known_run(f"{runs_dir}/{name}")
         except (RunFolderError, OSError):
-            # Nothing can be proven about it (another user's, damaged, no run), so nothing of it will be called stray.
+            # Nothing can be proven about this folder (another user's, damaged, no run), so its processes are not strays.
             continue
         if run is not None:
             known.append(run)
@@ -209,7 +211,7 @@ def known_runs(runs_dir: Path) -> list[KnownRun]:
 
 
 class _Over(NamedTuple):
-    """A run as it was when nobody worked on it."""
+    """A run that is over, with the time stamps of its files."""
 
     stamps: tuple[_Stamp | None, ...]
     lock: RunLock
@@ -220,17 +222,17 @@ _over: dict[str, _Over] = {}
 
 
 def _known_run(path: str) -> KnownRun | None:
-    """None where it has never been started."""
+    """The run in a folder. None if it was never started."""
     spec_stamp, state_stamp = _stamp(f"{path}/run.json"), _stamp_if_any(f"{path}/state.json")
-    # The folder of the attempts changes with each new one.
+    # Each new attempt changes the time stamp of the attempts folder.
     stamps = spec_stamp, state_stamp, _stamp_if_any(f"{path}/attempts")
     remembered = _over.get(path)
-    # A run that is taken up again is locked first, and only then is an attempt started.
+    # A restarted run is locked before its attempt is started.
     if remembered is not None and remembered.stamps == stamps and not remembered.lock.is_held():
         return remembered.run
     folder = RunFolder(Path(path))
-    told = 0 if state_stamp is None else _number_in(folder.state_path, state_stamp)
-    number, lock = max(told, folder.newest_attempt()), RunLock(folder)
+    written = 0 if state_stamp is None else _number_in(folder.state_path, state_stamp)
+    number, lock = max(written, folder.newest_attempt()), RunLock(folder)
     if not number and state_stamp is None:
         return None
     living = trainer_alive(folder, number) or lock.is_held()
@@ -243,7 +245,7 @@ def _known_run(path: str) -> KnownRun | None:
         recorded=tuple(_recorded_attempts(folder, number, living)),
     )
     _over.pop(path, None)
-    # A program that is only just being started writes itself down in a folder that is there already.
+    # The folder of an attempt exists before its program writes its process file.
     starting = any(other > number for other in folder.attempt_numbers())
     if not living and not starting and all(attempt.ended_ticks is not None for attempt in run.recorded):
         _over[path] = _Over(stamps, lock, run)
@@ -273,19 +275,19 @@ def _number_in(path: Path, stamp: _Stamp) -> int:
 
 
 def _recorded_attempts(folder: RunFolder, newest: int, living: bool) -> Iterator[RecordedAttempt]:
-    """The processes that the run has written down, as far as they are of this machine and this boot."""
+    """The processes that the run has recorded on this machine since it was booted."""
     for number in range(1, newest + 1):
         process_path, exit_path = folder.attempt(number) / "process.json", folder.attempt(number) / "exit.json"
         try:
             stamp = _stamp(process_path)
             found = _process_file(process_path, stamp)
         except (FileNotFoundError, RunFolderError):
-            continue  # its program was never started, or its record is damaged and proves nothing
+            continue  # the program was never started, or its record is damaged and proves nothing
         written = stamp[2] / 1e9
         if abs(boot_time() + found.started_ticks / TICKS_PER_SECOND - written) > _SAME_BOOT_SECONDS:
-            # Written on another machine of a shared disk, before a restart, or copied: its numbers mean nothing here.
+            # Written on another machine that shares the disk, before a reboot, or copied: its pids mean nothing here.
             continue
-        # Ranks are written down while the program runs: on the same machine, in the same boot.
+        # Ranks are recorded while the program runs, so on the same machine and since the same boot.
         leader = ProcessId(found.pid, found.started_ticks)
         ranks = _ranks_recorded(folder.attempt(number) / RANKS_FILE)
         yield RecordedAttempt(
@@ -301,7 +303,7 @@ def _ranks_recorded(path: Path) -> tuple[ProcessId, ...]:
     try:
         return _ranks_file(path, _stamp(path)).processes
     except (FileNotFoundError, RunFolderError):
-        return ()  # no rank has spoken, or the record is damaged and proves nothing
+        return ()  # no rank has reported, or the record is damaged and proves nothing
 
 
 @functools.lru_cache(maxsize=4096)
@@ -320,7 +322,7 @@ def _exit_file(path: Path, stamp: _Stamp) -> ExitFile:
 
 
 def _ended_ticks(path: Path) -> int | None:
-    """When the program ended by the exit file, in clock ticks since boot; None where there is none (yet)."""
+    """When the program ended according to its exit file, in clock ticks since boot. None if there is no such file."""
     try:
         ended = _exit_file(path, _stamp(path)).ended
     except FileNotFoundError:
@@ -330,7 +332,7 @@ def _ended_ticks(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def reading_ledger(folder: RunFolder) -> Iterator[Ledger | None]:
-    """The run's ledger for reading; None if the run never started. What is wrong with it shows only when it is read."""
+    """The run's ledger for reading, None if the run never started. Raises RunFolderError if it cannot be read."""
     if not folder.ledger_path.exists():
         yield None
         return
@@ -346,16 +348,16 @@ def trainer_alive(folder: RunFolder, attempt: int) -> bool:
 
 
 def needs_supervisor(folder: RunFolder) -> bool:
-    """True if the run is to go on (its trainer lives, or a restart waits) and its supervisor is gone."""
+    """True if the run is to continue (its trainer runs, or a restart is pending) and its supervisor is gone."""
     file, newest = folder.state(), folder.newest_attempt()
     if _supervisor_alive(folder):
         return False
-    told = file.run.attempt if file is not None else 0
-    return trainer_alive(folder, max(told, newest)) or (file is not None and _owes_restart(folder, file, newest))
+    written = file.run.attempt if file is not None else 0
+    return trainer_alive(folder, max(written, newest)) or (file is not None and _has_pending_restart(folder, file, newest))
 
 
-def _owes_restart(folder: RunFolder, file: StateFile, newest: int) -> bool:
-    """A restart was decided, and no program was started since. Of a run that was moved aside nobody wants it any more."""
+def _has_pending_restart(folder: RunFolder, file: StateFile, newest: int) -> bool:
+    """A restart was decided and no program was started since. Does not apply to a run that was moved aside."""
     return file.restarts and newest <= file.run.attempt and file.run.folder == str(folder.path)
 
 

@@ -1,4 +1,4 @@
-"""Tokens on disk: the same documents again, built once, small in memory."""
+"""Tokens on disk: the same documents, built once, with little memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Lying(ByteTokens):
 
 
 class Counted:
-    """Texts that tell how often they were read."""
+    """Texts that count how often they were read."""
 
     def __init__(self, texts: list[str]) -> None:
         self.texts = texts
@@ -52,7 +52,7 @@ def expected(text: str) -> list[int]:
     return [BEGIN, *text.encode(), END]
 
 
-def test_documents_come_back_and_are_built_once(tmp_path: Path) -> None:
+def test_documents_are_built_once_and_read_back(tmp_path: Path) -> None:
     texts = Counted(TEXTS)
     for _ in range(3):
         store = token_cache(texts, BYTES, tmp_path / "new" / "cache", "key")
@@ -115,11 +115,11 @@ def test_ids_that_do_not_fit_are_an_error_and_leave_nothing(tmp_path: Path) -> N
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
 
 
-def test_a_damaged_cache_is_said(tmp_path: Path) -> None:
+def test_a_damaged_cache_is_reported(tmp_path: Path) -> None:
     token_cache(TEXTS, BYTES, tmp_path, "key")
     (folder,) = tmp_path.glob("*.tokens")
     (folder / "tokens.npy").write_bytes(b"no")
-    with pytest.raises(BadInputError, match="remove the folder to have it built anew"):
+    with pytest.raises(BadInputError, match="delete the folder to build it again"):
         token_cache(TEXTS, BYTES, tmp_path, "key")
 
 
@@ -130,7 +130,7 @@ def build_there(folder: Path, start: Any, answers: Any) -> None:
     answers.put((texts.readings, len(store), int(store.tokens.sum(dtype=np.int64))))
 
 
-def test_of_two_processes_one_builds(tmp_path: Path) -> None:
+def test_one_of_two_processes_builds(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     start, answers = context.Barrier(2), context.Queue()
     processes = [context.Process(target=build_there, args=(tmp_path, start, answers)) for _ in range(2)]
@@ -161,5 +161,5 @@ print(json.dumps({"growth": peak() - before, "tokens": len(store.tokens)}))
 def test_building_takes_bounded_memory(tmp_path: Path) -> None:
     found = in_child(_MEASURE, str(tmp_path))
     assert found["tokens"] == 5000 * 10_002
-    # On disk it is 100 MB, as a list of ids 400.
+    # 100 MB on disk, 400 MB as a list of ids.
     assert found["growth"] < 15e6

@@ -42,13 +42,13 @@ def test_text_has_one_row_per_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ('{"prompt": "a", "response": ', r"line 3 is broken JSON: .*truncated"),
-        ('{"prompt": "a", "response": b}', r"line 3 is broken JSON: "),
-        ('["a", "b"]', r"line 3 is no JSON object"),
+        ('{"prompt": "a", "response": ', r"line 3 is invalid JSON: .*truncated"),
+        ('{"prompt": "a", "response": b}', r"line 3 is invalid JSON: "),
+        ('["a", "b"]', r"line 3 is not a JSON object"),
         ('{"prompt": "a"}', r"line 3 has no column 'response'; it has prompt \(use --set data\.columns\.response=NAME\)"),
         ('{"prompt": "a", "response": null}', r"line 3, column 'response': null where text is needed"),
         ('{"prompt": 7, "response": "b"}', r"line 3, column 'prompt': a number where text is needed"),
-        (b'{"prompt": "\xff", "response": "b"}', r"line 3 is broken JSON: "),
+        (b'{"prompt": "\xff", "response": "b"}', r"line 3 is invalid JSON: "),
     ],
 )
 def test_a_bad_line_is_named_before_training_starts(tmp_path: Path, line: str | bytes, expected: str) -> None:
@@ -67,13 +67,13 @@ def test_the_resident_set_does_not_grow_with_a_file_of_lines(tmp_path: Path) -> 
     assert found["growth"] < 10e6
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     cases = {
         "gone.parquet": (None, "no such file; give --set data.train=FILE"),
         "empty.jsonl": (b"", "is empty"),
         "blank.txt": (b"\n \n", "has only blank lines"),
-        "broken.parquet": (b"PAR1 and then nothing", "is no whole parquet file"),
-        "weights.bin": (b"\x00\x01\x02", ".bin is not text; .parquet, .jsonl and text files can be read"),
+        "broken.parquet": (b"PAR1 and then nothing", "is not a complete parquet file"),
+        "weights.bin": (b"\x00\x01\x02", ".bin is not text; give a .parquet, .jsonl or text file"),
         "latin.txt": ("für\n".encode("latin-1"), "line 1 is not UTF-8"),
     }
     for name, (content, expected) in cases.items():

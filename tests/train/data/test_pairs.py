@@ -1,4 +1,4 @@
-"""What a model is given and what of it is to be learnt, decoded back to text."""
+"""What a model gets and which part of it is trained on, decoded back to text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rows_of(folder: Path, *pairs: tuple[str, str]) -> Rows:
 
 
 def text_of(ids: torch.Tensor) -> str:
-    """Bytes as text; ^ begins, $ ends, ~ pads, _ is a label that does not count."""
+    """Bytes as text; ^ is begin, $ end, ~ padding, _ a label that does not count."""
     signs = {BEGIN: "^", END: "$", PAD: "~", IGNORED: "_"}
     return "".join(signs.get(number) or chr(number) for number in ids.tolist())
 
@@ -34,16 +34,16 @@ def text_of(ids: torch.Tensor) -> str:
     [
         (100, "^promptanswer$", "_______answer$"),
         (14, "^promptanswer$", "_______answer$"),
-        # The answer loses its tail, and with it the end.
+        # The answer is cut at its end and loses the end token.
         (13, "^promptanswer", "_______answer"),
         (10, "^promptans", "_______ans"),
-        # A quarter of T stays for the answer: the prompt loses its beginning.
+        # The answer keeps a quarter of T; the prompt is cut at its beginning.
         (8, "^romptan", "______an"),
         (4, "^pta", "___a"),
         (2, "^a", "_a"),
     ],
 )
-def test_only_the_response_is_learnt(tmp_path: Path, seq_len: int, expected: str, labels: str) -> None:
+def test_only_the_response_is_trained_on(tmp_path: Path, seq_len: int, expected: str, labels: str) -> None:
     samples = PromptResponse(rows_of(tmp_path, ("prompt", "answer")), BYTES, seq_len)
     ids, learnt = samples[0]
     assert (text_of(ids), text_of(learnt)) == (expected, labels)
@@ -62,12 +62,12 @@ def test_empty_texts(tmp_path: Path) -> None:
     assert [text_of(samples[n][1]) for n in range(2)] == ["_b$", "__$"]
 
 
-def test_with_a_chat_template_the_frame_belongs_to_the_prompt(tmp_path: Path) -> None:
+def test_a_chat_templates_frame_belongs_to_the_prompt(tmp_path: Path) -> None:
     tokens = LibraryTokens(str(build_tokenizer(tmp_path / "tokenizer", chat=True, begin=True)))
     ids, labels = PromptResponse(rows_of(tmp_path, ("why?", "so.")), tokens, 100)[0]
     opening = tokens.encode("<user>why?\n<assistant>")
     answer = [*tokens.encode("so."), tokens.end]
-    # The template says how a text begins: no further <s>.
+    # The template begins the text; there is no second <s>.
     assert ids.tolist() == opening + answer
     assert labels.tolist() == [IGNORED] * len(opening) + answer
 

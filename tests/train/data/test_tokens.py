@@ -17,7 +17,7 @@ def test_bytes_are_their_own_tokens() -> None:
     assert (tokens.begin, tokens.end, tokens.pad, tokens.vocabulary) == (BEGIN, END, PAD, VOCABULARY)
     assert bytes(tokens.encode("größer\n")).decode() == "größer\n"
     assert tokens.chat("a", "b") is None
-    assert max(tokens.encode("\ud83d")) < 256, "half a surrogate pair, as JSON may carry it"
+    assert max(tokens.encode("\ud83d")) < 256, "half a surrogate pair, which JSON can contain"
 
 
 def test_the_models_own_tokenizer_is_the_default(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_a_tokenizer_from_a_folder(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(tokens)).encode("ab") == tokens.encode("ab")
 
 
-def test_begin_is_what_the_tokenizer_does_by_itself(tmp_path: Path) -> None:
+def test_begin_is_what_the_tokenizer_adds(tmp_path: Path) -> None:
     tokens = LibraryTokens(str(build_tokenizer(tmp_path / "a", begin=True)))
     assert tokens.begin == 0
     assert 0 not in tokens.encode("ab")
@@ -44,7 +44,7 @@ def test_padding_falls_back_to_the_end(tmp_path: Path) -> None:
     assert tokens.pad == tokens.end == 1
 
 
-def test_identity_follows_the_rules_not_the_place(tmp_path: Path) -> None:
+def test_identity_depends_on_the_rules_not_on_the_path(tmp_path: Path) -> None:
     one = LibraryTokens(str(build_tokenizer(tmp_path / "a")))
     same = LibraryTokens(str(build_tokenizer(tmp_path / "b")))
     other = LibraryTokens(str(build_tokenizer(tmp_path / "c", begin=True)))
@@ -56,33 +56,40 @@ def test_a_chat_template_frames_both_parts(tmp_path: Path) -> None:
     dialogue = tokens.chat("why", "so")
     assert dialogue is not None
     opening, answer = dialogue
-    # The template's line break after </s> is not learnt.
+    # The template's line break after </s> is not trained on.
     assert answer == [*tokens.encode("so"), tokens.end]
     assert opening == tokens.encode("<user>why\n<assistant>")
 
 
-def test_a_template_that_stores_answers_in_another_way(tmp_path: Path) -> None:
-    tokens = LibraryTokens(str(build_tokenizer(tmp_path / "a", chat=True)))
-    tokens._tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[think]{% endif %}"
-    )
+def with_template(folder: Path, template: str) -> LibraryTokens:
+    """The test tokenizer with another chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(build_tokenizer(folder / "a"))
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder / "b")
+    return LibraryTokens(str(folder / "b"))
+
+
+def test_a_template_that_stores_answers_differently(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[think]{% endif %}"
+    tokens = with_template(tmp_path, template)
     assert tokens.chat("why", "so") == (tokens.encode("why[think]"), [*tokens.encode("so"), tokens.end])
 
 
-def test_a_template_that_fails_is_said(tmp_path: Path) -> None:
-    tokens = LibraryTokens(str(build_tokenizer(tmp_path / "a", chat=True)))
-    tokens._tokenizer.chat_template = "{{ raise_exception('system first') }}"
-    with pytest.raises(BadInputError, match=r"chat template fails: TemplateError: system first"):
+def test_a_failing_template_is_reported(tmp_path: Path) -> None:
+    tokens = with_template(tmp_path, "{{ raise_exception('system first') }}")
+    with pytest.raises(BadInputError, match=r"chat template failed: TemplateError: system first"):
         tokens.chat("why", "so")
 
 
-def test_tokenizers_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match=r"tokenizer /nowhere/model: no such folder; name a folder"):
+def test_unreadable_tokenizers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"tokenizer /nowhere/model: no such folder; give a folder"):
         load_tokens("/nowhere/model")
     with pytest.raises(BadInputError, match=rf"tokenizer {tmp_path}: cannot be loaded: .*tokenizer\.json") as caught:
         load_tokens(str(tmp_path))
     assert "\n" not in str(caught.value)
-    # The tests run offline: a hub name is looked for in the local cache only.
+    # The tests run offline, so a hub name is searched only in the local cache.
     with pytest.raises(
         BadInputError, match=r"tokenizer memtop-test/absent: cannot be loaded: .*download it while online"
     ) as caught:

@@ -1,7 +1,8 @@
-"""Brings memtop's agent into a training process: its folder is put on PYTHONPATH when memtop launches a program.
+"""Loads memtop's agent. memtop puts this folder on PYTHONPATH when it starts a program.
 
-Python imports `sitecustomize` once at start-up. This one first runs the one that it hides, if there is one, and then loads
-the agent under the name `memtop_agent`. It must never stop a program from starting.
+Python imports `sitecustomize` once at start-up. This file first runs the `sitecustomize` that it
+hides, if there is one, and then loads the agent under the name `memtop_agent`. It must never
+prevent a program from starting.
 """
 
 from __future__ import annotations
@@ -43,5 +44,5 @@ finally:
     if os.environ.get("MEMTOP_ATTEMPT_DIR"):
         try:
             _load_agent()
-        except Exception as error:  # noqa: BLE001 - a guest must not break its host, whatever goes wrong
+        except Exception as error:  # noqa: BLE001 - the program must start, whatever goes wrong here
             sys.stderr.write("memtop: no reports from this process: %r\n" % (error,))

@@ -1,0 +1,125 @@
+"""The command line. Data goes to stdout, messages go to stderr.
+
+Exit status: 0 done; 1 the run or the command failed; 2 wrong usage or bad input; 130 interrupted.
+
+Each command is defined in a module of this package, which is imported only when the command is
+called: `memtop --help` loads none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+from memtop import __version__
+from memtop.supervisor.errors import MemtopError, UsageError
+
+COMMANDS = {
+    "advise": "Show what limits a run's speed and what would make it faster.",
+    "checkpoint": "Save the training state after the current update.",
+    "diagnose": "Find out from its log what ended a training program.",
+    "doctor": "Check what memtop finds on this machine.",
+    "export": "Write the trained model in Hugging Face's format.",
+    "free": "Free the cached memory of the training processes.",
+    "presets": "List the presets and what each of them would change.",
+    "restart": "Restart a run from its saved state, with other settings.",
+    "rollback": "Return a run to the settings of an earlier configuration.",
+    "runs": "List the runs, the newest last.",
+    "show": "Show one run: attempts, settings, progress, saved state.",
+    "stop": "Stop a run after the current update and save its state.",
+    "strays": "List the processes that hold GPU memory, and end your own.",
+    "train": "Train a recipe or your own program and open the dashboard.",
+    "watch": "Open the dashboard on a run or on the machine.",
+}
+"""Each command and the first sentence of its help, which `memtop --help` shows."""
+_MODULES = {"checkpoint": "requests", "free": "requests", "show": "runs", "stop": "requests"}
+"""The module of a command, if it does not have the command's name."""
+
+
+class LazyGroup(click.Group):
+    """Commands that are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"memtop.cli.{_MODULES.get(cmd_name, cmd_name)}")
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(
+    cls=LazyGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train language models on GPUs and machines that are too small: watch the memory, survive "
+    "running out of it, and resume without losing a sample.",
+)
+@click.option("--version", is_flag=True, help="print the version")
+@click.pass_context
+def app(context: click.Context, version: bool) -> None:
+    if version:
+        print(f"memtop {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return the exit status. An error of the user prints one line to
+    stderr."""
+    try:
+        arguments, program = _without_program(arguments)
+        result = app.main(arguments, prog_name="memtop", standalone_mode=False, obj=program)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except click.UsageError as error:
+        where = f"memtop {error.ctx.info_name}" if error.ctx and error.ctx.parent else "memtop"
+        return _complain(f"{' '.join(error.format_message().split())} (see `{where} --help`)", 2)
+    except MemtopError as error:
+        return _complain(str(error), error.exit_status)
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    except (BrokenPipeError, SystemExit):
+        # The reader of our output has gone, as in `| head`. Inside a command click turns a broken
+        # pipe into SystemExit, and raises SystemExit for nothing else without standalone mode.
+        _drop_output()
+        return 0
+    except OSError as error:
+        # A file that this user cannot read, a full disk, a folder that was removed.
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
+        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        return _complain(f"{where}{error.strerror or error or type(error).__name__}", 1)
+
+
+def _drop_output() -> None:
+    """Discard buffered output, so that Python does not fail to write it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(message: str, status: int) -> int:
+    print(f"memtop: {message}", file=sys.stderr)
+    return status
+
+
+def _without_program(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Split `train ... -- COMMAND ARG ...`: the words after `--` are the user's program."""
+    if "--" not in arguments or arguments[0] != "train":
+        return arguments, ()
+    at = arguments.index("--")
+    program = tuple(arguments[at + 1 :])
+    if not program:
+        raise UsageError("-- COMMAND: nothing follows the two dashes; give the program to run")
+    return arguments[:at], program

@@ -1,0 +1,152 @@
+"""Opens the dashboard: on a run, on the machine, on a replay or on the demo."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from memtop.cli.lookup import find_run, living_runs
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.monitor.processes.table import TreeProcess, process_tree
+from memtop.supervisor.monitor.sampler import Sampler
+from memtop.supervisor.run.record import view
+from memtop.supervisor.run.record.folder import RunFolder
+
+if TYPE_CHECKING:
+    from memtop.cli.prometheus import Endpoint
+    from memtop.tui.feed import Feed, Turn
+
+
+class Look(NamedTuple):
+    """How to watch: the options that runs and the machine share."""
+
+    interval: float = 1.0
+    """Seconds between two samples."""
+    read_only: bool = False
+    gpus: frozenset[int] | None = None
+    """The indices of the GPUs to show; None: all."""
+
+
+_DEFAULT_LOOK = Look()
+
+
+def open_dashboard(
+    runs_dir: Path, folder: RunFolder | None, look: Look, *, pid: int | None = None, endpoint: Endpoint | None = None
+) -> int:
+    """Open the dashboard on `folder`; if None, on the newest run in progress, or on the machine.
+
+    `pid` limits the machine's view to a process and its children. The result is the exit status.
+    """
+    if folder is not None:
+        return open_run(folder, look, endpoint=endpoint)
+    if pid is not None:
+        tree_of(pid)
+    elif living := living_runs(runs_dir):
+        return open_run(living[-1][0], look, endpoint=endpoint)
+    need_terminal()
+    from memtop.tui.feed import LocalFeed
+
+    def sampler() -> Sampler:
+        return Sampler(lambda: view.known_runs(runs_dir))
+
+    feed = LocalFeed(sampler, look.interval, read_only=look.read_only, pid=pid, turns=_turns(look, endpoint))
+    return _show(feed, look.interval)
+
+
+def open_run(
+    folder: RunFolder, look: Look = _DEFAULT_LOOK, *, started_here: bool = False, endpoint: Endpoint | None = None
+) -> int:
+    """Open the dashboard on a run. The exit status reflects the run's failure only if
+    `started_here`."""
+    need_terminal()
+    from memtop.tui.feed import RunFeed
+
+    def sampler() -> Sampler:
+        return Sampler(lambda: view.known_runs(folder.path.parent))
+
+    feed = RunFeed(
+        folder.path,
+        read_only=look.read_only,
+        interval=look.interval,
+        sampler_factory=sampler,
+        turns=_turns(look, endpoint),
+    )
+    return _show(feed, look.interval, started_here=started_here)
+
+
+def open_replay(runs_dir: Path, run_name: str, interval: float) -> int:
+    """Open the dashboard on the recorded history of a run."""
+    folder = find_run(run_name, runs_dir)
+    need_terminal()
+    from memtop.tui.replay import FolderRecording, ReplayFeed
+
+    return _show(ReplayFeed(lambda: FolderRecording(folder.path)), interval, silent=True)
+
+
+def open_demo(interval: float) -> int:
+    """Open the dashboard with invented numbers."""
+    need_terminal()
+    from memtop.tui.demo import demo_feed
+
+    return _show(demo_feed(), interval, silent=True)
+
+
+def tree_of(pid: int) -> list[TreeProcess]:
+    """The process and all its descendants; UsageError if there is no such process."""
+    # The kernel's limit for pids is 2^22 (PID_MAX_LIMIT).
+    tree = process_tree(pid) if 0 < pid <= 1 << 22 else None
+    if tree is None:
+        raise UsageError(f"--pid {pid}: no such process")
+    return tree
+
+
+def need_terminal() -> None:
+    """UsageError if the dashboard cannot be drawn here."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError("watch: the dashboard needs a terminal; `memtop watch --once` prints one snapshot")
+    if os.environ.get("TERM") == "dumb":
+        raise UsageError("TERM=dumb: the dashboard needs a terminal that can move the cursor; try --once or --headless")
+
+
+def _turns(look: Look, endpoint: Endpoint | None) -> list[Turn]:
+    from memtop.tui.feed import choosing
+
+    turns = [] if look.gpus is None else [choosing(look.gpus)]
+    if endpoint is not None:
+        turns.append(endpoint.observe)
+    return turns
+
+
+def _show(feed: Feed, interval: float, *, started_here: bool = False, silent: bool = False) -> int:
+    from memtop.tui import run_dashboard
+
+    with _closes_on_sigterm():
+        result = run_dashboard(feed, interval=interval)
+    if result.message and not silent:
+        print(f"memtop: {result.message}", file=sys.stderr)
+    return 0 if result.action == "ended" and not started_here else result.exit_status
+
+
+@contextlib.contextmanager
+def _closes_on_sigterm() -> Iterator[None]:
+    """Close the dashboard on SIGTERM as on SIGINT, so that the terminal is restored."""
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    # In a background job of a shell, SIGINT is ignored; then the raised signal would do nothing.
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)

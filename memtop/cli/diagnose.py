@@ -1,0 +1,146 @@
+"""`memtop diagnose`: what ended a training program, according to its log."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from memtop.cli.options import WHOLE, json_option
+from memtop.cli.output import print_json
+from memtop.supervisor import units
+from memtop.supervisor.diagnosis.diagnose import chunks_of
+from memtop.supervisor.diagnosis.diagnose import diagnose as diagnosis_of
+from memtop.supervisor.diagnosis.sentences import size
+from memtop.supervisor.diagnosis.text import why_no_text
+from memtop.supervisor.diagnosis.values import Diagnosis, Evidence
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.recovery.external_command import remedies_for_command
+from memtop.supervisor.recovery.policy import SURE
+from memtop.supervisor.recovery.values import Remedy
+
+_CONFIDENCE = (
+    (0.95, "proven"),
+    (0.75, "very likely"),
+    (0.5, "likely"),
+    (0.0, "a guess"),
+)
+_STATUSES = (range(256), range(-64, 0), range(257, 288))
+"""Of a program; of Python for a signal; of batch systems that report signal N as 256 + N."""
+
+
+@click.command()
+@click.argument("log", required=False, metavar="[LOG | -]")
+@click.option("--exit-code", type=WHOLE, metavar="N", help="the program's exit status; negative or 128 + N for signal N")
+@json_option
+def diagnose(log: str | None, exit_code: int | None, as_json: bool) -> int:
+    """Find out from its log what ended a training program.
+
+    LOG is the log file of any program, of any length; - is standard input. The exit status is 0
+    for every diagnosis.
+    """
+    if exit_code is not None and not any(exit_code in range_ for range_ in _STATUSES):
+        raise UsageError(f"--exit-code {exit_code}: no program has this exit status; give 0 to 255, or -N for signal N")
+    diagnosis = _diagnosis(log, Evidence(exit_status=exit_code))
+    remedies = remedies_for_command(diagnosis)
+    if as_json:
+        print_json(_document(diagnosis, remedies))
+    else:
+        print("\n".join(_text(diagnosis, remedies)))
+    return 0
+
+
+def _diagnosis(log: str | None, evidence: Evidence) -> Diagnosis:
+    if log is None and sys.stdin.isatty():
+        raise UsageError("LOG: give a log file, or - for standard input")
+    if log is None or log == "-":
+        return diagnosis_of(_of_text(chunks_of(sys.stdin.buffer), "-"), evidence)
+    path = Path(log)
+    try:
+        with path.open("rb") as file:
+            return diagnosis_of(_of_text(chunks_of(file), log), evidence)
+    except IsADirectoryError:
+        raise UsageError(f"LOG {log}: is a folder; give a log file") from None
+    except FileNotFoundError:
+        raise UsageError(f"LOG {log}: no such file") from None
+    except (OSError, ValueError) as error:
+        # ValueError: the name contains a null byte.
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"LOG {log!r}: cannot be read: {reason}") from None
+
+
+def _of_text(chunks: Iterator[bytes], name: str) -> Iterator[bytes]:
+    """The chunks; UsageError if the first one is not text."""
+    first = next(chunks, b"")
+    if why := why_no_text(first):
+        raise UsageError(f"LOG {name}: {why}")
+    yield first
+    yield from chunks
+
+
+def _document(diagnosis: Diagnosis, remedies: Sequence[Remedy]) -> dict[str, Any]:
+    document: dict[str, Any] = msgspec.to_builtins(diagnosis)
+    document["remedies"] = [
+        {
+            "id": remedy.id,
+            "title": remedy.title,
+            "why": remedy.why,
+            "keeps_math": remedy.keeps_math,
+            "resumable": remedy.resumable,
+            "needs_consent": remedy.needs_consent,
+            "predicted_peak_bytes": remedy.predicted_peak_bytes,
+            "predicted_band": remedy.predicted_band,
+            "command": remedy.command,
+        }
+        for remedy in remedies
+    ]
+    return document
+
+
+def _text(diagnosis: Diagnosis, remedies: Sequence[Remedy]) -> list[str]:
+    name = diagnosis.kind.value + (f": {diagnosis.reason}" if diagnosis.reason else "")
+    lines = [name, diagnosis.summary]
+    memory = _memory_line(diagnosis)
+    if memory:
+        lines += ["", memory]
+    if diagnosis.evidence:
+        lines += ["", f"Evidence ({diagnosis.source.replace('_', ' ')}):", *(f"  {line}" for line in diagnosis.evidence)]
+    lines += ["", f"Confidence {diagnosis.confidence:.2f}: {_certainty(diagnosis)}."]
+    if remedies:
+        lines += ["", "What can be done, the cheapest first:"]
+        for number, remedy in enumerate(remedies, 1):
+            lines.append(f"  {number}. {remedy.title}")
+            for part in (remedy.why, remedy.command or ""):
+                lines += [f"     {line}" for line in part.splitlines()]
+    return lines
+
+
+def _certainty(diagnosis: Diagnosis) -> str:
+    if diagnosis.reason == "no_evidence":
+        return "the log does not show the cause"
+    words = next(words for least, words in _CONFIDENCE if diagnosis.confidence >= least)
+    return (
+        f"{words}: do not change the settings for this alone" if diagnosis.of_memory and diagnosis.confidence < SURE else words
+    )
+
+
+def _memory_line(diagnosis: Diagnosis) -> str | None:
+    """How the GPU's memory was used, in one line."""
+    total = diagnosis.total_bytes
+    if not diagnosis.kind.of_gpu or total is None or (diagnosis.allocated_bytes or 0) > total:
+        return None
+    parts = (
+        ("tensors", diagnosis.allocated_bytes),
+        ("cached", diagnosis.reserved_unallocated_bytes),
+        ("context", diagnosis.context_bytes),
+        ("other processes", diagnosis.other_process_bytes),
+        ("free", diagnosis.free_bytes),
+    )
+    shown = [
+        f"{name} {size(part)} ({units.percent(part / total)})" for name, part in parts if part is not None and part <= total
+    ]
+    return f"{size(total)}: {' | '.join(shown)}" if shown else None

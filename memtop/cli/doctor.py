@@ -1,0 +1,161 @@
+"""`memtop doctor`: what memtop finds on this machine, and what to do about what is missing. It
+changes nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import msgspec
+
+from memtop.cli.options import json_option, runs_dir_option
+from memtop.cli.output import print_json
+from memtop.presets import PresetFileError, load_presets, load_recipes
+from memtop.supervisor import units
+from memtop.supervisor.errors import MemtopError
+from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
+from memtop.supervisor.monitor.processes.proc import sees_all_pids
+from memtop.supervisor.monitor.sampler import Sampler
+from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.run.clients.server import socket_path
+from memtop.supervisor.run.record.folder import default_runs_dir
+
+_TRAINING = ("torch", "transformers", "accelerate", "safetensors")
+# Host values that are worth a note if they are unknown; the others are often unknown.
+_NOTED_IF_UNKNOWN = {
+    "total_bytes": "RAM",
+    "swap_fraction": "swap",
+    "pressure_fraction": "memory pressure",
+    "oom_kills": "kernel's kills",
+    "shm_fraction": "/dev/shm",
+}
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One check. `ok` is None for a note, which is neither good nor bad."""
+
+    check: str
+    ok: bool | None
+    found: str
+    advice: str | None = None
+
+
+@click.command()
+@json_option
+@runs_dir_option
+def doctor(as_json: bool, runs_dir: Path | None) -> int:
+    """Check what memtop finds on this machine.
+
+    The exit status is 1 if something that memtop needs is missing.
+    """
+    findings = list(_findings(runs_dir or default_runs_dir()))
+    if as_json:
+        print_json(msgspec.to_builtins(findings))
+    else:
+        for finding in findings:
+            word = {True: "ok", False: "MISSING", None: "note"}[finding.ok]
+            print(f"{word:<8} {finding.check:<16} {finding.found}")
+            if finding.advice:
+                print(f"{'':<25} -> {finding.advice}")
+    return 1 if any(finding.ok is False for finding in findings) else 0
+
+
+def _findings(runs_dir: Path) -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    yield Finding(check="python", ok=sys.version_info >= (3, 10), found=version)
+    yield from _packages()
+    yield from _machine()
+    yield _writable(runs_dir)
+    yield _socket(runs_dir)
+    yield _kernel()
+    yield _data_files()
+
+
+def _packages() -> Iterator[Finding]:
+    for name in ("textual", *_TRAINING):
+        try:
+            yield Finding(check=name, ok=True, found=importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            if name == "textual":
+                yield Finding(check=name, ok=False, found="not installed", advice="pip install textual")
+            else:
+                advice = "pip install 'memtop[train]' (not needed to watch other programs)"
+                yield Finding(check=name, ok=None, found="not installed", advice=advice)
+
+
+def _machine() -> Iterator[Finding]:
+    sampler = Sampler(patience=ONCE_SECONDS)
+    machine = sampler.sample()
+    sampler.close()
+    if machine.gpu_note:
+        yield Finding(check="gpu", ok=None, found=machine.gpu_note, advice="training runs on the CPU")
+    if machine.driver_version:
+        yield Finding(
+            check="driver", ok=True, found=f"{machine.driver_version}, CUDA up to {machine.cuda_version or 'unknown'}"
+        )
+    for gpu in machine.gpus:
+        found = f"{gpu.name or '?'}, {units.size(gpu.free_bytes)} of {units.size(gpu.total_bytes)} free"
+        yield Finding(check=f"gpu {gpu.index}", ok=gpu.error is None, found=found, advice=gpu.error)
+    if machine.gpus:
+        yield _processes(machine)
+    host = machine.host
+    limit = "" if host.limit_bytes is None else f", cgroup limit {units.size(host.limit_bytes)}"
+    yield Finding(check="host RAM", ok=True, found=f"{units.size(host.available_bytes)} available{limit}")
+    for field, name in _NOTED_IF_UNKNOWN.items():
+        if field in host.unknown:
+            yield Finding(check=name, ok=None, found=host.unknown[field])
+
+
+def _processes(machine: MachineSnapshot) -> Finding:
+    """Whether the memory of each process is known, and which process it is."""
+    rows = [process for gpu in machine.gpus for process in gpu.processes]
+    reason = next((row.unknown["used_bytes"] for row in rows if "used_bytes" in row.unknown), None)
+    if reason is not None:
+        return Finding(check="gpu processes", ok=None, found=f"their memory is not known: {reason}")
+    if not sees_all_pids():
+        advice = "start the container with the host's pids (docker run --pid=host) to see them"
+        return Finding(check="gpu processes", ok=None, found="processes outside this container are not visible", advice=advice)
+    return Finding(check="gpu processes", ok=True, found=f"{len({row.pid for row in rows})} on {len(machine.gpus)} GPUs")
+
+
+def _writable(runs_dir: Path) -> Finding:
+    place = runs_dir.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    problem = None
+    if not place.is_dir():
+        problem = "not a folder"
+    elif not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+        problem = "not readable" if os.access(place, os.W_OK) else "not writable"
+    if problem is not None:
+        return Finding(check="runs folder", ok=False, found=f"{place}: {problem}", advice="give another --runs-dir")
+    free = shutil.disk_usage(place).free
+    return Finding(check="runs folder", ok=True, found=f"{runs_dir.absolute()}, {units.size(free)} free")
+
+
+def _socket(runs_dir: Path) -> Finding:
+    try:
+        return Finding(check="control socket", ok=True, found=f"in {socket_path(runs_dir / 'doctor').parent}")
+    except MemtopError as error:
+        return Finding(check="control socket", ok=False, found=str(error))
+
+
+def _kernel() -> Finding:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return Finding(check="pidfd", ok=False, found=error.strerror or str(error), advice="memtop needs Linux 5.3 or newer")
+    return Finding(check="pidfd", ok=True, found="signals reach exactly the intended process")
+
+
+def _data_files() -> Finding:
+    try:
+        found = f"{len(load_recipes())} recipes, {len(load_presets())} presets"
+    except PresetFileError as error:
+        return Finding(check="presets", ok=False, found=str(error), advice="correct the file or remove it")
+    return Finding(check="presets", ok=True, found=found)

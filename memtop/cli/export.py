@@ -1,0 +1,52 @@
+"""`memtop export`: writes the trained model. A child process does the work, because it loads
+torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+from memtop.cli.lookup import find_run
+from memtop.cli.options import PATH, RUN_HELP, run_argument, runs_dir_option
+from memtop.supervisor.errors import MemtopError, UsageError
+
+
+@click.command(epilog=RUN_HELP)
+@run_argument
+@click.argument("out", type=PATH, metavar="DIR")
+@click.option("--adapter", is_flag=True, help="LoRA: write only the adapter, not merged into its base model")
+@click.option("--merge", is_flag=True, help="QLoRA: merge the adapter into its base model, no longer in 4 bits")
+@runs_dir_option
+def export(run_name: str, out: Path, adapter: bool, merge: bool, runs_dir: Path | None) -> int:
+    """Write the trained model in Hugging Face's format.
+
+    It reads the run's newest complete state and prints the folder that it wrote. For QLoRA runs it
+    writes the adapter only.
+    """
+    if adapter and merge:
+        raise UsageError("--adapter and --merge: give one of them")
+    folder = find_run(run_name, runs_dir)
+    if folder.spec().settings is None:
+        raise UsageError(f"RUN {folder.name}: is your own program: memtop does not know how it saves its model")
+    written = sorted(folder.path.glob("attempts/*/settings.json"))
+    if not written:
+        raise UsageError(f"RUN {folder.name}: was never started: there is nothing to export")
+    where = ("--settings", str(written[-1]), "--state-dir", str(folder.latest_state), "--out", str(out))
+    form = [*(["--adapter"] if adapter else []), *(["--merge"] if merge else [])]
+    done = subprocess.run(
+        [sys.executable, "-m", "memtop.train.export", *where, *form],
+        # A folder named `tokenizers` in the current directory must not shadow the library.
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    if done.returncode < 0:
+        raise MemtopError(
+            f"export of {folder.name}: killed by signal {-done.returncode}; 9 means that host memory ran out: the model needs "
+            "4 bytes per parameter"
+        )
+    return done.returncode

@@ -1,0 +1,203 @@
+"""Staying with a run that was just started: in the dashboard, or without it with progress on
+stderr."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+
+from memtop.cli.output import proposal_lines
+from memtop.supervisor import units
+from memtop.supervisor.errors import NotRunningError, RunFolderError
+from memtop.supervisor.monitor.values import Band, MachineSnapshot
+from memtop.supervisor.run.clients import client
+from memtop.supervisor.run.record.folder import RunFolder, RunLock
+from memtop.supervisor.run.record.view import read_state
+from memtop.supervisor.wire import EventRows, Phase, RunState, StateUpdate, Stop, Subscribe
+
+_PROGRESS_SECONDS = 5.0
+_RETRY_SECONDS = 0.3
+# Another command can start the new supervisor first. This many failures in a row are an error.
+_REVIVALS = 5
+# Events that are printed as they happen; all are in the ledger.
+_PRINTED = {
+    *("attempt", "plan", "adopted", "warning", "band", "stop", "leftovers", "stalled"),
+    *("oom", "survived", "settings", "remedy", "rollback"),
+}
+
+
+def stay(folder: RunFolder, begun: float, *, headless: bool, detach: bool) -> int:
+    """Stay with a run that was started at `begun` (Unix time), in the dashboard or without it; the
+    exit status.
+
+    With `detach`, only print the run's name. Without a terminal there is no dashboard.
+    """
+    if detach:
+        print(folder.name)
+        return 0
+    if headless or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return follow(folder, since=begun)
+    from memtop.cli.dashboard import open_run
+
+    return open_run(folder, started_here=True)
+
+
+def follow(folder: RunFolder, *, since: float) -> int:
+    """Print the run's progress until it is over; the exit status is 0 if it finished or was
+    stopped, 1 if it failed, 130 if it was interrupted here.
+
+    Events before `since` (Unix time) are not printed.
+    """
+    return asyncio.run(_Follower(folder, since).run())
+
+
+class _Follower:
+    def __init__(self, folder: RunFolder, since: float) -> None:
+        self._folder = folder
+        self._interrupts = 0
+        self._stop_printed = False
+        self._last_line = 0.0
+        self._last_update: int | None = None
+        self._last_event = since
+        self._revival_failures = 0
+        self._state: RunState | None = None
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupt)
+        self._print(f"run {self._folder.name} in {self._folder.path}; from another terminal: memtop watch {self._folder.name}")
+        while self._interrupts < 2:
+            try:
+                connection = await client.AsyncRunClient.connect(self._folder.path)
+            except NotRunningError:
+                if await self._over():
+                    break
+                continue
+            if await self._listen(connection):
+                break
+        return self._exit_status()
+
+    async def _over(self) -> bool:
+        """Whether the run is over, after its supervisor did not answer.
+
+        If the run is not over, its supervisor died: this process starts a new one, unless another
+        process did so already.
+        """
+        if await asyncio.to_thread(self._revived):
+            self._print("the supervisor was gone; a new one has taken over")
+            return False
+        self._state = read_state(self._folder)
+        # A supervisor that starts or exits holds the lock: the state in the folder is not final
+        # yet.
+        if (self._state.state.final or self._state.state is Phase.CREATED) and not RunLock(self._folder).is_held():
+            return True
+        await asyncio.sleep(_RETRY_SECONDS)
+        return False
+
+    def _revived(self) -> bool:
+        try:
+            revived = client.revive(self._folder.path)
+        except RunFolderError:
+            self._revival_failures += 1
+            if self._revival_failures >= _REVIVALS:
+                raise
+            return False
+        self._revival_failures = 0
+        return revived
+
+    async def _listen(self, connection: client.AsyncRunClient) -> bool:
+        """Print what the supervisor reports; True once the run is over or the user interrupts
+        twice, False if the supervisor is gone."""
+        try:
+            await connection.send(Subscribe(id=1, history=0))
+            return await self._report(connection)
+        except ConnectionError:
+            return False
+        finally:
+            await connection.close()
+
+    async def _report(self, connection: client.AsyncRunClient) -> bool:
+        stop_asked = False
+        pending = asyncio.ensure_future(connection.receive())
+        try:
+            while self._interrupts < 2:
+                done, _ = await asyncio.wait({pending}, timeout=0.2)
+                if self._interrupts and not stop_asked:
+                    # Send it to each new supervisor: the one before may have died before it stopped
+                    # the run.
+                    stop_asked = True
+                    if not self._stop_printed:
+                        self._print("stopping: the run finishes its update and saves; interrupt again to leave at once")
+                    self._stop_printed = True
+                    await connection.send(Stop(id=2))
+                if not done:
+                    continue
+                message = pending.result()
+                if message is None:
+                    return False
+                pending = asyncio.ensure_future(connection.receive())
+                if isinstance(message, EventRows):
+                    self._report_events(message)
+                if isinstance(message, StateUpdate):
+                    self._state = message.run
+                    if message.run.state.final:
+                        self._progress(message.run, message.machine, at_once=True)
+                        return True
+                    self._progress(message.run, message.machine)
+            return True
+        finally:
+            pending.cancel()
+
+    def _interrupt(self) -> None:
+        self._interrupts += 1
+
+    def _report_events(self, message: EventRows) -> None:
+        for event in message.rows:
+            if event.kind in _PRINTED and event.time > self._last_event:
+                self._print(event.message)
+            self._last_event = max(self._last_event, event.time)
+
+    def _progress(self, run: RunState, machine: MachineSnapshot | None, *, at_once: bool = False) -> None:
+        due = at_once or time.monotonic() - self._last_line >= _PROGRESS_SECONDS
+        if not due or run.updates is None or run.updates == self._last_update:
+            return
+        self._last_line, self._last_update = time.monotonic(), run.updates
+        total = "" if run.total_updates is None else f"/{run.total_updates} {run.updates / max(1, run.total_updates):4.0%}"
+        parts = [f"update {run.updates}{total}"]
+        if run.loss is not None:
+            parts.append(f"loss {run.loss:.4f}")
+        if run.samples_per_second is not None:
+            parts.append(f"{run.samples_per_second:.1f} samples/s")
+        if run.eta_seconds is not None:
+            parts.append(f"ETA {units.duration(run.eta_seconds)}")
+        self._print("  ".join(parts + _memory(machine)))
+
+    def _exit_status(self) -> int:
+        state = self._state
+        if self._interrupts and (state is None or state.state is not Phase.FINISHED):
+            self._print(
+                "interrupted" if state is None or not state.state.final else f"interrupted: the run is {state.state.value}"
+            )
+            return 130
+        assert state is not None
+        if state.state is Phase.FAILED and state.proposal is not None:
+            for line in proposal_lines(state.proposal):
+                self._print(line)
+        where = f"; memtop show {state.name}"
+        self._print(f"run {state.name}: {state.state.value}{f' ({state.reason})' if state.reason else ''}{where}")
+        return 0 if state.state in (Phase.FINISHED, Phase.STOPPED) else 1
+
+    @staticmethod
+    def _print(text: str) -> None:
+        print(f"memtop: {text}", file=sys.stderr, flush=True)
+
+
+def _memory(machine: MachineSnapshot | None) -> list[str]:
+    if machine is None:
+        return []
+    gauges = [(f"GPU {gpu.index}", gpu.used_fraction, gpu.band) for gpu in machine.gpus]
+    gauges.append(("RAM", machine.host.used_fraction, machine.host.band))
+    return [f"{name} {units.percent(fraction)} {band.value}" for name, fraction, band in gauges if band is not Band.UNKNOWN]

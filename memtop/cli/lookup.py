@@ -1,0 +1,103 @@
+"""Finding runs for the commands. A run that cannot be read is listed with the reason and hides no
+other run."""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
+from memtop.supervisor.run.record import folder as folders
+from memtop.supervisor.run.record import view
+from memtop.supervisor.run.record.folder import RunFolder, default_runs_dir
+from memtop.supervisor.wire import RunState
+
+
+class Unreadable(msgspec.Struct, frozen=True, kw_only=True):
+    """A run whose files cannot be read or decoded; `error` is one line."""
+
+    name: str
+    folder: str
+    error: str
+
+
+def find_run(reference: str, runs_dir: Path | None = None) -> RunFolder:
+    """The run with that name or path, or the newest for `latest`.
+
+    `runs_dir` defaults to MEMTOP_RUNS_DIR or ./runs. UsageError if there is no such run,
+    RunFolderError if its place cannot be read.
+    """
+    runs_dir = runs_dir or default_runs_dir()
+    try:
+        return folders.find_run(reference, runs_dir)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise UsageError(f"run {reference!r}: not found in {runs_dir}: no file has so long a name") from None
+        raise RunFolderError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    except MemtopError:
+        _entries(runs_dir)  # If the whole folder cannot be read, that is the reason to report.
+        raise
+
+
+def run_folders(runs_dir: Path) -> list[RunFolder]:
+    """All runs, oldest first, including unreadable ones; RunFolderError if `runs_dir` cannot be
+    read."""
+    found = []
+    for path in _entries(runs_dir):
+        try:
+            written = (path / "run.json").stat().st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            written = 0.0
+        folder = RunFolder(path)
+        try:
+            found.append((folder.spec().created, folder))
+        except MemtopError:
+            found.append((written, folder))
+    return [folder for _, folder in sorted(found, key=lambda item: (item[0], item[1].name))]
+
+
+def state_of(folder: RunFolder) -> RunState | Unreadable:
+    """The run's state, or why it cannot be read."""
+    try:
+        folder.spec()
+        return view.read_state(folder)
+    except MemtopError as error:
+        return _unreadable(folder, str(error))
+    except OSError as error:
+        return _unreadable(folder, f"{error.filename or folder.path}: cannot be read: {error.strerror}")
+
+
+def living_runs(runs_dir: Path) -> list[tuple[RunFolder, RunState]]:
+    """The runs in progress, oldest first."""
+    states = [(folder, state_of(folder)) for folder in run_folders(runs_dir)]
+    return [(folder, state) for folder, state in states if isinstance(state, RunState) and state.alive]
+
+
+@contextmanager
+def readable_ledger(folder: RunFolder) -> Iterator[None]:
+    """Turn the exceptions of a damaged ledger into a RunFolderError of one line."""
+    try:
+        yield
+    except (sqlite3.Error, msgspec.MsgspecError) as error:
+        raise RunFolderError(f"{folder.ledger_path}: cannot be read: {error}") from None
+
+
+def _unreadable(folder: RunFolder, error: str) -> Unreadable:
+    return Unreadable(name=folder.name, folder=str(folder.path), error=" ".join(error.split()))
+
+
+def _entries(runs_dir: Path) -> list[Path]:
+    """The folder's entries, none if it does not exist; RunFolderError if it cannot be read."""
+    try:
+        return list(runs_dir.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunFolderError(f"{runs_dir}: cannot be read: {error.strerror}; give another --runs-dir") from None

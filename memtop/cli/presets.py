@@ -1,0 +1,145 @@
+"""`memtop presets`: what each preset would change in the run in progress, or in its recipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from memtop.cli.lookup import living_runs
+from memtop.cli.options import json_option
+from memtop.cli.output import print_json
+from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets, load_recipes, resolve
+from memtop.presets.comparison import Outlook, outlook
+from memtop.presets.edits import find_preset
+from memtop.presets.files import usable
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.recovery.configuration import failed_settings
+from memtop.supervisor.run.record.folder import default_runs_dir
+from memtop.supervisor.run.record.view import read_configurations
+from memtop.supervisor.wire import RunState
+
+_DEFAULT_RECIPE = "first-run"
+
+
+@click.command()
+@click.argument("name", required=False, metavar="[NAME]")
+@json_option
+def presets(name: str | None, as_json: bool) -> int:
+    """List the presets and what each of them would change.
+
+    They are compared with the newest run in progress, or with the recipe that they are for. NAME
+    shows one preset in full.
+    """
+    try:
+        groups = _groups(_run_in_progress(default_runs_dir()), name)
+    except (SettingsError, PresetFileError) as error:
+        raise UsageError(str(error)) from None
+    if as_json:
+        rows = [_row(look) for _, looks in groups for look in looks]
+        print_json(rows[0] if name else rows)
+        return 0
+    for heading, looks in groups:
+        print(heading)
+        for look in looks:
+            print("\n".join(_full(look) if name else _lines(look)))
+    if not name:
+        print(
+            "(a switch keeps effective batch, T, LoRA and learning rate; --fresh --preset NAME takes all its values)",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _run_in_progress(runs_dir: Path) -> RunState | None:
+    """The newest run of the built-in trainer in progress."""
+    states = (state for _, state in reversed(living_runs(runs_dir)))
+    return next((state for state in states if state.settings is not None), None)
+
+
+def _groups(run: RunState | None, name: str | None) -> list[tuple[str, list[Outlook]]]:
+    """The presets by the settings with which they are compared, each group with its heading."""
+    presets = load_presets()
+    settings = None if run is None else run.settings
+    if name is not None:
+        chosen = find_preset(name, _DEFAULT_RECIPE if settings is None else settings.recipe)
+        presets = {chosen.name: chosen}
+    if run is not None and settings is not None:
+        offered = usable(presets, settings.recipe)
+        if offered:
+            failed = failed_settings(read_configurations(Path(run.folder)))
+            looks = [outlook(settings, preset, failed) for preset in offered.values()]
+            return [(f"run {run.name}: {_describe(settings)}", looks)]
+        # A preset that was named but is for another recipe is compared with that recipe.
+    groups: dict[str, list[Preset]] = {}
+    for preset in presets.values():
+        groups.setdefault(preset.recipes[0] if preset.recipes else _DEFAULT_RECIPE, []).append(preset)
+    found = []
+    for recipe, members in groups.items():
+        base = _base(recipe)
+        found.append((f"recipe {base.recipe}: {_describe(base)}", [outlook(base, preset) for preset in members]))
+    return found
+
+
+def _base(recipe: str) -> Settings:
+    recipes = load_recipes()
+    # A user's preset may name a recipe that no longer exists.
+    known = recipes.get(recipe, recipes[_DEFAULT_RECIPE])
+    return resolve(known, preset=load_presets()["standard"], whole=False)
+
+
+def _describe(s: Settings) -> str:
+    method = "" if s.lora is None else f", {s.method} r {s.lora.r}"
+    return f"{s.batch} x {s.accumulation} x {s.world_size} = {s.effective_batch}, T {s.seq_len}, {s.zero}{method}"
+
+
+def _row(look: Outlook) -> dict[str, Any]:
+    kept, whole = look.kept, look.whole
+    return {
+        **msgspec.to_builtins(look.preset),
+        "recipe": kept.recipe,
+        "batch": kept.batch,
+        "accumulation": kept.accumulation,
+        "world_size": kept.world_size,
+        "seq_len": kept.seq_len,
+        "effective_batch": kept.effective_batch,
+        "tokens_per_update": kept.tokens_per_update,
+        "zero": msgspec.to_builtins(kept.zero),
+        "guide_effective_batch": whole.effective_batch,
+        "guide_tokens_per_update": whole.tokens_per_update,
+        "changes": look.changes,
+        "changes_whole": look.whole_changes,
+        "switch": look.switch,
+        "switch_whole": look.switch_whole,
+        "reason": look.reason,
+        "reason_whole": look.reason_whole,
+        "risk": look.risk,
+    }
+
+
+def _lines(look: Outlook) -> Iterator[str]:
+    kept = look.kept
+    key = "-" if look.preset.key is None else str(look.preset.key)
+    split = f"{kept.batch} x {kept.accumulation} x {kept.world_size}"
+    yield (
+        f"{key}  {look.preset.name:<16} {split:<10} = {look.effective_text:<26} T {kept.seq_len:<5}"
+        f" {kept.tokens_per_update:>6} tokens  {kept.zero.short:<16} {look.switch}; whole: {look.switch_whole}"
+    )
+    yield f"   {look.preset.title}. {'; '.join(look.changes) or 'nothing changes'}"
+    if look.risk is not None:
+        yield f"   ! {look.risk}"
+
+
+def _full(look: Outlook) -> Iterator[str]:
+    yield from _lines(look)
+    whole = look.whole
+    yield f"   {look.preset.description}"
+    yield f"   a switch   {look.switch}: {look.reason}"
+    yield f"   whole      {look.switch_whole}: {look.reason_whole}"
+    yield f"              {_describe(whole)}, {whole.tokens_per_update} tokens per update"
+    for change in look.whole_changes:
+        yield f"              {change}"

@@ -1,0 +1,146 @@
+"""`memtop runs` and `memtop show`: the list of runs, and one run in detail."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from memtop.cli.lookup import find_run, readable_ledger, run_folders, state_of
+from memtop.cli.options import RUN_HELP, json_option, run_argument, runs_dir_option
+from memtop.cli.output import print_json, proposal_lines, run_line, summary
+from memtop.supervisor import units
+from memtop.supervisor.diagnosis.sentences import OUTCOMES
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.run.record import view
+from memtop.supervisor.run.record.folder import RunFolder, default_runs_dir
+from memtop.supervisor.wire import RunState
+
+
+@click.command()
+@json_option
+@runs_dir_option
+def runs(as_json: bool, runs_dir: Path | None) -> int:
+    """List the runs, the newest last."""
+    where = runs_dir or default_runs_dir()
+    states = [state_of(folder) for folder in run_folders(where)]
+    if as_json:
+        print_json([summary(state) for state in states])
+    elif not states:
+        print(f"no runs in {where}", file=sys.stderr)
+    else:
+        print("\n".join(run_line(state) for state in states))
+    return 0
+
+
+@click.command(epilog=RUN_HELP)
+@run_argument
+@json_option
+@click.option("--metrics", is_flag=True, help="with --json: one row per update of the final history")
+@runs_dir_option
+def show(run_name: str, as_json: bool, metrics: bool, runs_dir: Path | None) -> int:
+    """Show one run: attempts, settings, progress, saved state."""
+    if metrics and not as_json:
+        raise UsageError("--metrics: goes with --json")
+    folder = find_run(run_name, runs_dir)
+    if as_json:
+        print_json(document(folder, metrics=metrics))
+        return 0
+    with readable_ledger(folder):
+        record = view.show(folder, metrics=metrics)
+    print("\n".join(_lines(view.read_state(folder), record)))
+    return 0
+
+
+def document(folder: RunFolder, *, metrics: bool = False) -> dict[str, Any]:
+    """What `memtop show --json` prints, as builtin types.
+
+    MemtopError if the run's folder or ledger cannot be read.
+    """
+    with readable_ledger(folder):
+        record = view.show(folder, metrics=metrics)
+    return record | _measured(view.read_state(folder))
+
+
+def _lines(state: RunState, record: dict[str, Any]) -> Iterator[str]:
+    yield run_line(state)
+    if state.reason:
+        yield f"  reason      {state.reason}"
+    yield f"  folder      {state.folder}"
+    if state.settings is not None:
+        s = state.settings
+        split = f"{s.batch} x {s.accumulation} x {s.world_size} = {s.effective_batch}"
+        yield f"  settings    {s.recipe}, preset {s.preset}, {split}, T {s.seq_len}, lr {s.learning_rate:g}"
+    else:
+        yield f"  program     {' '.join(state.command)}"
+    yield f"  checkpoint  {_checkpoint(state)}"
+    for warning in state.warnings:
+        yield f"  warning     {warning}"
+    for line in _memory_lines(state):
+        yield f"  {line}"
+    if len(record["configurations"]) > 1:
+        for row in record["configurations"]:
+            yield f"  {_configuration_line(row)}"
+    for attempt in record["attempts"]:
+        yield from _attempt_lines(attempt)
+    if state.proposal is not None:
+        yield "  what can be done"
+        for line in proposal_lines(state.proposal):
+            yield f"    {line}"
+
+
+def _checkpoint(state: RunState) -> str:
+    saved = state.checkpoint
+    if saved is None:
+        return "none yet"
+    if not saved.complete:
+        return f"incomplete: {saved.problem}"
+    return f"update {saved.updates}, {units.size(saved.size_bytes)}, {saved.path}"
+
+
+def _attempt_lines(attempt: dict[str, Any]) -> Iterator[str]:
+    status = "" if attempt["exit_status"] is None else f", exit status {attempt['exit_status']}"
+    where = "" if attempt["start_updates"] is None else f" from update {attempt['start_updates']}"
+    yield f"  attempt {attempt['number']}   {attempt['reason']}{where}: {attempt['outcome'] or 'running'}{status}"
+    if attempt["diagnosis"]:
+        yield f"              {attempt['diagnosis']['summary']}"
+
+
+def _configuration_line(row: dict[str, Any]) -> str:
+    """One configuration (a period with the same settings), with the number for `memtop
+    rollback`."""
+    settings, peak = row["settings"], row["peak"]
+    parts = [f"{settings['batch']} x {settings['accumulation']}, T {settings['seq_len']}" if settings else "own program"]
+    if row["since_update"] is not None:
+        parts.append(f"from update {row['since_update']}")
+    if peak is not None:
+        parts.append(f"peak {units.size(peak['bytes'])}")
+    if row["samples_per_second"] is not None:
+        parts.append(f"{row['samples_per_second']:.1f} samples/s")
+    outcome = row["outcome"]
+    parts.append("present" if outcome is None else OUTCOMES.get(outcome, outcome))
+    return f"configuration {row['number']}  {', '.join(parts)} ({row['reason']})"
+
+
+def _measured(state: RunState) -> dict[str, Any]:
+    """What was measured: the memory it uses now (null if it does not run), and each rank's newest
+    update."""
+    now = {name: msgspec.to_builtins(getattr(state, name)) if state.alive else None for name in ("run_rss_bytes", "run_memory")}
+    names = ("epoch", "best_loss", "gradient_norm", "tokens_per_second", "step_seconds", "split", "ranks", "gpu_base_bytes")
+    rest = {name: msgspec.to_builtins(getattr(state, name)) for name in (*names, "started", "ended", "log_path", "warnings")}
+    return now | rest
+
+
+def _memory_lines(state: RunState) -> Iterator[str]:
+    if state.alive and state.run_memory:
+        roles = [f"{role.processes} {role.role} {units.size(role.pss_bytes)}" for role in state.run_memory]
+        yield f"memory      {', '.join(roles)}"
+    for rank in state.ranks:
+        if rank.peak_bytes is not None:
+            base = state.gpu_base_bytes.get(rank.device_uuid or "")
+            outside = "" if base is None else f", outside the allocator at least {units.size(base)} on its GPU"
+            yield f"GPU memory  rank {rank.rank}: {units.size(rank.peak_bytes)} peak in its newest update{outside}"

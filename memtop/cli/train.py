@@ -1,0 +1,265 @@
+"""`memtop train`: from the command line to the settings of a new run, and its start.
+
+The functions import NVML and asyncio themselves, since `memtop train --help` needs neither.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from msgspec.structs import replace
+
+from memtop import __version__
+from memtop.cli.options import (
+    WHOLE,
+    assignments_of,
+    detach_option,
+    edit_options,
+    headless_option,
+    refuse_both,
+    runs_dir_option,
+)
+from memtop.presets import (
+    Preset,
+    PresetFileError,
+    Recipe,
+    Settings,
+    SettingsError,
+    choose_by_memory,
+    edit_settings,
+    load_recipes,
+)
+from memtop.presets.edits import draft, find_preset
+from memtop.presets.fields import OPTIONS
+from memtop.supervisor.errors import RunFolderError, UsageError
+from memtop.supervisor.recovery.policy import ON_OOM
+from memtop.supervisor.run.record.folder import RunSpec, create_run, default_runs_dir
+from memtop.supervisor.wire import Change
+
+# By tracker: the modules of which one must be installed, and the package to install. The trainer
+# refuses unknown names.
+_TRACKERS = {"tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"), "wandb": (("wandb",), "wandb")}
+_NEEDED = ("torch", "transformers", "accelerate", "safetensors")
+
+
+def _known_on_oom(context: click.Context, option: click.Parameter, value: str) -> str:
+    if value not in ON_OOM:
+        raise UsageError(f"--on-oom {value}: give auto (continue with less), ask (propose it) or stop (report it)")
+    return value
+
+
+@click.command()
+@click.argument("recipe", required=False, metavar="[RECIPE]")
+@edit_options
+@click.option("--gpus", metavar="0,1|free:N", help="the GPUs to use, or N free ones; one process per GPU")
+@click.option("--name", metavar="NAME", help="the name of the run")
+@click.option("--save-every", type=WHOLE, metavar="N", help="updates between two saves")
+@headless_option
+@detach_option
+@click.option(
+    "--on-oom", default="auto", metavar="auto|ask|stop", callback=_known_on_oom, help="what to do when memory runs out [auto]"
+)
+@click.option("--fresh", is_flag=True, help="move an existing run of that name aside and start a new one")
+@runs_dir_option
+@click.pass_obj
+def train(
+    program: tuple[str, ...] | None,
+    recipe: str | None,
+    preset: str | None,
+    batch: int | None,
+    accum: int | None,
+    seq_len: int | None,
+    assignments: tuple[str, ...],
+    max_updates: int | None,
+    gpus: str | None,
+    name: str | None,
+    save_every: int | None,
+    headless: bool,
+    detach: bool,
+    on_oom: str,
+    fresh: bool,
+    runs_dir: Path | None,
+) -> int:
+    """Train a recipe or your own program and open the dashboard.
+
+    Your own program follows two dashes: `memtop train -- COMMAND ARG ...`. Without a terminal the
+    run is headless. Closing the dashboard does not stop the run.
+    """
+    from memtop.cli import gpus as gpu_choice
+    from memtop.cli.foreground import stay
+    from memtop.supervisor.run.clients.client import start_supervisor
+
+    begun = time.time()
+    refuse_both(headless, detach)
+    gpu_list = gpu_choice.wanted(gpus)
+    values = assignments_of(assignments, batch=batch, accumulation=accum, seq_len=seq_len, save_every=save_every)
+    edits = Change(assignments=values, max_updates=max_updates)
+    recipe_name = recipe or "first-run"
+    if program:
+        refuse_for_program(recipe, preset, edits)
+    settings = None if program else settings_for(recipe_name, preset, edits, gpu_list, fresh=fresh)
+    where = runs_dir or default_runs_dir()
+    spec = RunSpec(
+        name=name or free_name(where, Path(program[0]).stem if program else recipe_name),
+        created=begun,
+        settings=settings,
+        command=program or (),
+        cwd=str(Path.cwd()),
+        gpus=None if gpu_list is None else ",".join(gpu_list),
+        on_oom=on_oom,
+        memtop_version=__version__,
+    )
+    folder = create_run(where, spec, fresh=fresh)
+    start_supervisor(folder)
+    return stay(folder, begun, headless=headless, detach=detach)
+
+
+def settings_for(
+    recipe_name: str,
+    preset_name: str | None,
+    edits: Change,
+    gpus: list[str] | None,
+    *,
+    fresh: bool = False,
+) -> Settings:
+    """The settings of a new run; UsageError names the option and the value that is wrong.
+
+    A named preset is taken with its guide's values if it is meant for the recipe, and always with
+    `fresh`.
+    """
+    _refuse_missing(_NEEDED, f"RECIPE {recipe_name}: the built-in trainer")
+    try:
+        recipe = _recipe(recipe_name)
+        reason = None
+        if preset_name is not None:
+            preset = find_preset(preset_name, recipe.name)
+            whole = fresh or preset.meant_for(recipe.name)
+        else:
+            (preset, reason), whole = _own_preset(recipe, edits, gpus), False
+        settings = _edited(recipe, preset, whole, edits, gpus)
+    except (SettingsError, PresetFileError) as error:
+        raise UsageError(str(error)) from None
+    _refuse_missing(_libraries(settings), f"RECIPE {recipe_name}, preset {settings.preset}: this")
+    _refuse_missing_trackers(settings.trackers)
+    settings = replace(settings, data=_placed_data(settings.data), model=_placed_model(settings.model))
+    if reason is not None:
+        print(f"memtop: {reason}; --preset NAME chooses another", file=sys.stderr)
+    return settings
+
+
+def _recipe(name: str) -> Recipe:
+    recipes = load_recipes()
+    if name not in recipes:
+        near = difflib.get_close_matches(name, list(recipes), n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise UsageError(f"RECIPE {name!r}: unknown; there are {', '.join(recipes)}{hint}; your own program goes after `--`")
+    return recipes[name]
+
+
+def _edited(recipe: Recipe, preset: Preset, whole: bool, edits: Change, gpus: list[str] | None) -> Settings:
+    # If a batch is given, the number of processes need not divide the recipe's effective batch.
+    world = len(gpus) if gpus else 1
+    given = "batch" in edits.assignments or "accumulation" in edits.assignments
+    settings = replace(draft(recipe, preset=preset, world_size=1 if given else world, whole=whole), world_size=world)
+    updates = edits.max_updates
+    if updates is None and settings.target_samples and "epochs" not in edits.assignments:
+        # Keep the recipe's number of updates, whatever the effective batch is now.
+        updates = recipe.max_updates
+    return edit_settings(settings, assignments=edits.assignments, max_updates=updates)
+
+
+def _own_preset(recipe: Recipe, edits: Change, gpus: list[str] | None) -> tuple[Preset, str | None]:
+    """The recipe's preset; for `auto`, the one for the free GPU memory, and the reason."""
+    if recipe.preset != "auto":
+        return find_preset(recipe.preset, recipe.name), None
+    from memtop.cli import gpus as gpu_choice
+
+    free, where = None, ""
+    if edits.assignments.get("device") != "cpu":
+        machine = gpu_choice.sample()
+        free, where = gpu_choice.least_free(machine, gpu_choice.visible(gpus, machine))
+    preset, reason = choose_by_memory(free, recipe.name)
+    return preset, reason + where
+
+
+def _libraries(settings: Settings) -> tuple[str, ...]:
+    needed = {"lora": ("peft",), "qlora": ("peft", "bitsandbytes")}.get(settings.method, ())
+    eight_bit = ("bitsandbytes",) if settings.optimizer.endswith("8bit") else ()
+    return (*needed, *eight_bit, *(("deepspeed",) if settings.zero.stage else ()))
+
+
+def _refuse_missing(names: tuple[str, ...], who: str) -> None:
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"{who} needs {', '.join(missing)}: pip install 'memtop[train]'; "
+            "your own program, given after `--`, does not need it"
+        )
+
+
+def _refuse_missing_trackers(names: tuple[str, ...]) -> None:
+    for name in names:
+        modules, package = _TRACKERS.get(name, ((), ""))
+        if modules and not any(importlib.util.find_spec(module) for module in modules):
+            raise UsageError(f"trackers {name}: not installed: pip install {package}")
+
+
+def _placed_data(data: dict[str, Any]) -> dict[str, Any]:
+    """The data with absolute paths; UsageError if a file is missing."""
+    if not data.get("source") and not data.get("train"):
+        columns = ", ".join(data.get("columns", {}).values())
+        shape = f" with columns {columns}" if columns else ""
+        raise UsageError(f"data.train: not given; add --set data.train=FILE (parquet, jsonl or text{shape})")
+    return {key: _placed(f"data.{key}", value) if key in ("train", "eval") else value for key, value in data.items()}
+
+
+def _placed(field: str, value: str) -> str:
+    if not value:
+        return value
+    path = Path(value).expanduser().absolute()
+    if not path.is_file():
+        problem = "is a folder; give a file" if path.is_dir() else "no such file"
+        raise UsageError(f"{field} {value}: {problem}; looked for {path}")
+    return str(path)
+
+
+def _placed_model(model: dict[str, Any]) -> dict[str, Any]:
+    """The model with an absolute path if it is a folder; a hub name stays unchanged."""
+    name = model.get("path")
+    if not isinstance(name, str):
+        return model
+    path = Path(name).expanduser().absolute()
+    if path.is_dir():
+        return {**model, "path": str(path)}
+    if name.startswith(("/", "~", "./", "../")):
+        raise UsageError(f"model.path {name}: no such folder; looked for {path}")
+    return model
+
+
+def refuse_for_program(recipe: str | None, preset: str | None, edits: Change) -> None:
+    """UsageError for options that have no meaning for the user's own program."""
+    given = {"RECIPE": recipe, "--preset": preset, "--max-updates": edits.max_updates}
+    options = {**OPTIONS, "save_every": "--save-every"}
+    given |= {options.get(name, f"--set {name}"): text for name, text in edits.assignments.items()}
+    for option, value in given.items():
+        if value is not None:
+            raise UsageError(f"{option} {value}: memtop does not set the options of your own program; pass them after `--`")
+
+
+def free_name(runs_dir: Path, stem: str) -> str:
+    """A name that no run has: `first-run`, `first-run-2`, ..."""
+    stem = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem)[:80].strip("-._") or "run"
+    number, name = 1, stem
+    try:
+        while (runs_dir / name).exists():
+            number += 1
+            name = f"{stem}-{number}"
+    except OSError as error:
+        raise RunFolderError(f"{runs_dir}: cannot be read: {error.strerror}; give another --runs-dir") from None
+    return name

@@ -1,0 +1,315 @@
+"""The recommendations of the five guides: `guides.md` names only what exists; and values that no other test checks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from msgspec.structs import replace
+
+from memtop.presets import Settings, apply_preset, edit_settings, load_presets, load_recipes, resolve, take_whole
+from memtop.presets.comparison import describe_split, effective_change, outlook
+from memtop.presets.host_memory import HostPlan, host_plan
+from memtop.presets.schema import ALL_TARGETS, Lora, Zero
+from memtop.train import BadInputError, TrainingError, batches, run
+from memtop.train.engine import PlainEngine
+from memtop.train.objective import CHUNK_BYTES, Objective
+from memtop.train.reporting import RECORD_EVERY, MemoryRecord
+from tests.train.support import TINY, Recorder, Training
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "tests" / "guides.md"
+GIB = 1 << 30
+PRESETS = load_presets()
+RECIPES = load_recipes()
+LORA = resolve(RECIPES["sft-lora"], preset=PRESETS["standard"], whole=False)
+T5 = resolve(RECIPES["pretrain-t5"], preset=PRESETS["standard"])
+
+# The rows of each section of guides.md.
+ROWS = {
+    "3.1": range(1, 23),
+    "3.2": range(1, 26),
+    "3.3": range(1, 21),
+    "3.4": range(1, 15),
+    "3.5": range(1, 23),
+}
+FOLDERS = ("tests/", "presets/", "train/", "supervisor/", "tui/", "memtop/", "bench/", "docs/")
+
+
+def rows() -> dict[str, dict[int, list[str]]]:
+    """Section to row number to the row's cells."""
+    found: dict[str, dict[int, list[str]]] = {}
+    section = ""
+    for line in TABLE.read_text().splitlines():
+        if line.startswith("## "):
+            section = line.split()[1]
+        elif re.match(r"\| \d+ \|", line):
+            cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+            assert int(cells[0]) not in found.get(section, {}), f"{section} row {cells[0]} is there twice"
+            found.setdefault(section, {})[int(cells[0])] = cells[1:]
+    return found
+
+
+def references(text: str) -> list[str]:
+    return [word for word in re.findall(r"`([^`]+)`", text) if word.startswith(FOLDERS)]
+
+
+@pytest.mark.parametrize("section", ROWS)
+def test_every_row_is_in_the_table_and_says_where_it_is(section: str) -> None:
+    table = rows()[section]
+    assert sorted(table) == sorted(ROWS[section])
+    for number, cells in table.items():
+        assert len(cells) == 2, f"{section} row {number}"
+        where = cells[1]
+        says = references(where) or re.search(r"with issue (Plan|Programs|Report)\b|not in memtop: |`memtop ", where)
+        assert says, f"{section} row {number} names neither a file, nor a command, nor an issue, nor a reason"
+
+
+def test_the_table_names_only_what_exists() -> None:
+    named = references(TABLE.read_text())
+    assert len(named) > 100
+    for reference in named:
+        path, _, test = reference.partition("::")
+        assert (ROOT / path).exists(), reference
+        if test:
+            assert re.search(rf"^(async )?def {re.escape(test)}\(", (ROOT / path).read_text(), re.MULTILINE), reference
+
+
+# Host memory: guides S2 and S4.
+
+
+def plan(gib: float | None, *, on_gpu: bool = True, **changes: Any) -> HostPlan:
+    settings = replace(TINY, **{"workers": 8, **changes})
+    return host_plan(settings, None if gib is None else int(gib * GIB), on_gpu=on_gpu)
+
+
+@pytest.mark.parametrize(
+    ("gib", "level", "workers", "pinned"),
+    [
+        *((0.0, "extreme", 0, False), (7.99, "extreme", 0, False), (8, "low", 2, False)),
+        *((11.99, "low", 2, False), (12, "standard", 8, True), (500, "standard", 8, True)),
+    ],
+)
+def test_what_is_available_decides_level_workers_and_pinning(gib: float, level: str, workers: int, pinned: bool) -> None:
+    found = plan(gib)
+    assert (found.level, found.workers, found.pin_memory) == (level, workers, pinned)
+    assert found.available_bytes == int(gib * GIB)
+
+
+def test_one_byte_below_a_border_is_below_it() -> None:
+    settings = replace(TINY, workers=8)
+    assert host_plan(settings, 12 * GIB - 1, on_gpu=True).level == "low"
+    assert host_plan(settings, 8 * GIB - 1, on_gpu=True).level == "extreme"
+
+
+def test_host_memory_never_gives_more_than_was_asked_for() -> None:
+    assert plan(500, workers=1).workers == 1
+    assert plan(500, workers=0).workers == 0
+    assert plan(500, host_level="extreme").level == "extreme"
+    assert plan(9, host_level="low").level == "low"
+    assert not plan(500, pin_memory=False).pin_memory
+
+
+def test_page_locked_buffers_need_a_gpu_and_can_be_insisted_on() -> None:
+    assert not plan(500, on_gpu=False).pin_memory
+    assert not plan(500, on_gpu=False, pin_memory=True).pin_memory
+    assert plan(4, pin_memory=True).pin_memory
+
+
+def test_all_ranks_of_a_machine_share_its_workers() -> None:
+    # Guide S2's min(8, 2 x GPUs) counts per rank: 6 on three cards are 18 processes.
+    for world in (1, 2, 3, 4, 8, 16):
+        assert plan(12, world_size=world).workers == 8 // world
+        assert plan(8, world_size=world).workers * world <= 2
+
+
+def test_memory_that_cannot_be_read_leaves_the_settings_alone() -> None:
+    found = plan(None, workers=5, host_level="low")
+    assert (found.level, found.workers, found.pin_memory, found.available_bytes) == ("low", 5, True, None)
+
+
+def test_the_first_rank_decides_and_nothing_that_is_trained_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = [3 * GIB]
+    monkeypatch.setattr(batches, "available_bytes", readings.pop)
+    found = batches.agree_on_host_plan(replace(TINY, workers=4), Accelerator(cpu=True))
+    assert (found.level, found.workers) == ("extreme", 0)
+    assert readings == [], "read once"
+    # What a plan can say at all: neither batch, nor accumulation, nor length.
+    assert set(HostPlan.__struct_fields__) == {"level", "workers", "pin_memory", "available_bytes", "reason"}
+
+
+def test_the_memory_record_is_a_report_and_a_line() -> None:
+    channel, lines = Recorder(), list[str]()
+    MemoryRecord(channel, Accelerator(cpu=True), lines.append)("after model load")
+    (report,) = channel.of("memory")
+    assert report["stage"] == "after model load"
+    assert 0 < report["used_bytes"] < report["total_bytes"]
+    assert "allocated_bytes" not in report, "without a GPU nothing is said of one"
+    assert re.fullmatch(r"\[memory - after model load\] host \d+\.\d\dGB / \d+\.\d\dGB \(\d+\.\d%\)", lines[0])
+    assert RECORD_EVERY == 200
+
+
+# Precision: guide S0 asks for fp16 everywhere, S3 for bf16.
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_gpu", "has_bf16", "taken"),
+    [
+        *(("auto", True, True, "bf16"), ("auto", True, False, "fp16"), ("auto", False, True, "fp32")),
+        *(("fp16", True, True, "fp16"), ("bf16", False, False, "bf16"), ("fp32", True, True, "fp32")),
+    ],
+)
+def test_precision_by_what_the_hardware_has(
+    asked: Any, on_gpu: bool, has_bf16: bool, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16)
+    assert run._precision(replace(TINY, precision=asked), on_gpu) == taken
+
+
+def test_fp16_without_a_gpu_is_refused() -> None:
+    with pytest.raises(BadInputError, match="precision fp16: requires a GPU; give --set precision=bf16 or fp32"):
+        run.open_accelerator(replace(TINY, precision="fp16"), None)
+
+
+# Presets and sizes.
+
+
+def test_three_times_six_is_flagged() -> None:
+    whole = take_whole(LORA, PRESETS["stage2_offload"])
+    assert (whole.batch, whole.accumulation, whole.effective_batch) == (3, 6, 18)
+    assert effective_change(16, 18) == "16 -> 18 (+12.5 %)"
+    assert describe_split(LORA, whole).startswith("effective batch 16 -> 18 (+12.5%): changes training; exact pairs: ")
+    look = outlook(LORA, PRESETS["stage2_offload"])
+    assert "effective batch 16 -> 18 (+12.5 %)" in look.whole_changes
+    assert (look.kept.batch, look.kept.accumulation) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "effective", "change"),
+    [("t5-balanced", 144, "(-25.0%)"), ("t5-conservative", 120, "(-37.5%)"), ("t5-aggressive", 216, "(+12.5%)")],
+)
+def test_the_20_gb_family_on_the_guides_three_cards(name: str, effective: int, change: str) -> None:
+    before = replace(T5, batch=32, accumulation=2, world_size=3)
+    after = take_whole(before, PRESETS[name])
+    assert (before.effective_batch, after.effective_batch) == (192, effective)
+    assert change in describe_split(before, after)
+    # A switch in the run: 24 and 20 do not divide 64, the largest exact split below them does.
+    kept = apply_preset(before, PRESETS[name])
+    assert (kept.batch, kept.accumulation, kept.effective_batch) == (16, 4, 192)
+
+
+@pytest.mark.parametrize("name", ["qlora-16g-safe", "qlora-16g-min"])
+def test_qlora_holds_alpha_to_rank_and_the_effective_batch(name: str) -> None:
+    s = resolve(RECIPES["sft-qlora"], preset=PRESETS[name])
+    assert s.lora is not None
+    assert s.lora.alpha == 2 * s.lora.r
+    assert (s.method, s.precision, s.effective_batch, s.pin_memory, s.lora.targets) == ("qlora", "auto", 16, False, ALL_TARGETS)
+
+
+SMALL_T5 = {"d_model": 384, "d_ff": 1536, "num_layers": 4, "num_heads": 6}
+
+
+def millions(model: torch.nn.Module) -> float:
+    return round(sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) / 1e6, 1)
+
+
+@pytest.mark.parametrize(("change", "size"), [({}, 196.6), ({"vocab_size": 29298}, 187.7), (SMALL_T5, 46.4)])
+def test_the_t5_of_the_guides(change: dict[str, int], size: float) -> None:
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    settings = edit_settings(T5, assignments={f"model.config.{key}": str(value) for key, value in change.items()})
+    config = dict(settings.model["config"])
+    with torch.device("meta"):
+        model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    assert millions(model) == size
+
+
+@pytest.fixture(scope="module")
+def qwen_7b() -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "vocab_size": 151936}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "tie_word_embeddings": False}
+    with torch.device("meta"):
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **shape, **heads))
+    return model
+
+
+@pytest.mark.parametrize(("r", "size"), [(64, 159.9), (32, 80.0), (16, 40.0)])
+def test_adapters_of_qwen_7b(qwen_7b: Any, r: int, size: float) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    with torch.device("meta"):
+        model = get_peft_model(qwen_7b, LoraConfig(r=r, lora_alpha=2 * r, target_modules=list(Lora(r=r, alpha=2 * r).targets)))
+    assert millions(model) == size
+    model.unload()
+
+
+def test_the_logits_are_never_in_memory_as_a_whole() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    vocabulary = 151936
+    assert round(2 * 2048 * vocabulary * 4 / GIB, 2) == 2.32, "what the guide's run could not get"
+    values = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = AutoConfig.for_model("qwen2", vocab_size=vocabulary, num_key_value_heads=1, **values)
+    chunk = Objective(AutoModelForCausalLM.from_config(config)).chunk
+    assert chunk > 0
+    assert chunk * vocabulary * 4 <= CHUNK_BYTES < (chunk + 1) * vocabulary * 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulation", "seq_len", "precision", "effective"), [(1, 8, 256, "fp32", 16), (2, 16, 384, "fp16", 64)]
+)
+def test_the_guides_configurations_for_short_host_memory_can_be_given(
+    batch: int, accumulation: int, seq_len: int, precision: str, effective: int
+) -> None:
+    two = replace(T5, world_size=2)
+    given: Settings = edit_settings(
+        two,
+        assignments={"batch": str(batch), "accumulation": str(accumulation), "seq_len": str(seq_len), "precision": precision},
+    )
+    assert (given.effective_batch, given.seq_len, given.precision) == (effective, seq_len, precision)
+
+
+def test_half_the_processes_take_twice_the_accumulation() -> None:
+    recipe = RECIPES["first-run"]
+    one, two = (resolve(recipe, preset=PRESETS["standard"], world_size=world) for world in (1, 2))
+    assert (one.batch, one.accumulation) == (two.batch, 2 * two.accumulation)
+    assert one.effective_batch == two.effective_batch
+
+
+# What runs, and what never runs.
+
+
+def test_another_stage_than_asked_for_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlainEngine, "strategy", lambda self: Zero(stage=2))
+    with pytest.raises(TrainingError, match="zero: requested plain, but DeepSpeed runs ZeRO-2"):
+        Training(tmp_path / "state")
+
+
+def sources() -> dict[str, str]:
+    return {
+        str(path.relative_to(ROOT)): path.read_text()
+        for folder in ("memtop", "tui", "supervisor", "train", "presets")
+        for path in (ROOT / folder).rglob("*.py")
+        if not any(parent.is_symlink() for parent in path.parents)
+    }
+
+
+@pytest.mark.parametrize("word", ["sudo ", '["sudo"', "fallocate", "mkswap", "swapon", "pip install --force"])
+def test_what_the_guides_run_as_root_or_by_force_is_never_run(word: str) -> None:
+    found = sources()
+    assert len(found) > 50
+    assert [path for path, text in found.items() if word in text] == []
+
+
+def test_the_cache_is_emptied_only_inside_the_training_process() -> None:
+    # A new process that empties its own cache frees nothing of another's, and opens a context of some hundred MB.
+    found = {path for path, text in sources().items() if re.search(r"\bempty_cache\(", text)}
+    # The agent when it is asked, the built-in trainer after a failed allocation: both within the process that has the cache.
+    assert found
+    assert {Path(path).parts[0] for path in found} == {"train"}
