@@ -10,7 +10,7 @@ from pathlib import Path
 from memtop.tui.replay import ReplayFeed, StreamRecording
 
 RECORDING = Path(__file__).with_name("recording.jsonl.gz")
-OPENS_AT = 0.45
+OPENS_AT = 0.21
 """Where the demo starts, as a share of the recording: with some past to show."""
 
 
