@@ -88,7 +88,7 @@ def dead(runs: Runs) -> RunFolder:
     return folder
 
 
-def test_show_tells_what_can_be_done_as_the_card_does(runs: Runs, dead: RunFolder) -> None:
+def test_show_lists_what_can_be_done(runs: Runs, dead: RunFolder) -> None:
     lines = [line.strip() for line in runs.memtop("show", "a").stdout.splitlines()]
     told = lines[lines.index("what can be done") + 1 :]
     assert told == [
@@ -106,7 +106,7 @@ def test_show_tells_what_can_be_done_as_the_card_does(runs: Runs, dead: RunFolde
     ]
 
 
-def test_configurations_are_told_in_words_that_do_not_run_together(runs: Runs, dead: RunFolder) -> None:
+def test_show_lists_the_configurations(runs: Runs, dead: RunFolder) -> None:
     lines = [line.strip() for line in runs.memtop("show", "a").stdout.splitlines()]
     assert [line for line in lines if line.startswith("configuration")] == [
         "configuration 1  8 x 4, T 128, from update 1, peak 474 MiB, 1.5 samples/s, ran out of host memory (start)",
@@ -117,7 +117,7 @@ def test_configurations_are_told_in_words_that_do_not_run_together(runs: Runs, d
     ]
 
 
-def test_back_to_what_it_has_now_is_refused_in_one_line(runs: Runs, dead: RunFolder) -> None:
+def test_a_rollback_to_the_present_settings_is_refused_in_one_line(runs: Runs, dead: RunFolder) -> None:
     again = "`memtop restart a` starts it again unchanged"
     present = runs.memtop("rollback", "a", "3", status=2)
     assert present.stderr == f"memtop: N 3: configuration 3 of run 'a' is the present one; {again}\n"
@@ -127,7 +127,7 @@ def test_back_to_what_it_has_now_is_refused_in_one_line(runs: Runs, dead: RunFol
     assert change_to(dead, 1, with_state=True) == Change(configuration=1, state_before=1)
 
 
-def test_a_restart_with_what_has_died_is_warned_of_before_it_starts(dead: RunFolder) -> None:
+def test_a_restart_with_settings_that_ran_out_of_memory_prints_a_warning(dead: RunFolder) -> None:
     again = "the run has died of memory with batch 8: this is the same, and saves nothing more"
     assert risk_of(dead, Change()) == again
     assert "this is more than that (16)" in str(risk_of(dead, Change(assignments={"batch": "16", "accumulation": "2"})))

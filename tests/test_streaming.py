@@ -75,7 +75,7 @@ def started(runs: Runs, *arguments: str) -> subprocess.Popen[str]:
 # --- JSON ---------------------------------------------------------------------------------------------------------------
 
 
-def test_one_document_a_line_at_once_and_a_clean_end_on_sigint(two_gpus: Runs, over: RunFolder) -> None:
+def test_one_document_per_line_and_a_clean_exit_on_sigint(two_gpus: Runs, over: RunFolder) -> None:
     process = started(two_gpus, "tiny", "--json", "--follow", "--interval", "0.2")
     assert process.stdout is not None
     # Read while it runs: every line is flushed.
@@ -92,7 +92,7 @@ def test_one_document_a_line_at_once_and_a_clean_end_on_sigint(two_gpus: Runs, o
         assert [run["name"] for run in document["runs"]] == ["tiny"]
 
 
-def test_a_closed_pipe_ends_it_without_a_word(two_gpus: Runs) -> None:
+def test_a_closed_pipe_ends_the_stream_silently(two_gpus: Runs) -> None:
     process = started(two_gpus, "--json", "--follow", "--interval", "0.2")
     assert process.stdout is not None
     assert process.stderr is not None
@@ -103,7 +103,7 @@ def test_a_closed_pipe_ends_it_without_a_word(two_gpus: Runs) -> None:
     process.stderr.close()
 
 
-def test_count_ends_it(two_gpus: Runs) -> None:
+def test_count_ends_the_stream(two_gpus: Runs) -> None:
     done = two_gpus.memtop("watch", "--json", "--follow", "--count", "2", "--interval", "0.2")
     documents = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(documents) == 2
@@ -111,7 +111,7 @@ def test_count_ends_it(two_gpus: Runs) -> None:
     assert "run" not in documents[0]
 
 
-def test_show_tells_what_was_measured(runs: Runs, over: RunFolder) -> None:
+def test_show_prints_the_measurements(runs: Runs, over: RunFolder) -> None:
     file = over.state()
     assert file is not None
     ranks = (RankMemory(rank=0, pid=1, connected=False, device_uuid="GPU-a", peak_bytes=3 * GIB),)
@@ -205,7 +205,7 @@ def machine(time: float, *xids: tuple[float, int], **fields: Any) -> MachineSnap
     return MachineSnapshot(time=time, gpus=(gpu,), jobs=jobs, host=HostSample(used_bytes=11, **fields))
 
 
-def test_a_scrape_tells_the_newest_sample_and_leaves_out_what_is_not_known(endpoint: tuple[Endpoint, int]) -> None:
+def test_a_scrape_has_the_newest_sample_without_unknown_values(endpoint: tuple[Endpoint, int]) -> None:
     serving, port = endpoint
     assert scrape(port) == {}
     serving.update(machine(100.0), None)
@@ -224,7 +224,7 @@ def test_a_scrape_tells_the_newest_sample_and_leaves_out_what_is_not_known(endpo
         assert unknown not in found
 
 
-def test_what_shares_its_labels_is_one_sum_or_not_known(endpoint: tuple[Endpoint, int]) -> None:
+def test_rows_with_equal_labels_are_summed_or_unknown(endpoint: tuple[Endpoint, int]) -> None:
     """Labels that came twice would make the server drop the whole scrape."""
     serving, port = endpoint
     # One process on two MIG instances, another whose memory on one of them is not known.
@@ -244,7 +244,7 @@ def test_what_shares_its_labels_is_one_sum_or_not_known(endpoint: tuple[Endpoint
     assert list(found["memtop_gpu_age_seconds"].values()) == [7.5]
 
 
-def test_xids_are_counted_although_only_the_newest_are_told(endpoint: tuple[Endpoint, int]) -> None:
+def test_all_xids_are_counted_although_a_sample_has_only_the_newest(endpoint: tuple[Endpoint, int]) -> None:
     serving, port = endpoint
     serving.update(machine(1.0, (0.1, 31), (0.2, 31)), None)
     serving.update(machine(2.0, (0.2, 31), (1.5, 79)), None)
@@ -252,7 +252,7 @@ def test_xids_are_counted_although_only_the_newest_are_told(endpoint: tuple[Endp
     assert scrape(port)["memtop_gpu_xid_errors_total"] == {card(code="31"): 3, card(code="79"): 1}
 
 
-def test_the_run_is_told_with_its_peak(endpoint: tuple[Endpoint, int]) -> None:
+def test_a_scrape_has_the_run_with_its_peak(endpoint: tuple[Endpoint, int]) -> None:
     serving, port = endpoint
     ranks = (RankMemory(rank=0, pid=1, connected=True, peak_bytes=99), RankMemory(rank=1, pid=2, connected=True))
     run = RunState(name="tiny", folder="f", state=Phase.TRAINING, created=1.0, loss=0.0, updates=3, ranks=ranks)
@@ -266,7 +266,7 @@ def test_the_run_is_told_with_its_peak(endpoint: tuple[Endpoint, int]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_headless_it_serves_until_it_is_told_to_end(two_gpus: Runs, over: RunFolder, number: signal.Signals) -> None:
+def test_without_a_terminal_it_serves_until_a_signal(two_gpus: Runs, over: RunFolder, number: signal.Signals) -> None:
     port = free_port()
     process = started(two_gpus, "tiny", "--prometheus", str(port), "--interval", "0.2")
     assert process.stderr is not None
@@ -293,7 +293,7 @@ def test_a_port_in_use_is_one_line_and_exit_status_2(runs: Runs) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_another_host_is_warned_about_once(two_gpus: Runs) -> None:
+def test_serving_on_another_host_prints_one_warning(two_gpus: Runs) -> None:
     port = free_port()
     arguments = ("--prometheus", f"0.0.0.0:{port}", "--json", "--follow", "--count", "1")
     done = two_gpus.memtop("watch", *arguments)

@@ -61,7 +61,7 @@ def test_the_fullest_gpu_decides(
     assert len(captured.err.splitlines()) == 1
 
 
-def test_what_cuda_may_not_see_does_not_decide(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_hidden_from_cuda_do_not_decide_the_preset(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = machine(3.0, 13.0).gpus
     seen = MachineSnapshot(time=0.0, gpus=(small, msgspec.structs.replace(large, visible_index=0)))
     monkeypatch.setattr(gpus_of, "sample", lambda: seen)
@@ -71,7 +71,7 @@ def test_what_cuda_may_not_see_does_not_decide(data: Change, monkeypatch: pytest
         assert train.settings_for("sft-lora", None, data, None).preset == "deepspeed"
 
 
-def test_on_the_cpu_no_gpu_is_asked(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_on_the_cpu_samples_no_gpu(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus_of, "sample", lambda: pytest.fail("asked the machine"))
     cpu = Change(assignments={**data.assignments, "device": "cpu"})
     assert train.settings_for("sft-lora", None, cpu, None).preset == "standard"
