@@ -148,7 +148,7 @@ def test_wrong_usage_is_one_line_and_exit_status_2(runs: Runs, arguments: list[s
 
 @pytest.mark.parametrize("command", ["watch --once --json", "watch --csv", "strays --json", "doctor --json", "presets"])
 def test_a_closed_pipe_is_no_error(runs: Runs, command: str) -> None:
-    """`memtop ... | head -1`: what is written when nobody reads any more."""
+    """`memtop ... | head -1` writes into a pipe without a reader."""
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -167,7 +167,7 @@ def test_a_closed_pipe_is_no_error(runs: Runs, command: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# As a script starts it in its background.
+# A script starts its background jobs with SIGINT ignored.
 DEAF = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
 
 
@@ -241,7 +241,7 @@ def test_a_folder_without_read_permission_is_named(runs: Runs) -> None:
     runs.path.chmod(0)
     prefix: list[str] = []
     if os.getuid() == 0:
-        # Nothing keeps root out but the lack of these.
+        # Without these capabilities root cannot read every folder.
         prefix = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
         if (
             shutil.which("setpriv") is None

@@ -1,4 +1,4 @@
-"""`memtop train --gpus`: by index, or the free ones, on what the scripted driver says."""
+"""`--gpus`: GPUs by index, and free GPUs, with a scripted driver."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["driver", "nvml_library"]
 
 @pytest.fixture
 def four(driver: Script, monkeypatch: pytest.MonkeyPatch) -> Script:
-    """GPU 0 is computed on, 1 and 3 are free, 2 is lost."""
+    """GPU 0 has a compute process, 1 and 3 are free, 2 is lost."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return four_gpus(driver).write()
 
@@ -72,7 +72,7 @@ def test_watched_gpus(four: Script, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert gpus.watched("visible") == {0, 1, 2, 3}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
     assert gpus.watched(" visible ") == {0, 3}
-    # The name of a lost GPU is not known, so it might be of another model.
+    # The model of a lost GPU is not known: it may differ from the others.
     assert capsys.readouterr().err.startswith(
         "memtop: --gpus visible: taken as the driver's numbers: CUDA_VISIBLE_DEVICES holds"
     )

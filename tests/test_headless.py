@@ -1,4 +1,4 @@
-"""The follower without a dashboard: it stays as long as the run does, and tells only what happens meanwhile."""
+"""`--headless`: the command stays until the run is over and prints only new events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FINISHED = StateUpdate(run=msgspec.structs.replace(STATE, state=Phase.FINISHED, 
 
 
 class Connection:
-    """A supervisor's end as the test scripts it; None for one that leaves, an error for one that refuses to be written to."""
+    """A scripted connection to a supervisor: None when it exits, an error when it refuses a write."""
 
     def __init__(self, *messages: Message | None, broken: Exception | None = None) -> None:
         self._messages = list(messages)
@@ -42,7 +42,7 @@ class Connection:
 
 @pytest.fixture
 def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Follow a run whose supervisor is there (a Connection) or not (what its folder says then)."""
+    """Follow a run whose supervisor answers (a Connection) or not (the state in its folder)."""
     monkeypatch.setattr(foreground, "_RETRY_SECONDS", 0.0)
     monkeypatch.setattr(foreground.client, "revive", lambda path: False)
 
@@ -105,7 +105,7 @@ def test_earlier_events_are_not_printed(follow: Callable[..., int], capsys: pyte
 def test_the_death_of_the_supervisor_does_not_end_the_command(runs: Runs) -> None:
     arguments = ("train", "--headless", "--name", "a", "--", sys.executable, "-c", "import time; time.sleep(20)")
     with runs.start(*arguments, stderr=subprocess.PIPE) as follower:
-        # Its folder is only just being made.
+        # Its folder is being created.
         deadline = time.monotonic() + 30
         while not (runs.path / "a/attempts/0001/process.json").exists():
             assert time.monotonic() < deadline

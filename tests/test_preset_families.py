@@ -1,4 +1,4 @@
-"""The guides' presets: every value, where the guides were wrong, what a switch keeps, and which one is chosen by itself."""
+"""The presets of the guides: their values, what a switch keeps, and which one is chosen automatically."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_full_fine_tune_takes_no_adapters_from_a_guide() -> None:
     assert (whole.lora, whole.seq_len, whole.effective_batch) == (None, 1536, 16)
     with pytest.raises(SettingsError, match="seq_len 1536: beyond the model's 1024 positions"):
         check(whole)
-    # Not meant for the recipe, so only its strategy is taken unless asked otherwise.
+    # The preset is not for this recipe: a new run takes only its memory strategy.
     kept = resolve(RECIPES["first-run"], preset=PRESETS["stage3"])
     assert (kept.seq_len, kept.effective_batch, kept.zero.stage) == (128, 32, 3)
 
@@ -218,7 +218,7 @@ def test_the_users_families_extend_and_override(tmp_path: Path, monkeypatch: pyt
     found = load_presets()
     assert (found["minimal"].title, found["minimal"].family) == ("mine", "ladder")
     assert (found["t5-balanced"].title, found["t5-balanced"].family) == ("t", "t5")
-    # Without a border of its own, the rung above is the last that can be chosen.
+    # Without a threshold, the preset above is the last that can be chosen.
     assert choose_by_memory(GIB)[0].name == "stage3"
 
 

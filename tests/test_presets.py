@@ -1,4 +1,4 @@
-"""Presets, recipes and the arithmetic of batches."""
+"""Presets, recipes, the table of settings and the splits of a batch."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_broken_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def leaves(shape: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
-    """The fields of a struct with dotted names; those of a nested struct stand for it."""
+    """The fields of a struct; those of a nested struct have dotted names."""
     for name, kind in get_type_hints(shape).items():
         nested = [one for one in (kind, *get_args(kind)) if isinstance(one, type) and issubclass(one, msgspec.Struct)]
         if nested:
@@ -197,7 +197,7 @@ def test_every_setting_has_a_row_in_the_table() -> None:
     assert {"zero.stage", "lora.r", "model"} <= set(FIELDS)
     for name, field in FIELDS.items():
         assert field.label, name
-        # What makes another run, or changes training, is no edit of a running program.
+        # A running program cannot take changes that make another run or change training.
         assert field.live == "no" or not (field.new_run or field.changes_training), name
 
 

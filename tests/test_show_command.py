@@ -1,4 +1,4 @@
-"""`memtop show` and `memtop rollback` on a run that lies as it died: its folder as the supervisor leaves it."""
+"""`memtop show` and `memtop rollback` on the folder of a failed run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def configuration(number: int, settings: object, reason: str, outcome: str | Non
 
 @pytest.fixture
 def dead(runs: Runs) -> RunFolder:
-    """A run that died at batch 8, and again at 4, to which it had changed; then it was taken back to the first."""
+    """A run that ran out of memory at batch 8 and at batch 4, and was then returned to its first settings."""
     folder = create_run(
         runs.path, RunSpec(name="a", created=1.0, settings=SETTINGS, cwd=str(runs.root), memtop_version="0"), fresh=False
     )
@@ -131,8 +131,8 @@ def test_a_restart_with_settings_that_ran_out_of_memory_prints_a_warning(dead: R
     again = "the run has died of memory with batch 8: this is the same, and saves nothing more"
     assert risk_of(dead, Change()) == again
     assert "this is more than that (16)" in str(risk_of(dead, Change(assignments={"batch": "16", "accumulation": "2"})))
-    # A preset does not raise it.
+    # A preset does not raise the batch.
     assert risk_of(dead, Change(preset="low")) is None
     assert risk_of(dead, Change(assignments={"batch": "4", "accumulation": "8"})) is None
-    # What cannot be is for the supervisor to refuse.
+    # The supervisor refuses invalid settings.
     assert risk_of(dead, Change(assignments={"batch": "0"})) is None

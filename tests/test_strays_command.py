@@ -23,7 +23,7 @@ GIB = 1024**3
 
 @pytest.fixture(autouse=True)
 def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripted pids are real ones of this machine."""
+    """Treat the scripted pids as pids of this machine."""
     monkeypatch.setenv("MEMTOP_NVML_TRUST_PIDS", "1")
 
 
@@ -101,7 +101,7 @@ def test_memory_under_an_ended_process(driver: Script, tmp_path: Path, capsys: p
 def test_ending_a_process_reports_who_still_holds_memory(
     driver: Script, tmp_path: Path, program: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The program's memory does not come back: the driver goes on listing it."""
+    """The memory of the program is not freed: the driver still lists it."""
     driver.gpu(0, total=24 * GIB, used=9 * GIB).process(0, pid=program.pid, used=2 * GIB).write()
     assert strays.list_or_end(tmp_path, as_json=False, kill=[program.pid]) == 0
     first, second = capsys.readouterr().out.splitlines()

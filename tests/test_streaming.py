@@ -51,7 +51,7 @@ def two_gpus(runs: Runs, tmp_path: Path) -> Runs:
 
 @pytest.fixture
 def over(runs: Runs) -> RunFolder:
-    """A run that is over, as its folder tells it."""
+    """The folder of a finished run."""
     from memtop.supervisor.run.record.folder import create_run
 
     folder = create_run(runs.path, spec("tiny"), fresh=False)
@@ -78,7 +78,7 @@ def started(runs: Runs, *arguments: str) -> subprocess.Popen[str]:
 def test_one_document_per_line_and_a_clean_exit_on_sigint(two_gpus: Runs, over: RunFolder) -> None:
     process = started(two_gpus, "tiny", "--json", "--follow", "--interval", "0.2")
     assert process.stdout is not None
-    # Read while it runs: every line is flushed.
+    # Read while the command runs: it flushes every line.
     documents = [json.loads(process.stdout.readline()) for _ in range(3)]
     process.send_signal(signal.SIGINT)
     rest, errors = process.communicate(timeout=30)
@@ -121,7 +121,7 @@ def test_show_prints_the_measurements(runs: Runs, over: RunFolder) -> None:
     document = runs.show("tiny")
     assert document["ranks"][0]["peak_bytes"] == 3 * GIB
     assert document["gpu_base_bytes"] == {"GPU-a": 7}
-    # A run that is over holds no memory; what it last held is not what it holds.
+    # A finished run uses no memory, although its last value is known.
     assert (document["run_rss_bytes"], document["run_memory"]) == (None, None)
     text = runs.memtop("show", "tiny").stdout
     assert "GPU memory  rank 0: 3.0 GiB peak in its newest update, outside the allocator at least 7 B on its GPU" in text
@@ -144,7 +144,7 @@ def test_csv_has_one_header_and_a_row_per_gpu_and_sample(two_gpus: Runs, over: R
         5 * GIB,
         0.5,
     )
-    # Of the lost one nothing is known, which is no zero.
+    # The values of the lost GPU are unknown, not 0.
     assert (lost["gpu_used_bytes"], lost["gpu_utilization_fraction"], lost["gpu_band"]) == ("", "", "unknown")
     assert int(lost["host_total_bytes"]) > 0
     assert (first["run_state"], first["run_loss"], first["run_samples_per_second"]) == ("finished", "1.25", "")
@@ -176,7 +176,7 @@ def scrape(port: int) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = frozenset(sample.labels.items())
-            # A label set that came twice would be dropped by the server.
+            # The server would drop labels that repeat.
             assert labels not in found.setdefault(sample.name, {})
             found[sample.name][labels] = sample.value
     return found
@@ -225,9 +225,9 @@ def test_a_scrape_has_the_newest_sample_without_unknown_values(endpoint: tuple[E
 
 
 def test_rows_with_equal_labels_are_summed_or_unknown(endpoint: tuple[Endpoint, int]) -> None:
-    """Labels that came twice would make the server drop the whole scrape."""
+    """A server drops the whole scrape if labels repeat."""
     serving, port = endpoint
-    # One process on two MIG instances, another whose memory on one of them is not known.
+    # One process on two MIG instances, another with unknown memory on one of them.
     on_mig = [GpuProcess(pid=5, name="py", used_bytes=n, mig_instance=n) for n in (1, 2)]
     on_mig += [GpuProcess(pid=6, name="py", used_bytes=n, mig_instance=n or 1) for n in (None, 2)]
     mig = (MigInstance(position=1, uuid="MIG-1", name="1g.10gb", used_bytes=0), MigInstance(position=2, uuid="MIG-2"))
