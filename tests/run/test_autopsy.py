@@ -185,5 +185,5 @@ def test_an_end_that_could_not_be_examined_is_a_warning_of_the_run(runs: Runs, t
     with contextlib.closing(Ledger(runs.path / "a" / "ledger.sqlite", read_only=True)) as reader:
         warnings = [event.message for event in reader.events() if event.kind == "warning"]
     assert len(warnings) == 1
-    assert "memtop itself failed over" in warnings[0]
+    assert "an error occurred while it read" in warnings[0]
     assert "(ValueError: no such shape)" in warnings[0]

@@ -1,4 +1,4 @@
-"""One attempt under supervision: its processes, its reports, its end; and the ladder that stops it."""
+"""One attempt: its processes, its journals, its exit status, and the signals that stop it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from memtop.supervisor.run.record.folder import RunFolder, read_json
 from memtop.supervisor.run.record.journal import Journal, find_journals
 from memtop.supervisor.run.reports import Report
 
-# An exit file may just be being renamed; and a shim that nobody here has started may not have written itself down yet.
+# The exit file may just be renamed, and the shim of an adopted attempt may not have written its
+# process file yet.
 _GONE_SECONDS, _NEVER_SEEN_SECONDS = 1.0, 5.0
-# What a program that ended by itself leaves behind gets SIGTERM, so much time, SIGKILL, and as much again.
+# Processes that an ended program leaves behind get SIGTERM, this much time, SIGKILL, and as much
+# time again.
 _LEFTOVER_SECONDS = 3.0
-# However long its saves and evaluations have taken: a program that hangs is ended some day.
+# Longer saves and evaluations do not count, so that a program that hangs is ended at last.
 _MOST_ASIDE_SECONDS = 1800.0
 
 
@@ -35,30 +37,34 @@ class ProcessFile(msgspec.Struct, frozen=True):
 
 
 class ExitFile(msgspec.Struct, frozen=True):
-    """`exit.json`, written by the shim: status is negative for a signal; ended in seconds since the epoch."""
+    """`exit.json`, written by the shim.
+
+    `status` is negative for a signal. `ended` is in seconds since the epoch.
+    """
 
     status: int
     ended: float
 
 
 class Waits(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that each rung of the stop ladder is given before the next."""
+    """How long to wait after each step of stopping, in seconds."""
 
     graceful: float = 60.0
-    """The program was asked to finish its update, save and exit."""
+    """After the request to finish the update, save and exit."""
     interrupt: float = 15.0
-    """SIGINT, for programs that cannot be asked: many save on it."""
+    """After SIGINT, for programs that accept no requests. Many save on it."""
     terminate: float = 40.0
-    """SIGTERM; longer than torchrun's own 30 s."""
+    """After SIGTERM. Longer than torchrun's own 30 s."""
     kill: float = 5.0
     why: str = ""
-    """Why the program is given longer than others, in words; empty where it is not."""
+    """Why the program gets more time than usual. Empty if it does not."""
 
     def stretched(self, update_seconds: float, aside_seconds: float = 0.0, *, saves_on_sigterm: bool = False) -> Waits:
-        """The same for a program whose updates take so long, and its saves and evaluations `aside_seconds` (half an hour at
-        most counts): whoever is asked to stop may be in the middle of one, and has a save before it.
+        """The waits for a program with updates, saves or evaluations of this length.
 
-        `saves_on_sigterm`: it finishes its update and saves on that signal too, and is given the time for it.
+        The program may have just begun one when it is stopped, and it saves afterwards. Of
+        `aside_seconds`, at most half an hour counts. `saves_on_sigterm`: the program also finishes
+        its update and saves on SIGTERM, and gets time for it.
         """
         aside = min(aside_seconds, _MOST_ASIDE_SECONDS)
         slowest = max(update_seconds, aside)
@@ -75,7 +81,7 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunningAttempt:
-    """The processes and files of one attempt, whether this supervisor started it or adopted it."""
+    """The processes and files of one attempt that this supervisor has started or adopted."""
 
     def __init__(self, folder: RunFolder, number: int, shim_pid: int | None) -> None:
         self.number = number
@@ -90,7 +96,7 @@ class RunningAttempt:
 
     @property
     def trainer(self) -> ProcessId | None:
-        """The training program (or its launcher); None until the shim has started it."""
+        """The training program or its launcher. None until the shim has started it."""
         if self._trainer is None and (self.folder / "process.json").exists():
             found = read_json(self.folder / "process.json", ProcessFile)
             self._trainer = ProcessId(found.pid, found.started_ticks)
@@ -101,17 +107,20 @@ class RunningAttempt:
         return alive(self.trainer)
 
     def note_reaped(self, ended: dict[int, int]) -> None:
-        """Children of ours that ended; an orphaned trainer (its shim was killed) may be among them."""
+        """Note children that have ended. One may be a trainer whose shim was killed."""
         self._reaped |= ended
 
     def ended(self) -> ExitFile | None:
-        """How the program ended; None while it runs. The status is only unknown if its shim was killed as well."""
+        """How the program ended.
+
+        None while it runs. The status is unknown only if the shim was killed, too.
+        """
         if (self.folder / "exit.json").exists():
             return read_json(self.folder / "exit.json", ExitFile)
         if self.alive() or alive(self._shim):
             self._gone_since = None
             return None
-        # Both are gone without an exit file: wait a moment for it, then say what we know.
+        # Both are gone without an exit file: wait a moment for it, then return what is known.
         if self._gone_since is None:
             self._gone_since = time.monotonic()
         if time.monotonic() - self._gone_since < (_NEVER_SEEN_SECONDS if self._shim is None else _GONE_SECONDS):
@@ -120,7 +129,10 @@ class RunningAttempt:
         return ExitFile(UNKNOWN_STATUS if status is None else status, time.time())
 
     def journals(self, stored: Callable[[int], int]) -> list[Journal]:
-        """The ranks' journals; `stored(rank)` tells how far the ledger has one that is new to this supervisor."""
+        """The ranks' journals.
+
+        `stored(rank)` is the offset up to which the ledger has a journal that is new to us.
+        """
         for path in find_journals(self.folder):
             if path not in self._journals:
                 journal = self._journals[path] = Journal(path)
@@ -128,7 +140,7 @@ class RunningAttempt:
         return list(self._journals.values())
 
     def replay(self, known: Callable[[int], int], apply: Callable[[int, Report], None]) -> None:
-        """Read again what an earlier supervisor had read, up to `known(rank)`: the ledger has it already."""
+        """Read again what an earlier supervisor has read, up to the offset `known(rank)`."""
         for journal in self.journals(known):
             at, until = 0, journal.stored
             while at < until:
@@ -144,10 +156,12 @@ class RunningAttempt:
         return members(self._run_folder, self.number)
 
     def group(self) -> list[ProcessId]:
-        """The program and what it started in its own process group: what Ctrl-C in a terminal would reach."""
+        """The program and the processes in its process group: those that Ctrl-C in a terminal would
+        signal."""
         if self.trainer is None:
             return []
-        # The shim made the program the leader of its session and group. torchrun's ranks lead groups of their own.
+        # The shim made the program the leader of its session and group. Each of torchrun's ranks
+        # leads its own group.
         others = [p for p in self.processes() if p != self.trainer and _group_of(p.pid) == self.trainer.pid]
         return [self.trainer, *others]
 
@@ -159,12 +173,15 @@ def _group_of(pid: int) -> int | None:
         return None
 
 
-# An exit status that no process can have.
+# No process can have this exit status.
 UNKNOWN_STATUS = -(1 << 16)
 
 
 class StopLadder:
-    """Ends an attempt: ask, SIGINT, SIGTERM, SIGKILL, each with its wait. `tick` it until the attempt ends."""
+    """Ends an attempt: request, SIGINT, SIGTERM, SIGKILL, each followed by a wait.
+
+    Call `tick` until the attempt ends.
+    """
 
     def __init__(
         self,
@@ -175,7 +192,10 @@ class StopLadder:
         announce: Callable[[str], None],
         waits: Waits | None = None,
     ) -> None:
-        """`asked`: the program is being asked to stop, which takes it as long as its update; else a signal is first."""
+        """`asked`: the program has been requested to stop, which takes as long as its update.
+
+        Otherwise the first step is a signal.
+        """
         self._attempt = attempt
         self._monotonic = monotonic
         self._announce = announce
@@ -194,7 +214,7 @@ class StopLadder:
             announce(f"asked to finish the update, save and exit; SIGTERM follows in {waits.graceful:.0f} s{why}")
 
     def declined(self) -> None:
-        """Whoever was asked has said that it will not stop, or is gone: the signals begin at the next tick."""
+        """The program refused the request, or its agent is gone: signals begin at the next tick."""
         if self._asking:
             self._asking = False
             self._rungs.insert(0, (signal.SIGINT, self._waits.interrupt))
@@ -209,28 +229,31 @@ class StopLadder:
         if number is signal.SIGKILL:
             targets = self._attempt.processes()
         elif number is signal.SIGINT:
-            # As Ctrl-C does: a shell waits for its script's program, which alone knows how to save.
+            # As Ctrl-C does. A shell waits for its script's program, and only that program can
+            # save.
             targets = self._attempt.group()
             self._interrupted_until = self._deadline
         else:
-            # Launchers pass it on to their ranks; signalling those as well would reach them twice.
+            # Launchers pass the signal on to their ranks, which must not get it twice.
             targets = [self._attempt.trainer] if self._attempt.trainer else []
         reached = [target.pid for target in targets if send(target, number)]
         following = f"; {self._rungs[0][0].name} follows in {wait:.0f} s" if self._rungs else ""
         self._announce(f"{number.name} sent to {', '.join(map(str, reached)) or 'nobody'}{following}")
 
     def patience(self) -> tuple[float, float]:
-        """Seconds for what the program left behind: those of its group without a signal, all of them after SIGTERM."""
+        """Seconds for the processes that the program left behind: those of its group without a
+        signal, then all of them after SIGTERM."""
         return max(0.0, self._interrupted_until - self._monotonic()), self._waits.terminate
 
 
 async def clear_leftovers(
     attempt: RunningAttempt, announce: Callable[[str], None], ladder: StopLadder | None, meanwhile: Callable[[], None]
 ) -> None:
-    """End what a program left behind (ranks of a dead launcher, loader workers): they would hold its memory.
+    """End the processes that a program left behind (ranks of a dead launcher, loader workers),
+    because they hold memory.
 
-    While it was being stopped (`ladder`) they may still be saving, and are given the time that the program would have had.
-    `meanwhile` is called while we wait.
+    If the program was being stopped (`ladder`), they may still be saving and get the time that it
+    would have had. `meanwhile` is called during the wait.
     """
     untouched, terminate = ladder.patience() if ladder is not None else (0.0, _LEFTOVER_SECONDS)
 
@@ -242,7 +265,7 @@ async def clear_leftovers(
             meanwhile()
 
     if untouched:
-        # They were interrupted together with the program, whose end is not theirs.
+        # They got SIGINT together with the program and may still be running.
         await wait([process for process in attempt.group() if alive(process)], untouched)
     for number, seconds in ((signal.SIGTERM, terminate), (signal.SIGKILL, _LEFTOVER_SECONDS)):
         leftovers = attempt.processes()

@@ -1,4 +1,5 @@
-"""The configurations of a run: periods with the same settings, the memory that each needed, and how each ended."""
+"""The configurations of a run: periods with the same settings, the memory that each needed, and how
+each ended."""
 
 from __future__ import annotations
 
@@ -24,11 +25,13 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     saved_before: int | None = None
     """The newest saved update when the attempt started."""
     saved_after: int | None = None
-    """The newest saved update when it ended or continued with other settings. None if nothing was saved."""
+    """The newest saved update when it ended or continued with other settings. None if nothing was
+    saved."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A configuration in the ledger, with what the supervisor needs in addition to what is displayed."""
+    """A configuration in the ledger, with what the supervisor needs in addition to what is
+    displayed."""
 
     configuration: Configuration
     allocator: str = ""
@@ -36,9 +39,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     starts: tuple[Start, ...]
     """Oldest first, at least one."""
     changed_by: tuple[int, float] | None = None
-    """Attempt and time of the report with which the running program changed to it. None if an attempt started with it."""
+    """Attempt and time of the report with which the running program changed to it. None if an
+    attempt started with it."""
     died_of_memory: bool = False
-    """It certainly ended (or continued with a smaller batch) for lack of memory: memtop does not try it again on its own."""
+    """It certainly ended (or continued with a smaller batch) for lack of memory: memtop does not
+    try it again on its own."""
     samples: int = 0
     seconds: float = 0.0
     """Samples and the duration of their updates: its speed is their quotient."""
@@ -66,7 +71,8 @@ def before_the_present(rows: Sequence[Configuration]) -> Configuration | None:
 class Configurations:
     """All configurations of a run. The last one is the present one.
 
-    `save` writes one to the ledger; if it returns False, it is called again later. `notify` is called when one begins or ends.
+    `save` writes one to the ledger; if it returns False, it is called again later. `notify` is
+    called when one begins or ends.
     """
 
     def __init__(self, records: Iterable[Record], save: Callable[[Record], bool], notify: Callable[[], None]) -> None:
@@ -102,7 +108,8 @@ class Configurations:
     ) -> None:
         """An attempt starts now, or did so at `started` (seconds since the epoch).
 
-        With the same settings as before, the present configuration continues, unless it ran out of memory.
+        With the same settings as before, the present configuration continues, unless it ran out of
+        memory.
         """
         self._seen = None
         start = Start(attempt=attempt, by_memtop=by_memtop, saved_before=saved)
@@ -137,8 +144,8 @@ class Configurations:
     ) -> None:
         """The running program continues with other settings from this update on.
 
-        `died`: the kind of memory that the earlier settings ran out of. `changed_by`: attempt and time of the report. A
-        report that is already known changes nothing.
+        `died`: the kind of memory that the earlier settings ran out of. `changed_by`: attempt and
+        time of the report. A report that is already known changes nothing.
         """
         last = self.present
         assert last is not None, "settings change within an attempt"
@@ -186,8 +193,8 @@ class Configurations:
     def note_step(self, rank: int, report: Step, base_bytes: int | None, key: str) -> None:
         """A rank has finished an update.
 
-        `base_bytes`: GPU memory of the run outside the allocator, None if unknown. `key`: all settings that affect the peak,
-        except the batch split.
+        `base_bytes`: GPU memory of the run outside the allocator, None if unknown. `key`: all
+        settings that affect the peak, except the batch split.
         """
         taken = report.peak_reserved_bytes or report.peak_bytes
         if taken is not None:
