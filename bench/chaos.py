@@ -170,14 +170,8 @@ class Chaos:
             time.sleep(seconds)
             screen.close()  # SIGKILL to whoever is still there
             return True
-        follower = subprocess.Popen(
-            [sys.executable, "-m", "memtop", "watch", folder.name, "--follow", "--json"],
-            cwd=self.runs.root,
-            env=self.runs.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        command = ("watch", folder.name, "--follow", "--json")
+        follower = self.runs.start(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         time.sleep(seconds)
         follower.kill()
         follower.wait()

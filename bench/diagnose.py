@@ -1,4 +1,5 @@
-"""How well and how fast logs are understood: the failure logs, mutations of them, and a log of 200 MB.
+"""Measures how well and how fast logs are diagnosed: the failure logs, mutations of them, and a log
+of 200 MB.
 
 python -m bench.diagnose [--size-mb 200] [--mutations 20000] > bench/results/DATE-diagnose.json
 """
@@ -49,23 +50,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size-mb", type=int, default=200)
     parser.add_argument("--mutations", type=int, default=20_000)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     report(
         "diagnose",
         {
             "failure_logs": score(logs.read("failure_logs.jsonl")),
             "failure_logs_without_exit_status": score(logs.read("failure_logs.jsonl"), with_status=False),
             "more_logs": score(logs.read("more_logs.jsonl")),
-            "mutations": mutations(logs.read("failure_logs.jsonl"), asked.mutations),
+            "mutations": mutations(logs.read("failure_logs.jsonl"), arguments.mutations),
             "lines_without_end": lines_without_end(),
-            "one_line": one_line(asked.size_mb),
-            "large_log": large(asked.size_mb),
+            "one_line": one_line(arguments.size_mb),
+            "large_log": large(arguments.size_mb),
         },
     )
 
 
 def score(read: list[Log], *, with_status: bool = True) -> dict[str, Any]:
-    """Shares of the logs of which each part of the diagnosis is right, and what was missed."""
+    """For each part of a diagnosis, the fraction of logs in which it is right; and the logs with
+    errors."""
     right: Counter[str] = Counter()
     misses = []
     fields = wrong_fields = called_memory = 0
@@ -85,7 +87,9 @@ def score(read: list[Log], *, with_status: bool = True) -> dict[str, Any]:
         right.update(name for name, good in parts.items() if good)
         if wrong or not all(parts.values()):
             missed = [name for name, good in parts.items() if not good]
-            misses.append({"id": log.id, "missed": missed + wrong, "said": f"{found.kind.value} {found.reason} {found.phase}"})
+            misses.append(
+                {"id": log.id, "missed": missed + wrong, "diagnosis": f"{found.kind.value} {found.reason} {found.phase}"}
+            )
     shares = {f"{name}_right_fraction": round(count / len(read), 4) for name, count in right.items()}
     return {
         "logs": len(read),
@@ -97,7 +101,7 @@ def score(read: list[Log], *, with_status: bool = True) -> dict[str, Any]:
 
 
 def mutations(read: list[Log], count: int) -> dict[str, Any]:
-    """Exceptions over random mutations, and the kinds kept where a mutation changes nothing of what is said."""
+    """Exceptions over random mutations, and the fraction of kinds that harmless mutations keep."""
     texts = [log.text for log in read]
     raised: list[str] = []
     longest = 0.0
@@ -109,7 +113,7 @@ def mutations(read: list[Log], count: int) -> dict[str, Any]:
         started = time.process_time()
         try:
             diagnose([data], Evidence(exit_status=read[index].exit_code))
-        except Exception as error:  # noqa: BLE001 - that none is raised is what is measured
+        except Exception as error:  # noqa: BLE001 - the benchmark counts exceptions
             raised.append(f"seed {seed}: {names} of {read[index].id}: {error!r}")
         longest = max(longest, time.process_time() - started)
     spent = time.process_time() - begun
@@ -124,8 +128,11 @@ def mutations(read: list[Log], count: int) -> dict[str, Any]:
 
 
 def lines_without_end() -> dict[str, dict[str, float]]:
-    """Processor seconds for logs of 1 and 2 MB that are one line of what a pattern begins with, again and again: twice the log
-    must cost twice the time at most. Words that name a failure stand everywhere, so that all that is kept is kept."""
+    """Processor seconds for logs of 1 and 2 MB that repeat the beginning of a pattern on one line.
+
+    Twice the log must take at most twice the time. Words that name a failure are everywhere, so
+    that the excerpt is as large as it can be.
+    """
     found = {}
     for unit in ("1", " ", "line1", "│ ", "step 1 ", "Killed ", "CUDA out of memory", "Aa.", "pid=1 ", "Tried to allocate 2"):
         spent = []
@@ -139,7 +146,7 @@ def lines_without_end() -> dict[str, dict[str, float]]:
 
 
 def one_line(size_mb: int) -> dict[str, float]:
-    """Processor seconds for a log that is one line of many million characters."""
+    """Processor seconds for a log that is one line of many millions of characters."""
     block = (b"loss 2.31 " * (BLOCK // 10 + 1))[:BLOCK]
     count = max(1, size_mb * 1_000_000 // BLOCK)
     started = time.process_time()
@@ -159,7 +166,8 @@ def _kept(read: list[Log], name: str, rounds: int = 5) -> float:
 
 
 def large(size_mb: int) -> dict[str, Any]:
-    """Progress bars and step lines, a lack of memory that was survived in the middle and one at the end. Three readings."""
+    """Reads a log of progress bars and steps three times. It has a survived failure in the middle
+    and one at the end."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "output.log"
         write_large(path, size_mb * 1_000_000)
@@ -183,7 +191,7 @@ def write_large(path: Path, size: int) -> None:
     with path.open("wb") as file:
         while written < size:
             rows = []
-            for number in range(number + 1, number + 2001):  # noqa: B020 - goes on where the last block ended
+            for number in range(number + 1, number + 2001):  # noqa: B020 - continues where the last block ended
                 rows.append(
                     f"\rEpoch 3:  37%|███▋      | {number}/3000000 [06:11<10:33,  2.98it/s, loss=2.31, lr=1e-4, gpu_mem=12.3G]"
                 )

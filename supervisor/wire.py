@@ -422,8 +422,10 @@ class HistoryRows(msgspec.Struct, frozen=True, kw_only=True, tag="history"):
 
     key: str
     """The GPU's uuid, or "host"."""
+    gpu_index: int | None
+    """None for the host."""
     label: str
-    """e.g. `GPU 0`"""
+    """The same as text, for people only: `GPU 0`."""
     times: bytes
     """Seconds since the epoch, as native doubles."""
     columns: dict[str, bytes]

@@ -22,11 +22,14 @@ from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.processes.signals import SignalRefused, signal_process
 from memtop.supervisor.monitor.processes.table import run_processes
 from memtop.supervisor.run.record.folder import find_run
+from tests.forking import Program
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a job in a script's background: what the tests start would ignore it, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Or every program that a test starts would compile memtop's modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Before anything imports torch. Models of these sizes take many times longer on two threads than on one as soon as other
 # programs want the cores: threads wait for each other, spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -69,20 +72,25 @@ class Runs:
         }
         self.environment.pop("PYTHONPATH", None)
 
-    def memtop(self, *arguments: str, status: int | None = 0, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def memtop(
+        self, *arguments: str, status: int | None = 0, timeout: float = 120, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end; `status` is what it must exit with (None: anything)."""
-        done = subprocess.run(
-            [sys.executable, "-m", "memtop", *arguments],
-            cwd=self.root,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+        with self.start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            except BaseException:
+                process.kill()
+                raise
+        done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
         if status is not None:
             assert done.returncode == status, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
+
+    def start(self, *arguments: str, module: str = "memtop", **options: Any) -> Program:
+        """Start a command."""
+        given = {"cwd": self.root, "env": self.environment, "stdin": subprocess.DEVNULL, "text": True, **options}
+        return Program([sys.executable, "-m", module, *arguments], **given)
 
     def show(self, name: str, *, metrics: bool = False) -> dict[str, Any]:
         extra = ["--metrics"] if metrics else []

@@ -28,7 +28,7 @@ while not os.path.exists({stop!r}):
 
 
 class MemoryGroup:
-    """A group with a limit; `enter` is what a shell runs to go into it."""
+    """A group with a limit."""
 
     def __init__(self, path: Path, version: int) -> None:
         self.path = path
@@ -59,11 +59,12 @@ class MemoryGroup:
 
     @property
     def enter(self) -> str:
-        return f"echo $$ > {self.path}/cgroup.procs"
+        """For `Program(prepare=...)`: the new process goes into the group first."""
+        return f"import os; open('{self.path}/cgroup.procs', 'w').write(str(os.getpid()))"
 
     def inside(self, *command: str) -> tuple[str, ...]:
         """The command as a program that goes into the group first."""
-        return ("sh", "-c", f'{self.enter}; exec "$@"', "sh", *command)
+        return ("sh", "-c", f'echo $$ > {self.path}/cgroup.procs; exec "$@"', "sh", *command)
 
     def pids(self) -> list[int]:
         return [int(word) for word in (self.path / "cgroup.procs").read_text().split()]

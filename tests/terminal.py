@@ -7,12 +7,13 @@ import os
 import pty
 import select
 import struct
-import subprocess
 import termios
 import time
 from collections.abc import Sequence
 
 import pyte
+
+from tests.forking import Program
 
 
 class Terminal:
@@ -23,7 +24,7 @@ class Terminal:
         self._stream = pyte.ByteStream(self._screen)
         self._master, slave = pty.openpty()
         self.resize(columns, rows)
-        self.process = subprocess.Popen(
+        self.process = Program(
             command,
             stdin=slave,
             stdout=slave,

@@ -82,8 +82,8 @@ def test_gpus_that_are_gone_are_told() -> None:
     assert found.gpu_note == "GPU 4, 5: the driver does not list it now, only GPU 0, 1, 2"
 
 
-def history(label: str, key: str) -> HistoryRows:
-    return HistoryRows(key=key, label=label, times=b"", columns={})
+def history(index: int | None, key: str) -> HistoryRows:
+    return HistoryRows(key=key, gpu_index=index, label="", times=b"", columns={})
 
 
 def test_a_run_and_its_history_are_told_with_the_chosen_gpus_alone() -> None:
@@ -95,9 +95,9 @@ def test_a_run_and_its_history_are_told_with_the_chosen_gpus_alone() -> None:
     assert [gpu.index for gpu in told.machine.gpus] == [1]
     bare = StateUpdate(run=run)
     assert turn(bare) is bare
-    assert turn(history("GPU 0", "GPU-a")) is None
-    assert turn(history("GPU 10", "GPU-k")) is None
-    for kept in (history("GPU 1", "GPU-b"), history("host", "host"), Connected()):
+    assert turn(history(0, "GPU-a")) is None
+    assert turn(history(10, "GPU-k")) is None
+    for kept in (history(1, "GPU-b"), history(None, "host"), Connected()):
         assert turn(kept) is kept
 
 

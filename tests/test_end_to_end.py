@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.conftest import Runs, make_runs
+from tests.recovery.injected import PACED, inject
 from tests.terminal import Terminal
 
-# Small enough for many runs, real in every part, and yet no run is over before somebody can act on it; the split and the number
-# of updates are those of the contract.
+# Small enough for many runs and real in every part; the split and the number of updates are those of the contract.
 TINY_RECIPE = """
 [recipes.tiny]
 title = "t"
@@ -22,15 +22,15 @@ description = "d"
 preset = "standard"
 batch = 8
 accumulation = 4
-seq_len = 256
+seq_len = 32
 max_updates = 40
 save_every = 10
 learning_rate = 2e-3
 [recipes.tiny.model.config]
 model_type = "llama"
 vocab_size = 260
-hidden_size = 64
-intermediate_size = 128
+hidden_size = 32
+intermediate_size = 64
 num_hidden_layers = 2
 num_attention_heads = 2
 num_key_value_heads = 2
@@ -43,6 +43,7 @@ max_bytes = 600000
 
 def tiny(runs: Runs, *arguments: str) -> tuple[str, ...]:
     (runs.root / "memtop.toml").write_text(TINY_RECIPE)
+    inject(runs, PACED)
     return ("train", "tiny", *arguments)
 
 
@@ -131,7 +132,7 @@ def test_commands_reach_the_training_process(runs: Runs) -> None:
     saved = runs.show("a")["checkpoint"]
     assert saved["complete"]
     assert saved["updates"] > 0
-    assert runs.memtop("stop", "a").stdout == "stopped: as asked, state saved\n"
+    assert runs.memtop("stop", "a").stdout == "stopped as requested, state saved\n"
     document = runs.show("a")
     assert (document["exit_status"], document["checkpoint"]["updates"]) == (0, document["updates"])
 

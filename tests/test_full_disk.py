@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +57,7 @@ def waits(document: dict[str, Any]) -> bool:
 
 
 def test_a_run_waits_for_room_and_finishes_with_every_sample_once(cramped: Runs, small_disk: Path) -> None:
-    follower = subprocess.Popen(
-        [sys.executable, "-m", "memtop", "train", "wide", "--name", "a", "--headless"],
-        cwd=cramped.root,
-        env=cramped.environment,
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    follower = cramped.start("train", "wide", "--name", "a", "--headless", stderr=subprocess.PIPE)
     assert follower.stderr is not None
     said = []
     for line in follower.stderr:

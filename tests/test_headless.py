@@ -104,14 +104,7 @@ def test_what_happened_before_is_not_told(follow: Callable[..., int], capsys: py
 
 def test_the_supervisors_death_does_not_end_it(runs: Runs) -> None:
     arguments = ("train", "--headless", "--name", "a", "--", sys.executable, "-c", "import time; time.sleep(20)")
-    with subprocess.Popen(
-        [sys.executable, "-m", "memtop", *arguments],
-        cwd=runs.root,
-        env=runs.environment,
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as follower:
+    with runs.start(*arguments, stderr=subprocess.PIPE) as follower:
         # Its folder is only just being made.
         deadline = time.monotonic() + 30
         while not (runs.path / "a/attempts/0001/process.json").exists():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -20,7 +19,9 @@ import pytest
 import memtop
 from memtop.supervisor.run.record.folder import RunSpec, create_run
 from tests.conftest import Runs
+from tests.forking import run
 from tests.groups import MemoryGroup, memory_group
+from tests.recovery.injected import SOON_STALLED, inject
 from tests.train.support import edited
 
 MIB = 1 << 20
@@ -75,16 +76,29 @@ max_bytes = 300000
 """
 PROBE = """
 import re, sys
+def memory(name):
+    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+began = memory("VmRSS")
 sys.argv = ["train", "--settings", sys.argv[1], "--state-dir", sys.argv[2]]
 from memtop.train.__main__ import main
 assert main() == 0
-status = open("/proc/self/status").read()
-print(*(int(re.search(name + r":\\s+(\\d+)", status)[1]) * 1024 for name in ("VmPeak", "VmHWM")))
+print(memory("VmPeak"), memory("VmHWM") - began)
 """
 
 
+SMALL_SHM = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+own_mounts, recursive_and_private = 1 << 17, 1 << 14 | 1 << 18
+assert libc.unshare(own_mounts) == 0
+assert libc.mount(b"none", b"/", None, recursive_and_private, None) == 0
+assert libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=128k") == 0
+"""
+"""A /dev/shm of 128 KiB for the new process and its children."""
+
+
 class Needs(NamedTuple):
-    """What the hungry run takes at batch 128 and at 256, in bytes: of addresses, and of memory."""
+    """What the hungry run takes at batch 128 and at 256, in bytes: of addresses, and of memory that it did not begin with."""
 
     addresses: tuple[int, int]
     memory: tuple[int, int]
@@ -112,7 +126,7 @@ def needs(tmp_path_factory: pytest.TempPathFactory) -> Needs:
         settings = edited(batch=batch, accumulation=1, target_samples=batch, save_every=9, seq_len=64, model={"config": MODEL})
         (place / "settings.json").write_bytes(msgspec.json.encode(settings))
         command = [sys.executable, "-c", PROBE, str(place / "settings.json"), str(place / f"state-{batch}")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         measured.append([int(word) for word in done.stdout.split()[-2:]])
     # A line through the two: what comes beyond them grows with the batch.
@@ -125,19 +139,6 @@ def group() -> Iterator[MemoryGroup]:
     yield from memory_group()
 
 
-def memtop_in(runs: Runs, prefix: tuple[str, ...], *words: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
-    """`memtop ...` under a command that limits it first."""
-    return subprocess.run(
-        [*prefix, sys.executable, "-m", "memtop", *words],
-        cwd=runs.root,
-        env=runs.environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-
-
 def assert_whole(document: dict[str, Any], updates: int, effective: int) -> None:
     """Every update once, each with its samples."""
     assert document["state"] == "finished"
@@ -147,9 +148,8 @@ def assert_whole(document: dict[str, Any], updates: int, effective: int) -> None
 
 
 def test_an_address_space_limit_is_survived_in_the_process(runs: Runs, needs: Needs) -> None:
-    limited = ("sh", "-c", f'ulimit -v {needs.addresses_between // 1024}; exec "$@"', "sh")
-    done = memtop_in(runs, limited, *arguments(runs, "hungry", "--headless"))
-    assert done.returncode == 0, done.stderr
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({needs.addresses_between},) * 2)"
+    done = runs.memtop(*arguments(runs, "hungry", "--headless"), prepare=limit, timeout=280)
     document = runs.show("a", metrics=True)
     assert_whole(document, 3, 256)
     assert len(document["attempts"]) == 1, "no restart was needed"
@@ -166,8 +166,7 @@ def test_an_address_space_limit_is_survived_in_the_process(runs: Runs, needs: Ne
 def test_a_kernel_kill_restarts_with_a_smaller_batch(runs: Runs, needs: Needs, group: MemoryGroup) -> None:
     # The supervisor and the command itself live in the group as well.
     group.limit(needs.memory_between + 100 * MIB)
-    done = memtop_in(runs, group.inside(), *arguments(runs, "hungry", "--headless"))
-    assert done.returncode == 0, done.stderr
+    runs.memtop(*arguments(runs, "hungry", "--headless"), prepare=group.enter, timeout=280)
     document = runs.show("a", metrics=True)
     assert_whole(document, 3, 256)
     first, second = document["attempts"]
@@ -180,14 +179,13 @@ def test_a_kernel_kill_restarts_with_a_smaller_batch(runs: Runs, needs: Needs, g
 
 def test_a_worker_killed_by_the_kernel_leads_to_no_workers(runs: Runs, group: MemoryGroup) -> None:
     words = arguments(runs, "small", "--detach", "--max-updates", "400", "--set", "workers=1")
-    assert memtop_in(runs, group.inside(), *words).returncode == 0
+    runs.memtop(*words, prepare=group.enter)
     document = runs.wait("a", lambda d: (d["updates"] or 0) >= 6)
     worker = child_of(document["trainer_pid"])
     group.make_the_kernel_kill(worker, runs.root / "enough")
-    document = runs.wait("a", lambda d: len(d["attempts"]) == 2 and (d["updates"] or 0) > 6)
+    document = runs.wait("a", lambda d: d["settings"]["workers"] == 0 and (d["updates"] or 0) > 6)
     diagnosis = document["attempts"][0]["diagnosis"]
-    assert (diagnosis["kind"], diagnosis["phase"]) == ("host_oom_killed", "data")
-    assert document["settings"]["workers"] == 0
+    assert (diagnosis["kind"], diagnosis["phase"], len(document["attempts"])) == ("host_oom_killed", "data", 2)
     assert document["settings"]["batch"] == 8, "the batch is not what it was about"
     runs.memtop("stop", "a")
 
@@ -199,8 +197,7 @@ def test_one_rank_of_two_killed_by_the_kernel(runs: Runs, group: MemoryGroup) ->
     )
     folder = create_run(runs.path, spec, fresh=False)
     # `--gpus` is for GPUs: two ranks on the CPU are only started by hand.
-    command = group.inside(sys.executable, "-m", "memtop.supervisor", str(folder.path))
-    supervisor = subprocess.Popen(command, env=runs.environment, stdin=subprocess.DEVNULL)
+    supervisor = runs.start(str(folder.path), module="memtop.supervisor", prepare=group.enter)
     document = runs.wait("a", lambda d: (d["updates"] or 0) >= 6 and len(d["ranks"]) == 2, seconds=180)
     before = document["settings"]
     group.make_the_kernel_kill(document["ranks"][1]["pid"], runs.root / "enough")
@@ -224,14 +221,13 @@ def child_of(pid: int) -> int:
 
 def test_a_full_shm_leads_to_no_workers(runs: Runs) -> None:
     """A batch of 64 x 128 tokens is 64 KiB a tensor: it does not fit beside the locks of the worker's queues."""
-    if os.getuid() != 0 or shutil.which("unshare") is None:
+    if os.getuid() != 0:
         pytest.skip("a /dev/shm of its own takes a mount namespace, which only root may make")
-    prefix = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=128k tmpfs /dev/shm && exec "$@"', "sh")
-    if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode != 0:
+    if run([sys.executable, "-c", ""], prepare=SMALL_SHM, capture_output=True).returncode != 0:
         pytest.skip("a /dev/shm of its own cannot be mounted here")
+    inject(runs, "    pass", supervisor=SOON_STALLED)
     words = arguments(runs, "small", "--headless", "--batch", "64", "--accum", "1", "--seq-len", "128", "--max-updates", "4")
-    done = memtop_in(runs, prefix, *words, "--set", "workers=1")
-    assert done.returncode == 0, done.stderr
+    runs.memtop(*words, "--set", "workers=1", prepare=SMALL_SHM, timeout=280)
     document = runs.show("a", metrics=True)
     assert_whole(document, 4, 64)
     first, second = document["attempts"]
@@ -243,14 +239,7 @@ def test_a_full_disk_is_waited_for(runs: Runs, small_disk: Path) -> None:
     """From its first save on nothing more fits; it waits with what it has learnt, and when somebody makes room it is saved."""
     place = str(small_disk / "runs")
     words = (*arguments(runs, "small"), "--runs-dir", place, "--max-updates", "30")
-    follower = subprocess.Popen(
-        [sys.executable, "-m", "memtop", *words, "--headless"],
-        cwd=runs.root,
-        env=runs.environment,
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    follower = runs.start(*words, "--headless", stderr=subprocess.PIPE)
     filler = small_disk / "filler"
     filling = threading.Thread(target=fill, args=(filler, small_disk / "runs/a/train_latest_state/manifest.json"))
     filling.start()

@@ -425,15 +425,14 @@ async def _turned(messages: AsyncIterator[FeedMessage], turns: Sequence[Turn]) -
 
 
 def choosing(indices: Collection[int]) -> Turn:
-    """Only these GPUs are told of."""
-    labels = {f"GPU {index}" for index in indices}
+    """Pass on only these GPUs."""
 
     def turn(message: FeedMessage) -> FeedMessage | None:
         if isinstance(message, MachineSnapshot):
             return only_gpus(message, indices)
         if isinstance(message, StateUpdate) and message.machine is not None:
             return msgspec.structs.replace(message, machine=only_gpus(message.machine, indices))
-        if isinstance(message, HistoryRows) and message.key != HOST and message.label not in labels:
+        if isinstance(message, HistoryRows) and message.key != HOST and message.gpu_index not in indices:
             return None
         return message
 

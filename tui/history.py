@@ -17,7 +17,7 @@ from textual.events import Click, MouseScrollDown, MouseScrollUp
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.monitor.bands import DANGER_ABOVE, EDGE_FROM, band_of
-from memtop.supervisor.monitor.history import HOST, KEPT_SECONDS, Bucket, resample
+from memtop.supervisor.monitor.history import HOST, KEPT_SECONDS, Bucket, label_of, resample
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.wire import Event
 from memtop.tui.charts import merged, nice_bounds
@@ -75,7 +75,7 @@ class HistoryScreen(FullScreen):
         self._cursor: float | None = None
         self._first = 0
         self._stored: _Series = {}
-        self._labels: dict[str, str] = {}
+        self._sources: dict[str, int | None] = {}
         self._extent: tuple[float, float] | None = None
         self._problem = ""
         self._reading = False
@@ -123,7 +123,7 @@ class HistoryScreen(FullScreen):
             return
         self._reading = True
         try:
-            self._extent, self._labels, self._stored = await asyncio.to_thread(_stored, folder, self._zoom, self._span())
+            self._extent, self._sources, self._stored = await asyncio.to_thread(_stored, folder, self._zoom, self._span())
             self._problem = ""
         except (MemtopError, OSError) as error:
             self._problem = str(error)
@@ -141,8 +141,8 @@ class HistoryScreen(FullScreen):
     def curves(self) -> list[Curve]:
         """All that are chosen, GPUs in their order, the host's after them."""
         ring = self.dashboard.history
-        labels = {**self._labels, **{key: ring.label(key) for key in ring.keys}}
-        gpus = sorted((key for key in labels if key != HOST), key=lambda key: (len(labels[key]), labels[key]))
+        sources = {**self._sources, **{key: ring.gpu_index(key) for key in ring.keys}}
+        gpus = sorted((key for key in sources if key != HOST), key=lambda key: sources[key] or 0)
         found = []
         for letter, (words, name, unit, of_host) in _CHOICES.items():
             if letter not in self._chosen:
@@ -150,7 +150,7 @@ class HistoryScreen(FullScreen):
             if of_host:
                 found.append(Curve(words, unit, self._buckets(HOST, name)))
                 continue
-            each = [Curve(f"{words} {labels[key]}", unit, self._buckets(key, name)) for key in gpus]
+            each = [Curve(f"{words} {label_of(sources[key])}", unit, self._buckets(key, name)) for key in gpus]
             if len(each) > 1 and letter in _TOGETHER:
                 # All their values in one: the mean is that over time and cards, least and most are of any card.
                 every = [bucket for curve in each for bucket in curve.buckets]
@@ -237,7 +237,7 @@ class HistoryScreen(FullScreen):
 
 def _stored(
     folder: Path, zoom: int, span: tuple[float, float] | None
-) -> tuple[tuple[float, float] | None, dict[str, str], _Series]:
+) -> tuple[tuple[float, float] | None, dict[str, int | None], _Series]:
     """Extent, sources and values of the ledger for what is shown. Runs in a thread."""
     from memtop.supervisor.run.record.folder import RunFolder
     from memtop.supervisor.run.record.view import reading_ledger
@@ -245,13 +245,13 @@ def _stored(
     with reading_ledger(RunFolder(folder)) as ledger:
         if ledger is None:
             return None, {}, {}
-        extent, labels = ledger.extent(), ledger.sources()
+        extent, sources = ledger.extent(), ledger.sources()
         if extent is None:
-            return None, labels, {}
+            return None, sources, {}
         start, end = span or extent
         if not _ZOOMS[zoom][0]:
             start, end = min(start, extent[0]), max(end, extent[1])
-        return extent, labels, {key: ledger.history(key, start, end) for key in labels}
+        return extent, sources, {key: ledger.history(key, start, end) for key in sources}
 
 
 LABEL_WIDTH = 9

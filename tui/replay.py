@@ -228,11 +228,10 @@ def _at(series: dict[str, list[Bucket]], now: float) -> dict[str, float]:
     return values
 
 
-def _gpu(key: str, label: str, values: dict[str, float]) -> GpuSample:
+def _gpu(key: str, index: int | None, values: dict[str, float]) -> GpuSample:
     used, fraction = values.get("used_bytes"), values.get("used_fraction")
-    index = label.rpartition(" ")[2]
     return GpuSample(
-        index=int(index) if index.isdigit() else 0,
+        index=index or 0,
         uuid=key,
         used_bytes=None if used is None else round(used),
         used_fraction=fraction,

@@ -54,25 +54,31 @@ def series_of(key: str) -> tuple[str, ...]:
     return HOST_SERIES if key == HOST else GPU_SERIES
 
 
-def values_of(snapshot: MachineSnapshot, run_rss_bytes: float | None = None) -> Iterator[tuple[str, str, list[float]]]:
-    """(key, label, values in the order of the names) of each GPU and the host.
+def label_of(gpu_index: int | None) -> str:
+    """The name of a source as text: `GPU 0`, or `host` for None."""
+    return "host" if gpu_index is None else f"GPU {gpu_index}"
+
+
+def values_of(snapshot: MachineSnapshot, run_rss_bytes: float | None = None) -> Iterator[tuple[str, int | None, list[float]]]:
+    """(key, GPU index or None for the host, values in the order of the names) of each source.
 
     Unknown values are NaN.
     """
     for gpu in snapshot.gpus:
         row = (gpu.used_bytes, gpu.used_fraction, gpu.utilization_fraction, gpu.power_watts, gpu.temperature_celsius)
-        yield gpu_key(gpu), f"GPU {gpu.index}", [_NAN if value is None else value for value in row]
+        yield gpu_key(gpu), gpu.index, [_NAN if value is None else value for value in row]
     host = snapshot.host
     memory = (host.used_bytes, host.used_fraction, host.swap_used_bytes, host.swap_in_bytes_per_second)
     rest = (host.pressure_fraction, host.cpu_fraction, run_rss_bytes)
-    yield HOST, "host", [_NAN if value is None else value for value in (*memory, *rest)]
+    yield HOST, None, [_NAN if value is None else value for value in (*memory, *rest)]
 
 
 class Track:
     """The series of one GPU or of the host, with their common times."""
 
-    def __init__(self, names: Sequence[str], label: str) -> None:
-        self.label = label
+    def __init__(self, names: Sequence[str], gpu_index: int | None) -> None:
+        self.gpu_index = gpu_index
+        """None for the host."""
         self.times = array("d")
         # Four bytes hold 7 digits: 80 GB with an error of 5 kB, which no chart shows.
         self.columns = {name: array("f") for name in names}
@@ -144,30 +150,30 @@ class History:
         """The time of the newest value."""
         return max((track.times[-1] for track in self._tracks.values() if track.times), default=None)
 
-    def label(self, key: str) -> str:
-        """The label of a key, e.g. `GPU 0`."""
-        return self._tracks[key].label
+    def gpu_index(self, key: str) -> int | None:
+        """None for the host."""
+        return self._tracks[key].gpu_index
 
     def append(self, snapshot: MachineSnapshot, run_rss_bytes: float | None = None) -> None:
         """Add a sample.
 
         The same sample twice counts once. GPUs without samples for an hour are dropped.
         """
-        for key, label, values in values_of(snapshot, run_rss_bytes):
-            self._track(key, label).append(snapshot.time, values)
+        for key, gpu_index, values in values_of(snapshot, run_rss_bytes):
+            self._track(key, gpu_index).append(snapshot.time, values)
         if len(self._tracks) > len(snapshot.gpus) + 1:
             horizon = snapshot.time - KEPT_SECONDS
             self._tracks = {key: t for key, t in self._tracks.items() if t.times and t.times[-1] >= horizon}
 
-    def add(self, key: str, label: str, time: float, values: Sequence[float]) -> None:
+    def add(self, key: str, gpu_index: int | None, time: float, values: Sequence[float]) -> None:
         """Add one row of one source, in the order of its names. Unknown values are NaN."""
-        self._track(key, label).append(time, values)
+        self._track(key, gpu_index).append(time, values)
 
-    def _track(self, key: str, label: str) -> Track:
+    def _track(self, key: str, gpu_index: int | None) -> Track:
         track = self._tracks.get(key)
         if track is None:
-            track = self._tracks[key] = Track(series_of(key), label)
-        track.label = label
+            track = self._tracks[key] = Track(series_of(key), gpu_index)
+        track.gpu_index = gpu_index
         return track
 
     def series(self, key: str, name: str, since: float | None = None) -> list[tuple[float, float | None]]:
@@ -187,18 +193,18 @@ class History:
         rows = zip(track.times, track.spans(), track.columns[name], strict=True)
         return [Bucket(t, span, v, v, v) for t, span, v in rows if v == v]
 
-    def dump(self) -> Iterator[tuple[str, str, bytes, dict[str, bytes]]]:
-        """(key, label, times as doubles, columns as floats) of each source, for another process on
-        this machine."""
+    def dump(self) -> Iterator[tuple[str, int | None, bytes, dict[str, bytes]]]:
+        """(key, GPU index, times as doubles, columns as floats) of each source, for another process
+        on this machine."""
         for key, track in self._tracks.items():
-            yield key, track.label, track.times.tobytes(), {name: c.tobytes() for name, c in track.columns.items()}
+            yield key, track.gpu_index, track.times.tobytes(), {name: c.tobytes() for name, c in track.columns.items()}
 
-    def load(self, key: str, label: str, times: bytes, columns: Mapping[str, bytes]) -> None:
+    def load(self, key: str, gpu_index: int | None, times: bytes, columns: Mapping[str, bytes]) -> None:
         """Replace one source by what another process has dumped.
 
         Series that were not sent are unknown.
         """
-        track = Track(series_of(key), label)
+        track = Track(series_of(key), gpu_index)
         track.times.frombytes(times)
         for name, column in track.columns.items():
             column.frombytes(columns[name] if name in columns else (array("f", [_NAN]) * len(track.times)).tobytes())

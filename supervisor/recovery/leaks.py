@@ -62,10 +62,10 @@ def describe(subject: TrendSubject) -> str:
     who = processes_of(subject.role or "other") if subject.rank is None else f"rank {subject.rank}"
     if subject.kind is TrendKind.HOST_ANONYMOUS:
         return f"anonymous memory of {who}"
-    card = "the card" if subject.gpu_index is None else f"GPU {subject.gpu_index}"
+    gpu = "the GPU" if subject.gpu_index is None else f"GPU {subject.gpu_index}"
     if subject.kind is TrendKind.GPU_USED:
-        return card
-    return f"{card} {'allocated' if subject.kind is TrendKind.GPU_ALLOCATED else 'reserved'} by {who}"
+        return gpu
+    return f"{gpu} {'allocated' if subject.kind is TrendKind.GPU_ALLOCATED else 'reserved'} by {who}"
 
 
 def trends(leaks: Iterable[Leak], pools: Mapping[str, Pool], update: int | None) -> tuple[Trend, ...]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from itertools import combinations, pairwise
-from statistics import fmean, median, median_low, stdev
+from statistics import fmean, median, median_low
 from typing import NamedTuple
 
 CONFIDENT = 0.9995
@@ -90,11 +90,12 @@ class Growth:
         x -= self._start + WARM_UP
         if x < 0:
             return
-        closed = self._tiers[0].add(x, time, value)
+        closed = self._tiers[0].add(_Point(x, time, value))
         if closed is not None:
             self._teeth.add(closed)
-        for tier in self._tiers[1:]:
-            tier.add(x, time, value)
+            # Every width is a multiple of the first one, so whole blocks of it do for the others.
+            for tier in self._tiers[1:]:
+                tier.add(closed)
 
     @property
     def slope(self) -> Slope | None:
@@ -123,18 +124,18 @@ class _Tier:
         self._number = -1
         self._confidence = 0.0
 
-    def add(self, x: float, time: float, value: float) -> _Point | None:
-        """Add a value. Returns the block that it completes, if any."""
-        number, closed = int(x // self.width), None
+    def add(self, point: _Point) -> _Point | None:
+        """Add a point. Returns the block that it completes, if any."""
+        number, closed = int(point.x // self.width), None
         if self._open is not None and number != self._number:
             closed = self._open
             self._blocks.append(closed)
             self.slope = self._confirmed(_slope(list(self._blocks))) if len(self._blocks) == _BLOCKS else None
             self._open = None
         if self._open is None:
-            self._open, self._number = _Point(x, time, value), number
-        elif value < self._open.low:
-            self._open = self._open._replace(low=value)
+            self._open, self._number = point, number
+        elif point.low < self._open.low:
+            self._open = self._open._replace(low=point.low)
         return closed
 
     def _confirmed(self, slope: Slope | None) -> Slope | None:
@@ -168,12 +169,12 @@ def _slope(blocks: list[_Point]) -> Slope | None:
 
 def _probability_of_growth(rates: list[float]) -> float:
     """Student's t-test of the mean against zero, in closed form for eight degrees of freedom."""
-    spread = stdev(rates)
+    mean, freedom = fmean(rates), len(rates) - 1
+    spread = math.sqrt(sum((rate - mean) ** 2 for rate in rates) / freedom)
     if spread == 0:
         return 1.0
-    freedom = len(rates) - 1
     assert freedom == 8
-    angle = math.atan(fmean(rates) / (spread / math.sqrt(len(rates))) / math.sqrt(freedom))
+    angle = math.atan(mean / (spread / math.sqrt(len(rates))) / math.sqrt(freedom))
     square = math.cos(angle) ** 2
     return 0.5 + 0.5 * math.sin(angle) * (1 + square / 2 + 3 * square**2 / 8 + 5 * square**3 / 16)
 

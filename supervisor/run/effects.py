@@ -64,14 +64,15 @@ class Examine(msgspec.Struct, frozen=True, kw_only=True, tag="examine"):
     """Find out why the program ended. Answered by `Examined`."""
 
     ended: float
+    """Seconds since the epoch."""
     status: int | None
     """None also where the status would prove nothing."""
     stop_requested: bool
     settings: Settings | None
 
 
-class ReadCheckpoint(msgspec.Struct, frozen=True, tag="read_checkpoint"):
-    """Answered by `CheckpointRead`."""
+class ReadStates(msgspec.Struct, frozen=True, tag="read_states"):
+    """Answered by `StatesRead`."""
 
 
 class HoldState(msgspec.Struct, frozen=True, tag="hold_state"):
@@ -96,6 +97,13 @@ class AskRanks(msgspec.Struct, frozen=True, kw_only=True, tag="ask_ranks"):
 
 class SaveState(msgspec.Struct, frozen=True, tag="save_state"):
     """Write state.json from the model as it is now."""
+
+
+class CloseUnstarted(msgspec.Struct, frozen=True, kw_only=True, tag="close_unstarted"):
+    """Mark an attempt in the ledger whose program was never started: it took back none of the updates before it."""
+
+    number: int
+    why: str
 
 
 class AddEvent(msgspec.Struct, frozen=True, tag="add_event"):
@@ -146,11 +154,12 @@ Effect = (
     | Signal
     | ClearLeftovers
     | Examine
-    | ReadCheckpoint
+    | ReadStates
     | HoldState
     | ReleaseState
     | AskRanks
     | SaveState
+    | CloseUnstarted
     | AddEvent
     | UpdateAttempt
     | SaveConfigurations

@@ -12,11 +12,12 @@ import msgspec
 
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.recovery.bottleneck import Measured
 from memtop.supervisor.run.record.configurations import Record
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.record.ledger import Attempt
 from memtop.supervisor.run.reports import Report
-from memtop.supervisor.wire import Change, Checkpoint, CheckpointNow, Edit, FreeCache, Restart, RoleMemory, Stop, Try
+from memtop.supervisor.wire import Change, Checkpoint, CheckpointNow, Edit, FreeCache, Restart, RoleMemory, Stop, Trend, Try
 
 
 class Now(msgspec.Struct, frozen=True):
@@ -26,19 +27,6 @@ class Now(msgspec.Struct, frozen=True):
     """Seconds since the epoch."""
     monotonic: float
     """Seconds of a clock that is never set back: waits are measured with it."""
-
-
-class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of the run."""
-
-    pid: int
-    role: str
-    """launcher | rank | loader worker | other"""
-    rank: int | None = None
-    anonymous_bytes: int | None = None
-    """Resident bytes that belong to no file and are not shared; None where they cannot be read."""
-    address_room_bytes: int | None = None
-    """What it may still map where its address space is limited; None where it is not."""
 
 
 class States(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,8 +84,6 @@ class AgentAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
     """A supervisor begins: what it found in the run's folder. Reports of the newest attempt follow, then `Replayed`."""
 
-    pid: int
-    """Its own."""
     attempts: tuple[Attempt, ...] = ()
     has_program: bool = True
     """False where the newest attempt is open in the ledger and its program was never started."""
@@ -126,19 +112,21 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True, tag="launched"):
     number: int
     started: float
     """Seconds since the epoch."""
-    checkpoint: Checkpoint | None = None
-    """The state that it resumes from."""
+    states: States = States()
+    """The newest is the state that it resumes from."""
     set_aside: str | None = None
     """The folder that now holds the states after the one that was gone back to."""
 
 
 class LaunchRefused(msgspec.Struct, frozen=True, kw_only=True, tag="launch_refused"):
-    """The program could not be started; the ledger has the attempt as one that never began, if it has it at all."""
+    """The program could not be started."""
 
     number: int
     why: str
     usage: bool = False
     """The fault lies with what was asked for."""
+    recorded: bool = False
+    """The ledger has the attempt, as one that never began: its number is taken."""
 
 
 class Reported(msgspec.Struct, frozen=True, kw_only=True, tag="reported"):
@@ -150,10 +138,10 @@ class Reported(msgspec.Struct, frozen=True, kw_only=True, tag="reported"):
     """An earlier supervisor had read it."""
 
 
-class CheckpointRead(msgspec.Struct, frozen=True, tag="checkpoint_read"):
-    """The newest saved state was looked at."""
+class StatesRead(msgspec.Struct, frozen=True, tag="states_read"):
+    """The saved states were read."""
 
-    checkpoint: Checkpoint | None
+    states: States
 
 
 class ProgramEnded(msgspec.Struct, frozen=True, kw_only=True, tag="program_ended"):
@@ -162,14 +150,14 @@ class ProgramEnded(msgspec.Struct, frozen=True, kw_only=True, tag="program_ended
     ended: float
     """Seconds since the epoch."""
     status: int | None
-    """Negative for a signal; None where nobody could collect it."""
+    """Negative for a signal; None where it could not be collected."""
 
 
 class LeftoversCleared(msgspec.Struct, frozen=True, kw_only=True, tag="leftovers_cleared"):
     """No process of the attempt is left, and what they still reported was read."""
 
     log: LogEnd
-    checkpoint: Checkpoint | None
+    states: States
 
 
 class Examined(msgspec.Struct, frozen=True, kw_only=True, tag="examined"):
@@ -185,6 +173,13 @@ class StoodStill(msgspec.Struct, frozen=True, tag="stood_still"):
     """After these words in its output nothing was heard from the program for too long."""
 
     words: str
+
+
+class LeftoversFound(msgspec.Struct, frozen=True, kw_only=True, tag="leftovers_found"):
+    """Processes that the program left behind get a signal."""
+
+    name: str
+    count: int
 
 
 class Signalled(msgspec.Struct, frozen=True, kw_only=True, tag="signalled"):
@@ -203,7 +198,6 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
     """The machine was sampled, once a second."""
 
     machine: MachineSnapshot
-    members: tuple[Member, ...] = ()
     run_rss_bytes: int | None = None
     """Resident bytes of all processes of the run together."""
     run_memory: tuple[RoleMemory, ...] = ()
@@ -211,18 +205,16 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
     """By GPU uuid, the least that the run held outside torch's allocator in this attempt."""
     crossings: tuple[str, ...] = ()
     """Gauges that changed their band, a line each."""
+    dangers: tuple[str, ...] = ()
+    """Gauges that have stayed in their danger band, a line each."""
+    measured: Measured | None = None
+    """The newest updates and samples as medians, every few samples."""
     keep: bool = False
     """True now and then: this one goes into the ledger."""
 
 
 class SamplingFailed(msgspec.Struct, frozen=True, tag="sampling_failed"):
     why: str
-
-
-class MembersRead(msgspec.Struct, frozen=True, tag="members_read"):
-    """The memory of the run's processes was read after new updates."""
-
-    members: tuple[Member, ...]
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
@@ -233,6 +225,12 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
     alive: bool = False
     """The training program exists."""
     trainer_pid: int | None = None
+    trends: tuple[Trend, ...] = ()
+    """Everything that grows steadily; what is full first comes first."""
+    own_trends: tuple[Trend, ...] = ()
+    """Those that a restart of the run would end."""
+    trend_news: tuple[tuple[str, dict[str, Any]], ...] = ()
+    """What has begun or stopped growing, as messages and data."""
     disk_free: int | str | None = None
     """Bytes free on the run's disk, or why that cannot be read; None: not read, since no rule waits for it."""
 
@@ -290,15 +288,15 @@ Occurrence = (
     | Launched
     | LaunchRefused
     | Reported
-    | CheckpointRead
+    | StatesRead
     | ProgramEnded
     | LeftoversCleared
     | Examined
     | StoodStill
+    | LeftoversFound
     | Signalled
     | Sampled
     | SamplingFailed
-    | MembersRead
     | Tick
     | Requested
     | AgentConnected

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,48 +16,43 @@ from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.policy import SURE, Decision
+from memtop.supervisor.run.events import LogEnd
 from memtop.supervisor.run.reports import End, Evaluated, MemoryRecord, Oom, SettingsChanged
 from memtop.supervisor.wire import Change, Checkpoint, Configuration, Phase
 
-_TAIL_BYTES = 16_384
-_EVIDENCE_LINES = 8
-
 
 def outcome(
-    log: Path, end: End | None, status: int | None, phase: Phase, *, own_program: bool, end_rank: int = 0
+    log: LogEnd, end: End | None, status: int | None, phase: Phase, *, external: bool, end_rank: int = 0
 ) -> tuple[Phase, str | None, dict[str, Any] | None]:
     """How an attempt ended: the run's next phase, the reason in one line, and a diagnosis where it failed.
 
-    `end` is what the program itself said last; `status` its exit status (negative for a signal, None if not known). The
-    built-in trainer is only believed to have finished if it said so: exit status 0 alone proves nothing.
+    `end`: the program's last report, by rank `end_rank`; `status`: its exit status (negative for a signal, None if not known);
+    `external`: it is not the built-in trainer, which is only believed to have finished if it reported so: exit status 0 alone
+    proves nothing.
     """
-    said = end.outcome if end else None
+    reported = end.outcome if end else None
     unsaved = not_saved(end)
     if unsaved:
-        return Phase.FAILED, unsaved, {"summary": unsaved, "evidence": last_lines(log)}
-    if said == "finished" and status in (0, None):
+        return Phase.FAILED, unsaved, {"summary": unsaved, "evidence": list(log.lines)}
+    if reported == "finished" and status in (0, None):
         return Phase.FINISHED, None, None
     if phase in (Phase.STOPPING, Phase.RESTARTING):
-        return Phase.STOPPED, "as asked, state saved" if said == "stopped" else describe_status(status), None
-    if said == "stopped" and status in (0, None):
+        return Phase.STOPPED, "stopped as requested, state saved" if reported == "stopped" else describe_status(status), None
+    if reported == "stopped" and status in (0, None):
         return Phase.STOPPED, "told to stop from outside memtop; its state is saved", None
-    if own_program and status == 0:
+    if external and status == 0:
         return Phase.FINISHED, None, None
-    lines = last_lines(log)
-    summary = describe_status(status)
-    first = first_dead_rank(log)
-    if first is not None:
-        rank, its_status = first
+    lines, summary = log.lines, describe_status(status)
+    message = end.message if end else None
+    if log.first_dead_rank is not None:
+        rank, its_status = log.first_dead_rank
         summary = f"rank {rank} died first, {describe_status(its_status)}"
-        end = end if end_rank == rank else None
-        lines = _evidence_of_rank(log) or lines
-        if end and end.message:
-            summary = f"{summary}: {end.message}"
-    elif end and end.message:
-        summary = f"{summary}: {end.message}"
-    elif status is not None and status >= 0 and lines:
-        summary = f"{summary}: {lines[-1]}"
-    return Phase.FAILED, summary, {"summary": summary, "evidence": lines}
+        message = message if end_rank == rank else None
+        lines = log.rank_lines or lines
+    elif not message and status is not None and status >= 0 and lines:
+        message = lines[-1]
+    summary = f"{summary}: {message}" if message else summary
+    return Phase.FAILED, summary, {"summary": summary, "evidence": list(lines)}
 
 
 def with_cause(examined: Diagnosis, told: dict[str, Any] | None, reason: str | None) -> tuple[dict[str, Any], str | None]:
@@ -115,23 +108,6 @@ def done_again(reached: int | None, saved: Checkpoint | None) -> str | None:
     return f"{lost} update{'s' if lost > 1 else ''} since the last saved state ({at}) {'are' if lost > 1 else 'is'} done again"
 
 
-_ROOT_CAUSE = "Root Cause (first observed failure):"
-
-
-def first_dead_rank(log: Path) -> tuple[int, int] | None:
-    """The rank that ended first of several, and its exit status, as torchrun's summary at the end of the log has it."""
-    text = _tail(log)
-    _, found, block = text.rpartition(_ROOT_CAUSE)
-    rank, status = re.search(r"^\s*rank\s*: (\d+)", block, re.M), re.search(r"^\s*exitcode\s*: (-?\d+)", block, re.M)
-    return (int(rank[1]), int(status[1])) if found and rank and status else None
-
-
-def _evidence_of_rank(log: Path) -> list[str]:
-    _, _, block = _tail(log).rpartition(_ROOT_CAUSE)
-    lines = [line.strip() for line in block.splitlines()]
-    return [line for line in lines if line and set(line) != {"="}][:_EVIDENCE_LINES]
-
-
 def describe_status(status: int | None) -> str:
     if status is None:
         return "exit status unknown (the process and its shim were both killed)"
@@ -144,22 +120,6 @@ def describe_status(status: int | None) -> str:
     if status == 0:
         return "exit status 0 without having finished"
     return f"exit status {status}"
-
-
-def last_lines(log: Path) -> list[str]:
-    """The last non-empty lines of the output, for people to read."""
-    lines = [line.strip() for line in _tail(log).splitlines()]
-    return [line for line in lines if line][-_EVIDENCE_LINES:]
-
-
-def _tail(log: Path) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
-            return file.read().decode(errors="replace").replace("\r", "\n")
-    except OSError as error:
-        return f"{log}: cannot be read: {error.strerror}"
 
 
 def report_text(report: MemoryRecord | Evaluated) -> str:

@@ -15,9 +15,14 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.run.effects import AddEvent, AskRanks, Effect, SaveState
-from memtop.supervisor.run.events import AgentAnswer, Now, Sampled
+from memtop.supervisor.run.events import AgentAnswer, Now, Sampled, States
+from memtop.supervisor.run.pending_restart import PendingRestart
 from memtop.supervisor.run.progress import Progress
-from memtop.supervisor.wire import Change, Checkpoint, Event, Phase, Proposal
+from memtop.supervisor.run.record.configurations import Configurations
+from memtop.supervisor.run.record.folder import StateFile
+from memtop.supervisor.run.stop_ladder import StopLadder, Waits
+from memtop.supervisor.run.trial_state import TrialState
+from memtop.supervisor.wire import Advice, Change, Checkpoint, Event, Phase, Proposal, Trend
 
 _NEXT: dict[Phase, frozenset[Phase]] = {
     Phase.CREATED: frozenset({Phase.STARTING, Phase.FAILED, Phase.STOPPED}),
@@ -40,6 +45,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     folder: str
     created: float
+    settings: Settings | None = None
+    """Those that the run was created with."""
     command: tuple[str, ...] = ()
     """The external command; empty for the built-in trainer."""
     on_oom: str = "stop"
@@ -75,10 +82,10 @@ class Purpose(str, Enum):
     FREE = "free"
     CHECKPOINT = "checkpoint"
     EDIT = "edit"
-    SAVE_BEFORE_LEAK = "save before leak"
-    SAVE_BEFORE_TRIAL = "save before trial"
+    LEAK = "leak"
+    """Save before the restart that ends a leak."""
     TRIAL = "trial"
-    """Change the settings for a trial, or back."""
+    """Save before a trial, or change the settings for it, or back."""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,10 +97,82 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     request: int = 0
 
 
+class Cause(str, Enum):
+    """Who wants an attempt to be started."""
+
+    START = "start"
+    """The run begins, or its supervisor was started in order to restart it."""
+    REQUEST = "request"
+    """A client asked for the restart of a run that is not running."""
+    PENDING = "pending"
+    """A restart that was asked for while the program ran."""
+    INHERITED = "inherited"
+    """The same, asked of an earlier supervisor, which did not get to it."""
+    DEATH = "death"
+    """The program died of memory and is restarted with a remedy."""
+    TRIAL = "trial"
+
+
+class Launching(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt that is being started."""
+
+    number: int
+    cause: Cause
+    change: Change
+    reason: str
+    settings: Settings | None
+    allocator: str
+    client: int | None = None
+    request: int = 0
+
+
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """A restart that begins as soon as the state that it goes back to is protected."""
+
+    change: Change
+    client: int | None = None
+    request: int = 0
+
+
+class Opening(msgspec.Struct, frozen=True, kw_only=True):
+    """What a supervisor found and still has to act on when all reports have been repeated."""
+
+    change: Change | None
+    state: StateFile | None
+    is_open: bool
+    """The ledger does not have the end of the newest attempt."""
+    outcome: str | None
+    summary: str | None
+    """Why it ended, as far as the ledger knows."""
+    trial: dict[str, Any] | None
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """How an attempt ended, by its own reports, its exit status and its last lines."""
+
+    phase: Phase
+    reason: str | None = None
+    diagnosis: dict[str, Any] | None = None
+
+
+class Waiter(msgspec.Struct, frozen=True, kw_only=True):
+    """A client that waits for the end of what it asked for."""
+
+    client: int
+    request: int
+    purpose: str
+    """stop | restart"""
+    attempt: int = 0
+    """The attempt at the time of the request."""
+    accepts: str | None = None
+    """What the client is told as soon as it is certain that the restart can begin; None once it was told."""
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """All that the supervisor knows of a run, at one moment."""
 
     run: Run
+    supervisor_pid: int = 0
     now: Now = Now(0.0, 0.0)
     effects: tuple[Effect, ...] = ()
     """What the rules have asked for since the event came in; `step` hands it out and leaves it empty."""
@@ -102,9 +181,32 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings | None = None
     attempt: Attempt | None = None
     adopted: bool = False
+    alive: bool = False
+    """The training program exists."""
+    trainer_pid: int | None = None
+    watched: bool = False
+    """A dashboard shows the run."""
+    disk_free: int | str | None = None
+    """Bytes free on the run's disk, or why that cannot be read; None while no rule needs it."""
     progress: Progress = Progress()
-    checkpoint: Checkpoint | None = None
-    """The newest saved state."""
+    states: States = States()
+    configurations: Configurations = Configurations()
+    newest_number: int = 0
+    """The number of the newest attempt in the ledger, started or not."""
+    launching: Launching | None = None
+    opening: Opening | None = None
+    verdict: Verdict | None = None
+    """Of the attempt whose end is being examined."""
+    repeated: str | None = None
+    """The updates that the present attempt repeats because they were not saved, for a person."""
+    waits: Waits = Waits()
+    ladder: StopLadder | None = None
+    """While the attempt is being stopped."""
+    restart: PendingRestart | None = None
+    """A restart after a death, which waits for its moment."""
+    waited_at: int | None = None
+    """The newest saved update when a restart last had space on the disk again; None if none has waited for that."""
+    holding: Holding | None = None
     pending: Change | None = None
     """A restart that was asked for; it begins when the program has ended."""
     proposal: Proposal | None = None
@@ -116,12 +218,51 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks whose agent is connected."""
     asks: dict[int, Ask] = {}
     newest_ask: int = 0
+    waiters: tuple[Waiter, ...] = ()
     sample: Sampled | None = None
     """The machine, as it was last sampled."""
+    resident_bytes: int | None = None
+    """The host memory that the processes of this attempt were last known to hold."""
+    trends: tuple[Trend, ...] = ()
+    own_trends: tuple[Trend, ...] = ()
+    leak_handled: bool = False
+    """A leak of this attempt was acted on."""
+    leak_reason: str = ""
+    advice: Advice | None = None
+    trial: TrialState | None = None
+    """The newest one."""
+    shape_key: tuple[Settings | None, bool, str] = (None, False, "")
+    """`forecast.settings_key` of these settings, on a GPU or not."""
     warnings: dict[str, str] = {}
     """By topic."""
     announced: frozenset[tuple[str, float]] = frozenset()
     """Events that an earlier supervisor made of this attempt's reports: their kind, and the report's time."""
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The newest saved state."""
+        return self.states.newest
+
+    @property
+    def saved(self) -> int | None:
+        """The newest saved update; None if there is no complete state."""
+        newest = self.states.newest
+        return newest.updates if newest is not None and newest.complete else None
+
+    @property
+    def number(self) -> int:
+        """Of the newest attempt whose program was started; 0 before the first."""
+        return self.attempt.number if self.attempt is not None else 0
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.progress.devices)
+
+    @property
+    def proven(self) -> Settings | None:
+        """The settings that every change starts from: the run's, or while others are on trial those before them."""
+        on_trial = self.trial.proven if self.trial is not None else None
+        return on_trial or self.settings
 
 
 def emit(model: Model, *effects: Effect) -> Model:

@@ -1,10 +1,9 @@
-"""A restart that waits: for a moment in which it can be called off, for what the dead program held to be free again, or for
-room on the disk. Then it goes, or finds that it cannot and says why."""
+"""A restart that waits: for a time in which it can be cancelled, for memory that the dead program still
+holds, or for space on the disk. Then it begins, or finds that it cannot and says why."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -17,11 +16,11 @@ from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.wire import Change
 
 NOTICE_SECONDS = 3.0
-"""Time to call it off."""
+"""Time to cancel it."""
 WATCHED_NOTICE_SECONDS = 10.0
-"""The same where a dashboard shows it: somebody may want to read the card first."""
+"""The same where a dashboard shows it: a person may want to read the screen first."""
 VRAM_SECONDS = 50.0
-"""Drivers take a while to give back what a killed process held; whoever holds it after that will go on holding it."""
+"""Drivers need a while to release the memory of a killed process; a process that holds it after that will go on holding it."""
 DISK_SECONDS = 24 * 3600.0
 _TOLERANCE_BYTES = 64 << 20
 
@@ -33,73 +32,62 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 
     change: Change
     gpus_before: dict[str, int] = {}
-    """By uuid, bytes that were taken of the run's GPUs before it took its part."""
+    """By uuid, bytes that were taken of the run's GPUs before the run took its part."""
     forecast: Forecast | None = None
     disk_bytes: int | None = None
-    """What must be free on the run's disk first; None: it waits for no room."""
+    """What must be free on the run's disk first; None: it waits for no space."""
 
 
-class Comeback:
-    """Decides at each look whether the restart may begin. `problem` says who or what is in its way.
+class PendingRestart(msgspec.Struct, frozen=True, kw_only=True):
+    """One that waits. A new supervisor begins its waiting anew: it can be cancelled once more."""
 
-    One that a supervisor left behind begins its waiting anew: it can be called off once more.
-    """
-
-    def __init__(
-        self, waiting: Waiting, folder: Path, monotonic: Callable[[], float], notice_seconds: float = NOTICE_SECONDS
-    ) -> None:
-        """`folder`: the run's, whose disk may have to be waited for."""
-        self.notice_seconds = notice_seconds
-        self.waiting = waiting
-        self.problem: str | None = None
-        self._folder = folder
-        self._monotonic = monotonic
-        self._began = monotonic()
+    waiting: Waiting
+    began: float
+    """On the monotonic clock."""
+    notice_seconds: float = NOTICE_SECONDS
+    problem: str | None = None
+    """What prevents it, for a person."""
+    announced: str | None = None
+    """The problem that the run's log already has."""
 
     @property
     def change(self) -> Change:
         return self.waiting.change
 
-    def begin_with(self, change: Change) -> None:
-        """Wait as before, then restart with this change, of which no peak is foreseen."""
-        self.waiting = replace(self.waiting, change=change, forecast=None)
+    def with_change(self, change: Change) -> PendingRestart:
+        """Wait as before, then restart with this change, of which no peak is forecast."""
+        return replace(self, waiting=replace(self.waiting, change=change, forecast=None))
 
-    def look(self, machine: MachineSnapshot | None) -> Verdict:
-        waited = self._monotonic() - self._began
+    def look(
+        self, now: float, machine: MachineSnapshot | None, disk_free: int | str | None, folder: str
+    ) -> tuple[PendingRestart, Verdict]:
+        """Whether it may begin. `disk_free`: bytes, or why they cannot be read; None: not read."""
+        waited = now - self.began
         if waited < self.notice_seconds:
-            return "wait"
+            return self, "wait"
         if self.waiting.disk_bytes is not None:
-            return self._look_at_disk(self._folder, self.waiting.disk_bytes, waited)
+            if disk_free is None:
+                return self, "wait"
+            problem = _disk_problem(folder, disk_free, self.waiting.disk_bytes)
+            verdict: Verdict = "go" if problem is None else "wait" if waited < DISK_SECONDS else "ask"
+            return replace(self, problem=problem), verdict
         taken = self._still_taken(machine)
         if not taken:
-            self.problem = None
-            return "go"
-        self.problem = "; ".join(_holders(gpu, more) for gpu, more in taken)
+            return replace(self, problem=None), "go"
+        problem = "; ".join(_holders(gpu, more) for gpu, more in taken)
         if waited < VRAM_SECONDS:
-            return "wait"
+            return replace(self, problem=problem), "wait"
         forecast = self.waiting.forecast
         wanted = forecast.peak_bytes if forecast is not None else None
         if wanted is not None and any(gpu.free_bytes is not None and gpu.free_bytes < wanted for gpu, _ in taken):
-            self.problem += f"; the next try is expected to need {units.size(wanted)}"
-            return "ask"
-        return "go"
-
-    def _look_at_disk(self, folder: Path, needed: int, waited: float) -> Verdict:
-        free = free_bytes(folder)
-        if isinstance(free, str):
-            self.problem = free
-        elif free >= needed:
-            self.problem = None
-            return "go"
-        else:
-            self.problem = f"{folder}: {units.size(free)} free, {units.size(needed)} needed; free some space"
-        return "wait" if waited < DISK_SECONDS else "ask"
+            problem += f"; the next attempt is expected to need {units.size(wanted)}"
+            return replace(self, problem=problem), "ask"
+        return replace(self, problem=problem), "go"
 
     def _still_taken(self, machine: MachineSnapshot | None) -> list[tuple[GpuSample, int]]:
         """The run's GPUs of which more is taken than before the run, and how much more."""
-        gpus: Iterable[GpuSample] = machine.gpus if machine is not None else ()
         found = []
-        for gpu in gpus:
+        for gpu in machine.gpus if machine is not None else ():
             before = self.waiting.gpus_before.get(gpu.uuid or "")
             if before is not None and gpu.used_bytes is not None and gpu.used_bytes > before + _TOLERANCE_BYTES:
                 found.append((gpu, gpu.used_bytes - before))
@@ -107,15 +95,23 @@ class Comeback:
 
 
 def free_bytes(folder: Path) -> int | str:
-    """What is free where a folder lies, or why that is not known."""
+    """Bytes free on the disk of a folder, or why that cannot be read."""
     try:
         return shutil.disk_usage(folder).free
     except OSError as error:
         return f"{folder}: its free space cannot be read: {error.strerror}"
 
 
+def _disk_problem(folder: str, free: int | str, needed: int) -> str | None:
+    if isinstance(free, str):
+        return free
+    if free >= needed:
+        return None
+    return f"{folder}: {units.size(free)} free, {units.size(needed)} needed; free some space"
+
+
 def _holders(gpu: GpuSample, more: int) -> str:
     rows = sorted((row for row in gpu.processes if not row.gone), key=lambda row: -(row.used_bytes or 0))
     who = ", ".join(f"{row.name or row.command or '?'} (pid {row.pid}, {units.size(row.used_bytes)})" for row in rows[:4])
-    who = who or "nobody that the driver names"
+    who = who or "no process that the driver lists"
     return f"GPU {gpu.index} has {units.size(more)} more taken than before the run, held by {who}"

@@ -1,46 +1,40 @@
-"""Puts what is known of a run together into one `RunState`."""
+"""What a model shows: the `RunState` for dashboards, and what state.json keeps for the next supervisor."""
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING
-
-from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.run.model import Model
+from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.wire import RunState
 
-if TYPE_CHECKING:
-    from memtop.supervisor.run.supervisor import Supervisor
 
-
-def run_state(supervisor: Supervisor) -> RunState:
+def run_state(model: Model) -> RunState:
     """The run as it is now."""
-    progress, settings, attempt = supervisor.progress, supervisor.settings, supervisor.attempt
-    step, plan = progress.step, progress.plan
+    progress, settings, attempt, run = model.progress, model.settings, model.attempt, model.run
+    step, plan, sample = progress.step, progress.plan, model.sample
     samples_rate, tokens_rate = progress.rates()
-    # Until the program has said where it stands, it stands where it will resume.
-    saved = supervisor.checkpoint if supervisor.checkpoint is not None and supervisor.checkpoint.complete else None
-    at = step or plan or saved
+    # Until the program has reported where it stands, it stands where it will resume.
+    saved = model.checkpoint if model.checkpoint is not None and model.checkpoint.complete else None
+    at, start = step or plan or saved, plan or saved
     seen = None if at is None else at.samples_seen
-    start = plan or saved
     updates = step.update if step is not None else None if start is None else start.updates
     target = (plan.target_samples if plan else None) or (settings.target_samples if settings else None)
-    running = attempt is not None and attempt.alive()
     left = None if seen is None or target is None else max(0, target - seen)
+    running = model.alive
     return RunState(
-        name=supervisor.folder.name,
-        folder=str(supervisor.folder.path),
-        state=supervisor.lifecycle.phase,
-        reason=supervisor.lifecycle.reason,
+        name=run.name,
+        folder=run.folder,
+        state=model.phase,
+        reason=model.reason,
         alive=running,
-        adopted=supervisor.adopted,
-        supervisor_pid=os.getpid(),
-        trainer_pid=attempt.trainer.pid if running and attempt and attempt.trainer else None,
-        attempt=attempt.number if attempt else 0,
-        created=supervisor.spec.created,
-        started=supervisor.started,
-        ended=supervisor.ended,
+        adopted=model.adopted,
+        supervisor_pid=model.supervisor_pid,
+        trainer_pid=model.trainer_pid if running else None,
+        attempt=model.number,
+        created=run.created,
+        started=attempt.started if attempt else None,
+        ended=attempt.ended if attempt else None,
         settings=settings,
-        command=supervisor.spec.command,
+        command=run.command,
         effective_batch=settings.effective_batch if settings else None,
         updates=updates,
         total_updates=progress.total_updates,
@@ -56,25 +50,33 @@ def run_state(supervisor: Supervisor) -> RunState:
         step_seconds=progress.step_seconds,
         split=progress.split(),
         eta_seconds=left / samples_rate if running and samples_rate and left is not None else None,
-        ranks=progress.rank_memory(supervisor.agents.ranks),
-        run_rss_bytes=supervisor.watch.run_rss_bytes if running else None,
-        run_memory=supervisor.watch.run_memory if running else (),
-        gpu_base_bytes=supervisor.watch.gpu_base_bytes if running else {},
+        ranks=progress.rank_memory(model.agents),
+        run_rss_bytes=sample.run_rss_bytes if running and sample else None,
+        run_memory=sample.run_memory if running and sample else (),
+        gpu_base_bytes=sample.gpu_base_bytes if running and sample else {},
         offers=None if progress.offers is None else tuple(sorted(progress.offers)),
-        checkpoint=supervisor.checkpoint,
-        exit_status=supervisor.exit_status,
-        log_path=str(attempt.log_path) if attempt else None,
-        # Of a program that has ended the reason tells what is not saved.
-        warnings=(*supervisor.warnings.values(), *([progress.unsaved] if running and progress.unsaved else [])),
+        checkpoint=model.checkpoint,
+        exit_status=attempt.exit_status if attempt else None,
+        log_path=f"{run.folder}/attempts/{attempt.number:04d}/output.log" if attempt else None,
+        # Once the program has ended, the reason says what is not saved.
+        warnings=(*model.warnings.values(), *([progress.unsaved] if running and progress.unsaved else [])),
         unsaved=progress.unsaved if running else None,
-        on_oom=supervisor.spec.on_oom,
-        proposal=supervisor.survival.proposal,
-        trends=supervisor.prevention.trends if running else (),
-        advice=supervisor.prevention.advice if running else None,
-        trial=supervisor.prevention.trials.newest,
+        on_oom=run.on_oom,
+        proposal=model.proposal,
+        trends=model.trends if running else (),
+        advice=model.advice if running else None,
+        trial=model.trial.trial if model.trial else None,
     )
 
 
-def attempt_and_ranks(supervisor: Supervisor) -> tuple[int, tuple[RankMemory, ...]]:
-    """The number of the attempt (0 before the first), and the memory that its ranks last reported."""
-    return supervisor.attempt.number if supervisor.attempt is not None else 0, supervisor.progress.rank_memory()
+def state_file(model: Model, socket: str, started_ticks: int | None) -> StateFile:
+    """What state.json keeps."""
+    return StateFile(
+        run=run_state(model),
+        socket=socket,
+        supervisor_started_ticks=started_ticks,
+        pending=model.pending,
+        waiting=model.restart.waiting if model.restart is not None else None,
+        waited_at=model.waited_at,
+        stalled=model.stalled,
+    )

@@ -33,7 +33,7 @@ def test_values_come_back_and_unknown_ones_stay_unknown() -> None:
     assert history.series("GPU-0", "power_watts") == [(START, None), (START + 1, None)]
     # Zero is a value, not the lack of one.
     assert history.series(HOST, "swap_used_bytes") == [(START, 0), (START + 1, 0)]
-    assert (history.start, history.end, history.label("GPU-1")) == (START, START + 1, "GPU 1")
+    assert (history.start, history.end, history.gpu_index("GPU-1")) == (START, START + 1, 1)
 
 
 def test_the_same_sample_counts_once_and_quick_ones_keep_their_peak() -> None:
@@ -83,13 +83,13 @@ def test_a_dump_is_taken_over_whole_and_what_was_not_sent_is_unknown() -> None:
     for second in range(5):
         here.append(snapshot(START + second, second, None))
     there.append(snapshot(START - 100, 77))
-    for key, label, times, columns in here.dump():
+    for key, gpu_index, times, columns in here.dump():
         columns.pop("power_watts", None)
-        there.load(key, label, times, columns)
+        there.load(key, gpu_index, times, columns)
     for key, name in (("GPU-0", "used_bytes"), ("GPU-1", "used_bytes"), (HOST, "used_fraction"), ("GPU-0", "power_watts")):
         assert there.series(key, name) == here.series(key, name)
     with pytest.raises(ValueError, match="different lengths"):
-        there.load("GPU-0", "GPU 0", b"\0" * 16, {"used_bytes": b"\0" * 4})
+        there.load("GPU-0", 0, b"\0" * 16, {"used_bytes": b"\0" * 4})
 
 
 def test_a_gap_in_time_is_no_value_in_the_chart() -> None:

@@ -11,6 +11,9 @@ import sys
 if "memtop.train" in sys.orig_argv:
     import torch
 """
+_SUPERVISOR = """
+if "memtop.supervisor" in sys.orig_argv:
+"""
 LEAK = """
     from torch.optim.optimizer import register_optimizer_step_post_hook
     kept = []
@@ -38,11 +41,11 @@ TINY = [word for key, value in _SMALL.items() for word in ("--set", f"model.conf
 """The first run's model so small that an update takes little more than its bookkeeping."""
 
 
-def inject(runs: Runs, fault: str) -> None:
-    """From now on, trainers that these commands start have the fault."""
+def inject(runs: Runs, fault: str, supervisor: str = "    pass") -> None:
+    """From now on, trainers that these commands start have the fault, and supervisors the change."""
     folder = Path(runs.root) / "site"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(_TRAINER + fault)
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(_TRAINER + fault + _SUPERVISOR + supervisor)
     runs.environment["PYTHONPATH"] = str(folder)
 
 
@@ -56,6 +59,18 @@ FATAL = """
     register_optimizer_step_pre_hook(lambda *_: torch.empty(1 << 46) if seen[0] >= 10 else None)
 """
 """With a micro-batch of ten and more the optimizer's step asks for too much: nothing to be survived in the process."""
+
+PACED = """
+    import time
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+    register_optimizer_step_post_hook(lambda *_: time.sleep(0.05))
+"""
+"""A model so small that its run would be over before anybody could act on it takes 2 s for 40 updates, and next to no CPU."""
+SOON_STALLED = """
+    import memtop.supervisor.run.post_mortem.stall as stall
+    stall.SECONDS = stall.FIRST_SECONDS = 3.0
+"""
+"""A program that is silent after words of missing memory is ended after seconds."""
 
 SLOW = """
     import time

@@ -75,7 +75,7 @@ def test_without_a_decoder_count_the_decoder_keeps_the_encoders() -> None:
 
 
 @pytest.mark.parametrize(("r", "millions"), [(64, 159.9), (32, 80.0), (16, 40.0)])
-def test_4_3_adapters_of_qwen_7b(r: int, millions: float) -> None:
+def test_adapters_of_qwen_7b_have_the_known_sizes(r: int, millions: float) -> None:
     lora = Lora(r=r, alpha=2 * r)
     found = adapter_parameters(QWEN_7B, lora)
     assert found is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -27,8 +26,8 @@ def start(runs: Runs, group: MemoryGroup, *more: str) -> None:
     runs.environment["OMP_NUM_THREADS"] = "1"
     inject(runs, LEAK)
     group.limit(5 << 29)
-    command = [sys.executable, "-m", "memtop", "train", "--detach", "--name", "a", "--seq-len", "32", *SELDOM, *TINY, *more]
-    subprocess.run(group.inside(*command), cwd=runs.root, env=runs.environment, check=True, timeout=120)
+    arguments = ("train", "--detach", "--name", "a", "--seq-len", "32", *SELDOM, *TINY, *more)
+    runs.memtop(*arguments, prepare=group.enter)
 
 
 def leaks(runs: Runs) -> list[str]:

@@ -1,4 +1,4 @@
-"""Stretches under the same settings: when one ends and another begins, what each needed, and how they are stored."""
+"""Stretches under the same settings: when one ends and another begins, what each needed, and how they are written."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from memtop.presets import load_presets, load_recipes, resolve
-from memtop.supervisor.run.record.configurations import Configurations, Record, Start, before_the_present
+from memtop.supervisor.run.record.configurations import Configurations, Start, before_the_present
 from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.record.view import read_configurations
 from memtop.supervisor.run.reports import Step
 
@@ -17,39 +18,18 @@ SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"
 HALF = replace(SETTINGS, batch=SETTINGS.batch // 2, accumulation=SETTINGS.accumulation * 2)
 
 
-class Book:
-    """What was written down, as the ledger would have it; `full`: nothing can be."""
-
-    def __init__(self) -> None:
-        self.rows: dict[int, Record] = {}
-        self.told = 0
-        self.full = False
-
-    def save(self, record: Record) -> bool:
-        if not self.full:
-            self.rows[record.configuration.number] = record
-        return not self.full
-
-    def tell(self) -> None:
-        self.told += 1
-
-
 def step(update: int, **more: Any) -> Step:
     return Step(**{"update": update, "samples_seen": update * 32, "step_seconds": 0.5, **more})
 
 
 def test_a_stretch_has_its_reason_peak_speed_and_outcome() -> None:
-    book = Book()
-    all_of_them = Configurations((), book.save, book.tell)
-    all_of_them.begin_attempt(1, "start", SETTINGS, saved=None)
-    all_of_them.resumed(0)
+    all_of_them = Configurations().begin_attempt(1, "start", SETTINGS, 5.0).resumed(0)
     for update in range(1, 5):
         for rank, peak in ((0, 100), (1, 300 + update)):
-            all_of_them.note_step(
-                rank, step(update, peak_reserved_bytes=peak, step_seconds=9 if update == 1 else 0.5), 50, "key"
-            )
-    all_of_them.note_host(10**12, "key")
-    all_of_them.end("gpu_oom", 4, 3, died_of_memory=True)
+            seconds = 9 if update == 1 else 0.5
+            report = step(update, peak_reserved_bytes=peak, step_seconds=seconds)
+            all_of_them = all_of_them.note_step(rank, report, 50, "key")
+    all_of_them = all_of_them.note_host(10**12, "key").end("gpu_oom", 4, 3, died_of_memory=True)
     (row,) = all_of_them.rows
     assert (row.number, row.reason, row.since_update, row.until_update, row.outcome) == (1, "start", 1, 4, "gpu_oom")
     assert row.peak is not None
@@ -57,70 +37,65 @@ def test_a_stretch_has_its_reason_peak_speed_and_outcome() -> None:
     assert (row.peak.bytes, row.peak.batch, row.peak.updates, row.peak.failed) == (354, SETTINGS.batch, 4, True)
     # The first update warms up.
     assert row.samples_per_second == 64
-    assert book.rows[1].configuration == row
-    assert book.rows[1].starts == (Start(attempt=1, saved_after=3),)
+    (record,) = all_of_them.to_save()
+    assert (record.configuration, record.starts) == (row, (Start(attempt=1, saved_after=3),))
+    assert all_of_them.saved().to_save() == ()
 
 
 def test_the_same_settings_go_on_and_others_begin_anew() -> None:
-    book = Book()
-    all_of_them = Configurations((), book.save, book.tell)
-    all_of_them.begin_attempt(1, "start", SETTINGS)
-    all_of_them.end("failed", 3, 2)
-    all_of_them.begin_attempt(2, "restart", replace(SETTINGS, target_samples=SETTINGS.target_samples * 2))
+    longer = replace(SETTINGS, target_samples=SETTINGS.target_samples * 2)
+    all_of_them = Configurations().begin_attempt(1, "start", SETTINGS, 5.0).end("failed", 3, 2)
+    all_of_them = all_of_them.begin_attempt(2, "restart", longer, 6.0)
     (row,) = all_of_them.rows
     assert (row.attempt, row.outcome, row.until_update) == (1, None, None)
-    all_of_them.begin_attempt(3, "restart with batch", HALF)
+    all_of_them = all_of_them.begin_attempt(3, "restart with batch", HALF, 7.0)
     assert [row.outcome for row in all_of_them.rows] == ["replaced", None]
-    all_of_them.end("host_oom_killed", 9, 8, died_of_memory=True)
-    all_of_them.begin_attempt(4, "restart", HALF)
-    assert len(all_of_them.rows) == 3, "what died of memory is not the same stretch when a person tries it again"
+    all_of_them = all_of_them.end("host_oom_killed", 9, 8, died_of_memory=True).begin_attempt(4, "restart", HALF, 8.0)
+    assert len(all_of_them.rows) == 3, "what died of memory is another stretch when a person tries it again"
     before = before_the_present(all_of_them.rows)
     assert before is not None
     assert before.number == 1
 
 
 def test_a_failure_survived_in_the_process_is_a_stretch_of_its_own() -> None:
-    book = Book()
-    all_of_them = Configurations((), book.save, book.tell)
-    all_of_them.begin_attempt(1, "start", SETTINGS)
-    all_of_them.note_host(500, "key")
-    told = {"died": "host_oom_alloc", "saved": 5, "changed_by": (1, 70.0)}
+    all_of_them = Configurations().begin_attempt(1, "start", SETTINGS, 5.0).note_host(500, "key")
     for _ in range(2):  # the second time by a supervisor that reads the report again
-        all_of_them.change(7, "allocation failure at update 7", HALF, **told)
+        all_of_them = all_of_them.change(
+            7, "allocation failure at update 7", HALF, died="host_oom_alloc", saved=5, changed_by=(1, 70.0)
+        )
     first, second = all_of_them.rows
     assert (first.outcome, first.until_update, second.since_update, second.settings) == ("host_oom_alloc", 6, 7, HALF)
     assert first.peak is not None
     assert first.peak.failed
-    assert book.rows[1].died_of_memory
-    assert book.rows[2].starts == (Start(attempt=1),)
+    assert [record.died_of_memory for record in all_of_them.to_save()] == [True, False]
+    assert all_of_them.records[1].starts == (Start(attempt=1),)
 
 
-def test_what_could_not_be_written_is_written_later() -> None:
-    book = Book()
-    all_of_them = Configurations((), book.save, book.tell)
-    all_of_them.begin_attempt(1, "start", SETTINGS)
-    book.full = True
-    all_of_them.begin_attempt(2, "restart", HALF)
-    assert list(book.rows) == [1]
-    book.full = False
-    all_of_them.keep()
-    assert [row.configuration.outcome for row in book.rows.values()] == ["replaced", None]
+def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:
+    outbox = Outbox(Ledger(tmp_path / "ledger.sqlite"))
+    first = Configurations().begin_attempt(1, "start", SETTINGS, 5.0)
+    outbox.save_configurations(first.to_save())
+    outbox.ledger.close()
+    outbox.ledger = Ledger(tmp_path / "ledger.sqlite", read_only=True)
+    outbox.save_configurations(first.saved().begin_attempt(2, "restart", HALF, 6.0).to_save())
+    assert outbox.problem is not None
+    outbox.ledger = Ledger(tmp_path / "ledger.sqlite")
+    assert len(outbox.ledger.configurations()) == 1
+    outbox.retry()
+    assert outbox.problem is None
+    assert [record.configuration.outcome for record in outbox.ledger.configurations()] == ["replaced", None]
 
 
 def test_they_are_read_back_and_continue(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
-
-    def save(record: Record) -> bool:
-        ledger.save_configuration(record)
-        return True
-
-    first = Configurations((), save, lambda: None)
+    first = Configurations()
     for attempt, settings in ((1, SETTINGS), (2, SETTINGS), (3, HALF)):
-        first.begin_attempt(attempt, f"attempt {attempt}", settings)
+        first = first.begin_attempt(attempt, f"attempt {attempt}", settings, 5.0)
+    for record in first.to_save():
+        ledger.save_configuration(record)
     (tmp_path / "run.json").touch()
     assert read_configurations(tmp_path) == first.rows
     assert [(row.number, row.attempt, row.settings) for row in first.rows] == [(1, 1, SETTINGS), (2, 3, HALF)]
-    following = Configurations(ledger.configurations(), save, lambda: None)
-    following.begin_attempt(4, "restart", SETTINGS)
-    assert [record.configuration.number for record in ledger.configurations()] == [1, 2, 3]
+    following = Configurations(records=tuple(ledger.configurations())).begin_attempt(4, "restart", SETTINGS, 6.0)
+    assert [record.configuration.number for record in following.to_save()] == [2, 3]
     ledger.close()

@@ -10,12 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
-from memtop.supervisor.run.lifecycle import Lifecycle
+from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.run.record.checkpoints import discard_held, hold, newest_checkpoint, rolled_back, state_at
-from memtop.supervisor.run.supervisor import Supervisor
-from memtop.supervisor.wire import Change, Phase
-from tests.run.test_pieces import SETTINGS, Clock, supervisor_at_update
 
 
 def state(folder: Path, updates: int) -> Path:
@@ -174,71 +170,3 @@ def test_a_state_that_cannot_be_held_is_told_in_one_line_and_leaves_nothing(
     assert "cannot be kept: [Errno 28] No space left on device" in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert tree(latest.parent) == before
-
-
-# --- under a supervisor -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def ended(tmp_path: Path) -> Supervisor:
-    """A run that has ended, with states after 40 and 30 updates (and one of 5, of the fixture's)."""
-    supervisor = supervisor_at_update(tmp_path, 40)
-    latest = supervisor.folder.latest_state
-    latest.rename(latest.with_name(f"{latest.name}.1000"))
-    state(latest.with_name(f"{latest.name}.previous"), 30)
-    state(latest, 40)
-    supervisor.lifecycle = Lifecycle(Phase.STOPPED, Clock())
-    return supervisor
-
-
-@pytest.mark.parametrize(
-    "change", [Change(state_before=30, max_updates=20), Change(state_before=30, assignments={"batch": "0"})]
-)
-def test_a_change_that_is_refused_moves_no_state(ended: Supervisor, change: Change) -> None:
-    before = tree(ended.folder.latest_state.parent)
-    with pytest.raises(UsageError):
-        ended.launch(2, "back", change)
-    assert tree(ended.folder.latest_state.parent) == before
-    assert len(ended.ledger.attempts()) == 1
-
-
-def test_an_attempt_that_cannot_be_started_moves_no_state(ended: Supervisor) -> None:
-    latest = ended.folder.latest_state
-    shutil.rmtree(ended.folder.path / "attempts")
-    (ended.folder.path / "attempts").write_text("")
-    hold(latest, 30)
-    before = tree(latest.parent)
-    with pytest.raises(MemtopError, match="cannot be created"):
-        ended.launch(2, "back", Change(state_before=30))
-    assert tree(latest.parent) == before
-    assert not any(event.kind == "rollback" for event in ended.ledger.events())
-
-
-def test_updates_are_counted_from_the_state_that_is_gone_back_to(ended: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memtop.supervisor.run.supervisor.start_program", lambda *_, **__: os.getpid())
-    assert ended.foreseen(Change(state_before=30, max_updates=35)) is not None
-    ended.launch(2, "back", Change(state_before=30, max_updates=35))
-    assert ended.checkpoint is not None
-    assert (ended.checkpoint.updates, ended.checkpoint.path) == (30, str(ended.folder.latest_state))
-    (told,) = [event for event in ended.ledger.events() if event.kind == "rollback"]
-    assert "states after update 30 moved to" in told.message
-    assert ended.settings is not None
-    assert ended.settings.target_samples == 35 * SETTINGS.effective_batch
-
-
-@pytest.mark.parametrize("then", ["stop", "restart", "launch"])
-def test_what_is_held_is_let_go_when_nobody_goes_back(ended: Supervisor, then: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memtop.supervisor.run.supervisor.start_program", lambda *_, **__: os.getpid())
-    monkeypatch.setattr(ended, "ask_to_stop", lambda: None)
-    ended.lifecycle = Lifecycle(Phase.TRAINING, Clock())
-    held = ended.folder.latest_state.with_name("train_latest_state.held")
-    ended.begin_restart(Change(state_before=30))
-    assert held.exists()
-    if then == "stop":
-        ended.begin_stopping()
-    elif then == "restart":
-        ended.begin_restart(Change())
-    else:
-        ended.launch(2, "another", Change())
-    assert not held.exists()
-    assert newest_checkpoint(ended.folder.latest_state) is not None

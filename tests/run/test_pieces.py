@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import fcntl
 import json
 import os
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -17,22 +15,17 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.clients.publish import Publisher
-from memtop.supervisor.run.clients.server import ControlServer, socket_path
-from memtop.supervisor.run.commands import Commands
-from memtop.supervisor.run.ending import finish
-from memtop.supervisor.run.lifecycle import Lifecycle
+from memtop.supervisor.run.clients.server import socket_path
+from memtop.supervisor.run.events import LogEnd
+from memtop.supervisor.run.post_mortem.log_end import read_log_end
 from memtop.supervisor.run.processes import shim
-from memtop.supervisor.run.processes.attempt import ExitFile, RunningAttempt, StopLadder, Waits
 from memtop.supervisor.run.processes.launch import allocator_environment
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.checkpoints import newest_checkpoint, read_checkpoint
@@ -50,9 +43,7 @@ from memtop.supervisor.run.record.journal import Journal
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.view import known_runs, read_run, read_state, show
 from memtop.supervisor.run.reports import End, Step
-from memtop.supervisor.run.supervisor import Supervisor
-from memtop.supervisor.run.taking_over import take_over
-from memtop.supervisor.wire import Change, Checkpoint, Event, Outcome, Phase, Restart
+from memtop.supervisor.wire import Change, Checkpoint, Event, Phase
 from tests.run.reported import heard, reported
 
 SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
@@ -68,36 +59,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-# --- lifecycle ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_goes_through_its_life() -> None:
-    clock = Clock()
-    life = Lifecycle(Phase.CREATED, clock)
-    for phase in (Phase.STARTING, Phase.TRAINING, Phase.RESTARTING, Phase.STARTING, Phase.TRAINING, Phase.FINISHED):
-        life.move(phase)
-    clock.now += 5
-    assert life.phase is Phase.FINISHED
-    assert life.seconds_in_phase() == 5
-
-
-@pytest.mark.parametrize(
-    ("phase", "impossible"),
-    [
-        (Phase.CREATED, Phase.TRAINING),
-        (Phase.FINISHED, Phase.TRAINING),
-        (Phase.STOPPED, Phase.STOPPING),
-        (Phase.RESTARTING, Phase.FINISHED),
-        (Phase.TRAINING, Phase.STARTING),
-    ],
-)
-def test_impossible_transitions_are_refused(phase: Phase, impossible: Phase) -> None:
-    life = Lifecycle(phase, Clock())
-    with pytest.raises(AssertionError, match=impossible.value):
-        life.move(impossible)
-    assert life.phase is phase
 
 
 # --- folder -------------------------------------------------------------------------------------------------------------
@@ -341,83 +302,6 @@ def test_a_program_that_does_not_exist_is_named_in_its_output(tmp_path: Path) ->
     assert "no-such-program: cannot be started" in (tmp_path / "output.log").read_text()
 
 
-# --- stopping -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_ladder_climbs_only_as_time_passes(tmp_path: Path) -> None:
-    clock, said = Clock(), list[str]()
-    attempt = RunningAttempt(create_run(tmp_path, spec("a"), fresh=False), 1, shim_pid=None)
-    ladder = StopLadder(attempt, asked=True, monotonic=clock, announce=said.append, waits=Waits(graceful=60, terminate=40))
-    ladder.tick()
-    assert [line.split()[0] for line in said] == ["asked"]
-    clock.now += 60
-    ladder.tick()
-    ladder.tick()
-    clock.now += 40
-    ladder.tick()
-    clock.now += 1000
-    ladder.tick()
-    assert [line.split()[0] for line in said] == ["asked", "SIGTERM", "SIGKILL"]
-
-
-def test_a_stop_waits_for_a_save_as_long_as_they_have_taken() -> None:
-    plain = Waits()
-    assert plain.stretched(1.0, 2.0) == plain.stretched(1.0, 2.0, saves_on_sigterm=True) == plain
-    assert plain.stretched(100.0).graceful == 230.0
-    own = plain.stretched(1.0, 150.0)
-    assert (own.graceful, own.terminate) == (330.0, plain.terminate)
-    ours = plain.stretched(1.0, 150.0, saves_on_sigterm=True)
-    assert (ours.graceful, ours.terminate, ours.interrupt, ours.kill) == (330.0, 330.0, plain.interrupt, plain.kill)
-    assert ours.why == "a save or an evaluation has taken it 150 s"
-    # One that hangs is ended some day, however long it has been silent before.
-    assert plain.stretched(1.0, 1e9, saves_on_sigterm=True).terminate == 30.0 + 2 * 1800.0
-    assert plain.stretched(5000.0, 1e9).graceful == 30.0 + 2 * 5000.0
-
-
-@pytest.mark.parametrize("told", ["checkpoint", "evaluation"])
-def test_a_trainer_that_saves_for_long_is_not_killed_in_the_middle_of_it(tmp_path: Path, told: str) -> None:
-    supervisor = supervisor_at_update(tmp_path, 7)
-    clock = Clock()
-    supervisor._monotonic = clock
-    assert supervisor.progress.step is not None
-    at = supervisor.progress.step.time or 0.0
-    if told == "checkpoint":
-        # The supervisor may have come after the update before it.
-        supervisor.progress = replace(supervisor.progress, step=None)
-        supervisor.progress = supervisor.progress.after(
-            0, reported({"type": "checkpoint", "updates": 7, "seconds": 150.0, "time": at + 1.0})
-        )
-    else:
-        supervisor.progress = heard(supervisor.progress, {"type": "evaluation", "update": 7, "time": at + 150.0})
-    ladder = supervisor.begin_stop(asked=True)
-    for _ in range(2):
-        clock.now += 329.0
-        ladder.tick()
-        clock.now += 1.0
-        ladder.tick()
-    said = [event.message for event in supervisor.ledger.events() if event.kind == "stop"]
-    assert said[0].endswith("SIGTERM follows in 330 s (a save or an evaluation has taken it 150 s)")
-    assert [line.split()[0] for line in said] == ["asked", "SIGTERM", "SIGKILL"]
-
-
-@pytest.mark.parametrize("why", ["own program", "stands still"])
-def test_who_would_not_save_on_a_signal_is_not_given_longer_for_it(tmp_path: Path, why: str) -> None:
-    supervisor = supervisor_at_update(tmp_path, 7)
-    clock = Clock()
-    supervisor._monotonic = clock
-    supervisor.progress = replace(supervisor.progress, longest_pause=150.0)
-    if why == "own program":
-        supervisor.settings = None
-    else:
-        supervisor.survival.stalled = "CUDA out of memory"
-    ladder = supervisor.begin_stop(asked=False)
-    for seconds in (0.0, 15.0, 40.0):
-        clock.now += seconds
-        ladder.tick()
-    said = [event.message for event in supervisor.ledger.events() if event.kind == "stop"]
-    assert [line.split()[0] for line in said] == ["SIGINT", "SIGTERM", "SIGKILL"]
-
-
 @pytest.mark.parametrize(
     ("update", "total", "waits", "expected"),
     [(7, None, False, False), (7, 9, False, False), (7, 8, False, True), (8, 8, False, True), (7, None, True, True)],
@@ -429,17 +313,6 @@ def test_a_run_whose_last_update_has_begun_is_at_its_end(update: int, total: int
     progress = heard(progress, step(update))
     progress = heard(progress, {"type": "save_failed", "update": update, "message": "no room", "waiting": waits})
     assert progress.at_the_end is expected
-
-
-def test_who_declines_to_stop_gets_signals_at_once_but_only_once(tmp_path: Path) -> None:
-    clock, said = Clock(), list[str]()
-    attempt = RunningAttempt(create_run(tmp_path, spec("a"), fresh=False), 1, shim_pid=None)
-    ladder = StopLadder(attempt, asked=True, monotonic=clock, announce=said.append)
-    ladder.declined()
-    ladder.tick()
-    ladder.declined()
-    ladder.tick()
-    assert [line.split()[0] for line in said] == ["asked", "SIGINT"]
 
 
 @pytest.mark.parametrize(
@@ -464,7 +337,7 @@ def test_how_an_attempt_ended(
 ) -> None:
     log = tmp_path / "output.log"
     log.write_text("step 1\nRuntimeError: boom\n")
-    found, reason, diagnosis = explain.outcome(log, end, status, before, own_program=own)
+    found, reason, diagnosis = explain.outcome(read_log_end(log), end, status, before, external=own)
     assert found is phase
     assert (diagnosis is not None) == (phase is Phase.FAILED)
     if end and end.message:
@@ -478,9 +351,9 @@ def test_a_state_that_could_not_be_saved_is_not_hidden(tmp_path: Path) -> None:
     for phase in (Phase.STOPPING, Phase.TRAINING):
         # Whatever its exit status, which an older trainer has left at 0.
         for status in (0, 1):
-            assert explain.outcome(tmp_path / "log", end, status, phase, own_program=False)[:2] == (Phase.FAILED, words)
+            assert explain.outcome(LogEnd(), end, status, phase, external=False)[:2] == (Phase.FAILED, words)
     silent = End(outcome="finished", saved=False)
-    finished = explain.outcome(tmp_path / "log", silent, 1, Phase.TRAINING, own_program=False)
+    finished = explain.outcome(LogEnd(), silent, 1, Phase.TRAINING, external=False)
     assert finished[:2] == (Phase.FAILED, "finished, not saved: no reason given")
 
 
@@ -537,131 +410,6 @@ def test_a_restart_says_what_it_changes() -> None:
     change = Change(assignments={"batch": "4", "accumulation": "8", "seed": "1"})
     assert explain.restart_reason(change) == "restart with batch 4, accumulation 8, seed 1"
     assert explain.restart_reason(Change()) == "restart"
-
-
-# --- restarting ---------------------------------------------------------------------------------------------------------
-
-
-def supervisor_at_update(tmp_path: Path, update: int) -> Supervisor:
-    """A supervisor whose built-in trainer stands there, with a checkpoint of update 5; without processes."""
-    folder = create_run(tmp_path, spec("a"), fresh=False)
-    saved(folder.latest_state, 5)
-    supervisor = Supervisor(folder)
-    supervisor.ledger = Ledger(folder.ledger_path)
-    server = ControlServer(tmp_path / "socket", on_request=AsyncMock(), on_agent=Mock(), on_gone=Mock())
-    supervisor.publisher = Publisher(supervisor.ledger, server)
-    supervisor.ledger.add_attempt(1, "start", SETTINGS, 1.0)
-    supervisor.attempt = RunningAttempt(folder, 1, shim_pid=None)
-    supervisor.lifecycle = Lifecycle(Phase.TRAINING, Clock())
-    supervisor.progress = supervisor.progress.after(
-        0, reported({**step(update), "samples_seen": update * SETTINGS.effective_batch})
-    )
-    return supervisor
-
-
-def test_what_a_live_run_is_to_become_counts_from_where_it_will_stop(tmp_path: Path) -> None:
-    supervisor = supervisor_at_update(tmp_path, 7)
-    for updates in (1, 6, 7):
-        with pytest.raises(UsageError, match=f"max_updates {updates}: the run will have done 8 when it stops"):
-            supervisor.foreseen(Change(max_updates=updates))
-    settings = supervisor.foreseen(Change(max_updates=10))
-    assert settings is not None
-    assert settings.target_samples == 10 * SETTINGS.effective_batch
-    supervisor.lifecycle.move(Phase.STOPPED)
-    assert supervisor.foreseen(Change(max_updates=6)) is not None
-
-
-async def test_a_change_that_turns_out_impossible_leaves_a_stopped_run(tmp_path: Path) -> None:
-    supervisor = supervisor_at_update(tmp_path, 5)
-    supervisor.pending = Change(max_updates=6)
-    supervisor.lifecycle.move(Phase.RESTARTING)
-    saved(tmp_path / "later", 9).rename(supervisor.folder.latest_state.with_name("new"))
-    shutil.rmtree(supervisor.folder.latest_state)
-    supervisor.folder.latest_state.with_name("new").rename(supervisor.folder.latest_state)
-    await finish(supervisor, ExitFile(0, 2.0))
-    assert supervisor.phase is Phase.STOPPED
-    assert supervisor.lifecycle.reason == "max_updates 6: 9 updates are done already; give more"
-    assert [attempt.outcome for attempt in supervisor.ledger.attempts()] == ["stopped"]
-
-
-@pytest.mark.parametrize("obstacle", ["ledger", "folder"])
-def test_an_attempt_that_cannot_be_started_changes_nothing(tmp_path: Path, obstacle: str) -> None:
-    supervisor = supervisor_at_update(tmp_path, 7)
-    supervisor.lifecycle.move(Phase.FAILED)
-    supervisor.started, supervisor.ended, supervisor.exit_status = 1.0, 2.0, 3
-    before = supervisor.state()
-    if obstacle == "ledger":
-        supervisor.ledger._db.execute("PRAGMA query_only=ON")
-    else:
-        shutil.rmtree(supervisor.folder.path / "attempts")
-        (supervisor.folder.path / "attempts").write_text("")
-    with pytest.raises(RunFolderError):
-        supervisor.begin_restart(Change(assignments={"batch": "2"}))
-    after = supervisor.state()
-    assert msgspec.structs.replace(after, warnings=()) == before
-    attempts = supervisor.ledger.attempts()
-    assert [attempt.outcome for attempt in attempts] == ([None] if obstacle == "ledger" else [None, "failed"])
-    assert all(attempt.ended for attempt in attempts[1:])
-    supervisor.ledger.close()
-    # Nor does the next supervisor take the change for made.
-    follower = Supervisor(supervisor.folder)
-    follower.ledger = Ledger(supervisor.folder.ledger_path)
-    follower.ledger.update_attempt(1, ended=2.0, outcome="failed")
-    follower.publisher = supervisor.publisher
-    take_over(follower, None)
-    assert follower.settings == SETTINGS
-
-
-async def test_a_restart_tells_what_becomes_of_the_effective_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    supervisor = supervisor_at_update(tmp_path, 7)
-    supervisor.lifecycle.move(Phase.STOPPED)
-    monkeypatch.setattr("memtop.supervisor.run.supervisor.start_program", lambda *_, **__: os.getpid())
-    peer = Mock()
-    split = f"effective batch {SETTINGS.effective_batch} -> {SETTINGS.accumulation}"
-    await Commands(supervisor)._restart(peer, Restart(id=1, change=Change(assignments={"batch": "1"})))
-    accepted = peer.send.call_args_list[0].args[0]
-    assert accepted.outcome is Outcome.ACCEPTED
-    assert split in accepted.message
-    assert split in supervisor.ledger.events()[-1].message
-    assert explain.split_change(SETTINGS, SETTINGS) == ""
-
-
-async def test_a_change_that_cannot_be_is_refused_as_wrong_usage(tmp_path: Path) -> None:
-    supervisor = supervisor_at_update(tmp_path, 7)
-    peer = Mock()
-    for change in (
-        Change(assignments={"batch": "0"}),
-        Change(preset="no-such"),
-        Change(assignments={"nothing": "1"}),
-        Change(max_updates=3),
-    ):
-        await Commands(supervisor)._restart(peer, Restart(id=1, change=change))
-        assert peer.refuse.call_args.kwargs == {"usage": True}
-    supervisor.lifecycle.move(Phase.STOPPING)
-    await Commands(supervisor)._restart(peer, Restart(id=1))
-    assert peer.refuse.call_args.kwargs == {"usage": False}
-    peer.send.assert_not_called()
-
-
-async def test_sampling_that_fails_is_told_once_and_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    supervisor = supervisor_at_update(tmp_path, 7)
-    monkeypatch.setattr("memtop.supervisor.run.machine_watch._AGAIN_SECONDS", 0.0)
-    tries, often = 0, asyncio.Event()
-
-    async def fail(on_sample: object) -> None:
-        nonlocal tries
-        tries += 1
-        if tries == 3:
-            often.set()
-            await asyncio.Event().wait()
-        raise OSError("no driver")
-
-    monkeypatch.setattr(supervisor.watch, "run", fail)
-    supervisor.watch.start(supervisor._on_sample, supervisor._on_sampling_failed)
-    await asyncio.wait_for(often.wait(), 60)
-    told = [event.message for event in supervisor.ledger.events()]
-    assert told == ["the machine could not be sampled: OSError('no driver')"]
-    supervisor.watch.stop()
 
 
 # --- checkpoint, socket ---------------------------------------------------------------------------------------------------
@@ -725,40 +473,6 @@ def test_a_socket_folder_that_others_can_enter_is_refused(tmp_path: Path, monkey
 def test_signals_have_names() -> None:
     assert explain.describe_status(-signal.SIGSEGV) == "killed by signal 11 (SIGSEGV)"
     assert explain.describe_status(None).startswith("exit status unknown")
-
-
-async def test_a_leak_ends_nothing_that_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    supervisor = supervisor_at_update(tmp_path, 7)
-    supervisor.spec = msgspec.structs.replace(supervisor.spec, on_oom="auto")
-    leak = Mock(message="anonymous memory of rank 0 grows")
-    monkeypatch.setattr("memtop.supervisor.run.prevention.must_act", lambda *_, **__: leak)
-    restarts: list[Change] = []
-    monkeypatch.setattr(supervisor, "begin_restart", restarts.append)
-    asked = AsyncMock(return_value=[Mock(ok=False, message="not saved: 18 MiB needed, 3 MiB free")])
-    monkeypatch.setattr(supervisor.agents, "call", asked)
-
-    async def act(again: bool) -> None:
-        supervisor.prevention._follow_attempt()
-        supervisor.prevention._acted = not again
-        supervisor.prevention._act()
-        await asyncio.sleep(0.05)
-
-    # While saves fail, it is not even asked for one more.
-    supervisor.progress = supervisor.progress.after(
-        0, reported({"type": "save_failed", "update": 7, "message": "update 7 not saved", "waiting": False})
-    )
-    await act(again=True)
-    assert (asked.await_count, restarts) == (0, [])
-    supervisor.progress = heard(supervisor.progress, {"type": "checkpoint", "updates": 7})
-    await act(again=True)
-    assert (asked.await_count, restarts) == (1, [])
-    told = [event.message for event in supervisor.ledger.events() if event.kind == "leak"]
-    assert told[-1] == "not restarted: its state could not be saved: not saved: 18 MiB needed, 3 MiB free"
-    asked.return_value = [Mock(ok=True)]
-    await act(again=False)
-    assert restarts == [], "once an attempt"
-    await act(again=True)
-    assert [change.reason for change in restarts] == ["leak: anonymous memory of rank 0 grows"]
 
 
 def test_a_file_system_without_locks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

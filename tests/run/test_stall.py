@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from msgspec.structs import replace
 
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.run.post_mortem.stall import ASIDE_SECONDS, FIRST_SECONDS, MOST_SECONDS, SECONDS, StallWatch
 from memtop.supervisor.run.progress import Progress
 from tests.run.reported import reported
-from tests.run.test_pieces import supervisor_at_update
 
 
 class Clock:
@@ -141,20 +139,3 @@ def test_when_our_own_trainer_is_at_something_else(tmp_path: Path) -> None:
     assert hear("step", 128.0, update=13), "the last state"
     # Loading takes what it takes: only what came after the first update counts.
     assert progress.longest_pause == 20.0
-
-
-def test_a_finished_program_that_waits_for_room_is_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has said so in words of a full disk, and has nothing more to say."""
-    supervisor = supervisor_at_update(tmp_path, 7)
-    ended: list[bool] = []
-    monkeypatch.setattr(supervisor, "begin_stop", lambda *, asked: ended.append(asked))
-    monkeypatch.setattr(StallWatch, "look", lambda *_, **__: "finished update 7, waiting for room")
-    monkeypatch.setattr(StallWatch, "is_of_memory", lambda _: True)
-    supervisor.survival._stall = StallWatch(tmp_path / "output.log", Clock())
-    failed = {"type": "save_failed", "update": 7, "message": "finished update 7, waiting for room", "waiting": True}
-    supervisor.progress = supervisor.progress.after(0, reported(failed))
-    supervisor.survival._look_for_a_stall()
-    assert (ended, supervisor.survival.stalled) == ([], None)
-    supervisor.progress = supervisor.progress.after(0, reported({"type": "checkpoint", "updates": 7}))
-    supervisor.survival._look_for_a_stall()
-    assert ended == [False]

@@ -3,63 +3,60 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest.mock import AsyncMock, Mock
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
-from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.recovery.policy import decide
+from memtop.supervisor.run import explain
 from memtop.supervisor.run.clients.client import ask
 from memtop.supervisor.run.clients.publish import Publisher
 from memtop.supervisor.run.clients.server import ControlServer
-from memtop.supervisor.run.ending import finish
-from memtop.supervisor.run.intake import read_reports
-from memtop.supervisor.run.pending_restart import Waiting
-from memtop.supervisor.run.post_mortem import examine as autopsy
-from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile
-from memtop.supervisor.run.proposing import tried
-from memtop.supervisor.run.record.configurations import Start
+from memtop.supervisor.run.effects import AddEvent, CloseUnstarted, DropRows, GiveUp, Launch, Signal
+from memtop.supervisor.run.events import Launched, Reported
+from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, Waiting
+from memtop.supervisor.run.processes.attempt import ProcessFile
+from memtop.supervisor.run.record.configurations import Configurations, Start
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
+from memtop.supervisor.run.record.intake import Intake
 from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.record.view import known_runs, needs_supervisor, read_state
-from memtop.supervisor.run.reports import Step
-from memtop.supervisor.run.supervisor import Supervisor
-from memtop.supervisor.run.taking_over import take_over
-from memtop.supervisor.wire import Change, Phase, RunState, Stop
+from memtop.supervisor.run.reports import Report, Step
+from memtop.supervisor.run.rules.proposal import tried
+from memtop.supervisor.run.state import run_state, state_file
+from memtop.supervisor.wire import Change, Event, Phase, RunState, Stop
 from tests.conftest import Runs
-from tests.run.reported import reported
+from tests.run.brain import HALF, MIB, SETTINGS, row, state_of, taken_over
 from tests.run.test_deaths import FRAGMENTED
-
-SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
-HALF = msgspec.structs.replace(SETTINGS, batch=SETTINGS.batch // 2, accumulation=SETTINGS.accumulation * 2)
-MIB = 1 << 20
-
 
 # --- killed for real ------------------------------------------------------------------------------------------------------
 
 # Dies where the first state.json of an attempt would be written.
 KILLED = """
 import asyncio, os, pathlib, signal, sys
+from memtop.supervisor.run.performer import Performer
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.supervisor import Supervisor
 
-class Killed(Supervisor):
-    def save_state(self):
-        if self.attempt is None or self.attempt.number == 1 < int(sys.argv[2]):
-            return super().save_state()
-        os.kill(os.getpid(), signal.SIGKILL)
+plain = Performer.save_state
 
-asyncio.run(Killed(RunFolder(pathlib.Path(sys.argv[1]))).run(None))
+def save_state(self, model):
+    if model.number == 0 or model.number == 1 < int(sys.argv[2]):
+        return plain(self, model)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Performer.save_state = save_state
+asyncio.run(Supervisor(RunFolder(pathlib.Path(sys.argv[1]))).run(None))
 """
 
 
@@ -147,41 +144,7 @@ def test_a_remedy_that_was_just_begun_is_not_begun_twice(runs: Runs) -> None:
     ledger.close()
 
 
-# --- what lies in the folder ----------------------------------------------------------------------------------------------
-
-
-def make_run(place: Path) -> RunFolder:
-    spec = RunSpec(name="a", created=1.0, settings=SETTINGS, cwd="/", on_oom="auto", memtop_version="0")
-    return create_run(place, spec, fresh=False)
-
-
-def supervisor_of(folder: RunFolder) -> Supervisor:
-    """A supervisor at its very beginning, without a loop."""
-    supervisor = Supervisor(folder)
-    supervisor.ledger = Ledger(folder.ledger_path)
-    server = ControlServer(folder.path / "socket", on_request=AsyncMock(), on_agent=Mock(), on_gone=Mock())
-    supervisor.publisher = Publisher(supervisor.ledger, server)
-    survival = supervisor.survival
-    survival.open(supervisor.ledger.configurations(), supervisor._save_configuration, lambda: None)
-    return supervisor
-
-
-def next_supervisor(folder: RunFolder, change: Change | None = None) -> Supervisor:
-    supervisor = supervisor_of(folder)
-    take_over(supervisor, change)
-    return supervisor
-
-
-def tell(folder: RunFolder, attempt: int, *reports: dict[str, Any]) -> int:
-    """What rank 0 of an attempt has said; the length of its journal then."""
-    folder.attempt(attempt).mkdir(parents=True, exist_ok=True)
-    (folder.attempt(attempt) / "command.json").touch()
-    journal = folder.attempt(attempt) / "rank-0.jsonl"
-    with journal.open("a") as file:
-        for report in reports:
-            file.write(json.dumps(report) + "\n")
-    return journal.stat().st_size
-
+# --- with values ----------------------------------------------------------------------------------------------------------
 
 HELLO = {"type": "hello", "time": 10.0, "rank": 0, "pid": 2, "offers": []}
 PLAN = {"type": "plan", "time": 11.0, "updates": 0, "total_updates": 9, "device_uuid": None}
@@ -211,141 +174,141 @@ STEP = {
 }
 
 
-def test_what_a_supervisor_had_only_read_is_concluded_by_the_next(tmp_path: Path) -> None:
+BEGUN = Configurations().begin_attempt(1, "start", SETTINGS, 9.0)
+DEAD = BEGUN.end("host_oom_killed", 4, 3, died_of_memory=True)
+
+
+def test_what_a_supervisor_had_only_read_is_concluded_by_the_next() -> None:
     """Its offset is in the ledger, nothing of what followed from it is."""
-    folder = make_run(tmp_path)
-    ledger = Ledger(folder.ledger_path)
-    ledger.add_attempt(1, "start", SETTINGS, 9.0)
-    ledger.add_reports(1, 0, [cast(Step, reported(STEP))], tell(folder, 1, HELLO, PLAN, OOM, SPLIT, STEP))
-    ledger.close()
-    for _ in range(2):  # the second finds all of it done
-        supervisor = next_supervisor(folder)
-        assert supervisor.settings == HALF
-        first, second = supervisor.survival.configurations.rows
+    reports = (HELLO, PLAN, OOM, SPLIT, STEP)
+    known: dict[str, Any] = {"records": BEGUN.records}
+    for again in range(2):  # the second finds all of it done
+        brain = taken_over(row(), reports=reports, **known)
+        assert brain.model.settings == HALF
+        first, second = brain.model.configurations.rows
         assert (first.outcome, first.until_update, first.since_update) == ("host_oom_alloc", 0, 1)
         assert first.peak is not None
         assert (first.peak.bytes, first.peak.batch, first.peak.failed) == (300 * MIB, SETTINGS.batch, True)
         assert (second.settings, second.since_update, second.outcome) == (HALF, 1, None)
-        told = [event.kind for event in supervisor.ledger.events() if event.kind != "adopted"]
-        assert told == ["survived", "settings"]
-        supervisor.ledger.close()
+        written = [event.event for event in brain.asked(AddEvent) if event.event.kind != "adopted"]
+        assert [event.kind for event in written] == ([] if again else ["survived", "settings"])
+        announced = {(event.kind, event.data["time"]) for event in written}
+        known = {"records": brain.model.configurations.records, "announced": frozenset(announced)}
+        brain.report(STEP)
+        assert brain.model.phase is Phase.TRAINING
 
 
-def test_an_attempt_that_was_begun_and_not_told_of_has_its_configuration(tmp_path: Path) -> None:
-    folder = make_run(tmp_path)
-    first = supervisor_of(folder)
-    first.ledger.add_attempt(1, "start", SETTINGS, 9.0)
-    first.survival.configurations.begin_attempt(1, "start", SETTINGS)
-    first.survival.configurations.end("host_oom_killed", 4, 3, died_of_memory=True)
-    first.ledger.update_attempt(1, ended=10.0, outcome="failed")
+def test_an_attempt_that_was_begun_and_not_written_about_has_its_configuration() -> None:
     change = Change(
         assignments={"batch": str(HALF.batch), "accumulation": str(HALF.accumulation)}, reason="host_oom_killed at update 4"
     )
-    reason = f"host_oom_killed at update 4: restart with batch {HALF.batch}, accumulation {HALF.accumulation}"
-    first.ledger.add_attempt(2, reason, HALF, 20.0, 3)
-    tell(folder, 2, HELLO)
-    first.ledger.close()
-    state = RunState(name="a", folder=str(folder.path), state=Phase.RESTARTING, created=1.0, attempt=1)
+    first = row(ended=10.0, outcome="failed")
+    second = row(2, HALF, reason=explain.restart_reason(change), started=20.0, start_updates=3)
     pending = Change(assignments={"batch": "1"})
-    file = StateFile(run=state, socket="", waiting=Waiting(change=change), waited_at=3, pending=pending)
-    write_json(folder.state_path, file)
-    supervisor = next_supervisor(folder)
-    configurations = supervisor.survival.configurations
-    assert [(row.attempt, row.settings, row.outcome) for row in configurations.rows] == [
+    state = state_of(Phase.RESTARTING, waiting=Waiting(change=change), waited_at=3, pending=pending)
+    brain = taken_over(first, second, records=DEAD.records, state=state)
+    found = brain.model.configurations
+    assert [(one.attempt, one.settings, one.outcome) for one in found.rows] == [
         (1, SETTINGS, "host_oom_killed"),
         (2, HALF, None),
     ]
-    assert configurations.records[-1].starts == (Start(attempt=2, by_memtop=True, saved_before=3),)
-    # What state.json says of the attempt before is done with; what it knows of the run is not.
-    assert (supervisor.survival.comeback, supervisor.pending, supervisor.phase) == (None, None, Phase.STARTING)
-    assert supervisor.survival.waited_at == 3
+    assert found.records[-1].starts == (Start(attempt=2, by_memtop=True, saved_before=3),)
+    # What state.json says of the attempt before is over; what it knows of the run is not.
+    assert (brain.model.restart, brain.model.pending, brain.model.phase) == (None, None, Phase.STARTING)
+    assert brain.model.waited_at == 3
 
 
-def test_an_attempt_that_is_only_in_the_ledger_was_never_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_run(tmp_path)
-    first = supervisor_of(folder)
-    first.ledger.add_attempt(1, "start", SETTINGS, 9.0)
-    tell(folder, 1, HELLO)
-    first.survival.configurations.begin_attempt(1, "start", SETTINGS)
-    first.survival.configurations.end("host_oom_killed", 4, 3, died_of_memory=True)
-    first.ledger.update_attempt(1, ended=10.0, outcome="failed")
-    first.ledger.add_attempt(2, "restart", HALF, 20.0)
-    first.ledger.close()
-    folder.attempt(2).mkdir()
-    state = RunState(name="a", folder=str(folder.path), state=Phase.TRAINING, reason="died", created=1.0, attempt=1)
+def test_an_attempt_that_is_only_in_the_ledger_was_never_begun() -> None:
+    """Its supervisor was killed before it could start the program: what it was to do is done by the next."""
     waiting = Waiting(change=Change(assignments={"batch": "4", "accumulation": "8"}), disk_bytes=5)
-    write_json(folder.state_path, StateFile(run=state, socket="", waiting=waiting))
-    supervisor = next_supervisor(folder)
-    assert (supervisor.phase, supervisor.lifecycle.reason, supervisor.settings) == (Phase.RESTARTING, "died", SETTINGS)
-    assert supervisor.survival.comeback is not None
-    assert supervisor.survival.comeback.waiting == waiting
-    assert [attempt.outcome for attempt in supervisor.ledger.attempts()] == ["failed", "failed"]
-    assert len(supervisor.survival.configurations.rows) == 1
-    # And so on, if this one dies as well.
-    supervisor.save_state()
-    kept = folder.state()
-    assert kept is not None
-    assert kept.waiting == waiting
-    # When it comes back, the number of the one that never was is taken.
-    monkeypatch.setattr("memtop.supervisor.run.supervisor.start_program", lambda *_, **__: 1)
-    supervisor.come_back(supervisor.survival.comeback.change)
-    assert supervisor.attempt is not None
-    assert supervisor.attempt.number == 3
-    assert supervisor.phase is Phase.STARTING
+    state = state_of(Phase.TRAINING, reason="died", waiting=waiting)
+    first, second = row(ended=10.0, outcome="failed"), row(2, HALF, started=20.0)
+    brain = taken_over(first, second, records=DEAD.records, state=state, has_program=False)
+    assert (brain.model.phase, brain.model.reason, brain.model.settings) == (Phase.RESTARTING, "died", SETTINGS)
+    assert brain.model.restart is not None
+    assert brain.model.restart.waiting == waiting
+    assert [effect.number for effect in brain.asked(CloseUnstarted)] == [2]
+    assert len(brain.model.configurations.rows) == 1
+    # And again, if this one is killed as well.
+    assert state_file(brain.model, "", None).waiting == waiting
+    # The number of the attempt that never was is taken.
+    brain.tick(after=NOTICE_SECONDS, disk_free=5)
+    brain.tick(disk_free=5)
+    assert [launch.number for launch in brain.asked(Launch)] == [3]
 
 
-def test_a_death_that_the_ledger_could_not_take_is_no_stop(tmp_path: Path) -> None:
-    """The restart was decided and written down beside a full disk's ledger; the attempt is still open there."""
-    folder = make_run(tmp_path)
-    first = supervisor_of(folder)
-    first.ledger.add_attempt(1, "start", SETTINGS, 9.0)
-    tell(folder, 1, HELLO)
-    first.survival.configurations.begin_attempt(1, "start", SETTINGS)
-    first.ledger.close()
-    state = RunState(name="a", folder=str(folder.path), state=Phase.RESTARTING, reason="died", created=1.0, attempt=1)
-    write_json(folder.state_path, StateFile(run=state, socket="", waiting=Waiting(change=Change(assignments={"batch": "4"}))))
-    supervisor = next_supervisor(folder)
-    assert (supervisor.phase, supervisor.ladder, supervisor.pending) == (Phase.TRAINING, None, None)
+def test_a_restart_is_carried_out_although_its_attempt_was_never_begun() -> None:
+    """The supervisor was killed between `command.json` and the shim."""
+    state = state_of(Phase.RESTARTING, pending=Change(assignments={"batch": "1"}))
+    first, second = row(ended=10.0, outcome="restarted"), row(2, replace(SETTINGS, batch=1), started=20.0)
+    brain = taken_over(first, second, records=BEGUN.records, state=state, has_program=False)
+    (launch,) = brain.asked(Launch)
+    assert (launch.number, launch.settings and launch.settings.batch) == (3, 1)
 
 
-def test_a_restart_that_was_asked_for_is_carried_out_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor died after it had written down the end of the attempt."""
-    folder = make_run(tmp_path)
-    first = supervisor_of(folder)
-    first.ledger.add_attempt(1, "start", SETTINGS, 9.0)
-    tell(folder, 1, HELLO)
-    first.survival.configurations.begin_attempt(1, "start", SETTINGS)
-    first.ledger.update_attempt(1, ended=10.0, outcome="restarted")
-    first.ledger.close()
-    state = RunState(name="a", folder=str(folder.path), state=Phase.RESTARTING, created=1.0, attempt=1)
-    write_json(folder.state_path, StateFile(run=state, socket="", pending=Change(assignments={"batch": "1"})))
-    assert needs_supervisor(folder)
-    assert read_state(folder).state is Phase.RESTARTING
-    # Moved aside, it is not to come back beside the run that took its place.
-    aside = RunFolder(folder.path.rename(folder.path.with_name("b")))
-    assert not needs_supervisor(aside)
-    assert read_state(aside).state is Phase.FAILED
-    aside.path.rename(folder.path)
-    monkeypatch.setattr("memtop.supervisor.run.supervisor.start_program", lambda *_, **__: os.getpid())
-    supervisor = next_supervisor(folder)
-    assert supervisor.settings is not None
-    assert (supervisor.settings.batch, supervisor.phase) == (1, Phase.STARTING)
-    kept = folder.state()
-    assert kept is not None
+def test_a_death_that_the_ledger_could_not_take_is_no_stop() -> None:
+    """The restart was decided and written although the disk was too full for the ledger; the attempt is still open there."""
+    waiting = Waiting(change=Change(assignments={"batch": "4"}))
+    brain = taken_over(row(), records=BEGUN.records, state=state_of(Phase.RESTARTING, reason="died", waiting=waiting))
+    assert (brain.model.phase, brain.model.ladder, brain.model.pending) == (Phase.TRAINING, None, None)
+
+
+def test_a_restart_that_was_asked_for_is_carried_out_by_the_next() -> None:
+    """The supervisor was killed after it had written the end of the attempt."""
+    state = state_of(Phase.RESTARTING, pending=Change(assignments={"batch": "1"}))
+    brain = taken_over(row(ended=10.0, outcome="restarted"), records=BEGUN.records, state=state)
+    brain.tell(Launched(number=2, started=20.0))
+    assert brain.model.settings is not None
+    assert (brain.model.settings.batch, brain.model.phase) == (1, Phase.STARTING)
+    kept = state_file(brain.model, "", None)
     assert (kept.run.attempt, kept.restarts) == (2, False)
 
 
-def test_a_program_that_was_being_ended_for_standing_still_is_ended(tmp_path: Path) -> None:
-    folder = training(tmp_path).folder
-    state = RunState(name="a", folder=str(folder.path), state=Phase.TRAINING, created=1.0, attempt=1)
-    write_json(folder.state_path, StateFile(run=state, socket="", stalled="Bus error"))
-    supervisor = next_supervisor(folder)
-    assert supervisor.survival.stalled == "Bus error"
-    assert supervisor.ladder is not None
+def test_a_run_whose_restart_waits_needs_a_supervisor(tmp_path: Path) -> None:
+    spec = RunSpec(name="a", created=1.0, settings=SETTINGS, cwd="/", on_oom="auto", memtop_version="0")
+    folder = create_run(tmp_path, spec, fresh=False)
+    run = RunState(name="a", folder=str(folder.path), state=Phase.RESTARTING, created=1.0, attempt=1)
+    folder.attempt(1).mkdir()
+    write_json(folder.state_path, StateFile(run=run, socket="", pending=Change(assignments={"batch": "1"})))
+    assert needs_supervisor(folder)
+    assert read_state(folder).state is Phase.RESTARTING
+    # Moved aside, it must not restart in addition to the run that took its place.
+    aside = RunFolder(folder.path.rename(folder.path.with_name("b")))
+    assert not needs_supervisor(aside)
+    assert read_state(aside).state is Phase.FAILED
+
+
+def test_a_program_that_was_being_ended_for_standing_still_is_ended() -> None:
+    brain = taken_over(row(), records=BEGUN.records, state=state_of(Phase.TRAINING, stalled="Bus error"))
+    assert brain.model.stalled == "Bus error"
+    assert brain.model.ladder is not None
+
+
+@pytest.mark.parametrize("phase", [Phase.STOPPING, Phase.RESTARTING])
+def test_a_stop_that_was_begun_goes_on_with_signals(phase: Phase) -> None:
+    brain = taken_over(row(), records=BEGUN.records, state=state_of(phase))
+    assert brain.model.phase is phase
+    assert [effect.name for effect in brain.tick() if isinstance(effect, Signal)] == ["SIGINT"]
+
+
+def test_a_change_for_a_run_that_was_being_stopped_makes_it_a_restart() -> None:
+    change = Change(assignments={"batch": "1"})
+    brain = taken_over(row(), records=BEGUN.records, state=state_of(Phase.STOPPING), change=change)
+    assert (brain.model.phase, brain.model.pending) == (Phase.RESTARTING, change)
+    assert state_file(brain.model, "", None).pending == change
+
+
+def test_a_change_that_cannot_be_ends_the_supervisor_that_was_started_for_it() -> None:
+    change = Change(assignments={"batch": "0"})
+    brain = taken_over(row(ended=10.0, outcome="stopped"), records=BEGUN.records, change=change)
+    (failure,) = brain.asked(GiveUp)
+    assert failure.usage
+    assert brain.asked(Launch) == []
 
 
 def test_an_older_state_hides_no_living_trainer(tmp_path: Path) -> None:
-    folder = make_run(tmp_path)
+    spec = RunSpec(name="a", created=1.0, settings=SETTINGS, cwd="/", memtop_version="0")
+    folder = create_run(tmp_path, spec, fresh=False)
     state = RunState(
         name="a",
         folder=str(folder.path),
@@ -379,145 +342,111 @@ def test_an_older_state_hides_no_living_trainer(tmp_path: Path) -> None:
     assert not needs_supervisor(folder)
 
 
-# --- one supervisor -------------------------------------------------------------------------------------------------------
+# --- the ledger -----------------------------------------------------------------------------------------------------------
 
 
-def training(tmp_path: Path) -> Supervisor:
-    """One whose first attempt runs, as far as it knows."""
-    supervisor = supervisor_of(make_run(tmp_path))
-    supervisor.ledger.add_attempt(1, "start", SETTINGS, 9.0)
-    tell(supervisor.folder, 1, HELLO)
-    supervisor.ledger.close()
-    return next_supervisor(supervisor.folder)
+class Heard:
+    """What the rules are told of one attempt, and what its ledger gets."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "ledger.sqlite"
+        self.reports: list[tuple[int, Report]] = []
+        self.steps: list[Step] = []
+        self.journal = folder / "rank-0.jsonl"
+        ledger = Ledger(self.path)
+        ledger.add_attempt(1, "start", SETTINGS, 9.0)
+        self.outbox = Outbox(ledger)
+        self.intake = Intake(folder, 1, self.outbox, lambda number, steps: self.steps.extend(steps))
+
+    def write(self, *reports: dict[str, Any]) -> None:
+        with self.journal.open("a") as file:
+            file.writelines(json.dumps(report) + "\n" for report in reports)
+
+    def read(self) -> None:
+        self.intake.read(lambda rank, report: self.reports.append((rank, report)), to_the_end=True)
+
+    def fill_the_disk(self, *, full: bool) -> None:
+        self.outbox.ledger.close()
+        self.outbox.ledger = Ledger(self.path, read_only=full)
 
 
-def test_a_full_disk_hides_nothing_of_what_the_program_says(tmp_path: Path) -> None:
-    supervisor = training(tmp_path)
-    supervisor.ledger._db.execute("PRAGMA query_only=ON")
-    end = {"type": "end", "time": 15.0, "outcome": "failed", "message": "no room"}
-    size = tell(supervisor.folder, 1, PLAN, OOM, SPLIT, STEP, end)
-    read_reports(supervisor, to_the_end=True)
-    assert supervisor.progress.end is not None
-    assert supervisor.progress.end.message == "no room"
-    assert supervisor.settings == HALF
-    assert supervisor.ledger.metrics() == []
-    assert [event.kind for event in supervisor.ledger.events()] == ["adopted"]
-    supervisor.ledger._db.execute("PRAGMA query_only=OFF")
-    supervisor._pay()
-    supervisor.survival.configurations.keep()
-    assert [event.kind for event in supervisor.ledger.events()] == ["adopted", "plan", "survived", "settings"]
-    assert [row.update for row in supervisor.ledger.metrics()] == [1]
-    assert supervisor.ledger.journal_offset(1, 0) == size
-    assert len(supervisor.ledger.configurations()) == 2
-    heard = supervisor.progress.heard
-    read_reports(supervisor, to_the_end=True)
-    assert supervisor.progress.heard == heard, "nothing is acted upon twice"
+def test_a_full_disk_hides_nothing_of_what_the_program_reports(tmp_path: Path) -> None:
+    heard = Heard(tmp_path)
+    heard.fill_the_disk(full=True)
+    end = {"type": "end", "time": 15.0, "outcome": "failed", "message": "no space"}
+    heard.write(PLAN, OOM, SPLIT, STEP, end)
+    heard.read()
+    assert [type(report).__name__ for _, report in heard.reports] == ["Plan", "Oom", "SettingsChanged", "Step", "End"]
+    assert heard.outbox.add_event(Event(time=1.0, attempt=1, kind="plan", message="starts")).id < 0
+    heard.outbox.update_attempt(1, {"start_updates": 0})
+    assert heard.outbox.problem is not None
+    assert heard.outbox.ledger.metrics() == []
+    heard.fill_the_disk(full=False)
+    heard.intake.store()
+    heard.outbox.retry()
+    ledger = heard.outbox.ledger
+    assert heard.outbox.problem is None
+    assert [event.kind for event in ledger.events()] == ["plan"]
+    assert [one.update for one in ledger.metrics()] == [1]
+    assert [attempt.start_updates for attempt in ledger.attempts()] == [0]
+    assert ledger.journal_offset(1, 0) == heard.journal.stat().st_size
+    heard.read()
+    assert len(heard.reports) == 5, "nothing is acted upon twice"
 
 
-def test_what_the_ledger_never_got_of_an_ended_run_is_read_when_it_is_taken_up(tmp_path: Path) -> None:
-    supervisor = training(tmp_path)
-    supervisor.ledger.update_attempt(1, ended=16.0, outcome="failed")
-    supervisor.ledger.close()
-    tell(supervisor.folder, 1, PLAN, SPLIT, STEP)
-    following = next_supervisor(supervisor.folder)
-    assert following.settings == HALF
-    assert [row.update for row in following.ledger.metrics()] == [1]
+def test_the_next_supervisor_repeats_what_is_stored_and_reads_the_rest(tmp_path: Path) -> None:
+    heard = Heard(tmp_path)
+    heard.write(PLAN, STEP)
+    heard.read()
+    heard.write({**STEP, "update": 2})
+    again = Intake(tmp_path, 1, heard.outbox, lambda number, steps: None)
+    repeated: list[Report] = []
+    again.replay(lambda rank, report: repeated.append(report))
+    assert [type(report).__name__ for report in repeated] == ["Plan", "Step"]
+    new: list[Report] = []
+    again.read(lambda rank, report: new.append(report))
+    assert [report.update for report in new if isinstance(report, Step)] == [2]
+    assert [one.update for one in heard.outbox.ledger.metrics()] == [1, 2]
 
 
 def test_steps_that_come_with_their_plan_are_shown(tmp_path: Path) -> None:
-    supervisor = training(tmp_path)
+    heard = Heard(tmp_path)
+    heard.write(PLAN, STEP)
+    server = ControlServer(tmp_path / "socket", on_request=AsyncMock(), on_agent=Mock(), on_gone=Mock())
+    publisher = Publisher(heard.outbox.ledger, server)
     peer = Mock(subscribed=True)
-    supervisor.publisher._server.peers.add(peer)
-    tell(supervisor.folder, 1, PLAN, STEP)
-    read_reports(supervisor)
-    supervisor.publisher.tick(supervisor.state, None)
+    server.peers.add(peer)
+    brain = taken_over(row(), records=BEGUN.records)
+    intake = Intake(tmp_path, 1, heard.outbox, publisher.add_steps)
+
+    def act(rank: int, report: Report) -> None:
+        for effect in brain.tell(Reported(rank=rank, report=report)):
+            if isinstance(effect, DropRows):
+                publisher.take_back_from(effect.update)
+
+    intake.read(act)
+    publisher.tick(lambda: run_state(brain.model), None)
     sent = b"".join(call.args[0] for call in peer.send_encoded.call_args_list)
     (rows,) = [json.loads(line) for line in sent.splitlines() if json.loads(line)["type"] == "metrics"]
-    assert (rows["reset_from"], [row["update"] for row in rows["rows"]]) == (1, [1])
+    assert (rows["reset_from"], [one["update"] for one in rows["rows"]]) == (1, [1])
 
 
-def test_the_plan_tells_that_what_was_sampled_is_the_peak(tmp_path: Path) -> None:
-    """On the CPU. The failure may come before the next sample."""
-    supervisor = training(tmp_path)
-    supervisor.survival._resident = 250 * MIB
-    tell(supervisor.folder, 1, PLAN)
-    read_reports(supervisor)
-    (row,) = supervisor.survival.configurations.rows
-    assert row.peak is not None
-    assert row.peak.bytes == 250 * MIB
-
-
-def test_a_gpus_failure_is_one_although_its_rank_is_read_later(tmp_path: Path) -> None:
-    supervisor = training(tmp_path)
-    tell(supervisor.folder, 1, {**PLAN, "device_uuid": "GPU-0"}, SPLIT)
-    other = supervisor.folder.attempt(1) / "rank-1.jsonl"
-    other.write_text(json.dumps({**OOM, "device_uuid": "GPU-1"}) + "\n")
-    read_reports(supervisor)
-    first, _ = supervisor.survival.configurations.rows
-    assert (first.outcome, first.peak) == ("gpu_oom", None)
-
-
-async def test_an_autopsy_that_fails_does_not_keep_the_end_from_being_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    supervisor = training(tmp_path)
-
-    def fails(*_: object) -> None:
-        raise ValueError("a log that nobody has thought of")
-
-    monkeypatch.setattr(autopsy, "examine", fails)
-    await finish(supervisor, ExitFile(-9, 20.0))
-    (attempt,) = supervisor.ledger.attempts()
-    assert (attempt.outcome, attempt.exit_status, supervisor.phase) == ("failed", -9, Phase.FAILED)
-    assert attempt.diagnosis is not None
-    assert attempt.diagnosis["reason"] == "no_evidence"
-    assert supervisor.lifecycle.reason == "killed by signal 9 (SIGKILL)"
-    assert [event.message for event in supervisor.ledger.events() if event.kind == "warning"] == [
-        "why attempt 1 ended could not be found out: ValueError('a log that nobody has thought of')"
-    ]
-
-
-async def test_a_decision_is_written_down_before_the_end_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whatever moment the supervisor dies, the next one either finds the attempt open or the restart waiting."""
-    supervisor = training(tmp_path)
-    tell(supervisor.folder, 1, PLAN, STEP)
-    oom = Diagnosis(kind=Kind.HOST_OOM_KILLED, confidence=0.97, summary="killed for memory")
-    monkeypatch.setattr(autopsy, "examine", lambda *_: oom)
-    at_the_end: list[StateFile | None] = []
-    write = supervisor.ledger.update_attempt
-
-    def update_attempt(number: int, **values: Any) -> None:
-        if "ended" in values:
-            at_the_end.append(supervisor.folder.state())
-        write(number, **values)
-
-    monkeypatch.setattr(supervisor.ledger, "update_attempt", update_attempt)
-    await finish(supervisor, ExitFile(-9, 20.0))
-    (kept,) = at_the_end
-    assert kept is not None
-    assert kept.waiting is not None
-    assert kept.waiting.change.assignments
-    assert supervisor.phase is Phase.RESTARTING
-
-
-def test_a_split_within_the_program_is_neither_a_restart_nor_a_success(tmp_path: Path) -> None:
+def test_a_split_within_the_program_is_neither_a_restart_nor_a_success() -> None:
     """Two restarts without a newer saved update, each of which first went on smaller by itself: a person is asked."""
-    supervisor = training(tmp_path)
-    configurations = supervisor.survival.configurations
-    configurations.end("gpu_oom", 12, 10, died_of_memory=True)
+    known = BEGUN.end("gpu_oom", 12, 10, died_of_memory=True)
     batches = iter((32, 16, 8, 4))
     for attempt in (2, 3):
-        first, second = (msgspec.structs.replace(SETTINGS, batch=next(batches)) for _ in range(2))
-        configurations.begin_attempt(attempt, "gpu_oom", first, by_memtop=True, saved=10)
-        configurations.change(11, "smaller", second, died="gpu_oom", saved=10, changed_by=(attempt, attempt * 100.0))
-        configurations.end("gpu_oom", 11, 10, died_of_memory=True)
-    assert [row.attempt for row in configurations.rows] == [1, 2, 2, 3, 3]
-    past = tried(configurations.records, SETTINGS, "")
+        first, second = (replace(SETTINGS, batch=next(batches)) for _ in range(2))
+        known = known.begin_attempt(attempt, "gpu_oom", first, 9.0, by_memtop=True, saved=10)
+        known = known.change(11, "smaller", second, died="gpu_oom", saved=10, changed_by=(attempt, attempt * 100.0))
+        known = known.end("gpu_oom", 11, 10, died_of_memory=True)
+    assert [one.attempt for one in known.rows] == [1, 2, 2, 3, 3]
+    past = tried(known.records)
     oom = Diagnosis(kind=Kind.GPU_OOM, confidence=0.97, summary="out of memory")
     found = decide(oom, past, (), "auto")
     assert (found.action, found.why) == ("ask", "2 restarts in a row brought no newer saved update")
     # One more saved update, and it may go on trying.
-    last = configurations.records[-1]
-    configurations.end("gpu_oom", 13, 12, died_of_memory=True)
-    assert configurations.records[-1].starts != last.starts
-    assert decide(oom, tried(configurations.records, SETTINGS, ""), (), "auto").why == "memtop knows no further remedy"
+    last = known.records[-1]
+    known = known.end("gpu_oom", 13, 12, died_of_memory=True)
+    assert known.records[-1].starts != last.starts
+    assert decide(oom, tried(known.records), (), "auto").why == "memtop knows no further remedy"

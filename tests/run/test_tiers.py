@@ -56,7 +56,7 @@ def test_least_mean_and_most_of_every_stretch(tmp_path: Path) -> None:
     assert [b.time - START for b in host["used_fraction"]] == [10, 20]
     assert {b.mean for b in host["run_rss_bytes"]} == {7}
     assert host["cpu_fraction"] == []
-    assert ledger.sources() == {HOST: "host", "GPU-a": "GPU 0"}
+    assert ledger.sources() == {HOST: None, "GPU-a": 0}
 
 
 def test_the_next_supervisor_adds_to_the_stretch_that_was_not_over(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_the_hour_comes_back_into_memory_with_its_peaks(tmp_path: Path) -> None:
     assert [t for t, value in rows if value == 5000] == [now - 600 + 125]
     assert len(rows) == 120
     assert {value for _, value in history.series(HOST, "used_fraction")} == {None}
-    assert history.label("GPU-a") == "GPU 0"
+    assert history.gpu_index("GPU-a") == 0
 
 
 def test_a_full_disk_delays_and_loses_nothing(tmp_path: Path) -> None:
@@ -150,6 +150,6 @@ async def test_a_new_subscriber_gets_the_hour_unless_it_wants_no_rows(tmp_path: 
     history = History()
     for message in told[10]:
         back = msgspec.json.decode(msgspec.json.encode(message), type=HistoryRows)
-        history.load(back.key, back.label, back.times, back.columns)
+        history.load(back.key, back.gpu_index, back.times, back.columns)
     assert history.series("GPU-a", "used_bytes") == [(START + s, s) for s in range(5)]
     assert math.isclose(history.series(HOST, "used_fraction")[0][1] or 0, 0.5)

@@ -1,4 +1,4 @@
-"""Starts trainings as memtop does: alone, under torchrun, or under accelerate with DeepSpeed on the CPU."""
+"""Starts trainings as memtop does: one process, torchrun, or accelerate with DeepSpeed on the CPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from torch.utils.cpp_extension import get_default_build_root
 from memtop.presets import Settings
 from memtop.presets.schema import Zero
 from memtop.supervisor.run.processes.launch import launcher
+from tests.forking import run
 
-# Another cache for memtop's own files must not make DeepSpeed compile its parts again, for minutes, in every test.
+# Another cache for memtop's own files must not make DeepSpeed compile its parts again, for minutes,
+# in every test.
 COMPILED = os.environ.get("TORCH_EXTENSIONS_DIR") or str(
     Path(get_default_build_root()) / f"py{sys.version_info.major}{sys.version_info.minor}_cpu"
 )
@@ -34,16 +36,19 @@ def environment() -> dict[str, str]:
     return {**os.environ, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+def start(settings: Settings, command: list[str], env: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    imported = ("deepspeed",) if settings.zero.stage else ()
+    return run([sys.executable, *command], imported=imported, env=env, cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
 def train_on(folder: Path, state: Path, settings: Settings, updates: int) -> dict[str, Any]:
-    """Take the state up under these settings, train some updates, save; the worker's report."""
+    """Resume the state with these settings, train some updates, save; return the worker's report."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "settings.json").write_bytes(msgspec.json.encode(settings))
     report = folder / "report.json"
     arguments = ("--settings", str(folder / "settings.json"), "--state-dir", str(state), "--report", str(report))
     command = [*launcher(settings), "-m", "tests.train.state_worker", *arguments, "--updates", str(updates)]
-    done = subprocess.run(
-        [sys.executable, *command], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = start(settings, command, environment(), ROOT)
     if done.returncode != 0:
         raise AssertionError(f"{settings.zero} x {settings.world_size}: {done.stdout[-3000:]}{done.stderr[-5000:]}")
     found: dict[str, Any] = json.loads(report.read_text())
@@ -51,7 +56,7 @@ def train_on(folder: Path, state: Path, settings: Settings, updates: int) -> dic
 
 
 class Launched(msgspec.Struct, frozen=True):
-    """A whole training in processes of its own, read back from the journal of its first rank."""
+    """A whole training in separate processes, read from the journal of its first rank."""
 
     state_dir: Path
     strategy: str
@@ -59,7 +64,7 @@ class Launched(msgspec.Struct, frozen=True):
 
 
 def run_trainer(folder: Path, settings: Settings) -> Launched:
-    """`python -m memtop.train` as memtop launches it, without a supervisor."""
+    """`python -m memtop.train` as memtop starts it, but without a supervisor."""
     attempt, state = folder / "attempt", folder / "train_latest_state"
     attempt.mkdir(parents=True)
     (folder / "settings.json").write_bytes(msgspec.json.encode(settings))
@@ -74,15 +79,7 @@ def run_trainer(folder: Path, settings: Settings) -> Launched:
         "XDG_CACHE_HOME": str(folder / "cache"),
         "TORCH_EXTENSIONS_DIR": COMPILED,
     }
-    done = subprocess.run(
-        [sys.executable, *launcher(settings), *trainer],
-        env=surroundings,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = start(settings, [*launcher(settings), *trainer], surroundings, folder)
     if done.returncode != 0:
         raise AssertionError(f"{settings.zero}: {done.stdout[-3000:]}{done.stderr[-5000:]}")
     reports = [json.loads(line) for line in (attempt / "rank-0.jsonl").read_text().splitlines()]

@@ -120,7 +120,7 @@ async def test_the_hour_of_the_supervisor_is_taken_over() -> None:
     ring = History()
     for second in range(10):
         ring.append(machine(second, 0.75))
-    rows = [wire.HistoryRows(key=k, label=words, times=t, columns=c) for k, words, t, c in ring.dump()]
+    rows = [wire.HistoryRows(key=k, gpu_index=n, label="", times=t, columns=c) for k, n, t, c in ring.dump()]
     app = dashboard(RecordingFeed(*rows, wire.StateUpdate(run=run_state(), machine=machine(10, 0.25))))
     async with app.run_test(size=(100, 30)) as pilot:
         await settle(pilot)

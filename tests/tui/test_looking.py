@@ -6,16 +6,13 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import GpuDetails, MachineSnapshot
-from memtop.supervisor.run.clients.server import Peer
-from memtop.supervisor.run.commands import Commands
 from memtop.supervisor.run.machine_watch import MachineWatch
-from memtop.supervisor.run.supervisor import Supervisor
 from memtop.supervisor.units import GIB
 from memtop.tui import feed as feed_module
 from memtop.tui.feed import DetailedFeed, LocalFeed, RunFeed
@@ -55,8 +52,6 @@ async def test_a_supervisor_looks_closely_when_it_is_asked(driver: Script, tmp_p
     watch = MachineWatch(tmp_path, list, lambda: (1, ()))
     watch.look_closely()  # before its first sample
     watch.start(lambda keep: None, lambda error: pytest.fail(f"the watch ended: {error}"))
-    told: list[wire.Answer] = []
-    commands = Commands(cast(Supervisor, SimpleNamespace(watch=watch)))
 
     async def newest() -> MachineSnapshot | None:
         return watch.machine
@@ -64,8 +59,7 @@ async def test_a_supervisor_looks_closely_when_it_is_asked(driver: Script, tmp_p
     while watch.machine is None:
         await asyncio.sleep(0.02)
     assert watch.machine.gpus[0].details.pcie_sent_bytes_per_second is None
-    await commands.handle(cast(Peer, SimpleNamespace(send=told.append)), wire.Look(id=7))
-    assert [(one.id, one.outcome) for one in told] == [(7, wire.Outcome.DONE)]
+    watch.look_closely()
     assert (await until_read(newest)).pcie_received_bytes_per_second == 5 * 1024
     watch.stop()
 

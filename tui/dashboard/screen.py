@@ -183,7 +183,7 @@ class DashboardScreen(Dashboard):
 
     def _record(self, content: FeedMessage) -> None:
         if isinstance(content, wire.HistoryRows):
-            self.history.load(content.key, content.label, content.times, content.columns)
+            self.history.load(content.key, content.gpu_index, content.times, content.columns)
         elif isinstance(content, wire.StateUpdate) and content.machine is not None:
             self.history.append(content.machine, content.run.run_rss_bytes)
         elif isinstance(content, MachineSnapshot):

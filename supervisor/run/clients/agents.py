@@ -6,18 +6,8 @@ import asyncio
 import itertools
 from typing import Any
 
-import msgspec
-
 from memtop.supervisor.run.clients.server import Peer
-
-
-class AgentAnswer(msgspec.Struct, frozen=True):
-    """One rank's answer to a command."""
-
-    rank: int
-    ok: bool
-    message: str
-    result: dict[str, Any]
+from memtop.supervisor.run.events import AgentAnswer
 
 
 class Agents:
@@ -39,33 +29,38 @@ class Agents:
             _fail(future, rank, "the training process ended before it answered")
         self._open.clear()
 
-    def receive(self, peer: Peer, message: dict[str, Any], attempt: int) -> bool:
-        """Handle a greeting or an answer from an agent.
+    def receive(self, peer: Peer, message: dict[str, Any], attempt: int) -> int | None:
+        """Take a greeting or an answer from an agent.
 
-        True if a rank of this attempt has just connected.
-
-        Greetings from processes of earlier attempts are ignored.
+        Returns the rank that has just connected; greetings of processes of an earlier attempt are
+        ignored.
         """
         if message.get("type") == "agent":
             peer.agent = message
-            if message.get("attempt") == attempt and isinstance(message.get("rank"), int):
-                self._peers[message["rank"]] = peer
-                return True
+            rank = message.get("rank")
+            if message.get("attempt") == attempt and isinstance(rank, int):
+                self._peers[rank] = peer
+                return rank
         elif message.get("type") == "answer" and message.get("id") in self._open:
             rank, future = self._open.pop(message["id"])
             if not future.done():
                 result = message.get("result") or {}
-                future.set_result(AgentAnswer(rank, bool(message.get("ok")), str(message.get("message", "")), result))
-        return False
+                answer = AgentAnswer(
+                    rank=rank, ok=bool(message.get("ok")), message=str(message.get("message", "")), result=result
+                )
+                future.set_result(answer)
+        return None
 
-    def gone(self, peer: Peer) -> None:
-        for rank, known in list(self._peers.items()):
-            if known is peer:
-                del self._peers[rank]
-                for number, (waiting, future) in list(self._open.items()):
-                    if waiting == rank:
-                        del self._open[number]
-                        _fail(future, rank, "the training process disconnected before it answered")
+    def gone(self, peer: Peer) -> list[int]:
+        """The ranks that this peer spoke for."""
+        ranks = [rank for rank, known in self._peers.items() if known is peer]
+        for rank in ranks:
+            del self._peers[rank]
+        for number, (rank, future) in list(self._open.items()):
+            if rank in ranks:
+                del self._open[number]
+                _fail(future, rank, "the training process disconnected before it answered")
+        return ranks
 
     async def call(self, name: str, ranks: set[int], values: dict[str, Any] | None = None) -> list[AgentAnswer]:
         """Send a command with its values to these ranks.
@@ -85,4 +80,4 @@ class Agents:
 
 def _fail(future: asyncio.Future[AgentAnswer], rank: int, message: str) -> None:
     if not future.done():
-        future.set_result(AgentAnswer(rank, False, message, {}))
+        future.set_result(AgentAnswer(rank=rank, ok=False, message=message))

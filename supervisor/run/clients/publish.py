@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from memtop.supervisor.monitor.history import label_of
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run.clients.server import ControlServer, Peer
 from memtop.supervisor.run.record.ledger import Ledger
@@ -77,8 +78,8 @@ class Publisher:
         peer.send(EventRows(rows=tuple(self._ledger.events())))
         peer.send(ConfigurationRows(rows=self._configurations()))
         if history:
-            for key, label, times, columns in self._ledger.recorder.history.dump():
-                peer.send(HistoryRows(key=key, label=label, times=times, columns=columns))
+            for key, index, times, columns in self._ledger.recorder.history.dump():
+                peer.send(HistoryRows(key=key, gpu_index=index, label=label_of(index), times=times, columns=columns))
         peer.subscribed = True
 
     def tick(self, state: Callable[[], RunState], machine: MachineSnapshot | None) -> None:

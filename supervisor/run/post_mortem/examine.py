@@ -16,10 +16,10 @@ from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.diagnose import diagnose, diagnose_file
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind, OomRecord
-from memtop.supervisor.run.explain import first_dead_rank
 from memtop.supervisor.run.post_mortem.error_files import error_files
 from memtop.supervisor.run.post_mortem.evidence import Sight, Witness
 from memtop.supervisor.run.post_mortem.kernel_log import kernel_lines
+from memtop.supervisor.run.post_mortem.log_end import first_dead_rank
 from memtop.supervisor.run.post_mortem.oom_kills import RELATED_SECONDS
 from memtop.supervisor.run.reports import Oom
 

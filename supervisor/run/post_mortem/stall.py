@@ -88,7 +88,7 @@ class StallWatch:
                 file.seek(max(self._offset, end - _BLOCK_BYTES))
                 block = file.read(_BLOCK_BYTES)
         except OSError:
-            return None  # there is no output yet
+            return None  # there is there is no output yet
         self._offset = end
         lines = [line for line in block.splitlines() if _WORDS.search(line)]
         return lines[-1].decode(errors="replace").strip()[:300] if lines else None

@@ -3,6 +3,7 @@ shim."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.monitor.processes.table import all_pids
 from memtop.supervisor.run.post_mortem.error_files import error_file_environment
+from memtop.supervisor.run.processes.process import members
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
 
 _PACKAGE = Path(__file__).resolve().parents[3]
@@ -73,10 +76,27 @@ def launch(
     return shim.pid
 
 
-def was_begun(attempt: Path) -> bool:
-    """Whether the program of this attempt may have been started: its command file is written just
-    before."""
-    return (attempt / _COMMAND).exists()
+def has_program(folder: RunFolder, number: int) -> bool:
+    """Whether the program of this attempt was started, or is about to be: its shim has written so,
+    or is alive.
+
+    A supervisor may be killed between writing `command.json` and starting the shim.
+    """
+    attempt = folder.attempt(number)
+    written = (attempt / "process.json", attempt / "exit.json")
+    if any(path.exists() for path in written) or _shim_lives(attempt) or members(folder.path, number):
+        return True
+    # The shim may have written it and ended since the first look.
+    return any(path.exists() for path in written)
+
+
+def _shim_lives(attempt: Path) -> bool:
+    wanted = [os.fsencode(_SHIM), os.fsencode(attempt)]
+    for pid in all_pids():
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-3:-1] == wanted:
+                return True
+    return False
 
 
 def _argv(folder: RunFolder, attempt: Path, spec: RunSpec, settings: Settings | None) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -92,10 +92,14 @@ def _problem(folder: Path, file: _File) -> str | None:
 
 def state_at(latest: Path, update: int) -> Checkpoint:
     """The newest kept state at or before that update. Raises UsageError if there is none."""
-    states = kept_states(latest)
-    fitting = [state for state in states if state.updates is not None and state.updates <= update]
+    return newest_until(kept_states(latest), update)
+
+
+def newest_until(kept: Sequence[Checkpoint], update: int) -> Checkpoint:
+    """The newest of these states at or before that update. Raises UsageError if there is none."""
+    fitting = [state for state in kept if state.updates is not None and state.updates <= update]
     if not fitting:
-        there = ", ".join(str(state.updates) for state in states) or "none"
+        there = ", ".join(str(state.updates) for state in kept) or "none"
         raise UsageError(
             f"--state: no kept state at or before update {update} (kept: {there}); without --state the newest one is used"
         )

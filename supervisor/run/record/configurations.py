@@ -1,11 +1,11 @@
-"""The configurations of a run: periods with the same settings, the memory that each needed, and how
-each ended."""
+"""The configurations of a run: periods with the same settings, the memory that each needed, and how each ended.
+
+The present one changes with every update and is written now and then; the ledger has them all.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -68,20 +68,16 @@ def before_the_present(rows: Sequence[Configuration]) -> Configuration | None:
     return next((row for row in reversed(rows[:-1]) if not same(row.settings, present)), None)
 
 
-class Configurations:
-    """All configurations of a run. The last one is the present one.
+class Configurations(msgspec.Struct, frozen=True, kw_only=True):
+    """All of a run, the last one being the present. Every method returns the configurations after what it is told."""
 
-    `save` writes one to the ledger; if it returns False, it is called again later. `notify` is
-    called when one begins or ends.
-    """
-
-    def __init__(self, records: Iterable[Record], save: Callable[[Record], bool], notify: Callable[[], None]) -> None:
-        self.records = list(records)
-        self._save = save
-        self._notify = notify
-        self._unsaved: set[int] = set()
-        self._seen: int | None = None
-        self._on_gpu = False
+    records: tuple[Record, ...] = ()
+    unsaved: frozenset[int] = frozenset()
+    """The numbers of those that changed since they were last written."""
+    seen: int | None = None
+    """The samples seen at the newest update of this attempt."""
+    on_gpu: bool = False
+    """A rank has reported device memory."""
 
     @property
     def present(self) -> Record | None:
@@ -95,42 +91,36 @@ class Configurations:
     def numbered(self, number: int) -> Configuration | None:
         return next((row for row in self.rows if row.number == number), None)
 
+    def has_begun(self, attempt: int) -> bool:
+        """Whether an attempt is known; its supervisor may have been killed before it could write it."""
+        return self.present is not None and self.present.newest_attempt >= attempt
+
     def begin_attempt(
         self,
         attempt: int,
         reason: str,
         settings: Settings | None,
+        started: float,
         *,
         allocator: str = "",
         by_memtop: bool = False,
         saved: int | None = None,
-        started: float | None = None,
-    ) -> None:
-        """An attempt starts now, or did so at `started` (seconds since the epoch).
-
-        With the same settings as before, the present configuration continues, unless it ran out of
-        memory.
-        """
-        self._seen = None
+    ) -> Configurations:
+        """An attempt starts at `started` (seconds since the epoch). The present configuration goes on if the settings are the
+        same and did not run out of memory."""
         start = Start(attempt=attempt, by_memtop=by_memtop, saved_before=saved)
-        last = self.present
+        now, last = replace(self, seen=None), self.present
         if last is not None and not last.died_of_memory and last.allocator == allocator:
             shown = last.configuration
             if same(shown.settings, settings):
-                # The length of the run may have changed. The reason of the first attempt stays.
+                # The run's length may have changed; the reason of the first attempt stays.
                 going_on = replace(shown, settings=settings, until_update=None, outcome=None)
-                self._replace(configuration=going_on, starts=(*last.starts, start))
-                return
+                return now._put(replace(last, configuration=going_on, starts=(*last.starts, start)))
         if last is not None and last.configuration.outcome is None:
-            self._replace(configuration=replace(last.configuration, outcome="replaced"), starts=_saved(last.starts, saved))
-        shown = Configuration(
-            number=self._next_number, attempt=attempt, started=started or time.time(), reason=reason, settings=settings
-        )
-        self._begin(Record(configuration=shown, allocator=allocator, starts=(start,)))
-
-    def has_begun(self, attempt: int) -> bool:
-        """Whether the attempt is recorded. A supervisor may die before it records an attempt."""
-        return self.present is not None and self.present.newest_attempt >= attempt
+            ended = replace(last.configuration, outcome="replaced")
+            now = now._put(replace(last, configuration=ended, starts=_saved(last.starts, saved)))
+        shown = Configuration(number=self._next_number, attempt=attempt, started=started, reason=reason, settings=settings)
+        return now._begin(Record(configuration=shown, allocator=allocator, starts=(start,)))
 
     def change(
         self,
@@ -141,116 +131,106 @@ class Configurations:
         died: str | None,
         saved: int | None,
         changed_by: tuple[int, float],
-    ) -> None:
-        """The running program continues with other settings from this update on.
+    ) -> Configurations:
+        """The running program goes on with other settings from this update on.
 
-        `died`: the kind of memory that the earlier settings ran out of. `changed_by`: attempt and
-        time of the report. A report that is already known changes nothing.
+        `died`: what the settings before ran out of, if they did; `changed_by`: the attempt and the time of the report. A report
+        that is known already changes nothing.
         """
         last = self.present
         assert last is not None, "settings change within an attempt"
         if any(record.changed_by == changed_by for record in self.records):
-            return
-        self.end(died or "replaced", update - 1, saved, died_of_memory=died is not None)
-        attempt, reported = changed_by
+            return self
+        attempt, started = changed_by
         shown = Configuration(
             number=self._next_number,
             attempt=attempt,
             since_update=update,
-            started=reported,
+            started=started,
             reason=reason,
             settings=settings,
         )
-        self._begin(Record(configuration=shown, allocator=last.allocator, starts=last.starts[-1:], changed_by=changed_by))
+        # The program was started once, whatever caused that start.
+        starts = last.starts[-1:]
+        ended = self.end(died or "replaced", update - 1, saved, died_of_memory=died is not None)
+        return ended._begin(Record(configuration=shown, allocator=last.allocator, starts=starts, changed_by=changed_by))
+
+    def resumed(self, update: int) -> Configurations:
+        """The program has reported after which update it goes on."""
+        last = self.present
+        if last is None or last.configuration.since_update is not None:
+            return self
+        return self._put(replace(last, configuration=replace(last.configuration, since_update=update + 1)))
+
+    def end(self, outcome: str, update: int | None, saved: int | None, *, died_of_memory: bool = False) -> Configurations:
+        """The present one is over after this update."""
+        last = self.present
+        if last is None:
+            return self
+        shown = last.configuration
+        peak = replace(shown.peak, failed=True) if died_of_memory and shown.peak is not None else shown.peak
+        shown = replace(shown, until_update=update, outcome=outcome, peak=peak)
+        starts = _saved(last.starts, saved)
+        return self._put(replace(last, configuration=shown, died_of_memory=died_of_memory, starts=starts))
+
+    def note_step(self, rank: int, step: Step, base_bytes: int | None, key: str) -> Configurations:
+        """A rank has done an update. `base_bytes`: what the run holds of its GPU outside the allocator, None if not known;
+        `key`: everything but the split that shapes the peak."""
+        now, taken = self, step.peak_reserved_bytes or step.peak_bytes
+        if taken is not None:
+            now = replace(now, on_gpu=True)._note_peak(taken + (base_bytes or 0), key)
+        last = now.present
+        if rank != 0 or last is None:
+            return now
+        shown = last.configuration
+        # The first update of an attempt warms up; its time does not count.
+        if self.seen is not None and step.samples_seen is not None and step.step_seconds:
+            samples, seconds = last.samples + step.samples_seen - self.seen, last.seconds + step.step_seconds
+            last, shown = (
+                replace(last, samples=samples, seconds=seconds),
+                replace(shown, samples_per_second=samples / seconds),
+            )
+        if shown.peak is not None:
+            shown = replace(shown, peak=replace(shown.peak, updates=shown.peak.updates + 1))
+        return replace(now, seen=step.samples_seen)._put(replace(last, configuration=shown))
+
+    def note_host(self, resident_bytes: int | None, key: str) -> Configurations:
+        """What the run's processes hold of host memory: the peak of a run without a GPU."""
+        return self if resident_bytes is None or self.on_gpu else self._note_peak(resident_bytes, key)
+
+    def _note_peak(self, taken: int, key: str) -> Configurations:
+        last = self.present
+        if last is None or last.configuration.outcome is not None or last.configuration.settings is None:
+            return self
+        known = last.configuration.peak
+        if known is None:
+            peak = Peak(batch=last.configuration.settings.batch, bytes=taken, updates=0, settings_key=key)
+        elif taken > known.bytes:
+            peak = replace(known, bytes=taken)
+        else:
+            return self
+        return self._put(replace(last, configuration=replace(last.configuration, peak=peak)))
+
+    def saved(self) -> Configurations:
+        """All of them are being written."""
+        return replace(self, unsaved=frozenset())
+
+    def to_save(self) -> tuple[Record, ...]:
+        return tuple(record for record in self.records if record.configuration.number in self.unsaved)
 
     @property
     def _next_number(self) -> int:
         return self.records[-1].configuration.number + 1 if self.records else 1
 
-    def _begin(self, record: Record) -> None:
-        self.records.append(record)
-        self._unsaved.add(record.configuration.number)
-        self.keep()
-        self._notify()
+    def _begin(self, record: Record) -> Configurations:
+        unsaved = self.unsaved | {record.configuration.number}
+        return replace(self, records=(*self.records, record), unsaved=unsaved)
 
-    def resumed(self, update: int) -> None:
-        """The program has reported the update after which it resumes."""
-        if self.present is not None and self.present.configuration.since_update is None:
-            self._replace(configuration=replace(self.present.configuration, since_update=update + 1))
-
-    def end(self, outcome: str, update: int | None, saved: int | None, *, died_of_memory: bool = False) -> None:
-        """The present configuration ends after this update."""
-        if self.present is None:
-            return
-        shown = self.present.configuration
-        peak = replace(shown.peak, failed=True) if died_of_memory and shown.peak is not None else shown.peak
-        self._replace(
-            configuration=replace(shown, until_update=update, outcome=outcome, peak=peak),
-            died_of_memory=died_of_memory,
-            starts=_saved(self.present.starts, saved),
-        )
-
-    def note_step(self, rank: int, report: Step, base_bytes: int | None, key: str) -> None:
-        """A rank has finished an update.
-
-        `base_bytes`: GPU memory of the run outside the allocator, None if unknown. `key`: all
-        settings that affect the peak, except the batch split.
-        """
-        taken = report.peak_reserved_bytes or report.peak_bytes
-        if taken is not None:
-            self._on_gpu = True
-            self._note_peak(taken + (base_bytes or 0), key)
-        if rank != 0 or self.present is None:
-            return
-        seen, seconds = report.samples_seen, report.step_seconds
-        # The first update of an attempt is a warm-up and not representative.
-        if self._seen is not None and seen is not None and seconds:
-            samples, time_taken = self.present.samples + seen - self._seen, self.present.seconds + seconds
-            shown = replace(self.present.configuration, samples_per_second=samples / time_taken)
-            self._put(replace(self.present, configuration=shown, samples=samples, seconds=time_taken))
-        self._seen = seen
-        peak = self.present.configuration.peak
-        if peak is not None:
-            self._put_peak(replace(peak, updates=peak.updates + 1))
-
-    def note_host(self, resident_bytes: int | None, key: str) -> None:
-        """Host memory of the run's processes, which is the peak of a run without a GPU."""
-        if resident_bytes is not None and not self._on_gpu:
-            self._note_peak(resident_bytes, key)
-
-    def _note_peak(self, taken: int, key: str) -> None:
-        if self.present is None or self.present.configuration.outcome is not None:
-            return
-        shown = self.present.configuration
-        if shown.settings is None:
-            return  # the batch is unknown
-        known = shown.peak
-        if known is None:
-            self._put_peak(Peak(batch=shown.settings.batch, bytes=taken, updates=0, settings_key=key))
-        elif taken > known.bytes:
-            self._put_peak(replace(known, bytes=taken))
-
-    def _put_peak(self, peak: Peak) -> None:
-        assert self.present is not None
-        self._put(replace(self.present, configuration=replace(self.present.configuration, peak=peak)))
-
-    def _put(self, record: Record) -> None:
-        self.records[-1] = record
-        self._unsaved.add(record.configuration.number)
-
-    def _replace(self, **values: Any) -> None:
-        assert self.present is not None
-        self._put(replace(self.present, **values))
-        self.keep()
-        self._notify()
-
-    def keep(self) -> None:
-        """Save the configurations that have changed since they were saved."""
-        for record in self.records:
-            if record.configuration.number in self._unsaved and self._save(record):
-                self._unsaved.discard(record.configuration.number)
+    def _put(self, record: Record) -> Configurations:
+        unsaved = self.unsaved | {record.configuration.number}
+        return replace(self, records=(*self.records[:-1], record), unsaved=unsaved)
 
 
 def _saved(starts: tuple[Start, ...], saved: int | None) -> tuple[Start, ...]:
-    """The starts, with the newest saved update of the last one, which has ended."""
-    return (*starts[:-1], replace(starts[-1], saved_after=saved))
+    """The newest of them has ended, with so many updates saved."""
+    return (*starts[:-1], replace(starts[-1], saved_after=saved)) if starts else ()

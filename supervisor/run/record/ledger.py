@@ -91,6 +91,7 @@ class Ledger:
     """The supervisor opens it for writing, all others read-only."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self.path = path
         if read_only:
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)
         else:
@@ -262,8 +263,8 @@ class Ledger:
             self._recorder = tiers.Recorder(self._db, time.time())
         return self._recorder
 
-    def sources(self) -> dict[str, str]:
-        """Key and label ("GPU 0", "host") of everything that has a history."""
+    def sources(self) -> dict[str, int | None]:
+        """The key of everything that has a history, with the GPU's index or None for the host."""
         return tiers.sources(self._db)
 
     def extent(self) -> tuple[float, float] | None:

@@ -24,7 +24,7 @@ TIERS = ((10, 6 * 3600.0), (60, 7 * 86400.0), (600, math.inf))
 SNAPSHOTS_KEPT = 720
 """Number of full snapshots kept: one every 5 s for an hour, to find out why a run died."""
 SCHEMA = """
-CREATE TABLE IF NOT EXISTS sources (id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, label TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS sources (id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, gpu_index INTEGER);
 CREATE TABLE IF NOT EXISTS history (
     seconds INTEGER NOT NULL, time INTEGER NOT NULL, source INTEGER NOT NULL, numbers BLOB NOT NULL,
     PRIMARY KEY (seconds, time, source)) WITHOUT ROWID;
@@ -37,8 +37,8 @@ _FINEST = TIERS[0][0]
 class Interval:
     """The samples of one source in one time interval."""
 
-    def __init__(self, key: str, label: str, length: int) -> None:
-        self.key, self.label = key, label
+    def __init__(self, key: str, gpu_index: int | None, length: int) -> None:
+        self.key, self.gpu_index = key, gpu_index
         self.low = [math.inf] * length
         self.sum = [0.0] * length
         self.high = [-math.inf] * length
@@ -119,9 +119,9 @@ class Recorder:
 
 
 def _gather(intervals: dict[str, Interval], snapshot: MachineSnapshot, run_rss_bytes: float | None) -> None:
-    for key, label, values in values_of(snapshot, run_rss_bytes):
+    for key, gpu_index, values in values_of(snapshot, run_rss_bytes):
         if key not in intervals:
-            intervals[key] = Interval(key, label, len(values))
+            intervals[key] = Interval(key, gpu_index, len(values))
         intervals[key].add(values)
 
 
@@ -129,15 +129,15 @@ def _merge(db: sqlite3.Connection, start: int, intervals: dict[str, Interval]) -
     """Add each interval to the one that contains it in every tier."""
     for interval in intervals.values():
         db.execute(
-            "INSERT INTO sources (key, label) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET label = excluded.label"
-            " WHERE label != excluded.label",
-            (interval.key, interval.label),
+            "INSERT INTO sources (key, gpu_index) VALUES (?, ?)"
+            " ON CONFLICT (key) DO UPDATE SET gpu_index = excluded.gpu_index WHERE gpu_index IS NOT excluded.gpu_index",
+            (interval.key, interval.gpu_index),
         )
         (source,) = db.execute("SELECT id FROM sources WHERE key = ?", (interval.key,)).fetchone()
         for seconds, _ in TIERS:
             key = (seconds, start // seconds * seconds, source)
             row = db.execute("SELECT numbers FROM history WHERE (seconds, time, source) = (?, ?, ?)", key).fetchone()
-            whole = Interval(interval.key, interval.label, len(interval.count))
+            whole = Interval(interval.key, interval.gpu_index, len(interval.count))
             whole.merge(interval.packed())
             if row is not None:
                 whole.merge(row[0])
@@ -153,9 +153,9 @@ def _forget(db: sqlite3.Connection, now: float) -> None:
             db.execute("DELETE FROM history WHERE seconds = ? AND time < ?", (seconds, border))
 
 
-def sources(db: sqlite3.Connection) -> dict[str, str]:
-    """Key and label of the host and of all GPUs that the ledger knows."""
-    return dict(db.execute("SELECT key, label FROM sources ORDER BY label != 'host', label, id"))
+def sources(db: sqlite3.Connection) -> dict[str, int | None]:
+    """The key and the index of all GPUs that the ledger knows, and the key of the host with None."""
+    return dict(db.execute("SELECT key, gpu_index FROM sources ORDER BY gpu_index, id"))
 
 
 def extent(db: sqlite3.Connection) -> tuple[float, float] | None:
@@ -207,7 +207,7 @@ def refill(db: sqlite3.Connection, history: History, now: float) -> None:
     """Read the newest hour back into memory: two values for each ten seconds, minimum and maximum,
     so that no peak is lost."""
     half = _FINEST / 2
-    for key, label in sources(db).items():
+    for key, gpu_index in sources(db).items():
         rows = db.execute(
             "SELECT time, numbers FROM history JOIN sources ON source = id"
             " WHERE seconds = ? AND key = ? AND time > ? ORDER BY time",
@@ -215,8 +215,8 @@ def refill(db: sqlite3.Connection, history: History, now: float) -> None:
         )
         for time, numbers in rows:
             values = list(_unpacked(numbers))
-            history.add(key, label, time, [low if count else math.nan for low, _, _, count in values])
-            history.add(key, label, time + half, [high if count else math.nan for _, _, high, count in values])
+            history.add(key, gpu_index, time, [low if count else math.nan for low, _, _, count in values])
+            history.add(key, gpu_index, time + half, [high if count else math.nan for _, _, high, count in values])
 
 
 def _unpacked(numbers: bytes) -> Iterator[tuple[float, float, float, float]]:

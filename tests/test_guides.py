@@ -1,4 +1,4 @@
-"""What the five guides ask for: the table of it names only what exists, and their values that no other test looks at."""
+"""The recommendations of the five guides: `guides.md` names only what exists; and values that no other test checks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from memtop.train.reporting import RECORD_EVERY, MemoryRecord
 from tests.train.support import TINY, Recorder, Training
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLE = ROOT / "docs" / "seed-coverage.md"
+TABLE = ROOT / "tests" / "guides.md"
 GIB = 1 << 30
 PRESETS = load_presets()
 RECIPES = load_recipes()
 LORA = resolve(RECIPES["sft-lora"], preset=PRESETS["standard"], whole=False)
 T5 = resolve(RECIPES["pretrain-t5"], preset=PRESETS["standard"])
 
-# Rows of the checklist: all of four guides, and of S2 what belongs to presets, training or host memory.
+# The rows of each section of guides.md.
 ROWS = {
     "3.1": range(1, 23),
     "3.2": range(1, 26),
@@ -171,7 +171,7 @@ def test_precision_by_what_the_hardware_has(
 
 
 def test_fp16_without_a_gpu_is_refused() -> None:
-    with pytest.raises(BadInputError, match="precision fp16: needs a GPU; give --set precision=bf16 or fp32"):
+    with pytest.raises(BadInputError, match="precision fp16: requires a GPU; give --set precision=bf16 or fp32"):
         run.open_accelerator(replace(TINY, precision="fp16"), None)
 
 
@@ -249,7 +249,7 @@ def test_adapters_of_qwen_7b(qwen_7b: Any, r: int, size: float) -> None:
     model.unload()
 
 
-def test_the_logits_of_guide_s3_and_what_exists_of_them_at_a_time() -> None:
+def test_the_logits_are_never_in_memory_as_a_whole() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     vocabulary = 151936
@@ -264,7 +264,7 @@ def test_the_logits_of_guide_s3_and_what_exists_of_them_at_a_time() -> None:
 @pytest.mark.parametrize(
     ("batch", "accumulation", "seq_len", "precision", "effective"), [(1, 8, 256, "fp32", 16), (2, 16, 384, "fp16", 64)]
 )
-def test_the_configurations_of_guide_s4_can_be_given(
+def test_the_guides_configurations_for_short_host_memory_can_be_given(
     batch: int, accumulation: int, seq_len: int, precision: str, effective: int
 ) -> None:
     two = replace(T5, world_size=2)

@@ -1,0 +1,282 @@
+"""Carries out what the rules ask for. The only file that acts on a run."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import sqlite3
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
+from memtop.supervisor.monitor.processes.proc import ProcessId, identify
+from memtop.supervisor.run.clients.agents import Agents
+from memtop.supervisor.run.clients.publish import Publisher
+from memtop.supervisor.run.clients.server import Peer
+from memtop.supervisor.run.effects import (
+    AddEvent,
+    AskRanks,
+    ClearLeftovers,
+    CloseUnstarted,
+    DropRows,
+    Effect,
+    Examine,
+    GiveUp,
+    HoldState,
+    Launch,
+    NotifyConfigurations,
+    ReadStates,
+    ReleaseState,
+    Reply,
+    SaveConfigurations,
+    SaveState,
+    Signal,
+    Target,
+    UpdateAttempt,
+)
+from memtop.supervisor.run.events import (
+    Answered,
+    Examined,
+    Facts,
+    Launched,
+    LaunchRefused,
+    LeftoversCleared,
+    LeftoversFound,
+    Occurrence,
+    Signalled,
+    StateHeld,
+    States,
+    StatesRead,
+    WriteChecked,
+)
+from memtop.supervisor.run.model import Model
+from memtop.supervisor.run.post_mortem import examine as post_mortem
+from memtop.supervisor.run.post_mortem.evidence import Witness
+from memtop.supervisor.run.post_mortem.log_end import read_log_end
+from memtop.supervisor.run.processes import launch
+from memtop.supervisor.run.processes.attempt import RunningAttempt, clear_leftovers
+from memtop.supervisor.run.processes.process import send
+from memtop.supervisor.run.record import checkpoints
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
+from memtop.supervisor.run.record.intake import Intake
+from memtop.supervisor.run.record.outbox import Outbox
+from memtop.supervisor.run.sensors import Sensors
+from memtop.supervisor.run.state import state_file
+
+Post = Callable[[Occurrence], None]
+
+
+class Performer:
+    """Of one supervisor."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        spec: RunSpec,
+        *,
+        outbox: Outbox,
+        publisher: Publisher,
+        agents: Agents,
+        sensors: Sensors,
+        socket: Path,
+        post: Post,
+        read_reports: Callable[[], None],
+    ) -> None:
+        """`post` takes events that come later; `read_reports` takes in all that the ranks have reported so far."""
+        self.attempt: RunningAttempt | None = None
+        self.intake: Intake | None = None
+        self.failure: MemtopError | None = None
+        """Why this supervisor cannot begin."""
+        self.clients: dict[int, Peer] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._folder, self._spec = folder, spec
+        self._outbox, self._publisher, self._agents, self._sensors = outbox, publisher, agents, sensors
+        self._socket = socket
+        self._post = post
+        self._read_reports = read_reports
+        me = identify(os.getpid())
+        self._started_ticks = me.started_ticks if me else None
+        self._state_problem: str | None = None
+
+    def perform(self, effect: Effect, model: Model) -> Occurrence | None:
+        """Carry out one effect; what it leads to at once. `model`: the run after the event that asked for it."""
+        match effect:
+            case AddEvent(event=event):
+                self._publisher.add_event(self._outbox.add_event(event))
+            case SaveState():
+                return self.save_state(model)
+            case UpdateAttempt(number=number, values=values):
+                self._outbox.update_attempt(number, values)
+            case SaveConfigurations(records=records):
+                self._outbox.save_configurations(records)
+            case NotifyConfigurations():
+                self._publisher.configurations_changed()
+            case DropRows(update=update):
+                self._publisher.take_back_from(update)
+            case CloseUnstarted(number=number, why=why):
+                self._outbox.write(lambda: self._outbox.ledger.close_unstarted(number, why, time.time()))
+            case Reply(client=client, answer=answer):
+                if client in self.clients:
+                    self.clients[client].send(answer)
+            case _:
+                return self._act(effect, model)
+        return None
+
+    def _act(self, effect: Effect, model: Model) -> Occurrence | None:
+        match effect:
+            case Launch():
+                return self._launch(effect)
+            case Signal():
+                return self._signal(effect)
+            case ClearLeftovers():
+                self._begin(self._clear_leftovers(effect))
+            case Examine():
+                self._begin(self._examine(effect, model))
+            case AskRanks():
+                self._begin(self._ask(effect))
+            case ReadStates():
+                return StatesRead(read_states(self._folder))
+            case HoldState(update=update):
+                return self._hold(update)
+            case ReleaseState():
+                checkpoints.discard_held(self._folder.latest_state)
+            case GiveUp(why=why, usage=usage):
+                self.failure = UsageError(why) if usage else RunFolderError(why)
+        return None
+
+    def follow(self, number: int, started: float, shim_pid: int | None = None) -> None:
+        """From here on this is the run's attempt."""
+        self.attempt = RunningAttempt(self._folder, number, shim_pid)
+        self.intake = Intake(self.attempt.folder, number, self._outbox, self._publisher.add_steps)
+        self._sensors.follow(self.attempt, started, new=shim_pid is not None)
+
+    def save_state(self, model: Model) -> WriteChecked | None:
+        """Write state.json; an event where it can be written and could not before, or the other way round."""
+        self._publisher.state_file_written()
+        problem = None
+        try:
+            write_json(self._folder.state_path, state_file(model, str(self._socket), self._started_ticks))
+        except RunFolderError as error:
+            problem = str(error)
+        if problem == self._state_problem:
+            return None
+        self._state_problem = problem
+        return WriteChecked(topic="state", problem=problem)
+
+    # --- the program ----------------------------------------------------------------------------------------------------
+
+    def _launch(self, effect: Launch) -> Launched | LaunchRefused:
+        """The ledger first: an attempt that it has and that has no program is closed by the next supervisor."""
+        if self.intake is not None:
+            self.intake.store()
+        self._outbox.retry()
+        number, latest, started = effect.number, self._folder.latest_state, time.time()
+        # An external command counts its updates from its start; the built-in trainer reports where it resumes.
+        start = 0 if effect.settings is None else None
+        try:
+            self._outbox.ledger.add_attempt(number, effect.reason, effect.settings, started, start)
+        except sqlite3.Error as error:
+            why = f"{self._folder.ledger_path}: cannot be written: {error}; free some space"
+            return LaunchRefused(number=number, why=why)
+        try:
+            with checkpoints.rolled_back(latest, effect.state_before) as aside:
+                states = read_states(self._folder)
+                shim = launch.launch(
+                    self._folder, number, self._spec, effect.settings, self._socket, allocator=effect.allocator
+                )
+        except MemtopError as error:
+            why = str(error)
+            self._outbox.write(lambda: self._outbox.ledger.close_unstarted(number, why, time.time()))
+            return LaunchRefused(number=number, why=why, usage=isinstance(error, UsageError), recorded=True)
+        self._agents.reset()
+        self.follow(number, started, shim)
+        return Launched(number=number, started=started, states=states, set_aside=str(aside) if aside is not None else None)
+
+    def _signal(self, effect: Signal) -> Signalled:
+        targets: list[ProcessId] = []
+        if self.attempt is not None and effect.target is Target.ALL:
+            targets = self.attempt.processes()
+        elif self.attempt is not None and effect.target is Target.GROUP:
+            targets = self.attempt.group()
+        elif self.attempt is not None and self.attempt.trainer is not None:
+            targets = [self.attempt.trainer]
+        number = signal.Signals[effect.name]
+        return Signalled(name=effect.name, pids=tuple(target.pid for target in targets if send(target, number)))
+
+    async def _clear_leftovers(self, effect: ClearLeftovers) -> None:
+        attempt = self.attempt
+        assert attempt is not None
+        await clear_leftovers(
+            attempt,
+            effect.untouched_seconds,
+            effect.terminate_seconds,
+            lambda name, count: self._post(LeftoversFound(name=name, count=count)),
+        )
+        # Among them may have been the trainer itself, whose launcher had ended: what it still reported counts.
+        self._read_reports()
+        self._post(LeftoversCleared(log=read_log_end(attempt.log_path), states=read_states(self._folder)))
+
+    async def _examine(self, effect: Examine, model: Model) -> None:
+        """Why the attempt ended. Its log may be large: it is read in a thread."""
+        attempt, progress = self.attempt, model.progress
+        assert attempt is not None
+        evidence = self._sensors.evidence or Witness(attempt.folder, effect.ended)
+        end = post_mortem.End(
+            folder=attempt.folder,
+            log=attempt.log_path,
+            state_folder=self._folder.path,
+            ended=effect.ended,
+            status=effect.status,
+            asked_to_stop=effect.stop_requested,
+            settings=effect.settings,
+            reports=progress.failures,
+            newest_step=progress.step.time if progress.step is not None else None,
+        )
+        problem = None
+        try:
+            diagnosis = await asyncio.to_thread(post_mortem.examine, end, evidence)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with the evidence: that the run has ended is recorded
+            problem = f"why attempt {attempt.number} ended could not be found out: {error!r}"
+            diagnosis = Diagnosis(kind=Kind.NOT_MEMORY, reason="no_evidence", confidence=0.0, summary=problem)
+        self._post(Examined(diagnosis=diagnosis, facts=self._facts(effect, evidence), problem=problem))
+
+    def _facts(self, effect: Examine, evidence: Witness) -> Facts:
+        return Facts(
+            gpu_used_before_bytes=evidence.baseline.gpu_used_bytes,
+            in_own_group=evidence.in_own_group,
+            host_limit_bytes=evidence.host_limit_bytes,
+            kept_states=read_states(self._folder).kept,
+            disk_free_bytes=post_mortem.free_bytes(self._folder.path),
+            deepspeed=importlib.util.find_spec("deepspeed") is not None,
+            inherited_allocator=launch.inherited_allocator(os.environ),
+            model_config=post_mortem.model_config(effect.settings) if effect.settings is not None else None,
+            has_loader_workers="loader worker" in self._sensors.machine_watch.roles.values(),
+        )
+
+    # --- agents and states ----------------------------------------------------------------------------------------------
+
+    async def _ask(self, effect: AskRanks) -> None:
+        answers = await self._agents.call(effect.name, set(effect.ranks), effect.values)
+        self._post(Answered(ask=effect.ask, answers=tuple(answers)))
+
+    def _hold(self, update: int) -> StateHeld:
+        try:
+            checkpoints.hold(self._folder.latest_state, update)
+        except MemtopError as error:
+            return StateHeld(problem=str(error))
+        return StateHeld()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it while other events come in; the loop looks at what has failed."""
+        self.tasks.add(asyncio.get_running_loop().create_task(work))
+
+
+def read_states(folder: RunFolder) -> States:
+    """The saved states in a run's folder."""
+    latest = folder.latest_state
+    return States(newest=checkpoints.newest_checkpoint(latest), kept=tuple(checkpoints.kept_states(latest)))

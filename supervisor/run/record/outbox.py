@@ -1,0 +1,92 @@
+"""Writes to the ledger, and keeps what it cannot take now (a full disk) until it can."""
+
+from __future__ import annotations
+
+import itertools
+import sqlite3
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from memtop.supervisor.run.record.configurations import Record
+from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.reports import Step
+from memtop.supervisor.wire import Event
+
+# The oldest events give way.
+_EVENTS_KEPT = 1000
+
+
+class Outbox:
+    """`problem` says why the ledger could not be written the last time, None where it could."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.problem: str | None = None
+        self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
+        self._attempts: dict[int, dict[str, Any]] = {}
+        self._records: dict[int, Record] = {}
+        # Viewers tell events apart by their number: below zero until the ledger has given one.
+        self._unnumbered = itertools.count(-1, -1)
+
+    def add_event(self, event: Event) -> Event:
+        """The event with its number."""
+        if not self._events:
+            numbered: list[Event] = []
+            if self.write(lambda: numbered.append(self.ledger.add_event(event))):
+                return numbered[0]
+        kept = replace(event, id=next(self._unnumbered))
+        self._events.append(kept)
+        return kept
+
+    def update_attempt(self, number: int, values: dict[str, Any]) -> None:
+        self._attempts[number] = {**self._attempts.get(number, {}), **values}
+        self._write_attempt(number)
+
+    def save_configurations(self, records: tuple[Record, ...]) -> None:
+        for record in records:
+            self._records[record.configuration.number] = record
+        self._write_records()
+
+    def add_reports(self, attempt: int, rank: int, steps: list[Step], offset: int) -> bool:
+        """Whether they are stored, together with how far the journal was read."""
+        return self.write(lambda: self.ledger.add_reports(attempt, rank, steps, offset))
+
+    def retry(self) -> None:
+        """Write what is owed."""
+        for number in list(self._attempts):
+            if not self._write_attempt(number):
+                return
+        if not self._write_records():
+            return
+        while self._events:
+            event = self._events[0]
+            if not self.write(lambda: self.ledger.add_event(event)):  # noqa: B023 - called at once
+                return
+            self._events.popleft()
+
+    def write(self, write: Callable[[], object]) -> bool:
+        """Whether the ledger could be written."""
+        try:
+            write()
+        except sqlite3.OperationalError as error:
+            self.problem = f"{self.ledger.path}: cannot be written: {error}; free some space"
+            return False
+        self.problem = None
+        return True
+
+    def _write_attempt(self, number: int) -> bool:
+        values = self._attempts[number]
+        if not self.write(lambda: self.ledger.update_attempt(number, **values)):
+            return False
+        del self._attempts[number]
+        return True
+
+    def _write_records(self) -> bool:
+        for number, record in list(self._records.items()):
+            if not self.write(lambda: self.ledger.save_configuration(record)):  # noqa: B023 - called at once
+                return False
+            del self._records[number]
+        return True

@@ -1,0 +1,122 @@
+"""How attempts begin: the settings of the next one, its start, and what follows when it cannot be started."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from memtop.presets.schema import Settings
+from memtop.supervisor.run import explain
+from memtop.supervisor.run.change import edited, edited_live
+from memtop.supervisor.run.effects import DropRows, Launch, ReleaseState
+from memtop.supervisor.run.events import Launched
+from memtop.supervisor.run.model import Attempt, Cause, Launching, Model, emit, move, note, warn
+from memtop.supervisor.run.progress import Progress
+from memtop.supervisor.run.record.checkpoints import newest_until
+from memtop.supervisor.run.rules import configurations
+from memtop.supervisor.wire import Change, Checkpoint, Phase
+
+
+def foreseen(model: Model, change: Change) -> Settings | None:
+    """The settings that a change leads to if it is made now; UsageError if it cannot be made."""
+    rows = model.configurations.rows
+    if model.phase.final or change.state_before is not None:
+        return settings_after(model, change)
+    return edited_live(model.proven, change, model.checkpoint, model.progress, rows)
+
+
+def settings_after(model: Model, change: Change) -> Settings | None:
+    """The settings of an attempt that begins with this change; UsageError if it cannot."""
+    return edited(model.proven, change, _resumed_from(model, change), model.configurations.rows)
+
+
+def _resumed_from(model: Model, change: Change) -> Checkpoint | None:
+    return model.checkpoint if change.state_before is None else newest_until(model.states.kept, change.state_before)
+
+
+def launch(model: Model, change: Change, cause: Cause, *, client: int | None = None, request: int = 0) -> Model:
+    """Start the next attempt from the newest complete state, with the changed settings. UsageError if it cannot be.
+
+    Until it has started, what is known of the attempt before stays as it is.
+    """
+    settings = settings_after(model, change)
+    allocator = change.assignments.get("allocator", model.allocator) if settings is None else ""
+    number = model.newest_number + 1
+    reason = "start" if number == 1 and cause is Cause.START else explain.restart_reason(change)
+    launching = Launching(
+        number=number,
+        cause=cause,
+        change=change,
+        reason=reason,
+        settings=settings,
+        allocator=allocator,
+        client=client,
+        request=request,
+    )
+    model = configurations.keep(replace(model, newest_number=number, launching=launching))
+    back_to = change.state_before
+    effect = Launch(number=number, reason=reason, settings=settings, allocator=allocator, state_before=back_to)
+    return emit(model, effect)
+
+
+def launched(model: Model, event: Launched) -> Model:
+    """The program of the next attempt was started."""
+    launching = model.launching
+    assert launching is not None
+    change, settings, number = launching.change, launching.settings, launching.number
+    split = explain.split_change(model.settings, settings)
+    repeated = _repeated(model, change, event.states.newest)
+    by_memtop = launching.cause is Cause.DEATH
+    if by_memtop and model.restart is not None and model.restart.waiting.disk_bytes is not None:
+        model = replace(model, waited_at=model.saved or 0)
+    model = replace(
+        model,
+        launching=None,
+        attempt=Attempt(number=number, started=event.started),
+        settings=settings,
+        states=event.states,
+        progress=Progress(best_loss=model.progress.best_loss),
+        repeated=repeated,
+        pending=None,
+        restart=None,
+        ladder=None,
+        verdict=None,
+        adopted=False,
+        alive=True,
+        trainer_pid=None,
+        stalled=None,
+        agents=frozenset(),
+        announced=frozenset(),
+        allocator=launching.allocator,
+        resident_bytes=None,
+        trends=(),
+        own_trends=(),
+        leak_handled=False,
+        advice=None,
+    )
+    begun = model.configurations.begin_attempt(
+        number,
+        launching.reason,
+        settings,
+        event.started,
+        allocator=launching.allocator,
+        by_memtop=by_memtop,
+        saved=model.saved,
+    )
+    model = configurations.put(model, begun)
+    newest = event.states.newest
+    model = warn(model, "checkpoint", newest.problem if newest is not None else None)
+    model = move(emit(model, ReleaseState()), Phase.STARTING)
+    if settings is None:
+        # An external command counts its updates from its start; the built-in trainer reports where it resumes.
+        model = emit(model, DropRows(1))
+    if event.set_aside is not None:
+        model = note(model, "rollback", f"states after update {change.state_before} moved to {event.set_aside}")
+    again = f"; {repeated}" if repeated else ""
+    return note(model, "attempt", f"attempt {number}: {launching.reason}{split}{again}")
+
+
+def _repeated(model: Model, change: Change, checkpoint: Checkpoint | None) -> str | None:
+    """What is lost of the attempt before; nothing is where it went back on purpose. Of an external command it is not known."""
+    if model.settings is None or change.state_before is not None:
+        return None
+    return explain.done_again(model.progress.update, checkpoint)

@@ -1,0 +1,196 @@
+"""What clients ask for: every request is answered, a refusal with its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from memtop.presets.schema import Settings
+from memtop.supervisor import units
+from memtop.supervisor.errors import MemtopError, UsageError
+from memtop.supervisor.run import explain
+from memtop.supervisor.run.change import live_values
+from memtop.supervisor.run.effects import Reply
+from memtop.supervisor.run.events import AgentAnswer, Answered, Requested
+from memtop.supervisor.run.model import Ask, Cause, Model, Purpose, Waiter, ask, emit, note, refused
+from memtop.supervisor.run.rules import attempts, restart, stopping, trials
+from memtop.supervisor.wire import Answer, CheckpointNow, Edit, FreeCache, Outcome, Phase, Restart, Stop, Try
+
+
+def requested(model: Model, event: Requested) -> Model:
+    """Answer at once where that is possible; else accept, and answer when it is done."""
+    client, request = event.client, event.request
+    model = replace(model, states=event.states)
+    try:
+        match request:
+            case Stop():
+                return _stop(model, client, request)
+            case Restart():
+                return _restart(model, client, request)
+            case Try():
+                return _try(model, client, request)
+            case FreeCache():
+                _check_agents(model)
+                model = accept(model, client, request.id, "the training process frees its cache after the present update")
+                return ask(model, "free_cache", model.agents, Purpose.FREE, client=client, request=request.id)
+            case CheckpointNow():
+                _check_agents(model)
+                model = accept(model, client, request.id, "the training process saves after the present update")
+                return ask(model, "checkpoint", frozenset({0}), Purpose.CHECKPOINT, client=client, request=request.id)
+            case Edit():
+                return _edit(model, client, request)
+    except MemtopError as error:
+        return refuse(model, client, request.id, str(error), usage=isinstance(error, UsageError))
+
+
+def _check_agents(model: Model) -> None:
+    if model.phase.final:
+        raise MemtopError(f"run {model.run.name!r} is not running: it is {model.phase.value}")
+    if not model.agents:
+        raise MemtopError("no training process is connected yet: it is still loading, or it never steps an optimizer")
+
+
+def _stop(model: Model, client: int, request: Stop) -> Model:
+    if model.phase.final:
+        raise MemtopError(f"run {model.run.name!r} is not running: it is {model.phase.value}")
+    if model.phase is not Phase.STOPPING or model.pending is not None:
+        model = stopping.stop_run(model)
+    model = accept(model, client, request.id, "stopping: the program finishes its update, saves and exits")
+    return replace(model, waiters=(*model.waiters, Waiter(client=client, request=request.id, purpose="stop")))
+
+
+def _restart(model: Model, client: int, request: Restart) -> Model:
+    settings = attempts.foreseen(model, request.change)
+    if model.phase is Phase.STOPPING:
+        raise MemtopError("the run is being stopped; restart it when it has stopped")
+    if model.holding is not None or (model.phase is Phase.RESTARTING and model.restart is None):
+        raise MemtopError("a restart is under way already")
+    text = "restarting from train_latest_state" + _consequences(model, settings)
+    waiter = Waiter(client=client, request=request.id, purpose="restart", attempt=model.number, accepts=text)
+    model = restart.begin(model, request.change, Cause.REQUEST, client=client, request=request.id)
+    is_certain = model.launching is None and model.holding is None
+    model = replace(model, waiters=(*model.waiters, waiter))
+    return confirm(model, client, request.id) if is_certain else model
+
+
+def confirm(model: Model, client: int, request: int) -> Model:
+    """The restart that a client asked for begins."""
+    for waiter in model.waiters:
+        if (waiter.client, waiter.request) == (client, request) and waiter.accepts is not None:
+            model = accept(_without(model, waiter), client, request, waiter.accepts)
+            model = replace(model, waiters=(*model.waiters, replace(waiter, accepts=None)))
+    return model
+
+
+def withdraw(model: Model, client: int, request: int, why: str, *, usage: bool = False) -> Model:
+    """It cannot begin after all."""
+    for waiter in model.waiters:
+        if (waiter.client, waiter.request) == (client, request) and waiter.accepts is not None:
+            model = refuse(_without(model, waiter), client, request, why, usage=usage)
+    return model
+
+
+def _without(model: Model, waiter: Waiter) -> Model:
+    return replace(model, waiters=tuple(other for other in model.waiters if other is not waiter))
+
+
+def _consequences(model: Model, after: Settings | None) -> str:
+    """What a change makes of the effective batch, and that it leads to what has died of memory, if it does."""
+    return explain.split_change(model.settings, after) + explain.risk_of(after, model.configurations.rows)
+
+
+def _edit(model: Model, client: int, request: Edit) -> Model:
+    _check_agents(model)
+    after = attempts.foreseen(model, request.change)
+    values = live_values(model.settings, after)
+    if not values:
+        return done(model, client, request.id, "nothing changes: the run has these settings")
+    model = accept(model, client, request.id, "from the next update on" + _consequences(model, after))
+    return ask(model, "change", frozenset({0}), Purpose.EDIT, values, client=client, request=request.id)
+
+
+def _try(model: Model, client: int, request: Try) -> Model:
+    model, why = trials.begin(model, client, request)
+    if why is not None:
+        return refuse(model, client, request.id, why)
+    assert model.trial is not None
+    return accept(model, client, request.id, f"trying {model.trial.trial.title}: measuring before and after")
+
+
+def answered(model: Model, pending: Ask, event: Answered) -> Model:
+    """The ranks have carried out what a client asked for."""
+    assert pending.client is not None
+    problem = refused(event.answers)
+    if problem is not None:
+        return fail(model, pending.client, pending.request, problem)
+    if pending.purpose is Purpose.FREE:
+        return _freed(model, pending.client, pending.request, event.answers)
+    answer = event.answers[0]
+    words = {Purpose.CHECKPOINT: "checkpoint written", Purpose.EDIT: "changed"}[pending.purpose]
+    return done(model, pending.client, pending.request, answer.message or words, answer.result)
+
+
+def _freed(model: Model, client: int, request: int, answers: tuple[AgentAnswer, ...]) -> Model:
+    device, host = (_total(answers, name) for name in ("returned_device_bytes", "returned_host_bytes"))
+    where = "no GPU in use" if device is None else f"{units.size(device)} returned to the device"
+    message = f"cache freed: {where}, {units.size(host)} returned to the system"
+    data = {
+        "returned_device_bytes": device,
+        "returned_host_bytes": host,
+        "ranks": [{"rank": answer.rank, **answer.result} for answer in answers],
+    }
+    return done(note(model, "free", message), client, request, message, data)
+
+
+def _total(answers: tuple[AgentAnswer, ...], name: str) -> int | None:
+    known = [answer.result[name] for answer in answers if answer.result.get(name) is not None]
+    return sum(known) if known else None
+
+
+def answer_waiters(model: Model) -> Model:
+    """Tell those who wait for a stop or a restart once it is over."""
+    left = []
+    for waiter in model.waiters:
+        begun = waiter.purpose == "restart" and model.number > waiter.attempt
+        if waiter.accepts is not None or (not begun and not (model.phase.final and model.launching is None)):
+            left.append(waiter)
+        elif begun:
+            again = f"; {model.repeated}" if model.repeated else ""
+            text, data = f"attempt {model.number} started{again}", {"attempt": model.number}
+            model = done(model, waiter.client, waiter.request, text, data)
+        elif waiter.purpose == "restart":
+            model = fail(model, waiter.client, waiter.request, model.reason or f"the run is {model.phase.value}")
+        else:
+            model = _stopped(model, waiter)
+    return replace(model, waiters=tuple(left))
+
+
+def _stopped(model: Model, waiter: Waiter) -> Model:
+    word, reason = model.phase.value, model.reason or ""
+    # "stopped at update 7, ..." names the phase already.
+    message = f"{word}: {reason}" if reason and not reason.startswith(word) else reason or word
+    # The stop was asked for; that the state is lost was not.
+    if explain.not_saved(model.progress.end):
+        return fail(model, waiter.client, waiter.request, message)
+    return done(model, waiter.client, waiter.request, message)
+
+
+def accept(model: Model, client: int, request: int, message: str) -> Model:
+    return _reply(model, client, Answer(id=request, outcome=Outcome.ACCEPTED, message=message))
+
+
+def done(model: Model, client: int, request: int, message: str, data: dict[str, Any] | None = None) -> Model:
+    return _reply(model, client, Answer(id=request, outcome=Outcome.DONE, message=message, data=data or {}))
+
+
+def fail(model: Model, client: int, request: int, message: str) -> Model:
+    return _reply(model, client, Answer(id=request, outcome=Outcome.FAILED, message=message))
+
+
+def refuse(model: Model, client: int, request: int, message: str, *, usage: bool = False) -> Model:
+    return _reply(model, client, Answer(id=request, outcome=Outcome.REFUSED, message=message, usage=usage))
+
+
+def _reply(model: Model, client: int, answer: Answer) -> Model:
+    return emit(model, Reply(client=client, answer=answer))

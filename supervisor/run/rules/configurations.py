@@ -1,0 +1,136 @@
+"""Keeps the run's configurations in step with what the program does, and writes them down when one begins or ends."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec.structs import replace
+
+from memtop.presets.schema import Settings
+from memtop.supervisor.diagnosis.values import Kind
+from memtop.supervisor.recovery.configuration import settings_key
+from memtop.supervisor.run import explain
+from memtop.supervisor.run.effects import NotifyConfigurations, SaveConfigurations
+from memtop.supervisor.run.model import Model, emit, note
+from memtop.supervisor.run.record.configurations import Configurations, same
+from memtop.supervisor.run.reports import Oom, Plan, Report, SettingsChanged, Step, values
+
+
+def put(model: Model, configurations: Configurations) -> Model:
+    """One has begun or ended: write what changed, and show it."""
+    if configurations is model.configurations:
+        return model
+    records = configurations.to_save()
+    model = replace(model, configurations=configurations.saved())
+    return emit(model, SaveConfigurations(records), NotifyConfigurations())
+
+
+def keep(model: Model) -> Model:
+    """Write the measurements that were taken since the last time."""
+    if not model.configurations.unsaved:
+        return model
+    records = model.configurations.to_save()
+    return emit(replace(model, configurations=model.configurations.saved()), SaveConfigurations(records))
+
+
+def after_report(model: Model, rank: int, report: Report) -> Model:
+    """What a report means for the present configuration."""
+    match report:
+        case Step():
+            uuid = model.progress.ranks[rank].device_uuid
+            base = model.sample.gpu_base_bytes.get(uuid) if model.sample is not None and uuid is not None else None
+            model = _with_key(model)
+            return replace(model, configurations=model.configurations.note_step(rank, report, base, model.shape_key[2]))
+        case Oom():
+            model = _note_failure(model, rank, report)
+            kind = "survived" if report.survived else "oom"
+            return announce(model, kind, explain.oom_text(rank, report), report)
+        case SettingsChanged() if rank == 0:
+            return _settings_changed(model, report)
+        case Plan() if rank == 0:
+            model = put(model, model.configurations.resumed(report.updates))
+            # The first allocation after this may be the one that fails, long before the next sample.
+            return note_host(model, model.resident_bytes)
+    return model
+
+
+def announce(model: Model, kind: str, text: str, report: Report) -> Model:
+    """An event that comes of a report, unless an earlier supervisor has made it already."""
+    if report.time is not None and (kind, report.time) in model.announced:
+        return model
+    return note(model, kind, text, values(report))
+
+
+def note_host(model: Model, resident_bytes: int | None) -> Model:
+    """On the CPU the peak is what the run's processes hold of host memory."""
+    if not _trains_on_the_cpu(model):
+        return model
+    model = _with_key(model)
+    return replace(model, configurations=model.configurations.note_host(resident_bytes, model.shape_key[2]))
+
+
+def _trains_on_the_cpu(model: Model) -> bool:
+    """Whether that is certain: until the trainer has reported where it trains, its host memory is not its peak."""
+    reported = model.progress.plan if model.settings is not None else model.progress.step
+    return reported is not None and not model.on_gpu
+
+
+def _with_key(model: Model) -> Model:
+    settings, on_gpu = model.settings, model.on_gpu
+    known, where, _ = model.shape_key
+    if known is settings and where is on_gpu:
+        return model
+    key = "" if settings is None else settings_key(settings, on_gpu=on_gpu)
+    return replace(model, shape_key=(settings, on_gpu, key))
+
+
+def _note_failure(model: Model, rank: int, report: Oom) -> Model:
+    """On the CPU the peak is what is held at the failure: no sample may ever have seen it."""
+    present = model.configurations.present
+    if present is None or report.rss_bytes is None:
+        return model
+    if (report.time or 0.0) < present.configuration.started:
+        return model  # an earlier one's, which an earlier supervisor has dealt with
+    others = sum(other.rss_bytes or 0 for other in model.progress.rank_memory() if other.rank != rank)
+    return note_host(model, report.rss_bytes + others)
+
+
+def _settings_changed(model: Model, report: SettingsChanged) -> Model:
+    """The running program goes on with other settings: they are the run's from now on."""
+    before = model.settings
+    if before is None or model.attempt is None:
+        return model
+    try:
+        after = msgspec.convert({**msgspec.to_builtins(before), **report.changes}, Settings)
+    except msgspec.ValidationError as error:
+        return note(model, "warning", f"the program reports settings that are not possible: {error}")
+    text = explain.settings_text(before, after, report)
+    died = _kind_of_failure(model, report.update) if report.reason == "allocation failure" else None
+    reported = model.attempt.number, report.time or 0.0
+    changed = model.configurations.change(report.update, text, after, died=died, saved=model.saved, changed_by=reported)
+    model = put(replace(model, settings=after), changed)
+    return announce(model, "settings", text, report)
+
+
+def _kind_of_failure(model: Model, update: int) -> str:
+    """What the trainer ran out of before it went on with less from this update on.
+
+    Journals are read one after the other, and the failure may be in a later one: then it is that of where the run trains.
+    """
+    failures = [report for _, report in model.progress.failures if (report.update or 0) >= update - 1]
+    on_gpu = failures[-1].device_uuid is not None if failures else model.on_gpu
+    kind = Kind.GPU_OOM if on_gpu else Kind.HOST_OOM_ALLOC
+    return str(kind.value)
+
+
+def put_back(model: Model, before: Settings, reason: str) -> Model:
+    """The run has ended with other settings: from now on those before are its own, as a configuration without an update."""
+    now, last = model.settings, model.configurations.present
+    if now is None or last is None or same(now, before):
+        return model
+    settings = replace(before, target_samples=now.target_samples, epochs=now.epochs)
+    done = last.configuration.until_update or model.progress.update or 0
+    died = last.configuration.outcome if last.died_of_memory else None
+    saved = last.starts[-1].saved_after
+    reported = (last.newest_attempt, model.now.time)
+    changed = model.configurations.change(done + 1, reason, settings, died=died, saved=saved, changed_by=reported)
+    return put(replace(model, settings=settings), changed.end(model.phase.value, None, saved))

@@ -1,0 +1,141 @@
+"""The end of an attempt: clear what is left behind, find out why it ended, decide what the run is now."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from memtop.supervisor.diagnosis.values import Diagnosis
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.recovery.policy import Decision
+from memtop.supervisor.run import explain
+from memtop.supervisor.run.effects import ClearLeftovers, Examine, SaveState, UpdateAttempt
+from memtop.supervisor.run.events import Examined, Facts, LeftoversCleared, ProgramEnded
+from memtop.supervisor.run.model import Cause, Model, Stage, Verdict, emit, move, note
+from memtop.supervisor.run.rules import attempts, survival
+from memtop.supervisor.run.stop_ladder import LEFTOVER_SECONDS
+from memtop.supervisor.wire import Phase
+
+
+def program_ended(model: Model, event: ProgramEnded) -> Model:
+    """End what it left behind: ranks of a dead launcher and loader workers would hold its memory."""
+    attempt, ladder = model.attempt, model.ladder
+    if attempt is None or attempt.stage is not Stage.RUNNING:
+        return model
+    attempt = replace(attempt, stage=Stage.CLEARING, ended=event.ended, exit_status=event.status)
+    # Of a program that was being stopped they may still be saving, and get the time that the program would have had.
+    untouched, terminate = (0.0, LEFTOVER_SECONDS) if ladder is None else ladder.patience(model.now.monotonic)
+    model = replace(model, attempt=attempt)
+    return emit(model, ClearLeftovers(untouched_seconds=untouched, terminate_seconds=terminate))
+
+
+def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
+    """All that it had to report was read: how did it end?"""
+    attempt = model.attempt
+    if attempt is None or attempt.stage is not Stage.CLEARING:
+        return model
+    model = replace(model, states=event.states, alive=False, trainer_pid=None)
+    progress, status = model.progress, attempt.exit_status
+    phase, reason, diagnosis = explain.outcome(
+        event.log, progress.end, status, model.phase, external=model.settings is None, end_rank=progress.end_rank
+    )
+    if model.stalled is not None and model.pending is None and phase in (Phase.STOPPED, Phase.FINISHED):
+        phase, reason = Phase.FAILED, f"stood still after: {model.stalled}"
+    verdict = Verdict(phase=phase, reason=reason, diagnosis=diagnosis)
+    if phase is not Phase.FAILED:
+        return _conclude(replace(model, verdict=verdict), None, None)
+    stalled = model.stalled is not None
+    stopping = model.phase in (Phase.STOPPING, Phase.RESTARTING)
+    examine = Examine(
+        ended=attempt.ended or model.now.time,
+        # A program that failed to save may still end with status 0, which would prove that all is well; and one that memtop
+        # ended because it stood still ended of memtop's signal.
+        status=None if status == 0 or stalled else status,
+        stop_requested=stopping or (model.ladder is not None and not stalled),
+        settings=model.settings,
+    )
+    return emit(replace(model, attempt=replace(attempt, stage=Stage.EXAMINING), verdict=verdict), examine)
+
+
+def examined(model: Model, event: Examined) -> Model:
+    """The post-mortem is finished."""
+    verdict = model.verdict
+    if model.attempt is None or model.attempt.stage is not Stage.EXAMINING or verdict is None:
+        return model
+    found = event.diagnosis
+    if event.problem is not None:
+        model = note(model, "warning", event.problem)
+    diagnosis, cause = explain.with_cause(found, verdict.diagnosis, verdict.reason)
+    # A program that reports itself what is not saved knows it best.
+    reason = explain.not_saved(model.progress.end) or cause
+    if (found.reason or "").startswith("not_examined"):
+        model = note(model, "warning", found.summary)
+    model = replace(model, verdict=replace(verdict, reason=reason, diagnosis=diagnosis))
+    return _conclude(model, found, event.facts)
+
+
+def _conclude(model: Model, found: Diagnosis | None, facts: Facts | None) -> Model:
+    """Write the end into the ledger, and go on to what follows."""
+    attempt, verdict, progress = model.attempt, model.verdict, model.progress
+    assert attempt is not None
+    assert verdict is not None
+    # A restart that was asked for while the log was read counts.
+    outcome = "restarted" if model.pending is not None else verdict.phase.value
+    model = survival.ended(model, outcome, found)
+    decision: Decision | None = None
+    if found is not None and facts is not None and _died_by_itself(model, verdict):
+        model, decision = survival.decide(model, found, facts)
+    model = replace(model, attempt=replace(attempt, stage=Stage.OVER), ladder=None, verdict=None)
+    if decision is not None:
+        # First: once the ledger has the end, the next supervisor does what state.json says.
+        model = emit(model, SaveState())
+    ended = {
+        "ended": attempt.ended,
+        "exit_status": attempt.exit_status,
+        "outcome": outcome,
+        "diagnosis": verdict.diagnosis,
+        "updates": progress.update,
+        "samples_seen": progress.step.samples_seen if progress.step is not None else None,
+        "peak_bytes": progress.peak_bytes,
+    }
+    # If the ledger cannot take it now, the next supervisor finds the attempt open and its exit file, and comes here again.
+    model = emit(model, UpdateAttempt(number=attempt.number, values=ended))
+    return _over(model, verdict, decision) if model.pending is None else _restart(model)
+
+
+def _died_by_itself(model: Model, verdict: Verdict) -> bool:
+    """Whether nobody, in memtop or outside, has told it to stop, and nobody has asked for something else."""
+    end = model.progress.end
+    told = model.phase is Phase.STOPPING or (end is not None and end.outcome == "stopped")
+    return verdict.phase is Phase.FAILED and not told and model.pending is None
+
+
+def _over(model: Model, verdict: Verdict, decision: Decision | None) -> Model:
+    """The run is over, unless it is restarted by itself."""
+    attempt = model.attempt
+    assert attempt is not None
+    reason = verdict.reason
+    model = note(model, verdict.phase.value, reason or verdict.phase.value, {"exit_status": attempt.exit_status})
+    if decision is not None:
+        model = note(model, "remedy", explain.decided(decision))
+    return move(model, Phase.RESTARTING if model.restart is not None else verdict.phase, reason)
+
+
+def _restart(model: Model) -> Model:
+    """What was asked for while it ran: the next attempt begins."""
+    change = model.pending
+    assert change is not None
+    if model.phase is not Phase.RESTARTING:
+        model = move(model, Phase.RESTARTING)
+    if unsaved := explain.not_saved(model.progress.end):
+        model = note(model, "warning", f"attempt {model.number}: {unsaved}")
+    try:
+        return attempts.launch(model, change, Cause.PENDING)
+    except UsageError as error:
+        return restart_refused(model, str(error), usage=True)
+
+
+def restart_refused(model: Model, why: str, *, usage: bool) -> Model:
+    """A change that cannot be made after all leaves a run that has stopped as requested; any other refusal one that failed."""
+    phase = Phase.STOPPED if usage else Phase.FAILED
+    model = emit(replace(model, pending=None), UpdateAttempt(number=model.number, values={"outcome": phase.value}))
+    return note(move(model, phase, why), phase.value, why)

@@ -1,0 +1,115 @@
+"""Acts before memory runs out: restarts a run whose leak would end it, and advises on speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
+from memtop.supervisor.monitor.vram import RankMemory, placed, ranks_on
+from memtop.supervisor.recovery.batch_trial import upper_bound
+from memtop.supervisor.recovery.bottleneck import Measured, advise
+from memtop.supervisor.recovery.configuration import configuration_key
+from memtop.supervisor.recovery.forecast import Line, line_through, peaks_of
+from memtop.supervisor.recovery.leaks import must_act
+from memtop.supervisor.recovery.values import Forecast
+from memtop.supervisor.run.events import Answered
+from memtop.supervisor.run.model import Ask, Cause, Model, Purpose, ask, note, refused
+from memtop.supervisor.run.reports import Pressure
+from memtop.supervisor.run.rules import restart
+from memtop.supervisor.wire import Change, Phase
+
+
+def under_pressure(model: Model, rank: int, report: Pressure) -> Model:
+    """torch's allocator had to give its cache back and ask again: the step before an allocation fails."""
+    retries = report.allocation_retries
+    text = f"update {report.update}: the allocator of rank {rank} was refused memory and had to empty its cache first"
+    return note(model, "pressure", f"{text} ({retries} times so far)", {"rank": rank, "retries": retries})
+
+
+def tick(model: Model) -> Model:
+    """Restart the built-in trainer before a leak ends it; for an external command the leak is only reported."""
+    if model.leak_handled or not model.own_trends or model.phase is not Phase.TRAINING or model.pending is not None:
+        return model
+    if model.progress.unsaved is not None:
+        return model  # a restart would lose what it has learnt; that it cannot be saved is reported already
+    settings = model.settings
+    trend = must_act(
+        model.own_trends,
+        update=model.progress.update,
+        start_update=model.progress.start_update,
+        seconds=model.now.time - (model.attempt.started if model.attempt is not None else model.now.time),
+        save_every=settings.save_every if settings is not None else None,
+    )
+    if trend is None:
+        return model
+    model = replace(model, leak_handled=True)
+    if settings is None or model.run.on_oom != "auto":
+        why = "it is an external command" if settings is None else f"--on-oom {model.run.on_oom}"
+        return note(model, "leak", f"{trend.message}; nothing is done about it: {why}")
+    model = note(model, "leak", f"{trend.message}; saving and restarting with the same settings before that")
+    return ask(replace(model, leak_reason=trend.message), "checkpoint", frozenset({0}), Purpose.LEAK)
+
+
+def answered(model: Model, pending: Ask, event: Answered) -> Model:
+    """Only what is saved may be ended."""
+    if pending.attempt != model.number or model.phase is not Phase.TRAINING or model.pending is not None:
+        return model  # something else was decided meanwhile
+    if (why := refused(event.answers)) is not None:
+        return note(model, "leak", f"not restarted: its state could not be saved: {why}")
+    return restart.begin(model, Change(reason=f"leak: {model.leak_reason}"), Cause.PENDING)
+
+
+def advised(model: Model, measured: Measured) -> Model:
+    """The newest updates and samples were summed up."""
+    found = advise(measured, model.settings, lambda batch: forecast(model, batch), failed_batches(model), run=model.run.name)
+    return replace(model, advice=found)
+
+
+def failed_batches(model: Model) -> set[int]:
+    """Micro-batches that ran out of memory in this run under settings like the present ones."""
+    present = model.settings
+    return {
+        settings.batch
+        for record in model.configurations.records
+        if record.died_of_memory and (settings := record.configuration.settings) is not None
+        if present is not None and configuration_key(replace(settings, batch=present.batch)) == configuration_key(present)
+    }
+
+
+def forecast(model: Model, batch: int) -> Forecast | None:
+    """The peak with another micro-batch, from what this run was measured to need; None where no measurement allows one."""
+    settings, sample = model.settings, model.sample
+    if settings is None or sample is None:
+        return None
+    rows = model.configurations.rows
+    peaks = peaks_of(settings, [row.peak for row in rows if row.peak is not None], on_gpu=model.on_gpu)
+    total, taken = _capacity(model, sample.machine)
+    own = next((peak for peak in reversed(peaks) if peak.batch == settings.batch and not peak.failed), None)
+    # Everything that is taken and not the run's own.
+    others = max(0, taken - own.bytes) if own is not None and taken is not None else None
+    line = line_through(peaks)
+    if isinstance(line, Line):
+        return line.forecast(batch, total, others)
+    if own is None or total is None:
+        return None
+    return upper_bound(own.bytes, own.batch, batch, total, others or 0)
+
+
+def _capacity(model: Model, machine: MachineSnapshot) -> tuple[int | None, int | None]:
+    """The size of the memory that the run trains in, and how much is taken: of its fullest GPU, or of the host."""
+    if not model.on_gpu:
+        host = machine.host
+        return (host.total_bytes if host.limit_bytes is None else host.limit_bytes), host.used_bytes
+    gpus = [gpu for gpu in own_gpus(machine, model.progress.rank_memory()) if gpu.total_bytes and gpu.free_bytes is not None]
+    fullest = max(gpus, key=lambda gpu: gpu.used_fraction or 0.0, default=None)
+    if fullest is None or fullest.total_bytes is None or fullest.free_bytes is None:
+        return None, None
+    return fullest.total_bytes, fullest.total_bytes - fullest.free_bytes
+
+
+def own_gpus(machine: MachineSnapshot, ranks: Iterable[RankMemory]) -> list[GpuSample]:
+    """The GPUs that the run's ranks use."""
+    where = placed(ranks, machine.gpus)
+    return [gpu for gpu in machine.gpus if ranks_on(gpu, where)]

@@ -1,0 +1,43 @@
+"""A restart that somebody asked for: the program is stopped first, then the next attempt begins with the change."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from memtop.supervisor.run.effects import HoldState, ReleaseState, SaveState
+from memtop.supervisor.run.model import Cause, Holding, Model, emit, move, note
+from memtop.supervisor.run.rules import attempts, stopping
+from memtop.supervisor.wire import Change, Phase
+
+
+def begin(model: Model, change: Change, cause: Cause, *, client: int | None = None, request: int = 0) -> Model:
+    """Stop the attempt; when it has ended, the next one starts. An ended run starts at once. UsageError if it cannot."""
+    if model.phase.final or model.restart is not None:
+        return attempts.launch(model, change, cause, client=client, request=request)
+    if change.state_before is not None:
+        # The program saves once more when it stops, and the oldest state may have to go for that.
+        holding = Holding(change=change, client=client, request=request)
+        return emit(replace(model, holding=holding), HoldState(change.state_before))
+    return proceed(emit(model, ReleaseState()), change)
+
+
+def held(model: Model) -> Model:
+    """The state to go back to is protected: stop the program."""
+    holding = model.holding
+    assert holding is not None
+    model = replace(model, holding=None)
+    if model.phase.final or model.phase is Phase.STOPPING:
+        return model
+    return proceed(model, holding.change)
+
+
+def not_held(model: Model, problem: str) -> Model:
+    """No restart: the run goes on."""
+    model = replace(model, holding=None, pending=None)
+    return note(model, "warning", f"not restarted: {problem}")
+
+
+def proceed(model: Model, change: Change) -> Model:
+    model = replace(model, pending=change)
+    model = move(model, Phase.RESTARTING) if model.phase is not Phase.RESTARTING else emit(model, SaveState())
+    return stopping.ask_to_stop(model)

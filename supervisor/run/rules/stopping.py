@@ -1,0 +1,90 @@
+"""How the program is stopped: it is asked to, and where that does not help, signals follow."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from memtop.supervisor.run import stop_ladder
+from memtop.supervisor.run.effects import ReleaseState, SaveState, Signal
+from memtop.supervisor.run.events import Answered, Signalled, StoodStill
+from memtop.supervisor.run.model import Ask, Model, Purpose, Stage, ask, emit, is_connected, move, note, refused
+from memtop.supervisor.run.rules import survival
+from memtop.supervisor.wire import Phase
+
+
+def stop_run(model: Model) -> Model:
+    """Stop the run for good; a restart that was waiting is called off."""
+    if model.restart is not None:
+        return survival.call_off(model, "called off: it stays as it died")
+    model = emit(replace(model, pending=None, holding=None), ReleaseState())
+    model = move(model, Phase.STOPPING) if model.phase is not Phase.STOPPING else emit(model, SaveState())
+    return ask_to_stop(model)
+
+
+def ask_to_stop(model: Model) -> Model:
+    """Ask rank 0 to finish its update, save and exit. If it cannot be asked or does not answer, signals follow."""
+    if model.ladder is not None or model.attempt is None or model.attempt.stage is not Stage.RUNNING:
+        return model
+    asked = is_connected(model, "stop")
+    model = begin(model, asked=asked)
+    return ask(model, "stop", frozenset({0}), Purpose.STOP) if asked else model
+
+
+def begin(model: Model, *, asked: bool) -> Model:
+    """Begin the ladder; without `asked` its first signal is due at the next tick."""
+    # The built-in trainer saves on SIGTERM too, unless it stands still.
+    saves = model.settings is not None and model.stalled is None
+    seconds = model.progress.step_seconds or 0.0
+    waits = model.waits.stretched(seconds, model.progress.longest_aside, saves_on_sigterm=saves)
+    model = replace(model, ladder=stop_ladder.begin(waits, model.now.monotonic, asked=asked))
+    if not asked:
+        return model
+    why = f" ({waits.why})" if waits.why else ""
+    text = f"asked to finish the update, save and exit; SIGTERM follows in {waits.graceful:.0f} s{why}"
+    return note(model, "stop", text)
+
+
+def answered(model: Model, pending: Ask, event: Answered) -> Model:
+    """Rank 0 has said whether it stops."""
+    if model.ladder is None or pending.attempt != model.number or refused(event.answers) is None:
+        return model
+    return replace(model, ladder=model.ladder.declined(model.now.monotonic))
+
+
+def tick(model: Model) -> Model:
+    """Send the signal that is due."""
+    assert model.ladder is not None
+    ladder, rung = model.ladder.next(model.now.monotonic)
+    model = replace(model, ladder=ladder)
+    return model if rung is None else emit(model, Signal(name=rung.name, target=rung.target))
+
+
+def signalled(model: Model, event: Signalled) -> Model:
+    ladder = model.ladder
+    following = ""
+    if ladder is not None and ladder.rungs:
+        seconds = ladder.deadline - model.now.monotonic
+        following = f"; {ladder.rungs[0].name} follows in {seconds:.0f} s"
+    reached = ", ".join(map(str, event.pids)) or "no process"
+    return note(model, "stop", f"{event.name} sent to {reached}{following}")
+
+
+def may_stand_still(model: Model) -> bool:
+    """Whether a program from which nothing is heard is to be looked at."""
+    return (
+        model.attempt is not None
+        and model.attempt.stage is Stage.RUNNING
+        and model.ladder is None
+        and not model.phase.final
+        and not model.progress.waits_for_space
+    )
+
+
+def stood_still(model: Model, event: StoodStill) -> Model:
+    """It ran out of memory and neither goes on nor ends: end it."""
+    if not may_stand_still(model):
+        return model
+    model = replace(model, stalled=event.words)
+    model = note(model, "stalled", f"nothing has come from the program since: {event.words}; it is ended")
+    # The next supervisor must know that the signal came from memtop.
+    return begin(emit(model, SaveState()), asked=False)

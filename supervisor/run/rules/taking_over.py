@@ -1,0 +1,181 @@
+"""How a supervisor begins: it starts the run, adopts a program that an earlier one left behind, or takes up
+what that one had still to do.
+
+An earlier supervisor may have been killed at any moment. What it decided is in the ledger, in state.json and in the
+journals; what it had not written is decided again.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.run import explain
+from memtop.supervisor.run.effects import CloseUnstarted, GiveUp, SaveState
+from memtop.supervisor.run.events import Opened
+from memtop.supervisor.run.model import Attempt, Cause, Model, Opening, Stage, emit, note
+from memtop.supervisor.run.progress import Progress
+from memtop.supervisor.run.record.configurations import Configurations
+from memtop.supervisor.run.record.folder import StateFile
+from memtop.supervisor.run.record.ledger import Attempt as Row
+from memtop.supervisor.run.rules import attempts, configurations, stopping, survival, trials
+from memtop.supervisor.wire import Change, Phase
+
+_FINAL = {phase.value: phase for phase in Phase if phase.final}
+_UNSTARTED = "its supervisor ended before it could start it"
+
+
+def opened(model: Model, event: Opened) -> Model:
+    """Know again what an earlier supervisor knew; the reports of the newest attempt are repeated next."""
+    model = replace(model, configurations=Configurations(records=event.records), states=event.states)
+    newest = newest_started(event.attempts, has_program=event.has_program)
+    if newest is None:
+        return _begin(model, event.change or Change(), Cause.START)
+    last = event.attempts[-1]
+    model = replace(model, newest_number=last.number)
+    if not event.has_program:
+        model = emit(model, CloseUnstarted(number=last.number, why=_UNSTARTED))
+        if newest is last:
+            newest = replace(last, ended=model.now.time, outcome="failed", diagnosis={"summary": _UNSTARTED})
+    # state.json of the attempt before: its supervisor was killed before it could write that it had started this one.
+    state = event.state if event.state is not None and event.state.run.attempt == newest.number else None
+    model = _remember(model, newest, event, state)
+    opening = Opening(
+        change=event.change,
+        state=state,
+        is_open=newest.ended is None,
+        outcome=newest.outcome,
+        summary=(newest.diagnosis or {}).get("summary"),
+        trial=event.trial,
+    )
+    return replace(model, opening=opening)
+
+
+def newest_started(attempts: tuple[Row, ...], *, has_program: bool) -> Row | None:
+    """The attempt that the run is at: the newest whose program was started, or if none was the newest; None if there is none.
+
+    `has_program`: whether the program of the newest attempt was started, where the ledger does not have its end.
+    """
+    known = attempts if has_program else attempts[:-1]
+    started = [row for row in known if (row.diagnosis or {}).get("started", True)]
+    return started[-1] if started else attempts[-1] if attempts else None
+
+
+def _remember(model: Model, row: Row, event: Opened, state: StateFile | None) -> Model:
+    is_open = row.ended is None
+    attempt = Attempt(
+        number=row.number,
+        started=row.started,
+        stage=Stage.RUNNING if is_open else Stage.OVER,
+        ended=row.ended,
+        exit_status=row.exit_status,
+    )
+    model = replace(
+        model,
+        settings=row.settings,
+        attempt=attempt,
+        progress=Progress(best_loss=event.best_loss),
+        proposal=state.run.proposal if state is not None else None,
+        stalled=state.stalled if state is not None else None,
+        waited_at=event.state.waited_at if event.state is not None else None,
+        announced=event.announced,
+        # Until the reports have been repeated: what they mean for the run's phase is known then.
+        phase=Phase.STARTING if is_open else model.phase,
+    )
+    if is_open and not model.configurations.has_begun(row.number):
+        model = _begin_configuration(model, row, event.state)
+    present = model.configurations.present
+    return model if present is None else replace(model, allocator=present.allocator)
+
+
+def _begin_configuration(model: Model, row: Row, state: StateFile | None) -> Model:
+    """An earlier supervisor has started the attempt and was killed before it could write with which configuration."""
+    waiting = state.waiting.change if state is not None and state.waiting is not None else None
+    requested = state.pending if state is not None else None
+    cause = next((one for one in (waiting, requested) if one and explain.restart_reason(one) == row.reason), None)
+    present = model.configurations.present
+    allocator = present.allocator if present is not None else ""
+    if cause is not None and row.settings is None:
+        allocator = cause.assignments.get("allocator", allocator)
+    begun = model.configurations.begin_attempt(
+        row.number,
+        row.reason,
+        row.settings,
+        row.started,
+        allocator=allocator,
+        by_memtop=cause is not None and cause is waiting,
+        saved=row.start_updates if row.start_updates is not None else model.saved,
+    )
+    return configurations.put(model, begun)
+
+
+def replayed(model: Model) -> Model:
+    """All reports are known again: go on."""
+    opening = model.opening
+    if opening is None:
+        return model
+    model = replace(model, opening=None)
+    present = model.configurations.present
+    if present is not None and present.newest_attempt >= model.number and present.configuration.settings is not None:
+        # Newer than the program's reports: a trial that its end cut short was undone.
+        model = replace(model, settings=present.configuration.settings)
+    return _adopt(model, opening) if opening.is_open else _take_up(model, opening)
+
+
+def _adopt(model: Model, opening: Opening) -> Model:
+    """The program lives, or has ended and nobody has dealt with that yet."""
+    state = opening.state
+    phase = state.run.state if state is not None and not state.run.state.final else Phase.STARTING
+    if state is not None and state.waiting is not None and state.pending is None:
+        # It ended by itself, which the ledger could not take: what follows is decided again.
+        phase = Phase.TRAINING
+    if phase is Phase.STARTING and model.progress.step is not None:
+        phase = Phase.TRAINING
+    if phase is Phase.STOPPING and opening.change is not None:
+        phase = Phase.RESTARTING
+    pending = state.pending if state is not None else None
+    model = replace(model, adopted=True, phase=phase, reason=None, pending=pending)
+    model = note(model, "adopted", f"supervisor {model.supervisor_pid} took over attempt {model.number}")
+    model = trials.take_over(model, opening.trial)
+    if opening.change is not None:
+        model = emit(replace(model, pending=opening.change), SaveState())
+    if phase in (Phase.STOPPING, Phase.RESTARTING) or model.stalled is not None:
+        model = stopping.begin(model, asked=False)
+    return model
+
+
+def _take_up(model: Model, opening: Opening) -> Model:
+    """The program has ended: begin anew with the change, or with what an earlier supervisor had still to do."""
+    state = opening.state
+    # If the supervisor was killed before it could put both together, the ledger knows why the program ended.
+    reason = (state.run.reason if state is not None else None) or opening.summary
+    pending = state.pending if state is not None else None
+    if state is not None and state.waiting is not None:
+        model = replace(model, phase=Phase.RESTARTING, reason=reason)
+        text = f"supervisor {model.supervisor_pid} took over: the restart after attempt {model.number} waits again"
+        model = survival.wait_for(note(model, "adopted", text), state.waiting)
+    else:
+        final = state.run.state if state is not None and state.run.state.final else None
+        phase = final or _FINAL.get(opening.outcome or "", Phase.STOPPED if pending else Phase.FAILED)
+        model = replace(model, phase=phase, reason=reason)
+    model = trials.take_over(model, opening.trial)
+    if opening.change is not None:
+        return _begin(model, opening.change, Cause.START)
+    if pending is None or model.launching is not None:
+        return model
+    try:
+        return attempts.launch(replace(model, restart=None), pending, Cause.INHERITED)
+    except UsageError as error:
+        return inherited_refused(model, str(error))
+
+
+def inherited_refused(model: Model, why: str) -> Model:
+    """The restart that an earlier supervisor was asked for cannot be made: the run stays as it ended."""
+    return emit(note(replace(model, reason=why), "failed", why), SaveState())
+
+
+def _begin(model: Model, change: Change, cause: Cause) -> Model:
+    try:
+        return attempts.launch(model, change, cause)
+    except UsageError as error:
+        return emit(model, GiveUp(why=str(error), usage=True))

@@ -1,0 +1,149 @@
+"""Reads the world for the rules: the machine, the run's processes, its memory over time, and whether it stands still."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from memtop.supervisor.monitor.processes.proc import ProcessId
+from memtop.supervisor.monitor.vram import RankMemory
+from memtop.supervisor.recovery.bottleneck import Measured
+from memtop.supervisor.run.events import Sampled, StoodStill, Tick
+from memtop.supervisor.run.machine_watch import MachineWatch
+from memtop.supervisor.run.measuring import Measuring
+from memtop.supervisor.run.model import Model
+from memtop.supervisor.run.pending_restart import free_bytes
+from memtop.supervisor.run.post_mortem.evidence import Witness
+from memtop.supervisor.run.post_mortem.stall import StallWatch
+from memtop.supervisor.run.processes.attempt import RunningAttempt
+from memtop.supervisor.run.processes.host_memory import anonymous_bytes
+from memtop.supervisor.run.record.folder import RunFolder
+from memtop.supervisor.run.reports import Report, SettingsChanged, Step
+from memtop.supervisor.run.rules import prevention, stopping
+from memtop.supervisor.run.trends import Member, TrendWatch
+from memtop.supervisor.wire import Phase
+
+# Samples between two summaries of what a run spends its time on.
+_ADVISE_EVERY = 5
+# If no update is reported for this long, assume that the program uses no torch optimizer.
+_SILENT_SECONDS = 600.0
+
+
+class Sensors:
+    """Of one supervisor; every attempt begins anew."""
+
+    def __init__(self, folder: RunFolder, model: Callable[[], Model], monotonic: Callable[[], float]) -> None:
+        """`model` gives the run as it is now."""
+        self.attempt: RunningAttempt | None = None
+        self.evidence: Witness | None = None
+        self.machine_watch = MachineWatch(folder.path.parent, self._find_members, self._rank_memory)
+        self._folder = folder
+        self._model = model
+        self._monotonic = monotonic
+        self._stall: StallWatch | None = None
+        self._trends, self._measuring = TrendWatch(), Measuring()
+        self._samples = 0
+
+    def follow(self, attempt: RunningAttempt, started: float, *, new: bool) -> None:
+        """From here on this attempt is watched; `new`: it was started just now."""
+        self.attempt = attempt
+        self.evidence = Witness(attempt.folder, started, self.machine_watch.machine if new else None)
+        self._stall = StallWatch(attempt.log_path, self._monotonic)
+        self._trends, self._measuring = TrendWatch(), Measuring()
+
+    def reported(self, rank: int, report: Report) -> None:
+        if isinstance(report, Step):
+            self._trends.step(rank, report)
+            if rank == 0:
+                self._measuring.step(report)
+        elif isinstance(report, SettingsChanged) and rank == 0:
+            self._measuring.changed()
+
+    def look(self) -> None:
+        """Between samples: the program may enter a memory group of its own, and be killed there, within a second."""
+        trainer = self.attempt.trainer if self.attempt is not None else None
+        if self.evidence is not None and trainer is not None:
+            self.evidence.look(trainer.pid)
+
+    def tick(self, *, watched: bool) -> Tick:
+        model, attempt = self._model(), self.attempt
+        if self._trends.wants_reading:
+            members = self._members(model)
+            self._trends.read(time.time(), members, anonymous_bytes([member.pid for member in members]))
+        alive = attempt is not None and attempt.alive()
+        waits_for_disk = model.restart is not None and model.restart.waiting.disk_bytes is not None
+        return Tick(
+            watched=watched,
+            alive=alive,
+            trainer_pid=attempt.trainer.pid if alive and attempt is not None and attempt.trainer is not None else None,
+            trends=self._trends.trends,
+            own_trends=self._trends.own,
+            trend_news=tuple(self._trends.news()),
+            disk_free=free_bytes(self._folder.path) if waits_for_disk else None,
+        )
+
+    def sampled(self, *, keep: bool) -> Sampled:
+        """The newest sample, taken in; `keep`: it goes into the ledger."""
+        model, watch = self._model(), self.machine_watch
+        machine = watch.machine
+        assert machine is not None
+        dangers: list[str] = []
+        measured: Measured | None = None
+        if self.attempt is not None and not model.phase.final:
+            trainer = self.attempt.trainer
+            if self.evidence is not None and trainer is not None and model.restart is None:
+                self.evidence.sample(machine, watch.member_pids, trainer.pid)
+            ranks, members = model.progress.rank_memory(), self._members(model)
+            gpus = prevention.own_gpus(machine, ranks)
+            bases, loading = watch.gpu_base_bytes, self._is_loading(model)
+            dangers = self._trends.sample(machine, members, ranks, bases, watch.reading, loading=loading)
+            self._measuring.sample(machine, gpus)
+            self._samples += 1
+            if self._samples % _ADVISE_EVERY == 0:
+                rate, swap_in = model.progress.rates()[0], self._trends.swap_in.value
+                roles = watch.run_memory
+                measured = self._measuring.measured(machine, gpus, samples_per_second=rate, swap_in=swap_in, roles=roles)
+        return Sampled(
+            machine=machine,
+            run_rss_bytes=watch.run_rss_bytes,
+            run_memory=watch.run_memory,
+            gpu_base_bytes=watch.gpu_base_bytes,
+            crossings=tuple(watch.crossings()),
+            dangers=tuple(dangers),
+            measured=measured,
+            keep=keep,
+        )
+
+    def stood_still(self) -> StoodStill | None:
+        """The words after which a program that ran out of memory neither went on nor ended."""
+        model = self._model()
+        if self._stall is None or not stopping.may_stand_still(model):
+            return None
+        progress, settings = model.progress, model.settings
+        words = self._stall.look(
+            progress.heard,
+            progress.step_seconds,
+            longest_pause=progress.longest_pause,
+            aside=settings is None or progress.is_aside(settings),
+        )
+        return StoodStill(words) if words is not None and self._stall.is_of_memory() else None
+
+    def _is_loading(self, model: Model) -> bool:
+        """Before its first update; a program that reports none is assumed to be at work after a while."""
+        if model.phase is Phase.TRAINING:
+            return False
+        started = model.attempt.started if model.attempt is not None else 0.0
+        return model.settings is not None or time.time() - started < _SILENT_SECONDS
+
+    def _members(self, model: Model) -> list[Member]:
+        """The run's processes with their roles, as far as they have been seen."""
+        ranks = {rank.pid: rank.rank for rank in model.progress.rank_memory()}
+        roles = {**self.machine_watch.roles, **dict.fromkeys(ranks, "rank")}
+        return [Member(pid, role, ranks.get(pid)) for pid, role in roles.items()]
+
+    def _find_members(self) -> list[ProcessId]:
+        return self.attempt.processes() if self.attempt is not None and not self._model().phase.final else []
+
+    def _rank_memory(self) -> tuple[int, tuple[RankMemory, ...]]:
+        model = self._model()
+        return model.number, model.progress.rank_memory()

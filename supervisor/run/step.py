@@ -1,0 +1,232 @@
+"""The brain of a run: `step(model, event) -> (model, effects)`. It touches nothing; `performer.py` carries the effects out."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from memtop.supervisor.run.effects import Effect, GiveUp
+from memtop.supervisor.run.events import (
+    AgentConnected,
+    AgentGone,
+    Answered,
+    Examined,
+    Launched,
+    LaunchRefused,
+    LeftoversCleared,
+    LeftoversFound,
+    Now,
+    Occurrence,
+    Opened,
+    ProgramEnded,
+    Replayed,
+    Reported,
+    Requested,
+    Sampled,
+    SamplingFailed,
+    Signalled,
+    StateHeld,
+    StatesRead,
+    StoodStill,
+    Tick,
+    WriteChecked,
+)
+from memtop.supervisor.run.model import Cause, Model, Purpose, Stage, emit, note, warn
+from memtop.supervisor.run.rules import (
+    attempts,
+    commands,
+    configurations,
+    ending,
+    prevention,
+    reports,
+    restart,
+    stopping,
+    survival,
+    taking_over,
+    trials,
+)
+from memtop.supervisor.wire import Phase
+
+
+def step(model: Model, event: Occurrence, now: Now) -> tuple[Model, tuple[Effect, ...]]:
+    """The run after this event, and what is to be done, in this order."""
+    after = _after(replace(model, now=now), event)
+    if after.waiters:
+        after = commands.answer_waiters(after)
+    return (replace(after, effects=()), after.effects) if after.effects else (after, ())
+
+
+def _after(model: Model, event: Occurrence) -> Model:
+    match event:
+        case Reported():
+            return reports.reported(model, event)
+        case Tick():
+            return _tick(model, event)
+        case Sampled():
+            return _sampled(model, event)
+        case SamplingFailed(why=why):
+            return _sampling_failed(model, why)
+        case Requested():
+            return commands.requested(model, event)
+        case Answered():
+            return _answered(model, event)
+        case AgentConnected(rank=rank):
+            return replace(model, agents=model.agents | {rank})
+        case AgentGone(rank=rank):
+            return replace(model, agents=model.agents - {rank})
+        case StatesRead(states=states):
+            return replace(model, states=states)
+        case WriteChecked(topic=topic, problem=problem):
+            return warn(model, topic, problem)
+        case Opened():
+            return taking_over.opened(model, event)
+        case Replayed():
+            return taking_over.replayed(model)
+        case _:
+            return _after_attempt_event(model, event)
+
+
+def _after_attempt_event(model: Model, event: Occurrence) -> Model:
+    match event:
+        case Launched():
+            return _launched(model, event)
+        case LaunchRefused():
+            return _launch_refused(model, event)
+        case ProgramEnded():
+            return ending.program_ended(model, event)
+        case LeftoversCleared():
+            return ending.leftovers_cleared(model, event)
+        case Examined():
+            return ending.examined(model, event)
+        case LeftoversFound(name=name, count=count):
+            return note(model, "leftovers", f"{name} to {count} processes that the program left behind")
+        case StoodStill():
+            return stopping.stood_still(model, event)
+        case Signalled():
+            return stopping.signalled(model, event)
+        case StateHeld(problem=problem):
+            return _state_held(model, problem)
+    raise AssertionError(f"no rule for {type(event).__name__}")
+
+
+def _tick(model: Model, event: Tick) -> Model:
+    model = _observed(model, event)
+    attempt = model.attempt
+    if attempt is None or model.launching is not None:
+        return model
+    for message, data in event.trend_news:
+        model = note(model, "trend", message, data)
+    if model.restart is not None:
+        model = survival.tick(model)
+    elif attempt.stage is Stage.RUNNING and not model.phase.final:
+        if model.ladder is not None:
+            model = stopping.tick(model)
+        elif model.pending is not None and model.holding is None and model.phase in (Phase.STARTING, Phase.TRAINING):
+            # An earlier supervisor, or the command that started this one, was asked for it.
+            model = restart.begin(model, model.pending, Cause.PENDING)
+        else:
+            model = prevention.tick(model)
+    return trials.tick(model)
+
+
+def _observed(model: Model, event: Tick) -> Model:
+    same = (
+        model.watched is event.watched
+        and model.alive is event.alive
+        and model.trainer_pid == event.trainer_pid
+        and model.trends is event.trends
+        and model.own_trends is event.own_trends
+        and model.disk_free == event.disk_free
+    )
+    if same:
+        return model
+    return replace(
+        model,
+        watched=event.watched,
+        alive=event.alive,
+        trainer_pid=event.trainer_pid,
+        trends=event.trends,
+        own_trends=event.own_trends,
+        disk_free=event.disk_free,
+    )
+
+
+def _sampled(model: Model, event: Sampled) -> Model:
+    model = warn(replace(model, sample=event), "sampling", None)
+    for crossing in event.crossings:
+        model = note(model, "band", crossing)
+    attempt = model.attempt
+    if attempt is None or model.phase.final:
+        return model
+    if attempt.stage is Stage.RUNNING:
+        model = replace(model, resident_bytes=event.run_rss_bytes or model.resident_bytes)
+        model = configurations.note_host(model, event.run_rss_bytes)
+    if event.keep:
+        model = configurations.keep(model)
+    for line in event.dangers:
+        model = note(model, "danger", line)
+    return model if event.measured is None else prevention.advised(model, event.measured)
+
+
+def _sampling_failed(model: Model, why: str) -> Model:
+    # Reported once, however often it happens.
+    if model.warnings.get("sampling") == why:
+        return model
+    return note(warn(model, "sampling", why), "warning", why)
+
+
+def _answered(model: Model, event: Answered) -> Model:
+    pending = model.asks.get(event.ask)
+    if pending is None:
+        return model
+    model = replace(model, asks={number: other for number, other in model.asks.items() if number != event.ask})
+    match pending.purpose:
+        case Purpose.STOP:
+            return stopping.answered(model, pending, event)
+        case Purpose.LEAK:
+            return prevention.answered(model, pending, event)
+        case Purpose.TRIAL:
+            return trials.answered(model, event)
+    return commands.answered(model, pending, event)
+
+
+def _launched(model: Model, event: Launched) -> Model:
+    launching = model.launching
+    if launching is None:
+        return model
+    model = trials.launched(attempts.launched(model, event), launching.change)
+    if launching.client is not None:
+        model = commands.confirm(model, launching.client, launching.request)
+    return model
+
+
+def _launch_refused(model: Model, event: LaunchRefused) -> Model:
+    launching = model.launching
+    if launching is None:
+        return model
+    number = model.newest_number if event.recorded else launching.number - 1
+    model = replace(model, launching=None, newest_number=number)
+    match launching.cause:
+        case Cause.START:
+            return emit(model, GiveUp(why=event.why, usage=event.usage))
+        case Cause.REQUEST:
+            assert launching.client is not None
+            return commands.withdraw(model, launching.client, launching.request, event.why, usage=event.usage)
+        case Cause.PENDING:
+            return ending.restart_refused(model, event.why, usage=event.usage)
+        case Cause.INHERITED:
+            return taking_over.inherited_refused(model, event.why)
+        case Cause.DEATH:
+            return survival.call_off(model, event.why)
+        case Cause.TRIAL:
+            return trials.launch_refused(model, event.why)
+
+
+def _state_held(model: Model, problem: str | None) -> Model:
+    holding = model.holding
+    if holding is None:
+        return model
+    if problem is not None:
+        model = restart.not_held(model, problem)
+        return model if holding.client is None else commands.withdraw(model, holding.client, holding.request, problem)
+    model = restart.held(model)
+    return model if holding.client is None else commands.confirm(model, holding.client, holding.request)

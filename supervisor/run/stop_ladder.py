@@ -1,0 +1,98 @@
+"""How a program is ended: ask it, then SIGINT, SIGTERM, SIGKILL, each with its wait."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec.structs import replace
+
+from memtop.supervisor.run.effects import Target
+
+LEFTOVER_SECONDS = 3.0
+"""What a program that ended by itself left behind gets SIGTERM, this time, SIGKILL, and as much again."""
+# A program that hangs is ended after this, no matter how long its saves and evaluations have taken.
+_MOST_ASIDE_SECONDS = 1800.0
+
+
+class Waits(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds that each rung of the ladder is given before the next."""
+
+    graceful: float = 60.0
+    """The program was asked to finish its update, save and exit."""
+    interrupt: float = 15.0
+    """SIGINT, for programs that cannot be asked: many save on it."""
+    terminate: float = 40.0
+    """SIGTERM; longer than torchrun's own 30 s."""
+    kill: float = 5.0
+    why: str = ""
+    """Why the program is given longer than others, for a person; empty where it is not."""
+
+    def stretched(self, update_seconds: float, aside_seconds: float = 0.0, *, saves_on_sigterm: bool = False) -> Waits:
+        """The waits for a program whose updates take `update_seconds`, and its saves and evaluations `aside_seconds` (at most
+        half an hour counts): it may be in the middle of one when it is asked, and saves afterwards.
+
+        `saves_on_sigterm`: it finishes its update and saves on that signal too, and is given the time for it.
+        """
+        aside = min(aside_seconds, _MOST_ASIDE_SECONDS)
+        slowest = max(update_seconds, aside)
+        needed = self.graceful / 2 + 2 * slowest
+        if needed <= self.graceful and not saves_on_sigterm:
+            return self
+        what = "a save or an evaluation" if aside > update_seconds else "an update"
+        return replace(
+            self,
+            graceful=max(self.graceful, needed),
+            terminate=max(self.terminate, needed) if saves_on_sigterm and slowest else self.terminate,
+            why=f"{what} has taken it {slowest:.0f} s" if needed > self.graceful else "",
+        )
+
+
+class Rung(msgspec.Struct, frozen=True):
+    """A signal and the seconds until the next one."""
+
+    name: str
+    target: Target
+    seconds: float
+
+
+class StopLadder(msgspec.Struct, frozen=True, kw_only=True):
+    """The rungs that are left."""
+
+    rungs: tuple[Rung, ...]
+    deadline: float
+    """When the next rung is due, on the monotonic clock."""
+    waits: Waits
+    asking: bool = False
+    """The program was asked and has not answered."""
+    interrupted_until: float = 0.0
+
+    def declined(self, now: float) -> StopLadder:
+        """The program will not stop when it is asked, or is gone: the signals begin at once."""
+        if not self.asking:
+            return self
+        return replace(self, asking=False, rungs=(_interrupt(self.waits), *self.rungs), deadline=now)
+
+    def next(self, now: float) -> tuple[StopLadder, Rung | None]:
+        """The rung that is due now, if one is."""
+        if now < self.deadline or not self.rungs:
+            return self, None
+        rung, *left = self.rungs
+        until = now + rung.seconds
+        interrupted = until if rung.name == "SIGINT" else self.interrupted_until
+        return replace(self, asking=False, rungs=tuple(left), deadline=until, interrupted_until=interrupted), rung
+
+    def patience(self, now: float) -> tuple[float, float]:
+        """Seconds for what the program left behind: its group without a signal, then everything after SIGTERM."""
+        return max(0.0, self.interrupted_until - now), self.waits.terminate
+
+
+def begin(waits: Waits, now: float, *, asked: bool) -> StopLadder:
+    """The whole ladder. `asked`: the program is being asked to stop; else a signal comes first."""
+    rungs = (Rung("SIGTERM", Target.PROGRAM, waits.terminate), Rung("SIGKILL", Target.ALL, waits.kill))
+    if asked:
+        return StopLadder(rungs=rungs, deadline=now + waits.graceful, waits=waits, asking=True)
+    return StopLadder(rungs=(_interrupt(waits), *rungs), deadline=now, waits=waits)
+
+
+def _interrupt(waits: Waits) -> Rung:
+    # To the group, as Ctrl-C does: a shell waits for its script's program, which alone knows how to save.
+    return Rung("SIGINT", Target.GROUP, waits.interrupt)

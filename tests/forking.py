@@ -1,0 +1,424 @@
+"""Starts Python programs for tests in milliseconds: forks of one process that has imported torch, transformers and accelerate.
+
+Importing these libraries takes 3 to 6 s of CPU, and most tests of whole runs start several programs. `Program` is a
+`subprocess.Popen` for `python -m MODULE`, `python -c CODE` and `python SCRIPT`:
+
+* The libraries of others are imported already. memtop's own modules are not: each program imports them anew.
+* All that the kernel and the program see is as after a real start: process ID, parent, session and group, signal handlers,
+  exit status, descriptors, working directory, `/proc/PID/environ` and `/proc/PID/cmdline`, `sys.argv`, `sys.path`, standard
+  streams and `sitecustomize`.
+* A program started this way starts its own Python programs the same way: `memtop` its supervisor, the supervisor its shim, the
+  shim the trainer, torchrun its ranks. The code that starts them is the product's.
+
+How it works: a *starter* is a child process that waits for requests. It forks twice and the process in the middle ends, so
+that the new process is an orphan. Its parent becomes the process that asked for it, which is a subreaper at this moment. Then
+the new process takes on the command (`_become`). Whatever cannot be started this way is started by exec, as usual: other
+programs, other interpreter options, other variables that an interpreter or a library reads when it starts. With
+MEMTOP_TESTS_EXEC=1 everything is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import importlib.util
+import io
+import json
+import os
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+LIBRARIES = (
+    *("asyncio", "concurrent.futures.thread", "multiprocessing.reduction", "sqlite3", "uuid", "statistics", "tomllib"),
+    *("msgspec", "psutil", "pynvml", "click", "platformdirs", "numpy", "safetensors.torch"),
+    *("torch", "torch.distributed.run", "torch.distributed.tensor", "torch._dynamo", "torch.utils.data"),
+    *("torch.multiprocessing.spawn", "torch.nn.parallel.distributed", "torch.utils.checkpoint"),
+    *("transformers", "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
+    *("transformers.trainer", "accelerate", "accelerate.tracking", "accelerate.commands.launch"),
+)
+# Modules that start other programs: each of their processes has a starter.
+_STARTING = ("memtop", "memtop.supervisor", "torch.distributed.run", "accelerate.commands.launch")
+# What an interpreter or a library reads when it starts, or is imported.
+_READ_EARLY = ("PYTHON", "LC_", "LANG", "LD_", "OMP_", "MKL_", "MALLOC_", "HF_", "TRANSFORMERS_")
+_READ_LATE = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE")
+_MESSAGE = 1 << 18
+_SET_SUBREAPER, _GET_SUBREAPER, _SET_MM, _SET_MM_MAP = 36, 37, 35, 14
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.sbrk.restype = ctypes.c_void_p
+_by_exec = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_exec = os.execvpe
+
+
+class Command(NamedTuple):
+    """A command line of the interpreter, taken apart."""
+
+    options: tuple[str, ...]
+    kind: str
+    """-m, -c, or empty for a script."""
+    target: str
+    words: tuple[str, ...]
+    """What is left for the program."""
+
+
+def parse(argv: Sequence[str]) -> Command | None:
+    """None for what is not this interpreter, or has options with a meaning that only a new interpreter can give them."""
+    if not argv or argv[0] != sys.executable:
+        return None
+    words = list(argv[1:])
+    options = []
+    while words and words[0] in ("-I", "-S", "-u"):
+        options.append(words.pop(0))
+    if len(words) > 1 and words[0] in ("-m", "-c"):
+        return Command(tuple(options), words[0], words[1], tuple(words[2:]))
+    if words and not words[0].startswith("-"):
+        return Command(tuple(options), "", words[0], tuple(words[1:]))
+    return None
+
+
+def _early(environment: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in environment.items() if k.startswith(_READ_EARLY) and k not in _READ_LATE}
+
+
+class Request(NamedTuple):
+    argv: tuple[str, ...]
+    environment: dict[str, str]
+    cwd: str
+    own_session: bool
+    ignored: tuple[int, ...]
+    """The signals that the new process ignores."""
+    prepare: str
+    """Python code that the new process runs before it becomes the program: limits that its children inherit."""
+
+
+class Starter:
+    """The connection to a process that forks on request. One for each process that starts programs."""
+
+    def __init__(self, connection: socket.socket, early: dict[str, str]) -> None:
+        self._connection, self._early = connection, early
+        self._one_at_a_time = threading.Lock()
+
+    def can_start(self, argv: Sequence[str], environment: Mapping[str, str]) -> bool:
+        return parse(argv) is not None and _early(environment) == self._early
+
+    def start(self, request: Request, streams: Sequence[int]) -> int:
+        """The ID of the new process, a child of this one."""
+        with self._one_at_a_time, _adopting_orphans():
+            socket.send_fds(self._connection, [json.dumps(request).encode()], list(streams))
+            answer = self._connection.recv(64)
+        if not answer:
+            raise ChildProcessError("the starter of programs has ended")
+        return int(answer)
+
+
+@contextlib.contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    before = ctypes.c_int()
+    _libc.prctl(_GET_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    _libc.prctl(_SET_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        _libc.prctl(_SET_SUBREAPER, before.value, 0, 0, 0)
+
+
+_starter: Starter | None = None
+_base_path: list[str] = []
+
+
+def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
+    """In place of Popen's method: the same arguments, by exec where the starter cannot do it."""
+    code = _by_exec.__code__
+    values = dict(zip(code.co_varnames[1 : code.co_argcount], given, strict=False))
+    argv = values["args"]
+    environment = dict(os.environ) if values["env"] is None else values["env"]
+    prepare = getattr(self, "prepare", "")
+    plain = not (values["shell"] or values["preexec_fn"] or values["pass_fds"]) and isinstance(argv, (list, tuple))
+    starter = getattr(self, "starter", _starter)
+    if starter is None or not plain or not starter.can_start([str(word) for word in argv], environment):
+        assert not prepare, f"cannot be prepared, since it is started by exec: {argv}"
+        _by_exec(self, *given)
+        return
+    pipes = [values[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+    ignored = tuple(sorted(_ignored() - {signal.SIGPIPE, signal.SIGXFSZ}))
+    cwd = os.fspath(values["cwd"] or Path.cwd())
+    request = Request(tuple(map(str, argv)), environment, cwd, bool(values["start_new_session"]), ignored, prepare)
+    self.pid = starter.start(request, [own if pipe == -1 else pipe for own, pipe in enumerate(pipes)])
+    self._child_created = True  # type: ignore[attr-defined]
+    names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+    self._close_pipe_fds(*(values[name] for name in names))  # type: ignore[attr-defined]
+
+
+class Program(subprocess.Popen[Any]):
+    """A `subprocess.Popen` that forks where it can.
+
+    `prepare` is Python code that the new process runs first; `imported` names further libraries that it has already.
+    """
+
+    def __init__(self, args: Sequence[str], *, prepare: str = "", imported: tuple[str, ...] = (), **options: Any) -> None:
+        self.prepare = prepare
+        self.starter = _starter_with(imported, options.get("env") or os.environ)
+        super().__init__(list(args), **options)
+
+    _execute_child = _execute_child
+
+
+def run(
+    args: Sequence[str], *, timeout: float | None = None, capture_output: bool = False, **options: Any
+) -> subprocess.CompletedProcess[Any]:
+    """As `subprocess.run` without `check` and `input`."""
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Program(args, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(list(args), process.returncode, out, err)
+
+
+def runs_torch(code: str) -> bool:
+    """Whether a program imports torch, and none that a test has made up."""
+    return re.search(r"^\s*(import [^\n]*\btorch\b|from torch)", code, re.MULTILINE) is not None and "sys.modules[" not in code
+
+
+_starters: dict[tuple[str, ...], Starter] = {}
+
+
+def _starter_with(libraries: tuple[str, ...], environment: Mapping[str, str]) -> Starter | None:
+    """This process's starter that has imported these libraries, too, in this environment. It is started when first wanted."""
+    if os.environ.get("MEMTOP_TESTS_EXEC") == "1":
+        return None
+    if libraries not in _starters:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        its_own = (
+            {name: value for name, value in environment.items() if name != "PYTHONPATH"} if libraries else dict(os.environ)
+        )
+        with theirs:
+            command = [sys.executable, str(Path(__file__)), str(theirs.fileno()), *libraries]
+            subprocess.Popen(command, stdin=subprocess.DEVNULL, env=its_own, pass_fds=[theirs.fileno()], cwd="/")
+        assert ours.recv(64) == b"ready", "the starter of programs does not start"
+        _starters[libraries] = Starter(ours, _early(its_own))
+    return _starters[libraries]
+
+
+# --- in the starter -----------------------------------------------------------------------------------------------------
+
+
+def _serve(connection: socket.socket) -> NoReturn:
+    """Fork for each request until the other side is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        message, streams, *_ = socket.recv_fds(connection, _MESSAGE, 3)
+        if not message:
+            os._exit(0)
+        reading, writing = os.pipe()
+        between = os.fork()
+        if between == 0:
+            parent = os.getpid()
+            child = os.fork()
+            if child:
+                os.write(writing, str(child).encode())
+                os._exit(0)
+            while os.getppid() == parent:
+                time.sleep(0.0005)
+            request = Request(*json.loads(message))
+            if request.own_session:
+                os.setsid()
+            _place(streams)
+            _become(request)
+        os.close(writing)
+        os.waitpid(between, 0)
+        connection.send(os.read(reading, 64))
+        for descriptor in (reading, *streams):
+            os.close(descriptor)
+
+
+def _place(streams: Sequence[int]) -> None:
+    """The three standard streams, and no other descriptor."""
+    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 100) for descriptor in streams]
+    for number, descriptor in enumerate(high):
+        os.dup2(descriptor, number)
+    os.closerange(3, 1 << 16)
+
+
+def _ignored() -> set[signal.Signals]:
+    return {number for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN}
+
+
+def _become(request: Request) -> NoReturn:
+    """Be the program that `exec` would have put in this process's place, and end as it ends."""
+    global _starter
+    argv, environment = request.argv, request.environment
+    command = parse(argv)
+    assert command is not None
+    _starter = None
+    if request.prepare:
+        exec(compile(request.prepare, "<prepare>", "exec"), {})
+    if command.kind == "-m" and command.target in _STARTING:
+        _starter = Starter(_fork_starter(), _early(environment))
+        subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+    os.execvpe = _execvpe
+    for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_IGN if number in request.ignored else signal.SIG_DFL)
+    if signal.SIGINT not in request.ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)
+    os.chdir(request.cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    _show(argv, environment)
+    _open_streams(unbuffered="-u" in command.options or bool(environment.get("PYTHONUNBUFFERED")))
+    _end(_run(request, command))
+
+
+def _execvpe(file: str, argv: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """In place of os.execvpe in the programs started here: the shim starts its program with it."""
+    if parse(argv) is None or _early(environment) != _early(os.environ):
+        _exec(file, list(argv), environment)
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
+        with contextlib.suppress(OSError):
+            if fcntl.fcntl(int(name), fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
+                os.close(int(name))
+    _become(Request(tuple(argv), dict(environment), str(Path.cwd()), False, tuple(_ignored()), ""))
+
+
+def _fork_starter() -> socket.socket:
+    """A starter for this process, before the program has changed anything."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        connection = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD, 100)
+        for number in range(3):
+            os.dup2(nothing, number)
+        os.closerange(3, connection)
+        os.closerange(connection + 1, 1 << 16)
+        _serve(socket.socket(fileno=connection))
+    theirs.close()
+    return ours
+
+
+class _MemoryMap(ctypes.Structure):
+    """`struct prctl_mm_map` of linux/prctl.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("start_code", "end_code", "start_data", "end_data", "start_brk", "brk")),
+        *((name, ctypes.c_uint64) for name in ("start_stack", "arg_start", "arg_end", "env_start", "env_end", "auxv")),
+        *(("auxv_size", ctypes.c_uint32), ("exe_fd", ctypes.c_uint32)),
+    )
+
+
+_shown: list[Any] = []
+
+
+def _show(argv: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Have /proc show this command line and environment."""
+    row = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    code, data, stack = ([int(row[number - 3]) for number in numbers] for numbers in ((26, 27), (45, 46, 47), (28,)))
+    bounds = []
+    for words in (argv, [f"{name}={value}" for name, value in environment.items()]):
+        text = b"".join(os.fsencode(word) + b"\0" for word in words)
+        buffer = ctypes.create_string_buffer(text, len(text))
+        _shown.append(buffer)
+        bounds += [ctypes.addressof(buffer), ctypes.addressof(buffer) + len(text)]
+    table = _MemoryMap(*code, *data, _libc.sbrk(0), *stack, *bounds, 0, 0, 0xFFFFFFFF)
+    if _libc.prctl(_SET_MM, _SET_MM_MAP, ctypes.byref(table), ctypes.c_ulong(ctypes.sizeof(table)), 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_MM_MAP)")
+
+
+def _open_streams(*, unbuffered: bool) -> None:
+    _shown.extend((sys.stdin, sys.stdout, sys.stderr))
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
+        raw = io.FileIO(number, "w", closefd=False)
+        lines = number == 2 or raw.isatty()
+        buffer: Any = raw if unbuffered else io.BufferedWriter(raw)
+        stream = io.TextIOWrapper(buffer, "utf-8", errors, line_buffering=lines, write_through=unbuffered)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _run(request: Request, command: Command) -> int:
+    """Run the program in this interpreter; its exit status."""
+    environment = request.environment
+    isolated = "-I" in command.options
+    paths = [] if isolated else [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    own = {"-m": str(Path.cwd()), "-c": "", "": str(Path(command.target).parent)}[command.kind]
+    sys.path[:] = [*([] if isolated or environment.get("PYTHONSAFEPATH") else [own]), *paths, *_base_path]
+    sys.argv = [command.kind or command.target, *command.words]
+    sys.orig_argv = list(request.argv)
+    sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
+    importlib.invalidate_caches()
+    try:
+        if paths and "-S" not in command.options and importlib.util.find_spec("sitecustomize") is not None:
+            importlib.import_module("sitecustomize")
+        if command.kind == "-m":
+            runpy.run_module(command.target, run_name="__main__", alter_sys=True)
+        elif command.kind == "-c":
+            module = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(command.target, "<string>", "exec"), module.__dict__)
+        else:
+            runpy.run_path(command.target, run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:  # noqa: BLE001 - what an interpreter does at its top
+        while error.__traceback__ is not None and error.__traceback__.tb_frame.f_code.co_filename == __file__:
+            error.__traceback__ = error.__traceback__.tb_next
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _end(status: int) -> NoReturn:
+    """What the interpreter does at its end, as far as others can see it."""
+    import atexit
+
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        status = status or 120
+    if status == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(status & 0xFF)
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    sys.path.pop(0)
+    _base_path.extend(sys.path)
+    for name in (*LIBRARIES, *sys.argv[2:]):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a library has started a thread: nothing can be forked"  # noqa: PTH208
+    gc.collect()
+    gc.freeze()
+    connection.send(b"ready")
+    _serve(connection)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Drives `step` with values: a run at some moment, events that come in, and the effects that come out."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from memtop.presets import load_presets, load_recipes, resolve
+from memtop.presets.schema import Settings
+from memtop.supervisor.run.effects import AddEvent, Effect, Reply
+from memtop.supervisor.run.events import Now, Occurrence, Opened, Replayed, Reported, States, Tick
+from memtop.supervisor.run.model import Attempt, Model, Run
+from memtop.supervisor.run.progress import Progress
+from memtop.supervisor.run.record.configurations import Configurations
+from memtop.supervisor.run.record.folder import StateFile
+from memtop.supervisor.run.record.ledger import Attempt as Row
+from memtop.supervisor.run.reports import Step
+from memtop.supervisor.run.step import step
+from memtop.supervisor.wire import Answer, Checkpoint, Phase, RunState
+from tests.run.reported import reported
+
+SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
+HALF = replace(SETTINGS, batch=SETTINGS.batch // 2, accumulation=SETTINGS.accumulation * 2)
+MIB, GIB = 1 << 20, 1 << 30
+RUN = Run(name="a", folder="/runs/a", created=1.0, settings=SETTINGS, on_oom="auto")
+START = 900.0
+
+E = TypeVar("E")
+
+
+def checkpoint(updates: int, size_bytes: int = MIB) -> Checkpoint:
+    seen = updates * SETTINGS.effective_batch
+    return Checkpoint(path=f"/s{updates}", updates=updates, samples_seen=seen, size_bytes=size_bytes, complete=True)
+
+
+def states(*updates: int) -> States:
+    """Kept states after these updates, the newest first."""
+    kept = tuple(checkpoint(update) for update in updates)
+    return States(newest=kept[0] if kept else None, kept=kept)
+
+
+class Brain:
+    """A run and what its rules have asked for so far."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.effects: list[Effect] = []
+        self.now = 1000.0
+
+    def tell(self, event: Occurrence, *, after: float = 0.0) -> list[Effect]:
+        """What the rules ask for when this happens, so many seconds later."""
+        self.now += after
+        self.model, effects = step(self.model, event, Now(self.now, self.now))
+        self.effects += effects
+        return list(effects)
+
+    def report(self, *values: dict[str, Any], rank: int = 0) -> list[Effect]:
+        return [effect for one in values for effect in self.tell(Reported(rank=rank, report=reported(one)))]
+
+    def tick(self, after: float = 0.2, **values: Any) -> list[Effect]:
+        return self.tell(Tick(alive=True, **values), after=after)
+
+    def asked(self, kind: type[E]) -> list[E]:
+        """All effects of that kind so far."""
+        return [effect for effect in self.effects if isinstance(effect, kind)]
+
+    def messages(self, kind: str) -> list[str]:
+        """The lines of that kind in the run's log."""
+        return [effect.event.message for effect in self.asked(AddEvent) if effect.event.kind == kind]
+
+    def answers(self) -> list[Answer]:
+        return [effect.answer for effect in self.asked(Reply)]
+
+
+def training(update: int = 7, *, settings: Settings | None = SETTINGS, **values: Any) -> Brain:
+    """A run that trains, after so many updates, with saved states after 5 and 3."""
+    begun = Configurations().begin_attempt(1, "start", settings, START).saved()
+    seen = update * SETTINGS.effective_batch
+    known: dict[str, Any] = {
+        "run": replace(RUN, settings=settings),
+        "phase": Phase.TRAINING,
+        "settings": settings,
+        "attempt": Attempt(number=1, started=START),
+        "alive": True,
+        "newest_number": 1,
+        "configurations": begun,
+        "states": states(5, 3),
+        "progress": Progress(step=Step(update=update, samples_seen=seen, time=990.0, step_seconds=0.5), last_heard=990.0),
+    }
+    return Brain(Model(**{**known, **values}))
+
+
+def state_of(phase: Phase, attempt: int = 1, reason: str | None = None, **values: Any) -> StateFile:
+    """What an earlier supervisor had written to state.json."""
+    run = RunState(name="a", folder="/runs/a", state=phase, reason=reason, created=1.0, attempt=attempt)
+    return StateFile(run=run, socket="", **values)
+
+
+def row(number: int = 1, settings: Settings | None = SETTINGS, **values: Any) -> Row:
+    return Row(
+        number=number, reason=values.pop("reason", "start"), settings=settings, started=values.pop("started", 9.0), **values
+    )
+
+
+def taken_over(*rows: Row, reports: tuple[dict[str, Any], ...] = (), **values: Any) -> Brain:
+    """A new supervisor of the run that the ledger has these attempts of; `reports`: read by the one before it."""
+    brain = Brain(Model(run=RUN, settings=SETTINGS, supervisor_pid=7))
+    brain.tell(Opened(attempts=rows, **values))
+    for one in reports:
+        brain.tell(Reported(rank=0, report=reported(one), replayed=True))
+    brain.tell(Replayed())
+    return brain
