@@ -32,8 +32,8 @@ def test_it_saves_and_restarts_with_the_same_settings(runs: Runs, group: MemoryG
     assert second["start_updates"] == first["updates"] >= 100  # saved at the boundary: nothing was lost
     assert "leak: anonymous memory of rank 0 grows by" in second["reason"]
     assert first["outcome"] == "restarted"
-    (told,) = leaks(runs)
-    assert told.endswith("saving and restarting with the same settings before that")
+    (line,) = leaks(runs)
+    assert line.endswith("saving and restarting with the same settings before that")
     # A configuration that leaks is the same one after it: nothing is counted as a failure.
     assert [row["outcome"] for row in document["configurations"]] == [None]
     runs.memtop("stop", "a")
@@ -59,8 +59,8 @@ for update in range(1, 141):
 
 def test_another_program_is_never_restarted_for_it(runs: Runs) -> None:
     runs.memtop("train", "--headless", "--name", "a", "--", sys.executable, "-c", GREEDY)
-    (told,) = leaks(runs)
-    assert "grows by 400.0 MiB per update" in told
-    assert told.endswith("nothing is done about it: it is your own program")
+    (line,) = leaks(runs)
+    assert "grows by 400.0 MiB per update" in line
+    assert line.endswith("nothing is done about it: it is an external command")
     document = runs.show("a")
     assert (document["state"], len(document["attempts"])) == ("finished", 1)
