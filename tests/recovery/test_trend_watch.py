@@ -16,7 +16,6 @@ from memtop.supervisor.run.processes.host_memory import HostReading, anonymous_b
 from memtop.supervisor.run.trends import Member, TrendWatch
 from memtop.supervisor.wire import TrendKind, TrendSubject
 from tests.conftest import Runs
-from tests.recovery.test_trend_live import events
 from tests.run.reported import reported
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -87,7 +86,7 @@ def test_host_memory_of_a_rank() -> None:
     assert watch.own == watch.trends
 
 
-def test_what_fills_a_card_from_outside_is_told_but_is_not_the_runs_own() -> None:
+def test_growth_of_another_process_is_reported_but_is_not_the_runs() -> None:
     watch = TrendWatch()
     for second in range(1, 700):
         ranks = [RankMemory(rank=0, pid=ME, device_uuid="GPU-a", reserved_bytes=GIB)]
@@ -103,7 +102,7 @@ def test_what_grows_while_the_program_loads_is_what_it_loads() -> None:
     assert watch.trends == ()
 
 
-def test_swapping_is_told_while_it_lasts() -> None:
+def test_swapping_is_reported_while_it_lasts() -> None:
     watch = TrendWatch()
     told = []
     for second in range(120):
@@ -113,7 +112,7 @@ def test_swapping_is_told_while_it_lasts() -> None:
     assert [message[:40] for message in told] == ["5.0 MiB/s are read back from swap, in 53", "swapping in has ended"]
 
 
-def test_a_leak_that_was_none_is_taken_back_once() -> None:
+def test_a_leak_that_was_none_is_withdrawn_once() -> None:
     watch = TrendWatch()
     told = []
     for update in range(1, 800):
@@ -158,7 +157,7 @@ def test_a_program_that_counts_from_one_again_begins_anew() -> None:
     assert watch.trends == ()
 
 
-def test_danger_of_a_card_is_explained() -> None:
+def test_danger_of_a_gpu_is_explained() -> None:
     watch, told = TrendWatch(), []
     for second in range(60):
         reserved = 5 * GIB + min(second, 40) * 100 * MIB
@@ -183,6 +182,6 @@ def test_anonymous_memory_is_read_from_the_kernel() -> None:
 def test_allocator_retries_are_an_event(runs: Runs) -> None:
     code = "import memtop_agent as a; a.report('pressure', update=7, allocation_retries=3)"
     runs.memtop("train", "--headless", "--name", "a", "--", sys.executable, "-c", code)
-    (event,) = events(runs, "pressure")
+    (event,) = runs.events("a", "pressure")
     assert "update 7" in event.message
     assert event.data == {"rank": 0, "retries": 3}
