@@ -30,6 +30,7 @@ from memtop.supervisor.run.record.configurations import Record
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.record.ledger import Attempt
 from memtop.supervisor.run.record.outbox import Outbox
+from memtop.supervisor.run.rules.attempts import launch
 from memtop.supervisor.run.rules.taking_over import newest_started
 from memtop.supervisor.run.state import state_file
 from memtop.supervisor.run.step import step
@@ -130,7 +131,7 @@ class World:
         self.accepted: dict[str, int] = {}
         """Restarts that were accepted: the number of events written until then."""
         self.happened: Counter[str] = Counter()
-        self.steps = 0
+        self.steps = self.kills = 0
 
     # --- the supervisor -------------------------------------------------------------------------------------------------
 
@@ -183,6 +184,7 @@ class World:
     def _forget(self) -> None:
         """The supervisor is gone, with all that it had not written."""
         self.model, self.kill_after = None, None
+        self.kills += 1
         self.later.clear()
         if self.program is not None:
             self.program.connected = False
@@ -320,6 +322,10 @@ class World:
     def _examined(self) -> on.Examined:
         program = self.program
         kind = program.cause if program is not None else Kind.NOT_MEMORY
+        if program is not None and program.settings is not None and kind not in (Kind.NOT_MEMORY, Kind.DISK_FULL):
+            self.failed.add(key_of(program.settings))
+        if program is not None and program.settings is None:
+            self.allocators.add(program.allocator)
         diagnosis = Diagnosis(kind=kind, confidence=0.99, summary=f"it died of {kind.value}", source="record")
         free = 0 if self.disk_full else 100 * GIB
         facts = on.Facts(kept_states=self.states().kept, disk_free_bytes=free, deepspeed=True)
@@ -591,4 +597,34 @@ def checkpoint(update: int) -> Checkpoint:
     return Checkpoint(path=f"/s{update}", updates=update, samples_seen=32 * update, size_bytes=GIB, complete=True)
 
 
-__all__ = ["ACTIONS", "Phase", "World"]
+WEIGHTS = {
+    "time": 8,
+    "train": 6,
+    "result": 8,
+    "connect": 2,
+    "save": 2,
+    "start": 5,
+    "restart": 2,
+    "stop": 0.4,
+    "disk": 0.5,
+    "die": 2,
+}
+"""How often things happen, compared with 1 for the others."""
+
+
+def drive(seed: int, events: int) -> World:
+    """A run to which so many random things happen, up to its end."""
+    chance = random.Random(seed)
+    world = World(seed, external=seed % 4 == 3, on_oom=("auto", "auto", "auto", "ask", "stop")[seed % 5])
+    weights = [WEIGHTS.get(name, 1) for name in ACTIONS]
+    world.act_start(1)
+    for name in chance.choices(ACTIONS, weights, k=events):
+        world.act(name, chance.randrange(5040))
+    world.settle()
+    return world
+
+
+def launch_pending(model: Model) -> Model:
+    """Begin the restart that waits for the program's end without waiting for it."""
+    assert model.pending is not None
+    return launch(model, model.pending, Cause.PENDING)
