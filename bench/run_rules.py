@@ -15,7 +15,7 @@ from collections import Counter
 from typing import Any
 
 from bench.common import report
-from tests.run.world import ACTIONS, drive
+from tests.run.life import ACTIONS, drive
 
 _EVENTS_EACH = 120
 

@@ -1,4 +1,4 @@
-"""The rules of a run under random events, with the supervisor killed after any effect; see `tests/run/world.py`."""
+"""The rules of a run under random events, with the supervisor killed after any effect; see `tests/run/life.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from memtop.supervisor.run.effects import Launch
 from memtop.supervisor.run.model import Cause
 from tests.run import world as world_module
-from tests.run.world import ACTIONS, World
+from tests.run.life import ACTIONS, Life, drive, launch_pending
 
 
 class RunMachine(RuleBasedStateMachine):
@@ -24,7 +24,7 @@ class RunMachine(RuleBasedStateMachine):
         on_oom=st.sampled_from(("auto", "ask", "stop")),
     )
     def begin(self, seed: int, external: bool, on_oom: str) -> None:
-        self.world = World(seed, external=external, on_oom=on_oom)
+        self.world = Life(seed, external=external, on_oom=on_oom)
         self.world.act_start(1)
 
     @rule(action=st.sampled_from(ACTIONS), number=st.integers(0, 5039))
@@ -79,7 +79,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
                 )
                 effects = same
             case "the next attempt begins too soon" if after.pending is not None and after.launching is None:
-                after = world_module.launch_pending(after)
+                after = launch_pending(after)
                 after, effects = world_module.replace(after, effects=()), (*effects, *after.effects)
         return after, effects
 
@@ -102,4 +102,4 @@ def test_a_fault_in_the_rules_is_found(monkeypatch: pytest.MonkeyPatch, fault: s
 
 def many_runs() -> None:
     for seed in range(300):
-        world_module.drive(seed, events=80)
+        drive(seed, events=80)

@@ -127,11 +127,6 @@ class Ledger:
         with self._db:
             self._db.execute(f"UPDATE attempts SET {columns} WHERE number = ?", (*values.values(), number))
 
-    def close_unstarted(self, number: int, why: str, now: float) -> None:
-        """End an attempt whose program could not be started. It rolled back no updates."""
-        diagnosis = {"summary": why, "evidence": [], "started": False}
-        self.update_attempt(number, ended=now, outcome="failed", start_updates=None, diagnosis=diagnosis)
-
     def attempts(self) -> list[Attempt]:
         columns = Attempt.__struct_fields__
         rows = self._db.execute(f"SELECT {', '.join(columns)} FROM attempts ORDER BY number")
