@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.memtop-installed
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: run test lint types contracts unit bench screenshots clean help
+.PHONY: run test lint types contracts unit long bench screenshots clean help
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -34,7 +34,10 @@ contracts: $(STAMP)
 	$(BIN)/lint-imports
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
+
+long: $(STAMP) ## the same tests, each program started from scratch (half an hour)
+	MEMTOP_TESTS_EXEC=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 bench: $(STAMP) ## measure; prints JSON
 	$(BIN)/python -m bench.startup

@@ -61,8 +61,8 @@ max_bytes = 8000
 """
 VICTIMS = ("trainer", "mid-save", "supervisor", "both", "follower", "dashboard")
 WEIGHTS = (5, 4, 4, 2, 2, 2)
-# A kill comes within so many seconds of the last one (or of the start): loading, training and the end are all hit.
 _WITHIN_SECONDS = 6.0
+"""A kill comes within so many seconds of the last one (or of the start): loading, training and the end are all hit."""
 _MOST_KILLS_A_RUN = 8
 _RUN_SECONDS = 900.0
 
@@ -70,8 +70,9 @@ _RUN_SECONDS = 900.0
 class Chaos:
     """One series of runs under random kills."""
 
-    def __init__(self, runs: Runs, seed: int) -> None:
+    def __init__(self, runs: Runs, seed: int, within: float) -> None:
         self.runs = runs
+        self.within = within
         self.random = random.Random(seed)
         self.killed: Counter[str] = Counter()
         self.attempts = 0
@@ -112,7 +113,7 @@ class Chaos:
 
     def _kill(self, folder: RunFolder) -> bool:
         (victim,) = self.random.choices(VICTIMS, WEIGHTS)
-        patience = self.random.uniform(0, _WITHIN_SECONDS)
+        patience = self.random.uniform(0, self.within)
         hit = {
             "trainer": lambda: self._after(patience, folder) and self._end(read_state(folder).trainer_pid),
             "mid-save": lambda: self._saving(folder) and self._end(read_state(folder).trainer_pid),
@@ -195,9 +196,11 @@ class Chaos:
         self.wrong += [f"{name}: process {process.pid} is left over" for process in left]
 
 
-def torment(runs: Runs, kills: int, seed: int, seconds: float = float("inf")) -> dict[str, Any]:
+def torment(
+    runs: Runs, kills: int, seed: int, seconds: float = float("inf"), within: float = _WITHIN_SECONDS
+) -> dict[str, Any]:
     """So many kills over as many runs as that takes; what came of it."""
-    chaos, started, number = Chaos(runs, seed), time.monotonic(), 0
+    chaos, started, number = Chaos(runs, seed, within), time.monotonic(), 0
     expected = chaos.reference()
     if expected["updates"] != list(range(1, UPDATES + 1)):
         chaos.wrong.append("the undisturbed run is not whole")

@@ -1,13 +1,15 @@
-"""Saving and taking up a state of 31 M parameters: memtop's `train_latest_state` beside accelerate's save_state / load_state.
+"""Saving and loading a state of 31 M parameters: memtop's `train_latest_state` compared with
+accelerate's save_state.
 
     python -m bench.checkpoint [--rounds N] [--recipe pretrain-causal] [--folder FOLDER]
 
-The same model and AdamW after one update; each measurement is a process of its own, in turns A B C C B A. Memory is the peak
-over what was held before; what loading must take in any case (the moments, 8 bytes per parameter) is `moments_mib`. memtop
-writes beside and swaps, has the disk hold every file (fsync) and keeps checksums, which it compares when it loads; accelerate
-does none of that. So `accelerate_synced` is accelerate with an fsync of each file after it, and `memtop_parts` tells how long
-fsync and checksums take. After loading every moment is written to once, as the next update does: tensors that are mapped from a
-file cost then.
+Both use the same model and AdamW after one update. Each measurement runs in a separate process, in
+turns A B C C B A. Memory is the peak minus what was held before; `moments_mib` is what every load
+needs (8 bytes per parameter). memtop writes a temporary folder and renames it, calls fsync on every
+file, and stores checksums that it compares at a load; accelerate does none of that. So
+`accelerate_synced` is accelerate followed by an fsync of each file, and `memtop_parts` has the
+seconds of fsync and checksums. After a load, every moment is written to once, as the next update
+does, because memory-mapped tensors cost only then.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def prepared(recipe: str) -> tuple[PlainEngine, Any]:
 
 
 def one_update(engine: PlainEngine) -> None:
-    """So that there are moments."""
+    """One update, which creates the moments."""
     ids = torch.arange(8).reshape(1, 8)
     engine.backward(engine.objective(ids, ids), last=True)
     engine.step(1e-3)
@@ -93,7 +95,7 @@ def measure_load(arm: str, recipe: str, folder: Path) -> dict[str, Any]:
 
     def load() -> None:
         if arm == "memtop":
-            # As train/run.py does it.
+            # As in train/run.py.
             found = newest_complete(folder / "state")
             assert found is not None
             place, written, _ = found
@@ -123,7 +125,9 @@ def seconds_of(work: Callable[[], None]) -> float:
 
 @contextmanager
 def timed(name: str, module: Any, function: str) -> Iterator[list[float]]:
-    """While this lasts, the seconds spent in a module's function add up in the list's one element."""
+    """Inside the block, add the seconds spent in a module's function to the only element of the
+    list.
+    """
     whole, own = [0.0], getattr(module, function)
 
     def measured(*arguments: Any) -> Any:

@@ -1,9 +1,10 @@
-"""What reading one sample costs, in time and resident memory, by the way a parquet file is read.
+"""Seconds and resident memory for reading one sample, for several ways to read a parquet file.
 
     python -m bench.data_access
 
-The file is generated: 200 000 rows of random words, about 130 MB of text, in row groups of 1000. Each arm runs in a fresh
-process; memory is what it grew by at its peak, after the same libraries were loaded and another, tiny file was read.
+The file is generated: 200 000 rows of random words, about 130 MB of text, in row groups of 1000.
+Each arm runs in a fresh process. Memory is the growth to the peak after the same libraries were
+loaded and another tiny file was read.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ READS = {
     "whole_file_per_sample": 6,
     "whole_table_in_memory": 100_000,
 }
-"""How many samples each arm reads; what costs seconds is not repeated often."""
+"""The number of samples that each arm reads: few if a sample takes seconds."""
 
 
 def write_file(path: Path, rows: int) -> None:
@@ -53,7 +54,7 @@ def write_file(path: Path, rows: int) -> None:
 
 
 def measure(arm: str, path: Path, warm_up: Path) -> dict[str, Any]:
-    """One arm, in this process: seconds per sample and bytes of resident growth."""
+    """Measure one arm in this process: seconds per sample and bytes of resident growth."""
     reader(arm, warm_up)[0](0)
     before = psutil.Process().memory_info().rss
     with Peak() as peak:
@@ -73,7 +74,7 @@ def measure(arm: str, path: Path, warm_up: Path) -> dict[str, Any]:
 
 
 def reader(arm: str, path: Path) -> tuple[Reader, Sequence[int] | np.ndarray]:
-    """A function that reads one row, and an order to read in."""
+    """A function that reads one row, and the order to read in."""
     generator = np.random.default_rng(1)
     if arm.startswith("groups"):
         low = arm.endswith("low")
@@ -94,7 +95,7 @@ def row_of(table: Any, index: int) -> dict[str, str]:
 
 
 class Peak:
-    """The largest resident set of this process while inside, in bytes, looked at every 2 ms."""
+    """The largest resident set of this process inside the block, in bytes, sampled every 2 ms."""
 
     def __enter__(self) -> Peak:
         self.bytes = 0

@@ -1,11 +1,13 @@
-"""Plain data parallelism over two gloo ranks: memtop's own exchange of gradients beside torch's DistributedDataParallel.
+"""Plain data parallelism over two gloo ranks: memtop's sum of gradients compared with torch's
+DistributedDataParallel.
 
     python -m bench.exchange [--rounds N] [--updates N]
 
-The same model (of the recipe first-run), the same samples, AdamW and clipping at 1; 8 samples and 2 micro-batches an update and
-rank. Both arms live in the same two processes and take turns, A B B A, so that a busy machine is busy for both; a pair is one
-turn of each. DistributedDataParallel holds its exchange back until the last micro-batch, as it should be used. memtop's arm
-votes once an update and exchanges afterwards. The weights of both are compared at the end.
+Both arms use the model of the recipe first-run, the same samples, AdamW and clipping at 1, with 8
+samples and 2 micro-batches per update and rank. They run in the same two processes in turns A B B
+A, so that a busy machine is busy for both; a pair is one turn of each. DistributedDataParallel
+communicates only in the last micro-batch, as recommended. memtop's arm agrees once per update and
+sums afterwards. The final weights of both are compared.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ MICRO_BATCHES, BATCH, LENGTH = 2, 4, 128
 
 
 class Arm:
-    """A copy of the model with its optimizer; `update` does one of the two kinds of update."""
+    """A copy of the model with its optimizer; `update` does one update of either kind."""
 
     def __init__(self, objective: torch.nn.Module, accelerator: Accelerator, *, ours: bool) -> None:
         self.bare = objective
@@ -57,7 +59,7 @@ class Arm:
             ids = torch.randint(0, 256, (BATCH, LENGTH), generator=draw)
             last = number == MICRO_BATCHES - 1
             with nullcontext() if self.ours or last else self._model.no_sync():
-                # DistributedDataParallel takes the mean over ranks, ours the sum.
+                # DistributedDataParallel averages over the ranks, memtop sums.
                 loss = self._model(input_ids=ids, labels=ids) / (MICRO_BATCHES * BATCH * LENGTH * self._world)
                 (loss if self.ours else loss * self._world).backward()
             total += loss.detach()

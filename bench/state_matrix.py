@@ -1,9 +1,11 @@
-"""Every strategy resumes from every other: plain, ZeRO-2 and 3, with and without offload, on 1 and 2 processes, all pairs.
+"""Every strategy resumes from every other: all pairs of plain, ZeRO-2 and 3, with and without
+offload, on 1 and 2 processes.
 
     python -m bench.state_matrix [--precision bf16]
 
-Each source trains 6 updates and saves; each target takes that state up, is compared with it tensor by tensor, and trains 10
-more. `loss_difference` is the largest relative difference of those 10 losses from the run that was never interrupted.
+Each source trains 6 updates and saves. Each target resumes that state, is compared with it tensor
+by tensor, and trains 10 more updates. `loss_difference` is the largest relative difference of those
+10 losses from an uninterrupted run.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""memtop's trainer beside Hugging Face's `Trainer`: samples per second and peak memory on the same work.
+"""memtop's trainer compared with Hugging Face's `Trainer`: samples per second and peak memory on
+the same work.
 
-    python -m bench.train [--device cpu|cuda] [--precision fp32|bf16] [--accumulation A] [--rounds N] [--case NAME]
+python -m bench.train [--device cpu|cuda] [--precision fp32|bf16] [--accumulation A] [--rounds N]
+[--case NAME]
 
-Same model with the same weights, same samples in the same order, AdamW with the same constant rate, clipping at 1; no
-checkpoint, no evaluation, a log line every 4 updates. Each arm is a process of its own, in turns A B B A; a pair is one arm
-and the one next to it. The losses of both are compared: they must be those of one and the same training. Memory is the peak
-after the warm-up, over what was held when model and data were there. On a busy machine samples per second of CPU time tell
-more than samples per second.
+Both arms use the same weights, the same samples in the same order, AdamW with the same constant
+rate, and clipping at 1; no checkpoint, no evaluation, a log line every 4 updates. Each arm runs in
+a separate process, in turns A B B A; a pair is one arm and its neighbour. Their losses are
+compared, because both must do the same training. Memory is the peak after the warm-up, minus what
+was held once model and data were loaded. On a busy machine, compare samples per second of CPU time.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ MEASURED = ("samples_per_second", "samples_per_cpu_second", "peak_growth_mib", "
 WARM_UP = 3
 LOG_EVERY = 4
 CASES: dict[str, tuple[int, dict[str, str]]] = {
-    # Updates that are measured, and what differs from the recipe first-run (8 x 4, T 128, 260 tokens, 1.3 M parameters).
+    # Measured updates, and what differs from the recipe first-run (8 x 4, T 128, 260 tokens, 1.3 M
+    # parameters).
     "small_vocabulary": (13, {}),
     "large_vocabulary": (
         5,
@@ -81,7 +84,7 @@ def settings_of(case: str, device: str, precision: str, accumulation: int) -> Se
 
 
 def samples_of(settings: Settings) -> PackedText:
-    """As many full samples as the run takes, of tokens that are not all alike; the same for every process."""
+    """All samples of the run, at full length, of varied tokens; the same in every process."""
     generator = np.random.default_rng(1)
     vocabulary = settings.model["config"]["vocab_size"]
     documents = [np.sort(generator.integers(0, vocabulary, settings.seq_len)) for _ in range(settings.target_samples)]
@@ -89,7 +92,7 @@ def samples_of(settings: Settings) -> PackedText:
 
 
 class Meter:
-    """Is told of every update; measures from the end of the warm-up to the last one."""
+    """Measures from the end of the warm-up to the last update; `update_done` is called after each."""
 
     def __init__(self, settings: Settings, device: str) -> None:
         self._settings = settings
@@ -141,7 +144,7 @@ def measure_memtop(settings: Settings, device: str) -> dict[str, Any]:
         engine, position = open_engine(settings, accelerator, config, None)
         trainer = Trainer(settings, engine, samples_of(settings), position, Path(folder) / "state", channel, pad=0)
         channel.meter = Meter(settings, device)
-        # The save at the end comes after the last update, when all is measured.
+        # The save at the end is not measured: it comes after the last update.
         trainer.run(Control(channel, accelerator))
     return {**channel.meter.found, "losses": channel.losses}
 
@@ -170,7 +173,7 @@ def measure_hugging_face(settings: Settings, device: str) -> dict[str, Any]:
             lr_scheduler_type="constant",
             weight_decay=settings.weight_decay,
             max_grad_norm=settings.clip_norm,
-            # The same choice as memtop's: torch's own on the CPU, its fused kernel on a GPU.
+            # As in memtop: torch's default on the CPU, its fused kernel on a GPU.
             optim="adamw_torch_fused" if device == "cuda" else "adamw_torch",
             bf16=settings.precision == "bf16",
             use_cpu=device == "cpu",
@@ -191,7 +194,7 @@ def measure_hugging_face(settings: Settings, device: str) -> dict[str, Any]:
 
 
 def in_child(arm: str, case: str, options: list[str]) -> dict[str, Any]:
-    """One arm in a process of its own."""
+    """Measure one arm in a separate process."""
     command = [sys.executable, "-m", "bench.train", "--arm", arm, "--case", case, *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
     if done.returncode != 0:
@@ -221,7 +224,7 @@ def compare(case: str, settings: Settings, rounds: int, options: list[str]) -> d
 
 
 def loss_difference(losses: list[float], logged: list[float]) -> float:
-    """Relative; Hugging Face logs means over LOG_EVERY updates (a rest at the end is not compared)."""
+    """The largest relative difference of means over LOG_EVERY updates, which Hugging Face logs."""
     means = [statistics.fmean(losses[at : at + LOG_EVERY]) for at in range(0, len(losses), LOG_EVERY)]
     whole = len(losses) // LOG_EVERY
     found = [abs(mine - other) / other for mine, other in zip(means[:whole], logged[:whole], strict=True)]
@@ -232,7 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--accumulation", type=int, default=0, help="0: as the case has it")
+    parser.add_argument("--accumulation", type=int, default=0, help="0: the case's own")
     parser.add_argument("--rounds", type=int, default=2, help="each is A B B A")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--case", choices=list(CASES), action="append")

@@ -30,10 +30,9 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
     """The name in lists of changes."""
     unit: str = ""
     option: str = ""
-    """The command line's option of its own, where it has one next to `--set`."""
+    """Its own option on the command line, if it has one in addition to `--set`."""
     editable: bool = True
-    """False: `--set` does not take it; it has an option of its own or follows from other settings.
-    """
+    """False: `--set` does not take it, because it has its own option or follows from other settings."""
     live: Literal["no", "without ZeRO", "always"] = "no"
     """Whether the built-in trainer can change it at an update boundary."""
     new_run: str = ""
@@ -238,7 +237,7 @@ def value_of(settings: Settings, name: str) -> Any:
 
 
 def row_of(key: str) -> str:
-    """The row of a `--set` key: `lora.r` has one of its own, `model.path` belongs to `model`."""
+    """The row of a `--set` key: `lora.r` has its own row, `model.path` belongs to `model`."""
     return key if key in FIELDS else key.partition(".")[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,7 +23,10 @@ from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.processes.signals import SignalRefused, signal_process
 from memtop.supervisor.monitor.processes.table import run_processes
 from memtop.supervisor.run.record.folder import find_run
+from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.wire import Event
 from tests.forking import Program
+from tests.groups import MemoryGroup, memory_group
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -109,6 +113,11 @@ class Runs:
             assert time.monotonic() < deadline, f"{name} after {seconds} s: {json.dumps(document, indent=1)}"
             time.sleep(0.1)
 
+    def events(self, name: str, kind: str) -> list[Event]:
+        """The run's events of that kind, oldest first."""
+        with contextlib.closing(Ledger(find_run(name, self.path).ledger_path, read_only=True)) as ledger:
+            return [event for event in ledger.events() if event.kind == kind]
+
     def kill(self, pid: int) -> None:
         """SIGKILL a process of a run under test."""
         identity = identify(pid)
@@ -143,6 +152,11 @@ def make_runs(root: Path) -> Iterator[Runs]:
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Runs]:
     yield from make_runs(tmp_path)
+
+
+@pytest.fixture
+def group() -> Iterator[MemoryGroup]:
+    yield from memory_group()
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import memtop
 from memtop.supervisor.run.record.folder import RunSpec, create_run
 from tests.conftest import Runs
 from tests.forking import run
-from tests.groups import MemoryGroup, memory_group
+from tests.groups import MemoryGroup
 from tests.recovery.injected import SOON_STALLED, inject
 from tests.train.support import edited
 
@@ -132,11 +131,6 @@ def needs(tmp_path_factory: pytest.TempPathFactory) -> Needs:
     # A line through the two: what comes beyond them grows with the batch.
     (small_addresses, small_memory), (addresses, memory) = measured
     return Needs((addresses, addresses + 2 * (addresses - small_addresses)), (memory, memory + 2 * (memory - small_memory)))
-
-
-@pytest.fixture
-def group() -> Iterator[MemoryGroup]:
-    yield from memory_group()
 
 
 def assert_whole(document: dict[str, Any], updates: int, effective: int) -> None:

@@ -1,6 +1,4 @@
-"""The built-in trainer: `run.py` starts it, `trainer.py` is the loop. Here are its errors, one line
-for the user each.
-"""
+"""The built-in trainer. `run.py` starts it, `trainer.py` is the loop; here are its errors."""
 
 import errno
 

@@ -1,5 +1,4 @@
-"""`python -m memtop.train --settings FILE --state-dir FOLDER [--resume auto|never]`: the built-in
-trainer.
+"""`python -m memtop.train --settings FILE --state-dir FOLDER [--resume auto|never]`: the trainer.
 
 Exit status: 0 finished or stopped as requested (the journal says which), 1 failed, 2 bad input.
 """

@@ -1,5 +1,4 @@
-"""A micro-batch that fits into memory: smaller after a failure or before one, larger again when
-there is memory for it.
+"""A micro-batch that fits into memory: smaller after a failure or before one, larger again later.
 
 `OomGuard` turns an allocation failure into a value, `DeviceMemory` measures, and `AutoBatch`
 decides from values alone.
@@ -22,28 +21,22 @@ from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.reporting import Channel
 
 PATIENCE = 50
-"""Updates without failure or pressure before the micro-batch may grow; doubled after each growth
-that failed too soon.
-"""
+"""Updates without failure or pressure before the batch may grow; doubled after a failed growth."""
 SAFE_FRACTION = 0.85
 """The predicted peak of a larger micro-batch must stay below this share of the memory."""
 _PRESSED = 2
-"""Consecutive updates in which the allocator had to free its cache that count as pressure: a single
-one may happen.
-"""
+"""Consecutive updates with a freed cache that count as pressure; a single one may happen."""
 
 Found = TypeVar("Found")
 
 
 def smaller_split(settings: Settings) -> tuple[int, int] | None:
-    """The next smaller B and its A with the same effective batch. B is at most half; None at B 1."""
+    """The next smaller B, at most half, and its A with the same effective batch; None at B 1."""
     return split_below(settings.effective_batch, settings.world_size, settings.batch // 2)
 
 
 def larger_split(settings: Settings, largest: int) -> tuple[int, int] | None:
-    """The next larger B up to `largest`, and its A with the same effective batch; None if there is
-    none.
-    """
+    """The next larger B up to `largest`, and its A with the same effective batch, or None."""
     splits = exact_splits(settings.effective_batch, settings.world_size)
     return min((split for split in splits if settings.batch < split[0] <= largest), default=None)
 
@@ -83,17 +76,13 @@ class OomGuard:
         return None
 
     def give_up(self, what: str) -> None:
-        """Raise the error for which no smaller batch is left; on the other ranks, a TrainingError
-        that names it.
-        """
+        """Raise the error for which no smaller batch is left; on other ranks, a TrainingError."""
         if self._fatal is not None:
             raise self._fatal
         raise TrainingError(f"{what}: another rank is out of memory, and no smaller batch is left")
 
     def report(self, error: Exception) -> None:
-        """Report an error that ends the training if it is an allocation failure and was not
-        reported yet.
-        """
+        """Report a fatal error if it is an allocation failure and was not reported yet."""
         if is_allocation_failure(error):
             self._report(error, survived=False, batch=None, accumulation=None)
 
@@ -105,17 +94,13 @@ class DeviceMemory(Protocol):
     """This rank's memory for micro-batches. Every method returns None if the value is not known."""
 
     def peak_bytes(self) -> int | None:
-        """The most that the allocator held since the peak was last reset, by `reset` or by anything
-        else.
-        """
+        """The allocator's peak since the last reset, by `reset` or by anything else."""
 
     def held_bytes(self) -> int | None:
         """What is allocated now. Between two updates that is what a batch of any size needs."""
 
     def share(self, peak_bytes: int) -> float | None:
-        """How full the memory would be (0-1) if the allocator held this much, with everything that
-        others hold.
-        """
+        """How full the memory would be (0-1) at this peak, with everything that others hold."""
 
     def retries(self) -> int | None:
         """How often the allocator had to free its cache and try again since the process began."""
@@ -128,7 +113,7 @@ class DeviceMemory(Protocol):
 
 
 class UnmeasuredMemory:
-    """The CPU: the share of host memory that a micro-batch uses cannot be separated from the rest."""
+    """The CPU: a micro-batch's share of host memory cannot be separated from the rest."""
 
     def peak_bytes(self) -> int | None:
         return None
@@ -219,9 +204,7 @@ class AutoBatch:
 
     @contextmanager
     def outside_updates(self) -> Iterator[None]:
-        """Wrap work between two updates, such as an evaluation or a save: its peak and retries do
-        not count.
-        """
+        """Do not count the peak and retries of the block: an evaluation, a save."""
         before = self._memory.retries()
         try:
             yield
@@ -269,8 +252,9 @@ class AutoBatch:
         self._stable = 0
 
     def share(self, batch: int) -> float:
-        """How full this rank's memory would be with this batch (0-1); infinite if that is not
-        known. Call between updates.
+        """How full this rank's memory would be with this batch (0-1); infinite if not known.
+
+        Call it between two updates.
 
         The prediction is the line through the peaks measured at two or more batches, and never less
         than the peak at this batch or a smaller one. With a single peak, the second point is what

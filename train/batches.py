@@ -1,6 +1,4 @@
-"""The micro-batches of each update, from any position and with any split, and the host memory plan
-of their loader.
-"""
+"""The micro-batches of each update, from any position and with any split; their loader's memory."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Position(msgspec.Struct, kw_only=True):
-    """How far a training has come: finished updates, samples used, and where texts were cut into
-    another length.
-    """
+    """How far a training has come, and where texts were cut into another length."""
 
     updates: int = 0
     samples_seen: int = 0
@@ -53,9 +49,7 @@ class Batches:
         self._batches: Iterator[Batch] = iter(())
 
     def start(self, settings: Settings, host: HostPlan, position: Position, target: int) -> None:
-        """Start again at this position; `target` is the number of samples at which the training
-        ends.
-        """
+        """Start again at this position. `target`: samples at which the training ends."""
         # The old workers end before new ones start: both together may not fit into memory.
         self._batches = iter(())
         self._plans = _planned(self._order, settings, position, target)
@@ -75,9 +69,7 @@ class Batches:
         return next(self._plans, None)
 
     def fetch(self, plan: UpdatePlan) -> list[Batch]:
-        """All micro-batches of this rank for one update, on the CPU: their tokens are counted
-        before the first one runs.
-        """
+        """All micro-batches of the update on this rank, on the CPU, for counting tokens."""
         found = []
         for keys in plan.micro_batches(self._settings.batch, self._settings.world_size, self._rank):
             batch = next(self._batches)
@@ -119,9 +111,7 @@ def agree_on_host_plan(settings: Settings, accelerator: Accelerator) -> HostPlan
 
 
 def available_bytes() -> int | None:
-    """Host memory that can still be allocated: the machine's, or the cgroup's if its limit is
-    nearer; None if not known.
-    """
+    """Free host memory: the machine's, or the cgroup's if it has less; None if not known."""
     memory: Any = psutil.virtual_memory()
     group = read_cgroup_memory(Path("/proc"), Path("/sys/fs/cgroup"), memory.total)
     if isinstance(group, CgroupMemory):

@@ -1,5 +1,4 @@
-"""Saving and loading `train_latest_state`: fp32 weights and optimizer moments per parameter name,
-and a manifest.
+"""Saves and loads `train_latest_state`: fp32 weights and moments by name, and a manifest.
 
 The state depends on neither batch, processes, ZeRO stage nor offload: any of them resumes from any
 other. A save writes a temporary folder, flushes it to the disk and renames it into place; the
@@ -38,8 +37,7 @@ from memtop.train.state_files import (
 )
 
 ROUND_SECONDS = 1.0
-"""While the final save waits for disk space, all ranks meet this often: far below a process group's
-time limit.
+"""While the last save waits for disk space, ranks meet this often, far below a group's time limit.
 """
 _RETRY_SECONDS = 3.0
 # The disk reports enough free space, yet the write fails: a quota, or no more inodes. Only another
@@ -80,8 +78,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DiskWait:
-    """After a save that failed for lack of disk space: when to try again, and when to repeat the
-    message.
+    """After a save that failed for lack of space: when to retry and when to repeat the message.
 
     Only the first rank writes, so on the other ranks no retry is ever due. `monotonic` returns
     seconds.
@@ -109,9 +106,7 @@ class DiskWait:
         return at_once or since >= (_HIDDEN_LIMIT_RETRY_SECONDS if error.hidden else _RETRY_SECONDS)
 
     def is_news(self, text: str) -> bool:
-        """Whether to report this text: it differs from the last one, and the last one is a minute
-        old.
-        """
+        """Whether to report this text: it is new, and the last one is a minute old."""
         now = self._monotonic()
         if text == self._message or (self._message is not None and now - self._message_at < _REPEAT_MESSAGE_SECONDS):
             return False
@@ -172,7 +167,7 @@ class StateSaver:
         return done
 
     def retry_due(self, *, at_once: bool) -> bool:
-        """On the first rank: whether another attempt may succeed now. Always False on the others."""
+        """Whether another attempt may succeed now, on the first rank; False on the others."""
         return self._disk_wait.due(at_once=at_once)
 
     def _keep_best(self) -> None:
@@ -276,9 +271,7 @@ def _write_state(
 
 
 def load_weights(read: ShardReader, model: torch.nn.Module, folder: Path) -> None:
-    """Copy the saved weights into the model, one at a time; BadInputError if they belong to another
-    model.
-    """
+    """Copy the saved weights into the model, one by one; BadInputError for another model's."""
     for _, parameter, tensor in saved_weights(read, model, folder):
         _copy_into(parameter, tensor)
 
@@ -286,9 +279,7 @@ def load_weights(read: ShardReader, model: torch.nn.Module, folder: Path) -> Non
 def saved_weights(
     read: ShardReader, model: torch.nn.Module, folder: Path
 ) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor]]:
-    """Name, parameter of the model and saved tensor, one at a time; BadInputError if they belong to
-    another model.
-    """
+    """Name, parameter and saved tensor, one by one; BadInputError for another model's."""
     parameters = trained_parameters(model)
     if read.names != parameters.keys():
         odd = sorted(read.names ^ parameters.keys())[0]
@@ -366,8 +357,7 @@ def best_loss(state_dir: Path) -> float | None:
 
 
 def keep_best(state_dir: Path) -> None:
-    """Keep the newest state as the best one, by hard links: they need hardly any space while both
-    exist.
+    """Keep the newest state as the best one, by hard links, which need hardly any space.
 
     NoSpaceError if even the links do not fit; the former best state remains.
     """

@@ -1,5 +1,4 @@
-"""Waits for other processes that compile an extension of torch, and removes the lock that a killed
-compilation left.
+"""Waits for processes that compile an extension of torch; removes the lock of a killed one.
 
 During a compilation torch keeps a file `lock` in the extension's folder, and it waits silently and
 forever while such a file exists (`torch.utils.file_baton`). The owner has the file open, and the
@@ -69,9 +68,7 @@ def await_compiled(
 
 
 def unused_lock(lock: Path) -> int | None:
-    """The lock's inode if certainly no process compiles under it, 0 if one does or may; None if
-    there is no lock.
-    """
+    """The lock's inode if it is certainly unused, 0 if it may be in use; None without a lock."""
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -87,7 +84,7 @@ def unused_lock(lock: Path) -> int | None:
 
 
 def _leased(descriptor: int) -> bool:
-    """Whether the kernel grants a lease on the open file. The lease ends when the file is closed."""
+    """Whether the kernel grants a lease on the open file, which ends when the file is closed."""
     # A process that opens the file now makes the kernel signal this one; the default signal would
     # end it.
     fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)

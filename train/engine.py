@@ -1,5 +1,4 @@
-"""`Engine`: how gradients and optimizer steps are computed. Plain data parallelism is here,
-DeepSpeed's ZeRO in `zero.py`.
+"""`Engine` computes gradients and steps: plain data parallelism here, ZeRO in `zero.py`.
 
 Plain data parallelism does not use torch's DistributedDataParallel, which communicates during the
 backward pass. If one rank runs out of memory there, the others wait forever for an all-reduce that
@@ -23,9 +22,7 @@ from memtop.train.state_files import LossScale
 
 _SLOTS = 8
 BUCKET_BYTES = 32 << 20
-"""Smaller gradients are copied into a bucket of up to this size and reduced together; larger ones
-are reduced in place.
-"""
+"""Smaller gradients are reduced together in a bucket of this size; larger ones in place."""
 
 ReadSaved = Callable[[str], dict[str, torch.Tensor]]
 """Maps a parameter's name to its saved tensors: weight, step and moments."""
@@ -44,9 +41,7 @@ class Engine(Protocol):
     """Tokens whose logits exist at one time; 0 for all."""
 
     retries: bool
-    """Whether an update can be given up before its step and repeated: forward and backward wait for
-    no other rank.
-    """
+    """Whether an update can be repeated: forward and backward wait for no other rank."""
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add the gradient of this rank's part of the loss.
@@ -73,14 +68,10 @@ class Engine(Protocol):
         """Discard the gradients of an update that was given up."""
 
     def step(self, rate: float) -> float | None:
-        """Do one optimizer step over the sum of all ranks' gradients; return the gradient norm, if
-        known.
-        """
+        """Do one optimizer step over the sum of all ranks' gradients; return its norm, if known."""
 
     def saved_tensors(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """Yield each trained parameter's name with weight, step and moments, in fp32 on the CPU,
-        one at a time.
-        """
+        """Yield each trained parameter's name, with weight, step and moments in fp32 on the CPU."""
 
     def load_moments(self, read: ReadSaved) -> None:
         """Restore saved moments (and exact fp32 weights), one parameter at a time."""
@@ -96,8 +87,9 @@ class Engine(Protocol):
 
 
 class Ranks:
-    """Reduces a few numbers over all ranks in memory allocated at the start, so it works when
-    memory has run out.
+    """Reduces a few numbers over all ranks, in memory allocated at the start.
+
+    So it works when memory has run out.
 
     All ranks call every method together. With one process it returns what it was given.
     """
@@ -182,8 +174,9 @@ class GradientSum:
         torch.distributed.all_reduce(self._held)
 
     def fill_missing(self) -> int:
-        """Allocate zeros for gradients that only other ranks have, after `share_missing`; return
-        how many.
+        """Allocate zeros for gradients that only other ranks have; return how many.
+
+        Call it after `share_missing`.
 
         May run out of memory, but never waits for another rank.
         """
@@ -255,9 +248,7 @@ def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 class PlainEngine:
-    """One process, or several with a whole model each that sum their gradients before the optimizer
-    step.
-    """
+    """One process, or several with a whole model each that sum their gradients before the step."""
 
     retries = True
 

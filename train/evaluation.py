@@ -1,6 +1,4 @@
-"""The evaluation loss: the mean over the predicted tokens of held-out samples, on all ranks
-together.
-"""
+"""The evaluation loss: the mean over the predicted tokens of held-out samples on all ranks."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ MAX_SAMPLES = 512
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """The loss in nats per token, the numbers of samples and tokens behind it, and how long it
-    took.
-    """
+    """The loss in nats per token, the samples and tokens behind it, and the time it took."""
 
     loss: float
     samples: int

@@ -1,5 +1,6 @@
-"""`python -m memtop.train.export --settings FILE --state-dir FOLDER --out DIR [--adapter |
---merge]`: a trained model as files.
+"""Writes a trained model as files.
+
+python -m memtop.train.export --settings FILE --state-dir FOLDER --out DIR [--adapter | --merge]
 
 Writes the model of the newest complete state, or of the best one with `load_best_at_end`, in
 Hugging Face's format: safetensors, configuration and tokenizer. Prints the folder to stdout and
@@ -127,9 +128,7 @@ def _checked_target(out: Path) -> Path:
 
 @contextlib.contextmanager
 def _held(state_dir: Path, *, best: bool) -> Iterator[Source]:
-    """The best or newest complete state, kept by hard links: a trainer may replace it in the
-    meantime.
-    """
+    """The best or newest complete state, kept by hard links if a trainer replaces it."""
     order = [state_dir, previous_of(state_dir), *older_states(state_dir)]
     if best:
         order.insert(0, best_state(state_dir))
@@ -181,9 +180,7 @@ def _write_whole(settings: Settings, config: Any, tokens: Tokens, source: Source
 
 
 def _name_special_ids(model: Any, tokens: Tokens) -> None:
-    """Store the ids that a model without a path was trained with, in place of its architecture's
-    defaults.
-    """
+    """Store the ids that a model without a path was trained with."""
     for config in (model.config, model.generation_config):
         config.bos_token_id, config.eos_token_id, config.pad_token_id = tokens.begin, tokens.end, tokens.pad
 

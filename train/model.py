@@ -1,6 +1,4 @@
-"""Builds the model that the settings name: new from a configuration, or read from a folder or hub
-name; with adapters.
-"""
+"""Builds the model that the settings name, new or read from a folder or hub name; with adapters."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def tokens_and_config(settings: Settings) -> tuple[Tokens, Any]:
 
 
 def model_config(settings: Settings, tokens: Tokens) -> Any:
-    """The Hugging Face configuration; BadInputError if it is missing or does not fit the tokenizer."""
+    """The Hugging Face configuration; BadInputError if missing or unfit for the tokenizer."""
     if settings.model.get("path"):
         config = _config_of(str(settings.model["path"]))
         known = config.get_text_config().vocab_size
@@ -96,9 +94,7 @@ def build_model(settings: Settings, config: Any, *, mixed: str = "no") -> torch.
 
 
 def set_checkpointing(model: Any, *, on: bool) -> None:
-    """Switch gradient checkpointing on or off, at the start or between two updates; BadInputError
-    if the model lacks it.
-    """
+    """Switch gradient checkpointing at the start or between updates; BadInputError without it."""
     adapted = hasattr(model, "peft_config")
     base = model.get_base_model() if adapted else model
     if on and not base.supports_gradient_checkpointing:

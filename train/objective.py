@@ -1,5 +1,4 @@
-"""The training loss: cross entropy summed over the predicted tokens, with the output head applied
-in chunks.
+"""The training loss: cross entropy summed over the predicted tokens, with the head run in chunks.
 
 A language model's largest tensors are its logits, batch x length x vocabulary, in 16 bits, in 32
 bits and as a gradient. Here the head and the cross entropy run over a few tokens at a time and keep
@@ -23,8 +22,7 @@ CHUNK_BYTES = 64 << 20
 
 
 class Objective(torch.nn.Module):
-    """A Hugging Face model with its loss. forward returns the sum over all predicted tokens, a
-    scalar in fp32 (nats).
+    """A Hugging Face model with its loss: the sum over the predicted tokens, fp32 scalar in nats.
 
     `chunk` is the number of tokens whose logits exist at one time: 0 for all, -1 for as many as
     CHUNK_BYTES hold. With `sparse`, tokens whose labels do not count (masked prompts) get no
@@ -52,9 +50,7 @@ class Objective(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """input_ids [b, t]; labels [b, t], or [b, u] for sequence to sequence; attention_mask [b,
-        t] if padding matters.
-        """
+        """input_ids and attention_mask [b, t]; labels [b, t], or [b, u] for seq2seq."""
         inputs: dict[str, torch.Tensor] = {"input_ids": input_ids}
         if self.seq2seq:
             model: Any = self.model
@@ -93,7 +89,7 @@ class Objective(torch.nn.Module):
 
 
 def predicted_tokens(labels: torch.Tensor, *, seq2seq: bool) -> int:
-    """The number of predicted tokens in labels [b, u]. A causal model does not predict the first."""
+    """The number of predicted tokens in labels [b, u]; a causal model omits the first."""
     return int(((labels if seq2seq else labels[:, 1:]) != IGNORED).sum())
 
 
@@ -130,9 +126,7 @@ def _catching(head: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def _head_gives_the_logits(objective: Objective) -> bool:
-    """Whether the model's logits are exactly its head's output, tested with numbers that any cap or
-    scale would change.
-    """
+    """Whether the logits are the head's output, tested with numbers that any cap would change."""
     model: Any = objective.model
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         # Sharded while it was built: it cannot run before DeepSpeed wraps it.

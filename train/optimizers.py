@@ -1,5 +1,4 @@
-"""The learning rate, the optimizers, and their moments as they are saved: tensors per parameter,
-under every strategy.
+"""The learning rate, and the optimizers with their moments as they are saved, per parameter.
 
 Saved for each parameter: `step` (scalar), and by the kind of optimizer
 
@@ -27,8 +26,7 @@ from memtop.train.compile_lock import await_compiled
 
 
 def learning_rate(settings: Settings, samples_seen: int, target_samples: int) -> float:
-    """The rate of the update that ends at `samples_seen`: linear warm-up, then a cosine down to the
-    final fraction.
+    """The rate of the update that ends at `samples_seen`: linear warm-up, then a cosine.
 
     It depends on progress in samples alone, so a changed batch neither restarts nor stretches it.
     """
@@ -47,9 +45,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def build_optimizer(
     settings: Settings, parameters: Iterable[torch.nn.Parameter], device: torch.device
 ) -> torch.optim.Optimizer:
-    """The optimizer that the settings name, for the parameters that are trained; BadInputError if
-    it cannot run here.
-    """
+    """The optimizer that the settings name; BadInputError if it cannot run here."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     rate, decay = settings.learning_rate, settings.weight_decay
     if settings.optimizer == "adamw":

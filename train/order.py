@@ -1,5 +1,4 @@
-"""Which samples an update uses: a pure function of seed, cuts and position, not of batch,
-accumulation or world size.
+"""Which samples an update uses: a function of seed, cuts and position, not of batch or processes.
 
 The samples of all epochs form one endless sequence; an epoch is a permutation drawn from (seed,
 epoch) alone. An update uses the next `count` of them. So B, A and W may change at any update, and
@@ -39,9 +38,7 @@ class Samples(Protocol):
     """A data set that can be cut into samples."""
 
     recut: bool
-    """Whether the samples depend on the sequence length: stretches of a text do, rows of a table do
-    not.
-    """
+    """Whether the samples depend on the sequence length, as pieces of text do and rows do not."""
 
     def table(self, seq_len: int) -> Table: ...
 
@@ -145,7 +142,7 @@ class SampleOrder:
 
 
 class UpdatePlan(msgspec.Struct, frozen=True):
-    """One update: its number (from 1), the position where it starts, and the samples of all ranks."""
+    """One update: its number (from 1), its first position, and the samples of all ranks."""
 
     number: int
     position: int

@@ -1,6 +1,4 @@
-"""What the trainer reports: to the supervisor through the agent, to the log, and to accelerate's
-trackers.
-"""
+"""What the trainer reports: to the supervisor, to the log, and to accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -87,9 +85,7 @@ class Unsupervised:
 
 
 def open_channel() -> Channel:
-    """The agent that `sitecustomize` loaded into this process, if memtop started it; otherwise
-    `Unsupervised`.
-    """
+    """The agent if memtop started this process (see `sitecustomize.py`); else `Unsupervised`."""
     agent: Any = sys.modules.get("memtop_agent")
     return Unsupervised() if agent is None else agent
 
@@ -121,9 +117,7 @@ class Stopwatch:
             self._seconds[name] += time.perf_counter() - started
 
     def lap(self) -> dict[str, float]:
-        """Return the seconds of each part and, as `step_seconds`, of the whole update; start the
-        next one.
-        """
+        """Return the seconds of each part, and of the update as `step_seconds`; start the next."""
         if self._events:
             torch.cuda.synchronize()
             for name, before, after in self._events:
@@ -139,9 +133,7 @@ def _event() -> torch.cuda.Event:
 
 
 class MemoryRecord:
-    """Records host memory and this rank's GPU memory, as a report and, on the first rank, as a line
-    of the log.
-    """
+    """Records host memory and this rank's GPU memory; the first rank also prints a line."""
 
     def __init__(self, channel: Channel, accelerator: Accelerator, log: Callable[[str], None] = print) -> None:
         self._channel = channel
@@ -168,9 +160,7 @@ class MemoryRecord:
 
 
 def tracking_options(settings: Settings, folder: Path, more: Sequence[GeneralTracker] = ()) -> dict[str, Any]:
-    """The Accelerator's arguments for trackers, which may write into `folder`; BadInputError if a
-    tracker is missing.
-    """
+    """The Accelerator's arguments for trackers in `folder`; BadInputError for a missing one."""
     for name in settings.trackers:
         if name not in _PACKAGES:
             raise BadInputError(f"trackers {name}: unknown; choose from {', '.join(_PACKAGES)}")
@@ -182,17 +172,13 @@ def tracking_options(settings: Settings, folder: Path, more: Sequence[GeneralTra
 
 
 class Tracking:
-    """Sends metrics to the accelerator's trackers, from the first rank; does nothing without
-    trackers.
-    """
+    """Sends metrics to the accelerator's trackers, from the first rank, if there are any."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
 
     def start(self, settings: Settings, folder: Path) -> None:
-        """Start the trackers; BadInputError says why one cannot start (no account, no network,
-        ...).
-        """
+        """Start the trackers; BadInputError if one cannot start (no account, no network, ...)."""
         if not self._accelerator.log_with:
             return
         name = Path(os.environ.get("MEMTOP_RUN", "")).name or settings.recipe

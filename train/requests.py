@@ -1,4 +1,4 @@
-"""What is requested of a running trainer, by commands and signals: save, stop, or change a setting."""
+"""Requests to a running trainer, by commands and signals: save, stop, or change a setting."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Requests(msgspec.Struct, frozen=True):
 
 
 class Control:
-    """Collects commands and signals. SIGTERM and SIGINT request: finish the update, save and exit."""
+    """Collects commands and signals. SIGTERM and SIGINT: finish the update, save and exit."""
 
     def __init__(self, channel: Channel, accelerator: Accelerator) -> None:
         self._channel = channel

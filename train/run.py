@@ -32,8 +32,7 @@ from memtop.train.zero import ZeroEngine, open_deepspeed
 
 
 def train(settings_path: Path, state_dir: Path, *, resume: bool, trackers: Sequence[GeneralTracker] = ()) -> str:
-    """Train to the target or until a stop is requested, and save the state; return "finished" or
-    "stopped".
+    """Train to the target or a requested stop; return "finished" or "stopped", the state saved.
 
     `trackers` get the metrics in addition to those that the settings name. TrainingError if the
     user can solve the problem, UnsavedError if the state did not fit on the disk.
@@ -136,9 +135,7 @@ def _report_plan(
 
 
 class _Notifier:
-    """Notifies the user, from the first rank: a line of the log and, as a warning, a report to the
-    supervisor.
-    """
+    """Notifies the user, from the first rank: in the log and, as a warning, the supervisor."""
 
     def __init__(self, channel: Channel, first: bool) -> None:
         self._channel = channel
@@ -170,7 +167,7 @@ def _evaluation_notes(settings: Settings, data: OpenedData) -> list[str]:
 def open_engine(
     settings: Settings, accelerator: Accelerator, config: Any, found: tuple[Path, Manifest] | None
 ) -> tuple[Engine, Position]:
-    """Model and optimizer under the settings' strategy, resumed from a saved state if there is one."""
+    """Model and optimizer under the settings' strategy, resumed from a state if there is one."""
     model = build_model(settings, config, mixed=accelerator.mixed_precision)
     position = Position(cuts=(Cut(0, settings.seq_len),))
     read = None
@@ -211,9 +208,7 @@ def count_parameters(parameters: Iterable[torch.nn.Parameter]) -> int:
 
 
 def read_settings(path: Path) -> Settings:
-    """The settings of a file, checked again because it may have been edited by hand; BadInputError
-    if they are wrong.
-    """
+    """The settings of a file, which may be edited by hand; BadInputError if they are wrong."""
     try:
         return check(msgspec.json.decode(path.read_bytes(), type=Settings))
     except OSError as error:
@@ -223,8 +218,7 @@ def read_settings(path: Path) -> Settings:
 
 
 def open_accelerator(settings: Settings, config: Any, tracking: dict[str, Any] | None = None) -> Accelerator:
-    """Accelerate, with DeepSpeed if the settings use ZeRO; BadInputError if this machine cannot do
-    it.
+    """Accelerate, with DeepSpeed for ZeRO; BadInputError if this machine cannot do it.
 
     `tracking` are the Accelerator's arguments for trackers.
     """

@@ -39,9 +39,7 @@ class Cut(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LossScale(msgspec.Struct, frozen=True):
-    """The factor on fp16 losses that keeps small gradients from vanishing, and what decides its
-    next change.
-    """
+    """The factor on fp16 losses that keeps small gradients from vanishing, and its next change."""
 
     scale: float
     stable: int
@@ -90,9 +88,7 @@ def describe_file(path: Path) -> StateFile:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, after checking every file that it names; BrokenStateError names the first that
-    is wrong.
-    """
+    """The manifest, after checking all files that it names; BrokenStateError for a wrong one."""
     manifest = _decode(folder / MANIFEST_NAME)
     for expected in manifest.files:
         try:
@@ -132,8 +128,7 @@ def older_states(state_dir: Path) -> list[Path]:
 
 
 def newest_complete(state_dir: Path) -> tuple[Path, Manifest, str | None] | None:
-    """The newest complete state, and what is wrong with a newer one, if any; None if nothing was
-    ever saved.
+    """The newest complete state, and what is wrong with a newer one; None if there is no state.
 
     BrokenStateError if there are states but none is complete.
     """
@@ -151,7 +146,7 @@ def newest_complete(state_dir: Path) -> tuple[Path, Manifest, str | None] | None
 
 
 def newest_update(state_dir: Path) -> int | None:
-    """The update of the newest saved state, by its manifest alone; None if nothing was ever saved."""
+    """The update of the newest saved state, by its manifest alone; None without a state."""
     for folder in (state_dir, previous_of(state_dir), *older_states(state_dir)):
         try:
             return _decode(folder / MANIFEST_NAME).updates
@@ -161,7 +156,7 @@ def newest_update(state_dir: Path) -> int | None:
 
 
 class ShardWriter:
-    """Collects tensors and writes a file for every `shard_bytes` of them; `close` writes the rest."""
+    """Writes a file for every `shard_bytes` of tensors; `close` writes the rest."""
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
         self.files: list[StateFile] = []
@@ -195,8 +190,7 @@ class ShardWriter:
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write one safetensors file and flush it to the disk: the header's length, the header in JSON,
-    each tensor's bytes.
+    """Write one safetensors file and flush it to the disk: header length, JSON header, tensors.
 
     The library would first build the whole file in memory; this writes each tensor from its own
     memory.

@@ -1,5 +1,4 @@
-"""The training loop. `Trainer.train_step` is one update from the batch to the optimizer;
-`Trainer.run` repeats it.
+"""The training loop: `Trainer.train_step` is one update, `Trainer.run` repeats it.
 
 Read on in `order.py` (which samples an update uses), `batches.py` (its micro-batches),
 `objective.py` (the loss), `engine.py` or `zero.py` (backward pass and optimizer step), and
@@ -81,9 +80,7 @@ class Trainer:
         disk_wait: DiskWait | None = None,
     ) -> None:
         self.settings = settings
-        """The settings in effect now: memory failures and live edits change them during the
-        training.
-        """
+        """The settings in effect now; memory failures and live edits change them."""
         self.position = position
         self._engine = engine
         self._accelerator = engine.accelerator
@@ -190,8 +187,7 @@ class Trainer:
         self._report(plan, gradients, rate, norm)
 
     def _compute_gradients(self, plan: UpdatePlan) -> Gradients | None:
-        """Run forward and backward over the update's micro-batches; None if memory ran out on any
-        rank.
+        """Run forward and backward over all micro-batches; None if memory ran out on any rank.
 
         Work that can run out of memory never waits for another rank. After each such part, one
         small all-reduce tells every rank whether any of them failed, and then all of them give up
@@ -221,17 +217,13 @@ class Trainer:
         return None if failed else Gradients(loss, tokens, pressed > 0)
 
     def _fetch(self, plan: UpdatePlan) -> tuple[list[Batch], int]:
-        """This rank's micro-batches, on the CPU, and the number of tokens that are predicted in
-        them.
-        """
+        """This rank's micro-batches, on the CPU, and their number of predicted tokens."""
         batches = self._batches.fetch(plan)
         seq2seq = self.settings.task == "seq2seq"
         return batches, sum(predicted_tokens(batch["labels"], seq2seq=seq2seq) for batch in batches)
 
     def _forward_backward(self, batches: list[Batch], tokens: int) -> float:
-        """Add up the gradients of this rank's micro-batches; return this rank's part of the mean
-        loss.
-        """
+        """Run forward and backward; return this rank's part of the mean loss."""
         device = self._accelerator.device
         total = torch.zeros((), device=device)
         for number, batch in enumerate(batches, start=1):
@@ -282,9 +274,7 @@ class Trainer:
             self._change(reason, batch=split[0], accumulation=split[1])
 
     def _adapt_batch(self) -> None:
-        """Between two updates: shrink before memory runs out, or grow after a stable stretch if the
-        larger batch fits.
-        """
+        """Shrink the batch before memory runs out, or grow it after a stable stretch if it fits."""
         if not self._engine.retries or self._at_target:
             return
         if self._auto_batch.pressed:
@@ -301,9 +291,7 @@ class Trainer:
             self._auto_batch.refused()
 
     def _edit(self, values: dict[str, Any]) -> tuple[bool, str, dict[str, Any]]:
-        """Apply a live edit from the next update on; return whether it was applied, a message, and
-        the details.
-        """
+        """Apply a live edit from the next update on; return success, a message, and the details."""
         try:
             after = edit_live(self.settings, values)
             if after.gradient_checkpointing != self.settings.gradient_checkpointing:
@@ -347,9 +335,7 @@ class Trainer:
         self._batches.start(self.settings, self._host, self.position, self.target_samples)
 
     def _evaluate(self, update: int) -> bool:
-        """Evaluate if this update is one of those to evaluate after; return whether the loss is the
-        lowest so far.
-        """
+        """Evaluate if it is due after this update; return whether the loss is the lowest so far."""
         if self._evaluator is None or update % self.settings.eval_every:
             return False
         self._guard.phase = "evaluation"

@@ -1,6 +1,4 @@
-"""DeepSpeed's ZeRO: its configuration, the engine, and the conversion of its sharded state to
-tensors per parameter name.
-"""
+"""DeepSpeed's ZeRO: configuration, engine, and its sharded state as tensors per parameter name."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ _SMALLEST_BUCKET, _LARGEST_BUCKET = 100_000, 50_000_000
 
 
 def zero_config(settings: Settings, *, hidden_size: int, precision: str, pin_memory: bool) -> dict[str, Any]:
-    """DeepSpeed's JSON for these settings: integers and explicit sizes, nothing that depends on its
-    version.
+    """DeepSpeed's JSON for these settings: integers and explicit sizes, no "auto".
 
     Buckets are counted in elements and follow the model's width. `train_batch_size` is left out
     because DeepSpeed derives it. There is no optimizer block: every strategy uses memtop's
@@ -199,9 +196,7 @@ class ZeroEngine:
         return [parameter for group in self._base.param_groups for parameter in group["params"]]
 
     def _make_optimizer_state(self, step: float) -> None:
-        """Create the optimizer's state, which it would create at its first step, with the saved
-        step count.
-        """
+        """Create the optimizer's state before its first step, with the saved step count."""
         whole = type(self._base).__name__ == "DeepSpeedCPUAdam"
         for piece in self._pieces():
             self._base.state[piece] = {

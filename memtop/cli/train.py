@@ -1,4 +1,7 @@
-"""`memtop train`: from the command line to the settings of a new run, and its start."""
+"""`memtop train`: from the command line to the settings of a new run, and its start.
+
+The functions import NVML and asyncio themselves, since `memtop train --help` needs neither.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,12 @@ _TRACKERS = {"tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"), "w
 _NEEDED = ("torch", "transformers", "accelerate", "safetensors")
 
 
+def _known_on_oom(context: click.Context, option: click.Parameter, value: str) -> str:
+    if value not in ON_OOM:
+        raise UsageError(f"--on-oom {value}: give auto (continue with less), ask (propose it) or stop (report it)")
+    return value
+
+
 @click.command()
 @click.argument("recipe", required=False, metavar="[RECIPE]")
 @edit_options
@@ -53,7 +62,9 @@ _NEEDED = ("torch", "transformers", "accelerate", "safetensors")
 @click.option("--save-every", type=WHOLE, metavar="N", help="updates between two saves")
 @headless_option
 @detach_option
-@click.option("--on-oom", default="auto", metavar="auto|ask|stop", help="what to do when memory runs out [auto]")
+@click.option(
+    "--on-oom", default="auto", metavar="auto|ask|stop", callback=_known_on_oom, help="what to do when memory runs out [auto]"
+)
 @click.option("--fresh", is_flag=True, help="move an existing run of that name aside and start a new one")
 @runs_dir_option
 @click.pass_obj
@@ -80,26 +91,22 @@ def train(
     Your own program follows two dashes: `memtop train -- COMMAND ARG ...`. Without a terminal the
     run is headless. Closing the dashboard does not stop the run.
     """
-    # Imported here, since `memtop train --help` needs neither NVML nor asyncio.
     from memtop.cli import gpus as gpu_choice
     from memtop.cli.foreground import stay
     from memtop.supervisor.run.clients.client import start_supervisor
 
     begun = time.time()
     refuse_both(headless, detach)
-    if on_oom not in ON_OOM:
-        raise UsageError(f"--on-oom {on_oom}: give auto (continue with less), ask (propose it) or stop (report it)")
     gpu_list = gpu_choice.wanted(gpus)
     values = assignments_of(assignments, batch=batch, accumulation=accum, seq_len=seq_len, save_every=save_every)
     edits = Change(assignments=values, max_updates=max_updates)
+    recipe_name = recipe or "first-run"
     if program:
         refuse_for_program(recipe, preset, edits)
-        settings, stem = None, Path(program[0]).stem
-    else:
-        settings, stem = settings_for(recipe or "first-run", preset, edits, gpu_list, fresh=fresh), recipe or "first-run"
+    settings = None if program else settings_for(recipe_name, preset, edits, gpu_list, fresh=fresh)
     where = runs_dir or default_runs_dir()
     spec = RunSpec(
-        name=name or free_name(where, stem),
+        name=name or free_name(where, Path(program[0]).stem if program else recipe_name),
         created=begun,
         settings=settings,
         command=program or (),

@@ -108,8 +108,6 @@ class Pattern:
     weight: Weight = Weight.CAUSE
     phase: str | None = None
     """None: read from the traceback."""
-    needle: str = ""
-    """A plain part of every text that can match: searching for it rejects most texts quickly."""
     at_start: bool = False
     """Match only at the start of a line."""
     asserted: bool = False
@@ -117,13 +115,15 @@ class Pattern:
     whole_word: bool = False
     """Match only where a word of the line ends with the match."""
     regex: re.Pattern[str] = field(init=False, repr=False)
+    needles: tuple[str, ...] = field(init=False, repr=False)
+    """Plain strings of which every match contains one. Searching for them rejects most texts quickly."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "regex", compiled(self.pattern))
-        object.__setattr__(self, "needle", self.needle.replace(" ", ""))
+        object.__setattr__(self, "needles", _needles(self.pattern))
 
     def find(self, view: View) -> Iterator[Finding]:
-        if self.needle and self.needle not in view.text:
+        if self.needles and not any(needle in view.text for needle in self.needles):
             return
         yield from both_ends(list(self.regex.finditer(view.text)), lambda match: self._accepted(view, match))
 
@@ -154,7 +154,6 @@ def other(
     *,
     weight: Weight = Weight.ERROR,
     phase: str | None = None,
-    needle: str = "",
     at_start: bool = False,
     whole_word: bool = False,
 ) -> Pattern:
@@ -163,15 +162,13 @@ def other(
     It weighs as much as any error: many such messages are warnings, and a lack of memory that
     follows must outweigh them.
     """
-    return Pattern(
-        pattern, Kind.NOT_MEMORY, confidence, reason, weight, phase, needle, at_start=at_start, whole_word=whole_word
-    )
+    return Pattern(pattern, Kind.NOT_MEMORY, confidence, reason, weight, phase, at_start, whole_word=whole_word)
 
 
 # --- compiling ------------------------------------------------------------------------------------
 
 SIZE = r"\d[\d,]{0,24}(?:\.\d{0,6})?(?:[KMGTP]i?[Bb]|[KMGT](?![A-Za-z])|[Bb]ytes?|B(?![A-Za-z]))"
-_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P<\w+>|P=|[a-z]+:|[:=!]|<[=!])|\{\d+,?\d*\}|.", re.DOTALL)
+_TOKEN = re.compile(r"SIZE|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P<\w+>|P=|[a-z]+:|[:=!]|<[=!])|\{\d+,?\d*\}|.", re.DOTALL)
 _QUANTIFIER = re.compile(r"[?*+]|\{\d+,?\d*\}")
 # What stands for one character of a number or a name, and how long a number or a name can be.
 _LONGEST = {r"\d": 20, r"\w": 80}
@@ -202,8 +199,26 @@ def compiled(pattern: str) -> re.Pattern[str]:
             token = f"{{{int(token == '+')},{_LONGEST[before]}}}"
         elif token in ("*", "+") or (token[0] == "{" and token.endswith(",}")):
             raise ValueError(f"pattern {pattern!r}: {before + token!r} has no upper bound")
-        parts.append("" if token.isspace() else token)
-    return re.compile("".join(parts).replace("SIZE", SIZE))
+        parts.append("" if token.isspace() else SIZE if token == "SIZE" else token)
+    return re.compile("".join(parts))
+
+
+_SHORTEST_NEEDLE = 4
+_LITERAL = re.compile(r"[^\\.^$*+?{}\[\]|()\s]|\\[^A-Za-z0-9]")
+
+
+def _needles(pattern: str) -> tuple[str, ...]:
+    """The longest plain string outside groups, for each alternative; () if an alternative has none."""
+    tokens = [token for token in _TOKEN.findall(pattern) if not token.isspace()]
+    longest, run, depth = [""], "", 0
+    for token, following in zip(tokens, [*tokens[1:], ""], strict=True):
+        depth += (token[0] == "(") - (token == ")")
+        plain = not depth and _LITERAL.fullmatch(token) and not _QUANTIFIER.fullmatch(following)
+        run = run + token[-1] if plain else ""
+        longest[-1] = max(longest[-1], run, key=len)
+        if not depth and token == "|":
+            longest.append("")
+    return tuple(longest) if min(map(len, longest)) >= _SHORTEST_NEEDLE else ()
 
 
 # --- matching -------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ _FULL = r"(?:No space left on device|Disk quota exceeded|ENOSPC)"
 
 DEVICE_MEMORY: tuple[Pattern, ...] = (
     # Page-locked host memory. Its messages contain those of a device, so they come first.
-    Pattern(r"failed to alloc(?:ate)? (?P<size>\d+ bytes) on host", PINNED, 0.95, needle="onhost"),
-    Pattern(r"could not allocate pinned host memory of size:? (?P<size>\d+)?", PINNED, 0.95, needle="pinnedhost"),
+    Pattern(r"failed to alloc(?:ate)? (?P<size>\d+ bytes) on host", PINNED, 0.95),
+    Pattern(r"could not allocate pinned host memory of size:? (?P<size>\d+)?", PINNED, 0.95),
     Pattern(
         r"(?i:(?:failed|unable|cannot|could n[o']t) (?:to )?alloc(?:ate)?[^.]{0,60}"
         r"(?:pinned|page-?locked))",
@@ -27,48 +27,45 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         r"(?:cu(?:da)?|hip)(?:Mem)?HostAlloc\w* .{0,60}?(?:out of memory|OUT_?OF_?MEMORY"
         r"|MemoryAllocation)",
         PINNED,
-        needle="HostAlloc",
     ),
     Pattern(
         r"(?:cu(?:da)?|hip)(?:Mem)?HostRegister .{0,60}?(?:out of memory|OUT_?OF_?MEMORY"
         r"|MemoryAllocation)",
         PINNED,
-        needle="HostRegister",
     ),
     # CUDA, HIP and others, without figures. The traceback shows whether it was pinned memory.
-    Pattern(r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU)(?: driver)? error:? out of memory", GPU, 0.85, needle="outofmemory"),
+    Pattern(r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU)(?: driver)? error:? out of memory", GPU, 0.85),
     Pattern(
         r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU|MPS backend|GPU) out of(?: the)? memory(?!\.Tri|\(MPS"
         r"|detected|errors|issues|problems|handling)",
         GPU,
         0.8,
         asserted=True,
-        needle="outof",
     ),
     Pattern(r"CUDA out of memory detected", GPU, 0.8),
-    Pattern(r"(?i:(?:cuda|hip) runtime error) \(?2\)?:? out of memory", GPU, needle="outofmemory"),
+    Pattern(r"(?i:(?:cuda|hip) runtime error) \(?2\)?:? out of memory", GPU),
     Pattern(r"(?:CUDA|hip|HIP)_?E(?:RROR|rror)_?[Oo](?:UT_OF_MEMORY|utOfMemory)", GPU, 0.85),
-    Pattern(r"Error 2: out of memory", GPU, 0.85, needle="Error2"),
-    Pattern(r"THCudaCheck FAIL .{0,160}? error=2 : out of memory", GPU, 0.85, needle="THCudaCheck"),
-    Pattern(r"cudaSuccess \(2 vs\. 0\) out of memory", GPU, needle="cudaSuccess"),
-    Pattern(r"cudaErrorMemoryAllocation", GPU, 0.85, needle="cudaErrorMem"),
-    Pattern(r"Triton Error \[\w+\]: out of memory", GPU, needle="TritonError"),
-    Pattern(r"allocating (?P<size>SIZE) on device (?P<gpu>\d+):? cuda\w+ failed:? out of memory", GPU, 0.95, needle="ondevice"),
-    Pattern(r"(?:cuda|hip)Malloc\w* (?:retry )?failed:? out of memory", GPU, needle="failed"),
-    Pattern(r"OutOfMemoryError:? (?:Error: )?Out of memory allocating (?P<size>SIZE)", GPU, 0.95, needle="OutOfMemoryError"),
-    Pattern(r"Out of memory error on GPU (?P<gpu>\d+)\. Cannot allocate (?P<size>SIZE)", GPU, 0.95, needle="Outofmemory"),
+    Pattern(r"Error 2: out of memory", GPU, 0.85),
+    Pattern(r"THCudaCheck FAIL .{0,160}? error=2 : out of memory", GPU, 0.85),
+    Pattern(r"cudaSuccess \(2 vs\. 0\) out of memory", GPU),
+    Pattern(r"cudaErrorMemoryAllocation", GPU, 0.85),
+    Pattern(r"Triton Error \[\w+\]: out of memory", GPU),
+    Pattern(r"allocating (?P<size>SIZE) on device (?P<gpu>\d+):? cuda\w+ failed:? out of memory", GPU, 0.95),
+    Pattern(r"(?:cuda|hip)Malloc\w* (?:retry )?failed:? out of memory", GPU),
+    Pattern(r"OutOfMemoryError:? (?:Error: )?Out of memory allocating (?P<size>SIZE)", GPU, 0.95),
+    Pattern(r"Out of memory error on GPU (?P<gpu>\d+)\. Cannot allocate (?P<size>SIZE)", GPU, 0.95),
     Pattern(r"(?:torch\.(?:cuda\.)?)?OutOfMemoryError:? (?=Allocation on device)", GPU, at_start=True),
-    Pattern(r"Allocation on device (?P<gpu>\d{0,2}) would exceed allowed memory", GPU, needle="wouldexceed"),
+    Pattern(r"Allocation on device (?P<gpu>\d{0,2}) would exceed allowed memory", GPU),
     Pattern(r"torch\.(?:cuda\.)?OutOfMemoryError(?!:?\w*out of memory|,|\))", GPU, 0.7, at_start=True),
-    Pattern(r"RayTaskError\(OutOfMemoryError\)", GPU, 0.6, needle="RayTaskError(O"),
+    Pattern(r"RayTaskError\(OutOfMemoryError\)", GPU, 0.6),
     Pattern(
         r"[Rr]an out of (?:GPU|CUDA|VRAM|device|video)? memory "
         r"(?:when|while|during|on|in(?!memory space)|with)",
         GPU,
         0.6,
     ),
-    Pattern(r"No executable batch size found, reached zero", GPU, 0.85, needle="reachedzero"),
-    Pattern(r"No available memory for the cache blocks", GPU, 0.6, phase="load", needle="cacheblocks"),
+    Pattern(r"No executable batch size found, reached zero", GPU, 0.85),
+    Pattern(r"No available memory for the cache blocks", GPU, 0.6, phase="load"),
     # Libraries that allocate for themselves.
     Pattern(r"CU[A-Z]{3,8}_STATUS_ALLOC_FAILED|(?:roc|hip)blas_status_(?:memory_error|alloc_failed)", GPU, 0.8),
     Pattern(
@@ -77,32 +74,28 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         GPU,
         0.8,
     ),
-    Pattern(r"Unable to find a valid cuDNN algorithm", GPU, 0.55, needle="cuDNNalg"),
-    Pattern(r"(?:GET|FIND) was unable to find an engine to execute this computation", GPU, 0.45, needle="unabletofind"),
-    Pattern(r"\[(?P<gpu>\d{1,3})\] .{0,60}? NCCL WARN Cuda failure(?:\d+)? '?out of memory'?", GPU, needle="NCCLWARNCuda"),
-    Pattern(r"Cuda failure(?:\d+)? '?out of memory'?", GPU, 0.85, needle="Cudafailure"),
-    Pattern(r"Failed to CUDA (?:host)?[cm]alloc", GPU, 0.75, needle="FailedtoCUDA"),
+    Pattern(r"Unable to find a valid cuDNN algorithm", GPU, 0.55),
+    Pattern(r"(?:GET|FIND) was unable to find an engine to execute this computation", GPU, 0.45),
+    Pattern(r"\[(?P<gpu>\d{1,3})\] .{0,60}? NCCL WARN Cuda failure(?:\d+)? '?out of memory'?", GPU),
+    Pattern(r"Cuda failure(?:\d+)? '?out of memory'?", GPU, 0.85),
+    Pattern(r"Failed to CUDA (?:host)?[cm]alloc", GPU, 0.75),
     # XLA: JAX and TensorFlow.
-    Pattern(r"Out of memory (?:while )?(?:trying to )?alloc(?:ate|ating) (?P<size>SIZE)", GPU, 0.95, needle="Outofmemory"),
+    Pattern(r"Out of memory (?:while )?(?:trying to )?alloc(?:ate|ating) (?P<size>SIZE)", GPU, 0.95),
     Pattern(r"Failed to allocate request for (?P<size>SIZE) (?:\(\d+B\))? on device ordinal (?P<gpu>\d+)", GPU, 0.95),
     Pattern(
         r"RESOURCE_EXHAUSTED:?(?:\w+:)? (?:Attempting to (?:allocate|reserve)|Error allocating"
         r"|Failed to allocate) [^.\d]{0,40}? (?P<size>SIZE)",
         GPU,
         0.95,
-        needle="EXHAUSTED",
     ),
-    Pattern(
-        r"Attempting to (?:allocate|reserve) (?P<size>SIZE).{0,40}? That was not possible", GPU, 0.95, needle="notpossible"
-    ),
-    Pattern(r"Ran out of memory in memory space (?:hbm|vmem|smem)", GPU, 0.95, needle="memoryspace"),
-    Pattern(r"OOM when allocating tensor with shape.{0,200}?(?:/device:GPU:|/gpu:)(?P<gpu>\d+)", GPU, 0.95, needle="OOMwhen"),
-    Pattern(r"OOM when allocating tensor with shape(?!.{0,200}?device:[CG]PU)", GPU, 0.85, needle="OOMwhen"),
+    Pattern(r"Attempting to (?:allocate|reserve) (?P<size>SIZE).{0,40}? That was not possible", GPU, 0.95),
+    Pattern(r"Ran out of memory in memory space (?:hbm|vmem|smem)", GPU, 0.95),
+    Pattern(r"OOM when allocating tensor with shape.{0,200}?(?:/device:GPU:|/gpu:)(?P<gpu>\d+)", GPU, 0.95),
+    Pattern(r"OOM when allocating tensor with shape(?!.{0,200}?device:[CG]PU)", GPU, 0.85),
     Pattern(
         r"Allocator \(GPU_(?P<gpu>\d+)_bfc\) ran out of memory trying to allocate (?P<size>SIZE)(?!.{0,120}?not a failure)",
         GPU,
         0.85,
-        needle="ranoutofmemory",
     ),
     other(
         r"Allocator \(\w+\) ran out of memory trying to allocate [\w.]{1,20}(?:\(\w+\))?"
@@ -110,64 +103,48 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         "allocator_warning",
         0.95,
         weight=Weight.HINT,
-        needle="notafailure",
     ),
     # Other devices and languages.
-    Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)", GPU, 0.85, needle="OUT_OF"),
-    Pattern(r"CL_MEM_OBJECT_ALLOCATION_FAILURE", GPU, 0.85, needle="CL_MEM"),
-    Pattern(r"\[metal::malloc\] (?:Attempting|Unable) to allocate (?P<size>\d+ bytes)", GPU, 0.95, needle="metal::malloc"),
-    Pattern(r"kIOGPUCommandBufferCallbackErrorOutOfMemory", GPU, needle="kIOGPU"),
-    Pattern(r"rmm::out_of_memory|std::bad_alloc:? out_of_memory:? CUDA", GPU, needle="out_of_memory"),
+    Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)", GPU, 0.85),
+    Pattern(r"CL_MEM_OBJECT_ALLOCATION_FAILURE", GPU, 0.85),
+    Pattern(r"\[metal::malloc\] (?:Attempting|Unable) to allocate (?P<size>\d+ bytes)", GPU, 0.95),
+    Pattern(r"kIOGPUCommandBufferCallbackErrorOutOfMemory", GPU),
+    Pattern(r"rmm::out_of_memory|std::bad_alloc:? out_of_memory:? CUDA", GPU),
     Pattern(r"(?i:not enough (?:gpu|video|device) memory|insufficient (?:gpu|device) memory)", GPU, 0.6),
 )
 
 HOST_MEMORY: tuple[Pattern, ...] = (
-    Pattern(r"DefaultCPUAllocator:? .{0,60}? you tried to allocate (?P<size>\d+ bytes)", HOST, 0.97, needle="CPUAllocator"),
-    Pattern(r"DefaultCPUAllocator:? (?:can't allocate|not enough) memory", HOST, needle="CPUAllocator"),
-    Pattern(r"Unable to allocate (?P<size>\d[\d.]{0,40}(?:[KMGTP]iB|bytes)) for an array", HOST, 0.97, needle="foranarray"),
-    Pattern(r"(?:Arrow)?MemoryError:? (?:re|c|m)?alloc of size (?P<size>\d+) failed", HOST, 0.97, needle="ofsize"),
-    Pattern(r"memory allocation of (?P<size>\d+ bytes) failed", HOST, 0.97, needle="memoryallocationof"),
-    Pattern(r"unable to mmap (?P<size>\d+ bytes) from file .{0,300}? Cannot allocate memory", HOST, 0.95, needle="tommap"),
-    Pattern(r"\[Errno 12\]", HOST, 0.95, needle="[Errno12]"),
+    Pattern(r"DefaultCPUAllocator:? .{0,60}? you tried to allocate (?P<size>\d+ bytes)", HOST, 0.97),
+    Pattern(r"DefaultCPUAllocator:? (?:can't allocate|not enough) memory", HOST),
+    Pattern(r"Unable to allocate (?P<size>\d[\d.]{0,40}(?:[KMGTP]iB|bytes)) for an array", HOST, 0.97),
+    Pattern(r"(?:Arrow)?MemoryError:? (?:re|c|m)?alloc of size (?P<size>\d+) failed", HOST, 0.97),
+    Pattern(r"memory allocation of (?P<size>\d+ bytes) failed", HOST, 0.97),
+    Pattern(r"unable to mmap (?P<size>\d+ bytes) from file .{0,300}? Cannot allocate memory", HOST, 0.95),
+    Pattern(r"\[Errno 12\]", HOST, 0.95),
     Pattern(r"\[WinError (?:1455|8)\]|\(os error 1455\)|paging file is too small", HOST, 0.95),
-    Pattern(r"os error 12\)", HOST, needle="oserror12)"),
+    Pattern(r"os error 12\)", HOST),
     Pattern(
         r"(?:fork|mmap|malloc|calloc|sbrk|clone|vfork|pthread_create)\(?\)?"
         r"(?: failed)?:?(?: retry:)?(?: Resource)? Cannot allocate memory",
         HOST,
-        needle="Cannotallocatememory",
     ),
-    Pattern(r"Cannot allocate memory(?:\(12\)|\(errno=?:?12\))?", HOST, 0.85, needle="Cannotallocatememory"),
-    Pattern(r"(?<!rmm)std::bad_alloc(?!:out_of_memory)", HOST, 0.85, needle="bad_alloc"),
+    Pattern(r"Cannot allocate memory(?:\(12\)|\(errno=?:?12\))?", HOST, 0.85),
+    Pattern(r"(?<!rmm)std::bad_alloc(?!:out_of_memory)", HOST, 0.85),
     # Java and node limit their heaps themselves, however much memory the host has.
-    Pattern(
-        r"java\.lang\.OutOfMemoryError:? (?:Java heap space|GC overhead limit exceeded)",
-        HOST,
-        0.95,
-        reason="java_heap",
-        needle="java.lang",
-    ),
-    other(
-        r"java\.lang\.OutOfMemoryError:? unable to create (?:new )?native thread",
-        "thread_limit",
-        weight=Weight.CAUSE,
-        needle="nativethread",
-    ),
-    Pattern(r"java\.lang\.OutOfMemoryError", HOST, needle="java.lang"),
+    Pattern(r"java\.lang\.OutOfMemoryError:? (?:Java heap space|GC overhead limit exceeded)", HOST, 0.95, reason="java_heap"),
+    other(r"java\.lang\.OutOfMemoryError:? unable to create (?:new )?native thread", "thread_limit", weight=Weight.CAUSE),
+    Pattern(r"java\.lang\.OutOfMemoryError", HOST),
     Pattern(
         r"JavaScript heap out of memory|FATAL ERROR: Reached heap limit"
         r"|mark-compacts near heap limit",
         HOST,
         0.95,
         reason="node_heap",
-        needle="heap",
     ),
-    Pattern(r"cannot allocate vector of size (?P<size>SIZE)", HOST, needle="vectorofsize"),
-    Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_HOST_MEMORY|CL_OUT_OF_HOST_MEMORY", HOST, needle="HOST_MEMORY"),
-    Pattern(r"OOM when allocating tensor with shape.{0,200}?device:CPU:\d", HOST, 0.95, needle="OOMwhen"),
-    Pattern(
-        r"Allocator \((?:mklcpu|cpu|cpu_bfc)\) ran out of memory trying to allocate (?P<size>SIZE)", HOST, needle="ranoutof"
-    ),
+    Pattern(r"cannot allocate vector of size (?P<size>SIZE)", HOST),
+    Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_HOST_MEMORY|CL_OUT_OF_HOST_MEMORY", HOST),
+    Pattern(r"OOM when allocating tensor with shape.{0,200}?device:CPU:\d", HOST, 0.95),
+    Pattern(r"Allocator \((?:mklcpu|cpu|cpu_bfc)\) ran out of memory trying to allocate (?P<size>SIZE)", HOST),
     Pattern(
         r"(?i:not enough (?:host |system |physical )?(?:ram|memory) (?:available )?to "
         r"(?:load|allocate|fork|continue))",
@@ -177,17 +154,16 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     # Similar words for something else.
     other(r"can't start new thread|pthread_create failed.{0,120}? Resource temporarily unavailable", "thread_limit"),
     other(r"fork:? (?:retry:)? Resource temporarily unavailable", "thread_limit"),
-    other(r"received \d+ items of ancdata", "fd_limit", 0.95, phase="data", needle="ancdata"),
+    other(r"received \d+ items of ancdata", "fd_limit", 0.95, phase="data"),
     other(r"\[Errno 2[34]\]|Too many open files", "fd_limit", 0.95),
     other(
         r"(?:No space left on device|ENOSPC).{0,60}? inotify"
         r"|inotify.{0,80}?(?:No space left on device|ENOSPC|watch limit)",
         "inotify_limit",
-        needle="inotify",
     ),
-    other(r"ENOSPC: System limit for number of file watchers", "inotify_limit", needle="ENOSPC"),
-    other(r"\[Errno 28\] inotify watch limit", "inotify_limit", needle="inotify"),
-    other(r"out of resources?: shared memory,? Required", "triton_shared_memory", 0.95, needle="Required"),
+    other(r"ENOSPC: System limit for number of file watchers", "inotify_limit"),
+    other(r"\[Errno 28\] inotify watch limit", "inotify_limit"),
+    other(r"out of resources?: shared memory,? Required", "triton_shared_memory", 0.95),
     other(
         r"(?i:uses too much shared data|too much shared memory"
         r"|shared memory.{0,30}? exceeds (?:the )?(?:hardware|device))",
@@ -204,27 +180,18 @@ HOST_MEMORY: tuple[Pattern, ...] = (
 
 SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     # File names of torch, Python and NCCL in /dev/shm.
-    Pattern(
-        rf"(?:write|resize|open|allocate|truncate)[^<]{{0,50}}</?torch_\w+> .{{0,60}}? {_FULL}",
-        SHM,
-        0.95,
-        phase="data",
-        needle="torch_",
-    ),
-    Pattern(r"unable to allocate shared memory\(shm\)", SHM, 0.85, phase="data", needle="(shm)"),
+    Pattern(rf"(?:write|resize|open|allocate|truncate)[^<]{{0,50}}</?torch_\w+> .{{0,60}}? {_FULL}", SHM, 0.95, phase="data"),
+    Pattern(r"unable to allocate shared memory\(shm\)", SHM, 0.85, phase="data"),
     Pattern(r"(?i:insufficient shared memory|out of shared memory(?!,))", SHM, 0.85, phase="data"),
-    Pattern(
-        r"DataLoader worker \(pid\(?s?\)? [\d,]{1,400}\) is killed by signal:? Bus error", SHM, phase="data", needle="Buserror"
-    ),
-    Pattern(r"bus error encountered in worker", SHM, phase="data", needle="buserror"),
-    Pattern(rf"{_FULL}.{{0,30}}?/dev/shm|/dev/shm/.{{0,120}}? {_FULL}", SHM, 0.95, needle="/dev/shm"),
+    Pattern(r"DataLoader worker \(pid\(?s?\)? [\d,]{1,400}\) is killed by signal:? Bus error", SHM, phase="data"),
+    Pattern(r"bus error encountered in worker", SHM, phase="data"),
+    Pattern(rf"{_FULL}.{{0,30}}?/dev/shm|/dev/shm/.{{0,120}}? {_FULL}", SHM, 0.95),
     Pattern(rf"{_FULL}:? '?/(?:psm_|torch_|sem\.|loky)", SHM),
     Pattern(
         r"(?:failed to|unable to|Error while) (?:extend|creating|attach\w* to|open"
         r"|allocate) (?:shared memory segment)? [^:]{0,20}?/dev/shm/nccl",
         SHM,
         0.85,
-        needle="/dev/shm/nccl",
     ),
     # The disk.
     Pattern(r"kind:? StorageFull|\(os error (?:28|122|112)\)|code: (?:28|122), kind", DISK, 0.95),
@@ -236,11 +203,11 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
         DISK,
     ),
     # memtop's own trainer.
-    Pattern(r"(?:finished|stopped at) update \d+, not saved: \d+ MiB needed", DISK, phase="save", needle="MiB needed"),
-    Pattern(r"PytorchStreamWriter failed", DISK, 0.7, phase="save", needle="StreamWriter"),
-    Pattern(r"inline_container.{0,30}? unexpected pos \d+ vs \d+", DISK, 0.7, phase="save", needle="unexpectedpos"),
+    Pattern(r"(?:finished|stopped at) update \d+, not saved: \d+ MiB needed", DISK, phase="save"),
+    Pattern(r"PytorchStreamWriter failed", DISK, 0.7, phase="save"),
+    Pattern(r"inline_container.{0,30}? unexpected pos \d+ vs \d+", DISK, 0.7, phase="save"),
     Pattern(r"(?:ephemeral|local ephemeral|emptyDir).{0,40}?(?:storage|usage).{0,40}? exceeds", DISK, 0.85),
-    Pattern(r"node was low on resource: ephemeral-storage", DISK, needle="lowonresource"),
+    Pattern(r"node was low on resource: ephemeral-storage", DISK),
 )
 
 PATTERNS = (*DEVICE_MEMORY, *HOST_MEMORY, *SHARED_MEMORY_AND_DISK)

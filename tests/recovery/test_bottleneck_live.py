@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ from memtop.supervisor.recovery.bottleneck import Measured, advise
 from memtop.supervisor.recovery.trend import Sustained
 from memtop.supervisor.run.clients.client import ask
 from memtop.supervisor.run.record.folder import find_run
-from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.view import read_state
 from memtop.supervisor.wire import Change, Try
 from tests.conftest import Runs
-from tests.groups import MemoryGroup, memory_group
+from tests.groups import MemoryGroup
 
 PROGRAM = str(Path(__file__).with_name("waiting.py"))
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -48,11 +46,6 @@ def test_what_an_external_command_spends_its_time_on(runs: Runs, kind: str) -> N
     assert document["proposals"] == []  # memtop cannot change its settings
     assert any("data wait" in text for text in document["evidence"])
     runs.kill(read_state(find_run("a", runs.path)).trainer_pid or 0)
-
-
-@pytest.fixture
-def group() -> Iterator[MemoryGroup]:
-    yield from memory_group()
 
 
 def free_swap() -> int:
@@ -94,11 +87,7 @@ def test_swapping_is_neither_waiting_for_data_nor_computing(tmp_path: Path) -> N
 
 
 def trials(runs: Runs) -> list[dict[str, Any]]:
-    ledger = Ledger(find_run("a", runs.path).ledger_path, read_only=True)
-    try:
-        return [event.data["trial"] for event in ledger.events() if event.kind == "trial"]
-    finally:
-        ledger.close()
+    return [event.data["trial"] for event in runs.events("a", "trial")]
 
 
 def start_first_run(runs: Runs) -> None:

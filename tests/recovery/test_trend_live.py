@@ -9,9 +9,8 @@ import pytest
 
 from memtop.supervisor.monitor.host import HostReader
 from memtop.supervisor.run.record.folder import find_run
-from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.view import read_state
-from memtop.supervisor.wire import Event, TrendKind, TrendSubject
+from memtop.supervisor.wire import TrendKind, TrendSubject
 from tests.conftest import Runs
 
 PROGRAM = str(Path(__file__).with_name("leaking.py"))
@@ -24,14 +23,6 @@ def start(runs: Runs, kind: str, updates: int, seconds: float = 0.1) -> None:
     runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, PROGRAM, kind, str(updates), str(seconds))
 
 
-def events(runs: Runs, kind: str) -> list[Event]:
-    ledger = Ledger(find_run("a", runs.path).ledger_path, read_only=True)
-    try:
-        return [event for event in ledger.events() if event.kind == kind]
-    finally:
-        ledger.close()
-
-
 def test_two_leaks_are_named_within_100_updates(runs: Runs) -> None:
     """The rank and its loader worker each keep 1 MiB per update."""
     start(runs, "leak", 600)
@@ -39,7 +30,7 @@ def test_two_leaks_are_named_within_100_updates(runs: Runs) -> None:
     runs.wait("a", lambda _: len({trend.subject for trend in read_state(folder).trends} & {RANK, WORKERS}) == 2)
     state = read_state(folder)
     recorded = {
-        (event.data["subject"].get("rank"), event.data["subject"]["role"]): event.data for event in events(runs, "trend")
+        (event.data["subject"].get("rank"), event.data["subject"]["role"]): event.data for event in runs.events("a", "trend")
     }
     left = HostReader().read().available_bytes
     assert left is not None
@@ -58,5 +49,5 @@ def test_two_leaks_are_named_within_100_updates(runs: Runs) -> None:
 def test_a_sawtooth_is_not_named(runs: Runs) -> None:
     start(runs, "sawtooth", 400, 0.025)
     runs.wait("a", lambda document: document["state"] == "finished")
-    assert events(runs, "trend") == []
-    assert events(runs, "leak") == []
+    assert runs.events("a", "trend") == []
+    assert runs.events("a", "leak") == []

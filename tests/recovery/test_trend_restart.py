@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 
-import pytest
-
-from memtop.supervisor.run.record.folder import find_run
-from memtop.supervisor.run.record.ledger import Ledger
 from tests.conftest import Runs
-from tests.groups import MemoryGroup, memory_group
+from tests.groups import MemoryGroup
 from tests.recovery.injected import LEAK, TINY, inject
 
 SELDOM = ("--save-every", "1000000", "--max-updates", "2000000")
-
-
-@pytest.fixture
-def group() -> Iterator[MemoryGroup]:
-    yield from memory_group()
 
 
 def start(runs: Runs, group: MemoryGroup, *more: str) -> None:
@@ -31,11 +21,7 @@ def start(runs: Runs, group: MemoryGroup, *more: str) -> None:
 
 
 def leaks(runs: Runs) -> list[str]:
-    ledger = Ledger(find_run("a", runs.path).ledger_path, read_only=True)
-    try:
-        return [event.message for event in ledger.events() if event.kind == "leak"]
-    finally:
-        ledger.close()
+    return [event.message for event in runs.events("a", "leak")]
 
 
 def test_it_saves_and_restarts_with_the_same_settings(runs: Runs, group: MemoryGroup) -> None:

@@ -16,7 +16,6 @@ from memtop.supervisor.run.processes.host_memory import HostReading, anonymous_b
 from memtop.supervisor.run.trends import Member, TrendWatch
 from memtop.supervisor.wire import TrendKind, TrendSubject
 from tests.conftest import Runs
-from tests.recovery.test_trend_live import events
 from tests.run.reported import reported
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -183,6 +182,6 @@ def test_anonymous_memory_is_read_from_the_kernel() -> None:
 def test_allocator_retries_are_an_event(runs: Runs) -> None:
     code = "import memtop_agent as a; a.report('pressure', update=7, allocation_retries=3)"
     runs.memtop("train", "--headless", "--name", "a", "--", sys.executable, "-c", code)
-    (event,) = events(runs, "pressure")
+    (event,) = runs.events("a", "pressure")
     assert "update 7" in event.message
     assert event.data == {"rank": 0, "retries": 3}

@@ -18,7 +18,6 @@ from memtop.supervisor.run.post_mortem import examine as autopsy
 from memtop.supervisor.run.post_mortem.evidence import Witness
 from memtop.supervisor.run.post_mortem.examine import End, evidence_of, examine
 from memtop.supervisor.run.post_mortem.oom_kills import RELATED_SECONDS
-from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import Oom
 from tests.conftest import Runs
 
@@ -182,8 +181,7 @@ def test_an_end_that_could_not_be_examined_is_a_warning_of_the_run(runs: Runs, t
     (tmp_path / "sitecustomize.py").write_text(_BROKEN)
     runs.environment["PYTHONPATH"] = str(tmp_path)
     runs.memtop("train", "--headless", "--name", "a", "--", sys.executable, "-c", "raise SystemExit(3)", status=1)
-    with contextlib.closing(Ledger(runs.path / "a" / "ledger.sqlite", read_only=True)) as reader:
-        warnings = [event.message for event in reader.events() if event.kind == "warning"]
+    warnings = [event.message for event in runs.events("a", "warning")]
     assert len(warnings) == 1
     assert "memtop itself failed over" in warnings[0]
     assert "(ValueError: no such shape)" in warnings[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.view import read_state
 from tests.conftest import Runs
-from tests.groups import MemoryGroup, memory_group
+from tests.groups import MemoryGroup
 
 # What a program that ran into fragmentation says, unless its allocator's option is set.
 FRAGMENTED = """
@@ -34,11 +33,6 @@ while True:
     held.append(bytearray(os.urandom(1 << 12)) * 256)
     time.sleep(0.005)
 """
-
-
-@pytest.fixture
-def group() -> Iterator[MemoryGroup]:
-    yield from memory_group()
 
 
 def own(runs: Runs, *options: str, program: tuple[str, ...], status: int) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import subprocess
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from memtop.supervisor.run.post_mortem.evidence import Witness, address_space
-from memtop.supervisor.run.record.ledger import Ledger
 from tests.conftest import Runs
 
 LIMIT_KIB = 2 << 20
@@ -43,8 +41,7 @@ def died(runs: Runs, *program: str) -> tuple[dict[str, Any], str]:
 
 def told(runs: Runs, kind: str) -> str:
     """The words of the run's first event of that kind."""
-    with contextlib.closing(Ledger(runs.path / "a" / "ledger.sqlite", read_only=True)) as ledger:
-        return next(event.message for event in ledger.events() if event.kind == kind)
+    return runs.events("a", kind)[0].message
 
 
 def test_a_limit_of_address_space_is_named_and_swap_is_not_offered(runs: Runs) -> None:

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
 from tests.conftest import Runs
-from tests.groups import MemoryGroup, memory_group
+from tests.groups import MemoryGroup
 
 # Waits for its turn, then ends of an error of its own.
 BROKEN = "import os, time\nwhile not os.path.exists('go'):\n    time.sleep(0.02)\nraise KeyError('labels')"
 # Waits for its turn, and waits on.
 PATIENT = "import time\nwhile True:\n    time.sleep(0.02)"
 STRANGER = "import os, time\nheld = os.urandom(1 << 20) * 96\nprint('ready', flush=True)\ntime.sleep(600)"
-
-
-@pytest.fixture
-def group() -> Iterator[MemoryGroup]:
-    yield from memory_group()
 
 
 def begin(runs: Runs, group: MemoryGroup, program: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A card that is not there: the numbers that torch.cuda would tell of it, put in the place of torch's own."""
+"""A simulated GPU: its numbers replace those of torch.cuda."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from tests.train.support import Recorder
 
 
 class Card:
-    """What torch's allocator would say. `take` is work that holds so many bytes at its peak and keeps them as cache."""
+    """What torch's allocator reports. `take` is work with this peak in bytes, which stays in the
+    cache.
+    """
 
     total = 1000
     held = 100
@@ -32,7 +34,7 @@ class Card:
 
 
 def put_in(monkeypatch: pytest.MonkeyPatch) -> Card:
-    """Have torch.cuda tell of such a card."""
+    """Make torch.cuda report this GPU."""
     card = Card()
     for name, found in {
         "max_memory_reserved": lambda device: card.peak_reserved,
@@ -49,7 +51,7 @@ def put_in(monkeypatch: pytest.MonkeyPatch) -> Card:
 
 
 class Reading(Recorder):
-    """A channel that reads the card as the agent does, who counts the peak anew each time."""
+    """A channel that reads the GPU as the agent does: each reading resets the peak."""
 
     def __init__(self, card: Card) -> None:
         super().__init__()

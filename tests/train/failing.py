@@ -1,4 +1,4 @@
-"""Real allocation failures at chosen places of a training, and gauges that a test reads out."""
+"""Real allocation failures at chosen places of a training, and simulated device memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from memtop.train.trainer import Trainer
 from tests.train.support import TINY, Recorder, Training
 
 TOO_MUCH = 2**46
-"""Elements that no machine has room for, so that the request is refused and not merely slow."""
+"""More elements than any machine can hold, so that the allocation fails at once."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """At which update (from 1), where among its micro-batches (0: the first, below 1: the last), and in which pass."""
+    """The update (from 1), the place among its micro-batches (0: the first, almost 1: the last),
+    and the pass.
+    """
 
     update: int
     where: float
@@ -27,27 +29,27 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def drawn(seed: int, count: int, updates: int) -> list[Failure]:
-    """Failures at random updates, each in another one."""
+    """Failures at random updates, at most one per update."""
     draw = random.Random(seed)
     chosen = sorted(draw.sample(range(1, updates + 1), count))
     return [Failure(update, draw.random(), draw.random() < 0.5) for update in chosen]
 
 
 class Failing:
-    """Asks for too much memory inside the model, once for each failure of the list."""
+    """Allocates too much memory inside the model, once for each failure of the list."""
 
     def __init__(self, training: Training, failures: list[Failure]) -> None:
         self._trainer = training.trainer
         self._waiting = {failure.update: failure for failure in failures}
         self._update = self._micro = 0
         self.seen: Callable[[torch.Tensor], None] = lambda hidden: None
-        """Called with what the try had computed before it fails."""
+        """Called with the activations of the attempt before it fails."""
         model: Any = training.model
         model.base_model.register_forward_hook(self._forward)
 
     @property
     def left(self) -> int:
-        """Failures that are still to come."""
+        """The number of failures that have not happened yet."""
         return len(self._waiting)
 
     def _forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
@@ -60,7 +62,7 @@ class Failing:
         if failure is None or self._micro != int(failure.where * accumulation):
             return
         del self._waiting[update]
-        # The next try counts from its first micro-batch on.
+        # The next attempt counts from its first micro-batch.
         self._update = 0
         self.seen(output[0])
         if failure.backward:
@@ -70,7 +72,9 @@ class Failing:
 
 
 class Scripted:
-    """A gauge whose peak grows with the batch, and whose allocator has to retry in the updates of `retrying`."""
+    """Device memory whose peak grows with the batch; its allocator retries in the updates of
+    `retrying`.
+    """
 
     def __init__(self, *, limit: int = 1_000_000, retrying: Iterable[int] = ()) -> None:
         self.trainer: Trainer | None = None
@@ -94,7 +98,7 @@ class Scripted:
         return self._retries
 
     def reset(self) -> None:
-        """The batch alone says how much it is."""
+        """Do nothing: the peak depends only on the batch."""
 
 
 DROPOUT = {"model_type": "gpt2", "vocab_size": 260, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
@@ -109,25 +113,25 @@ def small(*, dropout: float, **changes: Any) -> Settings:
 
 
 def measured(folder: Path, settings: Settings, gauge: Scripted, *, patience: int) -> Training:
-    """A training in a folder of its own that may grow back by what the gauge says."""
+    """A training in a new folder, whose batch may grow back according to this memory."""
     training = fresh(folder, settings, memory=gauge, patience=patience)
     gauge.trainer = training.trainer
     return training
 
 
 def fresh(folder: Path, settings: Settings, **options: Any) -> Training:
-    """A training in a folder of its own."""
+    """A training in a new folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return Training(folder / "train_latest_state", settings, **options)
 
 
 def splits_of(channel: Recorder) -> dict[int, tuple[int, int]]:
-    """By update the split that it was done with."""
+    """The split of each update."""
     return {step["update"]: (step["batch"], step["accumulation"]) for step in channel.of("step")}
 
 
 def following(folder: Path, settings: Settings, splits: dict[int, tuple[int, int]]) -> Training:
-    """A training that is asked for these splits, each at the boundary before its update."""
+    """A training that changes to these splits by commands, each before its update."""
     now = splits[1]
     training = fresh(folder, msgspec.structs.replace(settings, batch=now[0], accumulation=now[1]))
     for update, split in splits.items():
@@ -138,7 +142,7 @@ def following(folder: Path, settings: Settings, splits: dict[int, tuple[int, int
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The norm of the difference of all weights, relative to the norm of the second."""
+    """The norm of the difference of all weights, relative to the second one's norm."""
     apart = sum(float((one[name].double() - other[name].double()).square().sum()) for name in other)
     whole = sum(float(weight.double().square().sum()) for weight in other.values())
     return float((apart / whole) ** 0.5)

@@ -1,4 +1,4 @@
-"""Starts trainings as memtop does: alone, under torchrun, or under accelerate with DeepSpeed on the CPU."""
+"""Starts trainings as memtop does: one process, torchrun, or accelerate with DeepSpeed on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from memtop.presets.schema import Zero
 from memtop.supervisor.run.processes.launch import launcher
 from tests.forking import run
 
-# Another cache for memtop's own files must not make DeepSpeed compile its parts again, for minutes, in every test.
+# Another cache for memtop's own files must not make DeepSpeed compile its parts again, for minutes,
+# in every test.
 COMPILED = os.environ.get("TORCH_EXTENSIONS_DIR") or str(
     Path(get_default_build_root()) / f"py{sys.version_info.major}{sys.version_info.minor}_cpu"
 )
@@ -41,7 +42,7 @@ def start(settings: Settings, command: list[str], env: dict[str, str], cwd: Path
 
 
 def train_on(folder: Path, state: Path, settings: Settings, updates: int) -> dict[str, Any]:
-    """Take the state up under these settings, train some updates, save; the worker's report."""
+    """Resume the state with these settings, train some updates, save; return the worker's report."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "settings.json").write_bytes(msgspec.json.encode(settings))
     report = folder / "report.json"
@@ -55,7 +56,7 @@ def train_on(folder: Path, state: Path, settings: Settings, updates: int) -> dic
 
 
 class Launched(msgspec.Struct, frozen=True):
-    """A whole training in processes of its own, read back from the journal of its first rank."""
+    """A whole training in separate processes, read from the journal of its first rank."""
 
     state_dir: Path
     strategy: str
@@ -63,7 +64,7 @@ class Launched(msgspec.Struct, frozen=True):
 
 
 def run_trainer(folder: Path, settings: Settings) -> Launched:
-    """`python -m memtop.train` as memtop launches it, without a supervisor."""
+    """`python -m memtop.train` as memtop starts it, but without a supervisor."""
     attempt, state = folder / "attempt", folder / "train_latest_state"
     attempt.mkdir(parents=True)
     (folder / "settings.json").write_bytes(msgspec.json.encode(settings))

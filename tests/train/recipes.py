@@ -1,4 +1,4 @@
-"""The recipes as a person gets them, with models and data of a size for tests, trained in this process."""
+"""The recipes as users get them, with small models and data, trained in this process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def pairs(count: int = 60) -> list[dict[str, str]]:
 
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
-    """The rows as parquet, jsonl or text, by the file's ending."""
+    """The rows as parquet, jsonl or text, by the file's suffix."""
     if path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=16)
     elif path.suffix == ".jsonl":
@@ -70,7 +70,7 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
 
 
 def write_llama(folder: Path, *, vocabulary: int = 128, tokenizer: bool = True) -> Path:
-    """A llama of two layers with drawn weights, and a tokenizer with a chat template."""
+    """A new llama of two layers, and a tokenizer with a chat template."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
@@ -93,7 +93,7 @@ def write_llama(folder: Path, *, vocabulary: int = 128, tokenizer: bool = True) 
 
 
 class Trained:
-    """One call of the trainer: what it reported, and where its state lies."""
+    """One call of the trainer: its reports and its state folder."""
 
     def __init__(self, settings: Settings, state_dir: Path, channel: Recorder, outcome: str) -> None:
         self.settings, self.state_dir, self.channel, self.outcome = settings, state_dir, channel, outcome
@@ -115,10 +115,12 @@ Train = Callable[..., Trained]
 
 
 def trainer_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]:
-    """`train(settings, name=..., stop_after=...)`: train.run.train() here, with caches and states under the folder."""
+    """`train(settings, name=..., stop_after=...)`: train.run.train() here, with caches and states
+    under the folder.
+    """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    # A process has one precision for good; tests need several.
+    # A process has a fixed precision; tests need several.
     AcceleratorState._reset_state(reset_partial_state=True)
 
     def train(settings: Settings, *, name: str = "run", stop_after: int | None = None, **options: Any) -> Trained:

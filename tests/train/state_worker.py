@@ -1,9 +1,10 @@
-"""One rank of a training that is taken up from a saved state, checked against it, and trained on for some updates.
+"""One rank of a training that resumes a saved state, compares it with the engine, and trains some
+updates.
 
-    LAUNCHER -m tests.train.state_worker --settings FILE --state-dir FOLDER --updates N --report FILE
+LAUNCHER -m tests.train.state_worker --settings FILE --state-dir FOLDER --updates N --report FILE
 
-The report: {"strategy", "world_size", "source": updates at the start, "differences": {kind: largest absolute difference between
-what was saved and what is now in model and optimizer}, "losses", "digests"}.
+The report: {"strategy", "world_size", "source": updates at the start, "differences": {kind: largest
+absolute difference between the saved state and model and optimizer}, "losses", "digests"}.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def compare(engine: Engine, saved: ShardReader) -> dict[str, float]:
-    """The largest difference by kind between a saved state and what the engine holds."""
+    """The largest difference between a saved state and the engine, by kind of tensor."""
     worst: dict[str, float] = {}
     for name, tensors in engine.saved_tensors():
         for kind, tensor in saved(name).items():

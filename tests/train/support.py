@@ -1,4 +1,4 @@
-"""A tiny model and a channel that remembers, for training in this process."""
+"""A tiny model and a recording channel, for training in this process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TINY = Settings(
 
 
 class Recorder(Unsupervised):
-    """Remembers all reports; hands over commands that a test has queued after a given update."""
+    """Records all reports; delivers the commands that a test has queued for an update."""
 
     def __init__(self) -> None:
         self.reports: list[dict[str, Any]] = []
@@ -75,7 +75,7 @@ class Recorder(Unsupervised):
 
 
 def texts() -> list[bytes]:
-    """Lines of different length, so that token weighting matters."""
+    """Lines of different lengths, so that token weighting matters."""
     return [bytes(f"def function_{n}(x):\n    return x * {n}\n" * (1 + n % 3), "ascii") for n in range(40)]
 
 
@@ -84,7 +84,7 @@ def samples() -> PackedText:
 
 
 class Training:
-    """One training in this process, taken up from the state folder if there is one."""
+    """One training in this process, resumed from the state folder if there is one."""
 
     def __init__(
         self,

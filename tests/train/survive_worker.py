@@ -1,9 +1,9 @@
-"""One of two ranks that train on the CPU while memory runs out on the one or the other; torchrun starts it.
+"""One of two ranks that train on the CPU while memory runs out on one of them; torchrun starts it.
 
     torchrun --nproc-per-node 2 -m tests.train.survive_worker FOLDER
 
-Runs several trainings one after the other, in folders of their own, and leaves `rank-R.json`: what each of them reported, and a
-digest of the weights of each.
+Runs several trainings in separate folders and writes `rank-R.json`: each one's reports, and a
+digest of its weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ FEWER_UPDATES, FEWER_FAILURES = 50, 10
 
 
 def failures_of(rank: int, count: int, updates: int) -> list[Failure]:
-    """This rank's part: each failure hits one of the two, and every fourth the backward pass of the last micro-batch."""
+    """This rank's failures: each one hits one rank, every fourth in the backward pass of the last
+    micro-batch.
+    """
     chosen = drawn(3, count, updates)
     chosen = [Failure(f.update, 0.999, True) if number % 4 == 0 else f for number, f in enumerate(chosen)]
     hit = random.Random(11)
@@ -63,7 +65,7 @@ def told(training: Training) -> dict[str, Any]:
 
 
 def one_rank_is_full(folder: Path, rank: int) -> Training:
-    """Both ranks shrink; one of them has room to grow back, the other has not."""
+    """Both ranks shrink; only one of them has the memory to grow back."""
     settings = small(dropout=0.1, batch=8, accumulation=1, world_size=2, target_samples=16 * 12)
     training = measured(folder, settings, Scripted(limit=1_000_000 if rank else 200), patience=2)
     Failing(training, [Failure(2, 0.0, False)] if rank else [])
@@ -72,7 +74,9 @@ def one_rank_is_full(folder: Path, rank: int) -> Training:
 
 
 def evaluated(folder: Path, rank: int) -> Training:
-    """An evaluation that does not fit on the second rank, and an edit that only the first one hears of."""
+    """An evaluation that does not fit on the second rank, and an edit that only the first one
+    receives.
+    """
     settings = small(dropout=0.1, batch=4, accumulation=2, world_size=2, target_samples=16 * 6, eval_every=3, eval_batch=4)
     training = fresh(folder, settings, evaluation=held_out())
 
@@ -91,7 +95,7 @@ def evaluated(folder: Path, rank: int) -> Training:
 
 
 def nothing_smaller(folder: Path, rank: int) -> list[Any]:
-    """The second rank's memory runs out at batch 1: how each of them ends."""
+    """The second rank's memory runs out at batch 1: how each rank ends."""
     settings = small(dropout=0.1, batch=1, accumulation=4, world_size=2, target_samples=8 * 5)
     training = fresh(folder, settings)
     Failing(training, [Failure(3, 0.999, True)] if rank else [])
@@ -103,8 +107,9 @@ def nothing_smaller(folder: Path, rank: int) -> list[Any]:
 
 
 def short_of_memory_for_missing(folder: Path, rank: int) -> Training:
-    """In update 2 the second rank lacks a gradient that the first one has, and twice it has no memory to make up for it: once
-    before the ranks tell each other of gaps, once after that."""
+    """In update 2 the second rank lacks a gradient that the first one has, and twice it has no
+    memory for the missing one: once before the ranks share which are missing, and once after.
+    """
     settings = small(dropout=0.1, batch=4, accumulation=1, world_size=2, target_samples=8 * 4)
     training = fresh(folder, settings)
     if rank == 0:
@@ -145,7 +150,7 @@ def short_of_memory_for_missing(folder: Path, rank: int) -> Training:
 
 
 def check_connected() -> None:
-    """The largest exchange that will come, and smaller ones, were done when the training began."""
+    """The largest all-reduce and smaller ones ran when the training began."""
     model = torch.nn.Module()
     for number, shape in enumerate([(3,), (200, 100), (64,)]):
         model.register_parameter(f"p{number}", torch.nn.Parameter(torch.zeros(shape)))
@@ -169,14 +174,14 @@ def check_connected() -> None:
 
 
 def check_exchange(rank: int) -> None:
-    """Gradients of every shape and size come out as the sum; those that only one rank has are zeros on the other."""
+    """Gradients of every shape are summed; a gradient that only one rank has is zero on the other."""
     draw = torch.Generator().manual_seed(5)
     model = torch.nn.Module()
     shapes = [(3,), (40, 30), (7, 5), (1,), (200, 100), (64,), (2, 2)]
     for number, shape in enumerate(shapes):
         model.register_parameter(f"p{number}", torch.nn.Parameter(torch.full(shape, float(rank))))
     model.register_buffer("flags", torch.tensor([rank == 0, True]))
-    # Buckets of 8 KB: some gradients are larger, several fit into one.
+    # Buckets of 8 KB: some gradients are larger, and several fit into one bucket.
     exchange = GradientSum(Accelerator(), model, bucket_bytes=8192)
     assert all(bool((p == 0).all()) for p in model.parameters()), "the first rank's weights"
     assert model.get_buffer("flags").tolist() == [True, True]
@@ -192,7 +197,7 @@ def check_exchange(rank: int) -> None:
     exchange.fill_missing()
     held = [p.grad.data_ptr() for p in model.parameters() if p.grad is not None]
     exchange()
-    assert held == [p.grad.data_ptr() for p in model.parameters() if p.grad is not None], "summed where they lie"
+    assert held == [p.grad.data_ptr() for p in model.parameters() if p.grad is not None], "summed in place"
     for number, parameter in enumerate(model.parameters()):
         if number == 6:
             assert parameter.grad is None
@@ -213,7 +218,7 @@ def main() -> None:
     found["disturbed"] = told(first)
     calm = following(folder / "calm", first.settings, splits_of(first.channel))
     if rank:
-        # Only the first rank is asked.
+        # Only the first rank gets commands.
         calm.channel.commands.clear()
     calm.run()
     found["calm"] = told(calm)

@@ -1,4 +1,6 @@
-"""The agent as a guest: whatever the program or the machine does to it, the program goes on and its reports are readable."""
+"""The agent as a guest: whatever the program or the machine does, the program continues and its
+reports are readable.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ AGENT = Path(__file__).resolve().parents[2] / "train" / "agent"
 
 
 def run(code: str, folder: Path, *, timeout: float = 60, socket: str = "") -> str:
-    """Run a program with the agent in it; its output. It must end well and say nothing on stderr."""
+    """Run a program with the agent and return its output. It must succeed and print nothing to
+    stderr.
+    """
     env = {
         **os.environ,
         "PYTHONPATH": str(AGENT / "site"),
@@ -33,7 +37,7 @@ def run(code: str, folder: Path, *, timeout: float = 60, socket: str = "") -> st
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:
-    """What the supervisor's own decoder makes of the journal."""
+    """The journal, decoded like the supervisor decodes it."""
     return [msgspec.json.decode(line) for line in (folder / "rank-0.jsonl").read_bytes().splitlines()]
 
 
@@ -83,7 +87,7 @@ optimizer = Optimizer()
 import memtop_agent
 memtop_agent.wait_for_torch()
 """
-"""As much of torch as the agent touches."""
+"""The parts of torch that the agent uses."""
 
 
 def test_a_program_may_clear_its_environment(tmp_path: Path) -> None:
@@ -100,7 +104,7 @@ optimizer.param_groups = [{"lr": 0.5}]
 optimizer.step()
 print(len(hooks))
 """
-    # The hook stays, idle: torch would not forgive that it vanishes while it is called.
+    # The hook stays registered: torch would fail if it were removed during its call.
     assert run(TORCH + code, tmp_path) == "1\n"
     _, step, warning = reports(tmp_path)
     assert step["update"] == 1
@@ -165,7 +169,9 @@ def send(commands):
         connection.recv(1 << 20)
     threading.Thread(target=serve, daemon=True).start()
 """
-"""A supervisor's end of the socket, inside the program: `send` gives the commands to the first agent that connects."""
+"""A supervisor's end of the socket, inside the program: `send` gives the commands to the first
+agent that connects.
+"""
 
 
 def test_no_command_is_lost_between_the_threads(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""What the agent takes for a lack of memory, and what it says of one that ends a thread or the program."""
+"""What the agent recognises as lack of memory, and how it reports one that ends a thread or the
+program.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ NCCL = (
 
 
 class OutOfResources(RuntimeError):
-    """Triton's, of a kernel that is too large for the card."""
+    """Triton's error for a kernel that is too large for the GPU."""
 
 
 class XlaRuntimeError(RuntimeError):
-    """JAX's."""
+    """JAX's error."""
 
 
 @pytest.mark.parametrize(
@@ -82,18 +84,18 @@ def test_allocation_failures_are_retried_and_other_lack_of_memory_only_reported(
 
 def test_the_device_in_an_errors_words() -> None:
     assert device_named("Tried to allocate 2.00 MiB (GPU 3; 7.43 GiB total capacity;") == 3
-    assert device_named("GPU has a total capacity of 4 GiB") is None, "some builds print the number as a raw control byte"
+    assert device_named("GPU has a total capacity of 4 GiB") is None, "some builds print the number as a control byte"
 
 
 def ends(folder: Path, code: str) -> tuple[int, str]:
-    """How a program with the agent in it ends, and what it says then."""
+    """How a program with the agent ends, and what it reports."""
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(folder), capture_output=True, text=True, timeout=120, check=False
     )
     return done.returncode, done.stderr
 
 
-# The kernel really refuses these: more than the address space that the program may have.
+# The kernel really refuses these: they exceed the program's limit of address space.
 LIMIT = "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
 MAP = "import mmap\nmmap.mmap(-1, 1 << 40)\n"
 
@@ -102,7 +104,7 @@ MAP = "import mmap\nmmap.mmap(-1, 1 << 40)\n"
 def test_a_failure_that_ends_the_program_is_reported_as_fatal(tmp_path: Path, request_: str, error: str) -> None:
     status, said = ends(tmp_path, LIMIT + request_)
     assert status == 1
-    assert error in said, "the program's own last words are not held back"
+    assert error in said, "the program's own error message is printed"
     record = reports(tmp_path)[1]
     assert (record["type"], record["error"], record["survived"]) == ("oom", error, False)
 
@@ -122,7 +124,7 @@ def open_sockets() -> int:
         try:
             targets.append(str(path.readlink()))
         except FileNotFoundError:
-            continue  # the listing's own
+            continue  # the listing's own descriptor
     return sum(target.startswith("socket:") for target in targets)
 
 
@@ -132,7 +134,7 @@ def test_an_absent_supervisor_uses_no_descriptors(tmp_path: Path, monkeypatch: p
     enough = threading.Event()
 
     def made(*args: int) -> socket.socket:
-        # A reference to each, since the collector would close them otherwise, some time.
+        # A reference to each, because the garbage collector would close them.
         kept.append(socket.socket(*args))
         return kept[-1]
 
@@ -140,7 +142,7 @@ def test_an_absent_supervisor_uses_no_descriptors(tmp_path: Path, monkeypatch: p
         if len(kept) == 50:
             counted.append(open_sockets())
             enough.set()
-            threading.Event().wait()  # for ever: the thread is a daemon
+            threading.Event().wait()  # forever: the thread is a daemon
 
     monkeypatch.setattr(link, "time", SimpleNamespace(sleep=wait))
     monkeypatch.setattr(link, "socket", SimpleNamespace(socket=made, AF_UNIX=socket.AF_UNIX, SOCK_STREAM=socket.SOCK_STREAM))

@@ -1,4 +1,6 @@
-"""Trainers and launchers of other people, for real: each of their ranks reports its own steps, and nobody else does."""
+"""Real third-party trainers and launchers: each of their ranks reports its own steps, and no other
+process does.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def test_hugging_faces_trainer(tmp_path: Path, ranks: int) -> None:
 
 
 def test_ranks_that_accelerate_launch_starts(tmp_path: Path) -> None:
-    """Of its ways to start ranks without GPUs the one that needs no MPI."""
+    """The one of its launchers for ranks without GPUs that needs no MPI."""
     launch = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
     rest = ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")
     code = ACCELERATE.replace("PROCESSES", "2").replace("START", "main()")
@@ -69,9 +71,9 @@ def test_ranks_that_accelerate_launch_starts(tmp_path: Path) -> None:
 
 
 def test_ranks_that_a_notebook_starts(tmp_path: Path) -> None:
-    """Forked from a process that has all libraries loaded already."""
+    """Forked from a process that has loaded all libraries."""
     start = "from accelerate import debug_launcher\n    debug_launcher(main, num_processes=2)"
     found = program(tmp_path, ACCELERATE.replace("PROCESSES", "2").replace("START", start))
     assert {number: updates(reports) for number, reports in found.items()} == {0: [1, 2], 1: [1, 2]}
-    # On which machine they are, nothing tells them.
+    # They cannot know which machine they are on.
     assert [row[:3] + row[4:] for row in hellos(found)] == [(rank, rank, rank, 2) for rank in (0, 1)]

@@ -1,4 +1,6 @@
-"""Which rank a process reports as, and that no two living processes write one journal: programs that people start, for real."""
+"""Which rank a process reports as, in real programs, and that no two living processes write one
+journal.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMPI_", "PMI_", "PMIX_", "MPI_
 
 
 def journals(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """All reports by the number in the file's name."""
+    """All reports, by the number in the file's name."""
     return {
         int(path.stem[len("rank-") :]): [json.loads(line) for line in path.read_text().splitlines()]
         for path in sorted(folder.glob("rank-*.jsonl"))
@@ -27,7 +29,7 @@ def journals(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def program(folder: Path, code: str, *start: str, timeout: float = 240, **extra: str) -> dict[int, list[dict[str, Any]]]:
-    """Run a program from a file, as multiprocessing wants it, with the agent in it; its journals."""
+    """Run a program with the agent from a file, as multiprocessing requires; return its journals."""
     path = folder / "program.py"
     path.write_text(code)
     env = {name: value for name, value in environment(folder).items() if not name.startswith(LAUNCHERS)} | extra
@@ -42,7 +44,7 @@ def updates(reports: list[dict[str, Any]]) -> list[int]:
 
 
 def hellos(found: dict[int, list[dict[str, Any]]]) -> list[tuple[int, int, int, int | None, int]]:
-    """Of every greeting: the file's number, its rank, the program's rank, the local rank, the number of processes."""
+    """Each greeting's file number, rank, program rank, local rank and number of processes."""
     return [
         (number, report["rank"], report["program_rank"], report["local_rank"], report["world_size"])
         for number, reports in found.items()
@@ -82,7 +84,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_ranks_that_the_program_starts_write_separate_journals(tmp_path: Path, method: str) -> None:
-    """No variable tells them their ranks: only `init_process_group` was told."""
+    """No variable has their ranks: only `init_process_group` knows them."""
     found = program(tmp_path, SPAWN.replace("METHOD", method))
     assert {number: updates(reports) for number, reports in found.items()} == {0: [1, 2, 3], 1: [1, 2, 3, 4]}
     assert [row[:3] + row[4:] for row in hellos(found)] == [(0, 0, 0, 2), (1, 1, 1, 2)]
@@ -103,9 +105,9 @@ def test_torchs_rank_outranks_the_launchers(tmp_path: Path) -> None:
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, (1, 1, 2)),
         ({"PMIX_RANK": "5"}, (5, None, 6)),
         ({"SLURM_PROCID": "6", "SLURM_LOCALID": "2", "SLURM_NTASKS": "8"}, (6, 2, 8)),
-        # One task: what runs in it is not by this the first of several.
+        # One task: its rank 0 does not mean the first of several.
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}, (0, 0, 1)),
-        # torchrun within a Slurm task, mpirun within a Slurm job: the inner launcher knows.
+        # torchrun in a Slurm task, mpirun in a Slurm job: the inner launcher counts.
         ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, (1, 1, 2)),
         ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, (3, None, 4)),
         ({"RANK": "rank one", "PMI_RANK": "1"}, (1, None, 2)),
@@ -124,7 +126,7 @@ def test_a_rank_that_the_program_sets_itself_is_used(tmp_path: Path) -> None:
 
 
 def test_a_second_living_process_of_a_rank_takes_a_free_number_and_reports_it(tmp_path: Path) -> None:
-    """Two trainings that a script starts side by side, then one after them."""
+    """Two trainings that a script starts at the same time, then one after them."""
     code = (
         TORCH
         + """
@@ -143,7 +145,7 @@ else:
 """
     )
     found = program(tmp_path, code)
-    # The two others came one after the other.
+    # The two others ran one after the other.
     assert {number: updates(reports) for number, reports in found.items()} == {0: [1, 2, 3, 4], 1: [1, 2, 1, 2, 3, 4]}
     assert hellos(found) == [(0, 0, 0, 0, 1), (1, 1, 0, 0, 1), (1, 1, 0, 0, 1)]
 
@@ -161,7 +163,7 @@ if len(sys.argv) == 1:
 
 
 def test_a_successor_of_a_dead_process_continues_its_journal(tmp_path: Path) -> None:
-    """As torchrun starts its ranks again; a forked child that outlives its parent holds nothing."""
+    """Like torchrun's restart of its ranks; a forked child that outlives its parent holds no lock."""
     first = """
 import os, sys, time, memtop_agent as a
 a.report("warning", message="first")

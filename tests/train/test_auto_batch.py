@@ -14,7 +14,7 @@ from tests.train.failing import TOO_MUCH, Failing, Failure, Scripted, fresh, mea
 
 
 class Card:
-    """A gauge with these peaks by batch, on a card of 1000 bytes."""
+    """Device memory of 1000 bytes with these peaks by batch."""
 
     def __init__(self, peaks: dict[int, int]) -> None:
         self.peaks = peaks
@@ -35,11 +35,11 @@ class Card:
         return self.retried
 
     def reset(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: nothing is cached."""
 
 
 def after(peaks: dict[int, int], *, patience: int = 3) -> AutoBatch:
-    """A growth that has seen updates with these batches, the largest first."""
+    """An AutoBatch after updates with these batches, the largest first."""
     card = Card(peaks)
     growth = AutoBatch(card, patience)
     for batch in sorted(peaks, reverse=True):
@@ -57,7 +57,7 @@ def test_the_peak_of_a_larger_batch_lies_on_the_line_through_two() -> None:
 
 def test_a_prediction_is_never_below_what_was_measured() -> None:
     assert after({2: 200, 4: 300, 8: 850}).share(8) == pytest.approx(0.85)
-    # The peak fell with the batch growing: other things shaped it, and the line says nothing.
+    # The peak fell as the batch grew, so something else shaped it and the line is useless.
     assert after({2: 600, 4: 500}).share(8) == pytest.approx(0.6)
 
 
@@ -75,7 +75,7 @@ def test_one_peak_is_joined_with_the_memory_held_at_batch_0() -> None:
     growth.updated(4, pressed=False)
     card.held = 100
     assert growth.share(8) == pytest.approx(0.5)
-    # As soon as two batches are measured they alone count.
+    # Once two batches are measured, only they count.
     card.batch, card.peaks = 2, {2: 250}
     growth.updated(2, pressed=False)
     assert growth.share(8) == pytest.approx(0.4)
@@ -90,7 +90,7 @@ def test_forgotten_peaks_are_predicted_again_from_the_next_one() -> None:
     growth.updated(4, pressed=False)
     assert growth.share(8) == pytest.approx(0.9)
     growth.changed(forget=True)
-    assert growth.share(8) == math.inf, "nothing is known of the new way to compute"
+    assert growth.share(8) == math.inf, "nothing is known of the new setting"
     card.peaks = {4: 200}
     growth.updated(4, pressed=False)
     assert growth.share(8) == pytest.approx(0.3)
@@ -102,7 +102,7 @@ def test_only_retries_of_updates_are_pressure() -> None:
     with growth.outside_updates():
         card.retried += 2
     assert not growth.new_retries()
-    # In an optimizer step, after the update was asked for its retries and before an evaluation.
+    # In an optimizer step: after the update's retries were read and before an evaluation.
     card.retried += 1
     with growth.outside_updates():
         card.retried += 5
@@ -139,7 +139,7 @@ def test_it_waits_for_a_stable_stretch_that_doubles_after_each_growth_that_fails
         waits.append(updates_until_due())
         growth.changed(grown=True)
     assert waits == [3, 6, 12]
-    # A growth that lasts as long as was waited for counts as a success.
+    # A growth that lasts as long as the wait before it is a success.
     assert updates_until_due() == 12
     growth.failed(8)
     growth.changed()
@@ -158,7 +158,8 @@ def test_a_retry_restarts_the_stable_stretch() -> None:
     assert growth.due
 
 
-# --- in a training ------------------------------------------------------------------------------------------------------
+# --- in a training
+# ------------------------------------------------------------------------------------------------------
 
 
 def settings_of(updates: int, *, batch: int = 8, accumulation: int = 1) -> Settings:
@@ -181,7 +182,7 @@ def test_the_batch_grows_back_one_step_at_a_time_up_to_the_request(tmp_path: Pat
 
 @pytest.mark.parametrize(("limit", "grows"), [(211, False), (213, True)])
 def test_it_grows_only_below_85_percent(tmp_path: Path, limit: int, grows: bool) -> None:
-    # At batch 8 the gauge says 180 bytes: 85.3 % or 84.5 % of the limit.
+    # At batch 8 the peak is 180 bytes: 85.3 % or 84.5 % of the limit.
     training = measured(tmp_path, settings_of(12), Scripted(limit=limit), patience=2)
     Failing(training, [Failure(2, 0.0, False)])
     training.run()
@@ -204,7 +205,7 @@ def test_retries_in_two_consecutive_updates_shrink_the_split(tmp_path: Path) -> 
     (change,) = training.channel.of("settings")
     assert (change["update"], change["changes"], change["reason"]) == (6, {"batch": 4, "accumulation": 2}, "pressure")
     assert training.channel.of("oom") == []
-    # No update was done twice.
+    # No update was repeated.
     calm = fresh(tmp_path / "b", training.settings)
     calm.run()
     assert training.digests == calm.digests

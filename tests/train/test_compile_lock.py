@@ -1,4 +1,4 @@
-"""A lock in the folder of a compiled extension: removed where nobody compiles, left where somebody does."""
+"""A lock in the folder of a compiled extension: removed if no process compiles, left if one does."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextmanager
 def compiler(lock: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has taken the lock as torch takes it, until it is told to release it or is killed."""
+    """A process that holds the lock as torch does, until it is asked to release it or is killed."""
     code = (
         "import sys; from torch.utils.file_baton import FileBaton; baton = FileBaton(sys.argv[1]); "
         "assert baton.try_acquire(); print('taken', flush=True); sys.stdin.readline(); baton.release()"
@@ -75,7 +75,7 @@ def test_the_lock_of_a_killed_compilation_is_removed(lock: Path, capsys: pytest.
     assert lock.exists()
     await_compiled("some", what=WHAT, sleep=looks({}))
     assert not lock.exists()
-    assert FileBaton(str(lock)).try_acquire(), "torch would go on"
+    assert FileBaton(str(lock)).try_acquire(), "torch would continue"
     assert capsys.readouterr().out == f"memtop: removed {lock}, left by a compilation that was killed\n"
 
 
@@ -88,7 +88,7 @@ def test_the_lock_of_a_living_compilation_is_waited_for(lock: Path, capsys: pyte
             process.communicate("\n")
 
         await_compiled("some", what=WHAT, sleep=looks({50: release}))
-        assert there == [True], "left alone for as long as it was held"
+        assert there == [True], "left alone while it was held"
         assert process.returncode == 0, "it could release its lock"
     assert capsys.readouterr().out == f"memtop: {WHAT}: waiting until another process has compiled it in {lock.parent}\n"
 
@@ -109,7 +109,7 @@ def test_a_lock_between_closing_and_removing_is_not_stale(lock: Path) -> None:
     removed: list[str] = []
 
     def finish() -> None:
-        # FileNotFoundError here is what would end the process that compiles.
+        # A FileNotFoundError here would end the compiling process.
         lock.unlink()
         removed.append("by its owner")
 
@@ -164,7 +164,8 @@ def test_the_file_system_is_the_nearest_mount() -> None:
 
 
 def test_processes_that_check_a_lock_at_once_do_not_end_each_other(lock: Path) -> None:
-    # The kernel signals who has a lease when somebody else opens the file; unprepared, that ends a process.
+    # The kernel signals the owner of a lease when another process opens the file; by default that
+    # ends the owner.
     code = (
         "import sys; from memtop.train.compile_lock import unused_lock; from pathlib import Path\n"
         "for _ in range(3000): unused_lock(Path(sys.argv[1]))"
@@ -187,7 +188,8 @@ def test_several_processes_remove_a_stale_lock_once(lock: Path, capsys: pytest.C
     assert capsys.readouterr().out.count("removed") == 1
 
 
-# --- with real compilations ---------------------------------------------------------------------------------------------
+# --- with real compilations
+# ---------------------------------------------------------------------------------------------
 
 COMPILE = """
 import sys
@@ -228,7 +230,7 @@ def test_a_killed_compilation_does_not_block_the_next_one(tmp_path: Path) -> Non
     first = compile_some(tmp_path, str(slow))
     compilers: list[psutil.Process] = []
     try:
-        # ninja, the compiler that it has started, and what that waits for.
+        # ninja, its compiler, and the compiler's child processes.
         until = time.monotonic() + 120
         while len(compilers := working_in(folder)) < 3:
             assert first.poll() is None
@@ -238,7 +240,7 @@ def test_a_killed_compilation_does_not_block_the_next_one(tmp_path: Path) -> Non
         first.communicate()
         second = compile_some(tmp_path)
         assert second.stdout is not None
-        # What the killed one had started is at work, and its folder is left to it.
+        # The children of the killed process are still working in the folder.
         assert second.stdout.readline() == f"memtop: this test: waiting until another process has compiled it in {folder}\n"
         assert (folder / "lock").exists()
         for process in compilers:
@@ -260,7 +262,7 @@ def test_deepspeeds_adam_is_not_loaded_while_a_stale_lock_exists(lock: Path, mon
     adam.touch()
 
     def built(*args: object, **options: object) -> torch.optim.Optimizer:
-        assert not adam.exists(), "torch would wait for ever"
+        assert not adam.exists(), "torch would wait forever"
         return torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
 
     monkeypatch.setattr("deepspeed.ops.adam.DeepSpeedCPUAdam", built)

@@ -1,4 +1,4 @@
-"""Which samples an update sees, at which rate it learns: pure functions, tested as such."""
+"""Which samples an update uses and its learning rate, tested as pure functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def packed(texts: Iterable[bytes]) -> PackedText:
 
 
 class Rows:
-    """A table's rows: the same samples for every sequence length."""
+    """The rows of a table: the same samples for every sequence length."""
 
     recut = False
 
@@ -86,12 +86,12 @@ def test_any_stretch_is_the_same_however_it_is_split() -> None:
 @pytest.mark.parametrize("split", [(8, 1, 1), (4, 2, 1), (2, 4, 1), (4, 1, 2), (2, 2, 2), (1, 4, 2), (1, 2, 4)])
 def test_every_split_sees_the_same_samples_per_update(split: tuple[int, int, int]) -> None:
     batch, accumulation, world = split
-    # 43 is no multiple of 8: the last update is short; and the epoch ends inside an update.
+    # 43 is not a multiple of 8, so the last update is short; and the epoch ends inside an update.
     plans = list(plan_updates(rows(21, 5), updates=0, position=0, target=43, effective_batch=8))
     assert [len(plan.keys) for plan in plans] == [8, 8, 8, 8, 8, 3]
     for plan in plans:
         per_rank = [plan.micro_batches(batch, world, rank) for rank in range(world)]
-        assert len({len(mine) for mine in per_rank}) == 1, "ranks must step together"
+        assert len({len(mine) for mine in per_rank}) == 1, "all ranks must have the same number of steps"
         assert len(per_rank[0]) <= accumulation
         assert all(len(keys) <= batch for mine in per_rank for keys in mine)
         assert sorted(key for mine in per_rank for keys in mine for key in keys) == sorted(plan.keys)
@@ -110,7 +110,8 @@ def test_epochs_are_counted_and_found() -> None:
     assert [order.end_of(epochs) for epochs in (1.0, 2.5, 3.0)] == [20, 50, 60]
 
 
-# --- a changed sequence length ------------------------------------------------------------------------------------------
+# --- a changed sequence length
+# ------------------------------------------------------------------------------------------
 
 
 def test_the_same_cuts_give_the_same_order_and_keep_earlier_samples() -> None:
@@ -145,7 +146,7 @@ def test_no_token_of_an_epoch_is_repeated_or_left_out_when_seq_len_changes(
         position += 1
     assert order.end_of(1.0) == position
     assert used.max() == 1
-    # A single token at the end of a stretch predicts nothing: that is all that may be missing, once per stretch.
+    # Only a single token at the end of a stretch may be missing: it predicts nothing.
     assert (used == 0).sum() <= len(lengths) * (1 + sum(gap for gap, _ in changes))
 
 
@@ -196,7 +197,7 @@ def test_the_text_is_the_machines_own_and_bounded() -> None:
 
     found = opened(source="python-stdlib", max_bytes=50_000)
     assert 49_000 <= found.train.table(64).lengths.sum() < 52_000
-    # What is evaluated on comes right after what is trained on.
+    # The evaluation data follow the training data.
     assert found.evaluation is not None
     assert content(opened(source="python-stdlib", max_bytes=250_000).train) == content(found.train) + content(found.evaluation)
     with pytest.raises(BadInputError, match=r"data.source 'moon': unknown; use python-stdlib"):

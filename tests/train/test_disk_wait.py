@@ -1,4 +1,4 @@
-"""No room on the disk for what was trained: it waits in memory, on all ranks, until there is some or it is stopped."""
+"""A full disk at the end: the state waits in memory, on all ranks, until there is space or a stop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KIB = 1 << 10
 
 
 def fill(disk: Path, *, leave: int) -> Path:
-    """A file that takes all of the disk but this many bytes."""
+    """A file that fills the disk except for this many bytes."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file:
         try:
@@ -51,7 +51,7 @@ class Clock:
 
 
 class Answering(Recorder):
-    """Does something when the trainer says that it waits for room, and only then."""
+    """Acts when the trainer reports that it waits for disk space."""
 
     def __init__(self, act: Callable[[Answering], None]) -> None:
         super().__init__()
@@ -147,7 +147,9 @@ def test_the_leftovers_of_a_killed_save_do_not_block_the_next(small_disk: Path) 
 
 
 def test_a_save_stopped_by_a_quota_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk shows room, only writing tells: no kernel here enforces a quota, so the write itself is replaced."""
+    """The disk reports free space, but writes fail. No quota can be set up here, so the write is
+    replaced.
+    """
     clock, tries, write = Clock(), list[float](), state_files.write_safetensors
 
     def refused(*arguments: Any) -> None:
@@ -175,7 +177,7 @@ def test_a_wait_repeats_news_at_most_once_a_minute(tmp_path: Path) -> None:
     clock.now += 2
     assert not disk_wait.is_news("3 MiB free")
     assert disk_wait.is_news("2 MiB free")
-    assert not disk_wait.due(), "no save has failed on this rank"
+    assert not disk_wait.due(), "only the first rank writes"
     disk_wait.failed(checkpoint.NoSpaceError(tmp_path, 1 << 62))
     clock.now += 1000
     assert not disk_wait.due()
@@ -188,7 +190,7 @@ def test_a_wait_repeats_news_at_most_once_a_minute(tmp_path: Path) -> None:
     disk_wait.failed(checkpoint.NoSpaceError(tmp_path, 1, "the quota is used up"))
     clock.now += 29
     assert not disk_wait.due()
-    assert disk_wait.due(at_once=True), "somebody may just have made room under the quota"
+    assert disk_wait.due(at_once=True), "the quota may have free space now"
     clock.now += 1
     assert disk_wait.due()
 
@@ -208,11 +210,12 @@ def test_without_space_for_the_best_state_training_continues(tmp_path: Path, mon
     assert list(tmp_path.glob("*.tmp-*")) == []
 
 
-# --- processes of their own -------------------------------------------------------------------------------------------------
+# --- real processes
+# ---------------------------------------------------------------------------------------------------------
 
 
 def start(folder: Path, state: Path, settings: Settings, log: Path, **extra: str) -> subprocess.Popen[bytes]:
-    """The trainer as memtop launches it; its journals go to `folder`."""
+    """The trainer as memtop starts it; its journals go to `folder`."""
     (folder / "settings.json").write_bytes(msgspec.json.encode(settings))
     module = ("-m", "memtop.train", "--settings", str(folder / "settings.json"), "--state-dir", str(state))
     surroundings = environment(folder, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1", **extra)
@@ -276,9 +279,9 @@ def test_on_oom_stop_does_not_wait(tmp_path: Path, small_disk: Path) -> None:
 
 
 def test_training_continues_when_the_log_cannot_be_written(tmp_path: Path, small_disk: Path) -> None:
-    """The disk is full to its last byte, and the trainer's output goes there, too."""
+    """The disk is full, and the trainer's output goes there, too."""
     log = small_disk / "log"
-    # Of the file's only page six bytes are left.
+    # Six bytes are left in the file's only page.
     log.write_bytes(b"x" * (os.sysconf("SC_PAGE_SIZE") - 6))
     filler = fill(small_disk, leave=0)
     assert os.statvfs(small_disk).f_bavail == 0

@@ -51,16 +51,16 @@ def test_evaluating_changes_nothing_in_the_training(tmp_path: Path) -> None:
 
 
 def test_the_state_with_the_lowest_loss_is_kept(tmp_path: Path) -> None:
-    # A rate that is far too high: the model gets worse after a while.
+    # A rate far too high: the model gets worse after a while.
     settings = edited(eval_every=1, learning_rate=0.5, warmup_fraction=0.9, save_every=100)
     training = trained(tmp_path / "state", settings)
     losses = {report["update"]: report["loss"] for report in training.channel.of("evaluation")}
     best = min(losses, key=lambda update: losses[update])
-    assert best < 10, "otherwise this shows nothing"
+    assert best < 10, "otherwise this test proves nothing"
     kept = read_manifest(best_state(tmp_path / "state"))
     assert (kept.updates, kept.evaluation_loss) == (best, losses[best])
     assert best_loss(tmp_path / "state") == losses[best]
-    # The newest state is the last one all the same, and a run that is taken up again knows the best so far.
+    # The newest state is still the last one, and a resumed run knows the best loss so far.
     assert read_manifest(tmp_path / "state").updates == 10
     again = Training(tmp_path / "state", msgspec.structs.replace(settings, target_samples=96), evaluation=held_out())
     assert again.trainer.best_loss == losses[best]

@@ -1,5 +1,5 @@
-"""A real training, killed at random updates and taken up with another split each time, over an epoch boundary: every split
-sees the same samples."""
+"""A real training, killed at random updates and resumed with another split each time, across an
+epoch boundary: every split sees the same samples."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from memtop.train.state_files import Cut, newest_complete
 from tests.train.support import edited
 from tests.train.test_processes import reports, trainer
 
-# Two processes after one and one after two, and an effective batch of 8 in all of its ways.
+# Two processes after one and one after two, and all splits of an effective batch of 8.
 SPLITS = [(8, 1, 1), (4, 1, 2), (4, 2, 1), (2, 2, 2), (1, 4, 2), (2, 4, 1)]
 SAVE_EVERY = 3
-# Killed at latest after so many updates; so many more does the last split do, too.
+# Each split is killed after at most this many updates; the last one does this many.
 EACH = 8
-# More than a training does before its kill arrives, however busy the machine is.
+# More than a training does before it is killed, however busy the machine is.
 FAR = 1000
 
 
@@ -34,7 +34,7 @@ def order_of(settings: Settings) -> SampleOrder:
 
 
 def settings_of(batch: int, accumulation: int, world_size: int, *, updates: int = FAR) -> Settings:
-    """An epoch of about twelve updates that ends inside one, whatever this Python's sources are."""
+    """An epoch of about twelve updates that ends inside one, with the sources of any Python."""
     data = {"source": "python-stdlib", "max_bytes": 6_000}
     for seq_len in range(64, 48, -1):
         settings = edited(
@@ -52,7 +52,7 @@ def settings_of(batch: int, accumulation: int, world_size: int, *, updates: int 
 
 
 def expected(settings: Settings) -> list[str]:
-    """The digests by the definition, without any training."""
+    """The digests by definition, without training."""
     target = settings.target_samples
     plans = plan_updates(order_of(settings), updates=0, position=0, target=target, effective_batch=8)
     return [sample_digest(plan.ids) for plan in plans]
@@ -64,7 +64,7 @@ def test_samples_per_update_are_the_same_for_every_split_across_kills(tmp_path: 
     for split in SPLITS[:-1]:
         settings = settings_of(*split)
         process = trainer(tmp_path, settings, start=launcher(settings))
-        # After one more save at least, and in general between two.
+        # After at least one more save, and usually between two.
         kill_everything_at(process, random.randrange(saved + SAVE_EVERY + 1, saved + EACH), tmp_path, settings.world_size)
         found = newest_complete(tmp_path / "state")
         assert found is not None
@@ -85,7 +85,7 @@ def test_samples_per_update_are_the_same_for_every_split_across_kills(tmp_path: 
     done = 0
     for split, start, end in zip(SPLITS, starts, [*starts[1:], len(told)], strict=True):
         steps = told[start + 1 : end]
-        # What was done after the last save is done again, with the very same samples.
+        # The updates after the last save are repeated with the same samples.
         first = told[start]["updates"] + 1
         assert first <= done + 1, split
         assert [step["update"] for step in steps] == list(range(first, first + len(steps))), split
@@ -99,7 +99,7 @@ def kill_everything_at(process: subprocess.Popen[str], update: int, folder: Path
     for line in process.stdout:
         if line.startswith(f"update {update} "):
             break
-    # The launcher first: nobody shall end the ranks in an orderly way.
+    # The launcher first, so that it cannot end the ranks in an orderly way.
     os.kill(process.pid, signal.SIGKILL)
     if world > 1:
         for rank in range(world):

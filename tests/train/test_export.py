@@ -1,4 +1,6 @@
-"""What is exported is what was trained: read by the libraries it is meant for, compared with the trainer's own model."""
+"""The exported model is the trained one: loaded by the libraries that users load it with, compared
+with the trainer's.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def tuning(recipe: str, folder: Path, **more: Any) -> Any:
 
 
 def trained_model(run: Trained) -> Any:
-    """The model that the trainer would go on with."""
+    """The model that the trainer would resume with."""
     found = newest_complete(run.state_dir)
     assert found is not None
     config = tokens_and_config(run.settings)[1]
@@ -84,7 +86,7 @@ def test_a_whole_model_gives_the_trainers_logits(train: Train, tmp_path: Path, c
     )
     model = AutoModelForCausalLM.from_pretrained(out)
     assert torch.equal(logits(model), logits(trained_model(run)))
-    # Tied weights are stored once, and are one tensor again.
+    # Tied weights are stored once, and are one tensor after loading.
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert (model.config.bos_token_id, model.config.eos_token_id, model.generation_config.pad_token_id) == (256, 257, 258)
     meaning = json.loads((out / "tokenizer_bytes.json").read_text())
@@ -130,7 +132,7 @@ def test_an_adapter_on_its_base_gives_the_trainers_logits(train: Train, tmp_path
     assert (described["base_model_name_or_path"], described["r"], described["lora_alpha"]) == (str(tmp_path / "llama"), 4, 8)
     assert not (out / "model.safetensors").exists()
     trained = trained_model(run)
-    # The very base that was trained on, freshly made and without adapters.
+    # The base that was trained on, built again and without adapters.
     base = exporting.build_base(run.settings, None)
     torch.testing.assert_close(logits(PeftModel.from_pretrained(base, out)), logits(trained), rtol=1e-5, atol=1e-6)
 
@@ -149,7 +151,7 @@ def test_load_best_at_end_exports_the_best_state(train: Train, tmp_path: Path) -
     best = best_state(run.state_dir)
     assert best.is_dir()
     last = msgspec.structs.replace(run.settings, load_best_at_end=False)
-    # Another best than the last one, whatever the losses were.
+    # Make the best state differ from the last one.
     (best / MANIFEST_NAME).unlink()
     for path in best.iterdir():
         path.unlink()
@@ -236,7 +238,7 @@ def test_the_command_prints_only_the_folder(train: Train, tmp_path: Path) -> Non
     build_tokenizer(tmp_path / "tokenizer")
     run = train(causal(tmp_path, data__tokenizer=tmp_path / "tokenizer"))
     out = tmp_path / "model"
-    # An empty folder is as good as none.
+    # An empty folder is accepted.
     out.mkdir()
     settings = run.state_dir.parent / "settings.json"
     command = [sys.executable, "-m", "memtop.train.export", "--settings", str(settings), "--state-dir", str(run.state_dir)]

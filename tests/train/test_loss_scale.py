@@ -1,4 +1,4 @@
-"""The scale of fp16 losses, and when it changes next, belong to the state."""
+"""The state contains the scale of fp16 losses and when it changes next."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STOP = 6
 
 @pytest.fixture(autouse=True)
 def scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerate makes a scaler only on a GPU; torch's works on the CPU as well."""
+    """accelerate creates a scaler only on a GPU; torch's also works on the CPU."""
 
     def with_scaler(**options: Any) -> Accelerator:
         accelerator = Accelerator(**options)
@@ -71,7 +71,7 @@ def test_deepspeeds_scale_continues_as_if_never_stopped(at: int, monkeypatch: py
     scales = []
     for update in range(24):
         if update == at:
-            # Through what is written and read.
+            # Encoded and decoded, as in a saved state.
             saved = msgspec.json.decode(msgspec.json.encode(part.loss_scale()), type=LossScale)
             part, part_scaler = under_zero()
             part.set_loss_scale(saved)
@@ -79,7 +79,7 @@ def test_deepspeeds_scale_continues_as_if_never_stopped(at: int, monkeypatch: py
             scaler.update_scale(update in overflows)
         scales.append(whole.loss_scale().scale)
         assert part.loss_scale().scale == scales[-1], update
-    assert len(set(scales)) > 2, "otherwise this shows nothing"
+    assert len(set(scales)) > 2, "otherwise this test proves nothing"
 
 
 def test_the_scale_grows_from_a_deepspeed_count_beyond_torchs_interval(tmp_path: Path) -> None:

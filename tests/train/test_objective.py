@@ -1,4 +1,6 @@
-"""The loss in pieces is the loss, for every kind of head, and for models whose head is not all there is to their logits."""
+"""The loss in chunks equals the whole loss, for every kind of head and for models that change their
+logits after it.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def test_loss_and_gradients_in_chunks_equal_those_of_the_whole(kind: str, values
     model = model_of(kind, values)
     whole, expected, _ = loss_and_gradients(model, 0, seq2seq=kind == "t5")
     pieces, found, chunk = loss_and_gradients(model, 7, seq2seq=kind == "t5", sparse=sparse)
-    assert chunk == 7, "this architecture's head must be taken in pieces"
+    assert chunk == 7, "this architecture's head must be chunked"
     assert pieces == pytest.approx(whole, rel=1e-6)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -99,7 +101,7 @@ def test_a_head_that_is_more_than_a_matrix_runs_its_own_forward() -> None:
 
 
 def test_no_tensor_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor that autograd keeps, and every result of an operation, is smaller than the logits."""
+    """Every tensor that autograd keeps and every result of an operation is smaller than the logits."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     largest = 0

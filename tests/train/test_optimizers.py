@@ -1,4 +1,4 @@
-"""Optimizers and their moments: what is exact comes back exactly, what is lossy is as near as it can be."""
+"""Optimizers and their moments: exact conversions are exact, lossy ones as close as possible."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from memtop.train.optimizers import MOMENTS, build_optimizer, full_moments, read
 from tests.train.support import TINY, Training, edited
 
 CPU = torch.device("cpu")
-# DeepSpeed compiles its Adam at the first use: minutes on a machine that has other work.
+# DeepSpeed compiles its Adam at the first use: minutes on a busy machine.
 pytestmark = pytest.mark.timeout(1200)
 
 
 def trained(kind: Optimizer, steps: int = 4) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A small model after some steps: one matrix large enough for 8-bit states (4096 elements), and a vector."""
+    """A small model after some steps: one matrix large enough for 8-bit states (4096 elements), and
+    a vector.
+    """
     torch.manual_seed(1)
     model = torch.nn.Linear(64, 80)
     optimizer = fresh(kind, model)
@@ -79,7 +81,8 @@ def test_an_8_bit_optimizer_only_rounds_the_moments() -> None:
         for name in MOMENTS:
             found = full_moments(read_moments(other, parameter), parameter.shape)[name]
             wanted = saved[name]
-            # Dynamic 8-bit blocks: a few percent of the block's largest value at worst, much less on average.
+            # Dynamic 8-bit blocks: a few percent of the block's largest value at worst, much less
+            # on average.
             assert float((found - wanted).abs().max()) < 0.05 * float(wanted.abs().max())
             assert float((found - wanted).norm() / wanted.norm()) < 0.03
 
@@ -94,7 +97,7 @@ def test_adafactor_keeps_the_rows_and_columns_of_the_second_moment() -> None:
     kept = read_moments(adafactor, model.weight)
     assert kept.keys() == {"step", "exp_avg_sq_row", "exp_avg_sq_col"}
     back = full_moments(kept, model.weight.shape)
-    # A second moment of rank one is what a factored one can hold; the first moment is not kept.
+    # A factored second moment can represent rank one; the first moment is not kept.
     torch.testing.assert_close(back["exp_avg_sq"], second)
     assert not back["exp_avg"].any()
 

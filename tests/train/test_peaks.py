@@ -1,4 +1,4 @@
-"""Each update's peak and retries are its own, whatever is done between two of them."""
+"""An update's peak and retries exclude the work between two updates."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def settings_of(updates: int, **changes: Any) -> Settings:
 
 
 def on_card(folder: Path, card: Card, settings: Settings, *, evaluating: int = 100, patience: int = 2) -> Training:
-    """A training whose micro-batches take 60 bytes for each sample beside what is held, and evaluations so much."""
-    # The model was loaded, which took more than anything will.
+    """A training whose micro-batches take 60 bytes per sample in addition to what is held, and
+    evaluations this much.
+    """
+    # Loading the model took more than anything later.
     card.take(990)
     gauge, channel = CudaMemory(GPU), Reading(card)
     training = fresh(folder, settings, channel=channel, evaluation=held_out(), memory=gauge, patience=patience)
@@ -54,7 +56,7 @@ def test_the_peak_of_an_evaluation_is_reported_separately(tmp_path: Path, card: 
     evaluations = training.channel.of("evaluation")
     assert len(evaluations) == 8
     assert {(found["peak_bytes"], found["peak_reserved_bytes"]) for found in evaluations} == {(930, 930)}
-    # 930 of 1000 bytes would have kept it small for ever.
+    # A peak of 930 of 1000 bytes would have kept the batch small forever.
     assert [change["reason"] for change in training.channel.of("settings")] == ["allocation failure", "grown back"]
 
 
@@ -110,7 +112,7 @@ def test_retries_of_the_optimizer_count_once(tmp_path: Path, card: Card) -> None
 
     training.optimizer.register_step_pre_hook(retried)
     training.run()
-    # Those of the first two updates are seen in the two after them.
+    # The retries of the first two updates are noticed in the two after them.
     assert [report["update"] for report in training.channel.of("pressure")] == [3]
     assert [(change["update"], change["reason"]) for change in training.channel.of("settings")] == [(4, "pressure")]
 

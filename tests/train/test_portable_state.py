@@ -1,4 +1,6 @@
-"""Any strategy resumes from any other: each is source and target once here; `bench/state_matrix.py` runs all pairs."""
+"""Any strategy resumes from any other: each is source and target once; `bench/state_matrix.py` runs
+all pairs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import pytest
 from tests.train.launching import STRATEGIES, train_on
 from tests.train.support import Training, edited
 
-# (strategy, processes) in turn: every strategy, and both numbers of processes, are left and entered.
+# (strategy, processes) in turn: a change from and to every strategy and both numbers of processes.
 CHAIN = (
     ("plain", 1),
     ("zero2", 2),
@@ -35,16 +37,16 @@ def test_changing_the_strategy_at_every_restart_does_not_change_training(tmp_pat
             zero=STRATEGIES[strategy],
             world_size=processes,
             accumulation=4 // processes,
-            # In pieces here, whole in the run that it is compared with.
+            # In chunks here, whole in the run that it is compared with.
             loss_chunk=16,
         )
         report = train_on(tmp_path / str(number), state, settings, EACH)
         assert (report["strategy"], report["world_size"]) == (str(STRATEGIES[strategy]), processes)
         assert report["source"] == number * EACH
-        # fp32 tensors are moved, not computed with: nothing may be lost on the way.
+        # fp32 tensors are only moved, so nothing may change.
         assert report["differences"] == ({} if number == 0 else dict.fromkeys(("weight", "exp_avg", "exp_avg_sq", "step"), 0.0))
         losses += report["losses"]
         digests += report["digests"]
     assert digests == undisturbed.digests
-    # The order in which micro-batches and ranks are summed differs: rounding in fp32, grown over 21 updates.
+    # Micro-batches and ranks are summed in another order: fp32 rounding, grown over 21 updates.
     assert losses == pytest.approx(undisturbed.losses, rel=1e-4)

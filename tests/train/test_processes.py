@@ -1,4 +1,6 @@
-"""The trainer as real processes: bad input, signals, two ranks; and the agent inside programs that know nothing of it."""
+"""The trainer as real processes: bad input, signals, two ranks; and the agent in programs that do
+not use it.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,8 @@ def trainer(folder: Path, settings: Settings, *, start: tuple[str, ...] = (), ag
     )
 
 
-# --- the trainer --------------------------------------------------------------------------------------------------------
+# --- the trainer
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,7 @@ def test_two_ranks_train_like_one_rank(tmp_path: Path) -> None:
         (alone, edited(batch=4, accumulation=2, target_samples=36, eval_every=2), ()),
         (
             together,
-            # The last update has 4 of 8 samples: one rank's share, the other masks its own.
+            # The last update has 4 of 8 samples: one rank's share; the other rank masks its own.
             edited(batch=4, accumulation=1, world_size=2, target_samples=36, eval_every=2),
             ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         ),
@@ -144,7 +147,7 @@ def test_two_ranks_train_like_one_rank(tmp_path: Path) -> None:
     assert [step["sample_digest"] for step in two] == [step["sample_digest"] for step in one]
     assert [step["loss"] for step in two] == pytest.approx([step["loss"] for step in one], rel=1e-4)
     assert reports(together, 1)[0]["rank"] == 1
-    # What two ranks saved, one rank takes up.
+    # One rank resumes what two ranks saved.
     (together / "settings.json").unlink()
     process = trainer(together, edited(batch=8, accumulation=1, target_samples=44))
     out, err = process.communicate(timeout=120)
@@ -160,7 +163,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path) -> None:
         if line.startswith("update 3 "):
             os.kill(reports(tmp_path, 1)[0]["pid"], signal.SIGKILL)
             break
-    # torchrun's own grace for the ranks that are left is 30 s.
+    # torchrun gives the remaining ranks 30 s.
     out, err = process.communicate(timeout=90)
     assert process.returncode == 1
     log = tmp_path / "output.log"
@@ -179,7 +182,8 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path) -> None:
     assert any("SIGKILL" in line for line in diagnosis["evidence"])
 
 
-# --- the agent ----------------------------------------------------------------------------------------------------------
+# --- the agent
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_program_that_does_not_use_memtop_is_followed(tmp_path: Path) -> None:
@@ -189,7 +193,7 @@ def test_a_program_that_does_not_use_memtop_is_followed(tmp_path: Path) -> None:
     assert [step["update"] for step in steps] == [1, 2, 3, 4, 5]
     assert {step["learning_rate"] for step in steps} == {0.25}
     assert all(step["rss_bytes"] > 10_000_000 for step in steps)
-    assert steps[0]["allocated_bytes"] is None, "no CUDA: not known, not 0"
+    assert steps[0]["allocated_bytes"] is None, "unknown without CUDA, not 0"
     assert [line["seq"] for line in (hello, *steps)] == [1, 2, 3, 4, 5, 6]
 
 
@@ -203,7 +207,7 @@ def test_an_existing_sitecustomize_still_runs(tmp_path: Path) -> None:
 def test_programs_outside_a_run_are_left_alone(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(AGENT / "site")}
     assert python("import sys; print('memtop_agent' in sys.modules, 'torch' in sys.modules)", env) == "False False\n"
-    # Launched by memtop, but it trains nothing: no torch is loaded, no journal opened.
+    # Started by memtop, but it does not train: torch is not loaded and no journal is opened.
     assert python("import sys; print('torch' in sys.modules)", environment(tmp_path)) == "False\n"
     assert list(tmp_path.iterdir()) == []
 
@@ -253,7 +257,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 def converse(server: socket.socket, *commands: dict[str, Any]) -> list[dict[str, Any]]:
-    """Accept one connection, send the commands; the greeting and as many answers as there are commands."""
+    """Accept one connection and send the commands; return the greeting and one answer per command."""
     connection, _ = server.accept()
     with connection, connection.makefile("rwb") as stream:
         heard = [json.loads(stream.readline())]
@@ -283,7 +287,7 @@ def test_commands_are_executed_inside_the_process_and_the_link_reconnects(tmp_pa
         assert freed["result"]["returned_host_bytes"] >= 0
         assert freed["result"]["returned_device_bytes"] is None
         assert freed["result"]["before"]["rss_bytes"] > 0
-        # The supervisor died; the next one is found.
+        # The supervisor died; the agent finds the next one.
         assert converse(listener)[0]["pid"] == process.pid
     finally:
         process.kill()
@@ -307,7 +311,7 @@ def test_the_agent_is_python_3_8_and_standard_library_only(path: Path) -> None:
 
 
 def other_pythons() -> list[str]:
-    """Other interpreters of this machine that the agent must run in; the test's own is always among them."""
+    """The interpreters of this machine that the agent must run in, the present one included."""
     homes = [Path(p) for p in os.environ.get("PATH", "").split(os.pathsep)]
     homes += sorted((Path.home() / ".pyenv" / "versions").glob("3.*/bin"))
     found = {str(home / f"python3.{minor}") for home in homes for minor in range(8, 15) if (home / f"python3.{minor}").exists()}

@@ -1,4 +1,4 @@
-"""Every recipe trains, on the CPU and small, through the same code as the real one."""
+"""Every recipe trains on the CPU with a small model, through the same code as a real run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_pretrain_causal_trains_on_any_file(train: Train, tmp_path: Path, ending
     done = train(settings_of("pretrain-causal", seq_len=32, updates=12, **more, **TINY_LLAMA))
     assert (done.outcome, len(done.losses)) == ("finished", 12)
     assert done.losses[-1] < done.losses[0] - 1
-    # All that is read is learnt: each sample of t tokens predicts t - 1.
+    # All tokens are trained on: each sample of t tokens predicts t - 1.
     assert 8 * 10 < done.steps[0]["tokens"] <= 8 * 31
     assert done.plan["trained_parameters"] == done.plan["parameters"]
 
@@ -72,7 +72,7 @@ def test_pretrain_t5_trains_responses_on_prompts(train: Train, tmp_path: Path, e
     # Two epochs of 60 pairs, 8 an update.
     assert (done.outcome, done.plan["target_samples"], len(done.losses)) == ("finished", 120, 15)
     assert done.losses[-1] < done.losses[0] - 1
-    # Only responses are learnt: "It is N." and the end, at most 11 tokens.
+    # Only responses are trained on: "It is N." and the end, at most 11 tokens.
     assert all(8 * 9 <= step["tokens"] <= 8 * 11 for step in done.steps[:7])
     (note,) = [report["message"] for report in done.channel.of("warning")]
     assert note.startswith("data.train: 3 of 60 examined samples exceed T 64 and are cut; ")
@@ -88,7 +88,7 @@ def test_sft_lora_trains_on_responses_only_and_reports_cuts(train: Train, llama:
         "data.train: 3 of 60 examined samples exceed T 96 and are cut; "
         + done.channel.of("warning")[0]["message"].partition("are cut; ")[2]
     ]
-    # A, B of r 4 on seven layers, twice; the base stays as it is.
+    # A and B of r 4 on seven layers, twice; the base is unchanged.
     assert done.plan["trained_parameters"] < done.plan["parameters"] / 5
     assert {name.split(".")[-3] for name in saved_names(done.state_dir)} == {"lora_A", "lora_B"}
 
@@ -104,7 +104,8 @@ def test_auto_precision_on_a_cpu_reads_the_frozen_base_in_fp32(llama: Path) -> N
     assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.float32}
 
 
-# --- QLoRA --------------------------------------------------------------------------------------------------------------
+# --- QLoRA
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_sft_qlora_trains_adapters_on_nf4_with_quantised_scales(llama: Path) -> None:
@@ -121,7 +122,7 @@ def test_sft_qlora_trains_adapters_on_nf4_with_quantised_scales(llama: Path) -> 
 
 
 def test_an_interrupted_sft_qlora_run_ends_like_an_uninterrupted_one(train: Train, llama: Path) -> None:
-    # With dropout: its random numbers must come back too.
+    # With dropout: its random numbers must be reproduced, too.
     settings = fine_tuning("sft-qlora", llama, gradient_checkpointing=True, lora__dropout=0.1)
     whole = train(settings, name="whole")
     first = train(settings, name="parts", stop_after=3)
@@ -134,7 +135,9 @@ def test_an_interrupted_sft_qlora_run_ends_like_an_uninterrupted_one(train: Trai
 
 
 def test_gradients_through_the_4_bit_base_are_those_through_its_numbers(llama: Path) -> None:
-    """After an evaluation too, which makes bitsandbytes re-pack the weights for inference on some CPUs."""
+    """Also after an evaluation, which makes bitsandbytes re-pack the weights for inference on some
+    CPUs.
+    """
     settings = fine_tuning("sft-qlora", llama)
     config = tokens_and_config(settings)[1]
     ids = torch.arange(3, 43).reshape(1, 40)
@@ -152,7 +155,7 @@ def test_gradients_through_the_4_bit_base_are_those_through_its_numbers(llama: P
 
 
 def test_qlora_loses_little_compared_with_the_full_base(llama: Path) -> None:
-    """The 4-bit base is the model that was asked for, not another one."""
+    """The 4-bit base is the requested model."""
     settings = fine_tuning("sft-qlora", llama)
     config = tokens_and_config(settings)[1]
     ids = torch.arange(3, 43).reshape(1, 40)
@@ -163,7 +166,8 @@ def test_qlora_loses_little_compared_with_the_full_base(llama: Path) -> None:
     assert float((found - wanted).norm() / wanted.norm()) < 0.2
 
 
-# --- strategies ---------------------------------------------------------------------------------------------------------
+# --- strategies
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", ["sft-lora", "sft-qlora"])
@@ -200,7 +204,8 @@ def test_adapters_train_the_same_under_zero(train: Train, llama: Path, tmp_path:
     assert saved_names(sharded.state_dir) == saved_names(plain.state_dir)
 
 
-# --- what a person can do wrong -----------------------------------------------------------------------------------------
+# --- bad input
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", ["sft-lora", "sft-qlora"])

@@ -1,4 +1,4 @@
-"""Edits while the training runs: the same as a restart with the same edit at that update."""
+"""A live edit trains like a restart with the same edit at that update."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def base(**changes: Any) -> Settings:
 
 
 def live(folder: Path, settings: Settings, values: dict[str, Any]) -> Training:
-    """A whole training that is changed after update AT."""
+    """A whole training that is edited after update AT."""
     training = fresh(folder, settings, evaluation=held_out())
     training.channel.commands[AT] = [(7, "change", values)]
     training.run()
@@ -39,7 +39,7 @@ def live(folder: Path, settings: Settings, values: dict[str, Any]) -> Training:
 
 
 def restarted(folder: Path, settings: Settings, after: Settings) -> tuple[Training, Training]:
-    """The same in two parts, stopped after update AT and taken up with the other settings."""
+    """The same training in two parts, stopped after update AT and resumed with the other settings."""
     first = fresh(folder, settings, evaluation=held_out())
     first.channel.commands[AT] = [(7, "stop", {})]
     first.run()
@@ -76,7 +76,7 @@ def test_a_live_edit_trains_like_a_restart_with_it(
         assert torch.equal(training.weights()[name], weight), name
     evaluations = [report["loss"] for t in (first, second) for report in t.channel.of("evaluation")]
     assert [report["loss"] for report in training.channel.of("evaluation")] == evaluations
-    # What is said of it agrees everywhere.
+    # All reports of the edit agree.
     ((number, ok, message),) = training.channel.answers
     assert (number, ok) == (7, True)
     assert message.startswith(f"from update {AT + 1} on: ")
@@ -158,7 +158,7 @@ def test_a_checkpoint_requested_with_a_change_has_the_new_settings(tmp_path: Pat
 
 
 def whole_reports(folder: Path) -> list[dict[str, Any]]:
-    """The journal as far as its lines are complete; it may not be there yet."""
+    """The complete lines of the journal, which may not exist yet."""
     path = folder / "rank-0.jsonl"
     text = path.read_text() if path.exists() else ""
     return [msgspec.json.decode(line) for line in text[: text.rfind("\n") + 1].splitlines()]
@@ -174,7 +174,7 @@ def test_a_running_process_is_changed_over_its_socket(tmp_path: Path, listener: 
         stdout=subprocess.DEVNULL,
     )
     try:
-        # The agent speaks up before the trainer has anything to offer.
+        # The agent greets before the trainer offers commands.
         until = time.monotonic() + 120
         while not any(report["type"] == "step" for report in whole_reports(tmp_path)):
             assert process.poll() is None

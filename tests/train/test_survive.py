@@ -1,4 +1,6 @@
-"""Memory that runs out inside an update: the update is done again in smaller pieces, and nothing else is different."""
+"""Memory runs out inside an update: the update is repeated with a smaller micro-batch, and nothing
+else changes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ UPDATES, FAILURES = 200, 30
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """A model this small is faster without company."""
+    """A model this small is faster with one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -59,7 +61,7 @@ def test_thirty_failures_end_with_the_weights_of_a_run_with_the_same_splits(tmp_
     training = disturbed(tmp_path / "disturbed", 0.1)
     assert {record["phase"] for record in training.channel.of("oom")} == {"forward", "backward"}
     splits = splits_of(training.channel)
-    assert len(set(splits.values())) >= 3, "otherwise this shows little"
+    assert len(set(splits.values())) >= 3, "otherwise this test proves little"
     calm = following(tmp_path / "calm", training.settings, splits)
     calm.run()
     assert splits_of(calm.channel) == splits
@@ -106,7 +108,7 @@ def test_a_failure_and_the_smaller_split_are_reported(tmp_path: Path, capsys: py
 
 def test_failures_in_the_same_update_halve_again_and_the_smaller_split_is_saved(tmp_path: Path) -> None:
     training = fresh(tmp_path, small(dropout=0.1, batch=8, accumulation=1, target_samples=8 * 3))
-    # As much memory as two samples take: whatever is larger fails.
+    # Memory for two samples: anything larger fails.
     model = training.model
     model.register_forward_pre_hook(
         lambda module, args, values: torch.empty(TOO_MUCH) if len(values["input_ids"]) > 2 else None, with_kwargs=True
@@ -207,11 +209,12 @@ def test_a_failed_attempt_leaves_no_tensors(tmp_path: Path) -> None:
         training.run()
     finally:
         gc.enable()
-    assert len(kept) > 4, "gradients of the micro-batch before are among them"
+    assert len(kept) > 4, "including gradients of the micro-batch before"
     assert alive == [0] * len(alive)
 
 
-# --- evaluation ---------------------------------------------------------------------------------------------------------
+# --- evaluation
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_an_evaluation_that_does_not_fit_is_repeated_with_half_its_batch(tmp_path: Path) -> None:
@@ -242,7 +245,8 @@ def test_an_evaluation_that_fits_at_no_batch_ends_the_training(tmp_path: Path) -
     assert [record["survived"] for record in training.channel.of("oom")] == [True, True, False]
 
 
-# --- splits and words ---------------------------------------------------------------------------------------------------
+# --- splits and messages
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -265,7 +269,7 @@ def test_the_next_larger_split_never_exceeds_the_request() -> None:
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch names its own."""
+    """Named like torch's error."""
 
 
 _EVERY_CUDA_ERROR = """CUDA kernel errors might be asynchronously reported at some other API call.

@@ -1,4 +1,6 @@
-"""Failures in processes of their own: two ranks, a real limit of address space, and programs that know nothing of memtop."""
+"""Failures in real processes: two ranks, a limit of the address space, and programs that do not use
+memtop.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ SURROUNDINGS = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PY
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """What two ranks told of all trainings of the worker. That they end at all is part of what is shown."""
+    """What two ranks reported of all trainings of the worker. That they end at all is part of the
+    test.
+    """
     folder = tmp_path_factory.mktemp("ranks")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.train.survive_worker"]
     done = run([sys.executable, *command, str(folder)], env=SURROUNDINGS, cwd=ROOT, capture_output=True, text=True, timeout=290)
@@ -42,7 +46,7 @@ def test_two_ranks_survive_together(ranks: tuple[Path, list[dict[str, Any]]]) ->
     assert min(len(first["oom"]), len(second["oom"])) > FAILURES / 4, "both of them fail"
     assert all(survived for _, _, survived in failures)
     assert {phase for _, phase, _ in failures} == {"forward", "backward"}
-    # A rank that did not fail itself goes along.
+    # A rank without a failure of its own shrinks as well.
     for name in ("weights", "losses", "digests", "splits", "settings"):
         assert first[name] == second[name], name
     assert len({tuple(split) for _, split in first["splits"]}) >= 3
@@ -84,7 +88,7 @@ def test_all_ranks_halve_an_evaluation_and_apply_an_edit(ranks: tuple[Path, list
     assert len(first["evaluations"]) == 2
     assert first["weights"] == second["weights"]
     assert [(number, ok) for number, ok, _ in first["answers"]] == [(1, True), (2, False)]
-    assert second["answers"] == [], "only the first rank was asked"
+    assert second["answers"] == [], "only the first rank got the command"
 
 
 def test_no_rank_waits_for_one_without_memory_for_missing_gradients(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -110,7 +114,7 @@ def test_all_ranks_end_when_no_smaller_batch_is_left(ranks: tuple[Path, list[dic
 
 def test_adapters_in_16_bits_train_on_two_ranks_what_they_train_on_one(tmp_path: Path) -> None:
     adapters = {"method": "lora", "lora": Lora(r=4, alpha=8), "precision": "bf16", "learning_rate": 2e-2}
-    # The last update is short: the second rank has no samples of its own then.
+    # The last update is short, so the second rank has no samples.
     alone = run_trainer(tmp_path / "1", edited(batch=4, accumulation=2, target_samples=84, **adapters))
     together = run_trainer(tmp_path / "2", edited(batch=4, accumulation=1, world_size=2, target_samples=84, **adapters))
     assert len(alone.losses) == 11
@@ -130,7 +134,8 @@ def test_a_model_that_does_not_fit_while_loading_is_reported(tmp_path: Path) -> 
     assert reports(tmp_path)[-1]["outcome"] == "failed"
 
 
-# --- a limit of the address space ---------------------------------------------------------------------------------------
+# --- a limit of the address space
+# ---------------------------------------------------------------------------------------
 
 LIMITED = """
 import json, resource, sys
@@ -173,7 +178,8 @@ def test_a_batch_that_does_not_fit_under_a_real_limit_is_survived(tmp_path: Path
     assert [int(update) for update in told["splits"]] == [1, 2, 3]
 
 
-# --- programs of one's own ----------------------------------------------------------------------------------------------
+# --- external commands
+# --------------------------------------------------------------------------------------------------
 
 
 def run_dying(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -185,12 +191,14 @@ def run_dying(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_an_external_command_that_runs_out_of_memory_is_reported(tmp_path: Path) -> None:
     done = run_dying("import sys\nx = bytearray(1 << 60)", tmp_path)
     assert done.returncode == 1
-    assert done.stderr.rstrip().endswith("MemoryError"), "the program's own last words are untouched"
+    assert done.stderr.rstrip().endswith("MemoryError"), "the program's own error message is unchanged"
     hello, record = reports(tmp_path)
     assert (hello["type"], record["type"]) == ("hello", "oom")
     assert (record["error"], record["survived"], record["phase"], record["update"]) == ("MemoryError", False, "unknown", None)
     assert record["rss_bytes"] > 1_000_000
-    assert record["allocated_bytes"] is record["total_bytes"] is record["device_uuid"] is None, "no CUDA: not known, not 0"
+    assert record["allocated_bytes"] is record["total_bytes"] is record["device_uuid"] is None, (
+        "without CUDA it is unknown, not 0"
+    )
 
 
 @pytest.mark.parametrize(

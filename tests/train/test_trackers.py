@@ -1,4 +1,4 @@
-"""Metrics for accelerate's trackers: a tracker of the official kind gets every number that the run reports."""
+"""Metrics for accelerate's trackers: a tracker gets every number that the run reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tests.train.recipes import TINY_LLAMA, Train, documents, settings_of, train
 
 
 class Kept(GeneralTracker):  # type: ignore[misc]
-    """As accelerate's guide has its own trackers: name, requires_logging_directory, tracker, and three methods."""
+    """A tracker as in accelerate's guide: name, requires_logging_directory, tracker and three
+    methods.
+    """
 
     name = "kept"
     requires_logging_directory = False

@@ -1,4 +1,6 @@
-"""The loop in this process: splits, stops, saves, and what a save that is cut short leaves behind."""
+"""The training loop in this process: splits, stops, saves, and what an interrupted save leaves
+behind.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def test_the_split_changes_nothing_but_rounding(undisturbed: Training, tmp_path:
 
 
 def test_the_update_is_the_token_weighted_mean_of_its_samples(tmp_path: Path) -> None:
-    """Checked against a gradient that is computed plainly, sample by sample."""
+    """Compared with a gradient that is computed sample by sample."""
     training = Training(tmp_path / "state", edited(clip_norm=0.0, target_samples=8))
     model, total, tokens = training.model, torch.zeros(()), 0
     order = SampleOrder(training.samples, training.settings.seed, training.trainer.position.cuts)
@@ -127,15 +129,16 @@ def test_another_models_state_is_refused(tmp_path: Path) -> None:
         Training(tmp_path / "state", wider)
 
 
-# --- saves that are cut short -------------------------------------------------------------------------------------------
+# --- interrupted saves
+# --------------------------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
-    """What SIGKILL is to the code: nothing after it runs, no handler and no clean-up sees it coming."""
+    """Acts like SIGKILL: no code runs after it, and no handler catches it."""
 
 
 def save_cut_at(training: Training, step: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Save, dying at the given file operation; False if the save has fewer operations than that."""
+    """Save, and die at the given file operation; False if the save has fewer operations."""
     count = 0
 
     def dying(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,7 +182,7 @@ def test_a_save_killed_at_any_step_leaves_a_complete_state(tmp_path: Path, monke
             break
         cuts, step = cuts + 1, step + 1
     assert cuts > 12
-    # The next save clears what the cut ones left behind.
+    # The next save removes the leftovers of the interrupted ones.
     assert list(tmp_path.glob("*.tmp-*")) == []
 
 

@@ -103,9 +103,7 @@ class Agent:
 
     @property
     def update(self) -> int | None:
-        """The update in progress, by the optimizer hook; None before the first step, and if the
-        program reports its steps.
-        """
+        """The update in progress, by the optimizer hook; None if it has not seen a step."""
         return None if self._reports_steps else self._watch.present
 
     def adopt(self) -> None:
@@ -121,9 +119,7 @@ class Agent:
                 util.Finalize(None, self.flush, exitpriority=0)
 
     def start(self) -> bool:
-        """Open the journal and the link; False in a forked child, which must not report for its
-        parent.
-        """
+        """Open journal and link; False in a forked child, which must not report for its parent."""
         if self._folder is None or os.getpid() != self._pid:
             return False
         if self._journal is None:
@@ -163,8 +159,7 @@ class Agent:
         self._journal = journal
 
     def offer(self, *names: str) -> None:
-        """Offer commands that the program executes (checkpoint, stop); it must call
-        `take_commands`.
+        """Offer commands that the program executes itself; it must call `take_commands`.
 
         From now on the program reports its steps itself.
         """
@@ -208,14 +203,13 @@ class Agent:
 
     @property
     def dropped(self) -> int:
-        """The number of reports that were lost because the journal could not be written, or not
-        fast enough.
-        """
+        """The number of reports lost because the journal could not be written, or not in time."""
         return 0 if self._journal is None else self._journal.dropped
 
     def take_commands(self) -> list[tuple[int, str, dict[str, Any]]]:
-        """Between two steps: execute the agent's own commands and return the others as [(id, name,
-        values)].
+        """Execute the agent's own commands; return the others as [(id, name, values)].
+
+        Call between two steps.
         """
         others: list[tuple[int, str, dict[str, Any]]] = []
         if not self._commands or os.getpid() != self._pid:

@@ -1,6 +1,4 @@
-"""Allocation failures: how to recognise them, and reporting those that end a program that does not
-use memtop.
-"""
+"""Recognises allocation failures, and reports those that end a program that does not use memtop."""
 
 from __future__ import annotations
 
@@ -27,17 +25,16 @@ _ALLOCATORS = re.compile(
     r"|RESOURCE_EXHAUSTED: .{0,80}?(?:[Oo]ut of memory|OOM when allocating|[Ff]ailed to allocate)"
     r"|std::bad_alloc"
 )
-"""The text of a RuntimeError when an allocator of torch or a library has no memory left. Triton's
-"out of resource: shared memory" is not among them: it is about a kernel's size, not about memory.
+"""The text of a RuntimeError when an allocator of torch or a library has no memory left.
+
+Triton's "out of resource: shared memory" is not among them: it is about a kernel's size.
 """
 _SYSTEM = re.compile(r"Cannot allocate memory|\bnot enough memory resources\b")
 """The text of ENOMEM: the kernel refused a mapping, a fork or a buffer."""
 _COMMUNICATION = re.compile(r"Cuda failure (?:\d+ )?'out of memory'|\b(?:Hip|HIP) failure (?:\d+ )?'out of memory'")
 """The text of NCCL and RCCL."""
 _NOT_MEMORY = ("NCCL", "device-side assert triggered")
-"""Errors of communication and of kernels come late and may quote another error. (Every CUDA error
-mentions assertions.)
-"""
+"""These errors come late and may quote another one. (Every CUDA error mentions assertions.)"""
 _DEVICE = re.compile(r"\bGPU (\d{1,3})\b")
 _MARK = "_memtop_reported"
 # The part of an update that a traceback's frame belongs to, by file and function ("" for any).
@@ -52,9 +49,7 @@ _PHASES = (
 
 
 def is_allocation_failure(error: BaseException) -> bool:
-    """Whether memory ran out, on a device or on the host, so that a smaller piece of work may
-    succeed.
-    """
+    """Whether memory ran out, on a device or the host, so that smaller work may succeed."""
     if isinstance(error, MemoryError):
         return True
     if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
@@ -66,9 +61,7 @@ def is_allocation_failure(error: BaseException) -> bool:
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out at all, even where smaller work would not help: in a fork, a mapping
-    or NCCL.
-    """
+    """Whether memory ran out at all, also where smaller work does not help: fork, mapping, NCCL."""
     if is_allocation_failure(error):
         return True
     if isinstance(error, OSError) and error.errno is not None:
@@ -102,8 +95,7 @@ def first_reported(error: BaseException) -> bool:
 
 
 def watch(on_failure: Callable[[BaseException, str, bool | None], None]) -> None:
-    """Call `on_failure(error, phase, survived)` when lack of memory ends the program or one of its
-    threads.
+    """Call `on_failure(error, phase, survived)` when lack of memory ends the program or a thread.
 
     The hooks that were installed before are called as well.
     """

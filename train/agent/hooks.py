@@ -1,6 +1,4 @@
-"""Follows a program that does not use memtop: its optimizer steps and its waits for data, through
-hooks in torch.
-"""
+"""Follows a program that does not use memtop: its steps and data waits, by hooks in torch."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ class Reporter(Protocol):
 
 
 class StepWatch:
-    """Waits until the program imports torch's optimizers, then reports each step of the first
-    optimizer that steps.
-    """
+    """Reports each step of the first optimizer that steps, once torch is imported."""
 
     def __init__(self, agent: Reporter) -> None:
         self._agent = agent
@@ -148,9 +144,7 @@ def _learning_rate(optimizer: Any) -> float | None:
 
 
 class LoaderWatch:
-    """Adds up the seconds that the program's main thread spends in `next(...)` of torch's data
-    loaders.
-    """
+    """Adds up the main thread's seconds in `next(...)` of torch's data loaders."""
 
     def __init__(self) -> None:
         self._seconds: float | None = None

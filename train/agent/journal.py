@@ -1,5 +1,4 @@
-"""The journal: a rank's reports, appended to a file by a thread of its own, so that a step costs
-one deque append.
+"""A rank's journal: its reports in a file, written by a thread, so a step costs one deque append.
 
 A journal has one writer, which holds a lock on the file as long as it lives. Another process with
 the same rank takes the next free number. The rank is torch.distributed's if the process is in a
@@ -33,9 +32,7 @@ _LAUNCHERS = (
 
 
 class Place(NamedTuple):
-    """The rank, the rank on this machine (None if not known), and at least how many processes there
-    are.
-    """
+    """Rank, rank on this machine (None if not known), and at least how many processes there are."""
 
     rank: int
     local_rank: int | None
@@ -94,18 +91,14 @@ CAPACITY = 4096
 """Reports kept while the file cannot be written; beyond that the oldest are dropped and counted."""
 PERIOD_SECONDS = 0.05
 MAX_EXTRA = 1000
-"""Journals of processes beyond the ranks; a program that starts more such processes is not a
-training.
-"""
+"""Journals beyond the ranks; a program with more processes than that is not a training."""
 
 
 class Journal:
     """A bounded queue in front of an append-only file of JSON lines."""
 
     def __init__(self, folder: str, rank: int = 0, world_size: int = 1, capacity: int = CAPACITY) -> None:
-        """For `rank-R.jsonl` in `folder`, or the first free number from `world_size` on if a living
-        process writes that file.
-        """
+        """For `rank-R.jsonl`, or the next free number if a living process writes that."""
         self.number = rank
         """The number in the file's name."""
         self.dropped = 0
@@ -121,7 +114,7 @@ class Journal:
         atexit.register(self.flush)
 
     def claim(self) -> bool:
-        """Open and lock the file, which fixes the number.
+        """Open and lock the file, which fixes the number; False if that fails now.
 
         False if it cannot be opened now; a write tries again.
         """
@@ -140,6 +133,9 @@ class Journal:
 
     def start(self) -> None:
         """Begin to write.
+
+        If no thread can be started now, the queue waits for the next call or the end of the
+        process.
 
         If no thread can be started now, the queue waits for the next call or the end of the
         process.
@@ -204,6 +200,8 @@ def _locked(descriptor: int) -> bool:
     """Whether this process has locked the file.
 
     The lock ends with the process, and forked children do not inherit it.
+
+    The lock ends with the process, and forked children do not inherit it.
     """
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -216,7 +214,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _encode(report: dict[str, Any]) -> bytes | None:
-    """One line of JSON; None if that is impossible.
+    """One line of JSON; None if that fails. NaN and infinity become null, named in `not_finite`.
 
     JSON has no NaN: such numbers become null and are listed in `not_finite`.
     """
@@ -232,7 +230,7 @@ def _encode(report: dict[str, Any]) -> bytes | None:
 
 
 def _not_finite(value: Any, name: str) -> Iterator[str]:
-    """The names of all numbers in `value` that JSON lacks, e.g. "loss", "parts.head", "scales.2"."""
+    """The names of the numbers in `value` that JSON lacks: "loss", "parts.head", "scales.2"."""
     if isinstance(value, float) and not math.isfinite(value):
         yield name
     elif isinstance(value, dict):

@@ -1,6 +1,4 @@
-"""The connection to the supervisor for commands, in its own thread: it reconnects forever and fails
-silently.
-"""
+"""The connection to the supervisor for commands. It reconnects forever and fails silently."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ LONGEST_WAIT_SECONDS = 5.0
 
 
 class Link:
-    """Sends a greeting at each connection and passes every message to `receive`, in the link's
-    thread.
-    """
+    """Sends a greeting at each connection; calls `receive` for every message, in its thread."""
 
     def __init__(self, path: str | None, greeting: dict[str, Any], receive: Callable[[dict[str, Any]], None]) -> None:
         self._greeting = greeting

@@ -1,6 +1,4 @@
-"""The memory of this process: readings for reports, and freeing caches. Uses torch only if the
-program has loaded it.
-"""
+"""This process's memory: readings and freeing caches. Uses torch only if it is loaded."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ def _cuda() -> Any:
 
 
 def _statistics(cuda: Any, device: int) -> dict[str, Any]:
-    """The allocator's statistics of one device, in one call that needs no context there; empty if a
-    custom allocator lacks them.
-    """
+    """The allocator's statistics of a device, in one call; empty if a custom allocator has none."""
     with contextlib.suppress(RuntimeError):
         return dict(cuda.memory_stats_as_nested_dict(device))
     return {}
@@ -59,9 +55,7 @@ def _bytes(statistics: dict[str, Any], name: str, which: str) -> int | None:
 
 
 class _Device:
-    """The device that this process uses: the one on which it has reserved most, not necessarily
-    torch's current one.
-    """
+    """The device on which this process has reserved most, not necessarily torch's current one."""
 
     def __init__(self) -> None:
         self.chosen: int | None = None
@@ -70,9 +64,7 @@ class _Device:
         self._uuids: dict[int, str | None] = {}
 
     def index(self, cuda: Any) -> int:
-        """The index in torch, checked again once in a while: each check reads the statistics of all
-        devices.
-        """
+        """The index in torch. Only now and then checked, since that reads all devices."""
         self._until_check -= 1
         if self.chosen is None or self._until_check < 0:
             devices, current = range(cuda.device_count()), cuda.current_device()
@@ -95,8 +87,10 @@ _device = _Device()
 
 
 def readings(*, reset_peak: bool = False) -> dict[str, int | None]:
-    """Allocated, reserved and peak bytes on the most used device, and its allocator's retries (None
-    without CUDA); resident and anonymous bytes of the process.
+    """Memory of the most used device (None without CUDA) and of the process, in bytes.
+
+    Of the device: allocated, reserved, the peaks of both, and the allocator's number of retries. Of
+    the process: resident and anonymous bytes.
 
     Peaks count from the last reset. A reset changes what the program itself reads, so only a
     program that leaves its peaks to the agent gets `reset_peak`.
@@ -124,8 +118,7 @@ def device_uuid() -> str | None:
 
 
 def at_failure(named: int | None = None) -> dict[str, Any]:
-    """The memory held now by this process, and by all processes on its device; None for values that
-    are not known.
+    """The memory held now by this process and by all processes on its device; None if unknown.
 
     `named`: the device in the error, as torch counts. Without it, the device that this process uses
     most.
@@ -150,9 +143,7 @@ def at_failure(named: int | None = None) -> dict[str, Any]:
 
 
 def free_cache() -> dict[str, Any]:
-    """Collect garbage, empty torch's cache and trim the C heap; return the bytes before, after and
-    freed.
-    """
+    """Collect garbage, empty torch's cache, trim the heap; return bytes before, after and freed."""
     before = _held()
     gc.collect()
     cuda = _cuda()

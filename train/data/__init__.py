@@ -34,9 +34,7 @@ class OpenedData(msgspec.Struct, frozen=True):
 
 
 def open_data(settings: Settings, tokens: Tokens, *, level: HostLevel = "standard") -> OpenedData:
-    """The data sets of the settings; BadInputError names the key, the file and what was found
-    there.
-    """
+    """The data sets of the settings; BadInputError names the key, the file and the problem."""
     data = settings.data
     if data.get("train"):
         train, notes = _from_file("train", settings, tokens, level)
@@ -90,9 +88,7 @@ def byte_document(text: bytes) -> np.ndarray:
 
 
 def _stdlib_sources(first: int, last: int) -> Iterator[bytes]:
-    """The bytes [first, last) of the standard library's sources in alphabetical order, split by
-    file.
-    """
+    """The bytes [first, last) of the standard library's sources, split by file."""
     root = Path(sysconfig.get_path("stdlib"))
     position = 0
     for path in sorted(root.rglob("*.py")):

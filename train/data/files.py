@@ -1,6 +1,4 @@
-"""The file that rows are read from, and files that are derived from it once and shared by all ranks
-and later runs.
-"""
+"""A run's data files, and files derived from them once for all ranks and later runs."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ class Source(msgspec.Struct, frozen=True):
                 )
 
     def stamp(self, path: Path) -> tuple[int, int]:
-        """Size in bytes and modification time in ns, to detect a change before the file is opened
-        again.
-        """
+        """Size in bytes and modification time in ns, to detect a change at the next opening."""
         try:
             found = path.stat()
         except OSError as error:
@@ -67,15 +63,14 @@ def fingerprint(path: Path, *parts: str) -> str:
 
 
 def digest(*parts: str) -> str:
-    """128 bits of SHA-256 (hex) over the parts, each with its length, so that ("ab", "c") differs
-    from ("a", "bc").
-    """
+    """128 bits of SHA-256 (hex) over the parts and their lengths: ("ab", "c") != ("a", "bc")."""
     return hashlib.sha256("".join(f"{len(part)}:{part}" for part in parts).encode()).hexdigest()[:32]
 
 
 def built_once(target: Path, build: Callable[[Path], None]) -> Path:
-    """Return `target`, a file or a folder, after one process has built it by calling `build` with a
-    temporary path.
+    """Return `target`, a file or folder, after one process has built it.
+
+    `build` gets a temporary path.
 
     A kernel lock makes other processes wait. The target appears only when it is complete, and the
     leftovers of a killed process are removed by the next one. BadInputError if it cannot be

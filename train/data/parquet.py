@@ -1,6 +1,4 @@
-"""Rows of a parquet file. Only the needed columns are decoded, one row group at a time, and few
-groups are kept.
-"""
+"""Rows of a parquet file: decodes only the needed columns, keeps few row groups."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ from memtop.train import BadInputError
 from memtop.train.data.files import Source, built_once, fingerprint
 
 GROUP_BYTES = 32 * 2**20
-"""The largest row group, in decoded bytes of the needed columns, that is read without rewriting the
-file.
-"""
+"""The largest row group, in decoded bytes of the needed columns, that needs no rewritten copy."""
 GROUP_ROWS = 20_000
 """The same in rows."""
 REWRITTEN_ROWS = 2000
@@ -30,9 +26,7 @@ _REWRITTEN_BYTES = 8 * 2**20
 
 
 def open_parquet(source: Source, groups_kept: int, cache_dir: Path) -> ParquetRows:
-    """The rows of a file, or of its copy in smaller row groups if its own are too large for random
-    access.
-    """
+    """The rows of a file, or of a copy in smaller row groups if its own are too large."""
     mapped = _Mapped(source, source.path)
     try:
         _check_columns(source, mapped.file)
@@ -49,9 +43,7 @@ def open_parquet(source: Source, groups_kept: int, cache_dir: Path) -> ParquetRo
 
 
 class ParquetRows:
-    """Rows from a small cache of decoded row groups; the resident set does not depend on the file's
-    size.
-    """
+    """Rows from a few decoded row groups; memory does not depend on the file's size."""
 
     def __init__(self, source: Source, path: Path, groups_kept: int) -> None:
         self.groups_read = 0

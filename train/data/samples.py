@@ -1,5 +1,4 @@
-"""Samples: running text cut into pieces of at most T tokens, or rows of prompt and response; and
-their batches.
+"""Samples: pieces of text of at most T tokens, or rows of prompt and response; and their batches.
 
 A piece of running text never spans two documents. The last piece of a document is shorter than T,
 so samples differ in length and losses are weighted by tokens. Rows longer than T are cut;
@@ -38,9 +37,7 @@ class _Pairs(Dataset[Sample]):
         return len(self.rows)
 
     def cut_report(self, sample_count: int = 512) -> dict[str, Any]:
-        """{"examined", "cut", "dropped_tokens_fraction"} over a fixed subset: short stretches,
-        evenly spread over the rows.
-        """
+        """{"examined", "cut", "dropped_tokens_fraction"} over a fixed subset of the rows."""
         cut = before = after = 0
         examined = _spread(len(self), sample_count)
         for index in examined:
@@ -92,8 +89,7 @@ class PromptResponse(_Pairs):
         return begin + tokens.encode(prompt), [*tokens.encode(response), tokens.end]
 
     def _fit(self, prompt: list[int], response: list[int]) -> tuple[list[int], list[int]]:
-        """Cut the end of the response, with its end token: the model must not learn to stop in
-        mid-sentence.
+        """Cut the end of the response and its end token: the model must not learn to stop early.
 
         If the prompt leaves the response less than a quarter of T, cut its beginning, except for
         the begin token.
@@ -106,9 +102,7 @@ class PromptResponse(_Pairs):
 
 
 class Seq2SeqPairs(_Pairs):
-    """For encoder-decoder models such as T5: prompt + end as input, response + end as output, each
-    of up to T tokens.
-    """
+    """For encoder-decoder models such as T5: prompt + end, response + end, each up to T tokens."""
 
     def __getitem__(self, index: int) -> Sample:
         prompt, response = self._fit(*self._encoded(index))
@@ -126,7 +120,7 @@ class Seq2SeqPairs(_Pairs):
 
 
 class RowText:
-    """The token ids of one column, row by row, without begin and end; can be iterated repeatedly."""
+    """The token ids of one column, row by row, without begin and end. Can be iterated again."""
 
     def __init__(self, rows: Rows, tokens: Tokens, column: str = "text") -> None:
         self._rows = rows
@@ -142,9 +136,7 @@ class RowText:
 
 
 def collate(samples: Sequence[Sample], pad: int) -> dict[str, torch.Tensor]:
-    """Pad to the longest sample: input_ids and attention_mask [b, t], labels [b, u]; padding has
-    the label IGNORED.
-    """
+    """Pad: input_ids and attention_mask [b, t], labels [b, u], where padding is IGNORED."""
     inputs = [ids for ids, _ in samples]
     lengths = torch.tensor([len(ids) for ids in inputs])
     padded = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True, padding_value=pad)
@@ -155,9 +147,7 @@ def collate(samples: Sequence[Sample], pad: int) -> dict[str, torch.Tensor]:
 
 
 def _spread(size: int, count: int) -> list[int]:
-    """Up to `count` of `size` indices in ascending order, in stretches, because neighbours are
-    cheap to read.
-    """
+    """Up to `count` of `size` indices, ascending, in stretches: neighbours are cheap to read."""
     if size <= count:
         return list(range(size))
     stretches = max(1, count // _STRETCH)

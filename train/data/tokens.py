@@ -1,6 +1,4 @@
-"""Token ids of texts, by bytes or a tokenizer of the transformers library, and the cache of a whole
-corpus on disk.
-"""
+"""Token ids of texts, by bytes or a transformers tokenizer, and a corpus of them on disk."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ class Tokens(Protocol):
         ...
 
     def chat(self, prompt: str, response: str) -> tuple[list[int], list[int]] | None:
-        """The ids of a dialogue before the response, and of the response with its end; None without
-        a chat template.
-        """
+        """The ids before the response and of the response; None without a chat template."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -135,9 +131,7 @@ class LibraryTokens:
 
 
 def load_tokens(name: str | None, model_path: str | None = None) -> Tokens:
-    """ "bytes", or a tokenizer by folder or hub name; by default the model's own, and bytes for a
-    model without a path.
-    """
+    """A tokenizer by folder or hub name, or "bytes"; by default the model's, else bytes."""
     name = name or model_path or "bytes"
     return ByteTokens() if name == "bytes" else LibraryTokens(name)
 
@@ -175,8 +169,9 @@ _FLUSH = 1 << 20
 
 
 class TokenStore:
-    """`tokens` [n], uint16 or uint32, and `boundaries` [documents + 1], int64: document i is
-    tokens[b[i]:b[i + 1]].
+    """`tokens` [n] and `boundaries` [documents + 1]: document i is tokens[b[i]:b[i + 1]].
+
+    Tokens are uint16 or uint32, boundaries int64.
 
     A store in a folder is memory-mapped, and pickled as the folder's name.
     """
@@ -219,8 +214,7 @@ class TokenStore:
 
 
 def token_cache(rows_or_texts: Iterable[str | Sequence[int]], tokens: Tokens, folder: Path, key: str) -> TokenStore:
-    """Every document as [begin] ids [end]: built in bounded memory by the first call, memory-mapped
-    by later ones.
+    """Every document as [begin] ids [end], built once in bounded memory and then mapped.
 
     Documents are texts or lists of ids, such as RowText gives. `key` must change with them (see
     `files.fingerprint`); the tokenizer's identity is added to it. One process builds, the others
@@ -249,7 +243,7 @@ def _build(documents: Iterable[str | Sequence[int]], tokens: Tokens, folder: Pat
 
 
 class _GrowingArray:
-    """A .npy file [length] that grows. Its header has a fixed size and is written again at the end."""
+    """A .npy file [length] that grows. Its header, of fixed size, is written again at the end."""
 
     def __init__(self, file: BinaryIO, dtype: np.dtype[Any], limit: int) -> None:
         self.length = 0

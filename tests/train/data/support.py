@@ -28,7 +28,7 @@ for index in random.Random(1).choices(range(len(rows)), k=2000):
     peak = max(peak, resident())
 print(json.dumps({"growth": peak - before, "read": read, "groups": getattr(rows, "groups_read", 0)}))
 """
-# Line breaks as values: the library's templates drop one that follows a tag.
+# Line breaks as values: the library's templates drop one after a tag.
 CHAT = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
     "{{ ('</s>' if message['role'] == 'assistant' else '') + '\n' }}{% endfor %}"
@@ -58,7 +58,7 @@ def write_pairs(path: Path, count: int, *, group: int, **columns: list[Any]) -> 
 
 
 def write_long(path: Path, rows: int, length: int, group: int) -> Path:
-    """Rows of random letters, which compress badly: about rows x length bytes."""
+    """Rows of random letters, which hardly compress: about rows x length bytes."""
     letters = np.random.default_rng(1).integers(97, 123, (rows, length), dtype=np.uint8)
     schema = pa.schema([("prompt", pa.string()), ("response", pa.string())])
     with pq.ParquetWriter(path, schema) as writer:
@@ -70,7 +70,9 @@ def write_long(path: Path, rows: int, length: int, group: int) -> Path:
 
 
 def build_tokenizer(folder: Path, *, chat: bool = False, begin: bool = False, pad: bool = True) -> Path:
-    """A tokenizer of single characters: <s> 0, </s> 1, <pad> 2, then printable ASCII and line breaks."""
+    """A tokenizer of single characters: <s> 0, </s> 1, <pad> 2, then printable ASCII and line
+    breaks.
+    """
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

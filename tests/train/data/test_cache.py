@@ -1,4 +1,4 @@
-"""Tokens on disk: the same documents again, built once, small in memory."""
+"""Tokens on disk: the same documents, built once, with little memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Lying(ByteTokens):
 
 
 class Counted:
-    """Texts that tell how often they were read."""
+    """Texts that count how often they were read."""
 
     def __init__(self, texts: list[str]) -> None:
         self.texts = texts
@@ -161,5 +161,5 @@ print(json.dumps({"growth": peak() - before, "tokens": len(store.tokens)}))
 def test_building_takes_bounded_memory(tmp_path: Path) -> None:
     found = in_child(_MEASURE, str(tmp_path))
     assert found["tokens"] == 5000 * 10_002
-    # On disk it is 100 MB, as a list of ids 400.
+    # 100 MB on disk, 400 MB as a list of ids.
     assert found["growth"] < 15e6

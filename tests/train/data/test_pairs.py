@@ -1,4 +1,4 @@
-"""What a model is given and what of it is to be learnt, decoded back to text."""
+"""What a model gets and which part of it is trained on, decoded back to text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rows_of(folder: Path, *pairs: tuple[str, str]) -> Rows:
 
 
 def text_of(ids: torch.Tensor) -> str:
-    """Bytes as text; ^ begins, $ ends, ~ pads, _ is a label that does not count."""
+    """Bytes as text; ^ is begin, $ end, ~ padding, _ a label that does not count."""
     signs = {BEGIN: "^", END: "$", PAD: "~", IGNORED: "_"}
     return "".join(signs.get(number) or chr(number) for number in ids.tolist())
 
@@ -34,10 +34,10 @@ def text_of(ids: torch.Tensor) -> str:
     [
         (100, "^promptanswer$", "_______answer$"),
         (14, "^promptanswer$", "_______answer$"),
-        # The answer loses its tail, and with it the end.
+        # The answer is cut at its end and loses the end token.
         (13, "^promptanswer", "_______answer"),
         (10, "^promptans", "_______ans"),
-        # A quarter of T stays for the answer: the prompt loses its beginning.
+        # The answer keeps a quarter of T; the prompt is cut at its beginning.
         (8, "^romptan", "______an"),
         (4, "^pta", "___a"),
         (2, "^a", "_a"),
@@ -67,7 +67,7 @@ def test_a_chat_templates_frame_belongs_to_the_prompt(tmp_path: Path) -> None:
     ids, labels = PromptResponse(rows_of(tmp_path, ("why?", "so.")), tokens, 100)[0]
     opening = tokens.encode("<user>why?\n<assistant>")
     answer = [*tokens.encode("so."), tokens.end]
-    # The template says how a text begins: no further <s>.
+    # The template begins the text; there is no second <s>.
     assert ids.tolist() == opening + answer
     assert labels.tolist() == [IGNORED] * len(opening) + answer
 

@@ -1,4 +1,4 @@
-"""Rows of files as they come: read right, in bounded memory, and every fault said in one line."""
+"""Rows of files: read correctly, in bounded memory, and every error is one line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ before = peak()
 rows = open_rows(sys.argv[1], ["prompt", "response"], cache_dir=Path(sys.argv[2]))
 print(json.dumps({"growth": peak() - before, "rows": len(rows)}))
 """
-# A limit on the size of files is as good as a full disk.
+# A limit on the size of files acts like a full disk.
 _NO_ROOM = """
 import json, resource, signal, sys
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_parquet_rows_are_read_in_any_order(tmp_path: Path) -> None:
     assert [rows.row(n) for n in order] == [pair(n) for n in order]
     assert len(rows) == sum(rows.group_sizes()) == 2345
     assert rows.group_sizes() == [100] * 23 + [45]
-    assert not (tmp_path / "cache").exists(), "a file in small groups is read where it lies"
+    assert not (tmp_path / "cache").exists(), "a file in small groups is read without a copy"
     with pytest.raises(IndexError):
         rows.row(2345)
 
@@ -74,7 +74,7 @@ def test_few_groups_are_kept_and_each_is_read_once_while_it_is(tmp_path: Path, l
         for group in range(kept):
             rows.row(group * 100 + 7)
     assert rows.groups_read == kept
-    # One group more than are kept, round and round: the one needed next was always dropped.
+    # Cycling through one group more than are kept: the next one needed was always evicted.
     for _ in range(3):
         for group in range(kept + 1):
             rows.row(group * 100 + 7)
@@ -102,7 +102,7 @@ def test_one_giant_group_is_copied_into_small_ones_once(tmp_path: Path, capfd: p
     assert f"memtop: data.train {path}: row groups of up to 25000 rows are too large" in said
     assert max(rows.group_sizes()) <= 2000
     assert [rows.row(n) for n in (0, 1999, 2000, 24_999)] == [pair(n) for n in (0, 1999, 2000, 24_999)]
-    # The copy has what is needed, and no more.
+    # The copy has only the needed columns.
     (copy,) = (tmp_path / "cache").glob("*.parquet")
     assert pq.ParquetFile(copy).schema_arrow.names == PAIR
     opened_parquet(path, tmp_path / "cache")
@@ -118,7 +118,7 @@ def test_groups_of_many_bytes_are_copied_too_and_by_the_needed_columns(tmp_path:
     assert rows.group_sizes() == [3000]
     assert not (tmp_path / "cache").exists()
     rows = opened_parquet(path, tmp_path / "cache")
-    assert 300 < max(rows.group_sizes()) < 800, "long rows: fewer per group"
+    assert 300 < max(rows.group_sizes()) < 800, "groups of long rows have fewer rows"
     assert rows.row(2999)["prompt"] == "question 2999"
 
 
@@ -206,7 +206,7 @@ def test_closed_rows_open_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("level", ["standard", "extreme"])
 def test_the_resident_set_does_not_grow_with_the_file(tmp_path: Path, level: str) -> None:
-    # In 120 groups of half a MB.
+    # In 120 groups of 0.5 MB.
     path = write_long(tmp_path / "a.parquet", 30_000, 2000, group=250)
     assert path.stat().st_size > 60e6
     found = in_child(MEASURE_READING, str(path), level, str(write_pairs(tmp_path / "b.parquet", 10, group=10)))
@@ -260,7 +260,7 @@ def test_a_giant_group_is_copied_in_bounded_memory(tmp_path: Path) -> None:
         _MEASURE_COPYING, str(path), str(tmp_path / "cache"), str(write_pairs(tmp_path / "b.parquet", 10, group=10))
     )
     assert found["rows"] == 60_000
-    # The group has 120 MB.
+    # The group is 120 MB large.
     assert found["growth"] < 60e6
 
 

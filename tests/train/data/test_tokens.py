@@ -17,7 +17,7 @@ def test_bytes_are_their_own_tokens() -> None:
     assert (tokens.begin, tokens.end, tokens.pad, tokens.vocabulary) == (BEGIN, END, PAD, VOCABULARY)
     assert bytes(tokens.encode("größer\n")).decode() == "größer\n"
     assert tokens.chat("a", "b") is None
-    assert max(tokens.encode("\ud83d")) < 256, "half a surrogate pair, as JSON may carry it"
+    assert max(tokens.encode("\ud83d")) < 256, "half a surrogate pair, which JSON can contain"
 
 
 def test_the_models_own_tokenizer_is_the_default(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_chat_template_frames_both_parts(tmp_path: Path) -> None:
     dialogue = tokens.chat("why", "so")
     assert dialogue is not None
     opening, answer = dialogue
-    # The template's line break after </s> is not learnt.
+    # The template's line break after </s> is not trained on.
     assert answer == [*tokens.encode("so"), tokens.end]
     assert opening == tokens.encode("<user>why\n<assistant>")
 
@@ -89,7 +89,7 @@ def test_unreadable_tokenizers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=rf"tokenizer {tmp_path}: cannot be loaded: .*tokenizer\.json") as caught:
         load_tokens(str(tmp_path))
     assert "\n" not in str(caught.value)
-    # The tests run offline: a hub name is looked for in the local cache only.
+    # The tests run offline, so a hub name is searched only in the local cache.
     with pytest.raises(
         BadInputError, match=r"tokenizer memtop-test/absent: cannot be loaded: .*download it while online"
     ) as caught:

@@ -1,5 +1,4 @@
-"""Loads memtop's agent into a training process. memtop puts this folder on PYTHONPATH when it
-starts a program.
+"""Loads memtop's agent. memtop puts this folder on PYTHONPATH when it starts a program.
 
 Python imports `sitecustomize` once at start-up. This file first runs the `sitecustomize` that it
 hides, if there is one, and then loads the agent under the name `memtop_agent`. It must never
