@@ -48,7 +48,7 @@ CONTRACT = {
 }
 
 
-def test_the_command_line_is_the_published_one() -> None:
+def test_the_command_line_is_the_documented_one() -> None:
     found = {
         name: {
             option.name if option.param_type_name == "argument" else option.opts[0]
@@ -147,8 +147,8 @@ def test_wrong_usage_is_one_line_and_exit_status_2(runs: Runs, arguments: list[s
 
 
 @pytest.mark.parametrize("command", ["watch --once --json", "watch --csv", "strays --json", "doctor --json", "presets"])
-def test_a_reader_that_leaves_is_no_error(runs: Runs, command: str) -> None:
-    """`memtop ... | head -1`: what is written when nobody reads any more."""
+def test_a_closed_pipe_is_no_error(runs: Runs, command: str) -> None:
+    """`memtop ... | head -1` writes into a pipe without a reader."""
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -167,12 +167,12 @@ def test_a_reader_that_leaves_is_no_error(runs: Runs, command: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# As a script starts it in its background.
+# A script starts its background jobs with SIGINT ignored.
 DEAF = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
 
 
 @pytest.mark.parametrize(("number", "before"), [(signal.SIGTERM, ()), (signal.SIGINT, ()), (signal.SIGTERM, DEAF)])
-def test_a_dashboard_that_is_told_to_end_gives_the_terminal_back(
+def test_a_dashboard_that_gets_a_signal_restores_the_terminal(
     runs: Runs, number: signal.Signals, before: tuple[str, ...]
 ) -> None:
     command = [*before, sys.executable, "-m", "memtop", "watch"]
@@ -197,7 +197,7 @@ def test_closed_streams_are_no_error(runs: Runs, closed: str) -> None:
         assert bool(done.stdout) == (">&-" not in closed.replace("2>&-", ""))
 
 
-def test_places_that_cannot_be_used_are_one_line(runs: Runs) -> None:
+def test_folders_that_cannot_be_used_are_reported_in_one_line(runs: Runs) -> None:
     (runs.root / "file").write_text("")
     done = runs.memtop("train", "--runs-dir", str(runs.root / "file"), status=1)
     assert done.stderr == (
@@ -236,12 +236,12 @@ def test_a_damaged_run_hides_no_other(runs: Runs) -> None:
     (runs.path / "a/state.json").write_text(whole)
 
 
-def test_a_place_that_may_not_be_read_is_named(runs: Runs) -> None:
+def test_a_folder_without_read_permission_is_named(runs: Runs) -> None:
     runs.path.mkdir()
     runs.path.chmod(0)
     prefix: list[str] = []
     if os.getuid() == 0:
-        # Nothing keeps root out but the lack of these.
+        # Without these capabilities root cannot read every folder.
         prefix = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
         if (
             shutil.which("setpriv") is None
@@ -268,7 +268,7 @@ def test_a_place_that_may_not_be_read_is_named(runs: Runs) -> None:
     runs.path.chmod(0o700)
 
 
-def test_output_that_cannot_be_written_is_one_line(runs: Runs) -> None:
+def test_output_that_cannot_be_written_is_reported_in_one_line(runs: Runs) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "memtop", "presets"],
@@ -284,7 +284,7 @@ def test_output_that_cannot_be_written_is_one_line(runs: Runs) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_supervisor_that_leaves_while_it_is_asked_is_named(
+def test_a_supervisor_that_exits_during_a_request_is_reported(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs.memtop("train", "--headless", "--name", "a", "--", "true")
@@ -302,9 +302,7 @@ def test_killing_needs_a_process_that_is_on_a_gpu(runs: Runs) -> None:
     assert done.stderr == "memtop: --kill 1: no GPU lists this process; see `memtop strays`\n"
 
 
-def test_a_pid_that_was_used_again_is_not_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reused_pid_is_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen(["sleep", "60"]) as bystander:
         found = identify(bystander.pid)
         assert found is not None
@@ -317,7 +315,7 @@ def test_a_pid_that_was_used_again_is_not_ended(
     assert "is not the one that was chosen: its pid was reused" in capsys.readouterr().out
 
 
-def test_leaving_the_dashboard_of_a_run_that_failed(runs: Runs) -> None:
+def test_closing_the_dashboard_of_a_failed_run(runs: Runs) -> None:
     train = ["train", "--name", "a", "--", "sh", "-c", "exit 3"]
     for arguments, status in ((train, 1), (["watch", "a"], 0)):
         command = [sys.executable, "-m", "memtop", *arguments]
@@ -338,7 +336,7 @@ def test_json_is_one_document_on_stdout(runs: Runs) -> None:
         assert done.stderr == ""
 
 
-def test_presets_say_what_they_do(runs: Runs) -> None:
+def test_presets_show_what_they_change(runs: Runs) -> None:
     rows = json.loads(runs.memtop("presets", "--json").stdout)
     levels = [row for row in rows if row["family"] == "level"]
     assert [(row["name"], row["batch"], row["accumulation"]) for row in levels] == [
@@ -351,7 +349,7 @@ def test_presets_say_what_they_do(runs: Runs) -> None:
     assert {(row["recipe"], row["switch"]) for row in levels} == {("first-run", "resumes")}
 
 
-def test_the_ladder_shows_what_a_switch_keeps_and_what_its_guide_wrote(runs: Runs) -> None:
+def test_the_ladder_shows_the_values_after_a_switch_and_those_of_its_guide(runs: Runs) -> None:
     rows = {row["name"]: row for row in json.loads(runs.memtop("presets", "--json").stdout)}
     ladder = [rows[name] for name in ("deepspeed", "stage2_offload", "stage3", "minimal")]
     assert [row["guide_effective_batch"] for row in ladder] == [16, 18, 16, 16]
@@ -366,7 +364,7 @@ def test_the_ladder_shows_what_a_switch_keeps_and_what_its_guide_wrote(runs: Run
     assert "16 (guide: 18, +12.5 %)" in runs.memtop("presets", "stage2_offload").stdout
 
 
-def test_presets_are_judged_against_the_run_that_is_going_on(runs: Runs) -> None:
+def test_presets_are_compared_with_the_run_in_progress(runs: Runs) -> None:
     runs.memtop("train", "--name", "a", "--batch", "2", "--accum", "8", "--max-updates", "20000", "--detach")
     runs.wait("a", lambda d: d["alive"])
     rows = json.loads(runs.memtop("presets", "--json").stdout)
@@ -393,7 +391,7 @@ def test_output_into_a_closed_pipe_is_no_error(runs: Runs) -> None:
     assert done.stderr == ""
 
 
-def test_once_is_plain_text_a_person_can_read(runs: Runs) -> None:
+def test_once_prints_plain_text(runs: Runs) -> None:
     text = runs.memtop("watch", "--once").stdout
     assert "RAM " in text
     assert any(word in text for word in ("safe", "edge", "danger"))

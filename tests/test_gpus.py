@@ -1,4 +1,4 @@
-"""`memtop train --gpus`: by index, or the free ones, on what the scripted driver says."""
+"""`--gpus`: GPUs by index, and free GPUs, with a scripted driver."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["driver", "nvml_library"]
 
 @pytest.fixture
 def four(driver: Script, monkeypatch: pytest.MonkeyPatch) -> Script:
-    """GPU 0 is computed on, 1 and 3 are free, 2 is lost."""
+    """GPU 0 has a compute process, 1 and 3 are free, 2 is lost."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return four_gpus(driver).write()
 
@@ -28,7 +28,7 @@ def four_gpus(driver: Script, **used: int) -> Script:
     return driver.process(0, pid=os.getpid(), used=GIB)
 
 
-def test_free_gpus_are_those_on_which_nobody_computes(four: Script) -> None:
+def test_free_gpus_have_no_compute_process(four: Script) -> None:
     assert gpus.wanted(None) is None
     assert gpus.wanted("free:2") == ["1", "3"]
     four_gpus(four.clear(), gpu1=GIB // 8).process(1, pid=os.getpid(), used=GIB // 8, kind="graphics").write()
@@ -36,7 +36,7 @@ def test_free_gpus_are_those_on_which_nobody_computes(four: Script) -> None:
     assert gpus.wanted("free:2") == ["1", "3"]
 
 
-def test_too_few_free_ones_are_refused_with_what_is_on_the_others(four: Script) -> None:
+def test_too_few_free_gpus_are_refused_with_the_processes_on_the_others(four: Script) -> None:
     with pytest.raises(UsageError) as refused:
         gpus.wanted("free:3")
     text = str(refused.value)
@@ -48,14 +48,14 @@ def test_too_few_free_ones_are_refused_with_what_is_on_the_others(four: Script) 
         gpus.wanted("free")
 
 
-def test_only_gpus_that_cuda_may_see_are_chosen(four: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_gpus_visible_to_cuda_are_chosen(four: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     assert gpus.wanted("free") == ["3"]
     with pytest.raises(UsageError, match="1 of 2 GPUs is free"):
         gpus.wanted("free:2")
 
 
-def test_gpus_hidden_from_cuda_are_none_of_the_candidates(four: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_hidden_from_cuda_are_not_candidates(four: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     for index in range(4):
         four.gpu(index, uuid=f"GPU-{index}", total=20 * GIB, used=0)
     four.write()
@@ -72,7 +72,7 @@ def test_watched_gpus(four: Script, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert gpus.watched("visible") == {0, 1, 2, 3}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
     assert gpus.watched(" visible ") == {0, 3}
-    # The name of a lost GPU is not known, so it might be of another model.
+    # The model of a lost GPU is not known: it may differ from the others.
     assert capsys.readouterr().err.startswith(
         "memtop: --gpus visible: taken as the driver's numbers: CUDA_VISIBLE_DEVICES holds"
     )
@@ -89,7 +89,7 @@ def test_watched_gpus(four: Script, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         gpus.watched("visible")
 
 
-def test_named_gpus_must_be_there(four: Script) -> None:
+def test_named_gpus_must_exist(four: Script) -> None:
     assert gpus.wanted("1, 00") == ["1", "0"]
     with pytest.raises(UsageError, match=r"^--gpus 0,7: this machine has no GPU 7; there are 0, 1, 2, 3$"):
         gpus.wanted("0,7")
@@ -109,7 +109,7 @@ def test_gpus_are_different_indices(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["free:", "free:0", "free:x", "free:-1"])
-def test_free_ones_are_counted(text: str) -> None:
+def test_the_number_of_free_gpus_must_be_a_count(text: str) -> None:
     with pytest.raises(UsageError, match="give how many free GPUs, like free:2"):
         gpus.wanted(text)
 
@@ -122,7 +122,7 @@ def test_clients_of_an_mps_server_compute(four: Script) -> None:
 
 
 @pytest.mark.parametrize("code", [3, 4, 999])
-def test_a_gpu_whose_processes_are_not_told_is_not_known_to_be_free(four: Script, code: int) -> None:
+def test_a_gpu_without_a_process_list_is_not_free(four: Script, code: int) -> None:
     for version in (2, 3):
         four.fail(f"nvmlDeviceGetComputeRunningProcesses_v{version}", 1, code)
     four.write()

@@ -1,4 +1,4 @@
-"""The follower without a dashboard: it stays as long as the run does, and tells only what happens meanwhile."""
+"""`--headless`: the command stays until the run is over and prints only new events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FINISHED = StateUpdate(run=msgspec.structs.replace(STATE, state=Phase.FINISHED, 
 
 
 class Connection:
-    """A supervisor's end as the test scripts it; None for one that leaves, an error for one that refuses to be written to."""
+    """A scripted connection to a supervisor: None when it exits, an error when it refuses a write."""
 
     def __init__(self, *messages: Message | None, broken: Exception | None = None) -> None:
         self._messages = list(messages)
@@ -42,7 +42,7 @@ class Connection:
 
 @pytest.fixture
 def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Follow a run whose supervisor is there (a Connection) or not (what its folder says then)."""
+    """Follow a run whose supervisor answers (a Connection) or not (the state in its folder)."""
     monkeypatch.setattr(foreground, "_RETRY_SECONDS", 0.0)
     monkeypatch.setattr(foreground.client, "revive", lambda path: False)
 
@@ -63,24 +63,24 @@ def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
     return run
 
 
-def test_a_run_that_someone_else_revives_is_followed_on(follow: Callable[..., int]) -> None:
+def test_a_run_that_another_process_revived_is_still_followed(follow: Callable[..., int]) -> None:
     assert follow(Connection(StateUpdate(run=STATE), None), STATE, STATE, Connection(FINISHED)) == 0
 
 
-def test_only_a_final_phase_ends_it(follow: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_final_phase_ends_the_command(follow: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     failed = msgspec.structs.replace(STATE, state=Phase.FAILED, reason="both are gone", alive=False)
     assert follow(STATE, failed) == 1
     assert "run a: failed (both are gone)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError("Connection lost"), BrokenPipeError()])
-def test_a_supervisor_that_is_just_leaving_is_not_our_end(follow: Callable[..., int], error: Exception) -> None:
+def test_an_exiting_supervisor_does_not_end_the_command(follow: Callable[..., int], error: Exception) -> None:
     leaving = Connection(broken=error)
     assert follow(leaving, FINISHED.run) == 0
     assert leaving.closed
 
 
-def test_a_supervisor_that_cannot_be_started_is_an_error_in_the_end(
+def test_a_supervisor_that_repeatedly_fails_to_start_is_an_error(
     follow: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def revive(path: Path) -> bool:
@@ -91,7 +91,7 @@ def test_a_supervisor_that_cannot_be_started_is_an_error_in_the_end(
         follow(*[STATE] * 9)
 
 
-def test_what_happened_before_is_not_told(follow: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_earlier_events_are_not_printed(follow: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     events = (
         Event(time=5.0, attempt=1, kind="warning", message="of the first attempt"),
         Event(time=20.0, attempt=2, kind="attempt", message="attempt 2 started"),
@@ -102,10 +102,10 @@ def test_what_happened_before_is_not_told(follow: Callable[..., int], capsys: py
     assert "first attempt" not in told
 
 
-def test_the_supervisors_death_does_not_end_it(runs: Runs) -> None:
+def test_the_death_of_the_supervisor_does_not_end_the_command(runs: Runs) -> None:
     arguments = ("train", "--headless", "--name", "a", "--", sys.executable, "-c", "import time; time.sleep(20)")
     with runs.start(*arguments, stderr=subprocess.PIPE) as follower:
-        # Its folder is only just being made.
+        # Its folder is being created.
         deadline = time.monotonic() + 30
         while not (runs.path / "a/attempts/0001/process.json").exists():
             assert time.monotonic() < deadline

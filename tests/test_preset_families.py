@@ -1,4 +1,4 @@
-"""The guides' presets: every value, where the guides were wrong, what a switch keeps, and which one is chosen by itself."""
+"""The presets of the guides: their values, what a switch keeps, and which one is chosen automatically."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LADDER = {
 
 
 @pytest.mark.parametrize("name", LADDER)
-def test_a_rung_taken_whole_has_every_value_of_its_guide(name: str) -> None:
+def test_a_ladder_preset_taken_whole_has_every_value_of_its_guide(name: str) -> None:
     s = resolve(RECIPES["sft-lora"], preset=PRESETS[name])
     assert s.lora is not None
     assert s.warmup_samples % s.effective_batch == 0
@@ -85,7 +85,7 @@ def test_qlora_on_16_gb(name: str, r: int, alpha: int, workers: int) -> None:
     assert s.gradient_checkpointing
 
 
-def test_a_switch_keeps_what_makes_the_run() -> None:
+def test_a_switch_keeps_model_data_and_learning_rate() -> None:
     for name in LADDER:
         after = apply_preset(LORA, PRESETS[name])
         assert after.effective_batch == 16
@@ -96,21 +96,21 @@ def test_a_switch_keeps_what_makes_the_run() -> None:
     assert apply_preset(apply_preset(LORA, PRESETS["minimal"]), PRESETS["standard"]) == LORA
 
 
-def test_a_ceiling_never_raises_the_micro_batch_above_what_the_recipe_takes() -> None:
+def test_a_ceiling_never_raises_the_micro_batch_above_the_recipes() -> None:
     assert {apply_preset(QLORA, preset).batch for preset in PRESETS.values()} == {1}
 
 
-def test_a_guide_without_adapters_in_the_method_brings_none() -> None:
+def test_a_full_fine_tune_takes_no_adapters_from_a_guide() -> None:
     whole = take_whole(FIRST, PRESETS["stage3"])
     assert (whole.lora, whole.seq_len, whole.effective_batch) == (None, 1536, 16)
     with pytest.raises(SettingsError, match="seq_len 1536: beyond the model's 1024 positions"):
         check(whole)
-    # Not meant for the recipe, so only its strategy is taken unless asked otherwise.
+    # The preset is not for this recipe: a new run takes only its memory strategy.
     kept = resolve(RECIPES["first-run"], preset=PRESETS["stage3"])
     assert (kept.seq_len, kept.effective_batch, kept.zero.stage) == (128, 32, 3)
 
 
-def test_cpu_adam_goes_back_to_adamw_where_nothing_is_offloaded_any_more() -> None:
+def test_cpu_adam_becomes_adamw_without_offload() -> None:
     offloaded = replace(LORA, zero=Zero(stage=2, offload_optimizer=True), optimizer="cpu_adam")
     assert apply_preset(offloaded, PRESETS["standard"]).optimizer == "adamw"
     assert apply_preset(offloaded, PRESETS["minimal"]).optimizer == "cpu_adam"
@@ -143,7 +143,7 @@ def test_what_a_change_means_for_the_state(change: dict[str, Any], fit: str, wor
     assert words in reason
 
 
-def test_every_pair_of_optimizers_says_what_becomes_of_the_moments() -> None:
+def test_every_change_of_the_optimizer_reports_what_happens_to_the_moments() -> None:
     kinds = ("adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "cpu_adam")
     for one in kinds:
         for other in kinds:
@@ -152,7 +152,7 @@ def test_every_pair_of_optimizers_says_what_becomes_of_the_moments() -> None:
             assert one != other or fit == "resumes"
 
 
-def test_an_outlook_tells_kept_from_whole() -> None:
+def test_an_outlook_distinguishes_a_switch_from_a_new_run() -> None:
     look = outlook(LORA, PRESETS["stage2_offload"])
     assert (look.switch, look.switch_whole) == ("resumes", "new run")
     assert look.effective_text == "16 (guide: 18, +12.5 %)"
@@ -174,13 +174,13 @@ def test_an_outlook_tells_kept_from_whole() -> None:
         *((11.99, "stage2_offload"), (12, "deepspeed"), (12.01, "deepspeed"), (80, "deepspeed")),
     ],
 )
-def test_the_rung_by_free_memory(gib: float, name: str) -> None:
+def test_the_preset_by_free_memory(gib: float, name: str) -> None:
     preset, reason = choose_by_memory(int(gib * GIB))
     assert preset.name == name
     assert reason.startswith(f"preset {name}: ")
 
 
-def test_the_reason_names_the_border() -> None:
+def test_the_reason_names_the_threshold() -> None:
     assert choose_by_memory(6 * GIB)[1] == "preset stage2_offload: 6.00 GiB of GPU memory free, from 6 up to 12 GiB"
     assert choose_by_memory(12 * GIB - 1)[1] == "preset stage2_offload: 11.99 GiB of GPU memory free, from 6 up to 12 GiB"
     assert choose_by_memory(3 * GIB)[1] == "preset minimal: 3.00 GiB of GPU memory free, below 4 GiB"
@@ -189,7 +189,7 @@ def test_the_reason_names_the_border() -> None:
 
 
 @pytest.mark.parametrize(("gib", "name"), [(3, "qlora-16g-min"), (11.9, "qlora-16g-min"), (12, "qlora-16g-safe")])
-def test_a_4_bit_base_is_never_given_a_stage_that_it_cannot_have(gib: float, name: str) -> None:
+def test_a_4_bit_base_model_never_gets_stage_3(gib: float, name: str) -> None:
     preset, _ = choose_by_memory(int(gib * GIB), "sft-qlora")
     assert preset.name == name
     assert resolve(RECIPES["sft-qlora"], preset=preset, whole=False).effective_batch == 16
@@ -218,7 +218,7 @@ def test_the_users_families_extend_and_override(tmp_path: Path, monkeypatch: pyt
     found = load_presets()
     assert (found["minimal"].title, found["minimal"].family) == ("mine", "ladder")
     assert (found["t5-balanced"].title, found["t5-balanced"].family) == ("t", "t5")
-    # Without a border of its own, the rung above is the last that can be chosen.
+    # Without a threshold, the preset above is the last that can be chosen.
     assert choose_by_memory(GIB)[0].name == "stage3"
 
 
@@ -243,7 +243,7 @@ def test_a_bad_value_is_one_line_with_file_and_field(
     assert "\n" not in str(refusal.value)
 
 
-def test_the_recipes_that_need_data_say_so_and_the_others_run_anywhere() -> None:
+def test_recipes_that_need_data_are_refused_without_it_and_the_others_run_anywhere() -> None:
     assert {name for name, recipe in RECIPES.items() if recipe.data.get("train") == ""} == {
         "pretrain-t5",
         "sft-lora",
@@ -255,7 +255,7 @@ def test_the_recipes_that_need_data_say_so_and_the_others_run_anywhere() -> None
 
 
 @pytest.mark.parametrize(("name", "millions"), [("pretrain-t5", 196.6), ("pretrain-causal", 30.8)])
-def test_the_models_have_the_size_that_is_written(name: str, millions: float) -> None:
+def test_the_models_have_their_documented_size(name: str, millions: float) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -285,7 +285,7 @@ def test_dotted_keys_reach_into_model_data_lora_and_zero() -> None:
     assert edited.zero == Zero(stage=2, offload_optimizer=True)
 
 
-def test_a_configuration_is_typed_and_takes_the_place_of_a_path() -> None:
+def test_a_configuration_has_typed_values_and_replaces_a_path() -> None:
     config = {"model.config.model_type": "llama", "model.config.hidden_size": "64", "model.config.tie_word_embeddings": "true"}
     assert edit_settings(LORA, assignments=config).model == {
         "config": {"model_type": "llama", "hidden_size": 64, "tie_word_embeddings": True}
@@ -295,7 +295,7 @@ def test_a_configuration_is_typed_and_takes_the_place_of_a_path() -> None:
     assert edit_settings(LORA, assignments={"data.source": "python-stdlib", "data.max_bytes": "9"}).data["max_bytes"] == 9
 
 
-def test_what_was_given_last_is_what_counts() -> None:
+def test_the_last_of_two_exclusive_settings_wins() -> None:
     assert edit_settings(FIRST, assignments={"epochs": "2"}).target_samples == 0
     whole = take_whole(LORA, PRESETS["deepspeed"])
     assert whole.warmup_samples == 1600
@@ -309,7 +309,7 @@ def test_what_was_given_last_is_what_counts() -> None:
         ("data.columns.prompt", "q"),
     ],
 )
-def test_a_run_in_progress_stays_the_run_it_is(key: str, value: str) -> None:
+def test_settings_that_make_a_new_run_are_refused_for_a_run_in_progress(key: str, value: str) -> None:
     with pytest.raises(SettingsError, match=r"makes a new run: memtop train sft-lora --name NEW .* or --fresh"):
         edit_settings(LORA, assignments={key: value}, updates_done=0)
 
@@ -318,6 +318,6 @@ def in_progress(settings: Settings, **assignments: str) -> Settings:
     return edit_settings(settings, assignments=assignments, updates_done=5, samples_seen=80)
 
 
-def test_a_run_in_progress_may_change_the_rest() -> None:
+def test_a_run_in_progress_can_change_all_other_settings() -> None:
     assert in_progress(LORA, seed=str(LORA.seed)) == LORA
     assert in_progress(LORA, optimizer="adafactor", workers="2").optimizer == "adafactor"

@@ -1,4 +1,4 @@
-"""Presets, recipes and the arithmetic of batches."""
+"""Presets, recipes, the table of settings and the splits of a batch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_splits_of_the_guides() -> None:
     assert nearest_splits(64, 1, 24) == [(16, 4), (32, 2)]
 
 
-def test_first_run_is_what_the_contract_says() -> None:
+def test_first_run_has_its_documented_values() -> None:
     assert (BASE.batch, BASE.accumulation, BASE.effective_batch) == (8, 4, 32)
     assert BASE.target_samples == RECIPE.max_updates * 32
 
@@ -58,7 +58,7 @@ def test_a_preset_never_changes_the_effective_batch(name: str) -> None:
         assert apply_preset(settings, find_preset(name)).effective_batch == 48
 
 
-def test_preset_keys_are_their_own_undo() -> None:
+def test_the_standard_preset_reverts_the_others() -> None:
     extreme = apply_preset(BASE, find_preset("extreme"))
     assert (extreme.batch, extreme.accumulation, extreme.gradient_checkpointing) == (1, 32, True)
     assert apply_preset(extreme, find_preset("5")) == BASE
@@ -118,7 +118,7 @@ def test_preset_keys_are_their_own_undo() -> None:
         ({"assignments": {"precision": "int8"}}, "precision 'int8'"),
     ],
 )
-def test_nonsense_is_refused_in_one_line_that_names_field_and_value(edit: dict[str, object], message: str) -> None:
+def test_wrong_values_are_refused_in_one_line_with_field_and_value(edit: dict[str, object], message: str) -> None:
     with pytest.raises(SettingsError) as refusal:
         edit_settings(BASE, **edit)  # type: ignore[arg-type]
     assert message in str(refusal.value)
@@ -130,7 +130,7 @@ def test_set_takes_any_other_setting_with_its_type() -> None:
     assert (edited.learning_rate, edited.workers, edited.gradient_checkpointing) == (1e-4, 2, True)
 
 
-def test_max_updates_counts_what_is_done_already() -> None:
+def test_max_updates_includes_the_updates_done() -> None:
     edited = edit_settings(
         BASE, assignments={"batch": "4", "accumulation": "4"}, max_updates=50, updates_done=10, samples_seen=320
     )
@@ -139,13 +139,13 @@ def test_max_updates_counts_what_is_done_already() -> None:
         edit_settings(BASE, max_updates=5, updates_done=10, samples_seen=320)
 
 
-def test_a_split_that_breaks_the_batch_names_the_nearest_exact_ones() -> None:
+def test_a_split_that_changes_the_effective_batch_names_the_nearest_exact_ones() -> None:
     after = edit_settings(BASE, assignments={"batch": "3"})
     assert describe_split(BASE, after) == "effective batch 32 -> 12 (-62.5%): changes training; exact pairs: 2 x 16, 4 x 8"
     assert describe_split(BASE, BASE) == "effective batch 32 -> 32: training is unchanged"
 
 
-def test_several_processes_hold_the_recipes_batch_or_say_why_not() -> None:
+def test_several_processes_keep_the_recipes_effective_batch_or_are_refused() -> None:
     two = resolve(RECIPE, preset=load_presets()["standard"], world_size=2)
     assert (two.batch, two.accumulation, two.effective_batch) == (8, 2, 32)
     with pytest.raises(SettingsError, match="3 processes do not divide the effective batch 32"):
@@ -183,7 +183,7 @@ def test_a_broken_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def leaves(shape: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
-    """The fields of a struct with dotted names; those of a nested struct stand for it."""
+    """The fields of a struct; those of a nested struct have dotted names."""
     for name, kind in get_type_hints(shape).items():
         nested = [one for one in (kind, *get_args(kind)) if isinstance(one, type) and issubclass(one, msgspec.Struct)]
         if nested:
@@ -197,7 +197,7 @@ def test_every_setting_has_a_row_in_the_table() -> None:
     assert {"zero.stage", "lora.r", "model"} <= set(FIELDS)
     for name, field in FIELDS.items():
         assert field.label, name
-        # What makes another run, or changes training, is no edit of a running program.
+        # A running program cannot take changes that make another run or change training.
         assert field.live == "no" or not (field.new_run or field.changes_training), name
 
 
@@ -217,7 +217,7 @@ def test_every_setting_has_a_row_in_the_table() -> None:
     ],
     ids=str,
 )
-def test_what_the_table_says_of_a_change(
+def test_the_table_decides_what_is_live_and_what_changes_training(
     changes: dict[str, object], live: bool, live_under_zero: bool, trains_the_same: bool
 ) -> None:
     assert can_change_live(BASE, replace(BASE, **changes)) is live

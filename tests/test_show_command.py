@@ -1,4 +1,4 @@
-"""`memtop show` and `memtop rollback` on a run that lies as it died: its folder as the supervisor leaves it."""
+"""`memtop show` and `memtop rollback` on the folder of a failed run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def configuration(number: int, settings: object, reason: str, outcome: str | Non
 
 @pytest.fixture
 def dead(runs: Runs) -> RunFolder:
-    """A run that died at batch 8, and again at 4, to which it had changed; then it was taken back to the first."""
+    """A run that ran out of memory at batch 8 and at batch 4, and was then returned to its first settings."""
     folder = create_run(
         runs.path, RunSpec(name="a", created=1.0, settings=SETTINGS, cwd=str(runs.root), memtop_version="0"), fresh=False
     )
@@ -88,7 +88,7 @@ def dead(runs: Runs) -> RunFolder:
     return folder
 
 
-def test_show_tells_what_can_be_done_as_the_card_does(runs: Runs, dead: RunFolder) -> None:
+def test_show_lists_what_can_be_done(runs: Runs, dead: RunFolder) -> None:
     lines = [line.strip() for line in runs.memtop("show", "a").stdout.splitlines()]
     told = lines[lines.index("what can be done") + 1 :]
     assert told == [
@@ -106,7 +106,7 @@ def test_show_tells_what_can_be_done_as_the_card_does(runs: Runs, dead: RunFolde
     ]
 
 
-def test_configurations_are_told_in_words_that_do_not_run_together(runs: Runs, dead: RunFolder) -> None:
+def test_show_lists_the_configurations(runs: Runs, dead: RunFolder) -> None:
     lines = [line.strip() for line in runs.memtop("show", "a").stdout.splitlines()]
     assert [line for line in lines if line.startswith("configuration")] == [
         "configuration 1  8 x 4, T 128, from update 1, peak 474 MiB, 1.5 samples/s, ran out of host memory (start)",
@@ -117,7 +117,7 @@ def test_configurations_are_told_in_words_that_do_not_run_together(runs: Runs, d
     ]
 
 
-def test_back_to_what_it_has_now_is_refused_in_one_line(runs: Runs, dead: RunFolder) -> None:
+def test_a_rollback_to_the_present_settings_is_refused_in_one_line(runs: Runs, dead: RunFolder) -> None:
     again = "`memtop restart a` starts it again unchanged"
     present = runs.memtop("rollback", "a", "3", status=2)
     assert present.stderr == f"memtop: N 3: configuration 3 of run 'a' is the present one; {again}\n"
@@ -127,12 +127,12 @@ def test_back_to_what_it_has_now_is_refused_in_one_line(runs: Runs, dead: RunFol
     assert change_to(dead, 1, with_state=True) == Change(configuration=1, state_before=1)
 
 
-def test_a_restart_with_what_has_died_is_warned_of_before_it_starts(dead: RunFolder) -> None:
+def test_a_restart_with_settings_that_ran_out_of_memory_prints_a_warning(dead: RunFolder) -> None:
     again = "the run has died of memory with batch 8: this is the same, and saves nothing more"
     assert risk_of(dead, Change()) == again
     assert "this is more than that (16)" in str(risk_of(dead, Change(assignments={"batch": "16", "accumulation": "2"})))
-    # A preset does not raise it.
+    # A preset does not raise the batch.
     assert risk_of(dead, Change(preset="low")) is None
     assert risk_of(dead, Change(assignments={"batch": "4", "accumulation": "8"})) is None
-    # What cannot be is for the supervisor to refuse.
+    # The supervisor refuses invalid settings.
     assert risk_of(dead, Change(assignments={"batch": "0"})) is None

@@ -23,7 +23,7 @@ GIB = 1024**3
 
 @pytest.fixture(autouse=True)
 def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripted pids are real ones of this machine."""
+    """Treat the scripted pids as pids of this machine."""
     monkeypatch.setenv("MEMTOP_NVML_TRUST_PIDS", "1")
 
 
@@ -53,7 +53,7 @@ def run_folder(runs: Path) -> str:
     return str(folder)
 
 
-def test_a_line_tells_place_age_and_why(
+def test_a_line_has_gpu_age_and_reason(
     driver: Script, program: subprocess.Popen[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver.gpu(0, total=24 * GIB, used=9 * GIB).process(0, pid=program.pid, used=2 * GIB).write()
@@ -66,7 +66,7 @@ def test_a_line_tells_place_age_and_why(
     assert "[slurm job 7 (sft)]  sleep 120  (your own process, not started by a memtop run)" in line
 
 
-def test_strays_come_first_and_their_end_is_ready_to_be_copied(
+def test_strays_come_first_and_the_command_to_end_them_is_printed(
     driver: Script, tmp_path: Path, program: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = run_folder(tmp_path)
@@ -98,10 +98,10 @@ def test_memory_under_an_ended_process(driver: Script, tmp_path: Path, capsys: p
     assert f"the driver still lists 2.0 GiB under pid {pid}, which has ended" in line
 
 
-def test_the_end_of_a_process_and_who_still_holds_memory(
+def test_ending_a_process_reports_who_still_holds_memory(
     driver: Script, tmp_path: Path, program: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The program's memory does not come back: the driver goes on listing it."""
+    """The memory of the program is not freed: the driver still lists it."""
     driver.gpu(0, total=24 * GIB, used=9 * GIB).process(0, pid=program.pid, used=2 * GIB).write()
     assert strays.list_or_end(tmp_path, as_json=False, kill=[program.pid]) == 0
     first, second = capsys.readouterr().out.splitlines()
@@ -109,7 +109,7 @@ def test_the_end_of_a_process_and_who_still_holds_memory(
     assert second.startswith(f"1 process ended, 0 B returned; GPU 0: 2.0 GiB still held by pid {program.pid}, which has ended")
 
 
-def test_the_end_of_a_process_as_json(
+def test_ending_a_process_as_json(
     driver: Script, tmp_path: Path, program: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver.gpu(0, total=24 * GIB, used=9 * GIB).process(0, pid=program.pid, used=2 * GIB).write()
@@ -127,7 +127,7 @@ def test_memtop_itself_is_refused(driver: Script, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_refused_list_is_no_empty_list(
+def test_a_list_that_the_driver_refuses_is_not_reported_as_empty(
     as_json: bool, driver: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver.gpu(0, total=24 * GIB, used=9 * GIB).fail("nvmlDeviceGetComputeRunningProcesses_v3", 0, 4).write()
@@ -137,7 +137,7 @@ def test_a_refused_list_is_no_empty_list(
     assert said.err.startswith("GPU 0: not all of its processes are known: no permission")
 
 
-def test_of_two_gpus_the_one_that_tells_its_processes_is_enough(
+def test_the_process_list_of_one_gpu_is_enough(
     driver: Script, tmp_path: Path, program: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver.gpu(0, total=24 * GIB, error=15).gpu(1, total=24 * GIB).process(1, pid=program.pid, used=2 * GIB).write()
@@ -149,7 +149,7 @@ def test_of_two_gpus_the_one_that_tells_its_processes_is_enough(
         strays.list_or_end(tmp_path, as_json=False, kill=[os.getpid()])
 
 
-def test_another_version_of_the_library_is_no_empty_list(
+def test_a_mismatched_driver_library_is_not_reported_as_an_empty_list(
     driver: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver.init_error(18).write()
@@ -159,7 +159,7 @@ def test_another_version_of_the_library_is_no_empty_list(
     assert strays.list_or_end(tmp_path, as_json=True, kill=[]) == 0, "without a driver nobody computes"
 
 
-def test_the_row_that_forbids_it_gives_the_reason(
+def test_the_row_that_forbids_ending_gives_the_reason(
     driver: Script, tmp_path: Path, program: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver.gpu(0, total=24 * GIB).gpu(1, total=24 * GIB).process(0, pid=program.pid, used=2 * GIB)
@@ -172,7 +172,7 @@ def test_the_row_that_forbids_it_gives_the_reason(
     assert [(row["choosable"], "draws on the screen" in row["reason"]) for row in rows] == [(False, True)] * 2
 
 
-def test_one_look_at_the_machine_says_where_processes_may_be_missing(
+def test_once_names_the_gpus_whose_process_list_may_be_incomplete(
     driver: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver.gpu(0, total=24 * GIB, used=9 * GIB).fail("nvmlDeviceGetComputeRunningProcesses_v3", 0, 999).write()

@@ -51,7 +51,7 @@ def two_gpus(runs: Runs, tmp_path: Path) -> Runs:
 
 @pytest.fixture
 def over(runs: Runs) -> RunFolder:
-    """A run that is over, as its folder tells it."""
+    """The folder of a finished run."""
     from memtop.supervisor.run.record.folder import create_run
 
     folder = create_run(runs.path, spec("tiny"), fresh=False)
@@ -75,10 +75,10 @@ def started(runs: Runs, *arguments: str) -> subprocess.Popen[str]:
 # --- JSON ---------------------------------------------------------------------------------------------------------------
 
 
-def test_one_document_a_line_at_once_and_a_clean_end_on_sigint(two_gpus: Runs, over: RunFolder) -> None:
+def test_one_document_per_line_and_a_clean_exit_on_sigint(two_gpus: Runs, over: RunFolder) -> None:
     process = started(two_gpus, "tiny", "--json", "--follow", "--interval", "0.2")
     assert process.stdout is not None
-    # Read while it runs: every line is flushed.
+    # Read while the command runs: it flushes every line.
     documents = [json.loads(process.stdout.readline()) for _ in range(3)]
     process.send_signal(signal.SIGINT)
     rest, errors = process.communicate(timeout=30)
@@ -92,7 +92,7 @@ def test_one_document_a_line_at_once_and_a_clean_end_on_sigint(two_gpus: Runs, o
         assert [run["name"] for run in document["runs"]] == ["tiny"]
 
 
-def test_a_closed_pipe_ends_it_without_a_word(two_gpus: Runs) -> None:
+def test_a_closed_pipe_ends_the_stream_silently(two_gpus: Runs) -> None:
     process = started(two_gpus, "--json", "--follow", "--interval", "0.2")
     assert process.stdout is not None
     assert process.stderr is not None
@@ -103,7 +103,7 @@ def test_a_closed_pipe_ends_it_without_a_word(two_gpus: Runs) -> None:
     process.stderr.close()
 
 
-def test_count_ends_it(two_gpus: Runs) -> None:
+def test_count_ends_the_stream(two_gpus: Runs) -> None:
     done = two_gpus.memtop("watch", "--json", "--follow", "--count", "2", "--interval", "0.2")
     documents = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(documents) == 2
@@ -111,7 +111,7 @@ def test_count_ends_it(two_gpus: Runs) -> None:
     assert "run" not in documents[0]
 
 
-def test_show_tells_what_was_measured(runs: Runs, over: RunFolder) -> None:
+def test_show_prints_the_measurements(runs: Runs, over: RunFolder) -> None:
     file = over.state()
     assert file is not None
     ranks = (RankMemory(rank=0, pid=1, connected=False, device_uuid="GPU-a", peak_bytes=3 * GIB),)
@@ -121,7 +121,7 @@ def test_show_tells_what_was_measured(runs: Runs, over: RunFolder) -> None:
     document = runs.show("tiny")
     assert document["ranks"][0]["peak_bytes"] == 3 * GIB
     assert document["gpu_base_bytes"] == {"GPU-a": 7}
-    # A run that is over holds no memory; what it last held is not what it holds.
+    # A finished run uses no memory, although its last value is known.
     assert (document["run_rss_bytes"], document["run_memory"]) == (None, None)
     text = runs.memtop("show", "tiny").stdout
     assert "GPU memory  rank 0: 3.0 GiB peak in its newest update, outside the allocator at least 7 B on its GPU" in text
@@ -144,7 +144,7 @@ def test_csv_has_one_header_and_a_row_per_gpu_and_sample(two_gpus: Runs, over: R
         5 * GIB,
         0.5,
     )
-    # Of the lost one nothing is known, which is no zero.
+    # The values of the lost GPU are unknown, not 0.
     assert (lost["gpu_used_bytes"], lost["gpu_utilization_fraction"], lost["gpu_band"]) == ("", "", "unknown")
     assert int(lost["host_total_bytes"]) > 0
     assert (first["run_state"], first["run_loss"], first["run_samples_per_second"]) == ("finished", "1.25", "")
@@ -176,7 +176,7 @@ def scrape(port: int) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = frozenset(sample.labels.items())
-            # A label set that came twice would be dropped by the server.
+            # The server would drop labels that repeat.
             assert labels not in found.setdefault(sample.name, {})
             found[sample.name][labels] = sample.value
     return found
@@ -205,7 +205,7 @@ def machine(time: float, *xids: tuple[float, int], **fields: Any) -> MachineSnap
     return MachineSnapshot(time=time, gpus=(gpu,), jobs=jobs, host=HostSample(used_bytes=11, **fields))
 
 
-def test_a_scrape_tells_the_newest_sample_and_leaves_out_what_is_not_known(endpoint: tuple[Endpoint, int]) -> None:
+def test_a_scrape_has_the_newest_sample_without_unknown_values(endpoint: tuple[Endpoint, int]) -> None:
     serving, port = endpoint
     assert scrape(port) == {}
     serving.update(machine(100.0), None)
@@ -224,10 +224,10 @@ def test_a_scrape_tells_the_newest_sample_and_leaves_out_what_is_not_known(endpo
         assert unknown not in found
 
 
-def test_what_shares_its_labels_is_one_sum_or_not_known(endpoint: tuple[Endpoint, int]) -> None:
-    """Labels that came twice would make the server drop the whole scrape."""
+def test_rows_with_equal_labels_are_summed_or_unknown(endpoint: tuple[Endpoint, int]) -> None:
+    """A server drops the whole scrape if labels repeat."""
     serving, port = endpoint
-    # One process on two MIG instances, another whose memory on one of them is not known.
+    # One process on two MIG instances, another with unknown memory on one of them.
     on_mig = [GpuProcess(pid=5, name="py", used_bytes=n, mig_instance=n) for n in (1, 2)]
     on_mig += [GpuProcess(pid=6, name="py", used_bytes=n, mig_instance=n or 1) for n in (None, 2)]
     mig = (MigInstance(position=1, uuid="MIG-1", name="1g.10gb", used_bytes=0), MigInstance(position=2, uuid="MIG-2"))
@@ -244,7 +244,7 @@ def test_what_shares_its_labels_is_one_sum_or_not_known(endpoint: tuple[Endpoint
     assert list(found["memtop_gpu_age_seconds"].values()) == [7.5]
 
 
-def test_xids_are_counted_although_only_the_newest_are_told(endpoint: tuple[Endpoint, int]) -> None:
+def test_all_xids_are_counted_although_a_sample_has_only_the_newest(endpoint: tuple[Endpoint, int]) -> None:
     serving, port = endpoint
     serving.update(machine(1.0, (0.1, 31), (0.2, 31)), None)
     serving.update(machine(2.0, (0.2, 31), (1.5, 79)), None)
@@ -252,7 +252,7 @@ def test_xids_are_counted_although_only_the_newest_are_told(endpoint: tuple[Endp
     assert scrape(port)["memtop_gpu_xid_errors_total"] == {card(code="31"): 3, card(code="79"): 1}
 
 
-def test_the_run_is_told_with_its_peak(endpoint: tuple[Endpoint, int]) -> None:
+def test_a_scrape_has_the_run_with_its_peak(endpoint: tuple[Endpoint, int]) -> None:
     serving, port = endpoint
     ranks = (RankMemory(rank=0, pid=1, connected=True, peak_bytes=99), RankMemory(rank=1, pid=2, connected=True))
     run = RunState(name="tiny", folder="f", state=Phase.TRAINING, created=1.0, loss=0.0, updates=3, ranks=ranks)
@@ -266,7 +266,7 @@ def test_the_run_is_told_with_its_peak(endpoint: tuple[Endpoint, int]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_headless_it_serves_until_it_is_told_to_end(two_gpus: Runs, over: RunFolder, number: signal.Signals) -> None:
+def test_without_a_terminal_it_serves_until_a_signal(two_gpus: Runs, over: RunFolder, number: signal.Signals) -> None:
     port = free_port()
     process = started(two_gpus, "tiny", "--prometheus", str(port), "--interval", "0.2")
     assert process.stderr is not None
@@ -293,7 +293,7 @@ def test_a_port_in_use_is_one_line_and_exit_status_2(runs: Runs) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_another_host_is_warned_about_once(two_gpus: Runs) -> None:
+def test_serving_on_another_host_prints_one_warning(two_gpus: Runs) -> None:
     port = free_port()
     arguments = ("--prometheus", f"0.0.0.0:{port}", "--json", "--follow", "--count", "1")
     done = two_gpus.memtop("watch", *arguments)

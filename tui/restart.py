@@ -14,6 +14,7 @@ from textual.widgets import Button, Input, Label, Select, Static
 
 from memtop.presets import apply_preset
 from memtop.presets.edits import find_preset
+from memtop.presets.fields import FIELDS
 from memtop.presets.schema import Settings
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.wire import Change, RunState
@@ -55,7 +56,7 @@ class RestartDialog(Dialog[RestartRequest]):
                 for field in NUMBER_FIELDS:
                     with Vertical(classes="field"):
                         yield Label(field)
-                        yield Input(str(getattr(self._settings, field)), id=field, compact=True)
+                        yield Input(str(getattr(self._settings, field)), id=field, compact=True, tooltip=FIELDS[field].unit)
                 with Vertical(classes="field"):
                     yield Label("preset")
                     options = [(name, name) for name in self._presets]

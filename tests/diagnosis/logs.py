@@ -64,9 +64,11 @@ class Log(msgspec.Struct, frozen=True):
         """The byte fields that differ from what is printed by more than its two decimals leave open."""
         wrong = []
         for name in BYTES:
-            told, wanted = getattr(found, name), getattr(self.expected, name)
-            if (told is None) != (wanted is None) or (told is not None and abs(told - wanted) > _open(wanted)):
-                wrong.append(f"{name} {told}, not {wanted}")
+            found_bytes, wanted = getattr(found, name), getattr(self.expected, name)
+            if (found_bytes is None) != (wanted is None) or (
+                found_bytes is not None and abs(found_bytes - wanted) > _open(wanted)
+            ):
+                wrong.append(f"{name} {found_bytes}, not {wanted}")
         return wrong
 
 

@@ -56,13 +56,13 @@ def log(tmp_path: Path) -> Path:
 
 def test_json(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["diagnose", str(log), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert set(told) >= KEYS
-    assert told["kind"] == "gpu_oom_fragmented"
-    assert told["reason"] is None
-    assert told["requested_bytes"] == 1320702444
-    assert told["remedies"][0]["id"] == "allocator"
-    assert all(set(remedy) >= REMEDY_KEYS for remedy in told["remedies"])
+    document = json.loads(capsys.readouterr().out)
+    assert set(document) >= KEYS
+    assert document["kind"] == "gpu_oom_fragmented"
+    assert document["reason"] is None
+    assert document["requested_bytes"] == 1320702444
+    assert document["remedies"][0]["id"] == "allocator"
+    assert all(set(remedy) >= REMEDY_KEYS for remedy in document["remedies"])
 
 
 def test_text(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,14 +92,12 @@ def test_the_exit_status_counts(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("-15", "not_memory", "sigterm"),
     ):
         assert run(["diagnose", str(path), "--exit-code", status, "--json"]) == 0
-        told = json.loads(capsys.readouterr().out)
-        assert (told["kind"], told["reason"]) == (kind, reason)
-        assert told["remedies"] == [] or kind != "not_memory"
+        document = json.loads(capsys.readouterr().out)
+        assert (document["kind"], document["reason"]) == (kind, reason)
+        assert document["remedies"] == [] or kind != "not_memory"
 
 
-def test_a_program_that_failed_for_another_reason_is_offered_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_that_failed_for_another_reason_gets_no_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "train.log"
     path.write_text("Traceback (most recent call last):\nKeyError: 'labels'\n")
     assert run(["diagnose", str(path)]) == 0
@@ -129,7 +127,7 @@ def test_wrong_usage_is_one_line(runs: Runs, arguments: list[str], message: str)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
-def test_a_file_of_somebody_else(runs: Runs, log: Path) -> None:
+def test_a_file_of_another_user(runs: Runs, log: Path) -> None:
     log.chmod(0)
     assert "cannot be read: Permission denied" in runs.memtop("diagnose", str(log), status=2).stderr
 
@@ -139,7 +137,7 @@ def _packed(pattern: str, values: list[float]) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["machine code", "floats", "database", "gzip", "xz"])
-def test_what_is_no_text_is_refused(name: str, tmp_path: Path, runs: Runs) -> None:
+def test_a_binary_file_is_refused(name: str, tmp_path: Path, runs: Runs) -> None:
     rng = random.Random(3)
     path = tmp_path / "train.log"
     if name == "database":
@@ -157,10 +155,10 @@ def test_what_is_no_text_is_refused(name: str, tmp_path: Path, runs: Runs) -> No
             "xz": lzma.compress(RAISED.encode()),
         }[name]
         path.write_bytes(data)
-    told = runs.memtop("diagnose", str(path), status=2)
-    assert f"LOG {path}: is " in told.stderr
-    assert (" is compressed (" if name in ("gzip", "xz") else "binary file") in told.stderr
-    assert len(told.stderr.splitlines()) == 1
+    document = runs.memtop("diagnose", str(path), status=2)
+    assert f"LOG {path}: is " in document.stderr
+    assert (" is compressed (" if name in ("gzip", "xz") else "binary file") in document.stderr
+    assert len(document.stderr.splitlines()) == 1
 
 
 # Of two bytes each; of a device's text as of any other.
@@ -210,7 +208,7 @@ def test_each_line_of_a_command_is_indented(tmp_path: Path, capsys: pytest.Captu
     assert all(line.startswith("  ") for line in advice)
 
 
-def test_a_log_without_a_word_of_it_is_no_guess(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_without_evidence_gives_no_guess(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "train.log"
     path.write_text("step 1/9 loss 2.0\n")
     assert run(["diagnose", str(path)]) == 0

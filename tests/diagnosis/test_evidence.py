@@ -1,4 +1,4 @@
-"""What the supervisor knows outranks what the log says: record, error file, kernel, samples, words, status."""
+"""Evidence of the supervisor outranks the log: record, error file, kernel, samples, log, exit status."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_order_of_evidence() -> None:
 
 @pytest.mark.parametrize("status", [-9, 137])
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("", False),
         ("step 3/9 loss 1.0\nValueError: caught before\n" * 3, False),
@@ -66,10 +66,12 @@ def test_the_order_of_evidence() -> None:
         ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.\n", True),
     ],
 )
-def test_a_bare_kill_is_something_and_where_words_tell_of_it_a_suspicion(status: int, text: str, told: bool) -> None:
-    """Neither leads to anything smaller. The failure logs demand the suspicion where a log tells of the kill."""
+def test_sigkill_alone_is_unexplained_and_a_suspicion_if_the_log_reports_it(status: int, text: str, reported: bool) -> None:
+    """Neither makes a setting smaller."""
     alone = of(text, exit_status=status)
-    assert (alone.kind, alone.reason) == ((Kind.HOST_OOM_KILLED, None) if told else (Kind.NOT_MEMORY, "killed_by_something"))
+    assert (alone.kind, alone.reason) == (
+        (Kind.HOST_OOM_KILLED, None) if reported else (Kind.NOT_MEMORY, "killed_by_something")
+    )
     assert not alone.of_memory or alone.confidence < SURE
     assert "by hand" in alone.summary
     assert all(remedy.id == "who_killed" for remedy in remedies_for_command(alone))
@@ -111,27 +113,27 @@ def test_a_compiler_that_was_killed_is_a_suspicion_that_evidence_settles(text: s
     assert of(text, exit_status=1, cgroup_oom_kills=0).reason == "killed_by_something"
 
 
-def test_a_program_that_trained_without_what_the_compiler_was_to_build() -> None:
+def test_a_program_that_trains_without_the_extension_that_was_not_built() -> None:
     steps = "".join(f"step {number}/9000 loss 2.0\n" for number in range(500))
     assert of(COMPILER + steps + "KeyError: 'labels'\n", exit_status=1).reason == "python_error"
     assert of(COMPILER + steps, exit_status=-9).reason == "killed_by_something"
     assert of(steps + COMPILER + "KeyError: 'labels'\n", exit_status=1).kind is Kind.HOST_OOM_KILLED
 
 
-def test_a_terminated_program_is_still_told() -> None:
+def test_sigterm_is_not_taken_for_sigkill() -> None:
     for text in ("signal: terminated\n", "exit status 143\n", "[1]+  Terminated    python train.py\n"):
         assert of(text).reason == "sigterm"
 
 
 @pytest.mark.parametrize(("status", "name"), [(-14, "SIGALRM"), (128 + 24, "SIGXCPU"), (-10, "SIGUSR1"), (-34, "SIGRTMIN")])
-def test_another_signal_is_called_by_its_name(status: int, name: str) -> None:
+def test_another_signal_is_named(status: int, name: str) -> None:
     found = of("", exit_status=status)
     assert found.reason == "killed_by_something"
     assert name in found.summary
     assert "SIGKILL" not in found.summary
 
 
-def test_words_of_the_kernel_stand_against_samples() -> None:
+def test_a_reported_oom_kill_outweighs_samples() -> None:
     line = "slurmstepd: error: Detected 1 oom_kill event in StepId=1.batch. Some of the step tasks have been OOM Killed.\n"
     assert of(line, exit_status=-9, cgroup_oom_kills=0, host_peak_fraction=0.2).kind is Kind.HOST_OOM_KILLED
 
@@ -141,7 +143,7 @@ def test_a_record_that_was_survived_is_no_cause() -> None:
     assert of("KeyError: 'labels'\n", exit_status=1, records=(survived,)).reason == "python_error"
     assert of(exit_status=0, records=(survived,)).reason == "finished"
     found = of(exit_status=1, records=(survived, record(time=30.0, rank=1), record(time=20.0, rank=0)))
-    assert found.rank == 0, "the first that was fatal"
+    assert found.rank == 0, "the first fatal one"
 
 
 def test_a_record_adds_what_its_message_does_not_print() -> None:
@@ -179,7 +181,7 @@ def test_records_of_every_class(error: str, message: str, kind: Kind) -> None:
     assert (found.total_bytes is None) == (kind is Kind.HOST_OOM_ALLOC)
 
 
-def test_the_earliest_error_file_that_tells_a_cause() -> None:
+def test_the_earliest_error_file_that_names_a_cause() -> None:
     oom = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
     late = error_file(oom, 200, 'Traceback (most recent call last):\n  File "/v/torch/_tensor.py", line 5, in backward\n')
     early = error_file("torch.distributed.DistBackendError: NCCL error: unhandled system error", 100)
@@ -227,7 +229,7 @@ PEER = (
         ("", -11, "segfault"),
     ],
 )
-def test_a_kill_of_long_before_is_not_what_it_died_of(text: str, status: int, reason: str) -> None:
+def test_an_earlier_kill_is_not_the_cause_of_the_end(text: str, status: int, reason: str) -> None:
     """The counter rose an hour ago: a helper, or another program of a shared group. Whose the group is makes no difference."""
     for own in (False, True):
         found = of(text, exit_status=status, cgroup_oom_kills=2, cgroup_killed_near_end=False, in_own_group=own)
@@ -251,7 +253,7 @@ def test_a_kill_shortly_before_an_end_that_fits_is_proven(text: str, status: int
         ("", -15, "sigterm"),
     ],
 )
-def test_an_end_that_tells_of_itself_is_no_strangers_kill(text: str, status: int, reason: str) -> None:
+def test_an_end_with_its_own_cause_is_not_blamed_on_a_kill(text: str, status: int, reason: str) -> None:
     """In a group that others share the kill may have been theirs; in the run's own, or by its pid, it was the run's."""
     near: dict[str, Any] = {"exit_status": status, "cgroup_oom_kills": 1, "cgroup_killed_near_end": True}
     found = of(text, **near)
@@ -266,7 +268,7 @@ def test_an_end_that_tells_of_itself_is_no_strangers_kill(text: str, status: int
 @pytest.mark.parametrize(
     ("text", "status", "confidence"), [("", -9, 0.98), (PEER, 1, 0.8), (WORKER, 1, 0.8), (RAISED, 1, None), ("", -11, None)]
 )
-def test_a_kill_at_a_time_that_nobody_knows(text: str, status: int, confidence: float | None) -> None:
+def test_a_kill_at_an_unknown_time(text: str, status: int, confidence: float | None) -> None:
     found = of(text, exit_status=status, cgroup_oom_kills=1)
     assert (found.confidence if found.of_memory else None) == confidence
 
@@ -278,7 +280,7 @@ def test_a_suspicion_in_an_error_file_stays_one(message: str) -> None:
     file = (error_file(message),)
     assert of(error_files=file, exit_status=1).confidence < 0.8
     killed = of(error_files=file, exit_status=1, cgroup_oom_kills=0)
-    assert killed.of_memory == ("GPU" in message), "nobody was killed"
+    assert killed.of_memory == ("GPU" in message)
 
 
 def test_samples_are_weighed_against_an_error_file() -> None:
@@ -296,24 +298,24 @@ def test_samples_are_weighed_against_an_error_file() -> None:
     assert (proven.kind, proven.source) == (Kind.HOST_OOM_KILLED, "kernel")
 
 
-def test_the_own_context_is_nobody_elses() -> None:
+def test_the_context_of_the_process_is_not_another_process() -> None:
     """20 GiB, 0.5 free, 18 reserved: what is missing is the process's own context, and no other program."""
     figures = {"total_bytes": 20 * GIB, "free_bytes": GIB // 2, "allocated_bytes": 17 * GIB, "reserved_bytes": 18 * GIB}
     found = of(records=(record(**figures),))
     assert (found.kind, found.other_process_bytes) == (Kind.GPU_OOM, None)
 
 
-def test_the_runs_other_ranks_on_the_card_are_no_strangers() -> None:
+def test_the_runs_other_ranks_on_the_gpu_are_not_other_processes() -> None:
     figures = {"total_bytes": 20 * GIB, "free_bytes": GIB, "allocated_bytes": 6 * GIB, "reserved_bytes": 6 * GIB}
     shared = record(**figures, device_uuid="GPU-1")
-    assert of(records=(shared,)).kind is Kind.GPU_OOM_OTHER_PROCESS, "nothing tells whose it is"
+    assert of(records=(shared,)).kind is Kind.GPU_OOM_OTHER_PROCESS
     found = of(records=(shared,), gpu_run_bytes={"GPU-1": 18 * GIB, "GPU-2": 3 * GIB})
     assert found.kind is Kind.GPU_OOM
     strangers = of(records=(shared,), gpu_run_bytes={"GPU-1": 7 * GIB, "GPU-2": 3 * GIB})
     assert (strangers.kind, strangers.other_process_bytes) == (Kind.GPU_OOM_OTHER_PROCESS, 12 * GIB)
 
 
-def test_processes_that_a_message_names_may_be_the_runs() -> None:
+def test_processes_that_a_message_names_can_be_the_runs() -> None:
     text = (
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
         "24.00 GiB of which 1.00 GiB is free. Process 77 has 16.00 GiB memory in use. Including non-PyTorch memory, this "
@@ -327,7 +329,7 @@ def test_processes_that_a_message_names_may_be_the_runs() -> None:
 
 
 def test_the_batch_of_the_work_that_failed_names_the_logits() -> None:
-    """The settings at hand may be others: an evaluation has a batch of its own."""
+    """The run's settings can differ: an evaluation has its own batch."""
     known: dict[str, Any] = {"batch": 32, "seq_len": 252, "vocabulary": 40960}
     request = record(message="CUDA out of memory. Tried to allocate 315.00 MiB.", batch=8)
     assert of(records=(request,), **known).requested_for == "the logits (B 8 x T 252 x V 40960, fp32)"
@@ -360,7 +362,7 @@ def test_a_bus_error_with_a_full_shm() -> None:
 
 
 @pytest.mark.parametrize(("status", "reason"), [(-6, "aborted"), (-11, "segfault"), (-15, "sigterm")])
-def test_a_launcher_tells_the_signal(status: int, reason: str) -> None:
+def test_a_launcher_reports_the_signal(status: int, reason: str) -> None:
     for words in (
         f"failed (exitcode: {status}) local_rank: 0 (pid: 438) of binary: python",
         f"exits with return code = {status}",
@@ -368,7 +370,7 @@ def test_a_launcher_tells_the_signal(status: int, reason: str) -> None:
         assert of(words + "\n2024 next line\n", exit_status=1).reason == reason
 
 
-def test_nothing_at_all() -> None:
+def test_an_empty_log() -> None:
     found = diagnose([])
     assert (found.kind, found.reason, found.evidence) == (Kind.NOT_MEMORY, "no_evidence", ())
 
@@ -388,7 +390,7 @@ def test_a_limit_of_address_space_refuses_while_there_is_memory(limit: int | Non
     assert found.summary == "An allocation of 14 MiB of host memory failed" + (words if named else ".")
 
 
-def test_a_limit_of_address_space_is_no_matter_of_the_card() -> None:
+def test_a_limit_of_address_space_does_not_concern_the_gpu() -> None:
     card = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 19.58 GiB"
     found = diagnose([card.encode()], Evidence(exit_status=1, address_space_bytes=4 << 30))
     assert found.kind.of_gpu

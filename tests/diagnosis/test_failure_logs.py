@@ -45,7 +45,7 @@ def test_log_alone(log: Log) -> None:
 
 
 @pytest.mark.parametrize("log", LOGS, ids=[log.id for log in LOGS])
-def test_evidence_is_what_the_log_says(log: Log) -> None:
+def test_the_evidence_stands_in_the_log(log: Log) -> None:
     """Each line that is shown as proof stands in the log (or is the exit status)."""
     found = diagnose([log.data], Evidence(exit_status=log.exit_code))
     squeezed = "".join(re.sub(r"\x1b\[[\d;]*m", "", log.text).split())
@@ -55,7 +55,7 @@ def test_evidence_is_what_the_log_says(log: Log) -> None:
             assert all(part in squeezed for part in parts[:6]), line
 
 
-def test_suspicion_is_never_a_reason_to_shrink() -> None:
+def test_sigkill_alone_stays_a_suspicion() -> None:
     for log in LOGS:
         found = diagnose([log.data], Evidence(exit_status=log.exit_code))
         bare = "SIGKILL alone" in log.text or log.id in ("elastic-sigkill-vila", "re-deepspeed-launcher-minus9")

@@ -46,7 +46,7 @@ def test_mutations_raise_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(HARMLESS))
-def test_what_changes_nothing_of_what_is_said_keeps_the_kind(name: str) -> None:
+def test_harmless_mutations_keep_the_kind(name: str) -> None:
     wrong = []
     for seed in range(3):
         rng = random.Random(seed)

@@ -27,7 +27,7 @@ def test_a_complete_message_gives_all_its_figures() -> None:
     )
 
 
-def test_a_message_that_tells_only_the_request() -> None:
+def test_a_message_with_only_the_request() -> None:
     found = of("CUDA out of memory. Tried to allocate 2.32 GiB", batch=2, seq_len=2048, vocabulary=151936)
     assert found.kind is Kind.GPU_OOM
     assert found.requested_bytes == 2491081032
@@ -62,8 +62,8 @@ def test_the_named_process_can_be_the_run_itself() -> None:
     assert of(_message("Process 3258 has 14.73 GiB memory in use. ")).other_process_pids == ()
     both = of(_message("Process 3258 has 14.73 GiB memory in use. Process 77 has 9.00 GiB memory in use. "))
     assert both.other_process_pids == (77,)
-    stranger = of(_message("Process 77 has 22.00 GiB memory in use. ", allocated="1.00 GiB", spare="0 bytes"))
-    assert (stranger.kind, stranger.other_process_pids) == (Kind.GPU_OOM_OTHER_PROCESS, (77,))
+    other = of(_message("Process 77 has 22.00 GiB memory in use. ", allocated="1.00 GiB", spare="0 bytes"))
+    assert (other.kind, other.other_process_pids) == (Kind.GPU_OOM_OTHER_PROCESS, (77,))
     named = of(
         _message(
             "Process 77 has 9.00 GiB memory in use. Including non-PyTorch memory, this process has 14.73 GiB memory in use. "
@@ -289,7 +289,7 @@ def test_other_wordings(text: str, kind: Kind, reason: str | None) -> None:
     assert (found.kind, found.reason) == (kind, reason)
 
 
-def test_a_rank_that_dies_while_another_computes_on() -> None:
+def test_a_rank_that_fails_while_another_continues() -> None:
     """The others print a few steps and then wait: thousands of lines of their watchdog are no progress."""
     others = "".join(f"[rank0]: step {number}/9 loss 2.0\n" for number in range(4))
     waiting = "[rank0]:[E1003 PG.cpp:607] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)\n" * 300
@@ -297,7 +297,7 @@ def test_a_rank_that_dies_while_another_computes_on() -> None:
     assert (found.kind, found.rank) == (Kind.GPU_OOM_FRAGMENTED, 1)
 
 
-def test_what_the_survivor_of_two_ranks_says_is_no_error_of_its_own() -> None:
+def test_a_lost_connection_of_the_other_rank_is_not_the_cause() -> None:
     """The shape that knows the words wins over "some exception", although it weighs less."""
     lost = (
         "[rank0]: RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] "
@@ -312,7 +312,7 @@ def test_what_the_survivor_of_two_ranks_says_is_no_error_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 19, 25, 100, 300])
-def test_of_many_failures_that_were_survived_the_last_one_ended_it(count: int) -> None:
+def test_the_last_of_many_failures_ended_the_program(count: int) -> None:
     """Only some of them are read: the first ones and the last ones."""
     tried = f"[WARNING] skipping this batch: {MESSAGE}\n{STEPS[:300]}" * count
     deadly = MESSAGE.replace("1.23 GiB", "7.77 GiB")
@@ -338,7 +338,7 @@ CAUGHT = f"caught: {MESSAGE}\n"
 
 @pytest.mark.parametrize("end", ["epoch 1 done\n", "Training complete\n", "Epoch 7: completed in 3 min\n"])
 def test_a_failure_that_was_logged_before_a_good_end_is_no_proof(end: str) -> None:
-    """Without an exit status nobody knows whether the program ended of it."""
+    """Without an exit status it is uncertain whether the failure ended the program."""
     found = of(CAUGHT + "some other words\n" + end)
     assert found.kind is Kind.GPU_OOM_FRAGMENTED
     assert found.confidence < SURE
@@ -362,7 +362,7 @@ def test_a_failure_that_was_logged_before_a_good_end_is_no_proof(end: str) -> No
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.batch.\nTraining complete\n", True),
     ],
 )
-def test_what_may_have_been_survived(text: str, sure: bool) -> None:
+def test_a_failure_that_the_program_can_have_survived(text: str, sure: bool) -> None:
     assert (of(text).confidence >= SURE) is sure
 
 
@@ -379,7 +379,7 @@ def test_what_may_have_been_survived(text: str, sure: bool) -> None:
         ("FATAL ERROR: Reached heap limit Allocation fai", "node_heap", "--max-old-space-size"),
     ],
 )
-def test_a_heap_with_a_limit_of_its_own(text: str, reason: str, option: str) -> None:
+def test_a_heap_that_its_program_limits(text: str, reason: str, option: str) -> None:
     for status in (None, 1, 134):
         found = of(text, exit_status=status)
         assert (found.kind, found.reason) == (Kind.HOST_OOM_ALLOC, reason)

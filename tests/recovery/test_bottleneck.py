@@ -72,8 +72,8 @@ def test_the_evidence_is_computed_from_the_measurements() -> None:
 
 
 def test_a_busy_gpu_that_does_not_wait_is_compute_bound() -> None:
-    for told in ({}, {"power_fraction": None}, {"sm_active_fraction": 0.9}):
-        advice = advise(replace(BUSY, **told), T5, line)
+    for values in ({}, {"power_fraction": None}, {"sm_active_fraction": 0.9}):
+        advice = advise(replace(BUSY, **values), T5, line)
         assert advice.bottleneck == "compute"
         assert "waits for data" in advice.summary
 
@@ -83,14 +83,14 @@ def test_utilization_alone_never_decides(busy: float) -> None:
     without_split = replace(BUSY, data_wait_seconds=None, utilization_fraction=busy)
     advice = advise(without_split, T5, line)
     assert (advice.bottleneck, advice.proposals) == ("unknown", ())
-    # Nor does a low one beside a loader that keeps up: it says nothing of how full the kernels are.
+    # A low utilization does not decide either: it does not show how full the kernels are.
     kept_up = replace(BUSY, utilization_fraction=min(busy, 0.79), power_fraction=None)
     assert advise(kept_up, T5, line).bottleneck == "unknown"
 
 
 def test_accumulation_slows_nothing_down() -> None:
     assert any("accumulation 8 slows nothing down" in text for text in advise(BUSY, T5, line).evidence)
-    # A small batch may leave the multiprocessors without work, however busy the card is called.
+    # A small batch can leave the multiprocessors idle at any utilization.
     small = replace(BUSY, sm_active_fraction=0.2)
     assert advise(small, T5, line).bottleneck == "launch"
     assert advise(replace(BUSY, power_fraction=0.3), T5, line).bottleneck == "launch"
@@ -238,7 +238,7 @@ def test_swapping_is_reported_before_any_other_bottleneck() -> None:
     assert advice.bottleneck == "swap"
     assert [remedy.id for remedy in advice.proposals] == ["host_level", "fewer_workers"]
     assert any("larger micro-batch" in text for text in advice.refused)
-    # A little of it with tasks that wait for memory is the same; without them it holds nobody up.
+    # Slow swapping counts if tasks wait for memory, and does not otherwise.
     assert advise(replace(swapping, swap_in_bytes_per_second=2e5, pressure_fraction=0.2), T5).bottleneck == "swap"
     assert advise(replace(BUSY, swap_in_bytes_per_second=2e5, pressure_fraction=0.0), T5).bottleneck == "compute"
 

@@ -42,7 +42,7 @@ def test_after_a_change_it_begins_anew() -> None:
     assert measured(measuring).wait_fraction is None
 
 
-def test_what_is_not_told_is_not_zero() -> None:
+def test_a_missing_value_is_not_zero() -> None:
     measuring = Measuring()
     for _ in range(15):
         measuring.step(Step(update=1, step_seconds=1.0))
@@ -51,7 +51,7 @@ def test_what_is_not_told_is_not_zero() -> None:
     assert (found.on_gpu, found.utilization_fraction, found.power_fraction) == (False, None, None)
 
 
-def test_the_least_busy_and_the_fullest_card_count() -> None:
+def test_the_least_busy_and_the_fullest_gpu_count() -> None:
     cards = [
         GpuSample(
             index=index,

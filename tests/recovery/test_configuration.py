@@ -31,7 +31,7 @@ def test_a_change_carries_what_a_restart_edits() -> None:
     assert changes_nothing(remedy(command="memtop strays"))
 
 
-def test_the_change_and_the_settings_are_the_same_edit() -> None:
+def test_a_restart_makes_the_same_settings_as_the_remedy() -> None:
     from memtop.supervisor.run.change import edited
 
     for one in remedies(situation_of(T5_OOM, replace(T5, eval_every=10), host=ROOMY)):

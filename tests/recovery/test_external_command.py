@@ -49,7 +49,7 @@ def test_the_logits_of_a_request_at_other_batches_and_lengths(batch: int, length
     assert round(found / GIB, 2) == size
 
 
-def test_the_logs_own_numbers_are_in_the_words() -> None:
+def test_the_remedies_contain_the_numbers_of_the_log() -> None:
     split = named(remedies_for_command(T5_OOM), "smaller_batch")
     assert "1.23 GiB at B 32) need 0.92 GiB at B 24, 0.77 GiB at B 20, 0.62 GiB at B 16" in split.why
     assert split.title.startswith("batch 32 -> 16 and twice the accumulation")
@@ -90,17 +90,17 @@ def test_phases_and_other_processes() -> None:
         (Kind.NOT_MEMORY, []),
     ],
 )
-def test_other_deaths(kind: Kind, expected: list[str]) -> None:
+def test_other_kinds_of_failure(kind: Kind, expected: list[str]) -> None:
     assert ids(remedies_for_command(died(kind))) == expected
 
 
-def test_a_kill_without_proof_is_to_be_looked_into() -> None:
+def test_an_unproven_kill_is_to_be_investigated() -> None:
     found = remedies_for_command(died(Kind.HOST_OOM_KILLED, confidence=0.4))
     assert ids(found) == ["who_killed"]
     assert "oom-kill" in (found[0].command or "")
 
 
-def test_only_the_allocator_can_be_set_for_a_program_of_ones_own() -> None:
+def test_only_the_allocator_can_be_set_for_an_external_command() -> None:
     found = remedies_for_command(T5_OOM, ExternalCommand(run="mine", command=("python", "t.py")))
     first = found[0]
     assert (first.id, first.resumable, first.needs_consent) == ("allocator", "resumes", False)

@@ -78,7 +78,7 @@ def test_one_batch_needs_a_base() -> None:
     assert found.forecast(4, CARD).basis == "one peak at B 8, measured base 1.0 GiB"
 
 
-def test_a_failure_alone_is_a_lower_bound_and_called_that() -> None:
+def test_a_failure_alone_is_a_lower_bound() -> None:
     assert why((8, 5.0, True)) == "one measured peak is known, cut short by the failure (B 8); a forecast needs two whole ones"
     found = line((8, 5.0, True), base=1.0)
     assert found.at_least
@@ -87,7 +87,7 @@ def test_a_failure_alone_is_a_lower_bound_and_called_that() -> None:
     assert not found.measured
 
 
-def test_what_ended_before_its_first_update_was_never_at_its_peak() -> None:
+def test_an_end_before_the_first_update_is_not_a_peak() -> None:
     loading = Peak(batch=16, bytes=gib(1), updates=0)
     real = [Peak(batch=batch, bytes=gib(size), updates=1) for batch, size in ((4, 3.0), (8, 5.0))]
     assert line_through([*real, loading]) == line_through(real)
@@ -172,7 +172,7 @@ def test_a_forecast_is_never_below_a_failure_and_grows_with_the_batch(
         assert all(found.at(batch) >= clean.at(batch) - 2 for batch in range(1, 300)), "a failure lowered the line"
 
 
-def test_estimates_are_called_estimates() -> None:
+def test_an_estimate_names_itself_one() -> None:
     found = line((16, 11.49), (32, 19.73)).with_activations(0.7, "checkpointing")
     assert found.forecast(32, CARD).basis.startswith("estimate: checkpointing")
     assert found.at(32) / GIB == pytest.approx(3.25 + 0.7 * 16.48, abs=0.01)
@@ -180,7 +180,7 @@ def test_estimates_are_called_estimates() -> None:
     assert line((16, 11.49), (32, 19.73)).shifted(-gib(1), "moments").at(32) == pytest.approx(gib(18.73), abs=2)
 
 
-def test_unknown_size_of_the_card_is_an_unknown_band() -> None:
+def test_an_unknown_size_of_the_gpu_is_an_unknown_band() -> None:
     found = line((4, 3.0), (8, 5.0)).forecast(8, None)
     assert (found.fraction, found.band) == (None, Band.UNKNOWN)
 
@@ -218,14 +218,14 @@ def test_what_does_not_shape_the_peak_is_not_in_the_key(changes: dict[str, Any])
     assert settings_key(replace(FIRST, **changes)) == settings_key(FIRST)
 
 
-def test_workers_count_in_host_memory_alone() -> None:
+def test_workers_count_only_in_host_memory() -> None:
     more = replace(FIRST, workers=4)
     assert settings_key(more, on_gpu=True) == settings_key(FIRST, on_gpu=True)
     assert settings_key(more, on_gpu=False) != settings_key(FIRST, on_gpu=False)
     assert settings_key(replace(more, device="cpu")) != settings_key(replace(FIRST, device="cpu"))
 
 
-def test_processes_count_where_they_share_and_where_they_begin_to_talk() -> None:
+def test_processes_count_if_they_share_state_or_communicate() -> None:
     def keyed(world: int, zero: Zero) -> str:
         return settings_key(replace(LORA, world_size=world, zero=zero))
 

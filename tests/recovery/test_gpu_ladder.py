@@ -64,7 +64,7 @@ def test_the_allocators_own_options_stay() -> None:
         assert why_not(found, "expandable_segments is already set in").endswith("the settings" if where else "the environment")
 
 
-def test_the_allocator_is_an_extra_where_fragmentation_is_not_seen() -> None:
+def test_the_allocator_comes_later_without_fragmentation() -> None:
     whole = replace(T5_OOM, reserved_unallocated_bytes=gib(0.4))
     order = ids(climb(whole, T5, host=ROOMY, peaks=measured()))
     assert order[:3] == ["smaller_batch", "checkpointing", "allocator"]
@@ -111,7 +111,7 @@ def test_effective_batch_384_is_kept_as_16_x_8() -> None:
     }
 
 
-def test_without_a_line_it_is_half() -> None:
+def test_without_a_forecast_the_batch_is_halved() -> None:
     unknown = climb(died(), T5)
     split = named(unknown, "smaller_batch")
     assert split.assignments["batch"] == "16"
@@ -120,7 +120,7 @@ def test_without_a_line_it_is_half() -> None:
     assert named(climb(died(), replace(T5, batch=30, accumulation=2)), "smaller_batch").assignments["batch"] == "15"
 
 
-def test_a_failure_alone_does_not_say_that_more_than_half_fits() -> None:
+def test_a_failure_alone_does_not_show_that_more_than_half_fits() -> None:
     before = replace(T5, batch=24, accumulation=2, world_size=1)
     lone = climb(replace(T5_OOM, process_bytes=gib(16)), before, base_bytes=gib(3.24))
     split = named(lone, "smaller_batch")
@@ -129,7 +129,7 @@ def test_a_failure_alone_does_not_say_that_more_than_half_fits() -> None:
     assert split.forecast.basis.startswith("at least: the failure at B 24")
 
 
-def test_where_even_one_sample_does_not_fit_the_split_is_left_out() -> None:
+def test_the_split_is_left_out_if_not_even_one_sample_fits() -> None:
     lines = (peak(T5, 1, 20.0), peak(T5, 32, 40.0))
     found = climb(died(total_bytes=CARD), T5, peaks=lines)
     assert "smaller_batch" not in ids(found)
@@ -139,7 +139,7 @@ def test_where_even_one_sample_does_not_fit_the_split_is_left_out() -> None:
     assert (split.assignments["batch"], split.predicted_band) == ("1", Band.EDGE.value)
 
 
-def test_a_split_that_failed_is_passed_over_for_the_next() -> None:
+def test_a_split_that_failed_before_is_skipped() -> None:
     failed = [replace(T5, batch=16, accumulation=4), replace(T5, batch=8, accumulation=2)]
     split = named(climb(died(total_bytes=CARD), T5, failed=tuple(failed)), "smaller_batch")
     assert split.assignments == {"batch": "4", "accumulation": "16"}
@@ -148,7 +148,7 @@ def test_a_split_that_failed_is_passed_over_for_the_next() -> None:
     assert ids(one)[0] == "checkpointing"
 
 
-def test_memory_of_others_counts() -> None:
+def test_memory_of_other_processes_counts() -> None:
     crowded = climb(T5_OOM, T5, peaks=measured(), others_bytes=gib(6))
     split = named(crowded, "smaller_batch")
     assert split.assignments["batch"] == "8"
@@ -287,7 +287,7 @@ def test_a_4_bit_base_is_never_sharded() -> None:
         assert why_not(found, "a 4-bit base cannot be sharded")
 
 
-def test_the_evaluation_comes_first_where_it_failed() -> None:
+def test_the_evaluation_batch_comes_first_if_the_evaluation_failed() -> None:
     evaluating = replace(T5, eval_every=100, eval_batch=48)
     found = climb(died(phase="evaluation"), evaluating)
     assert found.remedies[0].id == "eval_batch"
@@ -299,7 +299,7 @@ def test_the_evaluation_comes_first_where_it_failed() -> None:
     assert why_not(climb(died(phase="evaluation"), replace(evaluating, eval_batch=1)), "evaluation batch: already 1")
 
 
-def test_an_evaluation_that_failed_says_nothing_of_trainings_peak() -> None:
+def test_a_failed_evaluation_is_not_a_peak_of_training() -> None:
     evaluating = replace(T5, eval_every=100)
     trained = (peak(evaluating, 16, 8.0), peak(evaluating, 32, 14.0))
     forecast = named(climb(replace(T5_OOM, phase="evaluation"), evaluating, peaks=trained), "smaller_batch").forecast
@@ -315,12 +315,12 @@ def test_a_model_that_does_not_load_is_not_helped_by_a_smaller_batch() -> None:
     assert why_not(found, "while loading the model")
 
 
-def test_in_the_optimizers_step_its_own_state_is_what_is_too_much() -> None:
+def test_in_the_optimizer_step_its_state_is_offloaded_first() -> None:
     order = ids(climb(died(phase="optimizer"), T5, host=ROOMY))
     assert order.index("offload_optimizer") < order.index("smaller_batch")
 
 
-def test_another_process_is_named_before_anything_is_given_up() -> None:
+def test_other_processes_are_named_before_any_setting_changes() -> None:
     other = died(Kind.GPU_OOM_OTHER_PROCESS, other_process_bytes=gib(12), other_process_pids=(4242, 77), total_bytes=CARD)
     found = climb(other, T5, peaks=measured())
     first = found.remedies[0]
@@ -333,7 +333,7 @@ def test_another_process_is_named_before_anything_is_given_up() -> None:
     assert second.forecast.fraction < 0.85
 
 
-def test_live_where_the_trainer_runs_and_nothing_is_laid_out_by_the_split() -> None:
+def test_remedies_are_live_if_the_trainer_runs_without_zero() -> None:
     runs = climb(T5_OOM, replace(T5, eval_every=10), host=ROOMY, alive=True)
     classes = {one.id: one.resumable for one in runs.remedies}
     assert classes["smaller_batch"] == classes["checkpointing"] == classes["eval_batch"] == "live"
@@ -389,7 +389,7 @@ def test_a_smaller_rank_keeps_alpha_over_r_and_is_a_new_run(r: int, alpha: int, 
     assert f"--set model.path={LORA.model['path']}" in found.command
 
 
-def test_a_rank_that_cannot_be_halved_with_its_scale_is_left() -> None:
+def test_a_lora_rank_that_cannot_be_halved_with_its_scale_is_left_out() -> None:
     for lora in (Lora(r=16, alpha=1), Lora(r=1, alpha=2), Lora(r=9, alpha=18)):
         found = climb(died(), replace(LORA, lora=lora))
         assert "lora_rank" not in ids(found)
@@ -456,7 +456,7 @@ SETTINGS = st.sampled_from([T5, LORA, QLORA, FIRST])
     ),
     sizes=st.lists(st.floats(1, 30), min_size=0, max_size=3),
 )
-def test_every_remedy_can_be_carried_out_and_says_the_truth_about_itself(
+def test_every_remedy_can_be_applied_and_its_flags_are_true(
     base: Settings,
     batch: int,
     accumulation: int,
@@ -487,7 +487,7 @@ def test_every_remedy_can_be_carried_out_and_says_the_truth_about_itself(
             assert remedy.command
             assert remedy.needs_consent
         changed_already = changed_already or not remedy.keeps_math
-        assert remedy.keeps_math != changed_already or remedy.resumable in ("none", "new run"), "mathematics changes last"
+        assert remedy.keeps_math != changed_already or remedy.resumable in ("none", "new run"), "training changes last"
 
 
 def assert_class(now: Settings, after: Settings, remedy: Remedy) -> None:
@@ -498,7 +498,7 @@ def assert_class(now: Settings, after: Settings, remedy: Remedy) -> None:
 
 @pytest.mark.parametrize("kind", list(Kind))
 @pytest.mark.parametrize("now", [T5, LORA, QLORA, replace(T5, zero=Zero(stage=2), preset="deepspeed", save_total_limit=5)])
-def test_the_commands_are_ones_that_memtop_takes(kind: Kind, now: Settings) -> None:
+def test_memtop_accepts_the_suggested_commands(kind: Kind, now: Settings) -> None:
     from memtop.cli import app
 
     busy = replace(now, workers=2, eval_every=50, loss_chunk=0, pin_memory=None, data={"train": "my data/rows.parquet"})
@@ -514,7 +514,7 @@ def test_the_commands_are_ones_that_memtop_takes(kind: Kind, now: Settings) -> N
     assert seen or kind is Kind.NOT_MEMORY
 
 
-def test_a_rung_that_changes_the_effective_batch_says_so_and_asks() -> None:
+def test_a_change_of_the_effective_batch_changes_training_and_needs_consent() -> None:
     found = situation_of(T5_OOM, T5).rung("x", "why", {"batch": "24", "accumulation": "2"})
     assert not isinstance(found, str)
     assert (found.keeps_math, found.needs_consent) == (False, True)

@@ -21,7 +21,7 @@ REFUSED = died(Kind.HOST_OOM_ALLOC, phase="forward")
 
 
 @pytest.mark.parametrize("diagnosis", [KILLED, REFUSED])
-def test_on_a_gpu_run_a_smaller_micro_batch_does_nothing_for_host_memory(diagnosis: Diagnosis) -> None:
+def test_in_training_on_a_gpu_a_smaller_micro_batch_saves_no_host_memory(diagnosis: Diagnosis) -> None:
     found = climb(diagnosis, GPU_RUN)
     assert ids(found) == ["workers", "pin_memory", "host_level", "processes", "swap"]
     assert why_not(found, "a smaller micro-batch: it saves GPU memory")
@@ -30,7 +30,7 @@ def test_on_a_gpu_run_a_smaller_micro_batch_does_nothing_for_host_memory(diagnos
         assert "batch" not in remedy.assignments
 
 
-def test_in_training_on_the_cpu_it_does() -> None:
+def test_in_training_on_the_cpu_a_smaller_micro_batch_saves_host_memory() -> None:
     found = climb(REFUSED, CPU_RUN)
     assert ids(found) == [
         *("smaller_batch", "checkpointing", "chunked_loss", "workers", "host_level", "seq_len", "smaller_model", "swap"),
@@ -48,7 +48,7 @@ def test_on_the_cpu_peaks_of_host_memory_are_forecast_against_its_limit() -> Non
     assert (split.forecast.total_bytes, split.forecast.fraction) == (8 * GIB, 0.5)
 
 
-def test_what_the_process_held_is_a_peak_that_failed() -> None:
+def test_the_memory_of_the_failed_process_is_a_failed_peak() -> None:
     limited = died(Kind.HOST_OOM_ALLOC, phase="forward", process_bytes=gib(6), requested_bytes=gib(1), allowed_bytes=gib(6.5))
     found = climb(limited, CPU_RUN, base_bytes=gib(1), host=HostFacts(limit_bytes=gib(6.5)))
     split = named(found, "smaller_batch")
@@ -58,12 +58,12 @@ def test_what_the_process_held_is_a_peak_that_failed() -> None:
     assert "memory_limit" in ids(found)
 
 
-def test_a_death_while_reading_data_is_not_about_the_batch() -> None:
+def test_a_failure_while_reading_data_is_not_about_the_batch() -> None:
     found = climb(died(Kind.HOST_OOM_ALLOC, phase="data"), CPU_RUN)
     assert ids(found)[:2] == ["workers", "host_level"]
 
 
-def test_a_kill_that_is_not_proven_makes_nothing_smaller() -> None:
+def test_an_unproven_kill_makes_nothing_smaller() -> None:
     found = climb(replace(KILLED, confidence=0.4), GPU_RUN)
     assert ids(found) == ["who_killed"]
     assert found.remedies[0].resumable == "none"
@@ -103,7 +103,7 @@ def test_half_the_processes_keep_the_effective_batch() -> None:
 OFFLOADED = replace(LORA, method="full", lora=None, model=T5.model, task="seq2seq", zero=Zero(stage=2, offload_optimizer=True))
 
 
-def test_offload_comes_back_where_the_card_has_room() -> None:
+def test_an_offload_returns_to_a_gpu_that_has_room() -> None:
     room = (peak(OFFLOADED, 2, 6.0), peak(OFFLOADED, 4, 8.0))
     found = climb(KILLED, OFFLOADED, peaks=room, total_bytes=CARD)
     back = named(found, "offload_off")
@@ -117,14 +117,14 @@ def test_offload_comes_back_where_the_card_has_room() -> None:
     assert why_not(climb(KILLED, OFFLOADED), "whether it fits is not known")
 
 
-def test_offload_back_takes_torchs_optimizer() -> None:
+def test_an_offload_that_returns_uses_the_optimizer_of_torch() -> None:
     room = replace(OFFLOADED, optimizer="cpu_adam")
     back = named(climb(KILLED, room, peaks=(peak(room, 2, 6.0), peak(room, 4, 8.0)), total_bytes=CARD), "offload_off")
     after = applied(room, back)
     assert (after.optimizer, back.resumable, back.keeps_math) == ("adamw", "resumes", True)
 
 
-def test_no_host_death_and_no_pinned_one_is_answered_with_offload() -> None:
+def test_offload_is_never_a_remedy_for_host_memory() -> None:
     for kind in (Kind.HOST_OOM_KILLED, Kind.HOST_OOM_ALLOC, Kind.PINNED_HOST_OOM, Kind.SHM_EXHAUSTED):
         found = climb(died(kind), replace(GPU_RUN, preset="deepspeed"))
         assert not {"offload_optimizer", "next_preset"} & set(ids(found))
@@ -147,7 +147,7 @@ def test_pinned_memory() -> None:
     assert ids(off) == ["memlock"]
 
 
-def test_a_full_disk_deletes_nothing_and_says_what_takes_the_room() -> None:
+def test_on_a_full_disk_nothing_is_deleted_and_the_saved_states_are_listed() -> None:
     sizes = [5, 4, 3, 2]
     states = tuple(KeptState(path=f"/r/x/state{n}", size_bytes=n * GIB) for n in sizes)
     host = HostFacts(disk_free_bytes=200 << 20, states=states)
@@ -165,7 +165,7 @@ def test_a_full_disk_deletes_nothing_and_says_what_takes_the_room() -> None:
     assert why_not(two, "fewer saved states")
 
 
-def test_what_older_states_give_back_is_the_sum_of_those_that_go() -> None:
+def test_fewer_states_free_the_sum_of_those_that_are_deleted() -> None:
     sizes = [2, 4, 5, 3]
     states = tuple(KeptState(path=f"/r/x/state{n}", size_bytes=n * GIB) for n in sizes)
     found = climb(died(Kind.DISK_FULL), replace(T5, save_total_limit=8), host=HostFacts(states=states))
@@ -189,7 +189,7 @@ def test_swap_is_suggested_only_for_host_memory() -> None:
             assert "swap" not in ids(climb(died(kind), GPU_RUN))
 
 
-def test_limits_of_a_group_only_where_there_is_one() -> None:
+def test_a_memory_limit_is_suggested_only_inside_a_cgroup() -> None:
     assert "memory_limit" not in ids(climb(KILLED, GPU_RUN))
     inside = climb(KILLED, GPU_RUN, host=HostFacts(in_cgroup=True))
     assert "docker update --memory" in (named(inside, "memory_limit").command or "")

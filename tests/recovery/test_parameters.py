@@ -47,7 +47,7 @@ def built(config: dict[str, Any]) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config['model_type']}-{config['vocab_size']}")
-def test_the_count_is_the_models_own(config: dict[str, Any]) -> None:
+def test_the_count_is_that_of_the_built_model(config: dict[str, Any]) -> None:
     assert model_parameters(config) == sum(parameter.numel() for parameter in built(config).parameters())
 
 
@@ -67,7 +67,7 @@ def test_the_smaller_t5_has_46_4_million_parameters() -> None:
     assert 1 - found / 196_648_704 == pytest.approx(0.76, abs=0.005)
 
 
-def test_without_a_decoder_count_the_decoder_keeps_the_encoders() -> None:
+def test_without_a_decoder_count_the_decoder_keeps_its_layers() -> None:
     config = {name: value for name, value in T5_CONFIG.items() if name != "num_decoder_layers"}
     values = smaller_model(config)
     assert values is not None

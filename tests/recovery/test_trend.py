@@ -144,7 +144,7 @@ def test_updates_that_are_seen_now_and_then_only() -> None:
     assert growth.leaking.per_unit == pytest.approx(MIB, rel=0.01)
 
 
-def test_confidence_is_a_share() -> None:
+def test_confidence_is_between_0_and_1() -> None:
     growth = Growth()
     for update in range(1, 400):
         growth.add(update, update, (500 + update % 3 * 10) * MIB)

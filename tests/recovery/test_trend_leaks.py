@@ -37,7 +37,7 @@ def test_two_leaks_fill_one_pool_together() -> None:
     assert [trend.full_at_update for trend in both] == [712, 712]
 
 
-def test_what_the_allocator_has_in_store_is_used_first() -> None:
+def test_the_allocators_cache_is_used_first() -> None:
     pools = {"card": Pool(name="GPU 0", left_bytes=GIB)}
     (trend,) = trends([leak(TENSORS, "card", spare=GIB)], pools, 0)
     assert trend.full_at_update == 2048
@@ -125,7 +125,7 @@ def test_danger_that_is_held_is_explained_by_what_grew() -> None:
     assert "cache grew 920 MiB in 3" in line
 
 
-def test_danger_is_told_once_until_it_is_left() -> None:
+def test_danger_is_reported_once_until_it_ends() -> None:
     assert len(danger([(Band.DANGER, 900)] * 100)) == 1
     assert danger([(Band.DANGER, 900)] * (HELD_SAMPLES - 1)) == []
     twice = [(Band.DANGER, 900)] * 20 + [(Band.SAFE, 100)] + [(Band.DANGER, 900)] * 20

@@ -86,7 +86,7 @@ def test_host_memory_of_a_rank() -> None:
     assert watch.own == watch.trends
 
 
-def test_what_fills_a_card_from_outside_is_told_but_is_not_the_runs_own() -> None:
+def test_growth_of_another_process_is_reported_but_is_not_the_runs() -> None:
     watch = TrendWatch()
     for second in range(1, 700):
         ranks = [RankMemory(rank=0, pid=ME, device_uuid="GPU-a", reserved_bytes=GIB)]
@@ -102,7 +102,7 @@ def test_what_grows_while_the_program_loads_is_what_it_loads() -> None:
     assert watch.trends == ()
 
 
-def test_swapping_is_told_while_it_lasts() -> None:
+def test_swapping_is_reported_while_it_lasts() -> None:
     watch = TrendWatch()
     told = []
     for second in range(120):
@@ -112,7 +112,7 @@ def test_swapping_is_told_while_it_lasts() -> None:
     assert [message[:40] for message in told] == ["5.0 MiB/s are read back from swap, in 53", "swapping in has ended"]
 
 
-def test_a_leak_that_was_none_is_taken_back_once() -> None:
+def test_a_leak_that_was_none_is_withdrawn_once() -> None:
     watch = TrendWatch()
     told = []
     for update in range(1, 800):
@@ -157,7 +157,7 @@ def test_a_program_that_counts_from_one_again_begins_anew() -> None:
     assert watch.trends == ()
 
 
-def test_danger_of_a_card_is_explained() -> None:
+def test_danger_of_a_gpu_is_explained() -> None:
     watch, told = TrendWatch(), []
     for second in range(60):
         reserved = 5 * GIB + min(second, 40) * 100 * MIB

@@ -16,13 +16,13 @@ from memtop.supervisor.monitor.history import Bucket
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run import reports
 from memtop.supervisor.run.record import configurations, tiers
-from memtop.supervisor.wire import Event, Metric
+from memtop.supervisor.wire import Change, Event, Metric
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS attempts (
     number INTEGER PRIMARY KEY, reason TEXT NOT NULL, settings TEXT, started REAL NOT NULL, ended REAL,
     exit_status INTEGER, outcome TEXT, diagnosis TEXT, start_updates INTEGER, updates INTEGER, samples_seen INTEGER,
-    peak_bytes INTEGER);
+    peak_bytes INTEGER, change TEXT NOT NULL, launched INTEGER NOT NULL DEFAULT 1);
 CREATE TABLE IF NOT EXISTS metrics (
     attempt INTEGER NOT NULL, "update" INTEGER NOT NULL, time REAL, loss REAL, learning_rate REAL, samples_seen INTEGER,
     sample_digest TEXT, step_seconds REAL, data_wait_seconds REAL, peak_bytes INTEGER, report TEXT NOT NULL,
@@ -54,6 +54,10 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     updates: int | None = None
     samples_seen: int | None = None
     peak_bytes: int | None = None
+    change: Change = Change()
+    """What the attempt began with."""
+    launched: bool = True
+    """False if its program could not be started."""
 
 
 class StoredStep(NamedTuple):
@@ -110,13 +114,19 @@ class Ledger:
     # --- attempts ---
 
     def add_attempt(
-        self, number: int, reason: str, settings: Settings | None, started: float, start_updates: int | None = None
+        self,
+        number: int,
+        reason: str,
+        settings: Settings | None,
+        started: float,
+        start_updates: int | None = None,
+        change: Change = Change(),  # noqa: B008 - a frozen value
     ) -> None:
         text = None if settings is None else msgspec.json.encode(settings).decode()
         with self._db:
             self._db.execute(
-                "INSERT INTO attempts (number, reason, settings, started, start_updates) VALUES (?, ?, ?, ?, ?)",
-                (number, reason, text, started, start_updates),
+                "INSERT INTO attempts (number, reason, settings, started, start_updates, change) VALUES (?, ?, ?, ?, ?, ?)",
+                (number, reason, text, started, start_updates, msgspec.json.encode(change).decode()),
             )
 
     def update_attempt(self, number: int, **values: Any) -> None:
@@ -135,6 +145,7 @@ class Ledger:
     @staticmethod
     def _attempt(row: dict[str, Any]) -> Attempt:
         row["settings"] = None if row["settings"] is None else msgspec.json.decode(row["settings"], type=Settings)
+        row["change"], row["launched"] = msgspec.json.decode(row["change"], type=Change), bool(row["launched"])
         row["diagnosis"] = None if row["diagnosis"] is None else msgspec.json.decode(row["diagnosis"])
         return Attempt(**row)
 

@@ -47,8 +47,9 @@ class Outbox:
 
     def close_unstarted(self, number: int, why: str, now: float) -> None:
         """Close an attempt whose program was never started: it took back none of the updates before it."""
-        diagnosis = {"summary": why, "evidence": [], "started": False}
-        self.update_attempt(number, {"ended": now, "outcome": "failed", "start_updates": None, "diagnosis": diagnosis})
+        diagnosis = {"summary": why, "evidence": []}
+        ended = {"ended": now, "outcome": "failed", "start_updates": None, "diagnosis": diagnosis, "launched": False}
+        self.update_attempt(number, ended)
 
     def save_configurations(self, records: tuple[Record, ...]) -> None:
         for record in records:

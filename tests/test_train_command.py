@@ -1,4 +1,4 @@
-"""`memtop train` asks the machine only where a recipe leaves the preset open, and says why it chose."""
+"""`memtop train`: the settings of a new run; a preset chosen by free GPU memory is reported with the reason."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_fullest_gpu_decides(
     monkeypatch.setattr(gpus_of, "sample", lambda: machine(*free))
     settings = train.settings_for("sft-lora", None, data, gpus)
     assert settings.preset == preset
-    # Chosen, not named: the recipe's own values stay.
+    # Chosen automatically, not named: the recipe's own values stay.
     assert (settings.effective_batch, settings.seq_len) == (16, 1024)
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -61,17 +61,17 @@ def test_the_fullest_gpu_decides(
     assert len(captured.err.splitlines()) == 1
 
 
-def test_what_cuda_may_not_see_does_not_decide(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_hidden_from_cuda_do_not_decide_the_preset(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = machine(3.0, 13.0).gpus
     seen = MachineSnapshot(time=0.0, gpus=(small, msgspec.structs.replace(large, visible_index=0)))
     monkeypatch.setattr(gpus_of, "sample", lambda: seen)
-    # By UUID as by number: what the variable means is the monitor's to say.
+    # The variable can hold UUIDs or numbers: the monitor interprets it.
     for value in ("1", "GPU-b"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
         assert train.settings_for("sft-lora", None, data, None).preset == "deepspeed"
 
 
-def test_on_the_cpu_no_gpu_is_asked(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_on_the_cpu_samples_no_gpu(data: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus_of, "sample", lambda: pytest.fail("asked the machine"))
     cpu = Change(assignments={**data.assignments, "device": "cpu"})
     assert train.settings_for("sft-lora", None, cpu, None).preset == "standard"

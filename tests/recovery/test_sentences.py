@@ -44,7 +44,7 @@ def trend(subject: TrendSubject, per_update: float | None = 5.0 * (1 << 20)) -> 
 # --- a leak -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_filled_the_memory_that_ran_out_is_the_cause() -> None:
+def test_the_leak_that_filled_the_memory_is_the_cause() -> None:
     rank, card, swapping = trend(RANK), trend(CARD, None), trend(TrendSubject(kind=TrendKind.SWAP_IN), None)
     (line,) = cause_of_death([rank, card, swapping], Kind.HOST_OOM_KILLED)
     assert line.startswith("anonymous memory of rank 0 grew by 5.0 MiB per update until the end: a leak")
@@ -54,7 +54,7 @@ def test_what_filled_the_memory_that_ran_out_is_the_cause() -> None:
     assert cause_of_death([], Kind.GPU_OOM) == ()
 
 
-def test_of_a_leaking_program_only_the_processes_that_leak_can_be_left_out() -> None:
+def test_a_leaking_program_is_offered_fewer_workers_only_if_they_leak() -> None:
     rank = ExternalCommand(command=("python", "t.py"), loader_workers=True, leaks=(RANK,))
     assert ids(remedies_for_command(REFUSED, rank)) == []
     workers = replace(rank, leaks=(WORKERS,))
@@ -74,11 +74,11 @@ def test_of_a_leaking_program_only_the_processes_that_leak_can_be_left_out() -> 
         (ExternalCommand(command=("deepspeed", "t.py")), ["offload_off", "host_level", "swap"]),
     ],
 )
-def test_a_program_is_offered_what_it_shows(seen: ExternalCommand, expected: list[str]) -> None:
+def test_a_command_is_offered_only_what_it_has(seen: ExternalCommand, expected: list[str]) -> None:
     assert ids(remedies_for_command(REFUSED, seen)) == expected
 
 
-def test_a_rank_of_adapters_is_for_programs_with_adapters() -> None:
+def test_a_lora_rank_is_only_for_programs_with_adapters() -> None:
     assert "lora_rank" not in ids(remedies_for_command(T5_OOM, ExternalCommand(command=("python", "t.py"))))
     assert "lora_rank" in ids(remedies_for_command(T5_OOM, ExternalCommand(command=("python", "t.py", "--lora_r", "16"))))
 
@@ -86,26 +86,26 @@ def test_a_rank_of_adapters_is_for_programs_with_adapters() -> None:
 # --- a limit of address space, and more than all memory --------------------------------------------------------------------
 
 
-def test_a_limit_of_address_space_is_lifted_not_swapped_around() -> None:
+def test_a_limit_of_address_space_is_raised_and_no_swap_is_added() -> None:
     found = climb(LIMITED, CPU_RUN, host=HostFacts(limit_bytes=24 * GIB, in_cgroup=True), peaks=(peak(CPU_RUN, 4, 2.0),))
     assert named(found, "address_space").command == "ulimit -v unlimited"
     assert not {"swap", "memory_limit", "workers"} & set(ids(found))
-    # No share of the machine's memory tells when the address space is full.
+    # The share of the machine's memory says nothing about a full address space.
     assert all(one.forecast is None or one.forecast.fraction is None for one in found.remedies)
     assert ids(remedies_for_command(LIMITED, ExternalCommand())) == ["host_level", "address_space"]
 
 
-@pytest.mark.parametrize(("asked", "told"), [(26 * GIB, False), (26 * GIB + 1, True), (None, False)])
-def test_a_request_beyond_all_memory_is_no_matter_of_settings(asked: int | None, told: bool) -> None:
-    diagnosis = replace(REFUSED, requested_bytes=asked)
-    assert (beyond_all_memory(diagnosis, HOST) is not None) is told
-    assert ("swap" in ids(climb(diagnosis, CPU_RUN, host=HOST))) is not told
-    assert (remedies_for_command(diagnosis, ExternalCommand(host=HOST)) == ()) is told
+@pytest.mark.parametrize(("requested", "expected"), [(26 * GIB, False), (26 * GIB + 1, True), (None, False)])
+def test_a_request_larger_than_all_memory_is_not_about_settings(requested: int | None, expected: bool) -> None:
+    diagnosis = replace(REFUSED, requested_bytes=requested)
+    assert (beyond_all_memory(diagnosis, HOST) is not None) is expected
+    assert ("swap" in ids(climb(diagnosis, CPU_RUN, host=HOST))) is not expected
+    assert (remedies_for_command(diagnosis, ExternalCommand(host=HOST)) == ()) is expected
     # Of our own trainer it may be the batch that is too large.
     assert "smaller_batch" in ids(climb(diagnosis, CPU_RUN, host=HOST))
 
 
-def test_where_the_machine_is_not_known_nothing_is_said_of_it() -> None:
+def test_an_unknown_machine_is_not_mentioned() -> None:
     assert beyond_all_memory(replace(REFUSED, requested_bytes=1 << 60), None) is None
     assert beyond_all_memory(replace(T5_OOM, requested_bytes=1 << 60), HOST) is None
 
@@ -113,7 +113,7 @@ def test_where_the_machine_is_not_known_nothing_is_said_of_it() -> None:
 # --- reasons ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_reason_for_doing_nothing_is_that_it_is_your_own_program() -> None:
+def test_the_reason_for_doing_nothing_is_the_callers() -> None:
     candidates = [Candidate(remedy=one, key=None) for one in remedies_for_command(REFUSED, ExternalCommand())]
     assert all(one.remedy.keeps_math for one in candidates)
     decision = decide(REFUSED, (), candidates, "auto", otherwise="it is your own program")
