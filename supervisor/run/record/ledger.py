@@ -1,4 +1,7 @@
-"""A run's ledger in SQLite: attempts, configurations, step reports, events, machine history. Only the supervisor writes it."""
+"""A run's ledger in SQLite: attempts, configurations, step reports, events, machine history.
+
+Only the supervisor writes it.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ _METRIC = '"update", attempt, loss, learning_rate, samples_seen, sample_digest, 
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of the training program. `start_updates` is where it resumed, None until the program has reported it."""
+    """One start of the training program.
+
+    `start_updates` is where it resumed, None until the program has reported it.
+    """
 
     number: int
     reason: str
@@ -75,7 +81,10 @@ class StoredStep(NamedTuple):
 
 
 def open_for_writing(path: Path) -> Ledger:
-    """The supervisor's ledger, created if there is none. Raises RunFolderError if it is damaged or cannot be written."""
+    """The supervisor's ledger, created if there is none.
+
+    Raises RunFolderError if it is damaged or cannot be written.
+    """
     try:
         return Ledger(path)
     except sqlite3.Error as error:
@@ -90,9 +99,11 @@ class Ledger:
         if read_only:
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)
         else:
-            # One writer, in one thread at a time. Autocommit is off, so that a batch is one transaction.
+            # One writer, in one thread at a time. Autocommit is off, so that a batch is one
+            # transaction.
             self._db = sqlite3.connect(path, timeout=5, check_same_thread=False)
-            # WAL lets others read while we write. File systems without shared memory keep the default.
+            # WAL lets others read while we write. File systems without shared memory keep the
+            # default.
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             # All tables in one transaction: readers see all of them or none.
@@ -130,7 +141,10 @@ class Ledger:
             )
 
     def update_attempt(self, number: int, **values: Any) -> None:
-        """Set columns of an attempt. `diagnosis` is a dictionary. Raises sqlite3.OperationalError on a full disk."""
+        """Set columns of an attempt.
+
+        `diagnosis` is a dictionary. Raises sqlite3.OperationalError on a full disk.
+        """
         if "diagnosis" in values and values["diagnosis"] is not None:
             values["diagnosis"] = msgspec.json.encode(values["diagnosis"]).decode()
         columns = ", ".join(f"{name} = ?" for name in values)
@@ -191,7 +205,8 @@ class Ledger:
         return offset
 
     def metrics(self, newest: int | None = None) -> list[Metric]:
-        """The run's final history: one row for each update, without the updates that a later attempt rolled back."""
+        """The run's final history: one row for each update, without the updates that a later
+        attempt rolled back."""
         rows = self._db.execute(
             f"""SELECT {_METRIC} FROM metrics AS m WHERE "update" <= (
                 SELECT coalesce(min(a.start_updates), 9223372036854775807) FROM attempts AS a
@@ -207,7 +222,8 @@ class Ledger:
         return [found[update] for update in sorted(found)]
 
     def steps(self) -> list[StoredStep]:
-        """Every update that was ever reported, in order of time, including those that were rolled back."""
+        """Every update that was ever reported, in order of time, including those that were rolled
+        back."""
         rows = self._db.execute("SELECT attempt, time, report FROM metrics WHERE time IS NOT NULL ORDER BY time")
         return [StoredStep(attempt, time, msgspec.json.decode(text, type=reports.Step)) for attempt, time, text in rows]
 
@@ -223,7 +239,8 @@ class Ledger:
         return msgspec.structs.replace(event, id=cursor.lastrowid or 0)
 
     def told(self, attempt: int, kinds: Sequence[str]) -> set[tuple[str, float]]:
-        """The attempt's events of these kinds that were caused by a report: their kinds and the reports' times."""
+        """The attempt's events of these kinds that were caused by a report: their kinds and the
+        reports' times."""
         marks = ", ".join("?" * len(kinds))
         rows = self._db.execute(
             f"SELECT kind, data FROM events WHERE attempt = ? AND kind IN ({marks})", (attempt, *kinds)
@@ -244,7 +261,10 @@ class Ledger:
 
     @property
     def recorder(self) -> tiers.Recorder:
-        """Records the machine's samples, for the supervisor. The first call reads the newest hour back into memory."""
+        """Records the machine's samples, for the supervisor.
+
+        The first call reads the newest hour back into memory.
+        """
         if self._recorder is None:
             self._recorder = tiers.Recorder(self._db, time.time())
         return self._recorder
@@ -262,7 +282,10 @@ class Ledger:
         return tiers.read(self._db, key, since, until)
 
     def snapshot(self, at: float, not_before: float) -> MachineSnapshot | None:
-        """The newest full snapshot between the two moments. Only the last hour of a run has full snapshots."""
+        """The newest full snapshot between the two moments.
+
+        Only the last hour of a run has full snapshots.
+        """
         sql = "SELECT machine FROM samples WHERE time <= ? AND time >= ? ORDER BY time DESC LIMIT 1"
         row = self._db.execute(sql, (at, not_before)).fetchone()
         return None if row is None else msgspec.json.decode(row[0], type=MachineSnapshot)
