@@ -1,4 +1,4 @@
-"""Writes docs/screenshots/*.svg from the scripted demo run: the same pictures every time, on any machine.
+"""Writes docs/screenshots/*.svg from the demo's recording: the same pictures every time, on any machine.
 
 python docs/make_screenshots.py [FOLDER]
 """
@@ -6,28 +6,37 @@ python docs/make_screenshots.py [FOLDER]
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import sys
 import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
+from memtop.supervisor import wire
+from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.tui.app import DashboardApp
-from memtop.tui.demo import DemoFeed
+from memtop.tui.demo import RECORDING
+from memtop.tui.feed import Connected, FeedMessage
+from memtop.tui.replay import StreamRecording
 
 HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One screenshot: terminal size, number of GPUs, the scene played and the keys pressed before it is taken."""
+    """One screenshot: terminal size, number of GPUs, the moment and the keys pressed before it is taken."""
 
     name: str
     size: tuple[int, int]
     gpus: int = 2
     keys: tuple[str, ...] = ()
-    scene: str | None = None
+    failed: bool = False
+    """After the run has run out of memory; else while it trains."""
 
 
 PICTURES = (
@@ -35,28 +44,66 @@ PICTURES = (
     Picture("dashboard-80x24", (80, 24)),
     Picture("no-gpu", (120, 40), gpus=0),
     Picture("eight-gpus", (160, 50), gpus=8),
-    Picture("restart", (120, 40), keys=("r", "backspace", "6")),
-    Picture("presets", (120, 40), keys=("2",)),
+    Picture("restart", (120, 40), keys=("r", "backspace", "4")),
+    Picture("presets", (120, 40), keys=("6",)),
     Picture("processes", (120, 40), keys=("o", "down", "down")),
     Picture("process", (120, 40), keys=("o", "down", "enter")),
     Picture("gpu", (120, 50), keys=("g",)),
-    Picture("history", (120, 40), gpus=4, keys=("h", "u")),
+    Picture("history", (120, 40), keys=("h", "u")),
     Picture("kill-strays", (120, 40), keys=("k", "space")),
-    Picture("way-out", (120, 40), scene="oom"),
+    Picture("recovery", (120, 40), failed=True),
     Picture("configurations", (120, 40), keys=("u",)),
-    Picture("faster", (120, 40), keys=("b",)),
+    Picture("speed", (120, 40), keys=("b",)),
     Picture("help", (120, 40), keys=("question_mark",)),
 )
 
 
-async def take(picture: Picture) -> str:
+class RecordedMoment:
+    """A feed that sends the recording up to one moment as if it were live, so that every action is offered."""
+
+    read_only = False
+    label: str | None = None
+
+    def __init__(self, recording: StreamRecording, picture: Picture) -> None:
+        self._messages = recording.between(-math.inf, _moment(recording, picture))
+        self._gpus = picture.gpus
+
+    async def messages(self) -> AsyncIterator[FeedMessage]:
+        yield Connected()
+        for number, message in enumerate(self._messages):
+            if isinstance(message, wire.StateUpdate) and message.machine is not None:
+                message = replace(message, machine=_with_gpus(message.machine, self._gpus))
+            yield message
+            if number % 50 == 0:
+                await asyncio.sleep(0)
+        await asyncio.Event().wait()
+
+    async def request(self, make: Callable[[int], wire.Request]) -> AsyncIterator[wire.Answer]:
+        yield wire.Answer(id=make(0).id, outcome=wire.Outcome.REFUSED, message="a recording")
+
+
+def _moment(recording: StreamRecording, picture: Picture) -> float:
+    """The last moment of training before the failure, or ten seconds after the failure."""
+    states = [(row.time, row.message.run) for row in recording.rows if isinstance(row.message, wire.StateUpdate)]
+    failure = next(moment for moment, run in states if run.proposal is not None)
+    trained = (moment for moment, run in states if moment < failure and run.state is wire.Phase.TRAINING and run.updates)
+    return failure + 10 if picture.failed else max(trained)
+
+
+def _with_gpus(machine: MachineSnapshot, count: int) -> MachineSnapshot:
+    """Fewer or more cards than the recording has; the added ones are copies."""
+    if count == 0:
+        return replace(machine, gpus=(), gpu_note="no NVIDIA GPU: libnvidia-ml not found")
+    added = [replace(machine.gpus[n % 2], index=n, uuid=f"GPU-{n}-demo", processes=()) for n in range(2, count)]
+    return replace(machine, gpus=(*machine.gpus, *added))
+
+
+async def take(picture: Picture, recording: StreamRecording) -> str:
     """The screen as SVG, with ids that do not depend on chance."""
-    feed = DemoFeed(interval=0, gpus=picture.gpus, ticks=2 if picture.scene else 0)
-    if picture.scene is not None:
-        feed.play(picture.scene)
+    feed = RecordedMoment(recording, picture)
     app = DashboardApp(feed)
     async with app.run_test(size=picture.size) as pilot:
-        for _ in range(10):
+        for _ in range(30):
             await pilot.pause()
         for key in picture.keys:
             await pilot.press(key)
@@ -76,9 +123,10 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["TZ"] = "UTC"
     time.tzset()
+    recording = StreamRecording(RECORDING)
     for picture in PICTURES:
         path = folder / f"{picture.name}.svg"
-        path.write_text(asyncio.run(take(picture)), encoding="utf-8")
+        path.write_text(asyncio.run(take(picture, recording)), encoding="utf-8")
         print(path, file=sys.stderr)
     return 0
 

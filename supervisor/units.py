@@ -1,4 +1,4 @@
-"""Numbers for people. Bytes and seconds inside, GiB and percent only here, at the edge."""
+"""Formats numbers for display. All other code uses bytes, seconds and fractions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ UNKNOWN = "–"
 
 
 def gib(size_bytes: float | None, digits: int = 1) -> str:
-    """Bytes as GiB without the unit, or a dash where not known."""
+    """Bytes as GiB without the unit, or a dash if unknown."""
     return UNKNOWN if size_bytes is None else f"{size_bytes / GIB:.{digits}f}"
 
 
 def size(size_bytes: float | None) -> str:
-    """Bytes with the largest binary unit that keeps the number at 1 or more: `812 MiB`, `1.4 GiB`, `728.0 TiB`."""
+    """Bytes in the largest binary unit in which the number is at least 1: `812 MiB`, `1.4 GiB`,
+    `728.0 TiB`."""
     if size_bytes is None:
         return UNKNOWN
     value = float(size_bytes)
@@ -30,19 +31,19 @@ def size(size_bytes: float | None) -> str:
 
 
 class Scale(NamedTuple):
-    """One unit for a whole and its parts."""
+    """A common unit for a total and its parts."""
 
     unit: str
     unit_bytes: int
     digits: int
 
     def number(self, size_bytes: float | None) -> str:
-        """Bytes in this unit, without it, or a dash where not known."""
+        """Bytes as a number in this unit, or a dash if unknown."""
         return UNKNOWN if size_bytes is None else f"{size_bytes / self.unit_bytes:.{self.digits}f}"
 
 
 def scale(whole_bytes: float | None) -> Scale:
-    """GiB, but MiB where the whole is less than one: a container's 64 MiB of shared memory are not `0.1 GiB`."""
+    """GiB, but MiB if the total is less than 1 GiB: `64 MiB` of shared memory, not `0.1 GiB`."""
     small = whole_bytes is not None and 0 < whole_bytes < GIB
     return Scale("MiB", GIB // 1024, 0) if small else Scale("GiB", GIB, 1)
 
@@ -58,7 +59,7 @@ def percent(fraction: float | None, digits: int = 1) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as HH:MM:SS, with days in front beyond 24 h."""
+    """Seconds as HH:MM:SS, with the number of days in front from 24 h on."""
     if seconds is None:
         return UNKNOWN
     whole = max(0, round(seconds))
@@ -68,14 +69,14 @@ def duration(seconds: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    """What is done in a second: `31.2`, and with two digits that mean something however slow it is: `0.027`."""
+    """A number per second: `31.2`. Below 1 it has two significant digits: `0.027`."""
     if value is None:
         return UNKNOWN
     return f"{value:.1f}" if value >= 1 or value <= 0 else f"{value:.2g}"
 
 
 def count(number: float | None) -> str:
-    """Large counts with thin groups: 44 640; beyond a million 1.2 M."""
+    """A large count: `44 640`. From a million on: `1.2 M`."""
     if number is None:
         return UNKNOWN
     return f"{number / 1e6:.1f} M" if abs(number) >= 1e6 else f"{number:,.0f}".replace(",", " ")

@@ -1,8 +1,10 @@
-"""The messages between supervisor, dashboards and command line: newline-delimited JSON over the run's Unix socket.
+"""The messages between supervisor, dashboards and command line: newline-delimited JSON over the
+run's Unix socket.
 
-A client sends a `Request`, the supervisor answers every one with `Answer`s (accepted, then done or failed; or refused). After
-`Subscribe` it also streams `HistoryRows`, `StateUpdate`, `MetricRows`, `EventRows` and `ConfigurationRows` until the client
-leaves. Agents speak the plain JSON of `train/agent` on the same socket; their reports lie in `attempts/NNNN/rank-R.jsonl`.
+A client sends a `Request`. The supervisor replies with `Answer`s: accepted, then done or failed; or
+refused. After `Subscribe` it also streams `HistoryRows`, `StateUpdate`, `MetricRows`, `EventRows`
+and `ConfigurationRows` until the client leaves. Agents use the plain JSON of `train/agent` on the
+same socket. They write their reports to `attempts/NNNN/rank-R.jsonl`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from memtop.supervisor.recovery.values import Peak, Remedy
 
 
 class Phase(str, Enum):
-    """Where a run is. FINISHED, STOPPED and FAILED are final until someone restarts the run."""
+    """The phase of a run. FINISHED, STOPPED and FAILED are final until the run is restarted."""
 
     CREATED = "created"
     STARTING = "starting"
@@ -37,7 +39,7 @@ class Phase(str, Enum):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A `train_latest_state` folder as its manifest tells it."""
+    """A `train_latest_state` folder, as described by its manifest."""
 
     path: str
     updates: int | None = None
@@ -50,7 +52,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepSplit(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of the newest update, by what they went into."""
+    """How the time of the newest update was spent, in seconds."""
 
     data_wait_seconds: float | None = None
     forward_seconds: float | None = None
@@ -65,23 +67,24 @@ class RoleMemory(msgspec.Struct, frozen=True, kw_only=True):
     """launcher | rank | loader worker | other"""
     processes: int
     pss_bytes: int | None = None
-    """Shared pages divided among those who map them: the roles add up to what the run takes."""
+    """Each shared page is divided among the processes that map it, so the roles add up to the run's
+    total."""
     uss_bytes: int | None = None
-    """Private pages: what their death would give back."""
+    """Private pages: what is freed if these processes end."""
     shm_bytes: int | None = None
     """Shared memory (data-loader batches) as part of pss_bytes."""
     swap_bytes: int | None = None
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):
-    """One stretch of a run under the same settings: where it began and why, and how it went."""
+    """A period of a run with the same settings: where it began and why, and how it ended."""
 
     number: int
-    """From 1, in the order of time; `memtop rollback RUN N` goes back to it."""
+    """From 1, in order of time. `memtop rollback RUN N` goes back to it."""
     attempt: int
     since_update: int | None = None
     until_update: int | None = None
-    """None for the present one."""
+    """None for the present configuration."""
     started: float
     """Seconds since the epoch."""
     reason: str
@@ -89,7 +92,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     peak: Peak | None = None
     samples_per_second: float | None = None
     outcome: str | None = None
-    """None while it lasts; replaced | finished | stopped | the kind of failure (`gpu_oom`, ...)."""
+    """replaced | finished | stopped | the kind of failure (`gpu_oom`, ...). None while it lasts."""
 
 
 class TrendKind(str, Enum):
@@ -119,7 +122,8 @@ class TrendSubject(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     gpu_uuid: str | None = None
     rank: int | None = None
     role: str | None = None
-    """The role of the processes, one of `host_memory.ROLES`; "rank" with `rank` None means all ranks together."""
+    """The role of the processes, one of `host_memory.ROLES`; "rank" with `rank` None means all
+    ranks together."""
 
 
 class Trend(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +131,8 @@ class Trend(msgspec.Struct, frozen=True, kw_only=True):
 
     subject: TrendSubject
     what: str
-    """The subject as text, for people only: `GPU 0`, `GPU 0 reserved by rank 0`, `anonymous memory of rank 0`, `swap-in`."""
+    """The subject as text, for people only: `GPU 0`, `GPU 0 reserved by rank 0`, `anonymous memory
+    of rank 0`, `swap-in`."""
     bytes_per_second: float
     bytes_per_update: float | None = None
     """None for a series that is sampled once a second instead of once per update."""
@@ -141,24 +146,28 @@ class Trend(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A change that was tried for speed: the same number of updates before and after, and what came of it."""
+    """A change that was tried for speed, measured over the same number of updates before and after
+    it."""
 
     title: str
     """`batch 16 -> 20, accumulation 5 -> 4`"""
     started: float
     """Seconds since the epoch."""
     state: str
-    """measuring before | measuring after | kept | undone | refused (never begun to change anything) | failed (an error of
-    memtop's own; undone all the same)"""
+    """measuring before | measuring after | kept | undone | refused (nothing was changed) | failed
+    (an error in memtop; the change was undone)"""
     reason: str | None = None
     before: dict[str, float] = {}
-    """Medians and spreads by name: samples_per_second, samples_per_second_spread, tokens_per_second, peak_bytes, host_bytes,
-    swap_bytes."""
+    """Medians and spreads by name: samples_per_second, samples_per_second_spread,
+    tokens_per_second, peak_bytes, host_bytes, swap_bytes."""
     after: dict[str, float] = {}
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """What the run spends its time on, and what would make it faster. Never from utilisation alone."""
+    """What limits the run's speed, and what would make it faster.
+
+    Never from utilisation alone.
+    """
 
     bottleneck: str
     """data | compute | launch | swap | unknown"""
@@ -166,36 +175,38 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     evidence: tuple[str, ...] = ()
     proposals: tuple[Remedy, ...] = ()
     refused: tuple[str, ...] = ()
-    """What would seem to help and must not be done now, each with its reason in one line."""
+    """What seems to help but must not be done now, with the reason, one line each."""
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
-    """The run has died of memory: why, and what can be done, the best first."""
+    """Why the run ran out of memory, and what can be done."""
 
     diagnosis: Diagnosis
     causes: tuple[str, ...] = ()
-    """What is to be mended first, a line each: a leak that filled the memory, a request beyond all memory that there is."""
+    """What must be fixed first, one line each: a leak that filled the memory, an allocation larger
+    than all memory."""
     remedies: tuple[Remedy, ...] = ()
     last_advice: tuple[str, ...] = ()
-    """When nothing fits: what is left to a person, in order."""
+    """If no remedy fits: what a person can still do, in order."""
     waiting: str | None = None
-    """Why nothing is done by itself: `--on-oom ask`, two restarts without a newer update, needs consent, ..."""
+    """Why memtop does not apply a remedy on its own: `--on-oom ask`, two restarts without progress,
+    needs consent, ..."""
     begins: float | None = None
-    """In auto mode: when the first remedy is applied, seconds since the epoch."""
+    """In auto mode: when the first remedy will be applied, in seconds since the epoch."""
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a dashboard shows of a run, at one moment."""
+    """The state of a run at one moment, with everything that a dashboard shows."""
 
     name: str
     folder: str
     state: Phase
     reason: str | None = None
-    """Why the run is in this state, where that is not obvious."""
+    """Why the run is in this state, if that is not obvious."""
     alive: bool = False
-    """True while a training process of this run exists."""
+    """A training process of this run exists."""
     adopted: bool = False
-    """True if the present supervisor took over a trainer that another supervisor had started."""
+    """The present supervisor has taken over a trainer that another supervisor had started."""
     supervisor_pid: int | None = None
     trainer_pid: int | None = None
     attempt: int = 0
@@ -204,7 +215,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """Start of the present attempt, seconds since the epoch."""
     ended: float | None = None
     settings: Settings | None = None
-    """None for a program of the user's own, whose settings are not known."""
+    """None for external commands, whose settings are unknown."""
     command: tuple[str, ...] = ()
     effective_batch: int | None = None
     updates: int | None = None
@@ -225,33 +236,35 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     run_rss_bytes: int | None = None
     """Resident bytes of all processes of the run together (shared pages counted in each)."""
     run_memory: tuple[RoleMemory, ...] = ()
-    """The same by role, shared pages counted once; read every 10 s, since the kernel walks all pages for it."""
+    """Memory by role, with shared pages counted once. Read every 10 s, because the kernel must walk
+    all pages."""
     gpu_base_bytes: dict[str, int] = {}
-    """By GPU uuid: the least GPU memory of this run's processes outside torch's allocator seen in this attempt, which is
-    the CUDA contexts and little else."""
+    """By GPU uuid: the least memory that the run held outside torch's allocator in this attempt.
+    This is the CUDA contexts and little else."""
     offers: tuple[str, ...] | None = None
-    """What the program does when it is asked: free_cache | checkpoint | stop | change; None until it has said so, which a
-    program without memtop's agent never does."""
+    """The commands that the program supports: free_cache | checkpoint | stop | change. None until
+    it has reported them. A program without memtop's agent never does."""
     checkpoint: Checkpoint | None = None
     exit_status: int | None = None
-    """The training program's own exit status; negative is the signal that ended it; None if unknown or still running."""
+    """The training program's exit status, negative for the signal that ended it. None if unknown or
+    still running."""
     log_path: str | None = None
     warnings: tuple[str, ...] = ()
-    """Oldest first; that of a save that failed is the last one."""
+    """Oldest first. The warning about a failed save is the last one."""
     unsaved: str | None = None
-    """Why the newest save failed, and what that means; None where it did not."""
+    """Why the newest save failed, and what that means. None if it succeeded."""
     on_oom: str = "auto"
     """auto | ask | stop"""
     proposal: Proposal | None = None
-    """Set while the run lies dead of memory, or waits for its restart; None once it trains again."""
+    """Set after the run ran out of memory until it trains again."""
     trends: tuple[Trend, ...] = ()
     advice: Advice | None = None
     trial: Trial | None = None
-    """The newest one."""
+    """The newest trial."""
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
-    """One update that counts in the run's final history."""
+    """One update of the run's final history."""
 
     update: int
     attempt: int
@@ -259,17 +272,17 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float | None = None
     samples_seen: int | None = None
     sample_digest: str | None = None
-    """SHA-256 of the sorted sample ids of the whole effective batch: equal digests prove equal data."""
+    """SHA-256 of the sorted sample ids of the effective batch: equal digests prove equal data."""
     step_seconds: float | None = None
     data_wait_seconds: float | None = None
     peak_bytes: int | None = None
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Something worth remembering: a band crossed, an attempt started, a command answered."""
+    """An event in the run's log: a band was crossed, an attempt started, a command was answered."""
 
     id: int = 0
-    """Number in the ledger; below zero while the ledger cannot be written."""
+    """Number in the ledger. Negative while the ledger cannot be written."""
     time: float
     attempt: int
     kind: str
@@ -278,32 +291,34 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a restart edits. The preset is applied first, then the assignments."""
+    """The settings that a restart changes. The preset is applied first, then the assignments."""
 
     preset: str | None = None
     assignments: dict[str, str] = {}
     """Settings by the names of `--set`, as text: {"batch": "4", "lora.r": "16"}."""
     max_updates: int | None = None
     configuration: int | None = None
-    """Go back to the settings of this configuration of the run; the other fields are edits of those."""
+    """Go back to the settings of this configuration. The other fields change those settings."""
     state_before: int | None = None
-    """Go back to the newest kept state at or before this update too; what came after it is set aside, not deleted."""
+    """Also go back to the newest kept state at or before this update. Later states are moved aside,
+    not deleted."""
     reason: str = ""
-    """Why, where it was not a person's wish: `gpu_oom at update 812`."""
+    """Why memtop changes the settings on its own: `gpu_oom at update 812`."""
 
 
-# --- client -> supervisor -------------------------------------------------------------------------------------------
+# --- client -> supervisor
+# -------------------------------------------------------------------------------------------
 
 
 class Subscribe(msgspec.Struct, frozen=True, kw_only=True, tag="subscribe"):
-    """Ask for the stream; `history` is how many of the newest metric rows to send at once."""
+    """Start the stream. `history` is the number of newest metric rows to send first."""
 
     id: int
     history: int = 2000
 
 
 class FreeCache(msgspec.Struct, frozen=True, kw_only=True, tag="free"):
-    """Run gc, torch's empty_cache and malloc_trim in every rank at its next update."""
+    """Run gc, torch's empty_cache and malloc_trim in every rank after its current update."""
 
     id: int
 
@@ -322,9 +337,10 @@ class Restart(msgspec.Struct, frozen=True, kw_only=True, tag="restart"):
 
 
 class Edit(msgspec.Struct, frozen=True, kw_only=True, tag="edit"):
-    """Change the split, evaluation batch, checkpointing or workers at the next update boundary, without a restart.
+    """Change the split, evaluation batch, checkpointing or workers at the next update boundary,
+    without a restart.
 
-    Refused where that cannot be (another program, ZeRO, another setting): then Restart is the way.
+    Refused if that is not possible (external command, ZeRO, another setting). Use Restart then.
     """
 
     id: int
@@ -332,21 +348,24 @@ class Edit(msgspec.Struct, frozen=True, kw_only=True, tag="edit"):
 
 
 class Try(msgspec.Struct, frozen=True, kw_only=True, tag="try"):
-    """Try a change for speed: measure before, change, measure after, keep it or undo it. None: the first proposal of the
-    advice."""
+    """Try a change for speed: measure before, change, measure after, keep it or undo it.
+
+    `change` None: the first proposal of the advice.
+    """
 
     id: int
     change: Change | None = None
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
-    """Ask for one StateUpdate."""
+    """Request one StateUpdate."""
 
     id: int
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
-    """Somebody has a GPU's details open: read what costs the driver much (PCIe throughput), too, for the next 10 s."""
+    """GPU details are displayed: also read values that are expensive for the driver (PCIe
+    throughput) for the next 10 s."""
 
     id: int
 
@@ -354,12 +373,13 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
 Request = Subscribe | FreeCache | CheckpointNow | Stop | Restart | Edit | Try | Status | Look
 
 
-# --- supervisor -> client -------------------------------------------------------------------------------------------
+# --- supervisor -> client
+# -------------------------------------------------------------------------------------------
 
 
 class Outcome(str, Enum):
     ACCEPTED = "accepted"
-    """Understood and begun; a DONE or FAILED follows."""
+    """The request was started. DONE or FAILED follows."""
     REFUSED = "refused"
     DONE = "done"
     FAILED = "failed"
@@ -371,7 +391,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
     message: str
     """One line for a person."""
     usage: bool = False
-    """True where a refusal is the fault of what was asked: exit status 2 on the command line."""
+    """The request was wrong: exit status 2 on the command line."""
     data: dict[str, Any] = {}
 
 
@@ -381,7 +401,10 @@ class StateUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
 
 
 class MetricRows(msgspec.Struct, frozen=True, kw_only=True, tag="metrics"):
-    """New rows in order. `reset_from`: rows with an update >= this were taken back by a restart and are to be dropped first."""
+    """New rows in order.
+
+    `reset_from`: a restart has rolled back the rows from this update on. Drop them first.
+    """
 
     rows: tuple[Metric, ...]
     reset_from: int | None = None
@@ -392,7 +415,10 @@ class EventRows(msgspec.Struct, frozen=True, kw_only=True, tag="events"):
 
 
 class HistoryRows(msgspec.Struct, frozen=True, kw_only=True, tag="history"):
-    """The newest hour of one GPU, or of the host, as `monitor.history.History` keeps it. Sent once after `Subscribe`."""
+    """The newest hour of one GPU, or of the host, as `monitor.history.History` keeps it.
+
+    Sent once after `Subscribe`.
+    """
 
     key: str
     """The GPU's uuid, or "host"."""
@@ -403,11 +429,14 @@ class HistoryRows(msgspec.Struct, frozen=True, kw_only=True, tag="history"):
     times: bytes
     """Seconds since the epoch, as native doubles."""
     columns: dict[str, bytes]
-    """By the name of the series: one native float for each time, NaN where it was not known."""
+    """By the name of the series: one native float for each time, NaN if unknown."""
 
 
 class ConfigurationRows(msgspec.Struct, frozen=True, kw_only=True, tag="configurations"):
-    """All configurations of the run, oldest first. Sent after `Subscribe` and whenever one begins or ends."""
+    """All configurations of the run, oldest first.
+
+    Sent after `Subscribe` and whenever one begins or ends.
+    """
 
     rows: tuple[Configuration, ...]
 

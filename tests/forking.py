@@ -196,7 +196,7 @@ def runs_torch(code: str) -> bool:
     return re.search(r"^\s*(import [^\n]*\btorch\b|from torch)", code, re.MULTILINE) is not None and "sys.modules[" not in code
 
 
-_starters: dict[tuple[str, ...], Starter] = {}
+_starters: dict[tuple[str, ...], Starter | None] = {}
 
 
 def _starter_with(libraries: tuple[str, ...], environment: Mapping[str, str]) -> Starter | None:
@@ -211,8 +211,7 @@ def _starter_with(libraries: tuple[str, ...], environment: Mapping[str, str]) ->
         with theirs:
             command = [sys.executable, str(Path(__file__)), str(theirs.fileno()), *libraries]
             subprocess.Popen(command, stdin=subprocess.DEVNULL, env=its_own, pass_fds=[theirs.fileno()], cwd="/")
-        assert ours.recv(64) == b"ready", "the starter of programs does not start"
-        _starters[libraries] = Starter(ours, _early(its_own))
+        _starters[libraries] = Starter(ours, _early(its_own)) if ours.recv(64) == b"ready" else None
     return _starters[libraries]
 
 
@@ -292,10 +291,10 @@ def _execvpe(file: str, argv: Sequence[str], environment: Mapping[str, str]) -> 
     """In place of os.execvpe in the programs started here: the shim starts its program with it."""
     if parse(argv) is None or _early(environment) != _early(os.environ):
         _exec(file, list(argv), environment)
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
+    for path in list(Path("/proc/self/fd").iterdir()):
         with contextlib.suppress(OSError):
-            if fcntl.fcntl(int(name), fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
-                os.close(int(name))
+            if fcntl.fcntl(int(path.name), fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
+                os.close(int(path.name))
     _become(Request(tuple(argv), dict(environment), str(Path.cwd()), False, tuple(_ignored()), ""))
 
 
@@ -327,8 +326,8 @@ class _MemoryMap(ctypes.Structure):
 _shown: list[Any] = []
 
 
-def _show(argv: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Have /proc show this command line and environment."""
+def _show(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Have /proc show this command line and environment; False where the kernel cannot."""
     row = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     code, data, stack = ([int(row[number - 3]) for number in numbers] for numbers in ((26, 27), (45, 46, 47), (28,)))
     bounds = []
@@ -338,18 +337,18 @@ def _show(argv: Sequence[str], environment: Mapping[str, str]) -> None:
         _shown.append(buffer)
         bounds += [ctypes.addressof(buffer), ctypes.addressof(buffer) + len(text)]
     table = _MemoryMap(*code, *data, _libc.sbrk(0), *stack, *bounds, 0, 0, 0xFFFFFFFF)
-    if _libc.prctl(_SET_MM, _SET_MM_MAP, ctypes.byref(table), ctypes.c_ulong(ctypes.sizeof(table)), 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_MM_MAP)")
+    return _libc.prctl(_SET_MM, _SET_MM_MAP, ctypes.byref(table), ctypes.c_ulong(ctypes.sizeof(table)), 0) == 0
 
 
 def _open_streams(*, unbuffered: bool) -> None:
-    _shown.extend((sys.stdin, sys.stdout, sys.stderr))
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
-    for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
-        raw = io.FileIO(number, "w", closefd=False)
-        lines = number == 2 or raw.isatty()
-        buffer: Any = raw if unbuffered else io.BufferedWriter(raw)
-        stream = io.TextIOWrapper(buffer, "utf-8", errors, line_buffering=lines, write_through=unbuffered)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        before = getattr(sys, name)
+        _shown.append(before)
+        raw: Any = io.FileIO(number, "w" if number else "r", closefd=False)
+        lines = not unbuffered and (number == 2 or raw.isatty())
+        buffer = raw if unbuffered and number else io.BufferedWriter(raw) if number else io.BufferedReader(raw)
+        through = unbuffered and number > 0
+        stream = io.TextIOWrapper(buffer, before.encoding, before.errors, line_buffering=lines, write_through=through)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
@@ -413,7 +412,9 @@ def main() -> None:
     for name in (*LIBRARIES, *sys.argv[2:]):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    assert len(os.listdir("/proc/self/task")) == 1, "a library has started a thread: nothing can be forked"  # noqa: PTH208
+    # A library may start a thread, which a fork would lose; a kernel may lack checkpoint/restore.
+    if len(list(Path("/proc/self/task").iterdir())) > 1 or not _show(sys.orig_argv, os.environ):
+        sys.exit("memtop's tests: programs cannot be forked here and are started by exec, which takes longer")
     gc.collect()
     gc.freeze()
     connection.send(b"ready")

@@ -18,7 +18,7 @@ from memtop.supervisor.monitor.snapshots import only_gpus
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, Job, MachineSnapshot
 from memtop.supervisor.units import GIB
 from memtop.supervisor.wire import HistoryRows, Phase, RunState, StateUpdate
-from memtop.tui.feed import Connected, FeedMessage, LocalFeed, RunFeed, TurnedLocalFeed, TurnedRunFeed, choosing
+from memtop.tui.feed import Connected, FeedMessage, LocalFeed, choosing
 from tests.conftest import Runs
 from tests.nvml_double.double import Script, build
 from tests.terminal import Terminal
@@ -101,21 +101,17 @@ def test_a_run_and_its_history_are_told_with_the_chosen_gpus_alone() -> None:
         assert turn(kept) is kept
 
 
-async def test_feeds_pass_their_messages_through_and_stay_what_they_are() -> None:
+async def test_a_feed_changes_its_messages_by_its_turns() -> None:
     class Two:
         def sample(self) -> MachineSnapshot:
             return three()
 
-    feed = TurnedLocalFeed(Two, 0.01)
-    feed.turns = [choosing({2})]
+    feed = LocalFeed(Two, 0.01, turns=[choosing({2})])
     messages: AsyncIterator[FeedMessage] = feed.messages()
     assert isinstance(await anext(messages), Connected)
     sample = await anext(messages)
     assert isinstance(sample, MachineSnapshot)
     assert [gpu.index for gpu in sample.gpus] == [2]
-    # The dashboard shows more of a feed of this machine than of any other.
-    assert isinstance(feed, LocalFeed)
-    assert isinstance(TurnedRunFeed(Path("x")), RunFeed)
 
 
 # --- the command --------------------------------------------------------------------------------------------------------

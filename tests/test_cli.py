@@ -294,7 +294,7 @@ def test_a_supervisor_that_exits_during_a_request_is_reported(
 
     monkeypatch.setattr("memtop.supervisor.run.clients.client.ask", ask)
     assert run(["stop", "a", "--runs-dir", str(runs.path)]) == 1
-    assert capsys.readouterr().err == "memtop: the supervisor of run 'a' went away: memtop watch a\n"
+    assert capsys.readouterr().err == "memtop: the supervisor of run 'a' ended: memtop watch a starts a new one\n"
 
 
 def test_killing_needs_a_process_that_is_on_a_gpu(runs: Runs) -> None:

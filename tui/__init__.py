@@ -1,4 +1,7 @@
-"""The dashboard: reads a `Feed`, draws it, and sends the user's actions back. Knows nothing of torch or the trainer."""
+"""The dashboard: reads a `Feed`, draws it, and sends the user's actions back.
+
+It never imports torch or the trainer.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memtop.tui.app import DashboardApp, run_dashboard
     from memtop.tui.dashboard.screen import DashboardResult
-    from memtop.tui.demo import DemoFeed
+    from memtop.tui.demo import demo_feed
     from memtop.tui.feed import Feed, LocalFeed, RunFeed
 
-__all__ = ["DashboardApp", "DashboardResult", "DemoFeed", "Feed", "LocalFeed", "RunFeed", "run_dashboard"]
+__all__ = ["DashboardApp", "DashboardResult", "Feed", "LocalFeed", "RunFeed", "demo_feed", "run_dashboard"]
 
 _HOMES = {
     "DashboardApp": "app",
     "DashboardResult": "dashboard.screen",
     "run_dashboard": "app",
-    "DemoFeed": "demo",
+    "demo_feed": "demo",
     "Feed": "feed",
     "LocalFeed": "feed",
     "RunFeed": "feed",
@@ -24,7 +27,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Textual takes a noticeable time to import: commands that only pass through here must not pay for it.
+    # Importing Textual takes time: commands that do not open the dashboard must not pay for it.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -41,7 +41,7 @@ MEMTOP_THEME = Theme(
     variables={"footer-key-foreground": "#6cb6ff", "input-selection-background": "#6cb6ff 35%"},
 )
 
-# Rising lightness from safe to danger, so that grey terminals keep the order; mark and word carry it without colour.
+# From safe to danger the colours get lighter, so that grey terminals keep the order.
 _MEMORY_COLOURS = {
     "mem-safe": "#4fa58a",
     "mem-edge": "#f2d45c",
@@ -56,7 +56,7 @@ _MEMORY_COLOURS = {
     "mem-line": "#4a5663",
     "mem-muted": "#8896a5",
 }
-# On a light background the order is the other way round: from safe to danger it stands out more and more.
+# On a light background they get darker from safe to danger.
 _LIGHT_MEMORY_COLOURS = {
     "mem-safe": "#17654a",
     "mem-edge": "#855300",
@@ -112,8 +112,11 @@ class DashboardApp(App[DashboardResult]):
             self.set_interval(2.0, self._leave_a_lost_terminal)
 
     def _leave_a_lost_terminal(self) -> None:
-        """End when the terminal is closed. Without a hang-up signal (a closed multiplexer, `setsid`) the dashboard would
-        run for ever and read an input that has ended."""
+        """End when the terminal is closed.
+
+        Without a hang-up signal (a closed multiplexer, `setsid`) the dashboard would run for ever
+        and read an input that has ended.
+        """
         if terminal_gone(sys.__stdin__.fileno() if sys.__stdin__ is not None else 0):
             self.exit(self.dashboard.result())
 
@@ -168,8 +171,9 @@ def run_dashboard(feed: Feed, *, title: str | None = None, interval: float = 1.0
     app = DashboardApp(feed, title=title, interval=interval)
     result = app.run()
     if app.dashboard.ending_processes:
-        print("left while processes were being ended: `memtop strays` shows what still holds a GPU", file=sys.stderr)
+        words = "the dashboard closed while processes were being ended: `memtop strays` lists what still holds a GPU"
+        print(words, file=sys.stderr)
     if result is None:
-        # Textual gives no result when it crashed; it has printed why.
+        # Textual returns no result after a crash; it has printed the reason.
         return DashboardResult("detach", exit_status=app.return_code or 0)
     return result

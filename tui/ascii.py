@@ -1,4 +1,4 @@
-"""Bars, borders, charts and marks in ASCII: for terminals and fonts that have nothing else. One filter over all lines."""
+"""ASCII mode: one filter replaces the glyphs of bars, borders, charts and marks on all lines."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _GLYPHS = {
     "○": "o", "◌": "o", "●": "*", "◐": "*", "■": "#", "✓": "x", "✗": "X", "·": ".", "…": "~", "–": "-", "°": " ",
     "▁": "_", "▂": "_", "▃": "_", "▄": "-", "▅": "-", "▆": "#", "▇": "#", "▔": "-", "▎": "|", "▊": "#", "▌": "|", "▐": "|",
 }  # fmt: skip
-# A braille cell by how many of its eight dots are set.
+# For a braille cell: by the number of its set dots.
 _DENSITY = " ..::||##"
 _BRAILLE = {0x2800 + bits: _DENSITY[bits.bit_count()] for bits in range(256)}
 _TABLE = {ord(glyph): plain for glyph, plain in _GLYPHS.items()} | _BRAILLE
 
 
 def wanted(environment: Mapping[str, str] = os.environ, encoding: str | None = None) -> bool:
-    """Whether only ASCII may be drawn: asked for by MEMTOP_ASCII, or the terminal's encoding is not UTF-8."""
-    asked = environment.get(VARIABLE, "")
-    if asked:
-        return asked not in ("0", "no", "false")
+    """Whether to draw only ASCII: MEMTOP_ASCII is set, or the terminal's encoding is not UTF-8."""
+    value = environment.get(VARIABLE, "")
+    if value:
+        return value not in ("0", "no", "false")
     return not _is_utf8(encoding or getattr(sys.__stdout__, "encoding", None) or "utf-8")
 
 
@@ -39,18 +39,21 @@ def _is_utf8(encoding: str) -> bool:
     try:
         return codecs.lookup(encoding).name == "utf-8"
     except LookupError:
-        # An encoding that Python does not know is none that memtop could draw in.
+        # Python does not know the encoding, so memtop cannot write it.
         return False
 
 
 class AsciiFilter(LineFilter):
-    """Puts one ASCII sign in the place of each drawn one; every line keeps its width."""
+    """Replaces each glyph with an ASCII character; every line keeps its width."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         return [s if s.text.isascii() else Segment(to_ascii(s.text), s.style, s.control) for s in segments]
 
 
 def to_ascii(text: str) -> str:
-    """The text in ASCII, as wide as before: what has no sign of its own is a question mark per cell."""
+    """The text in ASCII with the same width.
+
+    Characters without a replacement become one question mark per cell.
+    """
     known = text.translate(_TABLE)
     return known if known.isascii() else "".join(c if c.isascii() else "?" * cell_len(c) for c in known)

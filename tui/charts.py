@@ -19,7 +19,8 @@ _BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def history(width: int, height: int, values: Sequence[float | None]) -> list[Line]:
-    """Memory shares over time, newest at the right, 0 to 100 % over the height, with the band lines drawn and labelled.
+    """Memory shares over time, newest at the right, 0 to 100 % over the height, with labelled band
+    lines.
 
     Two values per cell and four levels per row, as filled braille columns.
     """
@@ -58,7 +59,7 @@ def _history_label(row: int, height: int, limits: Sequence[float]) -> Line:
 
 
 class Point(NamedTuple):
-    """One value of a curve; `group` changes where an attempt ends and the next begins."""
+    """One value of a curve; each attempt has its own `group`."""
 
     x: int
     y: float
@@ -66,7 +67,10 @@ class Point(NamedTuple):
 
 
 def curve(width: int, height: int, points: Sequence[Point], *, x_end: int | None = None) -> list[Line]:
-    """A braille curve with labelled axes. The scale is that of all points, rounded outwards, so it seldom moves."""
+    """A braille curve with labelled axes.
+
+    The scale covers all points and is rounded outwards, so it rarely changes.
+    """
     finite = [p for p in points if math.isfinite(p.y)]
     plot_height = height - 1
     if plot_height < 2 or width < 24:
@@ -102,7 +106,9 @@ def nice_bounds(low: float, high: float) -> tuple[float, float]:
 
 
 def _dots(points: Sequence[Point], width: int, height: int, first: int, last: int, low: float, high: float) -> list[list[int]]:
-    """Bit patterns of the braille cells: one mean per dot column, neighbours joined by a vertical stroke."""
+    """Bit patterns of the braille cells: one mean per dot column, neighbours joined by a vertical
+    stroke.
+    """
     sums: dict[int, tuple[float, int]] = {}
     for point in points:
         column = min(width * 2 - 1, round((point.x - first) / (last - first) * (width * 2 - 1)))
@@ -130,7 +136,7 @@ def _stroke(start: tuple[int, int] | None, end: tuple[int, int]) -> list[tuple[i
 
 
 def _breaks(points: Sequence[Point], width: int, first: int, last: int) -> set[int]:
-    """Columns in which an attempt begins, the first attempt apart."""
+    """Columns in which an attempt begins, except the first attempt."""
     starts = (after.x for before, after in pairwise(points) if after.group != before.group)
     return {min(width - 1, (x - first) * (width - 1) // (last - first)) for x in starts}
 
@@ -152,7 +158,9 @@ def _x_axis(margin: int, width: int, first: int, last: int, attempts: int) -> Li
 def trail(
     width: int, height: int, values: Sequence[float | None], words: Callable[[float], str], *, top: float | None = None
 ) -> list[Line]:
-    """One value over time from zero up to `top` (or to its own highest), newest at the right, gaps left empty."""
+    """One value over time from zero up to `top` (or to its own highest), newest at the right, gaps
+    left empty.
+    """
     label_width = 10
     if height <= 0 or width <= label_width + 4:
         return []
@@ -184,7 +192,7 @@ def _filled(pair: tuple[float | None, float | None], height: int, row: int) -> i
 
 
 class Share(NamedTuple):
-    """One part of a bar: its share of the whole (0-1), and how it looks."""
+    """One part of a bar: its share of the whole (0 to 1), its glyph and its role."""
 
     fraction: float
     glyph: str
@@ -200,9 +208,11 @@ def memory_bar(
     after: Share | None = None,
     predicted: float | None = None,
 ) -> Line:
-    """A stacked bar with the 85 % and 90 % lines (`┊`) and the highest value so far (`┆`) in its free part.
+    """A stacked bar with the 85 % and 90 % lines (`┊`) and the highest value so far (`┆`) in its
+    free part.
 
-    `after` follows the shares without hiding those lines: memory that counts as free. `predicted` is marked by `▴` on all.
+    `after` follows the shares and does not hide those lines: memory that counts as free.
+    `predicted` is marked by `▴`.
     """
     if width <= 0:
         return ()
@@ -220,18 +230,18 @@ def memory_bar(
     start = 0
     for share in shares:
         done = min(1.0, done + max(0.0, share.fraction))
-        # Rounding the running total, not each share, keeps the end of the bar where the percentage says.
+        # Rounding the running total, not each share, keeps the end of the bar at the percentage.
         end = round(done * width)
         cells[start:end] = [(share.glyph, share.role)] * (end - start)
         start = max(start, end)
     if predicted is not None:
-        # In the last cell that belongs to it, so that the mark stands at the end of what is predicted.
+        # In the last cell of the prediction.
         cells[max(0, min(width, round(predicted * width)) - 1)] = ("▴", "predictedbar")
     return merged(cells[:width])
 
 
 def progress_bar(width: int, fraction: float | None) -> Line:
-    """`━━━━╸━━━`: what is done is bright, the rest is track; half a cell counts."""
+    """`━━━━╸━━━` in steps of half a cell: the finished part is bright."""
     if width <= 0:
         return ()
     halves = 0 if fraction is None else round(min(1.0, max(0.0, fraction)) * width * 2)
@@ -259,12 +269,14 @@ _WIDEST = max(len(f"{mark(b)} {b.value}") for b in (Band.SAFE, Band.EDGE, Band.D
 
 
 def padded_tag(band: Band) -> Line:
-    """The tag in a field of fixed width, so that what follows does not jump when the band changes."""
+    """The band's tag in a field of fixed width, so that later columns do not move when the band
+    changes.
+    """
     text = f"{mark(band)} {band.value}"
     return line((text, ROLES[band]), " " * max(0, _WIDEST - len(text)))
 
 
 def banded(fraction: float | None, band: Band) -> Line:
-    """`84.7 %   · safe` in one piece, the number right-aligned."""
+    """`84.7 %   · safe` with a right-aligned number."""
     text = units.percent(fraction)
     return line(" " * max(0, 7 - len(text)), (f"{text}   {mark(band)} {band.value}", ROLES[band]))

@@ -1,4 +1,6 @@
-"""All configurations of the run: what each needed and gave; Enter goes back to one."""
+"""The screen with all configurations of the run, their peaks and speeds; Enter returns to one of
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ from memtop.tui.words import OUTCOMES, in_words
 
 
 class ConfigurationsScreen(FullScreen):
-    """Opens on the configuration before the present one. `chosen` is the confirmed change when it closes, if any."""
+    """Opens on the previous configuration.
+
+    `chosen` is the confirmed change when the screen closes, if any.
+    """
 
     AUTO_FOCUS = "LineList"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -37,10 +42,10 @@ class ConfigurationsScreen(FullScreen):
             "back(False)",
             "Go back",
             key_display="Enter",
-            tooltip="Restart with these settings, at the run's present update",
+            tooltip="Restart with these settings, at the run's current update",
         ),
         Binding("c", "back(True)", "with its checkpoint", tooltip="The same, from the newest checkpoint kept from that time"),
-        Binding("u", "undo", "Undo", tooltip="Restart with the settings before the present ones"),
+        Binding("u", "undo", "Undo", tooltip="Restart with the previous settings"),
     ]
 
     def __init__(self, dashboard: Dashboard) -> None:
@@ -81,7 +86,7 @@ class ConfigurationsScreen(FullScreen):
         return named(f"Configurations of {store.run.name if store.run is not None else ''}")
 
     def hint(self, store: Store, width: int) -> Line:
-        return line(("peaks and speeds are measured; ● is the present one", MUTED))
+        return line(("peaks and speeds are measured; ● is the current one", MUTED))
 
     def _draw_facts(self, store: Store, width: int, height: int) -> list[Line]:
         chosen = self._row()
@@ -110,7 +115,7 @@ class ConfigurationsScreen(FullScreen):
     def action_undo(self) -> None:
         before = undone(self._rows)
         if before is None:
-            self.say("there is no configuration before the present one", "bad")
+            self.say("there is no previous configuration", "bad")
         else:
             self._go_back(before, False)
 
@@ -135,7 +140,7 @@ _WORDS = {kind.value: words for kind, words in OUTCOMES.items()}
 
 
 class Column(NamedTuple):
-    """One column: its words, its cells, whether it holds numbers, and from which width of the terminal it is shown."""
+    """One column. It is shown on terminals of at least `shown_from` columns."""
 
     id: str
     title: str
@@ -158,12 +163,12 @@ COLUMNS = (
 
 
 def columns_for(width: int) -> list[Column]:
-    """Those that are shown; the reason takes what is left."""
+    """The shown columns; the reason uses the remaining width."""
     return [column for column in COLUMNS if width >= column.shown_from]
 
 
 def heading(width: int) -> tuple[Line, list[Heading]]:
-    """The line of the columns' names, and where each stands."""
+    """The line of column names, and the cells of each name."""
     places, parts, start = [], [], 2
     for column in columns_for(width):
         parts.append(_cell(column, column.title))
@@ -173,7 +178,7 @@ def heading(width: int) -> tuple[Line, list[Heading]]:
 
 
 def row(of: Configuration, width: int, *, present: bool) -> Line:
-    """One configuration; what is not known is a dash. The present one has a dot before it, too."""
+    """One configuration; unknown values are dashes. The current one has a dot."""
     words = {
         "number": str(of.number),
         "attempt": str(of.attempt),
@@ -194,7 +199,7 @@ def row(of: Configuration, width: int, *, present: bool) -> Line:
 
 
 def went_badly(outcome: str | None) -> bool:
-    """Whether it ended in a failure of its own."""
+    """Whether this outcome is a failure."""
     return outcome in _BAD
 
 
@@ -213,19 +218,21 @@ def split_words(settings: Settings | None) -> str:
 
 
 def peak_words(peak: Peak | None) -> str:
-    """`17.1 GiB` as measured; `≥ 19.1 GiB` where more was wanted than there was."""
+    """`17.1 GiB` if measured; `≥ 19.1 GiB` if the allocation failed."""
     if peak is None:
         return units.UNKNOWN
     return f"≥ {units.size(peak.bytes)}" if peak.failed else units.size(peak.bytes)
 
 
 def outcome_words(of: Configuration, *, present: bool) -> str:
-    """`replaced`, or what ended it: `out of VRAM`."""
+    """`replaced`, or the failure: `out of VRAM`."""
     return _WORDS.get(of.outcome or "", of.outcome) or (PRESENT if present else units.UNKNOWN)
 
 
 def facts(of: Configuration, now: Configuration | None, width: int) -> list[Line]:
-    """All of the one under the cursor: where it began and ended, its reason in full, and what going back to it would change."""
+    """The configuration under the cursor: its first and last update, its full reason, and what
+    returning to it changes.
+    """
     until = "now" if of.until_update is None else f"update {units.count(of.until_update)}"
     updates: Line = ()
     if of.peak is not None and of.peak.updates > 0:
@@ -237,37 +244,37 @@ def facts(of: Configuration, now: Configuration | None, width: int) -> list[Line
 
 
 def differences(of: Configuration, now: Configuration | None) -> list[str]:
-    """What going back to it changes, each in a few words."""
+    """What returning to this configuration changes."""
     if now is None or now.number == of.number:
-        return ["it is the present one"]
+        return ["it is the current one"]
     if of.settings is None or now.settings is None:
-        return ["what differs is not known: the settings of this program are its own"]
-    return changes(now.settings, of.settings) or ["nothing differs from the present one"]
+        return ["the differences are not known: this program's settings are unknown"]
+    return changes(now.settings, of.settings) or ["the same settings as now"]
 
 
 def present_of(rows: Sequence[Configuration]) -> Configuration | None:
-    """The newest one, which the run has now or had when it ended."""
+    """The current configuration; for a run that is over, the last one."""
     return rows[-1] if rows else None
 
 
 def undone(rows: Sequence[Configuration]) -> Configuration | None:
-    """The one before the present one."""
+    """The previous configuration."""
     return rows[-2] if len(rows) > 1 else None
 
 
 def rollback(row: Configuration, rows: Sequence[Configuration], *, with_state: bool) -> Change | str:
-    """The change that goes back to it, or why that is not possible."""
+    """The change that returns to this configuration, or why that is not possible."""
     if row is present_of(rows):
-        return f"configuration {row.number} is the present one"
+        return f"configuration {row.number} is the current one"
     if not with_state:
         return Change(configuration=row.number)
     if row.until_update is None:
-        return f"the update at which configuration {row.number} ended is not known: its checkpoint cannot be told"
+        return f"the update at which configuration {row.number} ended is not known: its checkpoint cannot be identified"
     return Change(configuration=row.number, state_before=row.until_update)
 
 
 def consequences(row: Configuration, store: Store, *, with_state: bool) -> list[str]:
-    """What the question before a rollback says."""
+    """The text of the question before a rollback."""
     run, now = store.run, present_of(store.configurations)
     name = run.name if run is not None else "the run"
     lines = [f"Restart {name} with the settings of configuration {row.number}?", ""]
@@ -282,8 +289,8 @@ def consequences(row: Configuration, store: Store, *, with_state: bool) -> list[
         lines.append("! It ran out of memory then: that may happen again.")
     if with_state:
         lines.append(
-            f"Goes back to the newest kept state at or before update {units.count(row.until_update)}: the updates after it are "
-            "trained again, their state is set aside, not deleted."
+            f"Returns to the newest checkpoint kept at or before update {units.count(row.until_update)}: later updates are "
+            "trained again, their state is moved aside, not deleted."
         )
     elif run is not None:
         words = where_it_resumes(run)

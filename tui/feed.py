@@ -1,6 +1,7 @@
-"""Where the dashboard's values come from. A `Feed` is all that it knows of the world.
+"""Where the dashboard's values come from. The dashboard reads everything from one `Feed`.
 
-`LocalFeed` samples this machine, `RunFeed` follows a run over its supervisor's socket, `demo.DemoFeed` plays a script.
+`LocalFeed` samples this machine, `RunFeed` follows a run over its supervisor's socket,
+`replay.ReplayFeed` plays a past run.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from memtop.supervisor.monitor.snapshots import only_gpus
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.wire import HistoryRows, StateUpdate
 
-# A wish to look closely lasts 10 s there: asked again well before.
+# A request to look closely lasts 10 s; it is repeated before that.
 _LOOK_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Connected:
-    """Values flow (again)."""
+    """The feed delivers values (again)."""
 
 
 @dataclass(frozen=True)
 class Disconnected:
-    """Nobody answers any more; what is on the screen is the last that was known."""
+    """The connection is lost; the screen shows the last known values."""
 
     reason: str
-    """Words for a person, e.g. "supervisor is gone - reconnecting"."""
+    """A text for the user, e.g. "supervisor is gone - reconnecting"."""
     ended: bool = False
-    """True where that is as it should be: the run is over and its supervisor has left."""
+    """True if this is expected: the run is over and its supervisor has ended."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,19 @@ class LogLines:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Where a replay stands; said by replays alone."""
+    """The position of a replay."""
 
     line: str
     """e.g. "replay, 00:03:11 of 00:41:02, 60x"."""
+    short: str
+    """The same for a narrow terminal: "replay 60x"."""
     rewound: bool = False
-    """It went back: what was shown before is forgotten and told anew."""
+    """The replay went back: everything shown so far is forgotten and sent again."""
 
 
 @dataclass(frozen=True)
 class Followed:
-    """The process tree that `--pid` names. No processes: it has ended."""
+    """The process tree of `--pid`. No processes: it has ended."""
 
     pid: int
     command: str = ""
@@ -88,49 +91,79 @@ class Feed(Protocol):
     """A stream of values in one direction, requests in the other."""
 
     read_only: bool
-    """True where no action may be offered."""
+    """True if no action may be offered."""
     label: str | None
-    """What to say about all that it tells, e.g. "demo - invented numbers"."""
+    """A note on all its values for the header, e.g. "replay"."""
 
     def messages(self) -> AsyncIterator[FeedMessage]:
-        """Everything that happens, until the dashboard closes."""
+        """All messages, until the dashboard closes."""
 
     def request(self, make: Callable[[int], wire.Request]) -> AsyncIterator[wire.Answer]:
-        """Send the request that `make` builds from an id; yields accepted, then done or failed; or refused."""
+        """Send the request that `make` builds from an id; yields accepted, then done or failed; or
+        refused.
+        """
 
 
 @runtime_checkable
 class Controlled(Protocol):
-    """A feed with a clock of its own."""
+    """A feed with its own clock."""
 
     def control(self, action: str) -> bool:
-        """pause, slower, faster, back, forward, start or end; False while there is nothing to control yet."""
-
-
-@runtime_checkable
-class Staged(Protocol):
-    """A feed that plays invented scenes when it is asked to."""
-
-    def play(self, scene: str) -> None:
-        """`oom`: the run dies of memory."""
+        """pause, slower, faster, back, forward, start or end; False while there is nothing to
+        control yet.
+        """
 
 
 @runtime_checkable
 class DetailedFeed(Protocol):
-    """A feed that can read more on request: some values cost the driver too much time to read them always."""
+    """A feed that can read more on request: some values cost the driver too much time to read them
+    always.
+    """
 
     def look_closely(self) -> None:
-        """Read the expensive values, too, for the next few seconds: a GPU's details are on the screen."""
+        """Read the expensive values, too, for the next few seconds: a GPU's details are on the
+        screen.
+        """
+
+
+Turn = Callable[[FeedMessage], FeedMessage | None]
+"""Changes a message before the dashboard gets it; None drops the message."""
+
+
+async def _turned(messages: AsyncIterator[FeedMessage], turns: Sequence[Turn]) -> AsyncIterator[FeedMessage]:
+    # Closing the generator closes the feed's connection.
+    async with aclosing(cast("AsyncGenerator[FeedMessage, None]", messages)) as source:
+        async for message in source:
+            turned: FeedMessage | None = message
+            for turn in turns:
+                turned = None if turned is None else turn(turned)
+            if turned is not None:
+                yield turned
+
+
+def choosing(indices: Collection[int]) -> Turn:
+    """Keep only these GPUs, by the driver's index."""
+
+    def turn(message: FeedMessage) -> FeedMessage | None:
+        if isinstance(message, MachineSnapshot):
+            return only_gpus(message, indices)
+        if isinstance(message, StateUpdate) and message.machine is not None:
+            return msgspec.structs.replace(message, machine=only_gpus(message.machine, indices))
+        if isinstance(message, HistoryRows) and message.key != HOST and message.gpu_index not in indices:
+            return None
+        return message
+
+    return turn
 
 
 class Wanted(Protocol):
-    """What is needed of `supervisor.monitor.nvml.NvmlReader`."""
+    """The part of `supervisor.monitor.nvml.NvmlReader` that feeds use."""
 
     def want_pcie(self) -> None: ...
 
 
 class Sampling(Protocol):
-    """What is needed of `supervisor.monitor.sampler.Sampler`."""
+    """The part of `supervisor.monitor.sampler.Sampler` that feeds use."""
 
     @property
     def nvml(self) -> Wanted: ...
@@ -141,7 +174,7 @@ class Sampling(Protocol):
 def real_sampler(runs_dir: Path | None = None) -> Sampling:
     """The sampler of this machine; imported late because it loads the driver's library.
 
-    Without a folder of runs it calls no process a stray.
+    Without a folder of runs, no process counts as a stray.
     """
     from memtop.supervisor.monitor.sampler import Sampler
     from memtop.supervisor.run.record.view import known_runs
@@ -150,7 +183,9 @@ def real_sampler(runs_dir: Path | None = None) -> Sampling:
 
 
 class LocalFeed:
-    """No run: this machine's GPUs, their processes and the host's memory; with `pid` also that process tree."""
+    """This machine without a run: its GPUs, their processes and host memory; with `pid` also that
+    process tree.
+    """
 
     def __init__(
         self,
@@ -159,7 +194,9 @@ class LocalFeed:
         *,
         read_only: bool = False,
         pid: int | None = None,
+        turns: Sequence[Turn] = (),
     ) -> None:
+        self._turns = turns
         self.read_only = read_only
         self.label: str | None = None
         self._sampler_factory = sampler_factory
@@ -167,8 +204,12 @@ class LocalFeed:
         self._pid = pid
         self._sampler: Sampling | None = None
 
-    async def messages(self) -> AsyncIterator[FeedMessage]:
-        # The driver may block for seconds when a GPU is in trouble: never on the thread that draws.
+    def messages(self) -> AsyncIterator[FeedMessage]:
+        return _turned(self._messages(), self._turns)
+
+    async def _messages(self) -> AsyncIterator[FeedMessage]:
+        # A driver call may block for seconds if a GPU is in trouble, so it never runs on the thread
+        # that draws.
         sampler = self._sampler = await asyncio.to_thread(self._sampler_factory)
         yield Connected()
         while True:
@@ -186,7 +227,7 @@ class LocalFeed:
 
 
 def follow(pid: int) -> Followed:
-    """The process tree below `pid` as it is now."""
+    """The process tree below `pid`."""
     from memtop.supervisor.monitor.processes.table import process_tree
 
     tree = process_tree(pid)
@@ -197,7 +238,7 @@ def follow(pid: int) -> Followed:
 
 
 class Client(Protocol):
-    """What is needed of `supervisor.run.client.AsyncRunClient`."""
+    """The part of `supervisor.run.clients.client.AsyncRunClient` that feeds use."""
 
     async def send(self, request: wire.Request) -> None: ...
 
@@ -209,8 +250,9 @@ class Client(Protocol):
 class RunFeed:
     """A run, over its supervisor's socket.
 
-    If the supervisor dies, a new one is started while the trainer lives, and the stream goes on. Once the run is over
-    and nobody answers, the last state is read from the run's folder, and this machine is sampled from here.
+    If the supervisor ends while the trainer lives, a new supervisor is started and the stream
+    continues. After the run is over, the feed reads the last state from the run's folder and
+    samples this machine itself.
     """
 
     def __init__(
@@ -221,7 +263,9 @@ class RunFeed:
         interval: float = 1.0,
         sampler_factory: Callable[[], Sampling] | None = None,
         retry_seconds: float = 1.0,
+        turns: Sequence[Turn] = (),
     ) -> None:
+        self._turns = turns
         self.read_only = read_only
         self.label: str | None = None
         self._folder = run_folder
@@ -237,7 +281,10 @@ class RunFeed:
         self._look_due = float("-inf")
         self._looking: asyncio.Task[None] | None = None
 
-    async def messages(self) -> AsyncIterator[FeedMessage]:
+    def messages(self) -> AsyncIterator[FeedMessage]:
+        return _turned(self._messages(), self._turns)
+
+    async def _messages(self) -> AsyncIterator[FeedMessage]:
         while True:
             client = await self._connect()
             if client is None:
@@ -289,13 +336,15 @@ class RunFeed:
 
     async def _look_there(self) -> None:
         async for _ in self.request(lambda number: wire.Look(id=number)):
-            # A supervisor older than this dashboard refuses: then these values stay unknown, with the sample's own reason.
+            # If the supervisor refuses, these values stay unknown with the sample's reason.
             pass
 
     async def _alone(self, request: wire.Request) -> AsyncIterator[wire.Answer]:
-        """Without a supervisor only one thing is possible: taking up a run that is over, under a new one."""
+        """Without a supervisor the only possible request is a restart: a new supervisor resumes a
+        run that is over.
+        """
         if not isinstance(request, wire.Restart) or not self._ended:
-            yield _refusal(request.id, "nobody answers: the supervisor is gone")
+            yield _refusal(request.id, "the supervisor is gone")
             return
         from memtop.supervisor.run.clients.client import start_supervisor
         from memtop.supervisor.run.record.folder import RunFolder
@@ -306,7 +355,7 @@ class RunFeed:
         except (MemtopError, OSError) as error:
             yield wire.Answer(id=request.id, outcome=wire.Outcome.FAILED, message=str(error))
             return
-        yield wire.Answer(id=request.id, outcome=wire.Outcome.DONE, message="the run is taken up again")
+        yield wire.Answer(id=request.id, outcome=wire.Outcome.DONE, message="the run resumes")
 
     async def _connect(self) -> Client | None:
         from memtop.supervisor.run.clients.client import AsyncRunClient
@@ -314,14 +363,14 @@ class RunFeed:
         try:
             return await AsyncRunClient.connect(self._folder)
         except (MemtopError, OSError):
-            # Nobody listens. What that means for the run is for _without_supervisor to find out and say.
+            # No supervisor listens. _without_supervisor finds out what that means for the run.
             return None
 
     async def _stream(self, client: Client) -> AsyncIterator[FeedMessage]:
         try:
             await client.send(wire.Subscribe(id=next(self._ids)))
         except ConnectionError:
-            # Gone between connecting and asking; the caller says so and tries again.
+            # The supervisor ended after we connected; the caller reports that and tries again.
             return
         while (message := await client.receive()) is not None:
             if not isinstance(message, wire.Answer):
@@ -330,7 +379,9 @@ class RunFeed:
                 self._waiting[message.id].put_nowait(message)
 
     async def _without_supervisor(self) -> AsyncIterator[FeedMessage]:
-        """One look at a run that nobody supervises: revive its supervisor if it still trains, else show how it ended."""
+        """Check a run without a supervisor: start a supervisor if it still trains, else show how it
+        ended.
+        """
         from memtop.supervisor.run.clients.client import revive
 
         try:
@@ -346,14 +397,14 @@ class RunFeed:
         yield wire.StateUpdate(run=run)
         self._ended = not run.alive
         yield _unsupervised(run)
-        # Somebody may take the run up again: keep looking, and keep the machine's panels alive meanwhile.
+        # Another program may resume the run: keep checking, and keep sampling the machine.
         if self._sampler is None:
             self._sampler = await asyncio.to_thread(self._sampler_factory)
         yield await asyncio.to_thread(self._sampler.sample)
         await asyncio.sleep(max(self._retry_seconds, self._interval))
 
     def _look(self) -> tuple[wire.RunState, list[FeedMessage]]:
-        """The run's state now, and its history if that is another than at the last look: a long one takes long to read."""
+        """The run's state, and its history if the files have changed since the last call."""
         from memtop.supervisor.run.record.folder import RunFolder
         from memtop.supervisor.run.record.view import read_configurations, read_run, read_state
 
@@ -361,21 +412,23 @@ class RunFeed:
         wal = folder.ledger_path.with_name(folder.ledger_path.name + "-wal")
         stamp = tuple(_stamp(path) for path in (folder.state_path, folder.ledger_path, wal))
         if stamp == self._read:
-            # Whether its processes live is not written in the file.
+            # The file does not say whether the run's processes live.
             return read_state(folder), []
         run, metrics, events = read_run(self._folder)
         self._read = stamp if stamp[0] is not None else None
-        told = wire.ConfigurationRows(rows=read_configurations(self._folder))
-        return run, [wire.MetricRows(rows=tuple(metrics), reset_from=0), wire.EventRows(rows=tuple(events)), told]
+        rows = wire.ConfigurationRows(rows=read_configurations(self._folder))
+        return run, [wire.MetricRows(rows=tuple(metrics), reset_from=0), wire.EventRows(rows=tuple(events)), rows]
 
     def _fail_waiting(self) -> None:
         for number, answers in self._waiting.items():
-            lost = "the supervisor went away before it answered"
+            lost = "the supervisor ended before it answered"
             answers.put_nowait(wire.Answer(id=number, outcome=wire.Outcome.FAILED, message=lost))
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """What changes whenever a file does; None where there is nothing in it: reading a ledger may create an empty log."""
+    """A value that changes when the file does; None if it is empty: reading a ledger may create an
+    empty log.
+    """
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -385,55 +438,9 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 def _unsupervised(run: wire.RunState) -> Disconnected:
     if run.alive:
-        return Disconnected("supervisor is gone, training goes on - reconnecting")
-    return Disconnected(f"the run is over ({run.state.value}); r or memtop restart {run.name} takes it up again", ended=True)
+        return Disconnected("supervisor is gone, training continues - reconnecting")
+    return Disconnected(f"the run is over ({run.state.value}); r or memtop restart {run.name} resumes it", ended=True)
 
 
 def _refusal(number: int, message: str) -> wire.Answer:
     return wire.Answer(id=number, outcome=wire.Outcome.REFUSED, message=message)
-
-
-Turn = Callable[[FeedMessage], FeedMessage | None]
-"""What becomes of a message; None: it is not passed on."""
-
-
-class TurnedLocalFeed(LocalFeed):
-    turns: Sequence[Turn] = ()
-
-    async def messages(self) -> AsyncIterator[FeedMessage]:
-        async for message in _turned(super().messages(), self.turns):
-            yield message
-
-
-class TurnedRunFeed(RunFeed):
-    turns: Sequence[Turn] = ()
-
-    async def messages(self) -> AsyncIterator[FeedMessage]:
-        async for message in _turned(super().messages(), self.turns):
-            yield message
-
-
-async def _turned(messages: AsyncIterator[FeedMessage], turns: Sequence[Turn]) -> AsyncIterator[FeedMessage]:
-    # A feed lets go of its connection when its generator is closed.
-    async with aclosing(cast("AsyncGenerator[FeedMessage, None]", messages)) as source:
-        async for message in source:
-            turned: FeedMessage | None = message
-            for turn in turns:
-                turned = None if turned is None else turn(turned)
-            if turned is not None:
-                yield turned
-
-
-def choosing(indices: Collection[int]) -> Turn:
-    """Pass on only these GPUs."""
-
-    def turn(message: FeedMessage) -> FeedMessage | None:
-        if isinstance(message, MachineSnapshot):
-            return only_gpus(message, indices)
-        if isinstance(message, StateUpdate) and message.machine is not None:
-            return msgspec.structs.replace(message, machine=only_gpus(message.machine, indices))
-        if isinstance(message, HistoryRows) and message.key != HOST and message.gpu_index not in indices:
-            return None
-        return message
-
-    return turn

@@ -1,4 +1,4 @@
-"""All keys and all marks, from the same table that the keys come from."""
+"""The help dialog: all keys and marks, from the table of actions."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ _GROUPS = (
     ("session", "This dashboard"),
     ("view", "Looking around"),
     ("replay", "The replay"),
-    ("demo", "The demo"),
 )
 _MARKS = """\
 Bars     █ allocated   ▓ cached by the allocator   ▒ CUDA context and libraries
-         ░ others and driver   · page cache, given back when needed
+         ░ others and driver   · page cache, freed when needed
          ┆ highest so far   ┊┊ 85 % and 90 %
          ╍╍▴ and ~ predicted, never measured
 Bands    · safe below 85 %   ^ edge 85 to 90 %   !! danger above 90 %
@@ -58,7 +57,7 @@ def help_page(store: Store) -> Group:
 class HelpDialog(Dialog[None]):
     """Read and close."""
 
-    # The page itself is what scrolls, and it has the focus: it opens at its beginning, and the arrow keys move it.
+    # The page itself has the focus: it opens at its top, and the arrow keys scroll it.
     AUTO_FOCUS = "VerticalScroll"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark,q,enter", "cancel", "Close", show=False)]
 

@@ -1,4 +1,6 @@
-"""The past on the whole screen: curves with a zoom and a cursor, from the hour in memory and, for a run, its ledger."""
+"""The history screen: curves with a zoom and a cursor, from the last hour in memory and, for a run,
+its ledger.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,10 @@ _CHOICES = {
     "w": ("power", "power_watts", "watts", False),
     "r": ("run RSS", "run_rss_bytes", "bytes", True),
 }
-# What there is one curve more of where there are several GPUs: the mean over all.
+# With several GPUs these also have a curve of the mean of all GPUs.
 _TOGETHER = "vu"
 _REREAD_SECONDS = 10.0
-# So that the newest value, which stands from its own moment on, is seen.
+# The newest value is drawn from its own time on, so the axis ends a little later.
 _NEWEST_STANDS = 1.0
 _Series = dict[str, dict[str, list[Bucket]]]
 
@@ -49,7 +51,9 @@ def _tips() -> list[tuple[str, tuple[str, str, str, bool], str]]:
 
 
 class HistoryScreen(FullScreen):
-    """Opened over the dashboard, whose ring it reads; the run's ledger is read in a thread."""
+    """Draws the dashboard's history of the last hour, and the run's ledger, which it reads in a
+    thread.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,h,H,q", "leave", "Close", show=False),
@@ -70,7 +74,7 @@ class HistoryScreen(FullScreen):
         super().__init__(dashboard)
         self._chosen = {"v", "m"}
         start, end = dashboard.history.start, dashboard.history.end
-        # An hour of which a few minutes are known would be an empty page.
+        # With only a few minutes of data, an hour would be nearly empty.
         self._zoom = 0 if start is None or end is None or end - start <= _ZOOMS[0][0] else 1
         self._cursor: float | None = None
         self._first = 0
@@ -97,11 +101,11 @@ class HistoryScreen(FullScreen):
     @property
     def _folder(self) -> Path | None:
         run = self.dashboard.store.run
-        # The demo's run has no folder.
+        # A recorded run has no folder.
         return None if run is None or not Path(run.folder).is_dir() else Path(run.folder)
 
     def _span(self) -> tuple[float, float] | None:
-        """The stretch of time that is shown; None while nothing is known at all."""
+        """The start and end of the shown time, seconds since the epoch; None without any data."""
         ring, seconds = self.dashboard.history, _ZOOMS[self._zoom][0]
         run = self.dashboard.store.run
         newest = [moment for moment in (ring.end, self._extent and self._extent[1]) if moment is not None]
@@ -111,7 +115,7 @@ class HistoryScreen(FullScreen):
             end = (ring.end if ring.end is not None else newest[-1]) + _NEWEST_STANDS
             return end - seconds, end
         starts = [moment for moment in (ring.start, self._extent and self._extent[0]) if moment is not None]
-        # A run that is over ends where its ledger does, whatever this dashboard has seen since.
+        # For a run that is over, the axis ends with its ledger.
         over = run is not None and run.state.final and self._extent is not None
         start, end = self._extent if over and self._extent else (min(starts), max(newest))
         return start, max(end + _NEWEST_STANDS, start + 10)
@@ -132,14 +136,14 @@ class HistoryScreen(FullScreen):
         self._show()
 
     def _buckets(self, key: str, name: str) -> list[Bucket]:
-        """The ledger up to where the ring begins, then the ring."""
+        """The ledger's values up to the start of the last hour, then the values in memory."""
         live = self.dashboard.history.buckets(key, name)
         begins = live[0].time if live else float("inf")
         old = [bucket for bucket in self._stored.get(key, {}).get(name, ()) if bucket.time + bucket.seconds <= begins]
         return old + live
 
     def curves(self) -> list[Curve]:
-        """All that are chosen, GPUs in their order, the host's after them."""
+        """The chosen curves: GPUs in their order, then the host."""
         ring = self.dashboard.history
         sources = {**self._sources, **{key: ring.gpu_index(key) for key in ring.keys}}
         gpus = sorted((key for key in sources if key != HOST), key=lambda key: sources[key] or 0)
@@ -152,7 +156,7 @@ class HistoryScreen(FullScreen):
                 continue
             each = [Curve(f"{words} {label_of(sources[key])}", unit, self._buckets(key, name)) for key in gpus]
             if len(each) > 1 and letter in _TOGETHER:
-                # All their values in one: the mean is that over time and cards, least and most are of any card.
+                # All values in one curve: the mean over time and cards, least and most of any card.
                 every = [bucket for curve in each for bucket in curve.buckets]
                 found.append(Curve(f"{words} of all {len(each)} GPUs, mean", unit, every))
             found += each
@@ -163,13 +167,13 @@ class HistoryScreen(FullScreen):
     def _panel_title(self, store: Store) -> str:
         zoom = _ZOOMS[self._zoom][1]
         if self._folder is None:
-            return f"History: {zoom}, only what this dashboard has seen"
+            return f"History: {zoom}, since this dashboard started"
         return f"History of {store.run.name if store.run else ''}: {zoom}"
 
     def _draw(self, store: Store, width: int, height: int) -> list[Line]:
         span = self._span()
         if span is None:
-            return [line(("nothing is known yet", "muted"))]
+            return [line(("there is no data yet", "muted"))]
         curves = self.curves()
         self._first = min(self._first, max(0, len(curves) - 1))
         view = View(*span, self._cursor, store.events)
@@ -190,7 +194,7 @@ class HistoryScreen(FullScreen):
     # --- keys -----------------------------------------------------------------------------------------------------------
 
     def action_zoom(self, step: int) -> None:
-        # Without a ledger there is nothing beyond the hour in memory.
+        # Without a ledger there is only the hour in memory.
         most = len(_ZOOMS) - 1 if self._folder is not None else 1
         self._zoom = min(most, max(0, self._zoom + step))
         self._cursor = None
@@ -238,7 +242,7 @@ class HistoryScreen(FullScreen):
 def _stored(
     folder: Path, zoom: int, span: tuple[float, float] | None
 ) -> tuple[tuple[float, float] | None, dict[str, int | None], _Series]:
-    """Extent, sources and values of the ledger for what is shown. Runs in a thread."""
+    """Extent, sources and values of the ledger for the shown time. Runs in a thread."""
     from memtop.supervisor.run.record.folder import RunFolder
     from memtop.supervisor.run.record.view import reading_ledger
 
@@ -256,11 +260,11 @@ def _stored(
 
 LABEL_WIDTH = 9
 SMALLEST = 4
-"""Rows of one curve, its title included."""
+"""Rows of one curve, including its title."""
 _ROLES = {Band.SAFE: "hist", Band.EDGE: "histedge", Band.DANGER: "histdanger", Band.UNKNOWN: "unknown"}
 _BITS = ((0x40, 0x80), (0x04, 0x20), (0x02, 0x10), (0x01, 0x08))
 """The dots of a braille cell: rows from the bottom, columns from the left."""
-# What an event has to be for its moment to be marked.
+# The kinds of events that are marked.
 _LIFE = ("attempt", "adopted", "checkpoint", "warning", "band", "finished", "stopped", "failed", "stop")
 _MEMORY = ("oom", "survived", "remedy", "settings", "trend", "pressure", "trial")
 MARKED = frozenset((*_LIFE, *_MEMORY))
@@ -278,7 +282,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class View:
-    """Which stretch of time, where the cursor is, and what happened in it."""
+    """The shown time, the cursor and the events."""
 
     start: float
     end: float
@@ -288,35 +292,35 @@ class View:
 
 
 def cells(width: int) -> int:
-    """How many cells a curve has on so many columns."""
+    """The cells of a curve on a screen of this width."""
     return max(1, width - LABEL_WIDTH)
 
 
 def draw(curves: Sequence[Curve], view: View, width: int, height: int) -> list[Line]:
-    """As many curves as fit, one below the other, the marks of events above and the times below."""
+    """As many curves as fit below each other, with event marks above and times below."""
     room = height - 3
     if not curves or room < SMALLEST or width < LABEL_WIDTH + 20:
-        return [line(("no curve is chosen, or no room for one", MUTED))]
+        return [line(("no curve is chosen, or there is no room for one", MUTED))]
     shown = curves[: max(1, room // SMALLEST)]
     each = room // len(shown)
     lines = [_marks(view, width)]
     for curve in shown:
         lines += _curve(curve, view, width, each)
     hidden = len(curves) - len(shown)
-    # What the division leaves over is empty above the axis, so that the last lines keep their places.
+    # Spare lines are left empty above the axis, so that the last lines keep their places.
     lines += [()] * (height - 2 - len(lines))
     return [*lines, _axis(view, width), _words(view, width, hidden)]
 
 
 def value_words(unit: str, value: float) -> str:
-    """One value for a person."""
+    """One value as text."""
     if unit in ("fraction", "memory"):
         return units.percent(value)
     return f"{value:.0f} W" if unit == "watts" else units.size(value)
 
 
 def reading(curve: Curve, view: View, width: int) -> Line:
-    """What the curve says where the cursor is."""
+    """The curve's value at the cursor."""
     count = cells(width)
     each = (view.end - view.start) / count
     start = view.start + _column(view, count) * each
@@ -409,7 +413,7 @@ def _clock(moment: float, *, days: bool) -> str:
 
 
 def _words(view: View, width: int, hidden: int) -> Line:
-    """The event nearest to the cursor, and how much does not fit."""
+    """The event nearest to the cursor, and the number of hidden curves."""
     parts: list[Line] = []
     if hidden:
         parts.append(line((f"{hidden} more below (down)", "accent")))

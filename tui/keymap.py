@@ -10,22 +10,23 @@ from memtop.tui.store import Link, Store, holders
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a person can do on the dashboard."""
+    """One action of the dashboard."""
 
     id: str
     keys: tuple[str, ...]
-    """As Textual spells them; the first is the one shown."""
+    """In Textual's spelling; the first one is shown."""
     shown_key: str
     label: str
     short: str
-    """The label where the terminal is narrow."""
+    """The label on a narrow terminal."""
     description: str
     group: str
-    """"run" and "machine" change something and are gone when read-only; the others are harmless."""
+    """Actions of "run" and "machine" change something and are not offered in a read-only dashboard.
+    """
     dangerous: bool = False
-    """Asks first, with the focus on Cancel."""
+    """The action asks first, with the focus on Cancel."""
     gives_way: bool = False
-    """Has a button only where there is room, and only while it can be used."""
+    """The action has a button only if there is room and it can be used now."""
 
 
 ACTIONS = (
@@ -44,7 +45,7 @@ ACTIONS = (
         "k",
         "Kill strays",
         "Kill",
-        "Choose processes that hold GPU memory and end them; only your own can be chosen",
+        "Choose processes that hold GPU memory and end them; only yours can be chosen",
         "machine",
         dangerous=True,
     ),
@@ -54,7 +55,7 @@ ACTIONS = (
         "r",
         "Restart…",
         "Restart",
-        "Save, then go on from train_latest_state with another batch, accumulation, seq_len or preset",
+        "Save, then resume from train_latest_state with another batch, accumulation, seq_len or preset",
         "run",
         dangerous=True,
     ),
@@ -74,7 +75,7 @@ ACTIONS = (
         "s",
         "Stop…",
         "Stop",
-        "Finish the present update, save, and end the run",
+        "Finish the current update, save, and end the run",
         "run",
         dangerous=True,
     ),
@@ -84,7 +85,7 @@ ACTIONS = (
         "U",
         "Undo",
         "Undo",
-        "Restart with the configuration before the present one; asks first (u shows them all)",
+        "Restart with the previous configuration; asks first (u lists all of them)",
         "run",
         dangerous=True,
         gives_way=True,
@@ -95,7 +96,7 @@ ACTIONS = (
         "o",
         "Processes",
         "Procs",
-        "All GPU processes by job, as a tree or flat: sort, filter, find, end; Enter shows one in detail",
+        "All GPU processes by job, as a tree or flat: sort, filter, find, end; Enter opens one",
         "screen",
     ),
     Action(
@@ -104,18 +105,18 @@ ACTIONS = (
         "g",
         "GPU details",
         "GPU",
-        "All that the driver tells of the selected GPU, and why something is not known (also Enter)",
+        "Every value that the driver reports for the selected GPU, or why it is unknown (also Enter)",
         "screen",
     ),
     Action("host", ("m",), "m", "Host details", "Host", "Host memory, swap, pressure and limits in full", "screen"),
     Action("history", ("h", "H"), "h", "History", "History", "Curves of memory, use and power, with a cursor", "screen"),
     Action(
-        "way_out",
+        "recovery",
         ("w",),
         "w",
-        "Way out",
-        "Way out",
-        "The run died of memory: what happened, where it went, what can be done; Enter applies the first remedy",
+        "Recovery",
+        "Recovery",
+        "After running out of memory: what happened, where the memory went, remedies; Enter applies the first",
         "screen",
     ),
     Action(
@@ -124,22 +125,22 @@ ACTIONS = (
         "u",
         "Roll back…",
         "Roll back",
-        "All configurations of the run with reason, measured peak and speed; Enter goes back to one",
+        "All configurations of the run with reason, measured peak and speed; Enter returns to one",
         "screen",
     ),
     Action(
-        "faster",
+        "speed",
         ("b",),
         "b",
         "Speed",
         "Speed",
-        "What bounds the run's speed, and what would make it faster; Enter tries a proposal and keeps it only if it helps",
+        "What limits the run's speed, and how to raise it; Enter tries a proposal and keeps it only if it helps",
         "screen",
     ),
-    Action("detach", ("d", "q"), "d", "Detach", "Detach", "Close the dashboard; the run goes on (also q)", "session"),
+    Action("detach", ("d", "q"), "d", "Detach", "Detach", "Close the dashboard; the run continues (also q)", "session"),
     Action("help", ("question_mark",), "?", "Help", "Help", "All keys, and what the marks mean", "session"),
-    Action("follow", ("l",), "l", "Log: follow", "Follow", "Follow the log's end, or hold it still", "view"),
-    Action("search", ("slash",), "/", "Log: search", "Search", "Find text in the log; n and N go on, Esc leaves", "view"),
+    Action("follow", ("l",), "l", "Log: follow", "Follow", "Follow the end of the log, or stop following", "view"),
+    Action("search", ("slash",), "/", "Log: search", "Search", "Find text in the log; n and N find more, Esc leaves", "view"),
     Action("next_match", ("n",), "n", "Log: next match", "Next", "The next older line that matches", "view"),
     Action("previous_match", ("N",), "N", "Log: previous match", "Previous", "The next newer line that matches", "view"),
     Action(
@@ -148,26 +149,25 @@ ACTIONS = (
         "e",
         "Log or events",
         "Events",
-        "On a small terminal: events in place of the log, and back",
+        "On a small terminal: show events instead of the log, and back",
         "view",
     ),
-    Action("log_up", ("pageup",), "PgUp", "Log: back", "Back", "A page back in the log, which is then held still", "view"),
+    Action("log_up", ("pageup",), "PgUp", "Log: back", "Back", "A page back in the log; it stops following", "view"),
     Action("log_down", ("pagedown",), "PgDn", "Log: forward", "Forward", "A page forward in the log", "view"),
-    Action("gpu_up", ("up",), "↑", "GPU above", "Up", "Select the GPU above, where all share one panel", "view"),
+    Action("gpu_up", ("up",), "↑", "GPU above", "Up", "Select the GPU above, if all GPUs share one panel", "view"),
     Action("gpu_down", ("down",), "↓", "GPU below", "Down", "Select the GPU below", "view"),
-    Action("replay_pause", ("space",), "Space", "Pause", "Pause", "Hold the replay, or go on", "replay"),
+    Action("replay_pause", ("space",), "Space", "Pause", "Pause", "Pause the replay, or continue", "replay"),
     Action("replay_slower", ("less_than_sign",), "<", "Slower", "Slower", "Half the speed, down to 1x", "replay"),
     Action("replay_faster", ("greater_than_sign",), ">", "Faster", "Faster", "Twice the speed, up to 3600x", "replay"),
     Action("replay_back", ("left",), "←", "Minute back", "Back", "One minute back", "replay"),
     Action("replay_forward", ("right",), "→", "Minute on", "On", "One minute forward", "replay"),
     Action("replay_start", ("home",), "Home", "To its start", "Start", "To the run's beginning", "replay"),
     Action("replay_end", ("end",), "End", "To its end", "End", "To the run's end", "replay"),
-    Action("scene", ("x",), "x", "Scene", "Scene", "The invented run dies of memory, to see what is done then", "demo"),
 )
 BY_ID = {action.id: action for action in ACTIONS}
-BAR = tuple(action for action in ACTIONS if action.group not in ("view", "replay", "demo"))
-"""Those that look deeper, and those that give way, only where there is room."""
-_OF_A_RUN = ("way_out", "configurations", "faster")
+BAR = tuple(action for action in ACTIONS if action.group not in ("view", "replay"))
+"""The actions with a button. Screens and actions that give way have one only if there is room."""
+_OF_A_RUN = ("recovery", "configurations", "speed")
 
 
 def offered(action: Action, store: Store) -> bool:
@@ -176,22 +176,20 @@ def offered(action: Action, store: Store) -> bool:
         return False
     if action.group == "replay":
         return store.replaying
-    if action.group == "demo":
-        return store.staged
     return store.run is not None or (action.group != "run" and action.id not in _OF_A_RUN)
 
 
 def no_changes(store: Store) -> str | None:
-    """Why nothing of the run can be changed from here, in words; None if it can (a run that is over can be taken up again)."""
+    """Why the run cannot be changed from here; None if it can. A run that is over can be resumed."""
     if store.read_only:
         return "read-only: nothing can be changed from here"
     if store.link not in (Link.CONNECTED, Link.ENDED):
-        return store.link_reason or "nobody is connected"
+        return store.link_reason or "no supervisor is connected"
     return None
 
 
 def obstacle(action: Action, store: Store) -> str | None:
-    """Why an offered action cannot be done now, in words; None if it can."""
+    """Why an offered action cannot be done now; None if it can."""
     run = store.run
     if run is None:
         return None
@@ -201,50 +199,52 @@ def obstacle(action: Action, store: Store) -> str | None:
         return None
     takes_up_again = action.id in ("restart", "preset", "undo") and store.link is Link.ENDED
     if store.link is not Link.CONNECTED and not takes_up_again:
-        return store.link_reason or "nobody is connected"
+        return store.link_reason or "no supervisor is connected"
     if (never := foreign(action, run)) is not None:
         return never
     if action.id == "undo" and len(store.configurations) < 2:
-        return "the run has had one configuration only: there is none to go back to"
+        return "the run has had only one configuration"
     if action.id in ("restart", "preset", "undo"):
-        # A restart that memtop has only announced gives way to what a person wants.
+        # The user may replace a restart that memtop has announced but not started.
         under_way = run.state is Phase.STOPPING or (run.state is Phase.RESTARTING and store.proposal is None)
-        return "a restart is under way already" if under_way else None
+        return "a restart is already in progress" if under_way else None
     if run.state.final:
         return f"the run is {run.state.value}"
     if action.id in ("free", "checkpoint") and run.state is not Phase.TRAINING:
-        return f"the run is not training yet, it is {run.state.value}"
+        return f"the run is not training yet; its state is {run.state.value}"
     return None
 
 
 def foreign(action: Action, run: RunState) -> str | None:
-    """Why this program, one of the user's own, cannot be asked for it at all, now or later; None if it can."""
+    """Why this program can never do the action; None if it can. Only the user's programs have such
+    limits.
+    """
     if run.settings is not None:
         return None
     if action.id == "preset":
-        return "presets need a built-in recipe: the settings of this program are not known"
+        return "presets need a built-in recipe: this program's settings are not known"
     if action.id == "checkpoint" and "checkpoint" not in (run.offers or ()):
-        return "only the built-in trainer saves when it is asked to"
+        return "only the built-in trainer can save on request"
     return None
 
 
 def _nothing_to_show(action: Action, run: RunState, store: Store) -> str | None:
-    if action.id == "way_out":
-        return "the run has not died of memory" if store.proposal is None else None
+    if action.id == "recovery":
+        return "the run has not run out of memory" if store.proposal is None else None
     if action.id == "configurations":
         return None if store.configurations else "no configuration of this run is known here"
     if run.advice is None and run.trial is None:
-        return "what bounds the speed is not known yet: it is judged from updates that were measured"
+        return "what limits the speed is not known yet: it is computed from measured updates"
     return None
 
 
 def stray_count(store: Store) -> int:
-    """How many processes are proven left-overs of runs that are over."""
+    """How many processes were left behind by runs that are over."""
     return sum(holder.process.stray for holder in holders(store.machine))
 
 
 def label_of(action: Action, store: Store, *, narrow: bool) -> str:
-    """The words on the button."""
+    """The text of the button."""
     if action.id == "detach" and (store.run is None or store.replaying or store.run.state.final):
         return "Quit"
     words = action.short if narrow else action.label
@@ -255,8 +255,8 @@ def label_of(action: Action, store: Store, *, narrow: bool) -> str:
 
 
 def key_of(action: Action, preset_keys: tuple[int, ...]) -> str:
-    """The key on the button; for presets only those digits that have one."""
+    """The key on the button; for presets the range of digits in use."""
     if action.id == "preset" and preset_keys:
-        # In the order of the keyboard, where 0 comes after 9.
+        # In keyboard order: 0 comes after 9.
         return f"{preset_keys[0]}-{preset_keys[-1]}" if len(preset_keys) > 1 else str(preset_keys[0])
     return action.shown_key

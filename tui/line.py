@@ -1,11 +1,17 @@
-"""Lines of text in which every piece has a role; the widget that shows them turns roles into styles."""
+"""Lines of text in which every piece has a role. Widgets turn roles into styles.
+
+Lines are plain tuples: they are compared to find what has to be painted again, and Textual's
+`Content` takes many times longer to assemble and to join. Only the wrapping is Textual's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
+from textual.content import Content
 
 Span = tuple[str, str]
 """(text, role)"""
@@ -13,7 +19,7 @@ Line = tuple[Span, ...]
 
 
 class Heading(NamedTuple):
-    """The name of a column in a line of them: its cells, from `start` up to `end`."""
+    """The name of a table column and its cells from `start` to `end` (exclusive)."""
 
     id: str
     start: int
@@ -62,7 +68,7 @@ ROLES = (
 
 
 def line(*parts: str | Span) -> Line:
-    """A line from spans and plain strings, empty ones left out."""
+    """A line from spans and plain strings, without empty ones."""
     spans = ((part, TEXT) if isinstance(part, str) else part for part in parts)
     return tuple(span for span in spans if span[0])
 
@@ -99,7 +105,9 @@ def fit(of: Line, width: int) -> Line:
 
 
 def spread(left: Line, right: Line, width: int) -> Line:
-    """`left` at the left edge and `right` at the right one; without room for both the right one is left out."""
+    """`left` at the left edge and `right` at the right edge; `right` is dropped if there is no room
+    for both.
+    """
     gap = width - width_of(left) - width_of(right)
     if gap < 2:
         return fit(left, width)
@@ -107,7 +115,7 @@ def spread(left: Line, right: Line, width: int) -> Line:
 
 
 def join(lines: Iterable[Line], separator: str = "  ") -> Line:
-    """Lines beside each other on one line; empty ones leave no gap."""
+    """Several lines joined into one; empty ones leave no gap."""
     out: list[Span] = []
     for part in lines:
         if part:
@@ -118,7 +126,7 @@ def join(lines: Iterable[Line], separator: str = "  ") -> Line:
 
 
 def dimmed(lines: Sequence[Line]) -> list[Line]:
-    """The same words in the quiet role: values that are no longer true."""
+    """The same text in the quiet role, for outdated values."""
     return [tuple((text, MUTED) for text, _ in one) for one in lines]
 
 
@@ -128,7 +136,10 @@ def fact(label: str, value: str, role: str = STRONG) -> Line:
 
 
 def join_fitting(lines: Iterable[Line], width: int, separator: str = "  ") -> Line:
-    """As `join`, but what does not fit any more is left out whole instead of being cut: the first are the important ones."""
+    """As `join`, but parts that do not fit are dropped instead of cut.
+
+    The first parts are the most important.
+    """
     out: Line = ()
     for part in lines:
         longer = join((out, part), separator)
@@ -139,7 +150,10 @@ def join_fitting(lines: Iterable[Line], width: int, separator: str = "  ") -> Li
 
 
 def grid(cells: Sequence[Line], width: int) -> Line:
-    """Cells in columns, the first a little wider, so that numbers stay below each other from line to line."""
+    """Cells in columns, so that numbers align from line to line.
+
+    The first column is a little wider.
+    """
     first = width * 2 // 5
     rest = (width - first) // max(1, len(cells) - 1)
     out: list[Span] = []
@@ -151,38 +165,21 @@ def grid(cells: Sequence[Line], width: int) -> Line:
 
 
 def wrap(text: str, width: int, role: str = TEXT) -> list[Line]:
-    """Words over as many lines as they need; a word longer than a line is broken."""
-    lines: list[Line] = []
-    current = ""
-    for word in text.split():
-        while cell_len(word) > width:
-            if current:
-                lines.append(line((current, role)))
-                current = ""
-            head = _cells_of(word, width)
-            lines.append(line((head, role)))
-            word = word[len(head) :]
-        candidate = f"{current} {word}" if current else word
-        if cell_len(candidate) > width:
-            lines.append(line((current, role)))
-            current = word
-        else:
-            current = candidate
-    if current:
-        lines.append(line((current, role)))
-    return lines
+    """The text wrapped at words; a word longer than a line is broken."""
+    return [((part, role),) for part in _wrapped(text, max(1, width))]
 
 
-def _cells_of(text: str, width: int) -> str:
-    """As much of the text as these cells hold, one character at least: wide characters take two."""
-    taken = 1
-    while taken < len(text) and cell_len(text[: taken + 1]) <= width:
-        taken += 1
-    return text[:taken]
+@lru_cache(maxsize=1024)
+def _wrapped(text: str, width: int) -> tuple[str, ...]:
+    # Cached, because the same texts are drawn again every second. After a broken word Textual keeps
+    # the blank.
+    words = " ".join(text.split())
+    parts = (part.plain.strip() for part in Content(words).wrap(width)) if words else ()
+    return tuple(part for part in parts if part)
 
 
 def cropped(text: str, width: int) -> str:
-    """The text in exactly so many cells: padded, or cut with an ellipsis."""
+    """The text in exactly `width` cells: padded, or cut with an ellipsis."""
     if cell_len(text) <= width:
         return text + " " * (width - cell_len(text))
     return set_cell_size(text, width - 1) + "…" if width > 0 else ""

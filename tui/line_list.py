@@ -1,4 +1,6 @@
-"""A page of drawn lines with one cursor and one scroll position: tables, texts, and texts with entries to choose."""
+"""A page of drawn lines with one cursor and one scroll position: tables, texts, and texts with
+entries to choose.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class Page(NamedTuple):
 
     entries: Sequence[Entry]
     heading: Line | None = None
-    """The names of a table's columns; they do not scroll. With a heading, each entry is one line."""
+    """The names of a table's columns; they do not scroll. With a heading, each entry is one line.
+    """
     columns: Sequence[Heading] = ()
 
 
@@ -60,8 +63,8 @@ def indented_width(width: int) -> int:
 class LineList(RoleStyles, can_focus=True):
     """Shows a page and repaints only the lines that changed.
 
-    Up and down move the cursor from entry to entry and scroll where there is none. The cursor stays on its key when
-    entries move.
+    Up and down move the cursor from entry to entry and scroll where there is none. The cursor stays
+    on its key when entries move.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -114,7 +117,10 @@ class LineList(RoleStyles, can_focus=True):
         return sum(len(entry.lines) for entry in page.entries) + (page.heading is not None)
 
     def redraw(self) -> None:
-        """Draw the page again. In a table the row under the cursor keeps its place on the screen if possible."""
+        """Draw the page again.
+
+        In a table the row under the cursor keeps its place on the screen if possible.
+        """
         if self.size.width <= 0:
             return
         places, before = self._keys, self._first_row()
@@ -202,7 +208,10 @@ class LineList(RoleStyles, can_focus=True):
         return next((n for n, (key, _) in enumerate(self._rows) if key == self._cursor), None)
 
     def _into_view(self) -> None:
-        """Scroll as little as needed. On the first entry, show as much as possible of the text above it."""
+        """Scroll as little as needed.
+
+        On the first entry, show as much as possible of the text above it.
+        """
         first = self._first_row()
         if first is None or self.size.height <= 0:
             return

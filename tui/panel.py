@@ -1,4 +1,4 @@
-"""A panel drawn line by line from the store: the one widget behind almost everything on the dashboard."""
+"""A panel drawn line by line from the store: the widget of most panels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Draw = Callable[[Store, int, int], Sequence[Line]]
 
 
 class RoleStyles(Widget):
-    """Turns the roles of drawn text into styles, through one component class per role."""
+    """Maps the roles of drawn text to styles, with one component class per role."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"draw--{role}" for role in ROLES}
 
@@ -36,7 +36,8 @@ class RoleStyles(Widget):
     def role_style(self, role: str) -> Style:
         """The style of one role on this widget's background."""
         if role not in self._roles:
-            # Blanks need the background too: the line API paints nothing behind unstyled cells.
+            # Blanks need the background too: Textual's line API paints nothing behind unstyled
+            # cells.
             self._roles[role] = self.rich_style + self.get_component_rich_style(f"draw--{role}", partial=True)
         return self._roles[role]
 
@@ -57,13 +58,13 @@ class LinePanel(RoleStyles):
         self._draw = draw
         self._title = title
         self.opens = opens
-        """The action that a click stands for, or nothing."""
+        """The action that a click starts; empty for none."""
         self._store = Store()
         self._drawn_for: tuple[int, int] = (-1, -1)
         self._lines: tuple[Line, ...] = ()
 
     class Opened(Message):
-        """A panel that opens something was clicked; `row` counts from its first line."""
+        """A panel with an action was clicked; `row` counts from its first line."""
 
         def __init__(self, panel: LinePanel, row: int) -> None:
             super().__init__()
@@ -77,14 +78,14 @@ class LinePanel(RoleStyles):
             self.post_message(self.Opened(self, -1 if inside is None else inside.y))
 
     def show(self, store: Store) -> None:
-        """Take the next store. Lines that look as before are not painted again."""
+        """Draw the store. Unchanged lines are not painted again."""
         self._store = store
         title = self._title if isinstance(self._title, str) else self._title(store)
         if title and self.border_title != title:
             self.border_title = title
         width, height = self._drawn_for
         if (width, height) != self.size or not self.display:
-            # Not laid out yet, or hidden: render_line draws when it is wanted.
+            # Not laid out yet, or hidden: render_line draws when needed.
             self._drawn_for = (-1, -1)
             return
         before = self._lines
@@ -95,7 +96,7 @@ class LinePanel(RoleStyles):
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """What is on the screen, as lines with roles."""
+        """The visible lines with their roles."""
         if self._drawn_for != self.size:
             self._redraw(*self.size)
         return self._lines

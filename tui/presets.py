@@ -1,4 +1,7 @@
-"""The preset table: what each preset would make of this run. Enter applies its memory strategy, Esc returns."""
+"""The preset table: what each preset would change in this run.
+
+Enter applies its memory strategy, Esc returns.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from memtop.tui.screen import Dialog
 
 
 class PresetDialog(Dialog[str]):
-    """Dismissed with the name of the preset to apply, or None."""
+    """Closes with the name of the preset to apply, or None."""
 
     AUTO_FOCUS = "DataTable"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -63,7 +66,7 @@ class PresetDialog(Dialog[str]):
             self.action_point(wanted)
 
     def action_point(self, key: int) -> None:
-        """Put the cursor on the preset of that digit key."""
+        """Move the cursor to the preset of a digit key."""
         for row, look in enumerate(self._outlooks.values()):
             if look.preset.key == key:
                 self.query_one(DataTable).move_cursor(row=row)
@@ -88,7 +91,7 @@ class PresetDialog(Dialog[str]):
     def _row(self, look: Outlook) -> list[Text]:
         after, preset = look.kept, look.preset
         chosen = preset.name == self._settings.preset
-        # The run may have left its preset's split, by an edit of its own: then the preset can be applied again.
+        # An edit may have changed the preset's split: then the preset can be applied again.
         now = after == self._settings
         cells = (
             "▸" if chosen else " ",
@@ -99,14 +102,14 @@ class PresetDialog(Dialog[str]):
             "is on now" if now else look.switch,
             str(after.seq_len),
             after.zero.short,
-            # The split and ZeRO have columns of their own.
+            # The split and ZeRO have their own columns.
             "; ".join(change for change in look.changes if not change.startswith(("split", "plain", "ZeRO"))) or "nothing",
         )
         return [Text(cell, style="bold" if chosen else "") for cell in cells]
 
 
 def _description(look: Outlook) -> str:
-    """The preset in words: what a switch does to this run, and what a new run would take of it."""
+    """The preset in words: what a switch changes in this run, and what a new run would use."""
     changed = "; ".join(look.changes) or "nothing changes"
     lines = [f"{look.preset.title}. {look.preset.description}", f"Switch: {look.switch}, {changed}"]
     if look.switch == "refused":

@@ -1,7 +1,9 @@
-"""The card that opens when a run has died of memory: what happened, where the memory went, and what can be done.
+"""The recovery card of a run that has run out of memory: what happened, where the memory went,
+remedies.
 
-Enter applies the marked remedy (the first at the beginning), Esc closes, s calls an announced restart off. It follows the
-store while it is open: the countdown of an automatic restart runs in it, and it leaves by itself once the run goes on.
+Enter applies the marked remedy (at first the first one), Esc closes, s cancels an announced
+restart. The card follows the store: it shows the countdown of an automatic restart and closes when
+the run continues.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from memtop.tui.screen import Dashboard, Dialog
 from memtop.tui.store import Store
 
 DELIBERATE_SECONDS = 0.6
-"""A card that opened by itself takes no Enter for so long: it was meant for what the card covers."""
+"""A card that has opened by itself ignores Enter for this long: the key was meant for another
+screen."""
 # The frame, the two panels below the page, and the buttons.
 _AROUND = 2 + 2 + 1 + 1
 _SIDES = 4
@@ -40,12 +43,12 @@ _AIRY_FROM = 90
 
 
 def _key(remedy: Remedy) -> tuple[str, str]:
-    """There may be several of one kind."""
+    """There may be several remedies of one kind."""
     return remedy.id, remedy.title
 
 
 class OomCard(Dialog[Remedy]):
-    """Dismissed with the remedy to apply, or None."""
+    """Closes with the remedy to apply, or None."""
 
     AUTO_FOCUS = "LineList"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -65,7 +68,7 @@ class OomCard(Dialog[Remedy]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog -dangerous oom", id="oom-box") as box:
-            # Filled from its first picture on: a countdown may be running.
+            # Sized before the first paint, because a countdown may be running.
             self._frame(box, LineList(self._draw))
             yield LineList(self._draw, id="oom-page")
             yield LinePanel(self._draw_why, id="oom-why")
@@ -93,7 +96,7 @@ class OomCard(Dialog[Remedy]):
             panel.show(store)
 
     def _frame(self, box: Vertical, page: LineList) -> None:
-        """Title and height, from what there is to tell."""
+        """Set the title and the height for the content."""
         if self._proposal is not None:
             box.border_title = card_title(self._proposal.diagnosis)
         width = min(_WIDEST, self.app.size.width * 96 // 100)
@@ -106,7 +109,7 @@ class OomCard(Dialog[Remedy]):
 
     @property
     def _announced(self) -> bool:
-        """A restart begins by itself unless somebody acts."""
+        """Whether a restart begins by itself unless the user acts."""
         return self._proposal is not None and self._proposal.begins is not None
 
     # --- what it shows ----------------------------------------------------------------------------------------------
@@ -130,12 +133,12 @@ class OomCard(Dialog[Remedy]):
         elif not proposal.last_advice and not proposal.causes:
             entries.append(text_entry([line(("No remedy is known for this.", MUTED))]))
         if proposal.waiting:
-            entries.append(text_entry(wrap(f"Nothing is done by itself: {proposal.waiting}", width, "edge")))
+            entries.append(text_entry(wrap(f"memtop does nothing by itself: {proposal.waiting}", width, "edge")))
         room = indented_width(width)
         for number, remedy in enumerate(proposal.remedies, 1):
             entries.append(indented(_key(remedy), remedy_lines(number, remedy, room, alive=alive)))
         if proposal.last_advice:
-            title = "Nothing that memtop may do by itself is left" if not proposal.remedies else "Beyond that"
+            title = "memtop has no automatic remedy left" if not proposal.remedies else "Beyond that"
             advice = [part for number, text in enumerate(proposal.last_advice, 1) for part in wrap(f"{number}. {text}", width)]
             entries.append(text_entry([line((title, "heading")), *advice]))
         return Page(entries)
@@ -158,7 +161,7 @@ class OomCard(Dialog[Remedy]):
         return [outlook(proposal, self._remedy(), now, can_act=no_changes(store) is None)]
 
     def _remedy(self) -> Remedy | None:
-        """The one under the cursor."""
+        """The remedy under the cursor."""
         proposal, key = self._proposal, self.query_one(LineList).cursor
         return next((remedy for remedy in (proposal.remedies if proposal else ()) if _key(remedy) == key), None)
 
@@ -177,7 +180,7 @@ class OomCard(Dialog[Remedy]):
 
     @on(Button.Pressed, "#stay")
     def action_stay(self) -> None:
-        """Call an announced restart off: closing the card alone does not."""
+        """Cancel an announced restart. Closing the card alone does not cancel it."""
         problem = no_changes(self._dashboard.store)
         if not self._announced:
             return
@@ -199,45 +202,45 @@ class OomCard(Dialog[Remedy]):
             self.dismiss(remedy)
         elif remedy.command:
             self.app.copy_to_clipboard(remedy.command)
-            self._say(f"memtop does not run this; copied, as far as the terminal allows: {remedy.command}", "edge")
+            self._say(f"memtop does not run this; copied to the clipboard if the terminal allows it: {remedy.command}", "edge")
         else:
-            self._say("this one is for you to do: there is nothing that memtop could apply", "edge")
+            self._say("only you can do this: memtop has nothing to apply", "edge")
 
 
 _TITLES = {
     Kind.GPU_OOM: "Out of GPU memory",
-    Kind.GPU_OOM_FRAGMENTED: "Out of GPU memory: enough of it, but in pieces",
-    Kind.GPU_OOM_OTHER_PROCESS: "Out of GPU memory: others hold most of the card",
+    Kind.GPU_OOM_FRAGMENTED: "Out of GPU memory: enough is free, but it is fragmented",
+    Kind.GPU_OOM_OTHER_PROCESS: "Out of GPU memory: other processes hold most of the card",
     Kind.HOST_OOM_ALLOC: "Out of host memory",
-    Kind.HOST_OOM_KILLED: "Killed by the kernel for lack of host memory",
+    Kind.HOST_OOM_KILLED: "Killed by the kernel: out of host memory",
     Kind.PINNED_HOST_OOM: "Out of page-locked host memory",
     Kind.SHM_EXHAUSTED: "Shared memory (/dev/shm) is full",
     Kind.DISK_FULL: "The disk is full",
-    Kind.NOT_MEMORY: "Not a lack of memory",
+    Kind.NOT_MEMORY: "Memory was not the cause",
 }
 _SOURCES = {
     "record": "the program's own record",
     "error_file": "torchrun's error file",
     "kernel": "the kernel's counters",
     "samples": "memtop's samples",
-    "words": "the words of the log",
+    "words": "the text of the log",
     "exit_status": "the exit status alone",
 }
 _PROVEN, _LIKELY = 0.95, 0.5
 _EVIDENCE_LINES = 2
 _NARROW_BELOW = 80
-# Parts of a bar smaller than a hundredth of the whole are not worth a word.
+# Parts below a hundredth of the whole are not named.
 _WORTH_A_WORD = 0.01
 _SHORTLY = 60.0
 
 
 def card_title(diagnosis: Diagnosis) -> str:
-    """The frame's title: what ran out."""
+    """The title of the card: which memory ran out."""
     return _TITLES[diagnosis.kind]
 
 
 def happened_lines(diagnosis: Diagnosis, width: int) -> list[Line]:
-    """One sentence, then where in the step it was, how sure that is, and by what."""
+    """One sentence, then the phase of the step, the confidence and its source."""
     sure = "proven" if diagnosis.confidence >= _PROVEN else "likely" if diagnosis.confidence >= _LIKELY else "a guess"
     source = _SOURCES.get(diagnosis.source, diagnosis.source)
     parts = [
@@ -249,18 +252,18 @@ def happened_lines(diagnosis: Diagnosis, width: int) -> list[Line]:
 
 
 def evidence_lines(diagnosis: Diagnosis, width: int) -> list[Line]:
-    """The strongest evidence in its own words."""
+    """The strongest evidence, quoted."""
     strongest = diagnosis.evidence[0] if diagnosis.evidence else ""
     parts = wrap(strongest, max(10, width - 2), MUTED)
     if width < _NARROW_BELOW:
-        # There the remedies need the room more.
+        # The remedies need the room.
         return [fit((*line(("│ ", "limit")), (strongest, MUTED)), width)] if parts else []
     parts = parts[:_EVIDENCE_LINES]
     return [(*line(("│ ", "limit")), *part) for part in parts]
 
 
 def memory_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:
-    """Where the memory went: a heading, a bar on a fixed scale, its parts in words, and what was asked for."""
+    """Where the memory went: a heading, a bar on a fixed scale, its parts, and the requested size."""
     if diagnosis.kind.of_gpu:
         lines = _gpu_lines(diagnosis, store, width)
     elif diagnosis.kind in (Kind.HOST_OOM_ALLOC, Kind.HOST_OOM_KILLED, Kind.PINNED_HOST_OOM):
@@ -270,8 +273,8 @@ def memory_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:
     if diagnosis.requested_bytes is None:
         return lines
     words = units.size(diagnosis.requested_bytes)
-    asked = f"asked for {words} more" + (f": {diagnosis.requested_for}" if diagnosis.requested_for else "")
-    return [*lines, *wrap(asked, width, "edge")]
+    requested = f"asked for {words} more" + (f": {diagnosis.requested_for}" if diagnosis.requested_for else "")
+    return [*lines, *wrap(requested, width, "edge")]
 
 
 def _gpu_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:
@@ -288,7 +291,7 @@ def _gpu_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:
 
 
 def _card(diagnosis: Diagnosis, store: Store) -> str:
-    """The machine's name for the card where it can be told, else the program's."""
+    """The driver's name of the card if it is known, else the program's."""
     for gpu in store.gpus:
         if diagnosis.device_uuid is not None and gpu.uuid == diagnosis.device_uuid:
             return f"GPU {gpu.index}"
@@ -302,21 +305,21 @@ def _host_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:
     if whole is not None and (own is not None or free is not None):
         others = None if own is None or free is None else max(0, whole - own - free)
         parts = [Part("this run", own, "█", "alloc"), Part("others", others, "░", "other")]
-        limit = "the limit set for it" if diagnosis.allowed_bytes else "host memory"
+        limit = "its memory limit" if diagnosis.allowed_bytes else "host memory"
         return _bar_lines(f"{limit} at that moment, measured", parts, whole, free, width)
     whole, peak = whole or host.limit_bytes or host.total_bytes, _fullest_before(store)
     if whole is None or peak is None:
-        return [line(("? how full host memory was at that moment is not known: it was not sampled here", "unknown"))]
-    head = f"host memory, the most that was sampled in the minute before: {units.percent(peak)} of {units.size(whole)}"
+        return [line(("? host memory at that moment is not known: this dashboard has no sample", "unknown"))]
+    head = f"host memory, the highest sample in the minute before: {units.percent(peak)} of {units.size(whole)}"
     return [
         *wrap(head, width, MUTED),
         memory_bar(width, [Share(peak, "█", "alloc")]),
-        line(("? how it was divided at that moment is not known", "unknown")),
+        line(("? how it was divided is not known", "unknown")),
     ]
 
 
 def _fullest_before(store: Store) -> float | None:
-    """The fullest that host memory was seen shortly before the end; None where this dashboard was not there."""
+    """The highest sample of host memory in the minute before the end; None without a sample."""
     ended = store.run.ended if store.run is not None else None
     if ended is None:
         return None
@@ -325,7 +328,7 @@ def _fullest_before(store: Store) -> float | None:
 
 
 def _room_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:
-    """Shared memory or the disk."""
+    """The parts of shared memory or of the disk."""
     shared = diagnosis.kind is Kind.SHM_EXHAUSTED
     whole = diagnosis.total_bytes or (store.host.shm_total_bytes if shared else None)
     free = diagnosis.free_bytes
@@ -338,18 +341,20 @@ def _room_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:
 
 
 def _bar_lines(head: str, parts: list[Part], whole: int | None, free: int | None, width: int) -> list[Line]:
-    """A heading, the bar and the parts; what nobody told of is named, not spread over the others."""
+    """A heading, the bar and the parts; an unknown rest is named and not spread over the other
+    parts.
+    """
     scale = units.scale(whole)
     legend = [_words(part, scale) for part in parts]
     if not whole:
         return [line((f"{head}; its whole size is not known", MUTED)), join_fitting(legend, width)]
-    told = sum(part.size or 0 for part in parts)
+    known = sum(part.size or 0 for part in parts)
     shares = [Share((part.size or 0) / whole, part.glyph, part.role) for part in parts]
-    rest = whole - told - (free or 0)
+    rest = whole - known - (free or 0)
     if rest / whole >= _WORTH_A_WORD:
-        missing = Part("not told" if free is not None else "not told, or free", rest, "?", "gone")
+        missing = Part("unknown" if free is not None else "unknown, or free", rest, "?", "gone")
         legend.append(_words(missing, scale))
-        # Where the free part is unknown too, the bar does not claim that all of it was in use.
+        # If the free part is unknown as well, the bar does not claim that the rest was in use.
         shares += [Share(rest / whole, "?", "gone")]
     finer = scale._replace(digits=2) if free is not None and scale.unit == "GiB" and free < units.GIB else scale
     legend.append(fact("free", f"{finer.number(free)} {scale.unit}" if free is not None else units.UNKNOWN))
@@ -365,14 +370,14 @@ def _words(part: Part, scale: units.Scale) -> Line:
 
 
 def _rows(parts: list[Line], width: int) -> list[Line]:
-    """Side by side, on a second line what does not fit on the first."""
+    """Parts side by side, continued on a second line."""
     first = join_fitting(parts, width)
     count = next(n for n in range(len(parts), -1, -1) if join(parts[:n]) == first)
     return [first] if count == len(parts) else [first, join_fitting(parts[count:], width)]
 
 
 def outlook(proposal: Proposal, marked: Remedy | None, now: float, *, can_act: bool) -> Line:
-    """What happens next, by itself or by a key; `marked` is the remedy under the cursor."""
+    """What happens next, automatically or by a key; `marked` is the remedy under the cursor."""
     if proposal.begins is not None:
         seconds = max(0, round(proposal.begins - now))
         words = f"remedy 1 begins in {seconds} s"
@@ -383,6 +388,6 @@ def outlook(proposal: Proposal, marked: Remedy | None, now: float, *, can_act: b
     elif is_applicable(marked):
         words = "Enter applies ▸, Esc leaves the run failed"
     else:
-        enter = "Enter copies the command of ▸" if marked.command else "▸ is for you to do"
+        enter = "Enter copies the command of ▸" if marked.command else "▸ only you can do"
         words = f"{enter}, Esc leaves the run failed"
     return line(("· ", MUTED), (words, "text"))

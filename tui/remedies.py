@@ -1,4 +1,6 @@
-"""One remedy on a few lines: its title, its predicted peak as a bar, and its price. What is predicted never looks measured."""
+"""One remedy on a few lines: its title, its predicted peak as a bar, and its cost; and forecasts of
+edited settings.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ PREDICTED_GLYPH = "╍"
 _BAR, _SHORT_BAR, _SHORTEST_BAR = 30, 12, 6
 _WIDE_FROM = 90
 _COSTS = {
-    "none": "for you to do: memtop does not touch it",
+    "none": "only you can do this",
     "live": "at the next update, no restart",
     "resumes": "resumes",
     "converts": "resumes, the optimizer's state is converted",
@@ -26,14 +28,14 @@ _COSTS = {
 
 
 def is_applicable(remedy: Remedy) -> bool:
-    """Whether memtop can carry it out in this run; else it is a command for the person to copy."""
+    """Whether memtop can apply it to this run; else it is a command for the user to copy."""
     return remedy.resumable not in ("none", "new run") and bool(remedy.assignments or remedy.preset)
 
 
 def remedy_lines(number: int, remedy: Remedy, width: int, *, alive: bool) -> tuple[Line, ...]:
-    """`1  batch 8 -> 4, accumulation 4 -> 8` and, below it, the prediction and the price.
+    """`1  batch 8 -> 4, accumulation 4 -> 8` and, below it, the prediction and the cost.
 
-    `alive`: the run trains, so that what can be changed without a restart is.
+    `alive`: the run trains, so that live changes need no restart.
     """
     indent = line("   ")
     room = max(10, width - width_of(indent))
@@ -46,7 +48,7 @@ def remedy_lines(number: int, remedy: Remedy, width: int, *, alive: bool) -> tup
         below = [both] if width_of(both) <= room else [prediction, *_packed(price, room)]
     else:
         if is_applicable(remedy):
-            reason = remedy.forecast_unknown or "nothing that was measured allows a forecast"
+            reason = remedy.forecast_unknown or "no measurement allows a forecast"
             below = wrap(f"? peak not known: {reason}", room, "unknown")
         below += _packed(price, room)
     head = line((f"{number:<3}", MUTED))
@@ -57,7 +59,9 @@ def remedy_lines(number: int, remedy: Remedy, width: int, *, alive: bool) -> tup
 
 
 def predicted_line(forecast: Forecast, width: int) -> Line:
-    """`╍╍╍╍╍▴   ┊┊   ~13.9 of 19.6 GiB  70.9 % · safe`: dashed where a measured bar is solid, and never without its `~`."""
+    """`╍╍╍╍╍▴   ┊┊   ~13.9 of 19.6 GiB  70.9 % · safe`: dashed, and always with `~`, because it is
+    not measured.
+    """
     if forecast.fraction is None:
         return fit(line((f"~{units.size(forecast.peak_bytes)} predicted", "predicted")), width)
     of = units.scale(forecast.total_bytes)
@@ -75,10 +79,10 @@ def predicted_line(forecast: Forecast, width: int) -> Line:
 
 
 def _price(remedy: Remedy, *, alive: bool) -> list[tuple[str, str]]:
-    """What it costs, the most important first, each with its role."""
+    """The costs, the most important first, with their roles."""
     found = [("training unchanged", "good") if remedy.keeps_math else ("changes training", "edge")]
     if remedy.resumable == "none":
-        found = [("changes nothing in the run: a command to copy" if remedy.command else _COSTS["none"], MUTED)]
+        found = [("does not change the run: a command to copy" if remedy.command else _COSTS["none"], MUTED)]
     else:
         cost = "resumes" if remedy.resumable == "live" and not alive else remedy.resumable
         found.append((_COSTS[cost], "text" if cost != "new run" else "edge"))
@@ -97,7 +101,7 @@ def _speed(factor: float | None) -> str:
 
 
 def _packed(parts: list[Line], width: int) -> list[Line]:
-    """Parts side by side on as many lines as they need."""
+    """Parts side by side on as many lines as needed."""
     lines: list[Line] = []
     for part in parts:
         longer = join((lines[-1], part), ", ") if lines else part
@@ -110,20 +114,22 @@ def _packed(parts: list[Line], width: int) -> list[Line]:
 
 @dataclass(frozen=True)
 class Outlook:
-    """The peaks that were measured in this run, and of how much memory they are parts."""
+    """The measured peaks of this run, and the total memory."""
 
     peaks: tuple[Peak, ...] = ()
-    present: Peak | None = None
+    current: Peak | None = None
     total_bytes: int | None = None
     on_gpu: bool = False
 
     def lines(self, after: Settings, width: int) -> list[Line]:
-        """`VRAM peak 17.1 GiB measured -> ~13.9 GiB predicted 70.9 % · safe`, and from what; or why that is not known."""
+        """`VRAM peak 17.1 GiB measured -> ~13.9 GiB predicted 70.9 % · safe`, and the basis; or why
+        there is no forecast.
+        """
         what = "VRAM" if self.on_gpu else "RAM"
         found = forecast(after, self.peaks, self.total_bytes, on_gpu=self.on_gpu)
         if isinstance(found, str):
-            return wrap(f"? peak of {what} not known beforehand: {found}", width, "unknown")
-        before = "" if self.present is None else f"{units.size(self.present.bytes)} measured -> "
+            return wrap(f"? {what} peak cannot be predicted: {found}", width, "unknown")
+        before = "" if self.current is None else f"{units.size(self.current.bytes)} measured -> "
         share, band = "", ""
         if found.fraction is not None:
             share, band = f" {units.percent(found.fraction)} ", f"{mark(found.band)} {found.band.value}"
@@ -138,7 +144,7 @@ class Outlook:
 
 
 def outlook_of(store: Store) -> Outlook:
-    """From the configurations that this dashboard was told of; of several cards the smallest counts."""
+    """From the run's configurations; of several cards the smallest counts."""
     run, rows = store.run, store.configurations
     used = {rank.device_uuid for rank in run.ranks if rank.device_uuid is not None} if run is not None else set()
     wants_gpu = run is not None and run.settings is not None and run.settings.device != "cpu"

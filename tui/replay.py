@@ -1,12 +1,13 @@
-"""Plays a run from what its folder remembers: ledger, journals and log, in their true order, with a clock of its own.
+"""Replays a run with its own clock: from the run's folder, or from a recorded stream of messages.
 
-Machine values are the full snapshots where the ledger still has them (a run's last hour), before that what its thinned-out
-history knows: no processes then.
+The folder has full snapshots of the machine for the run's last hour. Before that it has the reduced
+history, which knows no processes. The demo plays a recorded stream.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gzip
 import math
 import sqlite3
 import time
@@ -14,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -27,19 +29,19 @@ from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import Attempt, Ledger, StoredStep
 from memtop.supervisor.run.record.view import read_state, reading_ledger
 from memtop.supervisor.run.reports import Step
-from memtop.tui.feed import Connected, Disconnected, FeedMessage, Replayed
+from memtop.tui.feed import Connected, Disconnected, FeedMessage, LogLines, Replayed
 
 SLOWEST, FASTEST = 1, 3600
 _TICK_SECONDS = 0.2
 _MINUTE = 60.0
 _RATE_STEPS = 20
-# A full snapshot stands for the time until the next one; so does a stretch of the finest tier.
+# A full snapshot, or a row of the finest tier, stands for the time until the next one, seconds.
 _SNAPSHOT_STANDS = 7.0
-_NO_TIMES = "the lines of its log carry no times, so the log is not replayed: memtop show tells where it is"
+_NO_TIMES = "the log is not replayed because its lines have no times: memtop show prints its path"
 
 
 class Clock:
-    """Where the replay stands between `start` and `end`, and how fast it goes."""
+    """The position of a replay between `start` and `end`, and its speed."""
 
     def __init__(self, start: float, end: float, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.start, self.end = start, end
@@ -54,12 +56,12 @@ class Clock:
         return min(self.end, self._base + passed)
 
     def pause(self) -> None:
-        """Pause, or go on."""
+        """Pause or continue."""
         self.jump_to(self.now)
         self.paused = not self.paused
 
     def change_speed(self, factor: float) -> None:
-        """2 doubles, 0.5 halves, within 1x and 3600x."""
+        """Multiply the speed, within 1x and 3600x."""
         self.jump_to(self.now)
         self.speed = min(FASTEST, max(SLOWEST, int(self.speed * factor)))
 
@@ -69,14 +71,64 @@ class Clock:
     def jump_to(self, moment: float) -> None:
         self._base, self._since = min(self.end, max(self.start, moment)), self._monotonic()
 
-    def line(self) -> str:
-        """`replay, 00:03:11 of 00:41:02, 60x`."""
-        state = "at its end" if self.now >= self.end else "paused" if self.paused else f"{self.speed}x"
-        return f"replay, {units.duration(self.now - self.start)} of {units.duration(self.end - self.start)}, {state}"
+    def position(self) -> str:
+        """`00:03:11 of 00:41:02, 60x`."""
+        return f"{units.duration(self.now - self.start)} of {units.duration(self.end - self.start)}, {self.speed_words()}"
+
+    def speed_words(self) -> str:
+        """`60x`, `paused` or `at its end`."""
+        return "at its end" if self.now >= self.end else "paused" if self.paused else f"{self.speed}x"
 
 
-class Recording:
-    """All that a run's folder tells of its course. Made in a thread; RunFolderError if it cannot be read."""
+class Recording(Protocol):
+    """The past of a run."""
+
+    start: float
+    end: float
+
+    def between(self, shown: float, now: float) -> list[FeedMessage]:
+        """The messages that lead from one moment to a later one, seconds since the epoch.
+
+        If `now` is before `shown`, or `shown` is minus infinity, all messages from the start.
+        """
+
+
+class LogRow(msgspec.Struct, frozen=True, tag="log"):
+    """Lines that were added to the run's log."""
+
+    rows: tuple[str, ...]
+
+
+class Recorded(NamedTuple):
+    """One message of a recorded stream and when it was sent, seconds since the epoch."""
+
+    time: float
+    message: wire.StateUpdate | wire.MetricRows | wire.EventRows | wire.ConfigurationRows | LogRow
+
+
+class StreamRecording:
+    """Everything that a supervisor sent to a dashboard, from a gzip file with one JSON array
+    `[time, message]` per line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        decoder = msgspec.json.Decoder(Recorded)
+        with gzip.open(path, "rb") as file:
+            self.rows = [decoder.decode(line) for line in file]
+        self._times = [row.time for row in self.rows]
+        self.start, self.end = self._times[0], self._times[-1]
+
+    def between(self, shown: float, now: float) -> list[FeedMessage]:
+        first = 0 if now < shown else bisect_right(self._times, shown)
+        messages = (row.message for row in self.rows[first : bisect_right(self._times, now)])
+        return [LogLines(message.rows) if isinstance(message, LogRow) else message for message in messages]
+
+
+class FolderRecording:
+    """The past that a run's folder has stored.
+
+    Reads files: create it in a thread. RunFolderError if it cannot be read.
+    """
 
     def __init__(self, path: Path) -> None:
         folder = RunFolder(path)
@@ -94,7 +146,8 @@ class Recording:
         moments = [a.started for a in self.attempts] + [a.ended for a in self.attempts if a.ended is not None]
         moments += [event.time for event in self.events] + [step.time for step in self._steps]
         if extent is not None and (not moments or self.attempts[-1].ended is None):
-            # Of a run that goes on: to now. Not its beginning: the first stretch begins up to ten seconds before the run.
+            # A run that is not over ends now. The extent's start is not used: it may be ten seconds
+            # before the run.
             moments.append(extent[1])
         if not moments:
             raise RunFolderError(f"{folder.ledger_path}: empty: there is nothing to replay")
@@ -104,14 +157,32 @@ class Recording:
         self._best = [None if loss == math.inf else loss for loss in accumulate(losses, min)]
         self._starts = {attempt.number: attempt.start_updates for attempt in self.attempts}
 
+    def between(self, shown: float, now: float) -> list[FeedMessage]:
+        messages: list[FeedMessage] = []
+        if now < shown or shown == -math.inf:
+            shown = -math.inf
+            notice = wire.Event(id=-1, time=self.start, attempt=0, kind="warning", message=_NO_TIMES)
+            messages.append(wire.EventRows(rows=(notice,)))
+        messages += self.rows_between(shown, now)
+        events = tuple(event for event in self.events if shown < event.time <= now)
+        if events:
+            messages.append(wire.EventRows(rows=events))
+        if (rows := self.configurations(now)) != (self.configurations(shown) if shown != -math.inf else ()):
+            messages.append(wire.ConfigurationRows(rows=rows))
+        messages.append(wire.StateUpdate(run=self.state(now), machine=self.machine(now)))
+        return messages
+
     # --- the run --------------------------------------------------------------------------------------------------------
 
     def attempt(self, now: float) -> Attempt | None:
-        """The attempt that was the newest then."""
+        """The newest attempt at that moment."""
         return next((a for a in reversed(self.attempts) if a.started <= now), None)
 
     def rows_between(self, shown: float, now: float) -> list[wire.MetricRows]:
-        """The updates that were done in between; those that a restart took back are named before its first."""
+        """The updates in between.
+
+        A restart's first rows name the update from which earlier rows no longer count.
+        """
         first, last = bisect_right(self._times, shown), bisect_right(self._times, now)
         before = self._steps[first - 1].attempt if first else None
         found: list[wire.MetricRows] = []
@@ -122,7 +193,10 @@ class Recording:
         return found
 
     def configurations(self, now: float) -> tuple[wire.Configuration, ...]:
-        """Those that had begun by then; how the newest of them would go was not known yet, unless its attempt was over."""
+        """The configurations that had begun by then.
+
+        The outcome of the newest is unknown unless its attempt was over.
+        """
         begun = [row for row in self._configurations if row.started <= now]
         attempt = self.attempt(now)
         over = attempt is not None and attempt.ended is not None and attempt.ended <= now
@@ -131,7 +205,10 @@ class Recording:
         return tuple(begun)
 
     def state(self, now: float) -> wire.RunState:
-        """The run as it was then, put together from its attempts and steps. What only lived in memory is unknown."""
+        """The run's state at that moment, from its attempts and steps.
+
+        Values that were never stored are unknown.
+        """
         attempt = self.attempt(now)
         last = self.last
         lasting = ("name", "folder", "created", "command", "total_updates", "target_samples")
@@ -185,7 +262,7 @@ class Recording:
     # --- the machine ----------------------------------------------------------------------------------------------------
 
     def machine(self, now: float) -> MachineSnapshot:
-        """The machine then; what is not known any more is unknown."""
+        """The machine at that moment; values that are no longer stored are unknown."""
         try:
             ledger = Ledger(self._path, read_only=True)
             try:
@@ -198,7 +275,7 @@ class Recording:
         except (sqlite3.Error, msgspec.DecodeError) as error:
             raise RunFolderError(f"{self._path}: cannot be read: {error}") from None
         gpus = [_gpu(key, self._sources[key], values) for key, values in found.items() if key != HOST and values]
-        note = None if gpus else "the ledger has no GPU values of this moment"
+        note = None if gpus else "the ledger has no GPU values for this moment"
         return MachineSnapshot(
             time=now,
             gpus=tuple(sorted(gpus, key=lambda gpu: gpu.index)),
@@ -208,18 +285,18 @@ class Recording:
 
 
 def _death(attempt: Attempt) -> wire.Proposal | None:
-    """Why an attempt died of memory, as the ledger has it; what could have been done was not kept."""
+    """Why an attempt ran out of memory, from the ledger. The remedies are not stored."""
     try:
         diagnosis = msgspec.convert(attempt.diagnosis, Diagnosis)
     except msgspec.ValidationError:
-        # Written before there were diagnoses, or by a program that never started: nothing of memory is in it.
+        # The program never started: there is no diagnosis.
         return None
-    words = "a replay only shows: what could be done then was not recorded"
+    words = "a replay is read-only: the remedies were not recorded"
     return wire.Proposal(diagnosis=diagnosis, waiting=words) if diagnosis.of_memory else None
 
 
 def _at(series: dict[str, list[Bucket]], now: float) -> dict[str, float]:
-    """The mean of the finest stretch that contains the moment."""
+    """The mean of the shortest bucket that contains the moment."""
     values = {}
     for name, buckets in series.items():
         around = [bucket for bucket in buckets if bucket.time <= now < bucket.time + bucket.seconds]
@@ -239,7 +316,7 @@ def _gpu(key: str, index: int | None, values: dict[str, float]) -> GpuSample:
         utilization_fraction=values.get("utilization_fraction"),
         power_watts=values.get("power_watts"),
         temperature_celsius=values.get("temperature_celsius"),
-        unknown={"processes": "a replay knows the processes of a run's last hour only"},
+        unknown={"processes": "the processes are stored only for a run's last hour"},
     )
 
 
@@ -267,20 +344,32 @@ def _rates(steps: Sequence[StoredStep]) -> tuple[float | None, float | None]:
 
 
 class ReplayFeed:
-    """A run's past as a feed. Nothing can be asked of it."""
+    """A run's past as a feed. It refuses every request.
+
+    `load` reads the recording in a thread; `opens_at` is where the replay starts, as a share of the
+    recording.
+    """
 
     read_only = True
 
-    def __init__(self, run_folder: Path, *, clock: Callable[[Recording], Clock] | None = None) -> None:
-        self._folder = run_folder
+    def __init__(
+        self,
+        load: Callable[[], Recording],
+        *,
+        what: str = "replay",
+        opens_at: float = 0.0,
+        clock: Callable[[Recording], Clock] | None = None,
+    ) -> None:
+        self._load = load
+        self._what = what
+        self._opens_at = opens_at
         self._make_clock = clock or (lambda recording: Clock(recording.start, recording.end))
-        self.label: str | None = "replay"
+        self.label: str | None = what
         self.clock: Clock | None = None
         """None until the run has been read."""
         self._moved = asyncio.Event()
 
     def control(self, action: str) -> bool:
-        """A key of the replay: pause, slower, faster, back, forward, start, end. False while there is nothing to control."""
         clock = self.clock
         if clock is None:
             return False
@@ -299,20 +388,22 @@ class ReplayFeed:
 
     async def messages(self) -> AsyncIterator[FeedMessage]:
         try:
-            recording = await asyncio.to_thread(Recording, self._folder)
+            recording = await asyncio.to_thread(self._load)
         except (MemtopError, OSError) as error:
             yield Disconnected(str(error))
             return
-        self.clock = self._make_clock(recording)
+        clock = self.clock = self._make_clock(recording)
+        clock.jump_to(clock.start + self._opens_at * (clock.end - clock.start))
         yield Connected()
         shown = -math.inf
         while True:
-            now = self.clock.now
-            # Said even where nothing moves: a picture that stands still is not a feed that went silent.
-            yield Replayed(self.clock.line(), rewound=now < shown or shown == -math.inf)
+            now = clock.now
+            # Sent even while nothing moves: a paused replay is not a feed that has stopped.
+            line, short = f"{self._what}, {clock.position()}", f"{self._what.partition(':')[0]} {clock.speed_words()}"
+            yield Replayed(line, short, rewound=now < shown or shown == -math.inf)
             try:
                 if now != shown:
-                    for message in await asyncio.to_thread(_between, recording, shown, now):
+                    for message in await asyncio.to_thread(recording.between, shown, now):
                         yield message
             except MemtopError as error:
                 yield Disconnected(str(error))
@@ -322,27 +413,8 @@ class ReplayFeed:
             try:
                 await asyncio.wait_for(self._moved.wait(), _TICK_SECONDS)
             except asyncio.TimeoutError:
-                # Nothing was pressed: the clock alone has moved on.
+                # No key was pressed: only the clock has moved.
                 continue
 
     async def request(self, make: Callable[[int], wire.Request]) -> AsyncIterator[wire.Answer]:
-        yield wire.Answer(
-            id=make(0).id, outcome=wire.Outcome.REFUSED, message="a replay only shows: nothing can be asked of it"
-        )
-
-
-def _between(recording: Recording, shown: float, now: float) -> list[FeedMessage]:
-    """What has to be told to come from the one moment to the other; going back, or at first, all of it."""
-    messages: list[FeedMessage] = []
-    if now < shown or shown == -math.inf:
-        shown = -math.inf
-        notice = wire.Event(id=-1, time=recording.start, attempt=0, kind="warning", message=_NO_TIMES)
-        messages.append(wire.EventRows(rows=(notice,)))
-    messages += recording.rows_between(shown, now)
-    events = tuple(event for event in recording.events if shown < event.time <= now)
-    if events:
-        messages.append(wire.EventRows(rows=events))
-    if (rows := recording.configurations(now)) != (recording.configurations(shown) if shown != -math.inf else ()):
-        messages.append(wire.ConfigurationRows(rows=rows))
-    messages.append(wire.StateUpdate(run=recording.state(now), machine=recording.machine(now)))
-    return messages
+        yield wire.Answer(id=make(0).id, outcome=wire.Outcome.REFUSED, message="a replay is read-only")

@@ -1,6 +1,7 @@
-"""The restart form: batch, accumulation, seq_len and preset, with the consequences and the forecast said while typing.
+"""The restart form: batch, accumulation, seq_len and preset, with consequences and forecast while
+the user types.
 
-Another split needs no restart where the trainer can take it up at an update boundary: then there are two ways to confirm.
+If the trainer can take up the change at its next update, the form also offers that.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from memtop.tui.restart_plan import NUMBER_FIELDS, RestartPlan, can_be_live, res
 from memtop.tui.screen import Dashboard, Dialog
 from memtop.tui.store import Store
 
-_LIVE = "Apply now: from the next update on, nothing stops.  Restart: saves, ends the program, starts anew."
+_LIVE = "Apply now: from the next update on, without a stop.  Restart: saves, ends the program, starts it again."
 
 
 class RestartRequest(NamedTuple):
-    """What the form was left with."""
+    """The result of the form."""
 
     change: Change
     live: bool
-    """Without a restart, at the next update."""
+    """Change at the next update, without a restart."""
 
 
 class RestartDialog(Dialog[RestartRequest]):
-    """Dismissed with the change to send and the way to do it, or None."""
+    """Closes with the change to send and how to apply it, or None."""
 
     AUTO_FOCUS = "#batch"
 
@@ -72,7 +73,7 @@ class RestartDialog(Dialog[RestartRequest]):
                 yield Button("Restart", id="confirm", variant="primary", compact=True)
 
     def on_mount(self) -> None:
-        # What is possible depends on what the run does meanwhile.
+        # The run's state may change while the form is open.
         self.follow(self._dashboard, self._take)
 
     def _take(self, store: Store) -> None:
@@ -86,7 +87,7 @@ class RestartDialog(Dialog[RestartRequest]):
 
     @on(Select.Changed, "#preset")
     def _preset_chosen(self, message: Select.Changed) -> None:
-        # A preset brings its own exact split; the fields show it and can be edited further.
+        # A preset has its own split; the fields show it and can still be edited.
         after = self._settings
         if str(message.value) != self._settings.preset:
             after = apply_preset(self._settings, find_preset(str(message.value), self._settings.recipe), self._failed())
@@ -97,7 +98,8 @@ class RestartDialog(Dialog[RestartRequest]):
 
     @on(Input.Submitted)
     def _entered(self) -> None:
-        # Enter in a field goes to the button instead of pressing it: the run is not to be restarted by accident.
+        # Enter in a field moves to the button and does not press it, so that no restart happens by
+        # accident.
         button = self.query_one("#confirm", Button)
         if not button.disabled:
             button.focus()

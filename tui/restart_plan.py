@@ -1,4 +1,4 @@
-"""What the restart form makes of its fields: a change to send, or the first thing that is wrong with them. Pure."""
+"""From the fields of the restart form to the change to send, or to the first error. Pure."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ NUMBER_FIELDS = ("batch", "accumulation", "seq_len")
 
 @dataclass(frozen=True)
 class RestartPlan:
-    """The outcome of a look at the form. Exactly one of `change` and `problem` is set."""
+    """The judged form. Exactly one of `change` and `problem` is set."""
 
     change: Change | None
     after: Settings | None
     problem: str | None
     wrong_field: str | None
     lines: tuple[str, ...]
-    """What to say about it: effective batch, data."""
+    """The consequences: effective batch, data."""
 
 
 def restart_plan(before: Settings, texts: dict[str, str], preset: str, failed: Sequence[Settings] = ()) -> RestartPlan:
-    """Judge the form. `texts` holds what stands in the number fields; `preset` is the selected one; `failed`: the settings with
-    which the run has died of memory."""
+    """Judge the form.
+
+    `texts` holds the text of the number fields, `preset` the selected preset, and `failed` the
+    settings with which the run has run out of memory.
+    """
     numbers: dict[str, int] = {}
     for field in NUMBER_FIELDS:
         text = texts[field].strip().replace(" ", "")
-        # int() would take "1_0" and digits of other scripts; a settings file shall not contain such surprises.
+        # int() would accept "1_0" and digits of other scripts.
         if not (text.isascii() and text.removeprefix("-").isdigit()):
             return _wrong(field, f"{field} {text!r}: must be a whole number")
         numbers[field] = int(text)
@@ -78,19 +81,19 @@ def _zero_words(before: Settings, after: Settings) -> str:
     if before.zero.offload_optimizer and not after.zero.offload_optimizer:
         return "more GPU memory, less host memory, faster"
     if after.world_size == 1:
-        return "on one process sharding saves nothing"
+        return "with one process sharding saves nothing"
     return "less memory per GPU" if after.zero.stage > before.zero.stage else "more memory per GPU"
 
 
 def where_it_resumes(run: RunState) -> str:
-    """One sentence on the update from which the restarted run goes on."""
+    """One sentence on the update from which the restarted run resumes."""
     checkpoint = run.checkpoint
     if run.alive:
-        return "finishes its update, saves, and resumes there; no sample repeated or skipped"
+        return "finishes its update, saves and resumes there; no sample is repeated or skipped"
     if checkpoint is None or not checkpoint.complete:
         return "there is no complete checkpoint: starts again from the first update"
     seen = units.count(checkpoint.samples_seen)
-    return f"resumes at update {units.count(checkpoint.updates)}, {seen} samples; no sample repeated or skipped"
+    return f"resumes at update {units.count(checkpoint.updates)}, {seen} samples; no sample is repeated or skipped"
 
 
 def can_be_live(before: Settings, after: Settings, run: RunState) -> bool:

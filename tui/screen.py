@@ -1,6 +1,8 @@
-"""What all screens share: the dashboard as they see it, how they close, dialogs, full screens and the line of keys.
+"""What all screens share: the dashboard as they see it, how they close, dialogs, full screens and
+the line of keys.
 
-A screen knows the dashboard only as the abstract `Dashboard`, so that no screen imports the dashboard's own module.
+A screen knows the dashboard only as the abstract `Dashboard`, so that no screen imports the
+dashboard's own module.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ class Dashboard(Screen[None]):
 class ClosingScreen(Screen[T]):
     """A screen that a key, a click and the run itself may all close at the same moment.
 
-    Textual's `dismiss` removes whichever screen is on top: called twice it would remove the dashboard, too.
+    Textual's `dismiss` removes whichever screen is on top: called twice it would remove the
+    dashboard, too.
     """
 
     _pending_result: tuple[T | None] | None = None
@@ -83,7 +86,10 @@ class ClosingScreen(Screen[T]):
         return self.is_mounted and self in self.app.screen_stack
 
     def dismiss(self, result: T | None = None) -> AwaitComplete:
-        """Close with a result. A closed screen ignores it; one below another screen closes once it is on top."""
+        """Close with a result.
+
+        A closed screen ignores it; one below another screen closes once it is on top.
+        """
         stack = self.app.screen_stack
         if self not in stack:
             return AwaitComplete()
@@ -97,13 +103,16 @@ class ClosingScreen(Screen[T]):
             self.dismiss(*self._pending_result)
 
     def follow(self, dashboard: Dashboard, take: Callable[[Store], None]) -> None:
-        """Call `take` with the dashboard's store now and after every change, as long as the screen is open."""
+        """Call `take` with the dashboard's store now and after every change, as long as the screen
+        is open.
+        """
 
         def hand(store: Store) -> None:
             if self.is_open:
                 take(store)
 
-        # While it is being mounted the screen does not count as open, but its widgets exist already.
+        # While it is being mounted the screen does not count as open, but its widgets exist
+        # already.
         take(dashboard.store)
         self.watch(dashboard, "store", hand, init=False)
 
@@ -129,7 +138,10 @@ class Dialog(ClosingScreen[T | None], ModalScreen[T | None]):
 
 
 class ConfirmDialog(Dialog[bool]):
-    """Explains a dangerous action and asks. Cancel has the focus: Enter alone never does anything dangerous."""
+    """Explains a dangerous action and asks.
+
+    Cancel has the focus: Enter alone never does anything dangerous.
+    """
 
     AUTO_FOCUS = "#cancel"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -185,7 +197,9 @@ class KeysDialog(Dialog[None]):
 
 
 class FullScreen(ClosingScreen[None]):
-    """A screen that covers the dashboard: a title line, its own widgets, a message line and its keys."""
+    """A screen that covers the dashboard: a title line, its own widgets, a message line and its
+    keys.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "keys", "Help", show=False)]
 
@@ -255,7 +269,9 @@ def named(text: str) -> Line:
 
 
 def keys_of(screen: Screen[None]) -> list[tuple[str, str, str]]:
-    """(key, how it is written, description) of each binding that the screen itself shows and that works now."""
+    """(key, how it is written, description) of each binding that the screen itself shows and that
+    works now.
+    """
     found = []
     for binding in type(screen).BINDINGS:
         if isinstance(binding, Binding) and binding.show and screen.check_action(binding.action.partition("(")[0], ()):
@@ -267,7 +283,10 @@ _ALWAYS = (("question_mark", "?", "Help"), ("escape", "Esc", "Back"))
 
 
 class KeyLine(Widget):
-    """`k End…  t View  f Filter … ? Help  Esc Back`. A click does what the key does; the help lists keys that do not fit."""
+    """`k End…  t View  f Filter … ? Help  Esc Back`.
+
+    A click does what the key does; the help lists keys that do not fit.
+    """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"action--key", "action--label"}
 

@@ -1,4 +1,6 @@
-"""What would make the run faster: what it spends its time on, proposals with their predicted peaks, and what a trial showed."""
+"""The speed screen: what limits the run's speed, proposals with predicted peaks, and the result of
+the last trial.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from memtop.tui.words import BOTTLENECKS
 
 
 class SpeedScreen(FullScreen):
-    """What limits the run's speed, and proposals. Enter tries the marked one: measured before and after, kept if it helps."""
+    """What limits the run's speed, and proposals.
+
+    Enter tries the marked one: measured before and after, kept if it helps.
+    """
 
     AUTO_FOCUS = "LineList"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -35,7 +40,7 @@ class SpeedScreen(FullScreen):
     def __init__(self, dashboard: Dashboard) -> None:
         super().__init__(dashboard, id="speed-screen")
         self.chosen: Remedy | None = None
-        """The proposal to try, once the screen has closed."""
+        """The proposal to try after the screen has closed."""
 
     def compose(self) -> ComposeResult:
         yield self.title_panel()
@@ -137,13 +142,13 @@ _LABEL, _VALUE = 11, 20
 
 
 def advice_lines(run: RunState, width: int) -> list[Line]:
-    """The judgement and its evidence."""
+    """The bottleneck and its evidence."""
     advice = run.advice
     if advice is None:
-        return [line(("? what bounds the speed is not known yet: it is judged from measured updates", "unknown"))]
+        return [line(("? what limits the speed is not known yet: it is computed from measured updates", "unknown"))]
     word = BOTTLENECKS.get(advice.bottleneck, "")
     lines = [line(("The run is ", MUTED), (word, "accent"))] if word else []
-    # The judgement often begins with the very word.
+    # The summary may begin with the same word.
     rest = advice.summary.removeprefix(f"{word}: ")
     lines += wrap(rest[:1].upper() + rest[1:], width, STRONG)
     for text in advice.evidence:
@@ -152,17 +157,17 @@ def advice_lines(run: RunState, width: int) -> list[Line]:
 
 
 def refused_lines(advice: Advice, width: int) -> list[Line]:
-    """What would seem to help and must not be done, each with its reason."""
+    """Changes that seem to help but are not advised, with reasons."""
     if not advice.refused:
         return []
-    lines = [line(("Not to be done now", "heading"))]
+    lines = [line(("Not advised now", "heading"))]
     for text in advice.refused:
         lines += [(*line(("✗ " if n == 0 else "  ", "bad")), *part) for n, part in enumerate(wrap(text, width - 2))]
     return lines
 
 
 def trial_lines(trial: Trial, width: int) -> list[Line]:
-    """Before and after beside each other; a change is worth believing where it is larger than the spread."""
+    """Values before and after the trial, with their spread."""
     sign, role = _STATES.get(trial.state, ("◌", "accent"))
     head = line(("Last trial  ", "heading"), (f"{sign} {trial.state}", role))
     lines = [head, *wrap(trial.title, width, STRONG)]

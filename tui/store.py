@@ -1,4 +1,7 @@
-"""The view-model: one frozen value with all that the dashboard shows, and `fold`, the only way to the next one."""
+"""The view-model: one frozen value with everything that the dashboard shows.
+
+Only `fold` makes the next one.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ HISTORY_LENGTH = 600
 METRICS_KEPT = 20_000
 EVENTS_KEPT = 500
 LOG_LINES_KEPT = 2_000
-# Nobody looked for so long: longer than a late sample, and than a few of the usual distances.
+# A gap without samples: longer than this many seconds, and than this many usual intervals.
 _GAP_SECONDS, _GAP = 5.0, 4.0
 
 
 class Link(Enum):
-    """Whether anybody is at the other end of the feed."""
+    """The state of the feed's connection."""
 
     WAITING = "waiting"
     CONNECTED = "connected"
@@ -43,45 +46,47 @@ class Store:
 
     read_only: bool = False
     label: str | None = None
-    """What to say about the whole picture, e.g. "demo - invented numbers"."""
+    """A note on all values for the header, e.g. "replay, 00:03:11 of 00:41:02, 60x"."""
+    short_label: str | None = None
+    """The same for a narrow terminal."""
     link: Link = Link.WAITING
     link_reason: str = "waiting for the first sample"
     run: wire.RunState | None = None
     machine: MachineSnapshot | None = None
     metrics: tuple[wire.Metric, ...] = ()
     configurations: tuple[wire.Configuration, ...] = ()
-    """Oldest first; the last is the present one."""
+    """Oldest first; the last is the current one."""
     events: tuple[wire.Event, ...] = ()
     log: tuple[str, ...] = ()
     log_count: int = 0
-    """All log lines ever received, those no longer kept included."""
+    """The number of log lines received so far, including those no longer kept."""
     gpu_history: Mapping[str, tuple[Moment, ...]] = field(default_factory=dict)
     gpu_peak_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Highest used bytes that this dashboard has seen, by GPU."""
+    """The highest used bytes since the dashboard started, by GPU."""
     host_history: tuple[Moment, ...] = ()
     host_peak_fraction: float | None = None
     followed: Followed | None = None
-    staged: bool = False
-    """The picture is invented, and its scenes can be asked for."""
     replaying: bool = False
-    """The picture is a past one, with a clock of its own."""
+    """The values are from the past, and the replay has its own clock."""
     all_pids_visible: bool = False
-    """True only where a process that cannot be seen from here does not exist."""
+    """True if this process sees every process of the machine."""
     quiet_seconds: float = 0.0
-    """How long nothing has been heard, beyond what is normal; 0 while all is well."""
+    """For how long no message has arrived, seconds; 0 while messages arrive as usual."""
     events_wanted: bool = False
-    """On a small terminal: events in place of the log."""
+    """On a small terminal: events instead of the log."""
     selected_gpu: int = 0
-    """Position of the GPU whose details are shown where all share one panel."""
+    """Position of the GPU whose details are shown if all GPUs share one panel."""
 
     @property
     def now(self) -> float | None:
-        """The time of the newest sample: the picture's own clock."""
+        """The time of the newest sample, seconds since the epoch."""
         return None if self.machine is None else self.machine.time
 
     @property
     def proposal(self) -> wire.Proposal | None:
-        """What can be done, while the run lies dead of memory or waits for its restart; None once it is started again."""
+        """The diagnosis and remedies while the run is failed or waits for a restart; None after it
+        has started again.
+        """
         if self.run is None or not (self.run.state.final or self.run.state is wire.Phase.RESTARTING):
             return None
         return self.run.proposal
@@ -105,7 +110,7 @@ def machine_in(message: FeedMessage) -> MachineSnapshot | None:
 def fold(store: Store, message: FeedMessage) -> Store:
     """The store after one message. Pure."""
     if isinstance(message, wire.StateUpdate):
-        # A new state proves that the link works, whatever was said before.
+        # A new state proves that the connection works.
         after = replace(store, run=message.run, quiet_seconds=0.0)
         return after if message.machine is None else _with_machine(after, message.machine)
     if isinstance(message, MachineSnapshot):
@@ -124,11 +129,17 @@ def fold(store: Store, message: FeedMessage) -> Store:
     if isinstance(message, Replayed):
         kept = {name: getattr(store, name) for name in ("read_only", "link", "events_wanted", "all_pids_visible")}
         begun = Store(**kept)
-        return replace(begun if message.rewound else store, label=message.line, replaying=True, quiet_seconds=0.0)
+        return replace(
+            begun if message.rewound else store,
+            label=message.line,
+            short_label=message.short,
+            replaying=True,
+            quiet_seconds=0.0,
+        )
     if isinstance(message, wire.ConfigurationRows):
         return replace(store, configurations=message.rows)
     if isinstance(message, wire.HistoryRows):
-        # For the dashboard's `History`, which is no picture but a recording.
+        # Only the dashboard's `History` keeps these.
         return store
     if isinstance(message, Connected):
         return replace(store, link=Link.CONNECTED, link_reason="", quiet_seconds=0.0)
@@ -142,7 +153,7 @@ def _with_metrics(rows: tuple[wire.Metric, ...], message: wire.MetricRows) -> tu
     if message.reset_from is not None:
         rows = tuple(row for row in rows if row.update < message.reset_from)
     if rows and message.rows and message.rows[0].update <= rows[-1].update:
-        # After a reconnect the stream repeats what was sent before: the newer telling of an update counts.
+        # After a reconnect the stream repeats updates: the newer row of an update counts.
         repeated = {row.update for row in message.rows}
         rows = tuple(row for row in rows if row.update not in repeated)
     return (*rows, *message.rows)[-METRICS_KEPT:]
@@ -172,7 +183,7 @@ def _with_machine(store: Store, machine: MachineSnapshot) -> Store:
 
 
 def _longer(past: tuple[Moment, ...], newest: Moment) -> tuple[Moment, ...]:
-    """The newest value at the end, and before it as many unknown ones as samples are missing: a gap stays a gap."""
+    """The history with the newest value, after one unknown value for each missing sample."""
     missing: tuple[Moment, ...] = ()
     if len(past) > 1:
         usual = past[-1].time - past[-2].time
@@ -184,7 +195,9 @@ def _longer(past: tuple[Moment, ...], newest: Moment) -> tuple[Moment, ...]:
 
 
 def seconds_until_full(history: tuple[Moment, ...], *, window: float = 120.0) -> float | None:
-    """When the memory is full if it goes on growing as in the last two minutes; None if it does not really grow."""
+    """Seconds until the memory is full at the growth of the last two minutes; None if it does not
+    grow clearly.
+    """
     known = [(m.time, m.fraction) for m in history if m.fraction is not None]
     known = [k for k in known if k[0] >= known[-1][0] - window]
     if len(known) < 10 or known[-1][1] - known[0][1] < 0.01:
@@ -202,7 +215,7 @@ def seconds_until_full(history: tuple[Moment, ...], *, window: float = 120.0) ->
 
 
 class Holder(NamedTuple):
-    """One process over all the GPUs that it uses."""
+    """One process on all the GPUs that it uses."""
 
     process: GpuProcess
     gpu_indices: tuple[int, ...]
@@ -215,7 +228,10 @@ class Holder(NamedTuple):
 
 
 def holders(machine: MachineSnapshot | None) -> tuple[Holder, ...]:
-    """All GPU processes, each once: strays first, then by memory. Choosable is what is so on each of its GPUs."""
+    """All GPU processes, each once: strays first, then by memory.
+
+    A process is choosable if it is so on all its GPUs.
+    """
     reasons = forbidden(rows_of(machine)) if machine else {}
     found: dict[tuple[int, float | None], list[tuple[int, GpuProcess]]] = {}
     for gpu in machine.gpus if machine else ():

@@ -1,4 +1,4 @@
-"""What grows steadily in a run, as its supervisor found it: one line each, with when the memory is full."""
+"""Trends of a run in one line each: what grows steadily, and when the memory is full."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def of_host(run: RunState) -> list[Trend]:
 
 
 def first_full(trends: Sequence[Trend]) -> Trend | None:
-    """The most urgent one; those without a limit come last."""
+    """The most urgent trend; trends without a limit come last."""
     return min(trends, key=_urgency, default=None)
 
 
@@ -32,7 +32,7 @@ def _urgency(trend: Trend) -> float:
 
 
 def before_the_end(trend: Trend, run: RunState) -> bool:
-    """Whether the memory is full before the run is done; so, too, where nobody can tell when that will be."""
+    """Whether the memory is full before the run ends; also True if the run's end is not known."""
     if trend.full_in_seconds is None:
         return False
     if trend.full_at_update is not None and run.total_updates is not None:
@@ -50,8 +50,9 @@ def full_in(trend: Trend, run: RunState) -> Line:
 
 
 def sentence(trend: Trend, run: RunState, width: int) -> str:
-    """`GPU 0 reserved: full in 14 min (update 1 520) at this rate`, in fewer words where there is no room for them; where there
-    is no limit, the supervisor's own words."""
+    """`GPU 0 reserved: full in 14 min (update 1 520) at this rate`, in fewer words where there is
+    no room for them; where there is no limit, the supervisor's own words.
+    """
     if trend.full_in_seconds is None:
         return trend.message
     what = trend.what.removeprefix("anonymous ")
@@ -63,7 +64,7 @@ def sentence(trend: Trend, run: RunState, width: int) -> str:
     return next((form for form in forms if cell_len(form) <= width), forms[-1])
 
 
-_NOT_BEFORE = "not full before the run's end"
+_NOT_BEFORE = "not full before the run ends"
 
 
 def _rate(trend: Trend) -> str:

@@ -1,4 +1,4 @@
-"""Small words that several panels share."""
+"""Words, ages and messages that several panels share."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from memtop.supervisor.diagnosis.values import Kind
 from memtop.tui.line import Line, line, width_of, wrap
 
 BOTTLENECKS = {"data": "data-bound", "compute": "compute-bound", "launch": "launch-bound", "swap": "swapping"}
-"""What a run spends its time on, as one word; nothing where it is not known."""
+"""The bottleneck of a run in one word; no entry if it is not known."""
 
 OUTCOMES = {
     Kind.GPU_OOM: "out of VRAM",
-    Kind.GPU_OOM_FRAGMENTED: "VRAM, pieces",
+    Kind.GPU_OOM_FRAGMENTED: "fragmented",
     Kind.GPU_OOM_OTHER_PROCESS: "VRAM, others",
     Kind.HOST_OOM_ALLOC: "out of RAM",
     Kind.HOST_OOM_KILLED: "RAM, killed",
@@ -21,28 +21,28 @@ OUTCOMES = {
     Kind.DISK_FULL: "disk full",
     Kind.NOT_MEMORY: "failed",
 }
-"""What ended a stretch of a run, for a column of a table."""
+"""How a configuration of a run failed, for a table column."""
 _KINDS = {
     Kind.GPU_OOM: "out of GPU memory",
-    Kind.GPU_OOM_FRAGMENTED: "GPU memory in pieces",
+    Kind.GPU_OOM_FRAGMENTED: "GPU memory fragmented",
     Kind.GPU_OOM_OTHER_PROCESS: "GPU memory held by others",
     Kind.HOST_OOM_ALLOC: "out of host memory",
     Kind.HOST_OOM_KILLED: "killed for lack of host memory",
     Kind.PINNED_HOST_OOM: "out of page-locked memory",
     Kind.SHM_EXHAUSTED: "shared memory full",
     Kind.DISK_FULL: "disk full",
-    Kind.NOT_MEMORY: "failed, not for memory",
+    Kind.NOT_MEMORY: "failed, memory was not the cause",
 }
 _KIND = re.compile(rf"\b({'|'.join(sorted((kind.value for kind in Kind), key=len, reverse=True))})\b")
 
 
 def in_words(text: str) -> str:
-    """The text with the names of kinds of failure (`gpu_oom`) in words: `out of GPU memory at update 812`."""
+    """The text with kinds of failure (`gpu_oom`) written out: `out of GPU memory at update 812`."""
     return _KIND.sub(lambda found: _KINDS[Kind(found[1])], text)
 
 
 def age(seconds: float) -> str:
-    """`12 s`, `4 min`, `3 h`, `2 days`: enough to judge, short enough for a line."""
+    """`12 s`, `4 min`, `3 h` or `2 days`."""
     for limit, divisor, unit in ((90, 1, "s"), (5400, 60, "min"), (172800, 3600, "h")):
         if seconds < limit:
             return f"{max(0.0, seconds) / divisor:.0f} {unit}"
@@ -50,12 +50,12 @@ def age(seconds: float) -> str:
 
 
 REPORTS = ("busy", "good", "failed")
-"""What becomes of an ending: not gone with the next movement of the cursor."""
+"""Kinds of messages about an ending: they stay when the cursor moves."""
 _MARKS = {"busy": ("…", "accent"), "good": ("✓", "good"), "note": ("·", "muted"), "bad": ("✗", "bad"), "failed": ("✗", "bad")}
 
 
 def report_lines(text: str, kind: str, width: int) -> list[Line]:
-    """The mark of its kind and the text, on as many lines as it takes."""
+    """The mark of the kind and the text, on as many lines as needed."""
     mark, role = _MARKS[kind]
     head = line((f"{mark} ", role))
     wrapped = wrap(text, max(1, width - width_of(head)), "bad" if role == "bad" else "text")

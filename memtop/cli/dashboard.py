@@ -49,10 +49,12 @@ def open_dashboard(
     elif living := living_runs(runs_dir):
         return open_run(living[-1][0], look, endpoint=endpoint)
     need_terminal()
-    from memtop.tui.feed import TurnedLocalFeed
+    from memtop.tui.feed import LocalFeed
 
-    feed = TurnedLocalFeed(lambda: Sampler(lambda: view.known_runs(runs_dir)), look.interval, read_only=look.read_only, pid=pid)
-    feed.turns = _turns(look, endpoint)
+    def sampler() -> Sampler:
+        return Sampler(lambda: view.known_runs(runs_dir))
+
+    feed = LocalFeed(sampler, look.interval, read_only=look.read_only, pid=pid, turns=_turns(look, endpoint))
     return _show(feed, look.interval)
 
 
@@ -62,13 +64,18 @@ def open_run(
     """Open the dashboard on a run. The exit status reflects the run's failure only if
     `started_here`."""
     need_terminal()
-    from memtop.tui.feed import TurnedRunFeed
+    from memtop.tui.feed import RunFeed
 
     def sampler() -> Sampler:
         return Sampler(lambda: view.known_runs(folder.path.parent))
 
-    feed = TurnedRunFeed(folder.path, read_only=look.read_only, interval=look.interval, sampler_factory=sampler)
-    feed.turns = _turns(look, endpoint)
+    feed = RunFeed(
+        folder.path,
+        read_only=look.read_only,
+        interval=look.interval,
+        sampler_factory=sampler,
+        turns=_turns(look, endpoint),
+    )
     return _show(feed, look.interval, started_here=started_here)
 
 
@@ -76,17 +83,17 @@ def open_replay(runs_dir: Path, run_name: str, interval: float) -> int:
     """Open the dashboard on the recorded history of a run."""
     folder = find_run(run_name, runs_dir)
     need_terminal()
-    from memtop.tui.replay import ReplayFeed
+    from memtop.tui.replay import FolderRecording, ReplayFeed
 
-    return _show(ReplayFeed(folder.path), interval, silent=True)
+    return _show(ReplayFeed(lambda: FolderRecording(folder.path)), interval, silent=True)
 
 
 def open_demo(interval: float) -> int:
     """Open the dashboard with invented numbers."""
     need_terminal()
-    from memtop.tui.demo import DemoFeed
+    from memtop.tui.demo import demo_feed
 
-    return _show(DemoFeed(interval=interval), interval)
+    return _show(demo_feed(), interval, silent=True)
 
 
 def tree_of(pid: int) -> list[TreeProcess]:

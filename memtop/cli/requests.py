@@ -65,7 +65,9 @@ def final_answer(folder: RunFolder, make: Callable[[int], Request]) -> Answer:
     except ConnectionError:
         # The supervisor exited while we wrote to it. Without this, it would look like a broken
         # stdout.
-        raise NotRunningError(f"the supervisor of run {folder.name!r} went away: memtop watch {folder.name}") from None
+        raise NotRunningError(
+            f"the supervisor of run {folder.name!r} ended: memtop watch {folder.name} starts a new one"
+        ) from None
 
 
 def _report(answer: object) -> None:

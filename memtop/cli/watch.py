@@ -104,7 +104,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 )
 @click.option("--interval", type=SECONDS, default=1.0, metavar="SECONDS", help="time between two samples, 0.2 to 10 [1]")
 @click.option("--read-only", is_flag=True, help="only watch: no actions")
-@click.option("--demo", is_flag=True, help="show the dashboard with invented numbers")
+@click.option("--demo", is_flag=True, help="play a recorded run with two scripted GPUs")
 @runs_dir_option
 def watch(
     run_name: str | None,

@@ -1,4 +1,5 @@
-"""Safety bands of a memory fraction, and the hysteresis that keeps a value on a border from flickering."""
+"""Safety bands of a memory fraction, and the hysteresis that keeps a value near a border from
+flickering."""
 
 from __future__ import annotations
 
@@ -7,24 +8,24 @@ from memtop.supervisor.monitor.values import Band
 EDGE_FROM = 0.85
 """Lowest fraction of the edge band (inclusive)."""
 DANGER_ABOVE = 0.90
-"""Highest fraction of the edge band (inclusive); above it is danger."""
+"""Highest fraction of the edge band (inclusive). Above it is danger."""
 
 MARGIN = 0.01
-"""How far past a border, as a fraction, a value must be for the band to change at once."""
+"""How far a value must be past a border for the band to change at once, as a fraction."""
 STAY_SAMPLES = 3
-"""How many samples in a row beyond a border change the band even within the margin."""
+"""After this many samples in a row past a border, the band changes even within the margin."""
 
 _ORDER = (Band.SAFE, Band.EDGE, Band.DANGER)
 _BORDERS = (EDGE_FROM, DANGER_ABOVE)
-# 0.86 - 0.85 is 0.010000000000000009 but 0.91 - 0.90 is 0.010000000000000009 and 0.90 - 0.89 is 0.0099999...:
-# one percentage point must count as one percentage point.
+# 0.91 - 0.90 is 0.010000000000000009 and 0.90 - 0.89 is 0.0099999...: both must count as one
+# percentage point.
 _ROUNDING = 1e-9
 
 _MARKS = {Band.SAFE: "·", Band.EDGE: "^", Band.DANGER: "!!", Band.UNKNOWN: "?"}
 
 
 def band_of(fraction: float | None) -> Band:
-    """The band of a fraction (0-1), without memory: safe < 0.85 <= edge <= 0.90 < danger."""
+    """The band of a fraction (0-1) without hysteresis: safe < 0.85 <= edge <= 0.90 < danger."""
     if fraction is None or fraction != fraction:
         return Band.UNKNOWN
     if fraction < EDGE_FROM:
@@ -33,15 +34,16 @@ def band_of(fraction: float | None) -> Band:
 
 
 def mark(band: Band) -> str:
-    """The sign that stands beside the colour, so that a band can be read without colours."""
+    """The sign shown next to the colour, so that a band can be recognized without colours."""
     return _MARKS[band]
 
 
 class Hysteresis:
     """The band of one gauge over time.
 
-    The band changes when the value is at least one percentage point past a border, or when it stays on the other side
-    for three samples. A missing sample shows as unknown, but the band before it is remembered.
+    The band changes if the value is at least one percentage point past a border, or if it stays on
+    the other side for three samples. For a missing value it is unknown; the band before it is
+    remembered.
     """
 
     def __init__(self) -> None:
@@ -49,7 +51,7 @@ class Hysteresis:
         self._beyond = 0
 
     def update(self, fraction: float | None) -> Band:
-        """Take the next sample (0-1, None where not known) and say which band to show."""
+        """Add a sample (0-1, None if unknown). Returns the band to show."""
         raw = band_of(fraction)
         if fraction is None or raw is Band.UNKNOWN:
             return Band.UNKNOWN
@@ -57,7 +59,8 @@ class Hysteresis:
             return self._settle(raw)
         reached = _well_past(self._band, raw, fraction)
         if reached is not self._band:
-            # A jump may be well past one border and only just past the next: that second border still has to be earned.
+            # A jump may be well past one border but only just past the next, which then needs more
+            # samples.
             self._beyond = 0 if reached is raw else 1
             self._band = reached
             return reached
@@ -71,7 +74,8 @@ class Hysteresis:
 
 
 def _well_past(current: Band, raw: Band, fraction: float) -> Band:
-    """The furthest band between `current` and `raw` whose border lies at least the margin behind the value."""
+    """The furthest band from `current` towards `raw` whose border the value has passed by at least
+    the margin."""
     here, goal = _ORDER.index(current), _ORDER.index(raw)
     while here < goal and fraction - _BORDERS[here] >= MARGIN - _ROUNDING:
         here += 1

@@ -1,6 +1,7 @@
-"""The limits that the kernel will enforce on this process: cgroup versions 1 and 2, own group and those above.
+"""Reads the limits that the kernel enforces on this process: cgroup versions 1 and 2, the own group
+and those above it.
 
-The trainer uses this file as well: it imports nothing of ours.
+The trainer also uses this module, so it imports no other module of memtop.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import msgspec
 
 T = TypeVar("T")
 
-# Version 1 writes "no limit" as the greatest number of pages, in bytes: close to 2^63.
+# Version 1 reports "no limit" as the largest number of pages, in bytes, which is close to 2^63.
 _UNLIMITED_V1 = 2**62
 
 
 class CgroupMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The group that leaves the least room. Bytes; the inactive file cache, which the kernel gives back, does not
-    count as used. The last three are None where the group's statistics do not tell them."""
+    """The group with the least memory left. Bytes.
+
+    The inactive file cache does not count as used, because the kernel frees it. The last three
+    fields are None if the group's statistics do not contain them.
+    """
 
     limit_bytes: int
     used_bytes: int
@@ -31,21 +35,27 @@ class CgroupMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CgroupSwap(msgspec.Struct, frozen=True, kw_only=True):
-    """The group that leaves the least swap. Bytes; `used_bytes` is None where the kernel does not count it."""
+    """The group with the least swap left.
+
+    Bytes. `used_bytes` is None if the kernel does not count it.
+    """
 
     limit_bytes: int
     used_bytes: int | None
 
 
 class CgroupLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What changes rarely. None: there is no such limit, or (with the field's name in `unknown`) it cannot be told."""
+    """Limits that change rarely.
+
+    None if there is no such limit, or if it is unknown (then `unknown` has the reason).
+    """
 
     throttle_bytes: int | None = None
     """The lowest memory.high."""
     swap: CgroupSwap | None = None
     oom_kills: int | None = None
     cpus: float | None = None
-    """CPU time that the tightest group allows, in cores."""
+    """CPU time that the most limited group allows, in cores."""
     unknown: dict[str, str] = {}
 
 
@@ -53,7 +63,8 @@ class _Files(msgspec.Struct, frozen=True):
     limit: str
     usage: str
     cache: str
-    """Key of memory.stat: what the kernel takes back first, this group and those below it."""
+    """Key of memory.stat: the cache that the kernel frees first, in this group and those below
+    it."""
     file: str
     shared: str
     dirty: tuple[str, str]
@@ -76,11 +87,13 @@ _Group = tuple[Path, int]
 
 
 class CgroupReader:
-    """The groups of this process. Where they lie and what they allow is looked up by `refresh`; `memory` reads only the
-    usage of those that have a limit."""
+    """The groups of this process.
+
+    `refresh` finds the groups and their limits, `memory` only reads the usage of limited groups.
+    """
 
     def __init__(self, proc_root: Path, cgroup_root: Path, pid: int | None = None) -> None:
-        """Of another process where `pid` is given."""
+        """`pid`: read the groups of this process instead of our own."""
         self._proc = proc_root
         self._whose = "self" if pid is None else str(pid)
         self._root = cgroup_root
@@ -91,7 +104,10 @@ class CgroupReader:
         self._problem: str | None = "the cgroup has not been read yet"
 
     def refresh(self, machine_bytes: int | None) -> None:
-        """Find our groups and their memory limits anew. A limit at or above the machine's memory is none."""
+        """Find the groups and their memory limits.
+
+        A limit at or above the machine's memory counts as none.
+        """
         self._limited, self._problem = [], None
         try:
             self._find_groups()
@@ -110,8 +126,8 @@ class CgroupReader:
                 self._limited.append((group, limit))
 
     def memory(self) -> CgroupMemory | str | None:
-        """The group with the least room left, None where no limit is below the machine's memory, or the reason why it
-        is not known."""
+        """The group with the least memory left, None if there is no limit below the machine's
+        memory, or the reason why it is unknown."""
         if self._problem is not None:
             return self._problem
         tightest: CgroupMemory | None = None
@@ -125,25 +141,28 @@ class CgroupReader:
         return tightest
 
     def limits(self, swap_total_bytes: int | None) -> CgroupLimits:
-        """The other limits, and how often the kernel has killed. A swap limit at or above the machine's swap is none."""
+        """The other limits, and the number of OOM kills.
+
+        A swap limit at or above the machine's swap counts as none.
+        """
         unknown: dict[str, str] = {}
 
-        def told(field: str, ask: Callable[[], T | None]) -> T | None:
+        def ask(field: str, read: Callable[[], T | None]) -> T | None:
             if self._lines is None:
                 unknown[field] = self._problem or "the cgroup cannot be read"
                 return None
             try:
-                return ask()
+                return read()
             except (OSError, ValueError) as error:
-                unknown[field] = f"cannot read what the cgroup allows: {error}"
+                unknown[field] = f"cannot read the cgroup's limits: {error}"
                 return None
 
-        throttle = told("throttle_bytes", self._throttle)
-        swap = told("swap", lambda: self._swap(swap_total_bytes))
-        kills = told("oom_kills", self._oom_kills)
-        cpus = told("cpus", self._cpus)
+        throttle = ask("throttle_bytes", self._throttle)
+        swap = ask("swap", lambda: self._swap(swap_total_bytes))
+        kills = ask("oom_kills", self._oom_kills)
+        cpus = ask("cpus", self._cpus)
         if kills is None:
-            unknown.setdefault("oom_kills", "the kernel does not count kills here: no memory cgroup below the topmost one")
+            unknown.setdefault("oom_kills", "the kernel does not count OOM kills here: no memory cgroup below the root")
         return CgroupLimits(throttle_bytes=throttle, swap=swap, oom_kills=kills, cpus=cpus, unknown=unknown)
 
     def _find_groups(self) -> None:
@@ -165,13 +184,16 @@ class CgroupReader:
             found = _swap_limit(directory, version)
             if found is None or (swap_total is not None and found.limit_bytes >= swap_total):
                 continue
-            if tightest is None or _room(found) < _room(tightest):
+            if tightest is None or _left(found) < _left(tightest):
                 tightest = found
         return tightest
 
     def _oom_kills(self) -> int | None:
-        """Version 2 counts a kill in all groups above as well: the topmost one with a limit knows most. Version 1 counts it
-        only in the group that lost the process."""
+        """Version 2 also counts a kill in all groups above, so the topmost limited group has the
+        most complete count.
+
+        Version 1 counts it only in the group of the process.
+        """
         limited = [group for group, _ in self._limited if group[1] == 2]
         for directory, version in [*limited[-1:], *self._memory_groups]:
             count = kills_in(directory, version)
@@ -180,21 +202,24 @@ class CgroupReader:
         return None
 
     def _cpus(self) -> float | None:
-        """Cores' worth of time in the tightest of our groups."""
+        """CPU time that the most limited group allows, in cores."""
         found = (_cpu_quota(directory, version) for directory, version in self._cpu_groups)
         return min((cpus for cpus in found if cpus is not None), default=None)
 
 
 def read_cgroup_memory(proc_root: Path, cgroup_root: Path, machine_bytes: int | None) -> CgroupMemory | str | None:
-    """The group with the least room left, None where no limit is below the machine's memory, or the reason why it is
-    not known."""
+    """The group with the least memory left, None if there is no limit below the machine's memory,
+    or the reason why it is unknown."""
     reader = CgroupReader(proc_root, cgroup_root)
     reader.refresh(machine_bytes)
     return reader.memory()
 
 
 class KillCount(msgspec.Struct, frozen=True, kw_only=True):
-    """How many processes the kernel has ever killed for memory in one group; version 2 counts those of the groups below too."""
+    """How many processes the kernel has ever OOM-killed in one group.
+
+    Version 2 includes the groups below it.
+    """
 
     path: str
     version: int
@@ -202,9 +227,11 @@ class KillCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kill_counts(proc_root: Path, cgroup_root: Path, lines: str) -> list[KillCount]:
-    """The counters of a group and of those above it, its own first. `lines`: what /proc/PID/cgroup says of the process.
+    """The counters of a process's group and of those above it, its own first.
 
-    Groups without a counter (the topmost one, kernels before 4.13) are left out.
+    `lines`: the text of /proc/PID/cgroup.
+
+    Groups without a counter (the root group, kernels before 4.13) are left out.
     """
     found = []
     for directory, version in dict.fromkeys(_groups(lines, cgroup_root, _mounts(proc_root), "memory")):
@@ -215,12 +242,18 @@ def kill_counts(proc_root: Path, cgroup_root: Path, lines: str) -> list[KillCoun
 
 
 def kills_in(directory: Path, version: int) -> int | None:
-    """The counter of one group now; None where there is none, or no such group any more."""
+    """The present counter of one group.
+
+    None if it has none or the group does not exist any more.
+    """
     return _keyed(directory / ("memory.events" if version == 2 else "memory.oom_control")).get("oom_kill")
 
 
 class _Mount(msgspec.Struct, frozen=True):
-    """A mounted hierarchy. `root` is the group that its mount point shows: in a container not the topmost one."""
+    """A mounted hierarchy.
+
+    `root` is the group at its mount point; in a container it is not the root group.
+    """
 
     point: Path
     root: str
@@ -229,11 +262,11 @@ class _Mount(msgspec.Struct, frozen=True):
 
 
 def _mounts(proc_root: Path) -> list[_Mount]:
-    """The mounted hierarchies, or none where the kernel does not say what is mounted."""
+    """The mounted hierarchies. Empty if the list of mounts cannot be read."""
     try:
         lines = (proc_root / "self/mountinfo").read_text(errors="replace").splitlines()
     except OSError:
-        return []  # then they are looked for where they commonly are
+        return []  # then the usual places are tried
     found = []
     for line in lines:
         left, _, right = line.partition(" - ")
@@ -245,7 +278,7 @@ def _mounts(proc_root: Path) -> list[_Mount]:
 
 
 def _groups(lines: str, root: Path, mounts: list[_Mount], controller: str) -> Iterator[_Group]:
-    """Directories from our own group upwards, with the version of the hierarchy they belong to."""
+    """The directories from our own group upwards, with the versions of their hierarchies."""
     for line in lines.splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -265,8 +298,11 @@ def _is_of(mount: _Mount, root: Path, version: int, controller: str) -> bool:
 
 
 def _below_mount(mount: _Mount, path: str) -> list[Path]:
-    """Own group first, the mount point last. A path that lies above what is mounted (or beside it) leaves the mount point,
-    which is the container's own group."""
+    """Own group first, the mount point last.
+
+    A path outside of what is mounted leaves only the mount point, which is the container's own
+    group.
+    """
     own = PurePosixPath(path)
     if ".." in own.parts or ".." in mount.root or not own.is_relative_to(mount.root):
         return [mount.point] if mount.point.is_dir() else []
@@ -276,8 +312,10 @@ def _below_mount(mount: _Mount, path: str) -> list[Path]:
 
 
 def _upwards(mount: Path, path: str) -> list[Path]:
-    """The same where it is not known what is mounted: a path that is not there must be the machine's, seen from a
-    container."""
+    """The same without knowing the mounts.
+
+    A path that does not exist must be the machine's path, seen from a container.
+    """
     parts = [part for part in PurePosixPath(path).parts if part != "/"]
     if ".." in parts or not mount.joinpath(*parts).is_dir():
         parts = []
@@ -286,8 +324,10 @@ def _upwards(mount: Path, path: str) -> list[Path]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None where it says "max" or there is no such file: the root group and groups without the
-    controller have none."""
+    """The number in a file.
+
+    None if it contains "max" or does not exist (root group, group without this controller).
+    """
     try:
         text = path.read_text().strip()
     except FileNotFoundError:
@@ -296,7 +336,7 @@ def _number(path: Path) -> int | None:
 
 
 def _keyed(path: Path) -> dict[str, int]:
-    """The rows `name number` of a file; empty where there is no such file."""
+    """The rows `name number` of a file. Empty if there is no such file."""
     try:
         rows = (line.split() for line in path.read_text().splitlines())
     except FileNotFoundError:
@@ -321,7 +361,8 @@ def _usage(directory: Path, version: int, limit: int) -> CgroupMemory:
 
 
 def _keyed_required(path: Path) -> dict[str, int]:
-    """As `_keyed`, but a file that is missing is an error. Read each second: only whole numbers are looked at."""
+    """As `_keyed`, but raises OSError if the file is missing, and is faster because it is used for
+    every sample."""
     with path.open("rb", buffering=0) as file:
         words = file.read().decode().split()
     return {name: int(value) for name, value in zip(words[::2], words[1::2], strict=False)}
@@ -332,13 +373,14 @@ def _swap_limit(directory: Path, version: int) -> CgroupSwap | None:
         limit = _number(directory / "memory.swap.max")
         return None if limit is None else CgroupSwap(limit_bytes=limit, used_bytes=_number(directory / "memory.swap.current"))
     both, memory = _number(directory / "memory.memsw.limit_in_bytes"), _number(directory / "memory.limit_in_bytes")
-    # Version 1 limits memory and swap together: what is left for swap when the memory is full.
+    # Version 1 limits memory and swap together. The difference is left for swap when the memory is
+    # full.
     if both is None or memory is None or both >= _UNLIMITED_V1:
         return None
     return CgroupSwap(limit_bytes=max(0, both - memory), used_bytes=_keyed(directory / "memory.stat").get("total_swap"))
 
 
-def _room(swap: CgroupSwap) -> int:
+def _left(swap: CgroupSwap) -> int:
     return swap.limit_bytes - (swap.used_bytes or 0)
 
 

@@ -1,6 +1,7 @@
-"""An hour of the machine in memory: a few numbers per GPU and of the host, once a second, and their thinning out.
+"""The last hour of the machine in memory: a few values of each GPU and of the host, one a second,
+and their resampling.
 
-What was not known stays unknown (NaN inside, None outside), and a time in which nobody looked stays a gap.
+Unknown values stay unknown (NaN inside, None outside). A time without samples stays a gap.
 """
 
 from __future__ import annotations
@@ -14,28 +15,29 @@ from typing import NamedTuple
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 
 HOST = "host"
-"""The key of the machine's own series; a GPU's key is its uuid."""
+"""The key of the host's series. The key of a GPU is its uuid."""
 GPU_SERIES = ("used_bytes", "used_fraction", "utilization_fraction", "power_watts", "temperature_celsius")
 HOST_SERIES = (
     *("used_bytes", "used_fraction", "swap_used_bytes", "swap_in_bytes_per_second", "pressure_fraction", "cpu_fraction"),
     "run_rss_bytes",
 )
-"""Names of series. The ledger stores values in this order: a new name is only ever added at the end."""
+"""Names of the host's series. The ledger stores values in this order."""
 KEPT_SECONDS = 3600.0
 _NAN = math.nan
-# Samples that come quicker than this share one value: the larger.
+# Samples within this many seconds share one value, the larger one.
 _SHORTEST = 0.9
-# The oldest are dropped so many at a time, which costs less than one by one.
+# This many of the oldest values are dropped at once, which is cheaper than one by one.
 _SURPLUS = 240
-# A value stands until the next one, but not longer than this many usual distances, nor than so many seconds.
-_STANDS, _STANDS_SECONDS = 2.5, 15.0
+# A value is valid until the next one, but no longer than this many usual intervals, nor than this
+# many seconds.
+_VALID_INTERVALS, _VALID_SECONDS = 2.5, 15.0
 
 
 class Bucket(NamedTuple):
-    """What is known of a stretch of time: the least, the mean and the most of one series."""
+    """Minimum, mean and maximum of one series in one time interval."""
 
     time: float
-    """Its beginning, seconds since the epoch."""
+    """The start of the interval, in seconds since the epoch."""
     seconds: float
     low: float
     mean: float
@@ -43,12 +45,12 @@ class Bucket(NamedTuple):
 
 
 def gpu_key(gpu: GpuSample) -> str:
-    """What identifies a GPU over time; indices may change, UUIDs are not always readable."""
+    """Identifies a GPU over time. Indices may change, and UUIDs cannot always be read."""
     return gpu.uuid or f"index {gpu.index}"
 
 
 def series_of(key: str) -> tuple[str, ...]:
-    """The names of the series of that key."""
+    """The names of the series of a key."""
     return HOST_SERIES if key == HOST else GPU_SERIES
 
 
@@ -58,7 +60,10 @@ def label_of(gpu_index: int | None) -> str:
 
 
 def values_of(snapshot: MachineSnapshot, run_rss_bytes: float | None = None) -> Iterator[tuple[str, int | None, list[float]]]:
-    """(key, GPU index or None for the host, values in the order of the names; NaN is not known) for each source."""
+    """(key, GPU index or None for the host, values in the order of the names) of each source.
+
+    Unknown values are NaN.
+    """
     for gpu in snapshot.gpus:
         row = (gpu.used_bytes, gpu.used_fraction, gpu.utilization_fraction, gpu.power_watts, gpu.temperature_celsius)
         yield gpu_key(gpu), gpu.index, [_NAN if value is None else value for value in row]
@@ -69,13 +74,13 @@ def values_of(snapshot: MachineSnapshot, run_rss_bytes: float | None = None) -> 
 
 
 class Track:
-    """The series of one GPU or of the host, with the times that they share."""
+    """The series of one GPU or of the host, with their common times."""
 
     def __init__(self, names: Sequence[str], gpu_index: int | None) -> None:
         self.gpu_index = gpu_index
         """None for the host."""
         self.times = array("d")
-        # Four bytes are 7 digits: 80 GB to 5 kB, finer than any chart.
+        # Four bytes hold 7 digits: 80 GB with an error of 5 kB, which no chart shows.
         self.columns = {name: array("f") for name in names}
 
     def append(self, time: float, values: Sequence[float]) -> None:
@@ -83,7 +88,7 @@ class Track:
         if times and time <= times[-1]:
             if time == times[-1]:
                 return
-            # The clock was set back: what lies in its future cannot be told in order.
+            # The clock was set back: drop the values that are now in the future.
             self._cut_from(time)
         if times and time - times[-1] < _SHORTEST and self._merged(values):
             return
@@ -95,7 +100,7 @@ class Track:
 
     def _merged(self, values: Sequence[float]) -> bool:
         for column, value in zip(self.columns.values(), values, strict=True):
-            # False for NaN on either side; an unknown value gives way to a known one.
+            # The comparison is False for NaN. An unknown value is replaced by a known one.
             if value > column[-1] or column[-1] != column[-1]:
                 column[-1] = value
         return True
@@ -112,18 +117,21 @@ class Track:
             del values[:count]
 
     def spans(self) -> Iterator[float]:
-        """How long each value stands, seconds: to the next one, unless that is much later than usual."""
+        """How long each value is valid, in seconds: until the next one, unless that comes much
+        later than usual."""
         times = self.times
         before = math.inf
         for now, following in pairwise((*times, math.inf)):
             after = following - now
             usual = min(before, after)
-            yield min(after, _STANDS_SECONDS, max(_STANDS, _STANDS * usual) if usual < math.inf else _STANDS)
+            yield min(
+                after, _VALID_SECONDS, max(_VALID_INTERVALS, _VALID_INTERVALS * usual) if usual < math.inf else _VALID_INTERVALS
+            )
             before = after
 
 
 class History:
-    """The newest hour, one value a second. Not for several threads."""
+    """The newest hour, one value a second. Not thread-safe."""
 
     def __init__(self) -> None:
         self._tracks: dict[str, Track] = {}
@@ -134,12 +142,12 @@ class History:
 
     @property
     def start(self) -> float | None:
-        """The oldest moment that anything is known of."""
+        """The time of the oldest value."""
         return min((track.times[0] for track in self._tracks.values() if track.times), default=None)
 
     @property
     def end(self) -> float | None:
-        """The newest."""
+        """The time of the newest value."""
         return max((track.times[-1] for track in self._tracks.values() if track.times), default=None)
 
     def gpu_index(self, key: str) -> int | None:
@@ -147,7 +155,10 @@ class History:
         return self._tracks[key].gpu_index
 
     def append(self, snapshot: MachineSnapshot, run_rss_bytes: float | None = None) -> None:
-        """Take a sample in. The same one twice counts once; GPUs that were not seen for an hour are forgotten."""
+        """Add a sample.
+
+        The same sample twice counts once. GPUs without samples for an hour are dropped.
+        """
         for key, gpu_index, values in values_of(snapshot, run_rss_bytes):
             self._track(key, gpu_index).append(snapshot.time, values)
         if len(self._tracks) > len(snapshot.gpus) + 1:
@@ -155,7 +166,7 @@ class History:
             self._tracks = {key: t for key, t in self._tracks.items() if t.times and t.times[-1] >= horizon}
 
     def add(self, key: str, gpu_index: int | None, time: float, values: Sequence[float]) -> None:
-        """One row of one source, in the order of its names; NaN is not known."""
+        """Add one row of one source, in the order of its names. Unknown values are NaN."""
         self._track(key, gpu_index).append(time, values)
 
     def _track(self, key: str, gpu_index: int | None) -> Track:
@@ -166,31 +177,33 @@ class History:
         return track
 
     def series(self, key: str, name: str, since: float | None = None) -> list[tuple[float, float | None]]:
-        """(time, value or None) from `since` on, oldest first; KeyError for a series that does not exist."""
+        """(time, value or None) from `since` on, oldest first.
+
+        Raises KeyError for a series that does not exist.
+        """
         track = self._tracks[key]
         pairs = zip(track.times, track.columns[name], strict=True)
         return [(t, None if v != v else v) for t, v in pairs if since is None or t >= since]
 
     def buckets(self, key: str, name: str) -> list[Bucket]:
-        """The known values with how long they stand."""
+        """The known values, each with the time for which it is valid."""
         track = self._tracks.get(key)
         if track is None:
             return []
         rows = zip(track.times, track.spans(), track.columns[name], strict=True)
         return [Bucket(t, span, v, v, v) for t, span, v in rows if v == v]
 
-    def nbytes(self) -> int:
-        """What the numbers take."""
-        arrays = (a for track in self._tracks.values() for a in (track.times, *track.columns.values()))
-        return sum(len(a) * a.itemsize for a in arrays)
-
     def dump(self) -> Iterator[tuple[str, int | None, bytes, dict[str, bytes]]]:
-        """(key, GPU index, times as doubles, columns as floats) of each source, for another process of this machine."""
+        """(key, GPU index, times as doubles, columns as floats) of each source, for another process
+        on this machine."""
         for key, track in self._tracks.items():
             yield key, track.gpu_index, track.times.tobytes(), {name: c.tobytes() for name, c in track.columns.items()}
 
     def load(self, key: str, gpu_index: int | None, times: bytes, columns: Mapping[str, bytes]) -> None:
-        """Take over what another `dump`ed, in place of what is known of that source; names not sent are unknown."""
+        """Replace one source by what another process has dumped.
+
+        Series that were not sent are unknown.
+        """
         track = Track(series_of(key), gpu_index)
         track.times.frombytes(times)
         for name, column in track.columns.items():
@@ -201,9 +214,10 @@ class History:
 
 
 def resample(buckets: Iterable[Bucket], start: float, end: float, count: int) -> list[Bucket | None]:
-    """`count` equal stretches from `start` to `end`, each with the least, the mean over time and the most in it.
+    """Divide the time from `start` to `end` into `count` equal intervals, with minimum, mean over
+    time and maximum of each.
 
-    A stretch of which nothing is known is None: nothing is drawn from one side of a gap to the other.
+    An interval without known values is None, so that charts draw no line across a gap.
     """
     width = (end - start) / count
     low, high = [math.inf] * count, [-math.inf] * count

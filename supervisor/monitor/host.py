@@ -1,4 +1,4 @@
-"""Host memory: RAM, swap and its traffic, memory pressure, CPU, and the cgroup's limit where there is one."""
+"""Reads host memory: RAM, swap and its traffic, memory pressure, CPU, and the cgroup's limits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from memtop.supervisor.monitor.cgroup import CgroupLimits, CgroupMemory, CgroupR
 from memtop.supervisor.monitor.values import HostSample
 
 SLOW_SECONDS = 5.0
-"""How long limits, load, uptime, cores and kills are taken for unchanged."""
+"""How often limits, load, uptime, cores and OOM kills are read."""
 
 _FIRST_READ = "a rate needs two samples"
-_NO_SWAP = "no swap is set up"
-# Of meminfo's sixty lines, those that are used.
+_NO_SWAP = "the machine has no swap"
+# The lines of /proc/meminfo that are used.
 _ROWS = re.compile(
     rb"^(MemTotal|MemAvailable|Buffers|Cached|Mlocked|SwapTotal|SwapFree|Dirty|Writeback|Shmem|HugePages_Total"
     rb"|HugePages_Free|Hugepagesize|Hugetlb):\s+(\d+)",
@@ -34,12 +34,15 @@ _MEMINFO_FIELDS = (
 
 
 def _affinity() -> int:
-    """Cores that the kernel may run this process on."""
+    """Number of cores on which this process may run."""
     return len(os.sched_getaffinity(0))
 
 
 class HostReader:
-    """Reads host memory; keeps the last counters so that rates can be told. Roots are given for tests."""
+    """Reads host memory.
+
+    Keeps the last counters to compute rates. The roots can be replaced in tests.
+    """
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class HostReader:
         self._slow_at: float | None = None
 
     def read(self) -> HostSample:
-        """One sample. What cannot be read is None, with the reason under `unknown`."""
+        """One sample without bands. What cannot be read is None, with the reason in `unknown`."""
         now = self._monotonic()
         unknown: dict[str, str] = {}
         fields: dict[str, Any] = {}
@@ -85,10 +88,10 @@ class HostReader:
         fields |= self._pressure(fields.get("limit_path"), unknown)
         return HostSample(unknown=unknown, **fields)
 
-    # --- each second ----------------------------------------------------------------------------------------------------
+    # --- read at every sample ---
 
     def _meminfo(self, unknown: dict[str, str]) -> dict[str, int]:
-        """The rows of /proc/meminfo that are used, as the numbers that stand there: KiB, and counts of huge pages."""
+        """The numbers in /proc/meminfo that are used: KiB, and counts of huge pages."""
         try:
             text = _read(self._proc / "meminfo")
         except OSError as error:
@@ -97,7 +100,8 @@ class HostReader:
         return {name.decode(): int(value) for name, value in _ROWS.findall(text)}
 
     def _swap_rates(self, now: float, unknown: dict[str, str]) -> dict[str, float | None]:
-        """Bytes per second swapped in and out since the last read, from the kernel's page counters."""
+        """Bytes per second swapped in and out since the last read, from the kernel's page
+        counters."""
         names = ("swap_in_bytes_per_second", "swap_out_bytes_per_second")
         try:
             pages = tuple(map(int, _SWAPPED.findall(_read(self._proc / "vmstat"))))
@@ -115,12 +119,17 @@ class HostReader:
         return {name: delta * page / passed for name, delta in zip(names, deltas, strict=True)}
 
     def _pressure(self, group: str | None, unknown: dict[str, str]) -> dict[str, float]:
-        """PSI `some avg10` and `full avg10` of memory as fractions: of the cgroup that limits us, else of the machine. A full
-        group waits while the machine has plenty, and the machine's neighbours may wait while the group does not."""
+        """PSI `some avg10` and `full avg10` of memory as fractions, of the cgroup that limits us,
+        else of the machine.
+
+        A full cgroup waits although the machine has free memory, and other processes may wait while
+        the cgroup does not.
+        """
         names = {"some": "pressure_fraction", "full": "pressure_full_fraction"}
         path, text = self._proc / "pressure/memory", None
         if group is not None:
-            with contextlib.suppress(OSError):  # version 1 and older kernels measure the machine only
+            # version 1 and older kernels measure the machine only
+            with contextlib.suppress(OSError):
                 text = _read(Path(group) / "memory.pressure")
                 path = Path(group) / "memory.pressure"
         try:
@@ -140,26 +149,27 @@ class HostReader:
                     raise KeyError(key)
                 found[field] = float(value) / 100
             except (KeyError, ValueError):
-                unknown[field] = f"{path} is not in a known form"
+                unknown[field] = f"{path} has an unknown format"
         return found
 
     def _shared_memory(self, unknown: dict[str, str]) -> dict[str, Any]:
-        """How large the file system of shared memory may become, and what is in it."""
+        """Size limit and usage of the shared-memory file system."""
         try:
-            told = os.statvfs(self._shm)
+            found = os.statvfs(self._shm)
         except OSError as error:
-            reason = f"cannot look at {self._shm}: {error.strerror}"
+            reason = f"cannot read {self._shm}: {error.strerror}"
             unknown.update(dict.fromkeys(("shm_total_bytes", "shm_used_bytes", "shm_fraction"), reason))
             return {}
-        if told.f_blocks == 0:
-            reason = f"{self._shm} has no limit of its own"
+        if found.f_blocks == 0:
+            reason = f"{self._shm} has no size limit"
             unknown.update(dict.fromkeys(("shm_total_bytes", "shm_used_bytes", "shm_fraction"), reason))
             return {}
-        total, used = told.f_blocks * told.f_frsize, (told.f_blocks - told.f_bfree) * told.f_frsize
+        total, used = found.f_blocks * found.f_frsize, (found.f_blocks - found.f_bfree) * found.f_frsize
         return {"shm_total_bytes": total, "shm_used_bytes": used, "shm_fraction": used / total}
 
     def _cpu_fraction(self, now: float, unknown: dict[str, str]) -> float | None:
-        """Share of all cores' time since the last read that was neither idle nor waiting for a disk."""
+        """Share of all cores' time since the last read that was neither idle nor waiting for
+        I/O."""
         try:
             line = _read(self._proc / "stat").split(b"\n", 1)[0].split()
             ticks = [int(number) for number in line[1:9]]
@@ -176,7 +186,7 @@ class HostReader:
         return min(1.0, max(0.0, 1 - resting / total))
 
     def _limited(self, fields: dict[str, Any], unknown: dict[str, str]) -> dict[str, Any]:
-        """What changes where a cgroup allows less than the machine has."""
+        """The fields that differ if a cgroup allows less memory than the machine has."""
         cgroup = self._cgroup.memory()
         if isinstance(cgroup, CgroupMemory):
             return _within_limit(cgroup, fields.get("available_bytes"), unknown) | self._limited_swap(fields, unknown)
@@ -188,7 +198,7 @@ class HostReader:
         swap = self._limits.swap
         return {} if swap is None else _within_swap_limit(swap, fields, unknown)
 
-    # --- now and then ---------------------------------------------------------------------------------------------------
+    # --- read every 5 s ---
 
     def _read_slow(self, total: int | None, swap_total: int | None) -> None:
         self._slow, self._slow_unknown = {}, {}
@@ -219,29 +229,33 @@ class HostReader:
             self._slow_unknown["uptime_seconds"] = f"cannot read {self._proc}/uptime: {error}"
 
     def _cores(self, allowed: float | None) -> None:
-        """Cores of the affinity mask, or fewer where the cgroup gives less time; a part of a core counts as one."""
+        """Number of cores in the affinity mask, or fewer if the cgroup allows less CPU time.
+
+        A part of a core counts as one.
+        """
         try:
             cores = self._affinity()
         except OSError as error:
-            self._slow_unknown["cpu_count"] = f"the kernel does not tell the cores of this process: {error}"
+            self._slow_unknown["cpu_count"] = f"the kernel does not report the cores of this process: {error}"
             return
         self._slow["cpu_count"] = cores if allowed is None else max(1, min(cores, math.ceil(allowed)))
 
 
 def _read(path: Path) -> bytes:
-    # The kernel makes these files up as they are read: no buffer, no decoding of what is not used.
+    # The kernel generates these files when they are read, so use no buffer, and decode only what is
+    # used.
     with path.open("rb", buffering=0) as file:
         return file.read()
 
 
 class _Counter:
-    """Differences of ever-growing kernel counters between two reads."""
+    """Differences of increasing kernel counters between two reads."""
 
     def __init__(self) -> None:
         self._last: tuple[float, tuple[int, ...]] | None = None
 
     def update(self, now: float, counts: tuple[int, ...]) -> tuple[float, tuple[int, ...], str | None]:
-        """Seconds passed, differences, and the reason where they mean nothing."""
+        """Seconds passed, differences, and the reason if they are not valid."""
         nothing = tuple(0 for _ in counts)
         if self._last is None:
             self._last = (now, counts)
@@ -261,12 +275,12 @@ def _ram(memory: dict[str, int], unknown: dict[str, str]) -> dict[str, Any]:
         return {}
     total, available = memory.get("MemTotal"), memory.get("MemAvailable")
     if not total:
-        reason = "the kernel does not tell the machine's memory"
+        reason = "the kernel does not report the machine's memory"
         unknown.update(dict.fromkeys(("total_bytes", "used_bytes", "available_bytes", "used_fraction"), reason))
         return {}
     total *= 1024
     if available is None:
-        reason = "this kernel does not tell the available memory (older than Linux 3.14)"
+        reason = "this kernel does not report the available memory (older than Linux 3.14)"
         unknown.update(dict.fromkeys(("used_bytes", "available_bytes", "used_fraction"), reason))
         return {"total_bytes": total}
     used = total - available * 1024
@@ -274,12 +288,12 @@ def _ram(memory: dict[str, int], unknown: dict[str, str]) -> dict[str, Any]:
 
 
 def _kinds(memory: dict[str, int], unknown: dict[str, str]) -> dict[str, Any]:
-    """What the memory is used for, as far as it is not simply a process's own."""
+    """What the memory is used for, apart from private memory of processes."""
     if "cached_bytes" in unknown:
         return {}
     found: dict[str, int | None] = {}
     cached, buffers, shared = (memory.get(name) for name in ("Cached", "Buffers", "Shmem"))
-    # The kernel counts shared memory as cached, but cannot give it back.
+    # The kernel counts shared memory as cached, but cannot free it.
     if cached is not None and buffers is not None and shared is not None:
         found["cached_bytes"] = max(0, cached + buffers - shared) * 1024
     dirty, writeback = memory.get("Dirty"), memory.get("Writeback")
@@ -291,18 +305,18 @@ def _kinds(memory: dict[str, int], unknown: dict[str, str]) -> dict[str, Any]:
     found |= _huge_pages(memory, unknown)
     for field in ("cached_bytes", "dirty_bytes", "shared_bytes", "locked_bytes", "huge_pages_total_bytes"):
         if found.get(field) is None:
-            unknown[field] = "the kernel does not tell it in /proc/meminfo"
+            unknown[field] = "the kernel does not report it in /proc/meminfo"
     return found
 
 
 def _huge_pages(memory: dict[str, int], unknown: dict[str, str]) -> dict[str, int | None]:
     count, free, size = (memory.get(name) for name in ("HugePages_Total", "HugePages_Free", "Hugepagesize"))
     if count is None or free is None or size is None:
-        unknown["huge_pages_free_bytes"] = "the kernel does not tell it in /proc/meminfo"
+        unknown["huge_pages_free_bytes"] = "the kernel does not report it in /proc/meminfo"
         return {"huge_pages_total_bytes": 0} if size is None and "Hugetlb" in memory else {}
     total = memory.get("Hugetlb", count * size)
     if total > count * size:
-        unknown["huge_pages_free_bytes"] = "huge pages of several sizes are set aside; only those of one size are told"
+        unknown["huge_pages_free_bytes"] = "huge pages of several sizes: the kernel reports the free ones of one size only"
         return {"huge_pages_total_bytes": total * 1024}
     return {"huge_pages_total_bytes": total * 1024, "huge_pages_free_bytes": free * size * 1024}
 
@@ -312,7 +326,7 @@ def _swap(memory: dict[str, int], unknown: dict[str, str]) -> dict[str, Any]:
         return {}
     total, free = memory.get("SwapTotal"), memory.get("SwapFree")
     if total is None or free is None:
-        reason = "the kernel does not tell the swap"
+        reason = "the kernel does not report the swap"
         unknown.update(dict.fromkeys(("swap_total_bytes", "swap_used_bytes", "swap_fraction"), reason))
         return {}
     if total == 0:
@@ -323,7 +337,7 @@ def _swap(memory: dict[str, int], unknown: dict[str, str]) -> dict[str, Any]:
 
 
 def _within_limit(cgroup: CgroupMemory, available: int | None, unknown: dict[str, str]) -> dict[str, Any]:
-    """Used, left, and the kinds of memory of the group instead of the machine's."""
+    """Used and available memory and its kinds, of the cgroup instead of the machine."""
     left = max(0, cgroup.limit_bytes - cgroup.used_bytes)
     for field in ("used_bytes", "used_fraction", "available_bytes"):
         unknown.pop(field, None)
@@ -332,19 +346,22 @@ def _within_limit(cgroup: CgroupMemory, available: int | None, unknown: dict[str
         "limit_path": cgroup.path,
         "used_bytes": cgroup.used_bytes,
         "used_fraction": cgroup.used_bytes / cgroup.limit_bytes if cgroup.limit_bytes else 1.0,
-        # The machine may have less to give than the cgroup would allow.
+        # The machine may have less free memory than the cgroup allows.
         "available_bytes": left if available is None else min(left, available),
     }
     for field in ("cached_bytes", "dirty_bytes", "shared_bytes"):
         found[field] = getattr(cgroup, field)
         unknown.pop(field, None)
         if found[field] is None:
-            unknown[field] = "the cgroup's statistics do not tell it"
+            unknown[field] = "the cgroup's statistics do not contain it"
     return found
 
 
 def _within_swap_limit(swap: CgroupSwap, fields: dict[str, Any], unknown: dict[str, str]) -> dict[str, Any]:
-    """Swap of the group instead of the machine's: it may be full while the machine's is empty."""
+    """Swap of the cgroup instead of the machine.
+
+    It may be full while the machine's swap is empty.
+    """
     for field in ("swap_total_bytes", "swap_used_bytes", "swap_fraction"):
         unknown.pop(field, None)
     if swap.used_bytes is None:

@@ -1,4 +1,5 @@
-"""Adds to the GPU samples who their processes are and what the host reports about them, and groups them into jobs."""
+"""Adds to the GPU samples who their processes are and what the host reports about them, and groups
+them into jobs."""
 
 from __future__ import annotations
 
@@ -31,12 +32,16 @@ from memtop.supervisor.monitor.strays import UNFREED_ADVICE, KnownRun, agreed, j
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, Job
 
 LOOK_SECONDS = 1.5
-"""The process table is walked at most this often, however often the driver's process lists change."""
+"""The process table is walked at most this often, however often the driver's process lists
+change."""
 _COMPUTE = frozenset({"compute", "mps", "compute+graphics"})
 
 
 class ProcessWatch:
-    """Describes the processes of a sample. The result is kept until the GPU reader has read its process lists again."""
+    """Describes the processes of a sample.
+
+    The result is kept until the GPU reader has read its process lists again.
+    """
 
     def __init__(
         self,
@@ -134,7 +139,10 @@ class ProcessWatch:
         return drafts
 
     def _program(self, row: ProcessStat, facts: ProcessFacts | None) -> Program:
-        """What the process executes; read once for each program. `facts` are given for processes on a GPU."""
+        """What the process executes; read once for each program.
+
+        `facts` are given for processes on a GPU.
+        """
         pid = row.identity.pid
         stamp = row.guise, facts is None
         known = self._programs.get(pid)
@@ -159,7 +167,10 @@ class ProcessWatch:
         on_gpus: Mapping[int, Sequence[tuple[int, GpuProcess]]],
         facts: Mapping[int, ProcessFacts],
     ) -> Job:
-        """A job with the resources that its processes use together. `on_gpus`: each process's rows with their GPU's index."""
+        """A job with the resources that its processes use together.
+
+        `on_gpus`: each process's rows with their GPU's index.
+        """
         rows = self._rows
         mine = [pair for pid in draft.pids for pair in on_gpus.get(pid, ())]
         unknown: dict[str, str] = {}
@@ -207,7 +218,8 @@ class _JobName(NamedTuple):
 
 
 def _started(member: ProcessFacts | None, leader: ProcessStat) -> float | None:
-    """When the leader started, in seconds since the epoch, computed from the start of a member that was described."""
+    """When the leader started, in seconds since the epoch, computed from the start of a member that
+    was described."""
     if member is None or member.started is None or member.identity is None:
         return None
     return member.started - (member.identity.started_ticks - leader.identity.started_ticks) / TICKS_PER_SECOND
@@ -262,7 +274,10 @@ def _gone_reason(row: GpuProcess) -> str:
 def _job_names(
     drafts: Sequence[JobDraft], made: Mapping[int, GpuProcess], facts: Mapping[int, ProcessFacts]
 ) -> dict[int, _JobName]:
-    """Key, name and run of each job, by its leader. Keys are unique; a live run has the plain one."""
+    """Key, name and run of each job, by its leader.
+
+    Keys are unique; a live run has the plain one.
+    """
     names: dict[int, _JobName] = {}
     taken: set[str] = set()
     for draft in sorted(drafts, key=lambda draft: any(made[pid].stray for pid in draft.pids if pid in made)):

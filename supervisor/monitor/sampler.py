@@ -1,4 +1,4 @@
-"""One sample of the whole machine: GPUs, their processes and the host, under one timestamp."""
+"""Takes samples of the whole machine: GPUs, their processes and the host, with one time stamp."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from memtop.supervisor.monitor.values import Band, GpuSample, HostSample, Machin
 
 
 def no_runs() -> Sequence[KnownRun]:
-    """For a sampler that knows of no runs: nothing is stray then."""
+    """For a sampler without runs. No process is a stray then."""
     return ()
 
 
 class Sampler:
-    """Samples the machine. One per supervisor or dashboard, called about once a second.
+    """Samples the machine, about once a second. Each supervisor and each dashboard has one.
 
-    `runs` is asked only while a process on a GPU may be of a run: this user's own, or one with a run's marker; at most as
-    often as the process lists are read. `patience`: seconds that a sample waits for the driver; a single one should wait
-    longer than one of many. `wake`: for whoever is about to use the GPUs, not only to look; sleeping ones are woken.
+    `runs` is called only while a GPU process may belong to a run, because it is this user's or has
+    a run's marker, and at most as often as process lists are read. `patience`: seconds that a
+    sample waits for the driver; a single sample should wait longer than one of many. `wake`: wake
+    sleeping GPUs, for callers that are about to use them.
     """
 
     def __init__(
@@ -59,7 +60,10 @@ class Sampler:
         self._memory_gauge, self._swap_gauge = Hysteresis(), Hysteresis()
 
     def sample(self) -> MachineSnapshot:
-        """One snapshot; never raises for what the machine says, and waits for the driver no longer than the patience."""
+        """One snapshot.
+
+        Never raises for errors of the machine, and waits for the driver at most `patience` seconds.
+        """
         moment = self._clock()
         reading, age = self._driver.read()
         host = self._host.read()
@@ -76,17 +80,17 @@ class Sampler:
         )
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Close the driver."""
         self._driver.close()
 
     @property
     def nvml(self) -> NvmlReader:
-        """The reader behind the GPUs, for measuring what came back after ending processes."""
+        """The reader of the GPUs."""
         return self._nvml
 
     def _with_bands(self, gpus: tuple[GpuSample, ...]) -> tuple[GpuSample, ...]:
-        """The GPUs and their MIG instances with bands that do not flicker."""
-        before, self._gauges = self._gauges, {}  # every instance that is made has a UUID of its own: forget the old ones
+        """The GPUs and their MIG instances with their bands."""
+        before, self._gauges = self._gauges, {}  # forget MIG instances that no longer exist
 
         def band(key: str, fraction: float | None) -> Band:
             gauge = self._gauges[key] = before.get(key) or Hysteresis()
@@ -108,7 +112,8 @@ class Sampler:
 
 
 def snapshot_json(snapshot: MachineSnapshot) -> dict[str, Any]:
-    """The snapshot as plain JSON values: the document of `memtop watch --once --json` without its `runs`."""
+    """The snapshot as plain JSON values: the document of `memtop watch --once --json` without its
+    `runs`."""
     document = msgspec.to_builtins(snapshot)
     assert isinstance(document, dict)
     return document

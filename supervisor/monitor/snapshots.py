@@ -1,4 +1,5 @@
-"""Questions about a whole snapshot: the part of it that concerns some GPUs, and why GPU processes may be missing from it."""
+"""Questions about a whole snapshot: the part of it that concerns some GPUs, and why GPU processes
+may be missing from it."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from memtop.supervisor.monitor.values import GpuProcess, GpuSample, Job, Machine
 def only_gpus(snapshot: MachineSnapshot, indices: Collection[int]) -> MachineSnapshot:
     """The snapshot with only these GPUs, the processes on them, and the jobs of these processes.
 
-    A job that also uses other GPUs keeps only the GPU memory that it holds on these. Its processes and its host memory stay
-    complete, because they cannot be divided among GPUs.
+    A job that also uses other GPUs keeps only the GPU memory that it holds on these. Its processes
+    and its host memory stay complete, because they cannot be divided among GPUs.
     """
     gpus = tuple(gpu for gpu in snapshot.gpus if gpu.index in indices)
     if len(gpus) == len(snapshot.gpus):
@@ -47,7 +48,10 @@ def _part_of(job: Job, rows: list[GpuProcess], indices: Collection[int]) -> Job:
 
 
 def why_incomplete(machine: MachineSnapshot) -> list[str]:
-    """Why GPU processes may be missing from the snapshot, one sentence for each reason. Empty if all are listed."""
+    """Why GPU processes may be missing from the snapshot, one sentence for each reason.
+
+    Empty if all are listed.
+    """
     if not machine.gpus:
         return [machine.gpu_note or "no GPU"]
     found = [f"GPU {gpu.index}: {why}" for gpu in machine.gpus if (why := why_incomplete_on(gpu))]

@@ -1,4 +1,7 @@
-"""Decides which GPU processes are left over from memtop runs, and which of them this user may end. Pure functions."""
+"""Decides which GPU processes are left over from memtop runs, and which of them this user may end.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,16 @@ GPU_SERVICES = frozenset(
         "Xwayland",
     }
 )
-"""Programs that serve the whole machine. Ending one also ends other users' work or the desktop session."""
+"""Programs that serve the whole machine. Ending one also ends other users' work or the desktop
+session."""
 # The kernel keeps 15 characters of a name, and the command line may not show the rest.
 _CUT_SERVICES = frozenset(name[:15] for name in GPU_SERVICES if len(name) > 15)
 _CLOCK_SECONDS = 2.0
 
 
 class RecordedAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """The processes that a run's folder recorded for one attempt, on this machine and since it was booted."""
+    """The processes that a run's folder recorded for one attempt, on this machine and since it was
+    booted."""
 
     number: int
     over: bool
@@ -49,7 +54,8 @@ class RecordedAttempt(msgspec.Struct, frozen=True, kw_only=True):
     leader: ProcessId | None = None
     """The program, which leads its own session."""
     ended_ticks: int | None = None
-    """When the leader ended, in clock ticks since boot. None if it still runs or its end is not recorded."""
+    """When the leader ended, in clock ticks since boot. None if it still runs or its end is not
+    recorded."""
 
 
 class KnownRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,12 +65,13 @@ class KnownRun(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     """Absolute path, as in MEMTOP_RUN."""
     alive: bool
-    """True while a supervisor holds the folder's lock or the recorded trainer still runs. Training goes on after a supervisor
-    has died, so such a run is not over."""
+    """True while a supervisor holds the folder's lock or the recorded trainer still runs. Training
+    goes on after a supervisor has died, so such a run is not over."""
     attempt: int | None = None
     """Number of the newest attempt."""
     created: float | None = None
-    """Seconds since the epoch. A process that started earlier belongs to an earlier run with this name."""
+    """Seconds since the epoch. A process that started earlier belongs to an earlier run with this
+    name."""
     recorded: tuple[RecordedAttempt, ...] = ()
 
 
@@ -78,7 +85,8 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class _Bond(msgspec.Struct, frozen=True):
-    """How a process is related to a run: whether it is proven to be a stray, whether a live run needs it, and the reason."""
+    """How a process is related to a run: whether it is proven to be a stray, whether a live run
+    needs it, and the reason."""
 
     run: str | None = None
     stray: bool = False
@@ -89,12 +97,15 @@ class _Bond(msgspec.Struct, frozen=True):
 def judge(process: ProcessFacts, kind: str, runs: Sequence[KnownRun], *, own_uid: int, protected: frozenset[int]) -> Verdict:
     """Judge one process that the driver reports on a GPU.
 
-    A process is stray only if it provably belongs to a memtop run (or attempt) that is over. Proof is the run's marker in its
-    environment, the run's record of its pid and start time, or the session that the run created for its program.
+    A process is stray only if it provably belongs to a memtop run (or attempt) that is over. Proof
+    is the run's marker in its environment, the run's record of its pid and start time, or the
+    session that the run created for its program.
 
-    A process is choosable if this user may select it to be ended. This is never a suggestion to end it.
+    A process is choosable if this user may select it to be ended. This is never a suggestion to end
+    it.
 
-    `kind` is as in GpuProcess. `protected` are the pids that can never be selected: memtop itself and its ancestors.
+    `kind` is as in GpuProcess. `protected` are the pids that can never be selected: memtop itself
+    and its ancestors.
     """
     if process.identity is None or process.uid is None:
         why = next(iter(process.unknown.values()), "nothing is known about it")
@@ -113,7 +124,10 @@ def judge(process: ProcessFacts, kind: str, runs: Sequence[KnownRun], *, own_uid
 
 
 def _bond(process: ProcessFacts, runs: Sequence[KnownRun]) -> _Bond:
-    """A process that a live run needs is never stray. Otherwise its marker decides, then the run's records."""
+    """A process that a live run needs is never stray.
+
+    Otherwise its marker decides, then the run's records.
+    """
     needed = next((bond for run in runs if (bond := _needed(process, run)) is not None), None)
     if needed is not None:
         return needed
@@ -128,7 +142,8 @@ def _needed(process: ProcessFacts, run: KnownRun) -> _Bond | None:
     if not run.alive:
         return None
     for attempt in run.recorded:
-        # The session number alone proves that a process is needed. It does not prove that a process is stray.
+        # The session number alone proves that a process is needed. It does not prove that a process
+        # is stray.
         of_session = attempt.leader is not None and process.session == attempt.leader.pid
         if not attempt.over and (process.identity in attempt.processes or of_session):
             return _Bond(run.name, live=True, story=f"part of run {run.name}, which is running")
@@ -166,7 +181,10 @@ def _marked(process: ProcessFacts, runs: Sequence[KnownRun]) -> _Bond:
 
 
 def _left_over(process: ProcessFacts, run: KnownRun) -> _Bond | None:
-    """What the run's records prove about a process without a marker. A program that writes a title overwrites its marker."""
+    """What the run's records prove about a process without a marker.
+
+    A program that writes a title overwrites its marker.
+    """
     for attempt in run.recorded:
         if not attempt.over:
             continue
@@ -179,10 +197,11 @@ def _left_over(process: ProcessFacts, run: KnownRun) -> _Bond | None:
 
 
 def _is_of_session(process: ProcessFacts, attempt: RecordedAttempt) -> bool:
-    """Whether the process provably belongs to the attempt's session: it was started while the leader had its pid.
+    """Whether the process provably belongs to the attempt's session: it was started while the
+    leader had its pid.
 
-    The kernel reuses pids, but not while a session with that number has members. So if a process with the leader's pid lives,
-    it leads another session.
+    The kernel reuses pids, but not while a session with that number has members. So if a process
+    with the leader's pid lives, it leads another session.
     """
     leader, ended = attempt.leader, attempt.ended_ticks
     if process.identity is None or leader is None or ended is None or process.session != leader.pid or process.session_led:
@@ -214,7 +233,8 @@ def _obstacle(process: ProcessFacts, kind: str, own_uid: int, protected: frozens
 def forbidden(rows: Iterable[GpuProcess]) -> Mapping[int, str]:
     """Why a process must not be ended, by pid.
 
-    A process has one row on each of its GPUs. One row that forbids it, for example because it is graphics, is enough.
+    A process has one row on each of its GPUs. One row that forbids it, for example because it is
+    graphics, is enough.
     """
     found: dict[int, str] = {}
     for row in rows:
@@ -244,7 +264,8 @@ def rows_of(snapshot: MachineSnapshot) -> Iterable[GpuProcess]:
 def choose(snapshot: MachineSnapshot, pids: Iterable[int]) -> list[ProcessId]:
     """The processes that the user selected by pid.
 
-    Raises RefusedError for the first one that is not on a GPU or must not be ended; none may be ended then.
+    Raises RefusedError for the first one that is not on a GPU or must not be ended; none may be
+    ended then.
     """
     listed = {row.pid: row for row in rows_of(snapshot)}
     reasons = forbidden(rows_of(snapshot))

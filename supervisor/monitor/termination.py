@@ -1,6 +1,8 @@
-"""Ends processes that a user has selected, first with SIGINT, and measures how much GPU memory was freed.
+"""Ends processes that a user has selected, first with SIGINT, and measures how much GPU memory was
+freed.
 
-Every process is held by a pidfd from the check of its identity to its end, so no signal can reach another process.
+Every process is held by a pidfd from the check of its identity to its end, so no signal can reach
+another process.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ WAITS = (5.0, 5.0, 2.0)
 SETTLE_SECONDS = 3.0
 """How long to wait until the driver no longer lists an ended process."""
 PATIENCE_SECONDS = 1.0
-"""How long a signal waits for the driver. It is then sent anyway: users end processes because a GPU is in trouble."""
+"""How long a signal waits for the driver. It is then sent anyway: users end processes because a GPU
+is in trouble."""
 _SETTLE_STEP = 0.1
-# Drivers count in pages of 2 MiB and keep some of them. If this share of the memory was freed, nothing is missing.
+# Drivers count in pages of 2 MiB and keep some of them. If this share of the memory was freed,
+# nothing is missing.
 _NEARLY = 0.9
 _LOOK_SECONDS = 0.5
 _NOT_ON_A_GPU = "no selected process was on a GPU"
@@ -51,7 +55,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
     identity: ProcessId
     outcome: str
-    """ended | gone (before any signal) | released (still runs, but without GPU memory) | refused | survived"""
+    """ended | gone (before any signal) | released (still runs, but without GPU memory) | refused |
+    survived"""
     signal: str | None = None
     """The last signal that was sent."""
     reason: str
@@ -62,7 +67,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that still holds memory of a GPU where less was freed than the ended processes had held."""
+    """A process that still holds memory of a GPU where less was freed than the ended processes had
+    held."""
 
     gpu_index: int
     used_bytes: int | None
@@ -85,7 +91,8 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened to all selected processes, and how many bytes of GPU memory were freed (None if unknown)."""
+    """What happened to all selected processes, and how many bytes of GPU memory were freed (None if
+    unknown)."""
 
     processes: tuple[Ended, ...]
     returned_bytes: int | None = None
@@ -122,10 +129,12 @@ def end_processes(
     still_holds: StillHolds = _unknown_if_held,
     kernel: Kernel = KERNEL,
 ) -> list[Ended]:
-    """End processes with SIGINT, SIGTERM and SIGKILL in turn, all in parallel, waiting `waits` seconds after each signal.
+    """End processes with SIGINT, SIGTERM and SIGKILL in turn, all in parallel, waiting `waits`
+    seconds after each signal.
 
-    Always refused, also for root: other users' processes, memtop itself and its ancestors, and a pid that now belongs to
-    another process. A process for which `still_holds` returns False gets no (further) signal.
+    Always refused, also for root: other users' processes, memtop itself and its ancestors, and a
+    pid that now belongs to another process. A process for which `still_holds` returns False gets no
+    (further) signal.
     """
     order = list(dict.fromkeys(chosen))
     results: dict[ProcessId, Ended] = {}
@@ -161,13 +170,15 @@ def _open(identity: ProcessId, descriptors: ExitStack, kernel: Kernel) -> int:
 
 
 def _check_owner(identity: ProcessId, descriptor: int, kernel: Kernel) -> None:
-    """Raise SignalRefused unless the process belongs entirely to this user, ProcessGone if it has ended."""
+    """Raise SignalRefused unless the process belongs entirely to this user, ProcessGone if it has
+    ended."""
     try:
         check_owner(identity.pid, kernel)
     except ProcessGone:
         raise
     except SignalRefused:
-        # The owner was read by pid. If our process has ended, the pid may already belong to another process.
+        # The owner was read by pid. If our process has ended, the pid may already belong to another
+        # process.
         if kernel.has_ended(descriptor):
             raise ProcessGone(f"process {identity.pid} has already ended") from None
         raise
@@ -180,7 +191,10 @@ def _signal_all(
     still_holds: StillHolds,
     kernel: Kernel,
 ) -> dict[ProcessId, Ended]:
-    """Signal all remaining processes. Remove and return those that need or allow no further signal."""
+    """Signal all remaining processes.
+
+    Remove and return those that need or allow no further signal.
+    """
     done: dict[ProcessId, Ended] = {}
     for identity, descriptor in open_.items():
         if still_holds(identity) is False:
@@ -188,7 +202,8 @@ def _signal_all(
             done[identity] = Ended(identity=identity, outcome="released", signal=_name(last), reason=reason)
             continue
         try:
-            # Check again before every signal: the process may have changed its user in the meantime (setuid).
+            # Check again before every signal: the process may have changed its user in the meantime
+            # (setuid).
             _check_owner(identity, descriptor, kernel)
             send_signal(descriptor, identity.pid, number, kernel)
         except ProcessGone as gone:
@@ -234,8 +249,9 @@ def end_and_measure(
 ) -> EndReport:
     """End processes and measure how much memory was freed on the GPUs where `machine` lists them.
 
-    Only the memory and the processes of these GPUs are read. No signal waits for the driver longer than `patience` seconds,
-    and the report no longer than `settle_seconds`. What the driver has not reported by then stays unknown.
+    Only the memory and the processes of these GPUs are read. No signal waits for the driver longer
+    than `patience` seconds, and the report no longer than `settle_seconds`. What the driver has not
+    reported by then stays unknown.
     """
     pids = {identity.pid for identity in chosen}
     where = tuple(gpu for gpu in machine.gpus if pids & _pids(gpu))
@@ -301,9 +317,11 @@ def _holders(gpu: GpuSample, over: set[int]) -> list[Holder]:
 
 
 def _holder(driver: ReaderThread[tuple[GpuSample, ...]], first: tuple[GpuSample, ...] | None, patience: float) -> StillHolds:
-    """A function that returns whether the driver lists a process, None if it does not report in time or not completely.
+    """A function that returns whether the driver lists a process, None if it does not report in
+    time or not completely.
 
-    One reading serves a whole round of signals, because process lists are expensive. `first` serves the first round.
+    One reading serves a whole round of signals, because process lists are expensive. `first` serves
+    the first round.
     """
     looked = (time.monotonic(), first)
 
@@ -350,7 +368,8 @@ def _pids(gpu: GpuSample) -> set[int]:
 def _returned(before: GpuSample, after: GpuSample, chosen: set[int]) -> int | str:
     """Bytes of one GPU that the selected processes freed, or the reason why that is unknown.
 
-    This is the increase of free memory, less what other processes freed and plus what they allocated in the meantime.
+    This is the increase of free memory, less what other processes freed and plus what they
+    allocated in the meantime.
     """
     if before.free_bytes is None or after.free_bytes is None:
         return f"the memory of GPU {before.index} is not known"

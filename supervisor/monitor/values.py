@@ -1,7 +1,7 @@
-"""What a sample of the machine looks like. Frozen; field names are the public JSON of `memtop watch --once --json`.
+"""One sample of the machine. The field names are the public JSON of `memtop watch --once --json`.
 
-Units: bytes, seconds, watts, degrees Celsius, megahertz, fractions 0-1. A value that is not known is None, and `unknown`
-maps the field's name to the reason in words. None is never written as 0.
+Units: bytes, seconds, watts, degrees Celsius, megahertz, fractions 0-1. An unknown value is None,
+never 0, and `unknown` maps the name of its field to the reason.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 
 class Band(str, Enum):
-    """How safe a memory fraction is: safe below 85 %, edge 85-90 % inclusive, danger above 90 %."""
+    """How safe a memory fraction is: safe below 85 %, edge from 85 % to 90 %, danger above 90 %."""
 
     SAFE = "safe"
     EDGE = "edge"
@@ -21,7 +21,7 @@ class Band(str, Enum):
 
 
 class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """One process on one GPU. `pid` is as the driver reports it (the host's PID namespace)."""
+    """One process on one GPU. The driver reports `pid` in the host's pid namespace."""
 
     pid: int
     user: str | None = None
@@ -33,53 +33,61 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
     run: str | None = None
     """Name of the memtop run that the process belongs to, or None."""
     stray: bool = False
-    """True only where it is proven that the process belongs to a memtop run that is over."""
+    """The process provably belongs to a memtop run that is over."""
     reason: str | None = None
-    """Why it is (or is not) thought stray, or why nothing can be said of it; words for a person."""
+    """Why memtop considers it a stray or not, or why that is unknown."""
     choosable: bool = False
-    """True where this user may end it from memtop: same user, not graphics, not a system process, not memtop itself."""
+    """This user may end it from memtop: same user, not graphics, no system process, not memtop
+    itself."""
     started: float | None = None
-    """Start time, seconds since the epoch; with `pid` the identity of the process."""
+    """Start time, seconds since the epoch."""
     started_ticks: int | None = None
-    """The same start time in clock ticks since boot, exact: what a signal is checked against."""
+    """The exact start time in clock ticks since boot. Together with `pid` it identifies the process
+    for signals."""
     parent_pid: int | None = None
     sm_fraction: float | None = None
-    """Share of the driver's last samples in which this process had the multiprocessors busy."""
+    """Share of the driver's last samples in which this process kept the multiprocessors busy."""
     memory_bandwidth_fraction: float | None = None
     encoder_fraction: float | None = None
     decoder_fraction: float | None = None
     host_rss_bytes: int | None = None
     host_cpu_fraction: float | None = None
-    """Of one core, since the last look: 2.0 is two cores."""
+    """CPU time since the last sample as a fraction of one core: 2.0 is two cores."""
     container: str | None = None
-    """The container or pod it runs in, e.g. `docker 3f2a9c1b7d10`, `pod training/qwen-0`; None where it is in none."""
+    """The container or pod in which it runs, e.g. `docker 3f2a9c1b7d10`, `pod training/qwen-0`.
+    None if it is in none."""
     job: str | None = None
-    """Key of the job in `MachineSnapshot.jobs` that it belongs to."""
+    """Key of its job in `MachineSnapshot.jobs`."""
     role: str | None = None
-    """launcher | rank N | loader worker | process: its part in the job."""
+    """Its role in the job: launcher | rank N | loader worker | process."""
     mig_instance: int | None = None
-    """Position of the MIG instance that it runs on, None without MIG."""
+    """Position of the MIG instance on which it runs. None without MIG."""
     gone: bool = False
-    """The driver still lists memory under this pid, but no such process lives on this machine (proven: we see all pids); a
-    process that has ended and was not collected by its parent (zombie) does not live either."""
+    """The driver still lists memory under this pid, but the process has ended. This is proven,
+    because we see all pids.
+
+    A zombie, which its parent has not collected, has ended, too.
+    """
     unknown: dict[str, str] = {}
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """Processes that belong together: a launcher, its ranks and their loader workers; or one program alone."""
+    """Processes that belong together: a launcher, its ranks and their loader workers, or a single
+    program."""
 
     key: str
-    """The same as long as the job lives, e.g. `run qwen-sft`, `pid 4242@183001`."""
+    """Does not change while the job runs, e.g. `run qwen-sft`, `pid 4242@183001`."""
     name: str
-    """What a person would call it: the run's name, or the script of the program."""
+    """The name of the run, or of the program's script."""
     run: str | None = None
     user: str | None = None
     leader_pid: int
-    """The topmost process of it."""
+    """The topmost process of the job."""
     pids: tuple[int, ...] = ()
-    """All of its living processes that are to be seen, those without a GPU included; the leader first."""
+    """All its living processes that we can see, including those without a GPU. The leader is
+    first."""
     roles: dict[str, int] = {}
-    """How many processes of each role: {"launcher": 1, "rank": 2, "loader worker": 8}."""
+    """Number of processes by role: {"launcher": 1, "rank": 2, "loader worker": 8}."""
     gpu_indices: tuple[int, ...] = ()
     used_bytes: int | None = None
     """GPU memory of all its processes on all GPUs."""
@@ -90,7 +98,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuTrouble(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that the driver announced: an Xid, an ECC error, a change of the recovery action."""
+    """An event that the driver reported: an Xid, an ECC error, a change of the recovery action."""
 
     time: float
     """Seconds since the epoch."""
@@ -99,16 +107,19 @@ class GpuTrouble(msgspec.Struct, frozen=True, kw_only=True):
     code: int | None = None
     """The Xid's number."""
     message: str
-    """In plain words: what it means and what to do."""
+    """What it means and what to do."""
     fault_of_program: bool = False
-    """True for faults that a program causes (Xid 13, 31, 43, 45) and that leave the card sound."""
+    """A program caused it (Xid 13, 31, 43, 45), and the card is not damaged."""
 
 
 class MigInstance(msgspec.Struct, frozen=True, kw_only=True):
-    """One MIG instance of a GPU. It has memory and processes of its own; the driver tells no utilisation for it."""
+    """One MIG instance of a GPU.
+
+    It has its own memory and processes. The driver reports no utilisation for it.
+    """
 
     position: int
-    """The driver's index of it below its GPU; there may be gaps."""
+    """The driver's index of the instance within its GPU. There may be gaps."""
     uuid: str | None = None
     name: str | None = None
     """Its profile, e.g. `1g.10gb`."""
@@ -125,11 +136,11 @@ class MigInstance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """What changes slowly or never: read every 5 s or once."""
+    """Values that change slowly or never. They are read every 5 s or once."""
 
     memory_temperature_celsius: float | None = None
     slowdown_temperature_celsius: float | None = None
-    """Where the card begins to slow itself down."""
+    """The temperature at which the card reduces its clocks."""
     fan_fraction: float | None = None
     sm_clock_megahertz: int | None = None
     sm_clock_limit_megahertz: int | None = None
@@ -138,7 +149,8 @@ class GpuDetails(msgspec.Struct, frozen=True, kw_only=True):
     performance_state: str | None = None
     """P0 (fastest) to P15."""
     throttle_reasons: tuple[str, ...] | None = None
-    """Why the clocks are held down just now, in words; empty: they are not (an idle card's low clocks do not count)."""
+    """Why the clocks are reduced now. Empty if they are not; an idle card's low clocks do not
+    count."""
     ecc_mode: str | None = None
     """on | off"""
     ecc_corrected_errors: int | None = None
@@ -151,23 +163,26 @@ class GpuDetails(msgspec.Struct, frozen=True, kw_only=True):
     remapping_failed: bool | None = None
     """No spare rows are left: the card should be replaced."""
     retired_pages: int | None = None
-    """On cards before Ampere: memory pages taken out of use for double-bit errors or many single-bit ones."""
+    """On cards before Ampere: memory pages out of use because of double-bit errors or many
+    single-bit errors."""
     recovery_action: str | None = None
-    """What the driver says the card needs, in words; None where it needs nothing or the driver cannot tell (see unknown)."""
+    """What the driver recommends for the card. None if it needs nothing or this is unknown (see
+    `unknown`)."""
     pcie_generation: int | None = None
     pcie_generation_limit: int | None = None
     pcie_width: int | None = None
     pcie_width_limit: int | None = None
     pcie_sent_bytes_per_second: float | None = None
-    """From the GPU; read by a thread of its own, since every reading takes the driver 20 ms."""
+    """Sent by the GPU. Read in a separate thread, because the driver needs 20 ms for each value."""
     pcie_received_bytes_per_second: float | None = None
     nvlink_links: int | None = None
-    """Links that are up; None where the card has none or the driver cannot tell (see unknown)."""
+    """Number of active links. None if the card has none or this is unknown (see `unknown`)."""
     nvlink_sent_bytes_per_second: float | None = None
     nvlink_received_bytes_per_second: float | None = None
     bar1_total_bytes: int | None = None
     bar1_used_bytes: int | None = None
-    """A window of the CPU into the card's memory, not memory of its own: never add it to VRAM."""
+    """BAR1 is the CPU's window into the card's memory, not additional memory: never add it to
+    VRAM."""
     encoder_fraction: float | None = None
     decoder_fraction: float | None = None
     energy_joules: float | None = None
@@ -181,73 +196,90 @@ class GpuDetails(msgspec.Struct, frozen=True, kw_only=True):
     compute_capability: str | None = None
     """e.g. `8.6`"""
     device_minor: int | None = None
-    """N of /dev/nvidiaN, the device that a program on this GPU has open."""
+    """N of /dev/nvidiaN, the device that a process on this GPU has open."""
     sm_active_fraction: float | None = None
-    """Share of multiprocessors with work, and ..."""
+    """Average share of multiprocessors that had work (Hopper and newer)."""
     tensor_active_fraction: float | None = None
-    """... of time in which the tensor cores worked (Hopper and newer); utilisation alone says only that some kernel ran."""
+    """Share of time in which the tensor cores worked (Hopper and newer). Utilisation only shows
+    that a kernel ran."""
     unknown: dict[str, str] = {}
 
 
 class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU at one moment. used_bytes excludes what the driver reserves (NVML memory info v2) where that is known."""
+    """One GPU at one moment.
+
+    `used_bytes` excludes the driver's reserve if that is known (NVML memory info v2).
+    """
 
     index: int
-    """The driver's index (nvidia-smi's), which may differ from CUDA's. A GPU that the driver does not list any more has its
-    old one, or the next that is free; `error` says so."""
+    """The driver's index, as in nvidia-smi. CUDA's number may differ.
+
+    A GPU that the driver no longer lists keeps its index, or gets the next free one; `error` says
+    so.
+    """
     uuid: str | None = None
     name: str | None = None
     pci_bus_id: str | None = None
     """e.g. `00000000:65:00.0`"""
     visible_index: int | None = None
-    """What CUDA calls it (`cuda:N`) under memtop's own CUDA_VISIBLE_DEVICES; None: hidden, or the variable is not set."""
+    """CUDA's number (`cuda:N`) with memtop's CUDA_VISIBLE_DEVICES. None if hidden or if the
+    variable is not set."""
     total_bytes: int | None = None
     used_bytes: int | None = None
     free_bytes: int | None = None
     reserved_bytes: int | None = None
     used_fraction: float | None = None
-    """(total - free) / total: what cannot be allocated any more, driver-reserved included."""
+    """(total - free) / total: the share that cannot be allocated any more, including the driver's
+    reserve."""
     band: Band = Band.UNKNOWN
     unified: bool = False
-    """The GPU shares the machine's RAM (GB10, Jetson): total, free and band are those of that one pool, used_bytes is what GPU
-    processes hold of it, `other_pool_bytes` what the rest of the machine holds."""
+    """The GPU shares the machine's RAM (GB10, Jetson). Then total, free and band are those of the
+    RAM.
+
+    `used_bytes` is what GPU processes hold of it, `other_pool_bytes` what the rest of the machine
+    holds.
+    """
     other_pool_bytes: int | None = None
     utilization_fraction: float | None = None
     memory_utilization_fraction: float | None = None
-    """Share of time in which memory was read or written; says nothing about how much is in use."""
+    """Share of time in which memory was read or written. It does not depend on how much memory is
+    used."""
     temperature_celsius: float | None = None
     power_watts: float | None = None
     power_limit_watts: float | None = None
     error: str | None = None
-    """Why the whole GPU cannot be read (lost, reset required, ...), in words with what to do; None if it can."""
+    """Why the whole GPU cannot be read (lost, reset required, ...) and what to do. None if it can
+    be read."""
     processes: tuple[GpuProcess, ...] = ()
     mig: tuple[MigInstance, ...] = ()
     troubles: tuple[GpuTrouble, ...] = ()
-    """The newest announcements of the driver since memtop began to watch, oldest first; at most eight."""
+    """The newest events since memtop started, oldest first. At most eight."""
     details: GpuDetails = GpuDetails()
     unknown: dict[str, str] = {}
 
 
 class HostSample(msgspec.Struct, frozen=True, kw_only=True):
-    """Host memory at one moment. Where a cgroup limit is below the machine's RAM, used_fraction and band
-    refer to the limit."""
+    """Host memory at one moment.
+
+    With a cgroup limit below the machine's RAM, fraction and band refer to the limit.
+    """
 
     total_bytes: int | None = None
     used_bytes: int | None = None
-    """total - available on the machine; inside a limited cgroup: the cgroup's usage less its inactive file cache."""
+    """total - available. In a limited cgroup: the cgroup's usage less its inactive file cache."""
     available_bytes: int | None = None
     used_fraction: float | None = None
     band: Band = Band.UNKNOWN
     limit_bytes: int | None = None
-    """The cgroup's memory limit if there is one below the machine's total, else None."""
+    """The cgroup's memory limit. None if there is none below the machine's total."""
     limit_path: str | None = None
-    """The cgroup that sets it."""
+    """The cgroup that sets the limit."""
     limit_swap_bytes: int | None = None
-    """How much swap the cgroup allows; None where it does not limit swap."""
+    """How much swap the cgroup allows. None if it does not limit swap."""
     limit_throttle_bytes: int | None = None
-    """memory.high: above it the kernel slows the group down before it kills."""
+    """memory.high. Above it the kernel slows the group down."""
     oom_kills: int | None = None
-    """Processes that the kernel has killed for memory in this cgroup and those below it, ever."""
+    """Number of processes that the kernel has ever OOM-killed in this cgroup and those below it."""
     swap_total_bytes: int | None = None
     swap_used_bytes: int | None = None
     swap_fraction: float | None = None
@@ -255,26 +287,29 @@ class HostSample(msgspec.Struct, frozen=True, kw_only=True):
     swap_in_bytes_per_second: float | None = None
     swap_out_bytes_per_second: float | None = None
     pressure_fraction: float | None = None
-    """Share of the last 10 s in which some task waited for memory (PSI `some avg10`), 0-1; of the limiting cgroup's tasks
-    where there is one that measures it."""
+    """Share of the last 10 s in which some task waited for memory (PSI `some avg10`), 0-1.
+
+    Counts the tasks of the limiting cgroup if it measures this, else those of the machine.
+    """
     pressure_full_fraction: float | None = None
     """Share of the last 10 s in which all tasks waited for memory (PSI `full avg10`), 0-1."""
     cached_bytes: int | None = None
-    """Page cache (file contents and buffers), shared memory not included: the kernel gives it back when it is needed."""
+    """Page cache (file contents and buffers) without shared memory. The kernel frees it when memory
+    is needed."""
     dirty_bytes: int | None = None
-    """Of it, what must be written to disk first."""
+    """The part of the cache that must be written to disk first."""
     shared_bytes: int | None = None
-    """tmpfs and shared memory: only its owners can give it back."""
+    """tmpfs and shared memory. Only its owners can free it."""
     locked_bytes: int | None = None
-    """Cannot be swapped out (mlock). What CUDA pins is not counted here by every kernel."""
+    """Memory that cannot be swapped out (mlock). Not every kernel counts memory that CUDA has
+    pinned."""
     huge_pages_total_bytes: int | None = None
-    """Set aside by the administrator; taken from the machine whether used or not."""
+    """Reserved by the administrator, and not available for anything else even if unused."""
     huge_pages_free_bytes: int | None = None
     shm_total_bytes: int | None = None
-    """/dev/shm, through which data-loader workers pass batches: its limit ..."""
+    """The limit of /dev/shm, which data-loader workers use to pass batches."""
     shm_used_bytes: int | None = None
     shm_fraction: float | None = None
-    """... and how full it is."""
     cpu_fraction: float | None = None
     cpu_count: int | None = None
     """Cores that this process may use."""
@@ -285,17 +320,18 @@ class HostSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MachineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """All sources read for one tick, under one timestamp (seconds since the epoch)."""
+    """All values of one sample, with one time stamp (seconds since the epoch)."""
 
     time: float
     gpus: tuple[GpuSample, ...] = ()
     gpu_note: str | None = None
-    """Why there are no GPUs, e.g. "no NVIDIA GPU: libnvidia-ml not found"; None where there are some."""
+    """Why there are no GPUs, e.g. "no NVIDIA GPU: libnvidia-ml not found". None if there are
+    some."""
     gpu_age_seconds: float | None = None
-    """How old the GPUs' numbers are where the driver is slow to answer; None while they are fresh."""
+    """How old the GPUs' numbers are, if the driver is slow. None while they are fresh."""
     driver_version: str | None = None
     cuda_version: str | None = None
     """The newest CUDA version that the driver supports."""
     jobs: tuple[Job, ...] = ()
-    """The GPU processes put together, largest GPU memory first."""
+    """The GPU processes grouped into jobs, largest GPU memory first."""
     host: HostSample = HostSample()

@@ -1,8 +1,9 @@
-"""Splits a GPU's used memory into parts, from the driver's numbers and the ranks' reports on torch's allocator.
+"""Splits a GPU's used memory into parts, from the driver's numbers and the ranks' reports on
+torch's allocator.
 
-Pure functions of one sample. The sources are not read at the same moment: the driver's process list may be 2 s older than
-its totals, and a rank's report is as old as its newest update. The totals are taken as correct. Parts that exceed them are
-cut, with a note.
+Pure functions of one sample. The sources are not read at the same moment: the driver's process list
+may be 2 s older than its totals, and a rank's report is as old as its newest update. The totals are
+taken as correct. Parts that exceed them are cut, with a note.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MigInstance
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of one rank at its newest update, as the agent in it measured it. Device bytes are None on CPU."""
+    """The memory of one rank at its newest update, as the agent in it measured it.
+
+    Device bytes are None on CPU.
+    """
 
     rank: int
     pid: int
@@ -29,7 +33,8 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int | None = None
     """The most allocated during that update. For external commands: ever."""
     peak_reserved_bytes: int | None = None
-    """The most reserved during that update. The GPU must provide this in addition to the CUDA context."""
+    """The most reserved during that update. The GPU must provide this in addition to the CUDA
+    context."""
     rss_bytes: int | None = None
     time: float | None = None
     """When the update was reported, in seconds since the epoch."""
@@ -45,7 +50,8 @@ class JobVram(msgspec.Struct, frozen=True, kw_only=True):
 class VramParts(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of one GPU's memory, in bytes. The known parts add up to `total_bytes` exactly.
 
-    A part that is None is unknown, with the reason in `unknown`; its memory is in `unaccounted_bytes`.
+    A part that is None is unknown, with the reason in `unknown`; its memory is in
+    `unaccounted_bytes`.
     """
 
     total_bytes: int | None = None
@@ -69,7 +75,8 @@ class VramParts(msgspec.Struct, frozen=True, kw_only=True):
     unlisted_bytes: int | None = None
     """In use, but listed under no process."""
     unlisted_has_no_owner: bool = False
-    """memtop sees all processes, so no living process holds `unlisted_bytes`. Else other containers may hold it."""
+    """memtop sees all processes, so no living process holds `unlisted_bytes`. Else other containers
+    may hold it."""
     unaccounted_bytes: int | None = None
     """In use, but the driver reports too little to find out by whom."""
     rest_of_machine_bytes: int | None = None
@@ -88,16 +95,21 @@ _NOT_SEEN = "the driver's processes are not visible from this container: they ma
 
 
 def ranks_on(gpu: GpuSample, ranks: Iterable[RankMemory], *, mig: MigInstance | None = None) -> list[RankMemory]:
-    """The ranks whose device is this GPU (or this MIG instance of it). See `placed` for ranks with an unknown device."""
+    """The ranks whose device is this GPU (or this MIG instance of it).
+
+    See `placed` for ranks with an unknown device.
+    """
     uuids = [mig.uuid] if mig is not None else [gpu.uuid, *(instance.uuid for instance in gpu.mig)]
     bare = {_bare(uuid) for uuid in uuids if uuid is not None}
     return [rank for rank in ranks if rank.device_uuid is not None and _bare(rank.device_uuid) in bare]
 
 
 def placed(ranks: Iterable[RankMemory], gpus: Sequence[GpuSample]) -> list[RankMemory]:
-    """The ranks with their devices: the one that the rank reported, else the one where the driver lists most of its memory.
+    """The ranks with their devices: the one that the rank reported, else the one where the driver
+    lists most of its memory.
 
-    (A process may have a small context on every GPU.) A rank that the driver does not list keeps None.
+    (A process may have a small context on every GPU.) A rank that the driver does not list keeps
+    None.
     """
     found = []
     for rank in ranks:
@@ -112,7 +124,8 @@ def placed(ranks: Iterable[RankMemory], gpus: Sequence[GpuSample]) -> list[RankM
 
 
 def _bare(uuid: str) -> str:
-    """A UUID without its prefix: CUDA uses the same prefix for MIG instances as for GPUs, the driver does not."""
+    """A UUID without its prefix: CUDA uses the same prefix for MIG instances as for GPUs, the
+    driver does not."""
     return uuid.removeprefix("GPU-").removeprefix("MIG-").lower()
 
 
@@ -129,9 +142,9 @@ def vram_parts(
 ) -> VramParts:
     """Split the memory of this GPU (or of this MIG instance of it) into parts.
 
-    The ranks, `run` and `own_pids` identify this run's processes. `base_bytes` is the size of its CUDA contexts
-    (RunState.gpu_base_bytes). `job_names` maps GpuProcess.job to a name. `all_pids_visible`: we see all processes of the
-    machine.
+    The ranks, `run` and `own_pids` identify this run's processes. `base_bytes` is the size of its
+    CUDA contexts (RunState.gpu_base_bytes). `job_names` maps GpuProcess.job to a name.
+    `all_pids_visible`: we see all processes of the machine.
     """
     source = gpu if mig is None else mig
     total, free = source.total_bytes, source.free_bytes
@@ -163,11 +176,12 @@ def vram_parts(
 
 
 def step_peak_bytes(parts: VramParts, ranks: Sequence[RankMemory]) -> int | None:
-    """The most memory that was in use on the GPU during the newest update, including the driver's reserve.
+    """The most memory that was in use on the GPU during the newest update, including the driver's
+    reserve.
 
-    `ranks` are those on this GPU (see `ranks_on`). Their allocators' peaks replace what the allocators hold now. If several
-    ranks share the GPU, the result is an upper bound, because their peaks may be at different moments. None if the peak of a
-    rank is unknown.
+    `ranks` are those on this GPU (see `ranks_on`). Their allocators' peaks replace what the
+    allocators hold now. If several ranks share the GPU, the result is an upper bound, because their
+    peaks may be at different moments. None if the peak of a rank is unknown.
     """
     peaks = [rank.peak_reserved_bytes for rank in ranks]
     if not peaks or parts.total_bytes is None or parts.free_bytes is None:
@@ -221,7 +235,8 @@ def _are_listed(ranks: Sequence[RankMemory], rows: Sequence[GpuProcess]) -> bool
 
 
 def _hidden(rows: Sequence[GpuProcess], own: Sequence[GpuProcess], ranks: Sequence[RankMemory]) -> list[GpuProcess]:
-    """Rows that may be our own ranks with another pid: the driver reports the machine's pids, not the container's."""
+    """Rows that may be our own ranks with another pid: the driver reports the machine's pids, not
+    the container's."""
     if _are_listed(ranks, rows):
         return []
     return [row for row in rows if row.started_ticks is None and not row.gone and row not in own]
@@ -238,7 +253,8 @@ def _sum(values: Iterable[int | None]) -> int | None:
 
 
 def _own_parts(split: _Split, ranks: Sequence[RankMemory], own: Sequence[GpuProcess], base: int | None) -> None:
-    """What this run holds: in torch's allocator as the ranks report it, outside of it as the driver reports it."""
+    """What this run holds: in torch's allocator as the ranks report it, outside of it as the driver
+    reports it."""
     if not ranks and not own:
         for field in ("allocated_bytes", "cached_bytes", "context_bytes", "other_own_bytes"):
             split.parts[field] = 0
@@ -272,7 +288,8 @@ def _own_parts(split: _Split, ranks: Sequence[RankMemory], own: Sequence[GpuProc
 
 
 def _unreported(split: _Split, held: int | None, own: Sequence[GpuProcess]) -> None:
-    """No rank has reported its allocator: all memory of the run that the driver reports goes into one part."""
+    """No rank has reported its allocator: all memory of the run that the driver reports goes into
+    one part."""
     reason = "no rank has reported it yet" + ("" if held is None else ": it is counted as other_own_bytes")
     split.unknown |= dict.fromkeys(("allocated_bytes", "cached_bytes", "context_bytes"), reason)
     missing = _NO_PROCESS_MEMORY if own else "the driver does not list this run's processes here"
@@ -298,7 +315,10 @@ def _set_rows(split: _Split, field: str, rows: Sequence[GpuProcess]) -> None:
 def _rest(
     split: _Split, gpu: GpuSample, reserve_inside: bool, rows: Sequence[GpuProcess], hidden: Sequence[GpuProcess]
 ) -> None:
-    """The rest is unlisted if the driver lists and reports everything else. Otherwise its owner is unknown."""
+    """The rest is unlisted if the driver lists and reports everything else.
+
+    Otherwise its owner is unknown.
+    """
     why: str | None = "the machine counts the use of this memory, not the driver"
     if gpu.unified:
         split.set("rest_of_machine_bytes", gpu.other_pool_bytes, gpu.unknown.get("other_pool_bytes", _NO_TOTALS))

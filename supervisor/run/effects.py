@@ -13,7 +13,7 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.run.record.configurations import Record
-from memtop.supervisor.wire import Answer, Event
+from memtop.supervisor.wire import Answer, Change, Event
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
@@ -24,6 +24,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
 
     number: int
     reason: str
+    change: Change
+    """What the attempt begins with."""
     settings: Settings | None
     """None for an external command."""
     allocator: str = ""

@@ -1,4 +1,5 @@
-"""Samples the machine once a second beside the run: for the viewers, the ledger, and the bands' events."""
+"""Samples the machine once a second during a run, for dashboards, the ledger, and the events about
+bands."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ from memtop.supervisor.run.record.view import known_runs
 from memtop.supervisor.wire import RoleMemory
 
 _SAMPLE_SECONDS = 1.0
-# Between a failure and the next try.
+# Pause after a failure.
 _AGAIN_SECONDS = 5.0
-# Walking /proc for the run's members and writing to the ledger are done at every fifth sample.
+# The run's processes are searched in /proc, and the ledger is written, at every fifth sample.
 _RARELY = 5
-# In which the processes of an attempt appear: so long they are looked for at every sample.
+# Processes of an attempt appear during this time, so they are searched at every sample.
 _YOUNG_SECONDS = 60.0
 
 
 class MachineWatch:
-    """The newest snapshot, and what the run's own processes take of it."""
+    """The newest snapshot, and the resources of the run's processes."""
 
     def __init__(
         self,
@@ -36,14 +37,17 @@ class MachineWatch:
         members: Callable[[], list[ProcessId]],
         attempt_and_ranks: Callable[[], tuple[int, tuple[RankMemory, ...]]],
     ) -> None:
-        """`attempt_and_ranks` returns the number of the attempt and its ranks. It is called on the event loop only."""
+        """`attempt_and_ranks` returns the number of the attempt and its ranks.
+
+        It is called on the event loop only.
+        """
         self.machine: MachineSnapshot | None = None
         self.run_rss_bytes: int | None = None
-        """Resident bytes of the run's processes together; None while there are none."""
+        """Resident bytes of the run's processes together. None if there are none."""
         self.reading = HostReading()
-        """What /proc showed of the run's processes at the newest sample."""
+        """What /proc showed about the run's processes at the newest sample."""
         self.roles: dict[int, str] = {}
-        """By pid the part that each of the run's processes plays, see run_memory.ROLES."""
+        """By pid, the role of each process of the run. See `host_memory.ROLES`."""
         self._runs_dir = runs_dir
         self._find_members = members
         self._attempt_and_ranks = attempt_and_ranks
@@ -58,7 +62,7 @@ class MachineWatch:
         self._again: asyncio.TimerHandle | None = None
 
     def start(self, on_sample: Callable[[bool], None], on_failure: Callable[[BaseException | None], None]) -> None:
-        """Sample beside everything else until `stop`; what ends it is told to `on_failure`, and it begins again."""
+        """Sample in a task until `stop`. After a failure call `on_failure` and start again."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled():
@@ -71,17 +75,18 @@ class MachineWatch:
 
     @property
     def run_memory(self) -> tuple[RoleMemory, ...]:
-        """Host memory of the run's processes by role; empty while there are none."""
+        """Host memory of the run's processes by role. Empty if there are none."""
         return self._run_memory.roles
 
     @property
     def gpu_base_bytes(self) -> dict[str, int]:
-        """By GPU uuid: the least that the run held beside torch's allocator in this attempt."""
+        """By GPU uuid: the least memory that the run held outside torch's allocator in this
+        attempt."""
         return self._gpu_base.bytes
 
     @property
     def member_pids(self) -> frozenset[int]:
-        """The run's processes when they were last looked for."""
+        """The run's processes when they were last searched."""
         return frozenset(member.pid for member in self._members)
 
     def stop(self) -> None:
@@ -91,18 +96,21 @@ class MachineWatch:
             self._again.cancel()
 
     def look_closely(self) -> None:
-        """Read what costs the driver much, too, for the next 10 s: somebody looks at it."""
+        """Also read values that are expensive for the driver, for the next 10 s."""
         if self._sampler is not None:
             self._sampler.nvml.want_pcie()
 
     async def run(self, on_sample: Callable[[bool], None]) -> None:
-        """Sample for ever. `on_sample(keep)` is called after each; keep says that this one belongs into the ledger."""
+        """Sample forever.
+
+        `on_sample(keep)` is called after each sample. `keep`: write this one to the ledger.
+        """
         sampler = self._sampler = Sampler(lambda: known_runs(self._runs_dir))
         count = 0
         while True:
             started = time.monotonic()
             rarely = count % _RARELY == 0
-            # A slow driver must hold up neither reports nor commands.
+            # A slow driver must not delay reports or commands.
             await asyncio.to_thread(self._sample, sampler, rarely, *self._attempt_and_ranks())
             on_sample(rarely)
             count += 1
@@ -125,8 +133,9 @@ class MachineWatch:
         self._run_memory.update(living, rank_pids)
 
     def crossings(self) -> list[str]:
-        """The gauges that changed their band since the last call, each as one line. A band that is not known is no change:
-        the next one that is known is compared with the one before."""
+        """One line for each gauge whose band has changed since the last call.
+
+        An unknown band is no change: the next known band is compared with the last known one."""
         if self.machine is None:
             return []
         lines = []

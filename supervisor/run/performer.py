@@ -179,7 +179,7 @@ class Performer:
         # An external command counts its updates from its start; the built-in trainer reports where it resumes.
         start = 0 if effect.settings is None else None
         try:
-            self._outbox.ledger.add_attempt(number, effect.reason, effect.settings, started, start)
+            self._outbox.ledger.add_attempt(number, effect.reason, effect.settings, started, start, effect.change)
         except sqlite3.Error as error:
             why = f"{self._folder.ledger_path}: cannot be written: {error}; free some space"
             return LaunchRefused(number=number, why=why)

@@ -77,7 +77,7 @@ def test_no_swap_is_not_zero_percent(tree: Tree) -> None:
     host = read(tree(HOST | {"proc/meminfo": NO_SWAP}))
     assert (host.swap_total_bytes, host.swap_used_bytes, host.swap_fraction) == (0, 0, None)
     assert band_of(host.swap_fraction) is Band.UNKNOWN
-    assert host.unknown["swap_fraction"] == "no swap is set up"
+    assert host.unknown["swap_fraction"] == "the machine has no swap"
 
 
 def test_without_psi(tree: Tree) -> None:
@@ -90,7 +90,7 @@ def test_without_psi(tree: Tree) -> None:
 def test_psi_in_an_unknown_form(tree: Tree, text: str) -> None:
     host = read(tree(HOST | {"proc/pressure/memory": text}))
     assert host.pressure_fraction is None
-    assert "known form" in host.unknown["pressure_fraction"]
+    assert "unknown format" in host.unknown["pressure_fraction"]
 
 
 def test_nothing_to_read_is_unknown_everywhere_and_never_zero(tmp_path: Path) -> None:
@@ -211,4 +211,4 @@ def test_a_pressure_file_of_the_group_in_no_known_form(tree: Tree) -> None:
     files = group(2, "/job/step", str(8 * GIB), GIB) | {"cgroup/job/step/memory.pressure": "what\n"}
     host = read(tree(HOST | {"proc/self/cgroup": SELF[2]} | files))
     assert host.pressure_fraction is host.pressure_full_fraction is None
-    assert "job/step/memory.pressure is not in a known form" in host.unknown["pressure_fraction"]
+    assert "job/step/memory.pressure has an unknown format" in host.unknown["pressure_fraction"]

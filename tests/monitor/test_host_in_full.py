@@ -151,7 +151,7 @@ def test_kills_are_those_of_the_group_with_the_limit(tree: Tree) -> None:
 def test_kills_that_nobody_counts(tree: Tree) -> None:
     host = read(tree(HOST))
     assert host.oom_kills is None
-    assert "does not count kills" in host.unknown["oom_kills"]
+    assert "does not count OOM kills" in host.unknown["oom_kills"]
 
 
 CPU_FILES = {

@@ -183,5 +183,5 @@ def test_an_end_that_could_not_be_examined_is_a_warning_of_the_run(runs: Runs, t
     runs.memtop("train", "--headless", "--name", "a", "--", sys.executable, "-c", "raise SystemExit(3)", status=1)
     warnings = [event.message for event in runs.events("a", "warning")]
     assert len(warnings) == 1
-    assert "memtop itself failed over" in warnings[0]
+    assert "an error occurred while it read" in warnings[0]
     assert "(ValueError: no such shape)" in warnings[0]

@@ -253,7 +253,7 @@ def test_a_socket_whose_owner_died_is_one_clear_line(runs: Runs) -> None:
     done = runs.memtop("free", "a", status=1)
     assert done.stderr == (
         "memtop: run 'a': no supervisor listens (Connection refused); "
-        "`memtop show a` tells how it ended, `memtop restart a` takes it up again\n"
+        "`memtop show a` shows how it ended, `memtop restart a` continues it\n"
     )
 
 

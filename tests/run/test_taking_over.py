@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.recovery.policy import decide
-from memtop.supervisor.run import explain
 from memtop.supervisor.run.clients.client import ask
 from memtop.supervisor.run.clients.publish import Publisher
 from memtop.supervisor.run.clients.server import ControlServer
@@ -203,7 +202,7 @@ def test_an_attempt_that_was_begun_and_not_written_about_has_its_configuration()
         assignments={"batch": str(HALF.batch), "accumulation": str(HALF.accumulation)}, reason="host_oom_killed at update 4"
     )
     first = row(ended=10.0, outcome="failed")
-    second = row(2, HALF, reason=explain.restart_reason(change), started=20.0, start_updates=3)
+    second = row(2, HALF, reason="restart", change=change, started=20.0, start_updates=3)
     pending = Change(assignments={"batch": "1"})
     state = state_of(Phase.RESTARTING, waiting=Waiting(change=change), waited_at=3, pending=pending)
     brain = taken_over(first, second, records=DEAD.records, state=state)

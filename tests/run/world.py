@@ -78,8 +78,8 @@ class MemoryLedger:
         self.rows[row.number] = row
 
     def close_unstarted(self, number: int, why: str, now: float) -> None:
-        diagnosis = {"summary": why, "started": False}
-        self.update_attempt(number, ended=now, outcome="failed", start_updates=None, diagnosis=diagnosis)
+        diagnosis = {"summary": why}
+        self.update_attempt(number, ended=now, outcome="failed", start_updates=None, diagnosis=diagnosis, launched=False)
 
 
 class Program:
@@ -269,7 +269,9 @@ class World:
         """The ledger, the states, the command and the shim: the supervisor may be killed between any two of them."""
         assert self.model is not None
         self.outbox.retry()
-        row = Attempt(number=effect.number, reason=effect.reason, settings=effect.settings, started=self.time)
+        row = Attempt(
+            number=effect.number, reason=effect.reason, settings=effect.settings, started=self.time, change=effect.change
+        )
         try:
             self.ledger.add_attempt(row)
         except sqlite3.Error as error:

@@ -206,9 +206,9 @@ def test_an_existing_sitecustomize_still_runs(tmp_path: Path) -> None:
 
 def test_programs_outside_a_run_are_left_alone(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(AGENT / "site")}
-    assert python("import sys; print('memtop_agent' in sys.modules, 'torch' in sys.modules)", env) == "False False\n"
+    assert python("import sys; print('memtop_agent' in sys.modules, 'torch' in sys.modules)", env, anew=True) == "False False\n"
     # Started by memtop, but it does not train: torch is not loaded and no journal is opened.
-    assert python("import sys; print('torch' in sys.modules)", environment(tmp_path)) == "False\n"
+    assert python("import sys; print('torch' in sys.modules)", environment(tmp_path), anew=True) == "False\n"
     assert list(tmp_path.iterdir()) == []
 
 

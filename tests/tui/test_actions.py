@@ -380,7 +380,7 @@ async def test_detach_leaves_the_run_alone(press: str) -> None:
         await settle(pilot)
     assert app.return_value is not None
     assert app.return_value.action == "detach"
-    assert "tiny goes on" in app.return_value.message
+    assert "tiny continues" in app.return_value.message
     assert feed.requests == []
 
 
@@ -400,7 +400,7 @@ async def test_the_interrupt_key_only_says_what_to_press() -> None:
         await settle(pilot)
         await pilot.press("ctrl+c")
         await settle(pilot)
-        assert "d closes the dashboard and the run goes on; s stops the run" in screen_text(app)
+        assert "d closes the dashboard, the run continues; s stops the run" in screen_text(app)
 
 
 @pytest.mark.parametrize("by_button", [False, True])
@@ -490,7 +490,7 @@ async def test_what_a_program_cannot_be_asked_for_has_no_button_and_its_key_says
         assert {"free", "stop", "restart"} <= shown
         await pilot.press("c")
         await settle(pilot)
-        assert "only the built-in trainer saves when it is asked to" in screen_text(app)
+        assert "only the built-in trainer can save on request" in screen_text(app)
         await pilot.press("1")
         await settle(pilot)
         assert "presets need a built-in recipe" in screen_text(app)
@@ -524,7 +524,7 @@ async def test_read_only_has_no_actions() -> None:
         text = screen_text(app)
         assert "read-only" in text
         shown = {action.id for action in BAR if app.dashboard.query_one(f"#action-{action.id}").display}
-        nothing_to_show = {"way_out", "configurations", "faster"}
+        nothing_to_show = {"recovery", "configurations", "speed"}
         assert shown == {action.id for action in BAR if action.group not in ("run", "machine")} - nothing_to_show
         assert {"detach", "help", "processes"} <= shown
         for key in ("f", "k", "r", "1", "c", "s"):

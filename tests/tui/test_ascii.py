@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from memtop.tui.app import DashboardApp
+from memtop.supervisor import wire
 from memtop.tui.ascii import to_ascii, wanted
-from memtop.tui.demo import DemoFeed
-from tests.tui.support import screen_text, settle
+from memtop.tui.demo import RECORDING
+from memtop.tui.replay import StreamRecording
+from tests.tui.support import RecordingFeed, dashboard, screen_text, settle
 
 
 @pytest.mark.parametrize(
@@ -31,11 +34,14 @@ def test_every_sign_stays_as_wide_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", [(), ("g",), ("m",), ("o",), ("o", "enter"), ("question_mark",), ("r",), ("u",), ("b",), ("U",), ("x",)]
+    "keys", [(), ("g",), ("m",), ("o",), ("o", "enter"), ("question_mark",), ("r",), ("u",), ("b",), ("U",), ("w",)]
 )
 async def test_every_screen_is_ascii(monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...]) -> None:
     monkeypatch.setenv("MEMTOP_ASCII", "1")
-    app = DashboardApp(DemoFeed(interval=0, warm_up=20, ticks=0))
+    recording = StreamRecording(RECORDING)
+    states = [row for row in recording.rows if isinstance(row.message, wire.StateUpdate)]
+    failed = next(row.time for row in states if row.message.run.proposal is not None)  # type: ignore[union-attr]
+    app = dashboard(RecordingFeed(*recording.between(-math.inf, failed if "w" in keys else failed - 1)))
     async with app.run_test(size=(120, 40)) as pilot:
         await settle(pilot)
         for key in keys:

@@ -9,7 +9,7 @@ from memtop.tui.app import DashboardApp, TooSmallScreen
 from memtop.tui.dashboard.screen import DashboardScreen
 from memtop.tui.recovery import OomCard
 from memtop.tui.screen import ClosingScreen
-from tests.tui.dying import CONFIGURATIONS, dead
+from tests.tui.failed_runs import CONFIGURATIONS, dead
 from tests.tui.support import RecordingFeed, dashboard, gpu, running, settle
 
 ADVICE = wire.Advice(bottleneck="compute", summary="the processor works")

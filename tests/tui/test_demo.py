@@ -1,146 +1,81 @@
-"""The demo lets people see what a run of their own may show them on a bad day: every key of it works on invented numbers."""
+"""The demo: what its recording holds, and that the dashboard plays it."""
 
 from __future__ import annotations
 
-import asyncio
+import gzip
+import re
 
 import pytest
 
 from memtop.supervisor import wire
-from memtop.supervisor.wire import Phase
 from memtop.tui.app import DashboardApp
-from memtop.tui.dashboard.training import notice
-from memtop.tui.demo import DEMO_SETTINGS, DemoFeed
+from memtop.tui.demo import RECORDING, demo_feed
 from memtop.tui.recovery import OomCard
-from memtop.tui.store import Store, fold
+from memtop.tui.replay import Clock, ReplayFeed, StreamRecording
 from tests.tui.support import screen_text, settle
 
-SIZES = [(80, 24), (160, 50)]
+
+@pytest.fixture(scope="module")
+def recording() -> StreamRecording:
+    return StreamRecording(RECORDING)
 
 
-async def played(feed: DemoFeed) -> Store:
-    """The picture once the script has come to its end."""
-    store = Store(staged=True)
-
-    async def play() -> None:
-        nonlocal store
-        async for message in feed.messages():
-            store = fold(store, message)
-
-    playing = asyncio.ensure_future(play())
-    before = None
-    while store is not before:
-        before = store
-        for _ in range(20):
-            await asyncio.sleep(0)
-    playing.cancel()
-    return store
+def states(recording: StreamRecording) -> list[tuple[float, wire.StateUpdate]]:
+    return [(row.time, row.message) for row in recording.rows if isinstance(row.message, wire.StateUpdate)]
 
 
-async def test_the_run_has_survived_a_shortage_and_remembers_all_of_it() -> None:
-    store = await played(DemoFeed(interval=0, warm_up=150, ticks=0))
-    assert [row.number for row in store.configurations] == [1, 2, 3]
-    present = store.configurations[-1]
-    assert (present.settings, present.outcome, present.until_update) == (DEMO_SETTINGS, None, None)
-    assert {"survived", "settings", "trial"} <= {event.kind for event in store.events}
-    assert store.run is not None
-    assert store.run.advice is not None
-    assert store.run.trends
-    assert notice(store).startswith("^ memory of the loader workers: full in")
+def failure(recording: StreamRecording) -> float:
+    return next(moment for moment, state in states(recording) if state.run.proposal is not None)
 
 
-@pytest.mark.parametrize("tick", [150, 240, 500])
-async def test_its_leak_is_that_of_its_machine_and_comes_before_its_end(tick: int) -> None:
-    store = await played(DemoFeed(interval=0, warm_up=tick, ticks=0))
-    run = store.run
-    assert run is not None
-    (trend,) = run.trends
-    assert trend.full_at_update is not None
-    assert run.total_updates is not None
-    assert run.updates is not None
-    assert run.updates < trend.full_at_update < run.total_updates
-    assert trend.full_in_seconds is not None
-    assert run.eta_seconds is not None
-    assert trend.full_in_seconds < run.eta_seconds
-    left = store.host.available_bytes
-    assert trend.bytes_per_update is not None
-    assert left == pytest.approx((trend.full_at_update - run.updates) * trend.bytes_per_update, rel=0.01)
-    # As much as is said does it grow.
-    later = await played(DemoFeed(interval=0, warm_up=tick + 60, ticks=0))
-    assert later.run is not None
-    assert later.run.run_rss_bytes is not None
-    assert run.run_rss_bytes is not None
-    updates = (later.run.updates or 0) - run.updates
-    # The processes' shared pages count in each, and there is a wave on top.
-    assert later.run.run_rss_bytes - run.run_rss_bytes == pytest.approx(updates * trend.bytes_per_update * 1.1, abs=0.7 * 2**30)
+def test_the_recording_is_small_enough_for_a_package() -> None:
+    assert RECORDING.stat().st_size < 300 * 1024
 
 
-async def test_its_leak_ends_before_the_machine_does() -> None:
-    store = await played(DemoFeed(interval=0, warm_up=700, ticks=0))
-    assert store.run is not None
-    assert store.run.trends == ()
-    assert store.host.band.value != "danger"
+def test_the_recording_has_two_gpus_a_failure_its_remedies_and_the_run_that_goes_on(recording: StreamRecording) -> None:
+    known = states(recording)
+    assert all(len(state.machine.gpus) == 2 for _, state in known if state.machine is not None)
+    assert any(process.stray for _, s in known if s.machine is not None for gpu in s.machine.gpus for process in gpu.processes)
+    proposal = next(state.run.proposal for _, state in known if state.run.proposal is not None)
+    assert proposal.diagnosis.of_memory
+    assert len(proposal.remedies) > 2
+    last = known[-1][1].run
+    assert (last.state, last.attempt) == (wire.Phase.FINISHED, 3)
+    assert last.trial is not None
+    rows = [row.message.rows for row in recording.rows if isinstance(row.message, wire.ConfigurationRows)]
+    assert len(rows[-1]) >= 4
 
 
-async def test_its_recipe_is_one_that_its_name_can_have() -> None:
-    app = DashboardApp(DemoFeed(interval=0.01, warm_up=20))
-    async with app.run_test(size=(120, 40)) as pilot:
-        while app.dashboard.store.run is None:
-            await pilot.pause(0.01)
-        await pilot.press("8")
+def test_the_recording_names_neither_the_user_nor_the_paths_of_the_machine_that_made_it() -> None:
+    text = gzip.decompress(RECORDING.read_bytes())
+    assert set(re.findall(rb'"user":"(.*?)"', text)) == {b"ada"}
+    assert not re.search(rb"/tmp/|/usr/|/root\b|\.venv", text)
+
+
+async def test_the_demo_opens_on_a_training_run_and_says_what_it_is() -> None:
+    app = DashboardApp(demo_feed())
+    async with app.run_test(size=(160, 50)) as pilot:
+        while app.dashboard.store.machine is None:
+            await pilot.pause(0.05)
         await settle(pilot)
-        assert "no preset of the recipe sft-lora has key 8" in screen_text(app)
+        text = screen_text(app)
+        assert "demo: a recorded run with scripted GPUs, 00:" in text
+        assert "tiny-llama" in text
+        assert "GPU 1  RTX A4500" in text
+        assert "Restart…" not in text, "a replay is read-only"
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("gpus", [0, 2])
-async def test_a_key_lets_it_die_and_enter_brings_it_back(size: tuple[int, int], gpus: int) -> None:
-    feed = DemoFeed(interval=0.01, warm_up=20, gpus=gpus)
+async def test_the_failure_in_the_demo_has_its_recovery_card_and_its_configurations(recording: StreamRecording) -> None:
+    at = failure(recording) + 5
+    feed = ReplayFeed(lambda: recording, clock=lambda one: Clock(at, one.end))
     app = DashboardApp(feed)
-    async with app.run_test(size=size) as pilot:
-        while app.dashboard.store.run is None or app.dashboard.store.run.state is not Phase.TRAINING:
-            await pilot.pause(0.01)
-        await pilot.press("x")
-        while not isinstance(app.screen, OomCard):
-            await pilot.pause(0.01)
+    async with app.run_test(size=(120, 40)) as pilot:
+        while app.dashboard.store.proposal is None:
+            await pilot.pause(0.05)
+        await pilot.press("space", "w")
         await settle(pilot)
-        assert ("Killed by the kernel" if gpus == 0 else "Out of GPU memory") in screen_text(app)
-        # The first Enter after it opened by itself does not count.
-        await pilot.press("escape", "w", "enter")
-        while app.dashboard.store.run.state is not Phase.TRAINING:
-            await pilot.pause(0.01)
-        run = app.dashboard.store.run
-        assert run.proposal is None
-        assert run.settings is not None
-        assert (run.settings.batch, run.settings.effective_batch) == (4, DEMO_SETTINGS.effective_batch)
-        assert [row.outcome for row in app.dashboard.store.configurations[-2:]] == ["gpu_oom", None]
-
-
-async def answers(feed: DemoFeed, request: wire.Request) -> list[str]:
-    return [answer.message async for answer in feed.request(lambda number: request)]
-
-
-async def test_it_carries_out_edits_trials_and_rollbacks() -> None:
-    feed = DemoFeed(interval=0, warm_up=20, ticks=0)
-    await played(feed)
-    said = await answers(feed, wire.Edit(id=1, change=wire.Change(assignments={"batch": "4", "accumulation": "8"})))
-    assert "split 8 x 4 x 2 -> 4 x 8 x 2" in said[1]
-    assert "without a restart" in said[1]
-    assert "undone" in (await answers(feed, wire.Try(id=2, change=wire.Change(assignments={"workers": "2"}))))[1]
-    await answers(feed, wire.Restart(id=3, change=wire.Change(configuration=1)))
-    assert feed._settings.batch == 2
-
-
-async def test_a_batch_that_does_not_fit_dies_of_it() -> None:
-    feed = DemoFeed(interval=0, warm_up=1, ticks=30)
-    stream = feed.messages()
-    store = Store()
-    while store.run is None:
-        store = fold(store, await anext(stream))
-    await answers(feed, wire.Restart(id=1, change=wire.Change(assignments={"batch": "32", "accumulation": "1"})))
-    while store.proposal is None:
-        store = fold(store, await anext(stream))
-    assert store.run is not None
-    assert store.run.state is Phase.FAILED
-    (first, *_) = store.proposal.remedies
-    assert first.assignments == {"batch": "16", "accumulation": "2"}
+        assert isinstance(app.screen, OomCard)
+        assert "What can be done" in screen_text(app)
+        await pilot.press("escape", "u")
+        await settle(pilot)
+        assert "Configurations of tiny-llama" in screen_text(app)

@@ -260,7 +260,7 @@ def test_an_incomplete_checkpoint_says_why() -> None:
 def test_ranks_that_do_not_fit_are_counted() -> None:
     ranks = tuple(RankMemory(rank=n, pid=n, connected=n != 1) for n in range(8))
     text = text_of(draw_training(store_of(running(ranks=ranks)), 70, 9))
-    assert "rank 1 CPU  ! its agent is silent" in text
+    assert "rank 1 CPU  ! its agent does not answer" in text
     assert "6 more ranks" in text
     over = text_of(draw_training(store_of(running(ranks=ranks, alive=False, state=wire.Phase.FINISHED)), 70, 9))
     assert "rank" not in over, "its ranks are gone: not silent"
@@ -530,7 +530,7 @@ def test_a_mig_gpu_shows_its_instances() -> None:
 @pytest.mark.parametrize("name", ["tiny", "a-run-with-a-name-that-takes-the-whole-line-of-a-small-terminal"])
 def test_a_replay_never_looks_live(width: int, name: str) -> None:
     update = running(gpu(), name=name, attempt=12, state=wire.Phase.RESTARTING)
-    played = Replayed("replay, 00:03:11 of 00:41:02, 60x", rewound=False)
+    played = Replayed("replay, 00:03:11 of 00:41:02, 60x", "replay 60x")
     (header,) = draw_header(dataclasses.replace(store_of(update, played), read_only=True), width, 1)
     assert "replay" in plain(header)
     assert "60x" in plain(header)

@@ -154,7 +154,7 @@ async def test_a_waiting_request_hears_that_the_supervisor_died(monkeypatch: pyt
     assert isinstance(await anext(stream), Disconnected)
     answer = await waiting
     assert answer.outcome is wire.Outcome.FAILED
-    assert "went away before it answered" in answer.message
+    assert "ended before it answered" in answer.message
 
 
 async def test_a_run_that_is_over_shows_its_last_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ async def test_a_run_that_is_over_shows_its_last_state(monkeypatch: pytest.Monke
     ended = messages[4]
     assert isinstance(ended, Disconnected)
     assert ended.ended
-    assert "memtop restart tiny takes it up again" in ended.reason
+    assert "memtop restart tiny resumes it" in ended.reason
     (answer,) = [a async for a in feed.request(lambda number: wire.Stop(id=number))]
     assert answer.outcome is wire.Outcome.REFUSED
 
@@ -205,7 +205,7 @@ async def test_read_only_never_starts_a_supervisor(monkeypatch: pytest.MonkeyPat
     supervisors.run = run_state()
     messages = await take(run_feed(read_only=True).messages(), 5)
     assert supervisors.revived == 0
-    assert messages[4] == Disconnected("supervisor is gone, training goes on - reconnecting")
+    assert messages[4] == Disconnected("supervisor is gone, training continues - reconnecting")
 
 
 async def test_a_run_that_is_over_is_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,7 @@ def test_columns_leave_room_for_the_command(width: int) -> None:
     assert plain(head)[places[-1].start :].startswith("command")
     assert [column.id for column in columns][:1] == ["pid"]
     line = plain(draw_row(rows[0], columns, ticked=True, followed=False, search=""))
-    assert line.startswith("✓")
+    assert line.startswith(" ✓")
     assert line.endswith("python serve.py")
 
 

@@ -297,7 +297,7 @@ async def test_one_process_in_detail_until_it_ends() -> None:
         assert "it has ended or left the GPU" in screen_text(app)
         await pilot.press("k")
         await settle(pilot)
-        assert "it has ended already" in screen_text(app)
+        assert "it has already ended" in screen_text(app)
 
 
 async def test_secrets_of_the_environment_are_hidden_until_asked_for() -> None:

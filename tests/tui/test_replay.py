@@ -18,7 +18,7 @@ from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import Event, Phase
 from memtop.tui.app import DashboardApp
 from memtop.tui.feed import Disconnected, FeedMessage, Replayed
-from memtop.tui.replay import Clock, Recording, ReplayFeed
+from memtop.tui.replay import Clock, FolderRecording, ReplayFeed
 from memtop.tui.store import Store, fold
 from tests.run.test_pieces import SETTINGS, spec
 from tests.tui.support import screen_text, settle
@@ -73,7 +73,7 @@ def test_the_clock_pauses_hurries_jumps_and_stays_within_the_run() -> None:
     clock.pause()
     seconds.now += 99
     assert clock.now == 1030
-    assert clock.line() == "replay, 00:00:30 of 01:00:00, paused"
+    assert clock.position() == "00:00:30 of 01:00:00, paused"
     clock.jump(-60)
     assert clock.now == 1000
     clock.pause()
@@ -81,17 +81,17 @@ def test_the_clock_pauses_hurries_jumps_and_stays_within_the_run() -> None:
         clock.change_speed(2)
     assert clock.speed == 3600
     clock.jump(60)
-    assert clock.line() == "replay, 00:01:00 of 01:00:00, 3600x"
+    assert clock.position() == "00:01:00 of 01:00:00, 3600x"
     for _ in range(20):
         clock.change_speed(0.5)
     assert clock.speed == 1
     clock.jump_to(clock.end)
     seconds.now += 5
-    assert (clock.now, clock.line()) == (4600, "replay, 01:00:00 of 01:00:00, at its end")
+    assert (clock.now, clock.position()) == (4600, "01:00:00 of 01:00:00, at its end")
 
 
 def test_the_run_is_as_it_was_at_every_moment(over: RunFolder) -> None:
-    recording = Recording(over.path)
+    recording = FolderRecording(over.path)
     assert (recording.start, recording.end) == (START, START + 7300)
     states = [recording.state(START + moment) for moment in (5, 50, 131, 201, 220, 7100, 7300)]
     assert [state.state.value for state in states] == [
@@ -108,7 +108,7 @@ def test_the_run_is_as_it_was_at_every_moment(over: RunFolder) -> None:
 
 
 def test_the_machine_is_told_in_full_in_the_last_hour_and_thinned_out_before(over: RunFolder) -> None:
-    recording = Recording(over.path)
+    recording = FolderRecording(over.path)
     late = recording.machine(START + 7001)
     assert (late.time, late.gpus[0].used_bytes) == (START + 7000, 7000)
     early = recording.machine(START + 1003)
@@ -135,7 +135,10 @@ async def play(feed: ReplayFeed, until: Callable[[Store], bool], *actions: str) 
 
 def replay(folder: RunFolder) -> ReplayFeed:
     seconds = Seconds()
-    return ReplayFeed(folder.path, clock=lambda recording: Clock(recording.start, recording.end, monotonic=seconds))
+    return ReplayFeed(
+        lambda: FolderRecording(folder.path),
+        clock=lambda recording: Clock(recording.start, recording.end, monotonic=seconds),
+    )
 
 
 async def test_to_the_end_and_back_everything_comes_in_its_order_and_goes_again(over: RunFolder) -> None:
@@ -146,7 +149,7 @@ async def test_to_the_end_and_back_everything_comes_in_its_order_and_goes_again(
     assert [row.update for row in at_end.metrics] == [1, 2, 3, 4, 5, 6]
     assert [row.attempt for row in at_end.metrics] == [1, 1, 1, 2, 2, 2]
     assert [event.kind for event in at_end.events] == ["warning", "attempt", "stop", "attempt", "finished"]
-    assert "carry no times" in at_end.events[0].message
+    assert "lines have no times" in at_end.events[0].message
     assert at_end.label == "replay, 02:01:40 of 02:01:40, at its end"
     assert at_end.replaying
     assert next(message for message in heard if isinstance(message, Replayed)).rewound
@@ -155,7 +158,7 @@ async def test_to_the_end_and_back_everything_comes_in_its_order_and_goes_again(
     assert [event.kind for event in back.events] == ["warning"]
 
 
-async def test_nothing_can_be_asked_of_a_replay(over: RunFolder) -> None:
+async def test_a_replay_refuses_every_request(over: RunFolder) -> None:
     answers = [answer async for answer in replay(over).request(lambda number: wire.Stop(id=number))]
     assert [answer.outcome for answer in answers] == [wire.Outcome.REFUSED]
 
@@ -163,8 +166,8 @@ async def test_nothing_can_be_asked_of_a_replay(over: RunFolder) -> None:
 async def test_a_run_without_a_past_says_so(tmp_path: Path) -> None:
     folder = create_run(tmp_path, spec("new"), fresh=False)
     with pytest.raises(RunFolderError, match="never started"):
-        Recording(folder.path)
-    messages = [message async for message in ReplayFeed(folder.path).messages()]
+        FolderRecording(folder.path)
+    messages = [message async for message in ReplayFeed(lambda: FolderRecording(folder.path)).messages()]
     assert isinstance(messages[0], Disconnected)
     assert "nothing to replay" in messages[0].reason
 
@@ -202,7 +205,7 @@ async def test_a_death_of_memory_and_the_configurations_are_replayed_and_change_
         )
         ledger.save_configuration(Record(configuration=row, starts=(Start(attempt=row.attempt),)))
     ledger.close()
-    recording = Recording(over.path)
+    recording = FolderRecording(over.path)
     assert [len(recording.configurations(START + moment)) for moment in (5, 50, 220)] == [0, 1, 2]
     # What was to come of the newest one was not known then.
     assert [row.outcome for row in recording.configurations(START + 220)] == ["replaced", None]
@@ -225,7 +228,7 @@ async def test_a_death_of_memory_and_the_configurations_are_replayed_and_change_
         await settle(pilot)
         text = screen_text(app)
         assert "GPU 0 ran out of memory." in text
-        assert "a replay only shows" in text
+        assert "a replay is read-only" in text
         await pilot.press("enter", "escape", "u", "enter")
         await settle(pilot)
         assert "read-only: nothing can be changed from here" in screen_text(app)
@@ -241,4 +244,4 @@ def test_an_attempt_that_never_started_is_no_death_of_memory(over: RunFolder) ->
     ledger = Ledger(over.path / "ledger.sqlite")
     ledger.close_unstarted(2, "no such program", START + 7200)
     ledger.close()
-    assert Recording(over.path).state(START + 7300).proposal is None
+    assert FolderRecording(over.path).state(START + 7300).proposal is None

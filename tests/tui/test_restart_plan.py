@@ -57,7 +57,7 @@ def test_a_preset_that_moves_the_optimizer_says_so() -> None:
 
 def test_sharding_alone_saves_nothing_on_one_process() -> None:
     plan = restart_plan(SETTINGS, {**SAME, "batch": "4", "accumulation": "8"}, "deepspeed")
-    assert "plain -> ZeRO-2: on one process sharding saves nothing" in plan.lines
+    assert "plain -> ZeRO-2: with one process sharding saves nothing" in plan.lines
 
 
 def test_fields_edited_beyond_a_preset_are_sent_with_it() -> None:
@@ -94,8 +94,8 @@ def test_an_unknown_preset_is_refused() -> None:
 
 
 def test_where_it_resumes() -> None:
-    assert "saves, and resumes there" in where_it_resumes(run_state())
+    assert "saves and resumes there" in where_it_resumes(run_state())
     stopped = run_state(alive=False)
-    assert where_it_resumes(stopped) == "resumes at update 20, 640 samples; no sample repeated or skipped"
+    assert where_it_resumes(stopped) == "resumes at update 20, 640 samples; no sample is repeated or skipped"
     broken = Checkpoint(path="x", saved_at=NOW, complete=False, problem="cut off")
     assert "from the first update" in where_it_resumes(run_state(alive=False, checkpoint=broken))

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from memtop.supervisor import wire
-from memtop.tui.app import DashboardApp
 from memtop.tui.dashboard.log import LogPanel
-from memtop.tui.demo import DemoFeed
 from memtop.tui.feed import Connected, Disconnected, LogLines
 from tests.tui.support import RecordingFeed, dashboard, gpu, machine, process, running, screen_text, settle
 
@@ -186,32 +184,6 @@ async def test_a_tick_without_news_repaints_nothing() -> None:
         feed.say(running(gpu()))
         await settle(pilot)
         assert panel.lines == before  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("gpus", [0, 2])
-async def test_the_demo_says_that_its_numbers_are_invented(gpus: int) -> None:
-    app = DashboardApp(DemoFeed(interval=0, gpus=gpus, warm_up=20, ticks=0))
-    async with app.run_test(size=(160, 50)) as pilot:
-        await settle(pilot)
-        assert "demo - invented numbers" in screen_text(app)
-        assert "qwen-sft" in screen_text(app)
-
-
-async def test_the_demo_carries_out_what_is_asked() -> None:
-    app = DashboardApp(DemoFeed(interval=0, warm_up=20, ticks=0))
-    async with app.run_test(size=(160, 50)) as pilot:
-        await settle(pilot)
-        await pilot.press("c")
-        await settle(pilot)
-        assert "✓ checkpoint at update 40" in screen_text(app)
-        await pilot.press("k")
-        await settle(pilot)
-        await pilot.press("space")
-        await pilot.click("#confirm")
-        await settle(pilot)
-        await pilot.click("#confirm")
-        await settle(pilot)
-        assert "✓ 1 process ended, 922 MiB returned" in screen_text(app)
 
 
 async def test_a_progress_bar_is_one_line_of_the_log_that_moves(tmp_path: Path) -> None:

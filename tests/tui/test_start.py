@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 HEAVY = ("torch", "transformers", "memtop.train", "memtop.supervisor.run.clients.client", "pynvml")
-RARE = ("memtop.tui.processes.kill", "memtop.tui.restart", "memtop.tui.presets", "memtop.tui.screen")
+RARE = ("memtop.tui.processes.kill", "memtop.tui.restart", "memtop.tui.presets", "memtop.tui.help")
 
 
 def loaded_by(code: str) -> set[str]:

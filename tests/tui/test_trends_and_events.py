@@ -13,7 +13,7 @@ from memtop.tui.line import Line, plain
 from memtop.tui.machine.gpu import draw_gpu
 from memtop.tui.machine.host import draw_host
 from memtop.tui.store import Store, fold
-from tests.tui.dying import CONFIGURATIONS, PROPOSAL, dead
+from tests.tui.failed_runs import CONFIGURATIONS, PROPOSAL, dead
 from tests.tui.support import NOW, RecordingFeed, dashboard, gpu, running, screen_text, settle
 
 RESERVED = wire.TrendSubject(kind=wire.TrendKind.GPU_RESERVED, gpu_index=0, rank=0)
@@ -90,8 +90,8 @@ def test_what_is_full_only_after_the_runs_end_is_said_to_be_and_is_no_banner() -
         for width in (54, 76):
             text = text_of(draw_host(store, width, 12))
             assert "^ memory of the loader workers" in text
-            assert "not full before the run's end" in " ".join(text.split())
-        assert "full before the run's end" in text_of(draw_gpu(store, store.gpus[0], 100, 8))
+            assert "not full before the run ends" in " ".join(text.split())
+        assert "full before the run ends" in text_of(draw_gpu(store, store.gpus[0], 100, 8))
         assert "full in" not in text_of(draw_gpu(store, store.gpus[0], 100, 8))
     # Where nobody knows when the run ends, the leak counts.
     assert "full in 90 min" in notice(store_of(workers, total_updates=None, eta_seconds=None))
@@ -181,7 +181,7 @@ def test_the_store_keeps_the_newest_telling_of_all_configurations_and_forgets_it
     assert store.configurations == CONFIGURATIONS.rows
     fewer = fold(store, wire.ConfigurationRows(rows=CONFIGURATIONS.rows[:1]))
     assert len(fewer.configurations) == 1
-    assert fold(store, Replayed("replay", rewound=True)).configurations == ()
+    assert fold(store, Replayed("replay", "replay", rewound=True)).configurations == ()
 
 
 def test_a_proposal_counts_only_while_the_run_lies_dead_or_waits() -> None:
@@ -193,22 +193,14 @@ def test_a_proposal_counts_only_while_the_run_lies_dead_or_waits() -> None:
     ):
         store = fold(fold(Store(), Connected()), dead(state=state))
         assert (store.proposal is PROPOSAL) is expected
-        assert (obstacle(BY_ID["way_out"], store) is None) is expected
+        assert (obstacle(BY_ID["recovery"], store) is None) is expected
     # An announced restart can be replaced by another; one that is under way cannot.
     assert obstacle(BY_ID["restart"], fold(fold(Store(), Connected()), dead(state=wire.Phase.RESTARTING))) is None
     under_way = fold(fold(Store(), Connected()), dead(None, state=wire.Phase.RESTARTING))
-    assert obstacle(BY_ID["restart"], under_way) == "a restart is under way already"
+    assert obstacle(BY_ID["restart"], under_way) == "a restart is already in progress"
 
 
-def test_scenes_are_offered_in_the_demo_only_and_screens_of_a_run_with_one_only() -> None:
-    assert not offered(BY_ID["scene"], store_of())
-    assert offered(BY_ID["scene"], replace_staged(store_of()))
-    for name in ("way_out", "configurations", "faster", "undo"):
+def test_the_screens_of_a_run_are_offered_only_with_a_run() -> None:
+    for name in ("recovery", "configurations", "speed", "undo"):
         assert offered(BY_ID[name], store_of())
         assert not offered(BY_ID[name], Store())
-
-
-def replace_staged(store: Store) -> Store:
-    from dataclasses import replace as changed
-
-    return changed(store, staged=True)

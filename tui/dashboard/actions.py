@@ -1,4 +1,7 @@
-"""What each action does from key press to answer. Imported at the first action, not at start-up."""
+"""What each action does, from the key press to the answer.
+
+Imported at the first action, not at start-up.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +39,17 @@ def _stop_words(run: wire.RunState) -> list[str]:
     return [
         f"Stop {run.name}?",
         "",
-        f"The present update (now {units.count(run.updates)} of {units.count(run.total_updates)}) is finished and saved,",
-        f"then the program ends. memtop restart {run.name} takes it up again.",
+        f"The current update ({units.count(run.updates)} of {units.count(run.total_updates)}) is finished and saved,",
+        f"then the program ends. memtop restart {run.name} resumes it.",
     ]
 
 
 def _call_off_words(run: wire.RunState) -> list[str]:
     return [
-        f"Leave {run.name} as it is?",
+        f"Cancel the restart of {run.name}?",
         "",
-        "The restart that was announced is called off: the run stays as it died.",
-        f"memtop restart {run.name} takes it up again.",
+        "The announced restart is cancelled: the run stays failed.",
+        f"memtop restart {run.name} resumes it.",
     ]
 
 
@@ -61,14 +64,14 @@ async def restart(dashboard: Dashboard, key: str) -> None:
             await _send_restart(dashboard, change)
         return
     presets = tuple(presets_for(run.settings.recipe))
-    asked = await dashboard.app.push_screen_wait(RestartDialog(dashboard, run, run.settings, presets))
-    if asked is None:
+    request = await dashboard.app.push_screen_wait(RestartDialog(dashboard, run, run.settings, presets))
+    if request is None:
         return
-    if asked.live:
+    if request.live:
         dashboard.dialog_closed()
-        await dashboard.ask_supervisor(lambda number: wire.Edit(id=number, change=asked.change))
+        await dashboard.ask_supervisor(lambda number: wire.Edit(id=number, change=request.change))
     else:
-        await _send_restart(dashboard, asked.change)
+        await _send_restart(dashboard, request.change)
 
 
 async def _restart_unknown_program(dashboard: Dashboard, run: wire.RunState) -> Change | None:
@@ -76,7 +79,7 @@ async def _restart_unknown_program(dashboard: Dashboard, run: wire.RunState) -> 
         f"Restart {run.name} with the same command?",
         "",
         " ".join(run.command),
-        "Its settings are not known, so there is nothing to edit here.",
+        "Its settings are not known, so none can be changed here.",
     ]
     answer = await dashboard.app.push_screen_wait(ConfirmDialog("Restart", lines, confirm="Restart"))
     return Change() if answer else None
@@ -98,7 +101,7 @@ async def preset(dashboard: Dashboard, key: str) -> None:
     if name is None:
         return
     if apply_preset(run.settings, presets[name], failed) == run.settings:
-        dashboard.say(f"{name} is the preset that the run has now")
+        dashboard.say(f"the run already uses preset {name}")
         return
     await _send_restart(dashboard, Change(preset=name))
 
@@ -140,8 +143,8 @@ async def history(dashboard: Dashboard, key: str) -> None:
     await dashboard.app.push_screen_wait(HistoryScreen(dashboard))
 
 
-async def way_out(dashboard: Dashboard, key: str) -> None:
-    """The card of a death of memory. Without a key it opened by itself."""
+async def recovery(dashboard: Dashboard, key: str) -> None:
+    """The recovery card. Without a key it has opened by itself."""
     from memtop.supervisor.recovery.configuration import change_for
     from memtop.tui.recovery import OomCard
 
@@ -168,7 +171,7 @@ def _consent(remedy: Remedy) -> ConfirmDialog:
 
 
 def _reason(store: Store) -> str:
-    """What goes to the run's memory as the cause of this restart."""
+    """The reason of this restart, for the run's history."""
     if store.run is None or store.proposal is None:
         return ""
     return f"{store.proposal.diagnosis.kind.value} at update {units.count(store.run.updates)}"
@@ -196,7 +199,7 @@ async def undo(dashboard: Dashboard, key: str) -> None:
         await _send_restart(dashboard, change)
 
 
-async def faster(dashboard: Dashboard, key: str) -> None:
+async def speed(dashboard: Dashboard, key: str) -> None:
     from memtop.supervisor.recovery.configuration import change_for
     from memtop.tui.speed import SpeedScreen
 
@@ -225,9 +228,9 @@ FLOWS: dict[str, Callable[[Dashboard, str], Awaitable[None]]] = {
     "gpu": gpu,
     "host": host,
     "history": history,
-    "way_out": way_out,
+    "recovery": recovery,
     "configurations": configurations,
     "undo": undo,
-    "faster": faster,
+    "speed": speed,
     "help": show_help,
 }

@@ -1,4 +1,4 @@
-"""The row of buttons at the bottom: every action with its key, from the one table."""
+"""The bottom of the dashboard: the message lines and the buttons of all actions."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from memtop.tui.store import Store
 from memtop.tui.words import report_lines
 
 _WORDS_FROM = 110
-"""Columns from which the full words fit."""
+"""With this many columns the full labels fit."""
 _TWO_LINES_BELOW = 80
 _IN_TWO_LINES = 8
 _PADDING = 2
 
 
 class ActionButton(Widget, can_focus=True):
-    """One action: its key, its words; quiet where it cannot be done now."""
+    """One action: its key and its label; dimmed while it cannot be done."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"action--key", "action--label"}
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter,space", "press", "Press", show=False)]
 
     class Pressed(Message):
-        """The button was clicked, or pressed with the keyboard."""
+        """The button was clicked or pressed with the keyboard."""
 
         def __init__(self, action_id: str) -> None:
             super().__init__()
@@ -48,14 +48,14 @@ class ActionButton(Widget, can_focus=True):
         self.tooltip = action.description
 
     def say(self, key: str, label: str) -> None:
-        """Change the words; lays out again only if they changed."""
+        """Change key and label; the layout is computed again only if they differ."""
         if (key, label) != (self.key, self.label):
             self.key, self.label = key, label
             self.refresh(layout=True)
 
     @property
     def wanted_width(self) -> int:
-        """Cells for the key and the words."""
+        """Cells for the key and the label."""
         return cell_len(self.key) + 1 + cell_len(self.label) + _PADDING
 
     def render(self) -> Text:
@@ -78,13 +78,15 @@ class ActionBar(Container):
             yield ActionButton(action)
 
     def show(self, store: Store, *, width: int, preset_keys: tuple[int, ...]) -> None:
-        """Hide what does not exist here, quieten what cannot be done now, and keep the words up to date."""
+        """Hide actions that do not exist here, dim those that cannot be done now, and update the
+        labels.
+        """
         narrow = width < _WORDS_FROM
         buttons = list(self.query(ActionButton))
         for button in buttons:
             button.set_class(obstacle(button.action, store) is not None, "-unavailable")
             button.say(key_of(button.action, preset_keys), label_of(button.action, store, narrow=narrow))
-        # Ways to look deeper give way to what can be done: their keys work all the same.
+        # Buttons of screens are dropped first; their keys still work.
         grid = width < _TWO_LINES_BELOW
         room = _IN_TWO_LINES if grid else width
         for button in sorted(buttons, key=lambda one: _rank(one.action)):
@@ -100,53 +102,54 @@ def _optional(action: Action) -> bool:
 
 
 def _rank(action: Action) -> int:
-    """Who gets room first. The way out of a death of memory comes before all other looks."""
+    """The order in which buttons get room. Recovery comes before all other screens."""
     if not _optional(action):
         return 0
-    return 1 if action.id == "way_out" else 3 if action.gives_way else 2
+    return 1 if action.id == "recovery" else 3 if action.gives_way else 2
 
 
 _LINES, _LINES_LOW = 3, 2
-"""What is told may take so many lines for a while, fewer on low terminals; the log gives them."""
+"""A message may take this many lines for a while, fewer on low terminals. The log gets smaller
+meanwhile."""
 _TALL = 20
 _SECONDS = 20.0
 
 
 class FlashPanel(LinePanel):
-    """As many lines as the newest message takes; after a while one."""
+    """The newest message on as many lines as it needs; after a while on one line."""
 
     def __init__(self) -> None:
         super().__init__(self._message, id="flash")
-        self._told: tuple[str, str] | None = None
-        """The text, and of which kind it is."""
+        self._text: tuple[str, str] | None = None
+        """The text and its kind."""
         self._folding: Timer | None = None
 
     @property
-    def has_told(self) -> bool:
-        return self._told is not None
+    def has_message(self) -> bool:
+        return self._text is not None
 
-    def tell(self, text: str, kind: str, terminal_lines: int) -> None:
-        self._told = (text, kind)
+    def show_message(self, text: str, kind: str, terminal_lines: int) -> None:
+        self._text = (text, kind)
         self._unfold(_LINES if terminal_lines >= _TALL else _LINES_LOW)
 
     def fold(self) -> None:
-        """Onto one line."""
+        """Shorten the message to one line."""
         self._unfold(1)
 
     def _unfold(self, most: int) -> None:
         if self._folding is not None:
             self._folding.stop()
             self._folding = None
-        wanted = 1 if self._told is None else len(report_lines(*self._told, self.app.size.width - 2))
+        wanted = 1 if self._text is None else len(report_lines(*self._text, self.app.size.width - 2))
         self.styles.height = min(most, max(1, wanted))
         self.show(self._store)
         if min(most, wanted) > 1:
             self._folding = self.set_timer(_SECONDS, self.fold)
 
     def _message(self, store: Store, width: int, height: int) -> list[Line]:
-        if self._told is None:
+        if self._text is None:
             return []
-        lines = report_lines(*self._told, width)
+        lines = report_lines(*self._text, width)
         if len(lines) <= height:
             return lines
         return [*lines[: height - 1], fit((*lines[height - 1], (" …", MUTED)), width)]

@@ -1,4 +1,4 @@
-"""How high each panel is, from the terminal's size and from what there is to show. Pure."""
+"""The height of each panel, from the terminal's size and the store. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memtop.tui.machine.host import host_rows
 from memtop.tui.store import Store
 
 GPU_PANELS = 4
-"""Up to so many GPUs have a panel each; more share one, a line each."""
+"""Up to this many GPUs have their own panels; more GPUs share one panel with a line each."""
 _WIDE_FROM = (110, 34)
 _GPU_LOWEST, _GPU_HIGHEST = 6, 12
 _LOSS_LOWEST = 9
@@ -25,7 +25,7 @@ _EVENTS_LOWEST, _EVENTS_AT_EASE = 6, 8
 
 @dataclass(frozen=True)
 class Plan:
-    """Heights by selector (0 hides), and what else is shown."""
+    """Heights by selector (0 hides), and which other widgets are shown."""
 
     compact: bool
     heights: dict[str, int]
@@ -44,7 +44,7 @@ def plan(store: Store, width: int, height: int, *, notice: bool) -> Plan:
         "#processes": not has_run,
         "#log": has_run and not events,
         "#compact-events": events,
-        # With neither GPUs nor a run there is but one column: the host's.
+        # Without GPUs and without a run there is only the host's column.
         "#right": has_run or bool(store.gpus),
     }
     # Header, flash line and buttons.
@@ -53,7 +53,7 @@ def plan(store: Store, width: int, height: int, *, notice: bool) -> Plan:
 
 
 def _host_height(store: Store, room: int) -> int:
-    """All that it has to tell as long as some events stay in sight, and a chart where there is plenty of room."""
+    """All lines of the host panel if some events stay visible, and a chart if there is much room."""
     wanted = 2 + host_rows(store)
     if store.run is None:
         return min(room, wanted + _CHART)
@@ -64,13 +64,13 @@ def _host_height(store: Store, room: int) -> int:
 
 def _compact(store: Store, body: int) -> dict[str, int]:
     training = 3 if store.run is not None else 0
-    # The log keeps a line within its frame, whatever else there is.
+    # The log always keeps one line and its frame.
     machine = min(compact_rows(len(store.gpus)), body - training - 3)
     return {"#compact-machine": machine, "#compact-training": training}
 
 
 def _note_height(store: Store, width: int) -> int:
-    """Why there is no GPU, in full: it also says what to do."""
+    """Height of the full text on why there is no GPU; it includes what to do."""
     column = width if store.run is None else width // 2
     return 2 + len(draw_gpu_note(store, column - _FRAME, _NOTE_HIGHEST))
 
@@ -78,7 +78,7 @@ def _note_height(store: Store, width: int) -> int:
 def _wide(store: Store, width: int, body: int) -> dict[str, int]:
     run = store.run
     count = len(store.gpus)
-    # A third for the log (or the processes), as long as the panels above keep what they need.
+    # A quarter for the log (or the processes), if the panels above have enough room.
     upper = body - max(6, round(body * 0.26))
     loss = _LOSS_LOWEST if run is not None else 0
     each = (upper - loss) // count if count else 0
@@ -88,13 +88,13 @@ def _wide(store: Store, width: int, body: int) -> dict[str, int]:
     for position in range(GPU_PANELS):
         heights[f"#gpu-{position}"] = min(_GPU_HIGHEST, each) if position < count and not table else 0
     if table:
-        # One line per GPU, a frame, and the details of the selected one where there is room.
+        # One line per GPU, a frame, and the selected GPU's panel if there is room.
         heights["#gpu-table"] = min(upper - loss, count + 2 + 9)
     heights["#host-big"] = 0 if count else max(_HOST_LOWEST, (upper - note) // 2 if run is not None else upper - note)
     training = 0
     if run is not None:
         ranks = min(_RANKS_SHOWN, len(run.ranks))
-        # Why it has ended may take a second line.
+        # The reason of its end may need a second line.
         reason = 0 if not run.reason else 2 if run.state.final else 1
         training = 2 + 6 + reason + ranks
     host = _host_height(store, upper - training)
@@ -104,6 +104,6 @@ def _wide(store: Store, width: int, body: int) -> dict[str, int]:
     left += sum(heights[f"#gpu-{i}"] for i in range(GPU_PANELS))
     heights["#loss"] = max(0, upper - left) if run is not None else 0
     if run is None and count:
-        # Without a run's panels there is nothing to fill the rest with but the processes.
+        # Without a run the process list fills the rest.
         heights["#wide"] = min(upper, max(left, heights["#host"]))
     return heights

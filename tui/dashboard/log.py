@@ -1,4 +1,6 @@
-"""The log of the run: follows the end, can be held still, scrolled and searched. One drawn widget for all lines."""
+"""The log of the run: a panel that follows the end, scrolls and searches, and the reader of the
+growing file.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
         return self._rows
 
     def follow_file(self, path: Path) -> None:
-        """Show this file from now on; a restart of the run brings another one."""
+        """Show this file from now on. A restart of the run brings another file."""
         if path != self._path:
             self._path = path
             self._unfinished = False
@@ -58,7 +60,7 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
         failed = shown = ""
         while True:
             try:
-                # On a network file system a read may take long.
+                # Reading may take long on a network file system.
                 rows = await asyncio.to_thread(tail.read)
             except OSError as error:
                 rows = [] if str(error) == failed else [f"[memtop] the log cannot be read: {error}"]
@@ -69,7 +71,10 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
             await asyncio.sleep(_POLL_SECONDS)
 
     def append(self, rows: Sequence[str], unfinished: str = "") -> None:
-        """Add lines at the end; the oldest leave beyond the limit. The next call takes the place of an unfinished line."""
+        """Add lines at the end and drop the oldest beyond the limit.
+
+        The next call replaces an unfinished line.
+        """
         if self._unfinished:
             self._rows.pop()
         self._unfinished = bool(unfinished)
@@ -82,23 +87,23 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
         if self.following:
             self._to_end()
         elif surplus > 0:
-            # What is being read stays where it is, although lines above it have left.
+            # Keep the visible lines in place although lines above them were dropped.
             self._to_row(self.scroll_offset.y - surplus)
         self.refresh()
 
     def toggle_follow(self) -> bool:
-        """Follow the end, or hold still; returns what is now the case."""
+        """Follow the end or stop following; returns whether it follows now."""
         self._set_following(not self.following)
         return self.following
 
     def page(self, direction: int) -> None:
-        """Scroll by a page: -1 back, 1 forward. Reaching the end follows it again."""
+        """Scroll by a page: -1 back, 1 forward. At the end, the log follows again."""
         target = self.scroll_offset.y + direction * max(1, self.scrollable_content_region.height - 1)
         self._to_row(target)
         self._set_following(direction > 0 and target >= self.max_scroll_y)
 
     def search(self, text: str) -> int:
-        """Look for text (small and capital letters alike); shows the newest match, returns how many lines match."""
+        """Find text (ignoring case): show the newest match and return the number of matching lines."""
         self.query_text = text.casefold()
         found = self._matches()
         if found:
@@ -108,7 +113,7 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
         return len(found)
 
     def go_to_match(self, direction: int) -> None:
-        """The next match above (-1) or below (1) the one in the middle of the view."""
+        """Go to the next match above (-1) or below (1) the middle of the view."""
         middle = self.scroll_offset.y + self.scrollable_content_region.height // 2
         found = self._matches()
         beyond = [m for m in found if (m - middle) * direction > 0]
@@ -145,17 +150,18 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
         self._to_row(len(self._rows))
 
     def _to_row(self, number: int) -> None:
-        # force: right after growing, the scroll bar that would allow scrolling is not there yet.
+        # force: right after the log has grown, there is no scroll bar yet that would allow
+        # scrolling.
         self.scroll_to(y=max(0, number), animate=False, immediate=True, force=True)
 
     def _retitle(self) -> None:
-        state = "▸ following" if self.following else "■ held still (l follows)"
+        state = "▸ following" if self.following else "■ not following (l follows)"
         searching = f"  /{self.query_text}: {len(self._matches())} lines" if self.query_text else ""
         self.border_title = f"Log  {state}{searching}"
 
 
 def mark_log_line(text: str, query: str) -> Line:
-    """A log line with its rank prefix quiet, alarming words loud, and what was searched for marked."""
+    """A log line with a dimmed rank prefix, highlighted errors and the marked search text."""
     if query and query in text.casefold():
         start = text.casefold().index(query)
         end = start + len(query)
@@ -171,12 +177,15 @@ FIRST_BYTES = 256 * 1024
 """How much of an existing file's end is read first."""
 _MOST_BYTES = 1024 * 1024
 LONGEST_LINE = 8 * 1024
-"""Bytes of one line that are kept; what is cut off is marked with an ellipsis."""
+"""Bytes kept of one line; a cut is marked with an ellipsis."""
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 class LogTail:
-    """Gives the new lines of a file since the last `read`, and the one that is being written. A missing file has none."""
+    """Returns the new lines of a file since the last `read`, and the unfinished line.
+
+    A missing file has no lines.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -185,7 +194,10 @@ class LogTail:
         self._partial = b""
 
     def read(self) -> list[str]:
-        """New complete lines, oldest first, free of control sequences. OSError if the file cannot be read."""
+        """New complete lines, oldest first, free of control sequences.
+
+        OSError if the file cannot be read.
+        """
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -194,7 +206,7 @@ class LogTail:
             found = os.fstat(file.fileno())
             first = self._inode is None
             if found.st_ino != self._inode or found.st_size < self._position:
-                # Another file under the same name, or the same one begun anew.
+                # Another file of the same name, or the file was truncated.
                 self._inode, self._partial = found.st_ino, b""
                 self._position = max(0, found.st_size - FIRST_BYTES) if first else 0
             cut = first and self._position > 0
@@ -210,13 +222,15 @@ class LogTail:
 
     @property
     def partial(self) -> str:
-        """The line that has no end yet, as it stands now: half a line, or a progress bar that is drawn again and again."""
+        """The unfinished last line: half a line, or a progress bar that is drawn again and again."""
         return _shown(self._partial)
 
 
 def _newest(line: bytes) -> bytes:
-    """What is left to remember of a line without an end: what was written after its last carriage return, not without bound."""
-    # A return at the very end draws nothing yet: it may be followed by more of this line, another one, or the line's end.
+    """The part of an unfinished line to keep: after its last carriage return, with a limited
+    length.
+    """
+    # A carriage return at the end draws nothing yet: more of this line or its end may follow.
     text = line.rstrip(b"\r")
     kept = text[text.rfind(b"\r") + 1 :][: LONGEST_LINE + 1]
     return kept + b"\r" if len(text) < len(line) else kept
@@ -229,6 +243,8 @@ def _shown(line: bytes) -> str:
 
 
 def clean(line: str) -> str:
-    """What a terminal would show of a line: after the last carriage return, without colours and cursor movements."""
+    """What a terminal would show of a line: the part after the last carriage return, without
+    control sequences.
+    """
     shown = line.rstrip("\r\n").rsplit("\r", 1)[-1]
     return _CONTROL.sub("", shown.replace("\t", "    "))

@@ -1,4 +1,6 @@
-"""The machine on a small terminal: one line per GPU, one for RAM, one for swap; and the plain list of GPU processes."""
+"""The machine on a small terminal: one line per GPU, one for RAM, one for swap; and the plain list
+of GPU processes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ _IN_PAIRS_ABOVE = 6
 
 
 def draw_compact_machine(store: Store, width: int, height: int) -> list[Line]:
-    """80x24: one line per GPU (two beside each other where there are many), one for RAM, one for swap."""
+    """80x24: one line per GPU (two GPUs per line if there are many), one for RAM, one for swap."""
     host = store.host
     whole = host.limit_bytes or host.total_bytes
     tail = join(
@@ -52,7 +54,7 @@ def _compact_gpus(store: Store, width: int, height: int) -> list[Line]:
 
 
 def compact_rows(gpu_count: int) -> int:
-    """How many lines the compact machine wants."""
+    """The number of lines of the compact machine panel."""
     return 2 + (max(1, gpu_count) if gpu_count <= _IN_PAIRS_ABOVE else (gpu_count + 1) // 2)
 
 

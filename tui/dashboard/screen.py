@@ -1,4 +1,6 @@
-"""The dashboard itself: holds the store, hands each new one to the panels, and turns keys and buttons into actions."""
+"""The dashboard's screen: keeps the store, passes each new one to the panels, and turns keys and
+buttons into actions.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from memtop.tui.dashboard.footer import ActionBar, ActionButton, FlashPanel
 from memtop.tui.dashboard.layout import GPU_PANELS, Plan, plan
 from memtop.tui.dashboard.log import LogPanel
 from memtop.tui.dashboard.training import draw_notice, notice
-from memtop.tui.feed import Controlled, DetailedFeed, Feed, FeedMessage, LocalFeed, Replayed, RunFeed, Staged
+from memtop.tui.feed import Controlled, DetailedFeed, Feed, FeedMessage, LocalFeed, Replayed, RunFeed
 from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
 from memtop.tui.line import Line
 from memtop.tui.machine import gpu as gpu_drawing
@@ -65,12 +67,11 @@ def _gpu_panel(position: int) -> LinePanel:
 
 
 def first_store(feed: Feed, label: str | None) -> Store:
-    """What is known before anything was heard."""
+    """The store before the first message."""
     here = isinstance(feed, LocalFeed | RunFeed)
     return Store(
         read_only=feed.read_only,
         label=label,
-        staged=isinstance(feed, Staged),
         all_pids_visible=here and sees_all_pids(),
     )
 
@@ -106,7 +107,7 @@ class DashboardScreen(Dashboard):
     flash = query_one(FlashPanel)
 
     class FeedReceived(Message):
-        """Something came from the feed."""
+        """The feed has sent a message."""
 
         def __init__(self, content: FeedMessage) -> None:
             super().__init__()
@@ -126,8 +127,8 @@ class DashboardScreen(Dashboard):
         self._hand_down_due = False
         self._bands: dict[str, Band] = {}
         self._plan: Plan | None = None
-        self._carded: tuple[str, int] | None = None
-        """The run and the attempt whose card has opened by itself."""
+        self._card_shown: tuple[str, int] | None = None
+        """The run and the attempt whose recovery card has opened by itself."""
         self._dialog_open = False
         self._presets: dict[str, Preset] = {}
 
@@ -177,8 +178,8 @@ class DashboardScreen(Dashboard):
         if machine is not None:
             self.trails.take(machine)
         self._record(message.content)
-        if isinstance(message.content, Replayed) and not self.flash.has_told:
-            self.say("replay: Space holds or goes on, < > speed, ← → a minute, Home End its ends")
+        if isinstance(message.content, Replayed) and not self.flash.has_message:
+            self.say("replay: Space pauses or continues, < > speed, ← → a minute, Home End start and end")
         self.store = fold(self.store, message.content)
 
     def _record(self, content: FeedMessage) -> None:
@@ -192,7 +193,7 @@ class DashboardScreen(Dashboard):
             self.history = History()
 
     def watch_store(self) -> None:
-        # Once for all messages of a tick: drawing costs far more than folding.
+        # Once for all messages of a tick, because drawing costs far more than folding.
         if self.is_mounted and not self._hand_down_due:
             self._hand_down_due = True
             self.call_later(self._hand_down)
@@ -235,20 +236,20 @@ class DashboardScreen(Dashboard):
             self._feed_log(store)
 
     def _open_card(self, store: Store) -> None:
-        """A run that lies dead of memory is not to be overlooked: its card opens by itself, once for each attempt."""
+        """Open the recovery card of a run that has run out of memory, once for each attempt."""
         run = store.run
-        # Textual calls a screen current, too, that lies right below the topmost one.
+        # Textual also calls the screen below the topmost one current.
         covered = self.app.screen is not self
         if run is None or store.proposal is None or store.replaying or self._dialog_open or covered:
             return
-        died = (run.folder, run.attempt)
-        if died != self._carded:
-            self._carded = died
+        failed = (run.folder, run.attempt)
+        if failed != self._card_shown:
+            self._card_shown = failed
             self._dialog_open = True
-            self._carry_out("way_out", "")
+            self._carry_out("recovery", "")
 
     def _is_covered(self) -> bool:
-        """Behind a full screen nothing is drawn; dialogs leave the dashboard to be seen."""
+        """Whether a full screen hides the dashboard. Dialogs do not."""
         above = self.app.screen_stack[1:]
         return any(not isinstance(screen, ModalScreen) for screen in above)
 
@@ -256,7 +257,7 @@ class DashboardScreen(Dashboard):
         self._hand_down()
 
     def _arrange(self, store: Store) -> None:
-        """Lay the panels out for what there is to show; only if that has changed."""
+        """Lay out the panels for the store, only if the layout has changed."""
         wanted = plan(store, self.size.width, self.size.height, notice=bool(notice(store)))
         if wanted == self._plan:
             return
@@ -291,18 +292,18 @@ class DashboardScreen(Dashboard):
     # --- the lines above the buttons --------------------------------------------------------------------------------
 
     def say(self, text: str, kind: str = "note") -> None:
-        """Tell the user something above the buttons, on as many lines as it takes; under another screen as a toast, too."""
-        self.flash.tell(text, kind, self.size.height)
-        # A toast lies over the log and over these lines: there is none where they can be seen.
+        """Show a message above the buttons; if another screen is open, also as a toast."""
+        self.flash.show_message(text, kind, self.size.height)
+        # A toast would cover these lines, so there is none while they are visible.
         if kind in ("good", "bad", "failed") and self.app.screen is not self:
             self.notify(text, severity="information" if kind == "good" else "error", markup=False)
 
     def hint_quit(self) -> None:
         goes_on = self.store.run is not None and not self.store.replaying
-        self.say("d closes the dashboard and the run goes on; s stops the run" if goes_on else "q quits")
+        self.say("d closes the dashboard, the run continues; s stops the run" if goes_on else "q quits")
 
     def result(self) -> DashboardResult:
-        """How the dashboard is being left."""
+        """The result with which the dashboard closes."""
         run = self.store.run
         if run is None:
             return DashboardResult("detach")
@@ -310,7 +311,7 @@ class DashboardScreen(Dashboard):
             why = f" ({run.reason})" if run.reason else ""
             message = f"{run.name}: {run.state.value}{why}, memtop show {run.name}"
             return DashboardResult("ended", message, exit_status=1 if run.state is wire.Phase.FAILED else 0)
-        return DashboardResult("detach", f"{run.name} goes on; memtop watch {run.name} shows it again")
+        return DashboardResult("detach", f"{run.name} continues; memtop watch {run.name} shows it again")
 
     # --- actions ----------------------------------------------------------------------------------------------------
 
@@ -322,7 +323,7 @@ class DashboardScreen(Dashboard):
     @on(ActionButton.Pressed)
     def _button(self, message: ActionButton.Pressed) -> None:
         action = BY_ID[message.action_id]
-        # The one button of all presets opens the table at the present one, not at a digit's.
+        # The one button of all presets opens the table at the current preset.
         self.action_do(action.id, "" if action.id == "preset" else action.keys[0])
 
     @on(LinePanel.Opened)
@@ -335,7 +336,7 @@ class DashboardScreen(Dashboard):
         self.action_do(panel.opens, "")
 
     def action_do(self, action_id: str, key: str) -> None:
-        """Do what a key or a button stands for, or say why that is not possible now."""
+        """Do the action of a key or a button, or show why it cannot be done now."""
         action = BY_ID[action_id]
         problem = obstacle(action, self.store)
         if problem is not None:
@@ -345,14 +346,11 @@ class DashboardScreen(Dashboard):
             self.app.exit(self.result())
         elif action.group == "view":
             self._view(action_id)
-        elif action.group == "demo":
-            if isinstance(self.feed, Staged):
-                self.feed.play("oom")
         elif action.group == "replay":
             if isinstance(self.feed, Controlled):
                 self.feed.control(action_id.removeprefix("replay_"))
         elif not self._dialog_open:
-            # Set here and not when the dialog appears: two quick key presses must not open two.
+            # Set before the dialog appears, so that two quick key presses do not open two dialogs.
             self._dialog_open = action_id not in ("free", "checkpoint")
             self._carry_out(action_id, key)
 
@@ -364,11 +362,11 @@ class DashboardScreen(Dashboard):
             await flows.FLOWS[action_id](self, key)
         finally:
             self._dialog_open = False
-            # A run may have died of memory while another dialog was open.
+            # The run may have run out of memory while another dialog was open.
             self._open_card(self.store)
 
     async def ask_supervisor(self, make: Callable[[int], wire.Request]) -> None:
-        """Send a request and show each answer to it."""
+        """Send a request and show each answer."""
         kinds = {wire.Outcome.ACCEPTED: "busy", wire.Outcome.DONE: "good"}
         answers: AsyncIterator[wire.Answer] = self.feed.request(make)
         async for answer in answers:
@@ -376,8 +374,11 @@ class DashboardScreen(Dashboard):
 
     @work(group="actions")
     async def call_off(self) -> None:
-        """Leave the run dead that was about to be restarted. Not asked twice: that would take longer than is left, and a
-        restart by hand gets it back."""
+        """Cancel the announced restart.
+
+        Without a question, which would take longer than the countdown; a restart by hand is still
+        possible.
+        """
         await self.ask_supervisor(lambda number: wire.Stop(id=number))
 
     def dialog_closed(self) -> None:

@@ -1,4 +1,4 @@
-"""The run's panels: header line, training numbers, loss curve, events."""
+"""The run's panels: header, notice line, training numbers, loss curve, events."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ PHASE_MARKS = {
 
 
 def draw_header(store: Store, width: int, height: int) -> list[Line]:
-    """Name, attempt, state, preset, batch arithmetic, sequence length, run time; the machine where there is no run."""
+    """Name, attempt, state, preset, batch arithmetic, sequence length, run time; without a run the
+    machine.
+    """
     head = line((" memtop ", "accent"))
     if store.run is None:
         what = _followed(store) or ("this machine" if store.machine is not None else "starting")
@@ -49,7 +51,7 @@ def draw_header(store: Store, width: int, height: int) -> list[Line]:
     )
     clock = line((units.duration(run_seconds(store)), STRONG), " ")
     label, short = _label(store), _short_label(store)
-    # The fullest right side that fits. What says that the picture is not live outlives everything else.
+    # The longest right side that fits. The note that values are not live is dropped last.
     choices = [join((label, _settings_words(run, wide), clock)) for wide in (True, False)]
     choices += [join((label, clock)), label, join((short, clock)), short]
     room = width - width_of(left) - 2
@@ -58,7 +60,10 @@ def draw_header(store: Store, width: int, height: int) -> list[Line]:
 
 
 def _phase(run: RunState) -> Line:
-    """`● training`; a program that is ready and has not finished an update yet is not told from one that loads by its state."""
+    """`● training`.
+
+    A program that works on its first update is still `starting`, so it gets its own words.
+    """
     sign, role = PHASE_MARKS[run.state]
     first = run.state is Phase.STARTING and run.total_updates is not None
     return line((f"{sign} {'first update…' if first else run.state.value}", role))
@@ -81,13 +86,10 @@ def _label(store: Store) -> Line:
 
 
 def _short_label(store: Store) -> Line:
-    """`replay 60x`, `demo`, `read-only`: the least that says that this is not the present, or not to be acted on."""
-    label = store.label or ""
-    if store.replaying:
-        # The clock's own line, "replay, 00:03:11 of 00:41:02, 60x".
-        words = f"replay {label.rpartition(', ')[2]}"
-    else:
-        words = label.partition(" - ")[0] or ("read-only" if store.read_only else "")
+    """`replay 60x` or `read-only`: the shortest note that these values are past, or that nothing
+    can be changed.
+    """
+    words = store.short_label or store.label or ("read-only" if store.read_only else "")
     return line((f"{words} ", "edge")) if words else ()
 
 
@@ -106,7 +108,7 @@ def _settings_words(run: RunState, wide: bool) -> Line:
 
 
 def run_seconds(store: Store) -> float | None:
-    """How long the present attempt has run."""
+    """For how long the current attempt has run, seconds."""
     run = store.run
     if run is None or run.started is None:
         return None
@@ -115,18 +117,18 @@ def run_seconds(store: Store) -> float | None:
 
 
 _LINES = 6
-"""Of the training panel, without reason and ranks."""
+"""Lines of the training panel without the reason and the ranks."""
 
 
 def draw_training(store: Store, width: int, height: int) -> list[Line]:
-    """Is it moving, and when is it done."""
+    """Progress, losses, speed and the newest checkpoint."""
     run = store.run
     if run is None:
         return [line(("no run", MUTED))]
     lines = [_progress(run, width)]
     if run.reason:
         reason = wrap(run.reason, width, "edge" if run.state is not Phase.FAILED else "bad")
-        # Of ranks that are gone nothing is told: their lines are for the rest of it.
+        # Ranks of an ended run have no lines; the reason may use them.
         room = max(1, height - _LINES) if run.state.final else 1
         lines += [*reason[: room - 1], fit(join(reason[room - 1 :], " "), width)] if len(reason) > room else reason
     lines += [
@@ -161,7 +163,7 @@ def draw_training(store: Store, width: int, height: int) -> list[Line]:
 
 
 def draw_compact_training(store: Store, width: int, height: int) -> list[Line]:
-    """Three lines for a small terminal."""
+    """The same on three lines, for a small terminal."""
     run = store.run
     if run is None:
         return []
@@ -188,7 +190,7 @@ def draw_compact_training(store: Store, width: int, height: int) -> list[Line]:
     if run.reason:
         second, *more = wrap(run.reason, width, "bad" if run.state is Phase.FAILED else "edge")
         if more and run.state.final:
-            # How fast it was matters less now than why it has ended.
+            # After the end, the reason is more important than the speed.
             third = join(more, " ")
         elif more:
             second = join((second, *more), " ")
@@ -211,14 +213,14 @@ def _split_line(run: RunState, width: int) -> Line:
         ("backward", run.split.backward_seconds),
         ("optimizer", run.split.optimizer_seconds),
     )
-    told = sum(seconds or 0.0 for _, seconds in parts)
-    # What an update takes beside them (joining ranks, logging, a program's own work) is a part of it, too.
-    whole = max(told, run.step_seconds or 0.0)
-    if told and (whole - told) / whole >= _WORTH_A_WORD:
-        parts = (*parts, ("other", whole - told))
+    known = sum(seconds or 0.0 for _, seconds in parts)
+    # The rest of an update (waiting for ranks, logging, other work) is shown as `other`.
+    whole = max(known, run.step_seconds or 0.0)
+    if known and (whole - known) / whole >= _WORTH_A_WORD:
+        parts = (*parts, ("other", whole - known))
     shares = [(word, None if s is None or whole <= 0 else s / whole) for word, s in parts]
     bound = _bound(run)
-    # Short words rather than none: what bounds the speed is worth more than their endings, and than the rest.
+    # The bottleneck is more important than full words.
     short = [(_SHORT.get(word, word), share) for word, share in shares]
     forms = [join(fact(word, units.percent(share, 0)) for word, share in form) for form in (shares, short, short[:4])]
     split = next((form for form in forms if width_of(form) + 2 + width_of(bound) <= width), forms[-1])
@@ -230,7 +232,7 @@ _SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt"}
 
 
 def _bound(run: RunState) -> Line:
-    """`data-bound`: what the run spends its time on; nothing where it is not known."""
+    """`data-bound`: the run's bottleneck; empty if it is not known."""
     word = BOTTLENECKS.get(run.advice.bottleneck, "") if run.advice is not None else ""
     return line((word, "accent" if word == "compute-bound" else "edge")) if word else ()
 
@@ -262,7 +264,7 @@ def _ago(store: Store, run: RunState) -> str:
 
 def _rank_lines(store: Store, run: RunState, width: int, room: int) -> list[Line]:
     if room <= 0 or not run.ranks or not run.alive:
-        # Of ranks that are gone there is nothing to tell.
+        # Ranks of an ended run have no values.
         return []
     by_uuid = {gpu.uuid: gpu.index for gpu in store.gpus if gpu.uuid}
     lines = [_rank(rank, by_uuid, width) for rank in run.ranks]
@@ -275,7 +277,7 @@ def _rank(rank: RankMemory, by_uuid: dict[str, int], width: int) -> Line:
     where = "CPU" if rank.device_uuid is None else f"GPU {by_uuid.get(rank.device_uuid, '?')}"
     parts = [line((f"rank {rank.rank} ", MUTED), (where, STRONG))]
     if not rank.connected:
-        parts.append(line(("! its agent is silent", "edge")))
+        parts.append(line(("! its agent does not answer", "edge")))
     elif rank.device_uuid is None:
         parts += [fact("RSS", units.size(rank.rss_bytes)), fact("pid", str(rank.pid))]
     else:
@@ -289,13 +291,16 @@ def _rank(rank: RankMemory, by_uuid: dict[str, int], width: int) -> Line:
 
 
 def draw_loss(store: Store, width: int, height: int) -> list[Line]:
-    """The loss of every update that counts, with a mark where an attempt began."""
+    """The loss of every update of the final history, with a mark where an attempt began."""
     points = [Point(m.update, m.loss, m.attempt) for m in store.metrics if m.loss is not None]
     return curve(width, height, points)
 
 
 def draw_events(store: Store, width: int, height: int) -> list[Line]:
-    """Newest first; long messages go on below themselves. Of routine events in a row only the newest is shown."""
+    """Newest first; long messages are wrapped.
+
+    Of several routine events in a row only the newest is shown.
+    """
     if not store.events:
         return [line(("nothing yet", MUTED))]
     lines: list[Line] = []
@@ -310,7 +315,7 @@ def draw_events(store: Store, width: int, height: int) -> list[Line]:
     return lines[:height]
 
 
-# With a small --save-every they would push everything else out of sight; the ledger has them all.
+# Frequent saves would push all other events off the screen; the ledger has them all.
 _ROUTINE = ("checkpoint", "memory")
 
 
@@ -339,7 +344,7 @@ _EVENT_LOOKS = {
 
 def _event_look(event: Event) -> tuple[str, str]:
     if event.kind == "band":
-        # The message ends in the new band: "GPU 1: safe -> edge, 86.2 %".
+        # The message names the new band: "GPU 1: safe -> edge, 86.2 %".
         for band, role in ((Band.DANGER, "bad"), (Band.EDGE, "edge"), (Band.SAFE, "safe")):
             if f"-> {band.value}" in event.message:
                 return (mark(band), role)
@@ -364,17 +369,17 @@ def _thousands(value: float | None) -> str:
 
 
 def draw_notice(store: Store, width: int, height: int) -> list[Line]:
-    """What is wrong with the picture itself: nobody at the other end, old values, warnings of the run."""
+    """Problems of the connection, old values, and warnings of the run."""
     words = notice(store, width - 1)
     return [fit(line((f" {words}", "edge")), width)] if words else []
 
 
 def notice(store: Store, width: int = 160) -> str:
-    """The sentence for the line below the header, in fewer words where `width` cells hold no more; or nothing."""
+    """The sentence below the header, shortened to `width` cells if needed; empty if there is none."""
     run = store.run
     if store.proposal is not None and store.link in (Link.CONNECTED, Link.ENDED):
         what, key = store.proposal.diagnosis.summary.rstrip("."), " (w: what can be done)"
-        # What to do about it outlives the end of what happened.
+        # The key is more important than the end of the summary.
         room = max(0, width - len(key) - 2)
         return f"! {what if cell_len(what) <= room else cropped(what, room)}{key}"
     if store.link in (Link.GONE, Link.ENDED):
@@ -382,7 +387,7 @@ def notice(store: Store, width: int = 160) -> str:
     if store.link is Link.WAITING:
         return f"… {store.link_reason}"
     if store.quiet_seconds > 0:
-        return f"! stale: nothing heard for {store.quiet_seconds:.0f} s, these are the last known values"
+        return f"! no data for {store.quiet_seconds:.0f} s, these are the last known values"
     if store.machine is not None and store.machine.gpu_age_seconds is not None:
         return f"! {driver_silence(store)}: GPU numbers are old, the rest is live"
     return "" if run is None else _notice_of_run(store, run, width)
@@ -391,7 +396,7 @@ def notice(store: Store, width: int = 160) -> str:
 def _notice_of_run(store: Store, run: RunState, width: int) -> str:
     if run.unsaved is not None:
         whole = f"! {run.unsaved}"
-        # Where there is no room for it, what is wrong goes before where.
+        # Without room, the folder is dropped before the problem.
         return whole if cell_len(whole) <= width else cropped(re.sub(r" in /[^;]*", "", whole), width)
     urgent = first_full([trend for trend in run.trends if before_the_end(trend, run)])
     if urgent is not None:

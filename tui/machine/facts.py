@@ -1,4 +1,4 @@
-"""Facts in groups for the details screens: each with its value, or a dash and the reason why there is none."""
+"""Groups of facts for the details screens: each with its value, or with a dash and the reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memtop.supervisor import units
 from memtop.tui.line import MUTED, STRONG, Line, fit, line, wrap
 
 LABEL = 21
-"""Cells of the words before a value."""
+"""Cells of the label before a value."""
 _TWO_COLUMNS_FROM = 110
 
 
@@ -23,7 +23,7 @@ class Group(NamedTuple):
 
 
 class Facts:
-    """Lines of one group. `unknown` are the sample's own reasons."""
+    """Lines of one group. `unknown` holds the sample's reasons for missing values."""
 
     def __init__(self, title: str, width: int, *unknown: Mapping[str, str]) -> None:
         self._title = title
@@ -32,7 +32,7 @@ class Facts:
         self._lines: list[Line] = []
 
     def add(self, label: str, value: str | None, field: str = "", *, role: str = STRONG) -> None:
-        """`value` is None where the field is not known: then its reason is told."""
+        """Add a fact. If `value` is None, the reason is shown."""
         head = line((label.ljust(LABEL), MUTED))
         if value is not None:
             room = max(10, self._width - LABEL)
@@ -49,7 +49,7 @@ class Facts:
         self._lines.append(fit(content, self._width))
 
     def add_text(self, text: str, role: str = STRONG) -> None:
-        """A sentence, over as many lines as it needs."""
+        """Add a sentence, on as many lines as needed."""
         self._lines += wrap(text, self._width, role)
 
     def group(self) -> Group:
@@ -77,12 +77,12 @@ def yes(value: bool | None) -> str | None:
 
 
 def column_width(width: int) -> int:
-    """How wide the lines of a group may be."""
+    """The width of a group's lines."""
     return (width - 3) // 2 if width >= _TWO_COLUMNS_FROM else width
 
 
 def laid_out(groups: Sequence[Group], width: int) -> list[Line]:
-    """All groups below each other; on a wide terminal in two columns of about the same height."""
+    """The groups below each other; on a wide terminal in two columns of similar height."""
     blocks = [_block(group) for group in groups if group.lines]
     if width < _TWO_COLUMNS_FROM:
         return [one for block in blocks for one in block]
@@ -91,7 +91,7 @@ def laid_out(groups: Sequence[Group], width: int) -> list[Line]:
     left: list[Line] = []
     right: list[Line] = []
     for block in blocks:
-        # In their order: a group goes to the left as long as the middle of it still belongs there.
+        # In order: a group goes to the left column if its middle belongs there.
         (left if not right and len(left) + len(block) / 2 <= half else right).extend(block)
     rows = max(len(left), len(right))
     left += [()] * (rows - len(left))

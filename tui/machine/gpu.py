@@ -1,4 +1,4 @@
-"""GPUs on the dashboard: a panel for one, a line each for many."""
+"""GPUs on the dashboard: a panel per GPU, or one line each if there are many."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from memtop.tui.store import Store, seconds_until_full
 from memtop.tui.words import age
 
 LABEL = 6
-"""Cells of the word before a bar."""
+"""Cells of the label before a bar."""
 _TROUBLE_SHOWN_SECONDS = 3600.0
-"""Older troubles are told in the details only: a program's fault of this morning is no news."""
+"""Older troubles are shown only on the details screen."""
 _WRAPPED_FROM = 8
-"""Lines of a panel from which a second line of words leaves enough for the chart."""
+"""With this many lines, a panel has room for a second text line and the chart."""
 
 
 def short_name(gpu: GpuSample) -> str:
-    """The model without the words that every card has: `RTX A4500` out of `NVIDIA RTX A4500`."""
+    """The model without common words: `RTX A4500` for `NVIDIA RTX A4500`."""
     name = gpu.name or "unknown GPU"
     for word in ("NVIDIA ", "GeForce ", "Tesla "):
         name = name.replace(word, "")
@@ -29,25 +29,29 @@ def short_name(gpu: GpuSample) -> str:
 
 
 def used_bytes(gpu: GpuSample) -> int | None:
-    """What the percentage is of: on a card its own memory, in one pool with the machine all that is not free."""
+    """The bytes behind the percentage: the card's used memory; with unified memory everything that
+    is not free.
+    """
     if gpu.unified:
         return None if gpu.total_bytes is None or gpu.free_bytes is None else gpu.total_bytes - gpu.free_bytes
     return gpu.used_bytes
 
 
 def cuda_name(gpu: GpuSample) -> str:
-    """`cuda:1` where CUDA counts this GPU otherwise than the driver, else nothing."""
+    """`cuda:1` if CUDA numbers this GPU differently from the driver, else empty."""
     return "" if gpu.visible_index in (None, gpu.index) else f"cuda:{gpu.visible_index}"
 
 
 def gpu_title(gpu: GpuSample) -> str:
-    """`GPU 0  RTX A4500  GPU-5f1c`: index, model and the part of the UUID that tells two cards apart."""
+    """`GPU 0  RTX A4500  GPU-5f1c`: index, model and the start of the UUID."""
     words = (f"GPU {gpu.index}", cuda_name(gpu), short_name(gpu), (gpu.uuid or "")[:8])
     return "  ".join(word for word in words if word)
 
 
 def draw_gpu(store: Store, gpu: GpuSample, width: int, height: int) -> list[Line]:
-    """One GPU: bar, numbers, who holds it, the card's state, what is wrong, and history in what room is left."""
+    """One GPU: bar, numbers, owners of the memory, the card's state, warnings, and history in the
+    remaining lines.
+    """
     if gpu.error:
         return [line(("!! cannot be read", "danger")), *wrap(gpu.error, width)][:height]
     old = driver_silence(store)
@@ -61,13 +65,13 @@ def draw_gpu(store: Store, gpu: GpuSample, width: int, height: int) -> list[Line
     if old:
         lines = dimmed(lines)
     if warning and height <= 4:
-        # On the lowest panel the warning takes the legend's line.
+        # On the smallest panel the warning replaces the legend.
         lines[2] = fit(warning, width)
     elif warning:
         lines += _in_full(warning, width) if height >= _WRAPPED_FROM else [fit(warning, width)]
     room = height - len(lines)
     if gpu.mig and room > 0:
-        # Each instance is a card of its own: that is worth more than the past of all together.
+        # The instances are more important than the history of the whole card.
         rows = [mig_row(instance, width) for instance in gpu.mig]
         lines += rows if len(rows) <= room else [*rows[: room - 1], line((f"{len(rows) - room + 1} more MIG instances", MUTED))]
     elif room >= 2:
@@ -80,7 +84,7 @@ def draw_gpu(store: Store, gpu: GpuSample, width: int, height: int) -> list[Line
 
 
 def _in_full(words: Line, width: int) -> list[Line]:
-    """On a second line what the first does not hold."""
+    """The line, continued on a second line if it is too long."""
     if width_of(words) <= width:
         return [words]
     first, *rest = wrap(plain(words), width, words[-1][1])
@@ -88,13 +92,13 @@ def _in_full(words: Line, width: int) -> list[Line]:
 
 
 def driver_silence(store: Store) -> str:
-    """`driver has not answered for 12 s`, or nothing while the GPUs' numbers are fresh."""
+    """`driver has not answered for 12 s`; empty while the GPU values are fresh."""
     seconds = store.machine.gpu_age_seconds if store.machine is not None else None
     return "" if seconds is None else f"driver has not answered for {age(seconds)}"
 
 
 def gpu_warning(gpu: GpuSample, now: float | None) -> Line:
-    """The newest trouble, else why the clocks are held down; one short line, or nothing."""
+    """The newest trouble, else why the clocks are throttled; one short line, or empty."""
     recent = [t for t in gpu.troubles if now is None or now - t.time < _TROUBLE_SHOWN_SECONDS]
     if recent:
         return trouble_words(recent[-1], now)
@@ -108,7 +112,7 @@ def gpu_warning(gpu: GpuSample, now: float | None) -> Line:
 
 
 def trouble_words(trouble: GpuTrouble, now: float | None) -> Line:
-    """`!! Xid 79 4 min ago: ...`; faults that a program caused are marked as less."""
+    """`!! Xid 79 4 min ago: ...`; faults caused by a program have a milder mark."""
     role, mark = ("edge", "^") if trouble.fault_of_program or trouble.kind == "returned" else ("bad", "!!")
     kind = f"Xid {trouble.code}" if trouble.kind == "xid" and trouble.code is not None else trouble.kind
     when = "" if now is None else f" {age(now - trouble.time)} ago"
@@ -128,7 +132,7 @@ def _numbers(store: Store, gpu: GpuSample, width: int) -> Line:
     step = step_peak(gpu, store.run, store.machine)
     if step is None:
         return spread(left, peak, width)
-    # What the agent saw within the newest update, where sampling once a second sees nothing.
+    # The agent measures within an update, which sampling once a second cannot see.
     both = join((fact("step peak", units.gib(step)), peak))
     return spread(left, both if width_of(left) + 2 + width_of(both) <= width else peak, width)
 
@@ -150,7 +154,7 @@ def _state(store: Store, gpu: GpuSample, width: int) -> Line:
 
 
 def _forecast(store: Store, gpu: GpuSample) -> Line:
-    """When the card is full: of a run as its supervisor judges it, else from what was seen here."""
+    """When the card is full: for a run from its supervisor, else from this dashboard's samples."""
     if store.run is not None:
         trend = trends.of_gpu(store.run, gpu)
         return () if trend is None else trends.full_in(trend, store.run)
@@ -172,7 +176,9 @@ def _watts(gpu: GpuSample) -> str:
 
 
 def draw_gpu_row(store: Store, gpu: GpuSample, width: int, *, selected: bool = False, name_width: int = 0) -> Line:
-    """One GPU on one line: `0 A4500 ████▓▒░   84.7% · safe  97% 62 °C`; less where there is less room."""
+    """One GPU on one line: `0 A4500 ████▓▒░   84.7% · safe  97% 62 °C`; shorter on a narrow
+    terminal.
+    """
     marker = "▸" if selected else " "
     alarm = "!" if gpu_warning(gpu, store.now) else " "
     head = line((f"{marker}{gpu.index:>2}", "accent" if selected else MUTED), (alarm, "edge"))
@@ -193,7 +199,7 @@ def draw_gpu_row(store: Store, gpu: GpuSample, width: int, *, selected: bool = F
 
 
 def draw_gpu_table(store: Store, width: int, height: int) -> list[Line]:
-    """Many GPUs, one line each, and the details of the selected one below."""
+    """One line per GPU, and the selected GPU's panel below."""
     gpus = store.gpus
     selected = min(store.selected_gpu, len(gpus) - 1)
     names = min(16, max((len(short_name(g)) for g in gpus), default=0))
@@ -207,7 +213,7 @@ def draw_gpu_table(store: Store, width: int, height: int) -> list[Line]:
 
 
 def draw_gpu_note(store: Store, width: int, height: int) -> list[Line]:
-    """One honest line where there is no GPU."""
+    """Why no GPU is shown."""
     if store.machine is None:
         return [line(("waiting for the first sample", MUTED))]
     on_cpu = " - training on CPU" if store.run is not None and store.run.alive else ""

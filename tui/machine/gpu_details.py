@@ -1,4 +1,4 @@
-"""All that is known of one GPU, in groups."""
+"""Every value of one GPU, in groups."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from memtop.tui.machine.vram import all_parts, mig_row, step_peak, vram_bar
 from memtop.tui.store import Store
 
 _WARM_BELOW_SLOWDOWN = 5.0
-"""Degrees below the slowdown threshold from which the temperature is marked."""
+"""The temperature is marked from this many degrees below the slowdown threshold."""
 
 
 def draw_gpu_details(store: Store, gpu: GpuSample, width: int) -> list[Line]:
-    """As many lines as it takes; the screen scrolls."""
+    """All lines; the screen scrolls."""
     each = column_width(width)
     if gpu.error:
-        # Nothing of it can be read: who it was and what was heard of it is all there is to say.
+        # Only its identity and its troubles are known.
         lines = laid_out([_troubles(store, gpu, each), _identity(store, gpu, each)], width)
         return [line(("!! cannot be read", "danger")), *wrap(gpu.error, width), (), *lines]
     groups = [
@@ -155,7 +155,7 @@ def _troubles(store: Store, gpu: GpuSample, width: int) -> Group:
 
 def _add_troubles(facts: Facts, store: Store, gpu: GpuSample) -> None:
     if not gpu.troubles:
-        facts.add("troubles", "none since memtop began to watch")
+        facts.add("troubles", "none since memtop started")
     for trouble in reversed(gpu.troubles):
         text, role = trouble_words(trouble, store.now)[0]
         facts.add_text(text, role)

@@ -1,4 +1,4 @@
-"""Host memory on the dashboard: the bar, who holds it, shared memory, swap, pressure, and what is out of the ordinary."""
+"""Host memory: the panel on the dashboard, and every value in groups for the details screen."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _CHART_LOWEST = 3
 
 
 class Row(NamedTuple):
-    """One line of the panel; where room is short the highest numbers go first."""
+    """One line of the panel; without room the lines with the highest numbers are dropped first."""
 
     rank: int
     content: Line
 
 
 def draw_host(store: Store, width: int, height: int) -> list[Line]:
-    """Host memory, shared memory and swap, with history in what room is left."""
+    """Host memory, shared memory and swap, with history in the remaining lines."""
     rows = _rows(store, width)
     if len(rows) > height:
         kept = sorted(rows, key=lambda row: row.rank)[:height]
@@ -40,7 +40,7 @@ def draw_host(store: Store, width: int, height: int) -> list[Line]:
 
 
 def host_rows(store: Store) -> int:
-    """How many lines the panel has to tell, the chart apart."""
+    """The number of the panel's lines without the chart."""
     return len(_rows(store, 60))
 
 
@@ -71,14 +71,14 @@ def _rows(store: Store, width: int) -> list[Row]:
 
 
 def _trend(trend: wire.Trend, run: wire.RunState, width: int) -> list[Row]:
-    """Its first line stays where room is short, what goes on below it does not."""
+    """The first line has a high priority; continuation lines are dropped first."""
     urgent = trend.full_in_seconds is None or trends.before_the_end(trend, run)
     parts = wrap(f"^ {trends.sentence(trend, run, width - 2)}", width, "edge" if urgent else MUTED)
     return [Row(8 if number else 1, part) for number, part in enumerate(parts)]
 
 
 def ram_bar(store: Store, width: int) -> Line:
-    """Host memory: this run's processes, everybody else's, and as the lightest part what the kernel would give back."""
+    """Host memory: this run's processes, other processes, and memory that the kernel would free."""
     host = store.host
     used = host.used_fraction or 0.0
     whole = host.limit_bytes or host.total_bytes
@@ -92,7 +92,7 @@ def ram_bar(store: Store, width: int) -> Line:
 
 
 def run_bytes(run: wire.RunState) -> int | None:
-    """What the run takes of the machine: shared pages once where that is known, else resident bytes."""
+    """The run's memory: shared pages counted once if that is known, else resident bytes."""
     known = [role.pss_bytes for role in run.run_memory]
     if known and all(value is not None for value in known):
         return sum(value or 0 for value in known)
@@ -100,7 +100,9 @@ def run_bytes(run: wire.RunState) -> int | None:
 
 
 def roles_line(roles: Sequence[wire.RoleMemory], width: int) -> Line:
-    """`run 21.4: main 9.8  6 workers 11.2  shm 0.4`; shared memory apart, so that the parts add up."""
+    """`run 21.4: main 9.8  6 workers 11.2  shm 0.4`; shared memory is listed separately, so that
+    the parts add up.
+    """
     names = {"rank": ("main", "ranks"), "loader worker": ("worker", "workers"), "launcher": ("launcher", "launchers")}
     order = ("rank", "loader worker", "launcher")
     parts = []
@@ -154,7 +156,7 @@ def _holders(store: Store, width: int) -> Line:
 
 
 def shm_row(host: HostSample, width: int) -> Line:
-    """/dev/shm on one line, with a word where data-loader workers are about to fail for it."""
+    """/dev/shm on one line, with a warning before data-loader workers fail."""
     fraction = host.shm_fraction
     tail = line((f" {units.used_of(host.shm_used_bytes, host.shm_total_bytes)}", STRONG))
     role = "danger" if (fraction or 0.0) > EDGE_FROM else MUTED
@@ -189,7 +191,7 @@ def rate(value: float | None) -> str:
 def _traffic(host: HostSample, width: int) -> Line:
     traffic = (fact("swap in", rate(host.swap_in_bytes_per_second)), fact("out", rate(host.swap_out_bytes_per_second)))
     some = units.percent(host.pressure_fraction)
-    # `some` and `full` are the kernel's words: one task waits for memory, or all do.
+    # The kernel's terms: `some` = at least one task waits for memory, `full` = all tasks wait.
     full = "" if host.pressure_full_fraction is None else units.percent(host.pressure_full_fraction)
     both = fact("memory pressure", f"some {some}, full {full}" if full else some)
     wide = join((*traffic, both), "   ")
@@ -197,7 +199,7 @@ def _traffic(host: HostSample, width: int) -> Line:
 
 
 def _alarms(host: HostSample) -> list[Line]:
-    """What has gone wrong, or is about to, beside the bands."""
+    """Warnings other than the bands."""
     found = []
     if host.oom_kills:
         times = "once" if host.oom_kills == 1 else f"{host.oom_kills} times"
@@ -229,7 +231,7 @@ def _load(host: HostSample) -> list[Line]:
 
 
 def draw_host_details(store: Store, width: int) -> list[Line]:
-    """As many lines as it takes; the screen scrolls."""
+    """All lines; the screen scrolls."""
     each = column_width(width)
     groups = [_memory(store, each), _limit(store, each), _swap(store, each), _cpu(store, each)]
     if store.run is not None:

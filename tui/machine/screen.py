@@ -1,4 +1,6 @@
-"""The screen of one GPU or of the host: every value of the driver and the kernel, and why a value is not known."""
+"""The screen of one GPU or of the host: every value of the driver and the kernel, and why a value
+is not known.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from memtop.tui.store import Store
 
 
 class MachineScreen(FullScreen):
-    """Up and down go from GPU to GPU and on to the host. The screen stays on its card when other cards come and go."""
+    """Up and down go from GPU to GPU and on to the host.
+
+    The screen stays on its card when other cards come and go.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "leave", "Back", show=False),
@@ -60,7 +65,9 @@ class MachineScreen(FullScreen):
         return self.query_one("#machine-body", LineList)
 
     def _position(self, store: Store) -> int | None:
-        """The position of the shown GPU; None for the host, or for a card that is missing at the moment."""
+        """The position of the shown GPU; None for the host, or for a card that is missing at the
+        moment.
+        """
         return next((n for n, gpu in enumerate(store.gpus) if gpu_key(gpu) == self._key), None)
 
     def headline(self, store: Store) -> Line:

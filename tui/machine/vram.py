@@ -1,4 +1,4 @@
-"""A GPU's memory as a bar and as a legend, in the same parts."""
+"""A GPU's memory in parts, as a bar and as a legend."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, 
 from memtop.tui.store import Store
 
 _JOB_LOOKS = (("█", "alloc"), ("▓", "cache"), ("▒", "context"))
-"""Without a run of its own on the screen, the largest jobs are told apart."""
+"""Without a run on the screen, the largest jobs have different looks."""
 _NAME_WIDTH = 14
 _NAMED_JOBS = 3
 _WORTH_A_WORD = units.GIB // 100
 
 
 class Part(NamedTuple):
-    """One part of the bar and its words in the legend."""
+    """One part of the bar and its label in the legend."""
 
     word: str
     size: int | None
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 
 def vram_bar(store: Store, gpu: GpuSample, width: int) -> Line:
-    """The card's memory, split into what is known of it."""
+    """The card's memory as a bar of its known parts."""
     total = gpu.total_bytes
     if not total:
         return fit(line(("memory not known", "unknown")), width)
@@ -44,7 +44,10 @@ def vram_bar(store: Store, gpu: GpuSample, width: int) -> Line:
 
 
 def vram_legend(store: Store, gpu: GpuSample, width: int) -> Line:
-    """Who holds it: jobs by name where there is room, else all together; what does not fit is left out whole."""
+    """The owners of the memory: jobs by name if there is room, else together.
+
+    Parts that do not fit are dropped.
+    """
     if gpu.unified:
         return join_fitting(_words_of([*_pool(gpu), Part("available", gpu.free_bytes, " ", "text")]), width)
     parts = _parts(store, gpu)
@@ -54,7 +57,7 @@ def vram_legend(store: Store, gpu: GpuSample, width: int) -> Line:
         named = join((fact("processes", "not known" if why_incomplete_on(gpu) else "none"), named))
     if width_of(named) <= width:
         return named
-    # Alarming parts before those that only complete the sum.
+    # Warnings come before parts that only complete the sum.
     rest = sorted(_rest(parts), key=lambda part: part.role != "gone")
     short = [part._replace(word="no owner") if part.role == "gone" else part for part in rest]
     shorter = join(_words_of([*own, *_jobs(store, parts, _NAMED_JOBS), *short]))
@@ -65,24 +68,24 @@ def vram_legend(store: Store, gpu: GpuSample, width: int) -> Line:
 
 
 def bar_parts(store: Store, gpu: GpuSample) -> list[Part]:
-    """All used parts from the left to the right; together they end where the percentage says."""
+    """All used parts from left to right; together they end at the percentage."""
     found = _pool(gpu) if gpu.unified else all_parts(store, gpu, named=_NAMED_JOBS)
     if gpu.used_bytes is not None:
-        # Where the parts cannot be told, the bar still ends where the percentage does.
+        # If the parts are not known, the bar still ends at the percentage.
         whole = gpu.used_bytes + (gpu.reserved_bytes or 0) + (gpu.other_pool_bytes or 0)
         found.append(Part("", max(0, whole - sum(part.size or 0 for part in found)), "░", "other"))
     return found
 
 
 def all_parts(store: Store, gpu: GpuSample, *, named: int | None = None) -> list[Part]:
-    """Every part that is known or worth a word; the largest `named` jobs (else all) by name."""
+    """All known parts that are large enough; the largest `named` jobs (default: all) by name."""
     parts = _parts(store, gpu)
     own = [] if store.run is None else _own(parts)
     return [*own, *_jobs(store, parts, len(parts.jobs) if named is None else named), *_rest(parts)]
 
 
 def _pool(gpu: GpuSample) -> list[Part]:
-    """Memory that GPU and machine share; with what is free, three parts."""
+    """The parts of unified memory that are in use."""
     return [
         Part("GPU processes", gpu.used_bytes, "█", "alloc"),
         Part("rest of the machine", gpu.other_pool_bytes, "░", "other"),
@@ -94,23 +97,24 @@ def _parts(store: Store, gpu: GpuSample) -> VramParts:
 
 
 def _merged(parts: VramParts) -> VramParts:
-    """All of the run's processes outside their allocators as one part."""
+    """The run's memory outside the allocators as one part."""
     if parts.context_bytes is None or parts.other_own_bytes is None:
         return parts
     return replace(parts, context_bytes=parts.context_bytes + parts.other_own_bytes, other_own_bytes=None)
 
 
 def _own(parts: VramParts) -> list[Part]:
-    context, beside = parts.context_bytes, parts.other_own_bytes
+    context, outside = parts.context_bytes, parts.other_own_bytes
     if context is None:
-        # What the contexts take by themselves is not measured yet: all beside the allocator goes by their name.
-        context, beside = beside, None
+        # The contexts alone are not measured yet: everything outside the allocator counts as
+        # context.
+        context, outside = outside, None
     own = [
         Part("alloc", parts.allocated_bytes, "█", "alloc"),
         Part("cache", parts.cached_bytes, "▓", "cache"),
         Part("context", context, "▒", "context"),
     ]
-    return own if beside is None else [*own, Part("in process", beside, "▒", "library")]
+    return own if outside is None else [*own, Part("in process", outside, "▒", "library")]
 
 
 def _jobs(store: Store, parts: VramParts, named: int) -> list[Part]:
@@ -125,10 +129,10 @@ def _jobs(store: Store, parts: VramParts, named: int) -> list[Part]:
         word = "others" if not found else f"{len(rest)} more"
         if store.run is None and not found:
             word = f"{len(rest)} jobs" if len(rest) > 1 else rest[0].name[:_NAME_WIDTH]
-        # All together stand for what the bar draws apart.
+        # One word stands for several parts of the bar.
         glyph = "".join(look for look, _ in _JOB_LOOKS[: len(rest)]) if store.run is None and not found else "░"
         role = "alloc" if glyph != "░" else "other"
-        # No other process is a known nothing; processes that do not tell their memory are not.
+        # No other process means 0 bytes; processes that do not report their memory mean unknown.
         found.append(Part(word, sum(known) if known or not rest else None, glyph, role))
     return found
 
@@ -140,7 +144,7 @@ def _rest(parts: VramParts) -> list[Part]:
     found = [
         Part("rest of the machine", parts.rest_of_machine_bytes, "░", "other"),
         Part("unlisted", unlisted, "░", "other"),
-        Part("not told by whom", parts.unaccounted_bytes, "░", "other"),
+        Part("owner not reported", parts.unaccounted_bytes, "░", "other"),
         Part("held by no living process", gone, "░", "gone"),
         Part("driver", parts.driver_reserved_bytes, "░", "driver"),
     ]
@@ -177,7 +181,7 @@ def mig_row(instance: MigInstance, width: int) -> Line:
 def vram_parts(
     gpu: GpuSample, run: wire.RunState | None, machine: MachineSnapshot | None, *, all_pids_visible: bool = False
 ) -> VramParts:
-    """The memory of one GPU of this snapshot in parts that add up; None with a reason where it cannot be told."""
+    """The memory of one GPU in parts that add up; an unknown part is None with a reason."""
     return split(
         gpu,
         _ranks(run, machine),
@@ -189,7 +193,7 @@ def vram_parts(
 
 
 def step_peak(gpu: GpuSample, run: wire.RunState | None, machine: MachineSnapshot | None) -> int | None:
-    """The most that was in use on this GPU during the newest update, the driver's reserve apart, bytes."""
+    """The peak of used bytes on this GPU during the newest update, without the driver's reserve."""
     if run is None:
         return None
     ranks = ranks_on(gpu, _ranks(run, machine))

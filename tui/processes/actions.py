@@ -25,12 +25,18 @@ class EndingReport(NamedTuple):
 
 
 class ProcessActions(Protocol):
-    """Ends processes. `machine` is the newest snapshot: whether a process may be ended is checked on it again."""
+    """Ends processes.
+
+    `machine` is the newest snapshot: whether a process may be ended is checked on it again.
+    """
 
     async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> EndingReport: ...
 
     async def environment_of(self, process: GpuProcess) -> dict[str, str]:
-        """The environment variables that the process was started with. Raises RefusedError with the reason."""
+        """The environment variables that the process was started with.
+
+        Raises RefusedError with the reason.
+        """
         ...
 
 
@@ -45,7 +51,10 @@ class RealProcessActions:
 
 
 async def in_daemon_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a daemon thread. Unlike asyncio's threads, it does not delay the end of the program."""
+    """Run `work` in a daemon thread.
+
+    Unlike asyncio's threads, it does not delay the end of the program.
+    """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 

@@ -29,12 +29,15 @@ from memtop.tui.words import age
 
 _LABEL = 12
 _TWO_COLUMNS_FROM = 70
-# Where the reason of a fact that is not known stands, if not under its own name.
+# The names of the sample's fields, if they differ from the labels.
 _FIELDS = {"VRAM": "used_bytes", "bandwidth": "memory_bandwidth_fraction", "parent": "parent_pid"}
 
 
 class ProcessScreen(FullScreen):
-    """Stays on its process. After the process has ended it keeps the last known values and says so."""
+    """Stays on its process.
+
+    After the process has ended it keeps the last known values and says so.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,o", "leave", "Back", show=False),
@@ -158,7 +161,7 @@ class ProcessScreen(FullScreen):
 
     def action_end(self) -> None:
         if self._ended:
-            self.say("it has ended already", "bad")
+            self.say("it has already ended", "bad")
         elif not self._process.choosable:
             self.say(f"cannot be ended: {self._process.reason or 'it is not yours'}", "bad")
         else:
@@ -203,7 +206,10 @@ async def show_environment(dashboard: Dashboard, process: GpuProcess, say: Calla
 
 
 class EnvironmentDialog(Dialog[None]):
-    """The environment of one process, to read and close. What looks like a secret is hidden until the user asks for it."""
+    """The environment of one process, to read and close.
+
+    What looks like a secret is hidden until the user asks for it.
+    """
 
     AUTO_FOCUS = "VerticalScroll"
     BINDINGS: ClassVar[list[BindingType]] = [

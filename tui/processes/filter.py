@@ -1,4 +1,7 @@
-"""The filter of the process list: plain words, and keys such as `user:bob gpu:1 vram>2g -job:old`. All must hold."""
+"""The filter of the process list: words, and keys such as `user:bob gpu:1 vram>2g -job:old`.
+
+A row must match all.
+"""
 
 from __future__ import annotations
 
@@ -43,16 +46,17 @@ _WORDS: Mapping[str, Callable[[ProcessRow], str]] = {
     "is": lambda row: row.marks,
 }
 _WHOLE = ("pid", "gpu")
-"""Keys whose value must be the whole: GPU 1 is not GPU 11."""
+"""Keys that match whole values only: GPU 1 is not GPU 11."""
 
 
 Term = Callable[[ProcessRow], "bool | None"]
-"""Whether a row meets one word of the filter; None: not known. Then it meets neither the word nor its opposite."""
+"""Whether a row matches one word of the filter. None if unknown: it matches neither the word nor
+its negation."""
 
 
 @dataclass(frozen=True)
 class Filter:
-    """A filter that was understood; without terms everything passes."""
+    """A valid filter; without terms every row matches."""
 
     terms: tuple[Term, ...] = ()
 
@@ -61,7 +65,7 @@ class Filter:
 
 
 def parse(text: str) -> Filter | str:
-    """The filter, or one line that says what in the text is not understood."""
+    """The filter, or one line on what is wrong with the text."""
     terms: list[Term] = []
     for word in text.casefold().split():
         negated = word.startswith("-") and len(word) > 1
@@ -99,7 +103,7 @@ def _comparison(key: str, sign: str, number: float, unit: str) -> Term | str:
 
     def holds(row: ProcessRow) -> bool | None:
         value = row.number(column)
-        # What is not known is neither more nor less than anything.
+        # An unknown value is neither more nor less than the limit.
         return None if value is None else _SIGNS[sign](value, limit)
 
     return holds
@@ -116,7 +120,7 @@ def _within(of: Callable[[ProcessRow], str], value: str) -> Term:
 def _equal(of: Callable[[ProcessRow], str], value: str) -> Term:
     def holds(row: ProcessRow) -> bool:
         whole = of(row).casefold().split(",")
-        # `gpu:0` is all of the card, its MIG instances included; `gpu:0:2` is one of them.
+        # `gpu:0` matches the card and all its MIG instances; `gpu:0:2` matches one instance.
         return value in whole or value in (one.partition(":")[0] for one in whole)
 
     return holds

@@ -24,7 +24,7 @@ from memtop.tui.store import Holder, Store, holders
 from memtop.tui.words import age
 
 _DIALOG_WIDTH = 88
-# What stands before the command: the box and the columns.
+# Cells before the command: the box and the columns.
 _BEFORE = 52
 _GPU_WIDTH = 5
 # Frame, padding and scroll bar of the dialog.
@@ -43,7 +43,7 @@ def describe(holder: Holder, now: float | None, *, command_width: int) -> str:
 
 def _prompt(holder: Holder, now: float | None, width: int, *, ticked: bool) -> Text:
     process = holder.process
-    # Words in brackets, not a coloured box: the tick must be seen without colours.
+    # Brackets instead of colour, so that the tick is visible without colours.
     box = ("[x]" if ticked else "[ ]") if process.choosable else " - "
     word = "! stray: " if process.stray else ("" if process.choosable else "cannot be chosen: ")
     indent = " " * 14
@@ -52,12 +52,12 @@ def _prompt(holder: Holder, now: float | None, width: int, *, ticked: bool) -> T
 
 
 class TickList(OptionList):
-    """Processes with a tick each; Space, Enter or a click changes it where that is allowed."""
+    """Processes with ticks; Space, Enter or a click changes a tick if the process can be chosen."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("space", "select", "Tick", show=False)]
 
     class Ticked(Message):
-        """A tick was set or taken away."""
+        """A tick was set or removed."""
 
     def __init__(self, rows: Sequence[Holder], now: float | None, width: int) -> None:
         super().__init__(*(Option(_prompt(row, now, width, ticked=False), disabled=not row.process.choosable) for row in rows))
@@ -68,7 +68,10 @@ class TickList(OptionList):
 
     @property
     def chosen(self) -> tuple[Holder, ...]:
-        """What is ticked. Looked at once more: what may not be chosen is never in it."""
+        """The ticked processes.
+
+        Checked again: a process that cannot be chosen is never among them.
+        """
         return tuple(row for n, row in enumerate(self._rows) if n in self._ticked and row.process.choosable)
 
     def on_option_list_option_selected(self, message: OptionList.OptionSelected) -> None:
@@ -81,10 +84,10 @@ class TickList(OptionList):
 
 
 class KillDialog(Dialog[tuple[Holder, ...]]):
-    """Dismissed with what was ticked, or None."""
+    """Closes with the ticked processes, or None."""
 
     def __init__(self, rows: Sequence[Holder], now: float | None, missing: Sequence[str] = ()) -> None:
-        """`missing`: why there may be processes that are not in the list, a sentence each."""
+        """`missing` holds sentences on why processes may be missing from the list."""
         super().__init__()
         self._missing = tuple(missing)
         self._rows = tuple(rows)
@@ -94,8 +97,8 @@ class KillDialog(Dialog[tuple[Holder, ...]]):
         with Vertical(classes="dialog -dangerous") as box:
             box.border_title = "Processes that hold GPU memory"
             header = f"    {'pid':>8}  {'user':<10} {'age':>7}  {'GPU':<{_GPU_WIDTH}}  {'VRAM':>9}  command"
-            nobody = [] if self._missing else ["no process but this run's uses a GPU"]
-            above = [*self._missing, *([header] if self._rows else nobody)]
+            empty = [] if self._missing else ["only this run's processes use a GPU"]
+            above = [*self._missing, *([header] if self._rows else empty)]
             yield Static("\n".join(above), classes="muted", markup=False)
             yield TickList(self._rows, self._now, min(_DIALOG_WIDTH, self.app.size.width * 96 // 100) - _AROUND)
             note = "Space ticks. Other users' processes and services of the machine cannot be chosen."
@@ -135,7 +138,8 @@ class Speaker(Protocol):
 def begin_ending(
     dashboard: Dashboard, store: Store, chosen: Sequence[Holder], speaker: Speaker, answered: Callable[[bool], None]
 ) -> bool:
-    """Ask, then end the processes in a worker of the application: it goes on and reports even if the screen is left.
+    """Ask, then end the processes in a worker of the application: it continues and reports even if
+    the screen is left.
 
     Returns False if processes are being ended already.
     """
@@ -157,7 +161,8 @@ async def end_chosen(
 ) -> None:
     """Name the chosen processes and what ending them costs, ask, end them, and report.
 
-    `answered` is called as soon as the user has said yes, before the processes end; `refused` if the user said no.
+    `answered` is called as soon as the user has said yes, before the processes end; `refused` if
+    the user said no.
     """
     one = len(chosen) == 1
     lines = [

@@ -1,4 +1,6 @@
-"""The rows of the process list: one per process and GPU, and one per job; grouped, as a tree or flat; sorted. Pure."""
+"""The rows of the process list: one per process and GPU, and one per job; by job, as a tree or
+flat; sorted. Pure.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ from functools import cached_property
 from memtop.supervisor.monitor.values import GpuProcess, Job, MachineSnapshot
 
 RowKey = tuple[str, object, object, object, object]
-"""The same as long as the process lives (pid and start time) and uses the GPU, or as long as the job lives."""
+"""Stays the same while the process (pid and start time) uses the GPU, or while the job exists."""
 
 
 class View(Enum):
-    """How rows belong together."""
+    """How rows are arranged."""
 
     JOBS = "by job"
     TREE = "tree"
@@ -22,29 +24,32 @@ class View(Enum):
 
 
 MARKS = ("stray", "gone", "mine")
-"""What the filter's `is:` knows."""
+"""The values of the filter's `is:`."""
 
 
 @dataclass(frozen=True)
 class ProcessRow:
-    """One line of the list: a process on a GPU, a whole job, or (in the tree) a process without GPU memory."""
+    """One line of the list: a process on a GPU, a whole job, or (in the tree) a process without GPU
+    memory.
+    """
 
     key: RowKey
     now: float
     process: GpuProcess | None = None
     job: Job | None = None
-    """The job that it is, or that its process belongs to."""
+    """The job of a job's row, or the job that the process belongs to."""
     gpu_indices: tuple[int, ...] = ()
     mig_instance: int | None = None
     depth: int = 0
     folded: bool | None = None
-    """None where there is nothing to fold."""
+    """None if the row cannot be folded."""
     leader_only: bool = False
-    """A job's topmost process, which is on no GPU itself; only its pid and its job's facts are known."""
+    """The topmost process of a job if it uses no GPU: only its pid and the job's values are known.
+    """
     siblings: bool = False
-    """The same process has further rows, on other GPUs."""
+    """The same process has rows on other GPUs, too."""
     members: tuple[GpuProcess, ...] = field(default=(), repr=False)
-    """Of a job's row: its processes on GPUs."""
+    """For a job's row: its processes on GPUs."""
 
     @property
     def pid(self) -> int:
@@ -77,7 +82,7 @@ class ProcessRow:
 
     @property
     def marks(self) -> str:
-        """What is special about it, in words that the filter knows: `is:stray`, `is:gone`, `is:mine`."""
+        """The words that the filter's `is:` matches: stray, gone, mine."""
         if self.process is None:
             return ""
         marks = (self.process.stray, self.process.gone, self.process.choosable)
@@ -89,7 +94,9 @@ class ProcessRow:
         return " ".join((*words, self.process.run or "" if self.process is not None else "")).casefold()
 
     def number(self, column: str) -> float | None:
-        """The value that a column is sorted and filtered by; bytes, fractions, seconds; None where it is not known."""
+        """The value by which a column is sorted and filtered: bytes, fractions or seconds; None if
+        unknown.
+        """
         if column == "pid":
             return self.pid
         if column == "gpu":
@@ -121,7 +128,7 @@ _TEXTS: Mapping[str, Callable[[ProcessRow], str]] = {
 
 @dataclass(frozen=True)
 class Order:
-    """By which column, and in which direction."""
+    """The sort column and direction."""
 
     column: str = "vram"
     descending: bool = True
@@ -159,7 +166,10 @@ def arranged(
     folded: Set[str] = frozenset(),
     frozen: Sequence[RowKey] | None = None,
 ) -> list[ProcessRow]:
-    """The rows as they stand below each other. `frozen` is an order to keep: rows that are not in it come last."""
+    """The rows from top to bottom.
+
+    `frozen` is an order to keep: rows that are not in it come last.
+    """
     if view is View.FLAT:
         arrangement = _sorted(rows, order)
     elif view is View.TREE:
@@ -182,15 +192,16 @@ def _sorted(rows: Iterable[ProcessRow], order: Order) -> list[ProcessRow]:
             unknown.append(row)
         else:
             known.append((value, row))
-    # Of equal values the smaller pid is first, whichever the direction: nothing trades places without a reason.
+    # Equal values are ordered by pid in both directions, so that rows do not change places without
+    # a reason.
     known.sort(key=lambda pair: (pair[1].pid, pair[1].gpu_indices))
     known.sort(key=lambda pair: pair[0], reverse=order.descending)
-    # What is not known comes last in both directions.
+    # Unknown values come last in both directions.
     return [row for _, row in known] + sorted(unknown, key=lambda row: (row.pid, row.gpu_indices))
 
 
 def _groups(rows: Iterable[ProcessRow]) -> tuple[dict[str, list[ProcessRow]], list[ProcessRow]]:
-    """Rows by the key of their job, and those without one."""
+    """Rows by the key of their job, and rows without a job."""
     groups: dict[str, list[ProcessRow]] = {}
     single = []
     for row in rows:
@@ -202,7 +213,7 @@ def _groups(rows: Iterable[ProcessRow]) -> tuple[dict[str, list[ProcessRow]], li
 
 
 def job_row(members: Sequence[ProcessRow], folded: bool | None) -> ProcessRow:
-    """The row that stands for a job."""
+    """The row of a whole job."""
     first = members[0]
     assert first.job is not None
     return ProcessRow(
@@ -221,7 +232,7 @@ def _by_job(rows: Sequence[ProcessRow], order: Order, folded: Set[str]) -> list[
     for key, members in groups.items():
         job = members[0].job
         if len(members) == 1 and job is not None and len(job.pids) <= 1:
-            # A program alone is its own heading.
+            # A job with a single process needs no heading.
             top.append(members[0])
             continue
         head = job_row(members, key in folded)
@@ -235,7 +246,9 @@ def _by_job(rows: Sequence[ProcessRow], order: Order, folded: Set[str]) -> list[
 
 
 def _tree(rows: Sequence[ProcessRow], order: Order) -> list[ProcessRow]:
-    """Children below their parents; a launcher that is on no GPU stands above its job's processes all the same."""
+    """Children below their parents; a launcher without GPU memory is shown above its job's
+    processes.
+    """
     pids = {row.pid for row in rows}
     groups, _ = _groups(rows)
     leaders: dict[int, ProcessRow] = {}
@@ -250,7 +263,8 @@ def _tree(rows: Sequence[ProcessRow], order: Order) -> list[ProcessRow]:
         children.setdefault(None, []).append(leader)
     arrangement: list[ProcessRow] = []
     _descend(None, 0, children, order, arrangement, set())
-    # A pid that was used again while the list was read can make parents go in circles: nobody may be missing for it.
+    # A pid that was reused while the list was read can make a circle of parents: show those rows,
+    # too.
     shown = {row.key for row in arrangement}
     return arrangement + _sorted((row for row in rows if row.key not in shown), order)
 
@@ -274,7 +288,7 @@ def _descend(
     below = _sorted(children.get(parent, ()), order)
     for number, row in enumerate(below):
         into.append(replace(row, depth=depth))
-        # A process on two GPUs has two rows; its children stand below the last of them, once.
+        # A process on two GPUs has two rows; its children are shown once, below the last one.
         if row.pid not in done and all(later.pid != row.pid for later in below[number + 1 :]):
             done.add(row.pid)
             _descend(row.pid, depth + 1, children, order, into, done)

@@ -1,4 +1,6 @@
-"""The screen with all GPU processes: grouped by job, as a tree or flat; to sort, filter, search and end them."""
+"""The screen with all GPU processes: grouped by job, as a tree or flat; to sort, filter, search and
+end them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ _VIEWS = (View.JOBS, View.TREE, View.FLAT)
 
 
 class ProcessesScreen(FullScreen):
-    """Rows from the dashboard's store. Their order is frozen while the user types or answers a question."""
+    """Rows from the dashboard's store.
+
+    Their order is frozen while the user types or answers a question.
+    """
 
     AUTO_FOCUS = "LineList"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -40,7 +45,7 @@ class ProcessesScreen(FullScreen):
         Binding("space", "tick", "Tick", key_display="space", tooltip="Choose a process, or all of a job"),
         Binding("t", "view", "View", tooltip="Grouped by job, as a tree, or flat"),
         Binding("f", "filter", "Filter", tooltip="user:bob gpu:1 vram>2g -job:old, or any words"),
-        Binding("slash", "search", "Find", key_display="/", tooltip="Find text; n and N go on"),
+        Binding("slash", "search", "Find", key_display="/", tooltip="Find text; n and N find more"),
         Binding("left", "sort(-1)", "Sort", key_display="←→", tooltip="Sort by the next column; or click its name"),
         Binding("right", "sort(1)", "Sort by the column to the right", show=False),
         Binding("i", "reverse", "Reverse", tooltip="Reverse the order"),
@@ -365,7 +370,9 @@ class ProcessesScreen(FullScreen):
         self.query_one(LineList).action_move(1)
 
     def _belongs(self, candidate: ProcessRow, chosen: ProcessRow) -> bool:
-        """Whether both are rows of the same process (which ends on all its GPUs), or of the same job."""
+        """Whether both are rows of the same process (which ends on all its GPUs), or of the same
+        job.
+        """
         if chosen.process is None:
             return candidate.job is not None and chosen.job is not None and candidate.job.key == chosen.job.key
         return candidate.key[:3] == chosen.key[:3]

@@ -17,7 +17,7 @@ _PLURALS = {"process": "processes"}
 
 
 class Column(NamedTuple):
-    """One column; those with a high rank go first where the terminal is narrow."""
+    """One column; on a narrow terminal columns with a high rank are dropped first."""
 
     id: str
     title: str
@@ -30,7 +30,7 @@ class Column(NamedTuple):
 def _share(name: str) -> Callable[[ProcessRow], str]:
     def text(row: ProcessRow) -> str:
         if row.process is None and name != "cpu":
-            # Shares of different GPUs do not add up to anything.
+            # Fractions of different GPUs cannot be added.
             return ""
         value = row.number(name)
         return units.UNKNOWN if value is None else f"{value * 100:.0f}%"
@@ -63,7 +63,9 @@ SORTABLE = (*(column.id for column in COLUMNS), "command")
 
 
 def columns_for(width: int, rows: Sequence[ProcessRow]) -> tuple[Column, ...]:
-    """The columns that fit beside a command that can still be read; one that would be empty everywhere is left out."""
+    """The columns that leave enough room for the command; a column that is empty in all rows is
+    dropped.
+    """
     wanted = [c for c in COLUMNS if c.id != "container" or any(row.container for row in rows)]
     room = width - _MARK_WIDTH - _COMMAND_LOWEST
     kept = set()
@@ -76,7 +78,7 @@ def columns_for(width: int, rows: Sequence[ProcessRow]) -> tuple[Column, ...]:
 
 
 def heading(columns: Sequence[Column], order: Order, width: int) -> tuple[Line, list[Heading]]:
-    """The line of names, an arrow at the one that is sorted by, and where each can be clicked."""
+    """The line of column names with an arrow at the sort column, and the cells of each name."""
     spans: list[Span] = [(" " * _MARK_WIDTH, TEXT)]
     places = []
     at = _MARK_WIDTH
@@ -123,7 +125,7 @@ def _what(row: ProcessRow, followed: bool) -> list[Span]:
     if process.stray:
         spans.append(("! stray ", "edge"))
     if process.gone:
-        spans.append(("! no such process lives ", "edge"))
+        spans.append(("! no such process ", "edge"))
     if followed:
         spans.append(("▸ followed ", "accent"))
     if row.siblings:
@@ -146,7 +148,7 @@ def roles_in_words(job: Job | None) -> str:
 
 
 def _with_match(spans: Sequence[Span], search: str) -> list[Span]:
-    """The spans with the text that was searched for marked; a match across two spans is not."""
+    """The spans with the search text marked; a match across two spans is not marked."""
     if not search:
         return list(spans)
     marked: list[Span] = []

@@ -1,1 +1,2 @@
-"""NVIDIA's driver: `reader` reads all GPUs, `thread` calls it so that a hung driver delays nothing else."""
+"""NVIDIA's driver: `reader` reads all GPUs, `thread` calls it so that a hung driver delays nothing
+else."""

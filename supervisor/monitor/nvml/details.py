@@ -1,4 +1,7 @@
-"""Reads what changes slowly or never: temperatures, clocks, errors, PCIe, NVLink. One table entry for each value."""
+"""Reads what changes slowly or never: temperatures, clocks, errors, PCIe, NVLink.
+
+One table entry for each value.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ _THROTTLE_WORDS = (
 
 
 class Detail(NamedTuple):
-    """Fields of GpuDetails, the functions that return them (best first) with their arguments, and the conversion."""
+    """Fields of GpuDetails, the functions that return them (best first) with their arguments, and
+    the conversion."""
 
     fields: tuple[str, ...]
     call: tuple[str, ...]
@@ -42,7 +46,10 @@ class Detail(NamedTuple):
 
 
 def percent(value: Any) -> float:
-    """0-100 as a fraction. Raises NoValue for larger numbers. In NVML's pairs the second value is the sampling period."""
+    """0-100 as a fraction.
+
+    Raises NoValue for larger numbers. In NVML's pairs the second value is the sampling period.
+    """
     number = value[0] if isinstance(value, list) else value
     if number > 100:
         raise NoValue(f"the driver reported {number} %")
@@ -60,7 +67,10 @@ def _state(value: int) -> str:
 
 
 def throttle_words(mask: int) -> tuple[str, ...]:
-    """Why a busy card's clocks are reduced. An idle card's low clocks and a display's setting do not count."""
+    """Why a busy card's clocks are reduced.
+
+    An idle card's low clocks and a display's setting do not count.
+    """
     if mask & _HW_CAUSES:
         mask &= ~_HW_SLOWDOWN  # the general bit is set in addition to the exact one
     return tuple(words for bit, words in _THROTTLE_WORDS if mask & bit)
@@ -146,7 +156,8 @@ _RECOVERY_WORDS = {
     6: "reset the bus of the GPU",
     7: "reboot the machine",
 }
-_VALUE_TYPES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by NVML's value type
+# by NVML's value type
+_VALUE_TYPES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 Key = tuple[int, int]
 
@@ -163,7 +174,8 @@ _SINGLE: dict[Key, tuple[str, Callable[[Any], Any]]] = {
 
 
 class FieldReader:
-    """Reads numbered fields of one handle in one call: HBM temperature, retired pages, recovery action, NVLink.
+    """Reads numbered fields of one handle in one call: HBM temperature, retired pages, recovery
+    action, NVLink.
 
     A field that the driver does not support is not requested again.
     """
@@ -276,7 +288,8 @@ class FieldReader:
 def _value_of(answer: Any) -> int | float | None:
     """The number that the driver returned. None if it stands for "unknown"."""
     name = _VALUE_TYPES[answer.valueType] if answer.valueType < len(_VALUE_TYPES) else "ullVal"
-    # Older bindings lack the newest number types. An unsigned short is the lowest bytes of the largest type.
+    # Older bindings lack the newest number types. An unsigned short is the lowest bytes of the
+    # largest type.
     value = getattr(answer.value, name, None)
     value = answer.value.ullVal & 0xFFFF if value is None else value
     return None if value in ALL_ONES else value
@@ -292,7 +305,8 @@ def _field_of(key: Key) -> str:
 
 
 class DetailReader:
-    """Reads the details of one handle: fixed values once, the others whenever `read` is called (every 5 s)."""
+    """Reads the details of one handle: fixed values once, the others whenever `read` is called
+    (every 5 s)."""
 
     def __init__(self, handle: Any) -> None:
         self._query = Query(handle)
@@ -321,7 +335,8 @@ class DetailReader:
         self._build()
 
     def pcie(self, reading: tuple[float | None, float | None] | str) -> None:
-        """Set what the PCIe thread has read: bytes per second sent and received, or the reason why they are unknown."""
+        """Set what the PCIe thread has read: bytes per second sent and received, or the reason why
+        they are unknown."""
         if reading != self._pcie:
             self._pcie = reading
             self._build()

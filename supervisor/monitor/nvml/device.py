@@ -1,4 +1,5 @@
-"""Reads one GPU: opens its handle, reads each value as often as needed, and keeps the reasons for unknown values."""
+"""Reads one GPU: opens its handle, reads each value as often as needed, and keeps the reasons for
+unknown values."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from memtop.supervisor.monitor.nvml.query import GpuGone, Query
 from memtop.supervisor.monitor.values import GpuDetails, GpuProcess, GpuSample, GpuTrouble
 
 PROCESS_SECONDS = 2.0
-"""How often process lists are read. They are the most expensive calls (milliseconds, under a lock that programs share)."""
+"""How often process lists are read. They are the most expensive calls (milliseconds, under a lock
+that programs share)."""
 SENSOR_SECONDS = 5.0
 """How often temperatures, power, clocks and counters are read."""
 MIG_SECONDS = 10.0
@@ -126,7 +128,10 @@ class Gpu:
         return self._readers.details.value.recovery_action or _NO_RECOVERY
 
     def sample(self, now: float) -> GpuSample:
-        """One sample. `now` is monotonic seconds. Never raises for a driver error; the sample has the reason."""
+        """One sample.
+
+        `now` is monotonic seconds. Never raises for a driver error; the sample has the reason.
+        """
         try:
             readers = self._readers or self._open()
             memory = readers.memory.read()
@@ -171,7 +176,8 @@ class Gpu:
             self._readers.details.pcie(reading)
 
     def look_again(self) -> None:
-        """Read details and MIG instances at the next sample, because the driver reported an event."""
+        """Read details and MIG instances at the next sample, because the driver reported an
+        event."""
         self._sensors_due = self._mig_due = _NEVER_READ
 
     def close(self) -> None:
@@ -199,7 +205,10 @@ class Gpu:
         )
 
     def _open(self) -> Readers:
-        """Open by UUID if known (the order of GPUs may have changed), else by index. Reads the values that never change."""
+        """Open by UUID if known (the order of GPUs may have changed), else by index.
+
+        Reads the values that never change.
+        """
         try:
             handle = self._find_handle()
         except pynvml.NVMLError as error:
@@ -230,7 +239,10 @@ class Gpu:
         return pynvml.nvmlDeviceGetHandleByIndex(self.index)
 
     def _with_mig(self, now: float, readers: Readers) -> Readers:
-        """Enumerate MIG instances if that is due. If MIG was switched on or off, open the GPU again."""
+        """Enumerate MIG instances if that is due.
+
+        If MIG was switched on or off, open the GPU again.
+        """
         if now < self._mig_due and not readers.mig.stale:
             return readers
         first, before = not readers.mig.enumerated, readers.mig.mode
@@ -245,7 +257,8 @@ class Gpu:
         return readers
 
     def _utilization(self, readers: Readers) -> dict[str, Any]:
-        """Share of the driver's last sample period in which a kernel ran, and in which memory was accessed (0-1)."""
+        """Share of the driver's last sample period in which a kernel ran, and in which memory was
+        accessed (0-1)."""
         if readers.mig.mode:
             readers.query.note(_UTILIZATION, NO_MIG_UTILIZATION)
             return {}
@@ -261,8 +274,10 @@ class Gpu:
         return values
 
     def _read_sensors(self, now: float, readers: Readers) -> None:
-        """Read temperature (degrees Celsius), power and its limit (NVML reports milliwatts), and the details."""
-        # Fixed values are read once for each handle. One that failed for a temporary reason is read again.
+        """Read temperature (degrees Celsius), power and its limit (NVML reports milliwatts), and
+        the details."""
+        # Fixed values are read once for each handle. One that failed for a temporary reason is read
+        # again.
         self._ask_fixed(readers, [field for field in _FIXED if field in readers.query.reasons()])
         ask = readers.query.ask
         names = ("nvmlDeviceGetTemperature", "nvmlDeviceGetTemperatureV")
@@ -274,7 +289,10 @@ class Gpu:
         readers.details.read(now, mig=readers.mig.mode, mig_reason=readers.mig.mode_reason)
 
     def _read_processes(self, readers: Readers) -> None:
-        """Read all process lists and merge them by pid. Pids that cannot exist are dropped and noted."""
+        """Read all process lists and merge them by pid.
+
+        Pids that cannot exist are dropped and noted.
+        """
         if readers.mig.mode:
             lists, errors = readers.mig.processes()
         else:

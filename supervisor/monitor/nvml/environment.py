@@ -1,4 +1,5 @@
-"""What can be known before the driver is called: whether the GPUs sleep, and which GPU CUDA_VISIBLE_DEVICES calls `cuda:N`."""
+"""What can be known before the driver is called: whether the GPUs sleep, and which GPU
+CUDA_VISIBLE_DEVICES calls `cuda:N`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 
 _NVIDIA = "0x10de"
-_DISPLAY = "0x03"  # class of VGA and 3D controllers; the card's sound and USB functions sleep on their own
+# class of VGA and 3D controllers; the card's sound and USB functions sleep on their own
+_DISPLAY = "0x03"
 _MIXED_MODELS = (
     f"{VARIABLE} contains numbers, and with different GPU models CUDA numbers the fastest GPU first: "
     f"set {ORDER}=PCI_BUS_ID or use UUIDs"
@@ -20,13 +22,15 @@ _MIXED_MODELS = (
 _WITH_MIG = f"{VARIABLE} contains numbers, and CUDA numbers a GPU with MIG instances in its own way: use UUIDs"
 _TWICE = f"{VARIABLE} names one GPU twice: CUDA then uses none"
 _DIGITS = 10
-"""A number with this many digits is no GPU's number. Python refuses to parse numbers with thousands of digits."""
+"""A number with this many digits is no GPU's number. Python refuses to parse numbers with thousands
+of digits."""
 
 
 def all_asleep(sys_root: Path) -> bool:
     """True if there are NVIDIA GPUs and the kernel has suspended all of them, as on a laptop.
 
-    Reading this wakes no GPU. The first call of the driver library would, at the cost of battery and time.
+    Reading this wakes no GPU. The first call of the driver library would, at the cost of battery
+    and time.
     """
     try:
         devices = sorted((sys_root / "bus/pci/devices").iterdir())
@@ -58,9 +62,12 @@ class CudaDevice(msgspec.Struct, frozen=True):
 
 
 def visible_indices(environment: Mapping[str, str], gpus: Sequence[CudaDevice]) -> dict[int, int] | str:
-    """CUDA's number of each GPU, by the driver's index. Empty if the variable is not set; a reason if it is ambiguous.
+    """CUDA's number of each GPU, by the driver's index.
 
-    As in CUDA, the list ends at the first entry that matches no GPU. UUIDs may be abbreviated if they stay unique.
+    Empty if the variable is not set; a reason if it is ambiguous.
+
+    As in CUDA, the list ends at the first entry that matches no GPU. UUIDs may be abbreviated if
+    they stay unique.
     """
     text = environment.get(VARIABLE)
     if text is None:
@@ -106,7 +113,10 @@ def _by_uuid(entry: str, gpus: Sequence[CudaDevice]) -> tuple[int, str] | None:
 
 
 def _why_ambiguous(environment: Mapping[str, str], gpus: Sequence[CudaDevice]) -> str | None:
-    """Why CUDA's numbers may differ from the driver's. GPUs of one model have the driver's order, which is the bus order."""
+    """Why CUDA's numbers may differ from the driver's.
+
+    GPUs of one model have the driver's order, which is the bus order.
+    """
     if any(gpu.has_mig for gpu in gpus):
         return _WITH_MIG
     if environment.get(ORDER) == "PCI_BUS_ID" or (len({gpu.name for gpu in gpus}) == 1 and gpus[0].name):

@@ -1,4 +1,5 @@
-"""NVML's error codes and NVIDIA's Xid codes in words: what happened and what a person can do about it."""
+"""NVML's error codes and NVIDIA's Xid codes in words: what happened and what a person can do about
+it."""
 
 from __future__ import annotations
 
@@ -51,10 +52,12 @@ CODE_WORDS: dict[int, str] = {
 }
 
 GPU_GONE = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, GPU_IS_LOST, RESET_REQUIRED, GPU_NOT_FOUND})
-"""Codes that mean, whichever call returns them, that the present handle of this GPU is of no use any more."""
+"""Codes that mean, whichever call returns them, that the present handle of this GPU is of no use
+any more."""
 
 GPU_GONE_ON_MEMORY = GPU_GONE | {INVALID_ARGUMENT, IRQ_ISSUE, OPERATING_SYSTEM, UNKNOWN}
-"""Codes that mean the same if the memory call returns them, because every GPU with memory supports this call."""
+"""Codes that mean the same if the memory call returns them, because every GPU with memory supports
+this call."""
 
 NEVER_AGAIN = frozenset({NOT_SUPPORTED, FUNCTION_NOT_FOUND})
 """Codes that do not change if the call is repeated."""

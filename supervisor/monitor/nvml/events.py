@@ -1,4 +1,5 @@
-"""Waits in a thread for the driver's events (Xid, ECC, recovery action, MIG changes) and keeps each GPU's troubles."""
+"""Waits in a thread for the driver's events (Xid, ECC, recovery action, MIG changes) and keeps each
+GPU's troubles."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ _WANTED = (
 ) | RECOVERY_ACTION
 
 WAIT_MILLISECONDS = 200
-"""How long one wait lasts. Stopping can take as long, because the driver's wait cannot be interrupted."""
+"""How long one wait lasts. Stopping can take as long, because the driver's wait cannot be
+interrupted."""
 _LOST_SECONDS = 1.0
 _AGAIN_SECONDS = 10.0
 """How long after its start a thread that ended with an error is started again."""
@@ -72,7 +74,10 @@ class EventWatcher:
         self._again = 0.0
 
     def watch(self, handles: list[tuple[int, Any]]) -> None:
-        """Watch these GPUs (index, handle) from now on. Does nothing if they are already watched."""
+        """Watch these GPUs (index, handle) from now on.
+
+        Does nothing if they are already watched.
+        """
         watched = [(index, address(handle)) for index, handle in handles]
         if watched == self._watched and (self._thread is None or self._thread.is_alive()):
             return
@@ -93,13 +98,15 @@ class EventWatcher:
             _free(events)
             return
         self._stop = threading.Event()
-        # A daemon thread, because the driver's wait cannot be interrupted and the program must be able to end.
+        # A daemon thread, because the driver's wait cannot be interrupted and the program must be
+        # able to end.
         arguments = (events, {place: index for index, place in registered}, self._stop)
         thread = threading.Thread(target=self._wait, args=arguments, name="memtop-nvml-events", daemon=True)
         try:
             thread.start()
         except RuntimeError:
-            # The system allows no more threads now: everything else is still read, and this is tried again.
+            # The system allows no more threads now: everything else is still read, and this is
+            # tried again.
             _free(events)
             self._watched = []
             return
@@ -113,7 +120,10 @@ class EventWatcher:
         return taken
 
     def stop(self) -> bool:
-        """End the thread. False if the driver does not return in time; NVML must not be shut down then."""
+        """End the thread.
+
+        False if the driver does not return in time; NVML must not be shut down then.
+        """
         thread = self._thread
         if thread is not None:
             self._stop.set()
@@ -133,8 +143,10 @@ class EventWatcher:
                     if error.value == codes.TIMEOUT:
                         continue
                     if error.value != codes.GPU_IS_LOST:
-                        return  # the driver was unloaded; the reader starts a new watch once it is back
-                    stop.wait(_LOST_SECONDS)  # one GPU is lost, and every wait returns at once: go on with the others
+                        # the driver was unloaded; the reader starts a new watch once it is back
+                        return
+                    # one GPU is lost, and every wait returns at once: go on with the others
+                    stop.wait(_LOST_SECONDS)
                     continue
                 index = indices.get(address(data.device))
                 if index is not None:
@@ -173,7 +185,10 @@ def _free(events: Any) -> None:
 
 
 class Troubles:
-    """The newest troubles of each GPU. The key is its UUID, or `gpu INDEX` until the UUID is known."""
+    """The newest troubles of each GPU.
+
+    The key is its UUID, or `gpu INDEX` until the UUID is known.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` returns seconds since the epoch."""
@@ -187,7 +202,10 @@ class Troubles:
         return self._book.get(key, ())
 
     def state(self, key: str, error: str | None) -> None:
-        """Note whether this GPU can be read now. A GPU that never could be read does not count as lost."""
+        """Note whether this GPU can be read now.
+
+        A GPU that never could be read does not count as lost.
+        """
         if error is None:
             if key in self._lost:
                 self._lost.discard(key)
@@ -199,7 +217,8 @@ class Troubles:
             self._add(key, GpuTrouble(time=self._clock(), kind="lost", message=error))
 
     def named(self, place: str, key: str) -> None:
-        """The UUID of the GPU at this index has become known: its troubles are moved to the UUID."""
+        """The UUID of the GPU at this index has become known: its troubles are moved to the
+        UUID."""
         for group in (self._readable, self._lost):
             if place in group:
                 group.discard(place)
@@ -208,12 +227,18 @@ class Troubles:
             self._book[key] = (*self._book.pop(place), *self.of(key))[-KEPT:]
 
     def listed(self, keys: Iterable[str]) -> None:
-        """The driver lists only these GPUs. Those that could be read before and are missing are lost."""
+        """The driver lists only these GPUs.
+
+        Those that could be read before and are missing are lost.
+        """
         for key in self._readable.difference(keys):
             self.state(key, codes.NOT_LISTED)
 
     def announced(self, key: str, event: Event, recovery: str) -> None:
-        """Add an event of the driver. `recovery` is the sentence that says what the card needs now."""
+        """Add an event of the driver.
+
+        `recovery` is the sentence that says what the card needs now.
+        """
         trouble = _trouble_of(event, recovery)
         if trouble is not None:
             self._add(key, trouble)

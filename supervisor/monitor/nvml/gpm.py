@@ -1,4 +1,5 @@
-"""Measures how busy multiprocessors and tensor cores are, with the driver's GPM metrics (Hopper and newer GPUs)."""
+"""Measures how busy multiprocessors and tensor cores are, with the driver's GPM metrics (Hopper and
+newer GPUs)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ def _why_not(compute_capability: str | None) -> str:
 
 
 class Gpm:
-    """Compares two samples of one GPU. Every read takes a new sample and compares it with the last, so that no read waits."""
+    """Compares two samples of one GPU.
+
+    Every read takes a new sample and compares it with the last, so that no read waits.
+    """
 
     def __init__(self, query: Query) -> None:
         self._query = query
@@ -40,9 +44,12 @@ class Gpm:
         self._sampled = False
 
     def read(self, compute_capability: str | None) -> dict[str, Any]:
-        """Both fractions (0-1) since the last call. Empty if unknown; the reason is noted. Raises GpuGone.
+        """Both fractions (0-1) since the last call.
 
-        `compute_capability`, for example `9.0`, is used in the reason if the driver does not support GPM.
+        Empty if unknown; the reason is noted. Raises GpuGone.
+
+        `compute_capability`, for example `9.0`, is used in the reason if the driver does not
+        support GPM.
         """
         if self._supported is None:
             self._supported = self._query.ask(_FIELDS, "nvmlGpmQueryDeviceSupport", convert=_supported)
@@ -68,7 +75,8 @@ class Gpm:
             try:
                 pynvml.nvmlGpmSampleFree(sample)
             except pynvml.NVMLError as error:
-                # If the driver is gone, so is its memory. Any other error leaks a few bytes and changes no value.
+                # If the driver is gone, so is its memory. Any other error leaks a few bytes and
+                # changes no value.
                 if error.value in codes.GPU_GONE:
                     return
 

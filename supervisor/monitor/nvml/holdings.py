@@ -1,4 +1,5 @@
-"""Reads only free memory and processes of some GPUs, with a few calls for each where a full reading needs dozens.
+"""Reads only free memory and processes of some GPUs, with a few calls for each where a full reading
+needs dozens.
 
 `termination` uses it to measure how much memory was freed after processes were ended.
 """
@@ -33,7 +34,10 @@ class _Readers:
 
 
 class HoldingsReader:
-    """Reads the GPUs of these samples, which it finds by their UUIDs. Keeps NVML open until it is closed."""
+    """Reads the GPUs of these samples, which it finds by their UUIDs.
+
+    Keeps NVML open until it is closed.
+    """
 
     def __init__(self, gpus: Iterable[GpuSample], *, proc_root: Path = Path("/proc")) -> None:
         self._gpus = tuple((gpu.index, gpu.uuid) for gpu in gpus)
@@ -42,7 +46,10 @@ class HoldingsReader:
         self._started = False
 
     def read(self) -> tuple[GpuSample, ...]:
-        """Memory and processes of each GPU. Never raises for a driver error: the sample of that GPU carries it."""
+        """Memory and processes of each GPU.
+
+        Never raises for a driver error: the sample of that GPU carries it.
+        """
         try:
             if not self._started:
                 pynvml.nvmlInitWithFlags(_NO_GPUS_FLAG)

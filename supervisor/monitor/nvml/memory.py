@@ -22,9 +22,10 @@ _RESERVE_WITHIN = "this driver reports its own reserve only as part of the used 
 
 # Words in the names of GPUs that share the machine's RAM.
 _INTEGRATED = frozenset({"GB10", "Thor", "Orin", "Xavier", "Tegra"})
-# For other GPUs: only a card with its own memory has a memory bus, a memory clock and a window into that memory (BAR1).
-# A discrete card that reports neither its memory nor one of these three looks like an integrated one; nothing else tells
-# them apart. (The addressing mode does not: Grace Hopper has ATS, as GB10 has, but its own HBM.)
+# For other GPUs: only a card with its own memory has a memory bus, a memory clock and a window into
+# that memory (BAR1). A discrete card that reports neither its memory nor one of these three looks
+# like an integrated one; nothing else tells them apart. (The addressing mode does not: Grace Hopper
+# has ATS, as GB10 has, but its own HBM.)
 _OWN_MEMORY = (
     (("nvmlDeviceGetMemoryBusWidth",), ()),
     (("nvmlDeviceGetMaxClockInfo",), (pynvml.NVML_CLOCK_MEM,)),
@@ -48,7 +49,8 @@ class Pool:
 
 
 class MemoryReader:
-    """Reads the memory of one handle, with version 2 of NVML's call if the driver has it, else version 1."""
+    """Reads the memory of one handle, with version 2 of NVML's call if the driver has it, else
+    version 1."""
 
     def __init__(self, query: Query, pool: Pool | None) -> None:
         """`pool` is None for handles that cannot share RAM (MIG instances)."""
@@ -58,7 +60,8 @@ class MemoryReader:
         self._version_2_works = False
         self._own: bool | None = None
         self.unified = False
-        """True once it is known that this GPU shares the machine's RAM. Then use `shared` instead of `read`."""
+        """True once it is known that this GPU shares the machine's RAM. Then use `shared` instead
+        of `read`."""
 
     def read(self) -> dict[str, Any]:
         """Bytes and fraction, by field name of GpuSample. Raises GpuGone."""
@@ -79,7 +82,8 @@ class MemoryReader:
         return self._values(info, reserved)
 
     def shared(self, processes: tuple[GpuProcess, ...], known: bool) -> dict[str, Any]:
-        """The memory of a GPU that shares the machine's RAM: held by GPU processes, held by the rest of the machine, free.
+        """The memory of a GPU that shares the machine's RAM: held by GPU processes, held by the
+        rest of the machine, free.
 
         `known`: the list of processes could be read.
         """
@@ -89,7 +93,8 @@ class MemoryReader:
             self._query.note(("total_bytes", "used_bytes", "free_bytes", "used_fraction", "other_pool_bytes"), pool)
             return {"unified": True}
         total, available = pool
-        fraction = max(0.0, (total - available) / total)  # in some containers, meminfo reports more available than total memory
+        # in some containers, meminfo reports more available than total memory
+        fraction = max(0.0, (total - available) / total)
         self._query.clear(("total_bytes", "free_bytes", "used_fraction"))
         values = {
             "unified": True,
@@ -104,11 +109,13 @@ class MemoryReader:
             return values
         self._query.clear(("used_bytes", "other_pool_bytes"))
         used = sum(number for number in held if number is not None)
-        # The process lists are up to 2 s older than the pool, so the difference can be negative for a moment.
+        # The process lists are up to 2 s older than the pool, so the difference can be negative for
+        # a moment.
         return values | {"used_bytes": used, "other_pool_bytes": max(0, total - available - used)}
 
     def _info(self) -> tuple[Any, int | None]:
-        """NVML's memory structure, and the reserved bytes if the driver reports them separately (version 2)."""
+        """NVML's memory structure, and the reserved bytes if the driver reports them separately
+        (version 2)."""
         if self._version_2:
             try:
                 info = pynvml.nvmlDeviceGetMemoryInfo(self._query.handle, version=pynvml.nvmlMemory_v2)
@@ -126,7 +133,8 @@ class MemoryReader:
         if reserved is None:
             self._query.note(("reserved_bytes",), _RESERVE_WITHIN)
         if info.free > info.total or info.used > info.total:
-            # This happens while the driver is loaded or unloaded. The next reading is consistent again.
+            # This happens while the driver is loaded or unloaded. The next reading is consistent
+            # again.
             self._query.note(MEMORY_FIELDS, f"the driver reported {info.used} used and {info.free} free of {info.total} bytes")
             return {}
         fraction = (info.total - info.free) / info.total
@@ -144,7 +152,8 @@ class MemoryReader:
         if code == codes.NOT_SUPPORTED and self._shares_ram():
             return {}
         if code == codes.NOT_SUPPORTED and self._pool is not None and self._own is None:
-            # It is not known yet whether the GPU has its own memory: read both again at the next sample.
+            # It is not known yet whether the GPU has its own memory: read both again at the next
+            # sample.
             self._query.note(MEMORY_FIELDS, codes.words(code))
             return {}
         self._query.failed(MEMORY_FIELDS, code)

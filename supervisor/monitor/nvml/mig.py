@@ -1,4 +1,7 @@
-"""Reads the MIG instances of a GPU: their memory and their processes. The driver reports nothing else about them."""
+"""Reads the MIG instances of a GPU: their memory and their processes.
+
+The driver reports nothing else about them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ _ONE_HANDLE_ENDS = frozenset({codes.INVALID_ARGUMENT, codes.NOT_FOUND, codes.UNI
 
 
 class Instance:
-    """One instance and its handle. The driver may reuse the handle once the instance is destroyed."""
+    """One instance and its handle.
+
+    The driver may reuse the handle once the instance is destroyed.
+    """
 
     def __init__(self, position: int, handle: Any) -> None:
         self._query = Query(handle)
@@ -49,7 +55,10 @@ class Instance:
 
 
 class Mig:
-    """The instances of one GPU. `mode` is whether MIG is on, None if the driver does not report it."""
+    """The instances of one GPU.
+
+    `mode` is whether MIG is on, None if the driver does not report it.
+    """
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -68,7 +77,10 @@ class Mig:
         return self._query.reasons().get("mig_mode")
 
     def enumerate(self) -> None:
-        """Read the mode and look for an instance in every slot; there may be gaps. Raises GpuGone."""
+        """Read the mode and look for an instance in every slot; there may be gaps.
+
+        Raises GpuGone.
+        """
         self.stale = False
         self.enumerated = True
         mode = self._query.ask("mig_mode", "nvmlDeviceGetMigMode")
@@ -87,10 +99,12 @@ class Mig:
                 if error.value in codes.GPU_GONE:
                     raise GpuGone(error.value) from error
                 if error.value not in _NO_INSTANCE:
-                    # The error concerns this slot only. The others are read, and this one again next time.
+                    # The error concerns this slot only. The others are read, and this one again
+                    # next time.
                     self._why_incomplete = codes.words(error.value)
             except GpuGone:
-                # The instance was destroyed between the two calls. If the whole GPU is gone, its own calls report it.
+                # The instance was destroyed between the two calls. If the whole GPU is gone, its
+                # own calls report it.
                 self.stale = True
 
     def sample(self) -> tuple[MigInstance, ...]:

@@ -1,4 +1,7 @@
-"""Reads PCIe throughput in a separate thread, because the driver needs 20 ms for each value. The thread runs on demand."""
+"""Reads PCIe throughput in a separate thread, because the driver needs 20 ms for each value.
+
+The thread runs on demand.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,8 @@ class PcieReader:
             try:
                 thread.start()
             except RuntimeError:
-                self._no_thread = True  # the system allows no more threads now: the next call tries again
+                # the system allows no more threads now: the next call tries again
+                self._no_thread = True
                 return
             self._no_thread = False
             self._thread = thread

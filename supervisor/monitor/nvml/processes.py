@@ -29,15 +29,18 @@ _HIDDEN = "the driver reports neither memory nor utilisation of this process"
 _SHARES = ("sm_fraction", "memory_bandwidth_fraction", "encoder_fraction", "decoder_fraction")
 
 
-# Unpacked by hand: the bindings' structures need more time for one field than the driver for the whole list.
+# Unpacked by hand: the bindings' structures need more time for one field than the driver for the
+# whole list.
 _ROW = struct.Struct("@IQII")  # pid, bytes, GPU instance, compute instance
 _LONG_ROW = struct.Struct("@IQIIQ")
 """The layout of some early 535 drivers, with protected memory at the end."""
-_SAMPLE = struct.Struct("@IQIIII")  # pid, microseconds since the epoch, multiprocessors, memory, encoder, decoder
+# pid, microseconds since the epoch, multiprocessors, memory, encoder, decoder
+_SAMPLE = struct.Struct("@IQIIII")
 
 
 Shares = tuple[float, ...] | str
-"""How busy a process keeps each part of the GPU, in the order of `_SHARES` (0-1), or the reason why it is unknown."""
+"""How busy a process keeps each part of the GPU, in the order of `_SHARES` (0-1), or the reason why
+it is unknown."""
 
 
 class ListRow(NamedTuple):
@@ -52,12 +55,15 @@ class ListRow(NamedTuple):
 class _BufferedList:
     """Reads one of the driver's lists with one call, into a buffer that is reused.
 
-    The bindings' own functions make two calls, the first for the length. The call is the most expensive one of all
-    (milliseconds on some cards).
+    The bindings' own functions make two calls, the first for the length. The call is the most
+    expensive one of all (milliseconds on some cards).
     """
 
     def __init__(self, row: struct.Struct, *names: str) -> None:
-        """`row`: the layout of an entry. `names`: the functions that return the list, the best first."""
+        """`row`: the layout of an entry.
+
+        `names`: the functions that return the list, the best first.
+        """
         self._row = row
         self._names = list(names)
         self._length = 0
@@ -105,8 +111,9 @@ def _function(name: str) -> Any:
 def _row_layout() -> struct.Struct:
     """The layout of a process row.
 
-    Drivers that report protected memory but lack the detailed list write the long layout. Read as the short layout it yields
-    pids such as 0 and 4294967295, and the driver writes past the end of a buffer for the short one.
+    Drivers that report protected memory but lack the detailed list write the long layout. Read as
+    the short layout it yields pids such as 0 and 4294967295, and the driver writes past the end of
+    a buffer for the short one.
     """
     detailed = _function("nvmlDeviceGetRunningProcessDetailList") is not _missing
     long = not detailed and _function("nvmlDeviceGetConfComputeMemSizeInfo") is not _missing
@@ -158,7 +165,8 @@ def _list_row(row: tuple[int, ...]) -> ListRow:
 
 
 class UtilizationReader:
-    """Reads how busy each process kept the GPU since the last read, from the driver's own samples."""
+    """Reads how busy each process kept the GPU since the last read, from the driver's own
+    samples."""
 
     def __init__(self, query: Query) -> None:
         self._query = query
@@ -166,15 +174,19 @@ class UtilizationReader:
         self._seen = 0
 
     def read(self, now: float) -> dict[int, Shares] | str:
-        """Shares by pid (multiprocessors, memory, encoder, decoder; 0-1), or the reason why they are unknown.
+        """Shares by pid (multiprocessors, memory, encoder, decoder; 0-1), or the reason why they
+        are unknown.
 
-        `now` is seconds since the epoch. The driver leaves out idle processes, so a missing pid was idle.
+        `now` is seconds since the epoch. The driver leaves out idle processes, so a missing pid was
+        idle.
         """
         if self._query.is_unsupported(_SHARES[0]):
             return self._query.reasons()[_SHARES[0]]
-        # Ask for samples since the last one, but not over a long pause: the driver would include it in the average.
+        # Ask for samples since the last one, but not over a long pause: the driver would include it
+        # in the average.
         if self._seen > now * 1e6:
-            self._seen = 0  # the clock was set back: processes that work since then must not seem idle
+            # the clock was set back: processes that work since then must not seem idle
+            self._seen = 0
         since = max(self._seen, int((now - _WINDOW) * 1e6))
         try:
             samples = self._samples.read(self._query.handle, _call_samples(since))
@@ -184,7 +196,8 @@ class UtilizationReader:
             self._query.failed((_SHARES[0],), error.value)
             return codes.words(error.value)
         self._query.reported((_SHARES[0],))
-        # Shares above 100 % are wrong values, or garbage in unused parts of the buffer: ignore their time stamps.
+        # Shares above 100 % are wrong values, or garbage in unused parts of the buffer: ignore
+        # their time stamps.
         sound = sorted((sample for sample in samples if max(sample[2:]) <= 100), key=lambda sample: sample[1])
         if sound:
             self._seen = sound[-1][1]
@@ -240,7 +253,10 @@ def _why_no_memory(pid: int, by_kind: Mapping[str, list[ListRow]]) -> str:
 
 
 def _bytes_by_pid(rows: list[ListRow]) -> dict[int, int | None]:
-    """Bytes by pid. Several rows of one pid in one list are added up; None if one of them is unknown."""
+    """Bytes by pid.
+
+    Several rows of one pid in one list are added up; None if one of them is unknown.
+    """
     sums: dict[int, int | None] = {}
     for row in rows:
         before = sums.get(row.pid, 0)
@@ -251,9 +267,9 @@ def _bytes_by_pid(rows: list[ListRow]) -> dict[int, int | None]:
 def with_shares(rows: list[GpuProcess], shares: dict[int, Shares] | str) -> tuple[GpuProcess, ...]:
     """Add to each row how busy its process kept the GPU, or the reason why that is unknown.
 
-    A process that is missing from `shares` was idle: a true zero. This holds only for processes that the driver sees in full.
-    It proves nothing about a process whose memory the driver does not report (WSL, other guests), nor about MPS clients, whose
-    work is counted for their server.
+    A process that is missing from `shares` was idle: a true zero. This holds only for processes
+    that the driver sees in full. It proves nothing about a process whose memory the driver does not
+    report (WSL, other guests), nor about MPS clients, whose work is counted for their server.
     """
     done = []
     for row in rows:

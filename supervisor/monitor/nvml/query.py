@@ -1,4 +1,7 @@
-"""Queries one value from the driver, or the reason why it is unknown. A value that the driver cannot report is queried once."""
+"""Queries one value from the driver, or the reason why it is unknown.
+
+A value that the driver cannot report is queried once.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,12 @@ class NoValue(Exception):
 
 
 def call_first(names: tuple[str, ...], *arguments: Any) -> Any:
-    """The result of the first of these functions that both the bindings and the driver have. List the newest one first.
+    """The result of the first of these functions that both the bindings and the driver have.
 
-    Raises NVMLError as the driver does, with FUNCTION_NOT_FOUND if none of the functions exists, and NoValue for text that
-    cannot be decoded.
+    List the newest one first.
+
+    Raises NVMLError as the driver does, with FUNCTION_NOT_FOUND if none of the functions exists,
+    and NoValue for text that cannot be decoded.
     """
     for name in names:
         call = getattr(pynvml, name, None)
@@ -50,8 +55,8 @@ def call_first(names: tuple[str, ...], *arguments: Any) -> Any:
 class Query:
     """Queries values with one handle and keeps the reasons for the unknown ones.
 
-    A value that the driver does not support is not queried again with this handle, unless the driver has reported it before.
-    After any other error the next query tries again.
+    A value that the driver does not support is not queried again with this handle, unless the
+    driver has reported it before. After any other error the next query tries again.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -59,7 +64,8 @@ class Query:
         self._reasons: dict[str, str] = {}
         self._unsupported: set[str] = set()
         self._reported: set[str] = set()
-        """Fields that were known with this handle. A driver in trouble reports even these as not supported."""
+        """Fields that were known with this handle. A driver in trouble reports even these as not
+        supported."""
         self._copy: dict[str, str] | None = None
 
     def ask(
@@ -69,9 +75,12 @@ class Query:
         *arguments: Any,
         convert: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """The value of `call` (names of functions, the best first). None if it is unknown; `fields` then get the reason.
+        """The value of `call` (names of functions, the best first).
 
-        `convert` may raise NoValue. Raises GpuGone if the error means that the handle cannot be used any more.
+        None if it is unknown; `fields` then get the reason.
+
+        `convert` may raise NoValue. Raises GpuGone if the error means that the handle cannot be
+        used any more.
         """
         fields = (fields,) if isinstance(fields, str) else fields
         if fields[0] in self._unsupported:
@@ -95,7 +104,10 @@ class Query:
         return value
 
     def failed(self, fields: tuple[str, ...], code: int) -> None:
-        """Note NVML's error as the reason for these fields. Raises GpuGone if the error ends the handle."""
+        """Note NVML's error as the reason for these fields.
+
+        Raises GpuGone if the error ends the handle.
+        """
         if code in codes.GPU_GONE:
             raise GpuGone(code)
         if code in codes.NEVER_AGAIN:
@@ -125,7 +137,10 @@ class Query:
                 self._copy = None
 
     def reasons(self) -> dict[str, str]:
-        """The reason for each unknown field. The same object until something changes; the caller must not change it."""
+        """The reason for each unknown field.
+
+        The same object until something changes; the caller must not change it.
+        """
         if self._copy is None:
             self._copy = dict(self._reasons)
         return self._copy

@@ -1,4 +1,7 @@
-"""Reads all GPUs with NVML's official bindings. No GPU, no driver and no library are normal states with a note."""
+"""Reads all GPUs with NVML's official bindings.
+
+No GPU, no driver and no library are normal states with a note.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,13 @@ from memtop.supervisor.monitor.values import GpuSample
 ENUMERATE_SECONDS = 10.0
 """How often the GPUs are enumerated, and NVML is started again if it failed."""
 REOPEN_SECONDS = 2.0
-"""How often a GPU that cannot be read is tried again: opening a faulty GPU can take the driver a long time."""
+"""How often a GPU that cannot be read is tried again: opening a faulty GPU can take the driver a
+long time."""
 CLOSE_SECONDS = 2.0
 """How long closing waits for a read that is under way."""
 MISSING_SECONDS = 24 * 3600.0
-"""How long a GPU that the driver no longer lists keeps its row, so that it is still visible the next morning."""
+"""How long a GPU that the driver no longer lists keeps its row, so that it is still visible the
+next morning."""
 RESTART_SECONDS = 30.0
 """How often the library is restarted while some GPUs, but not all, cannot be read."""
 
@@ -39,7 +44,10 @@ _BIGGEST_PID = 2**22  # the kernel's PID_MAX_LIMIT on 64 bit
 
 
 class NvmlReading(msgspec.Struct, frozen=True, kw_only=True):
-    """All GPUs at one moment. Processes have only the driver's values; `process_watch` adds the others."""
+    """All GPUs at one moment.
+
+    Processes have only the driver's values; `process_watch` adds the others.
+    """
 
     gpus: tuple[GpuSample, ...] = ()
     note: str | None = None
@@ -51,12 +59,12 @@ class NvmlReading(msgspec.Struct, frozen=True, kw_only=True):
 class NvmlReader:
     """Samples every GPU. Starts NVML at the first read and again after a failure.
 
-    Each read: memory and utilisation. Every 2 s: process lists. Every 5 s: sensors and details. Every 10 s: the set of GPUs
-    and MIG instances. Once for each handle: values that never change. PCIe throughput is read only after `want_pcie`, and
-    driver events arrive in a separate thread.
+    Each read: memory and utilisation. Every 2 s: process lists. Every 5 s: sensors and details.
+    Every 10 s: the set of GPUs and MIG instances. Once for each handle: values that never change.
+    PCIe throughput is read only after `want_pcie`, and driver events arrive in a separate thread.
 
-    If all GPUs sleep, they stay asleep unless `wake` is set. `monotonic` (seconds), `clock` (seconds since the epoch) and
-    `environment` (for CUDA_VISIBLE_DEVICES) can be replaced in tests.
+    If all GPUs sleep, they stay asleep unless `wake` is set. `monotonic` (seconds), `clock`
+    (seconds since the epoch) and `environment` (for CUDA_VISIBLE_DEVICES) can be replaced in tests.
     """
 
     def __init__(
@@ -97,7 +105,10 @@ class NvmlReader:
         self._refresh = threading.Event()
 
     def read(self) -> NvmlReading:
-        """One reading of every GPU. Takes as long as the driver does. Never raises for a driver error."""
+        """One reading of every GPU.
+
+        Takes as long as the driver does. Never raises for a driver error.
+        """
         with self._lock:
             now = self._monotonic()
             if self._refresh.is_set():
@@ -123,7 +134,8 @@ class NvmlReader:
             return NvmlReading(gpus=tuple(samples), note=self._note, driver_version=self._driver, cuda_version=self._cuda)
 
     def want_pcie(self) -> None:
-        """Read PCIe throughput for the next 10 s in a separate thread (the driver needs 20 ms for each value).
+        """Read PCIe throughput for the next 10 s in a separate thread (the driver needs 20 ms for
+        each value).
 
         Call it again as long as the values are displayed.
         """
@@ -131,7 +143,8 @@ class NvmlReader:
 
     def refresh(self) -> None:
         """Make the next read fetch everything, including process lists."""
-        self._refresh.set()  # without the lock: the caller must not wait for a read that is under way
+        # without the lock: the caller must not wait for a read that is under way
+        self._refresh.set()
 
     def close(self) -> None:
         """End the threads and close NVML, unless a read hangs in the driver for more than 2 s."""
@@ -152,7 +165,8 @@ class NvmlReader:
         return sample
 
     def _with_news(self, samples: list[GpuSample]) -> list[GpuSample]:
-        """The samples with the troubles that they revealed, and with CUDA's numbers if the GPUs have changed."""
+        """The samples with the troubles that they revealed, and with CUDA's numbers if the GPUs
+        have changed."""
         for gpu in self._gpus:
             if gpu.uuid is not None:
                 self._troubles.named(gpu.place, gpu.uuid)
@@ -171,10 +185,12 @@ class NvmlReader:
         return done
 
     def _missing_rows(self, now: float) -> list[GpuSample]:
-        """A row for each GPU that the driver no longer lists. The rows follow the others and have unused indices.
+        """A row for each GPU that the driver no longer lists.
 
-        There are none if the driver lists no GPU at all, which the note reports. There are none either while the UUID of a
-        listed GPU is unknown, because that GPU may be the missing one.
+        The rows follow the others and have unused indices.
+
+        There are none if the driver lists no GPU at all, which the note reports. There are none
+        either while the UUID of a listed GPU is unknown, because that GPU may be the missing one.
         """
         self._missing = [(until, gpu) for until, gpu in self._missing if now < until]
         if not self._missing or not self._gpus or any(gpu.uuid is None for gpu in self._gpus):
@@ -219,8 +235,9 @@ class NvmlReader:
         """Start NVML if needed and update the list of GPUs."""
         all_sick = bool(self._gpus) and self._sick == len(self._gpus)
         if self._started and (all_sick or (self._sick and now >= self._restart_due)):
-            # After a reset or a reload of the driver, the library must be restarted to see the GPU again. The healthy GPUs
-            # lose their handles by that, so it happens less often if there are some.
+            # After a reset or a reload of the driver, the library must be restarted to see the GPU
+            # again. The healthy GPUs lose their handles by that, so it happens less often if there
+            # are some.
             self._stop()
             self._restart_due = now + RESTART_SECONDS
         if not (self._gpus or self._wake) and all_asleep(self._sys_root):
@@ -276,7 +293,8 @@ class NvmlReader:
         for gpu in self._gpus:
             if gpu.uuid is None:
                 continue
-            # None means that this GPU cannot be read now, which its next sample reports. The order has not changed.
+            # None means that this GPU cannot be read now, which its next sample reports. The order
+            # has not changed.
             uuid = _uuid_of(gpu.index)
             if uuid is not None and uuid != gpu.uuid:
                 return True
@@ -285,7 +303,8 @@ class NvmlReader:
     def _start(self) -> None:
         pynvml.nvmlInitWithFlags(_NO_GPUS_FLAG)
         self._started = True
-        self._driver = self._cuda = None  # the GPUs may be readable even if the versions are unknown
+        # the GPUs may be readable even if the versions are unknown
+        self._driver = self._cuda = None
         try:
             self._driver = call_first(("nvmlSystemGetDriverVersion",))
             version = call_first(("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion"))
@@ -298,7 +317,8 @@ class NvmlReader:
 
     def _stop(self) -> None:
         self._readable = []
-        # NVML must not be shut down while a thread is inside the driver: the driver would free memory that it uses.
+        # NVML must not be shut down while a thread is inside the driver: the driver would free
+        # memory that it uses.
         free = all([self._pcie.stop(), self._events.stop()])
         for gpu in self._gpus:
             gpu.close()
@@ -313,8 +333,11 @@ class NvmlReader:
                 self._note = codes.no_gpu_note(error.value)
 
     def _pid_max(self) -> int:
-        """The largest pid that the kernel assigns. The driver's pids are the host's, so a container's own limit
-        (Linux 6.14 and later) does not apply."""
+        """The largest pid that the kernel assigns.
+
+        The driver's pids are the host's, so a container's own limit (Linux 6.14 and later) does not
+        apply.
+        """
         if self._biggest_pid is None:
             self._biggest_pid = _read_pid_max(self._proc_root)
         return self._biggest_pid

@@ -1,7 +1,8 @@
 """Reads the driver in a thread, so that a slow or hung driver delays only the GPUs' own numbers.
 
-A call into the driver cannot be interrupted. With a GPU in trouble it may take seconds or never return. Host memory, the
-run's progress and key presses must not wait for it, and the display must show how old the GPUs' numbers are.
+A call into the driver cannot be interrupted. With a GPU in trouble it may take seconds or never
+return. Host memory, the run's progress and key presses must not wait for it, and the display must
+show how old the GPUs' numbers are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from memtop.supervisor.monitor.nvml.reader import NvmlReading
 
 FRESH_SECONDS = 3.0
-"""A reading gets an age only if it is older than this: many GPUs behind a slow driver need more than one tick."""
+"""A reading gets an age only if it is older than this: many GPUs behind a slow driver need more
+than one tick."""
 PATIENCE_SECONDS = 0.25
 """How long one of many samples waits for its reading."""
 ONCE_SECONDS = 10.0
@@ -38,7 +40,10 @@ class Reader(Protocol[T_co]):
 
 
 class ReaderThread(Generic[T]):
-    """Calls the reader in a daemon thread, one read at a time. A hung driver does not block the program's end."""
+    """Calls the reader in a daemon thread, one read at a time.
+
+    A hung driver does not block the program's end.
+    """
 
     def __init__(self, reader: Reader[T], *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.newest: T | None = None
@@ -68,8 +73,9 @@ class ReaderThread(Generic[T]):
     def wait(self, seconds: float, *, fresh: bool = False) -> T | None:
         """The result of a read, or None if there is none within `seconds`.
 
-        If a read is under way, its result is returned, unless `fresh` asks for a read that begins after this call.
-        Raises what the reader raised: readers never raise for what the driver reports.
+        If a read is under way, its result is returned, unless `fresh` asks for a read that begins
+        after this call. Raises what the reader raised: readers never raise for what the driver
+        reports.
         """
         with self._changed:
             if not self.start():
@@ -90,7 +96,10 @@ class ReaderThread(Generic[T]):
         return self._monotonic() - (self._started if self.newest is None else self._finished)
 
     def close(self) -> None:
-        """End the thread and close the reader. If the driver hangs, the thread closes the reader once the driver returns."""
+        """End the thread and close the reader.
+
+        If the driver hangs, the thread closes the reader once the driver returns.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -128,7 +137,8 @@ class AgedReading(NamedTuple):
 
 
 class DriverThread:
-    """Gives each sample the newest reading of all GPUs, without waiting for the driver longer than `patience` seconds."""
+    """Gives each sample the newest reading of all GPUs, without waiting for the driver longer than
+    `patience` seconds."""
 
     def __init__(
         self,
@@ -141,7 +151,8 @@ class DriverThread:
         self.patience = patience
 
     def read(self) -> AgedReading:
-        """The present reading if the driver returns it within the patience, else the previous one with its age."""
+        """The present reading if the driver returns it within the patience, else the previous one
+        with its age."""
         if not self._thread.start():
             return AgedReading(NvmlReading(note=_NO_THREAD), None)
         self._thread.wait(self.patience)

@@ -1,4 +1,7 @@
-"""Describes the processes on the GPUs: owner, command, run, container. What cannot be known gets a reason."""
+"""Describes the processes on the GPUs: owner, command, run, container.
+
+What cannot be known gets a reason.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ _WHO = ("user", "name", "command")
 
 
 class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about one process. `identity` is None if the pid is not a living process that we can see."""
+    """What is known about one process.
+
+    `identity` is None if the pid is not a living process that we can see.
+    """
 
     pid: int
     identity: ProcessId | None = None
@@ -64,7 +70,8 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
     run_folder: str | None = None
     attempt: int | None = None
     run_elsewhere: bool = False
-    """The run's folder is in a file system that we do not see: the run belongs to a container, not to us."""
+    """The run's folder is in a file system that we do not see: the run belongs to a container, not
+    to us."""
     variables: dict[str, str] = {}
     """The environment variables that identify jobs, ranks and containers."""
     container: str | None = None
@@ -75,10 +82,13 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessDescriber:
-    """Describes the driver's pids and remembers the facts of each process. `holds` tests whether a process has GPUs open.
+    """Describes the driver's pids and remembers the facts of each process.
 
-    The driver reports pids of the machine's pid namespace. In a container the same pid may be an unrelated process. There,
-    a pid counts as the local process only if that process has the GPUs open on which the driver lists it.
+    `holds` tests whether a process has GPUs open.
+
+    The driver reports pids of the machine's pid namespace. In a container the same pid may be an
+    unrelated process. There, a pid counts as the local process only if that process has the GPUs
+    open on which the driver lists it.
     """
 
     def __init__(
@@ -99,8 +109,9 @@ class ProcessDescriber:
     def describe(self, pid: int, row: ProcessStat | None = None, minors: frozenset[int] = frozenset()) -> ProcessFacts:
         """All that is known about a pid that the driver reported.
 
-        Facts are remembered until the process ends, executes another program or changes its user. `row` saves reading the
-        stat file again. `minors` are the numbers N of the /dev/nvidiaN on which the driver lists the process, if known.
+        Facts are remembered until the process ends, executes another program or changes its user.
+        `row` saves reading the stat file again. `minors` are the numbers N of the /dev/nvidiaN on
+        which the driver lists the process, if known.
         """
         row = row or read_stat(pid, self._proc_root)
         if row is None:
@@ -138,7 +149,10 @@ class ProcessDescriber:
         return _zombie(row, self._proc_root, gone)
 
     def _not_found(self, pid: int) -> ProcessFacts:
-        """No such process is visible. It counts as gone at the second look, because the driver needs a moment to notice."""
+        """No such process is visible.
+
+        It counts as gone at the second look, because the driver needs a moment to notice.
+        """
         proven = self._trusted and self._sees_all
         gone = proven and pid in self._missing
         self._missing.add(pid)
@@ -159,7 +173,10 @@ def _not_found(pid: int, trusted: bool, proven: bool, gone: bool) -> ProcessFact
 
 
 def _zombie(row: ProcessStat, proc_root: Path, gone: bool) -> ProcessFacts:
-    """An ended process that is still in the table. It has no command line and no environment and ignores signals."""
+    """An ended process that is still in the table.
+
+    It has no command line and no environment and ignores signals.
+    """
     pid = row.identity.pid
     if row.threads > 1:
         reason = f"the main thread of process {pid} has ended, {row.threads - 1} of its threads are still ending"
@@ -183,7 +200,10 @@ def _zombie(row: ProcessStat, proc_root: Path, gone: bool) -> ProcessFacts:
 
 
 def describe_process(identity: ProcessId, proc_root: Path = PROC) -> ProcessFacts:
-    """Owner, name, command, start and run of a living process. What this user may not read is None, with the reason."""
+    """Owner, name, command, start and run of a living process.
+
+    What this user may not read is None, with the reason.
+    """
     pid = identity.pid
     owners, words, variables = owners_of(pid, proc_root), command_words(pid, proc_root), environment(pid, proc_root)
     row = read_stat(pid, proc_root)
@@ -223,7 +243,10 @@ def describe_process(identity: ProcessId, proc_root: Path = PROC) -> ProcessFact
 
 
 def _is_elsewhere(pid: int, folder: str, proc_root: Path) -> bool:
-    """Whether the process means another folder by this path than we do. Also True if we cannot find out."""
+    """Whether the process means another folder by this path than we do.
+
+    Also True if we cannot find out.
+    """
     try:
         if (proc_root / f"{pid}/ns/mnt").readlink() == (proc_root / "self/ns/mnt").readlink():
             return False
@@ -265,8 +288,9 @@ _WITH_NAME = (
 def container_of(cgroup: str, variables: Mapping[str, str], own_host: str) -> str | None:
     """The container, pod or batch job of a process. None if it is in none that can be recognized.
 
-    `cgroup` is the text of /proc/PID/cgroup, `variables` the readable part of its environment. `own_host` is the name of
-    this machine: HOSTNAME has this value in a pod on the host's network, where it is not the pod's name.
+    `cgroup` is the text of /proc/PID/cgroup, `variables` the readable part of its environment.
+    `own_host` is the name of this machine: HOSTNAME has this value in a pod on the host's network,
+    where it is not the pod's name.
     """
     paths = list(dict.fromkeys(line.split(":", 2)[2] for line in cgroup.splitlines() if line.count(":") >= 2))
     for read in (lambda path: _pod(path, variables, own_host), _with_id, _with_name, lambda path: _slurm(path, variables)):

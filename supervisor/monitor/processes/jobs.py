@@ -1,4 +1,7 @@
-"""Groups GPU processes into jobs: a launcher, its ranks and their loader workers. Uses only the rows of a process table."""
+"""Groups GPU processes into jobs: a launcher, its ranks and their loader workers.
+
+Uses only the rows of a process table.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 class Program(NamedTuple):
-    """The program that a process executes: command line, environment, and what they reveal. See `read_program`."""
+    """The program that a process executes: command line, environment, and what they reveal.
+
+    See `read_program`.
+    """
 
     words: tuple[str, ...] = ()
     variables: Mapping[str, str] = {}
@@ -72,7 +78,10 @@ _GroupKey = tuple[object, ...]
 
 
 class Grouping:
-    """Groups one table. `gpu` are the pids that compute on a GPU; `program` is called only for them and their relatives."""
+    """Groups one table.
+
+    `gpu` are the pids that compute on a GPU; `program` is called only for them and their relatives.
+    """
 
     def __init__(self, rows: Mapping[int, ProcessStat], gpu: frozenset[int], program: Callable[[int], Program]) -> None:
         self._rows = rows
@@ -97,14 +106,16 @@ class Grouping:
     # --- who leads ---
 
     def _group_of(self, pid: int) -> tuple[_GroupKey, int]:
-        """What the process has in common with the others of its job, and its topmost relative in the job."""
+        """What the process has in common with the others of its job, and its topmost relative in
+        the job."""
         program, uid = self._program(pid), self._rows[pid].file_uid
         if program.run is not None:
             return ("run", *program.run, uid), self._top_of_run(pid, program.run)
         top = self._top(pid)
         variables = program.variables
         tasks = variables.get("SLURM_NTASKS", "")
-        # All tasks of a Slurm step are children of the batch system's daemon. An interactive shell is no such step.
+        # All tasks of a Slurm step are children of the batch system's daemon. An interactive shell
+        # is no such step.
         if "SLURM_STEP_ID" in variables and tasks.isdecimal() and int(tasks) > 1 and "SLURM_PTY_PORT" not in variables:
             return ("slurm", variables.get("SLURM_JOB_ID", ""), variables["SLURM_STEP_ID"], uid), top
         return ("pid", self._rows[top].identity), top
@@ -143,11 +154,13 @@ class Grouping:
         return found
 
     def _is_fork(self, child: int, parent: int) -> bool:
-        """Whether the child runs the same program: forked by the parent, or started by its multiprocessing."""
+        """Whether the child runs the same program: forked by the parent, or started by its
+        multiprocessing."""
         mine = self._program(child)
         if self._rows[child].comm == "pt_data_worker" or mine.helper == "spawn" or roles.is_part_of_parent(mine.title):
             return True
-        # A script's subshells have the same command line as the script, and may run programs that are unrelated.
+        # A script's subshells have the same command line as the script, and may run programs that
+        # are unrelated.
         return bool(mine.words) and not mine.is_wrapper and mine.words == self._program(parent).words
 
     # --- who belongs to the job ---
@@ -158,7 +171,8 @@ class Grouping:
         for top in tops:
             pids |= dict.fromkeys(self._below(top, group, owned))
         if group[0] == "run" and self._rows[leader].session == leader:
-            # Loader workers of a rank that has died have another parent now, but are still in the run's session.
+            # Loader workers of a rank that has died have another parent now, but are still in the
+            # run's session.
             pids |= dict.fromkeys(pid for pid, row in self._rows.items() if row.session == leader and pid not in owned)
         living = [pid for pid in pids if not self._rows[pid].is_dead or pid in self._gpu]
         order = [leader, *sorted((pid for pid in living if pid != leader), key=self._start)]
@@ -176,7 +190,8 @@ class Grouping:
         found: list[int] = []
         waiting, seen = [top], {top}
         while waiting:
-            # The table is not read in one instant, so it may contain a circle: follow no process twice.
+            # The table is not read in one instant, so it may contain a circle: follow no process
+            # twice.
             below = [pid for pid in self._children.get(waiting.pop(), ()) if pid not in seen and owned.get(pid, group) == group]
             seen.update(below)
             waiting += below
@@ -232,7 +247,10 @@ class Grouping:
         return self._program(pid).helper != "forkserver" and self._is_fork(pid, parent)
 
     def _number_ranks(self, found: dict[int, str]) -> None:
-        """Launchers start their ranks in order. If no rank's number is known, the order gives it."""
+        """Launchers start their ranks in order.
+
+        If no rank's number is known, the order gives it.
+        """
         nameless = [pid for pid, role in found.items() if role == "rank"]
         numbered = any(role.startswith("rank ") for role in found.values())
         for place, pid in enumerate(sorted(nameless, key=self._start)):

@@ -1,6 +1,9 @@
-"""Reads /proc for one process: identity, stat row, environment, owner. Also reports which processes we can see.
+"""Reads /proc for one process: identity, stat row, environment, owner.
 
-A pid alone does not identify a process, because the kernel reuses pids. A pid together with the start time in clock ticks does.
+Also reports which processes we can see.
+
+A pid alone does not identify a process, because the kernel reuses pids. A pid together with the
+start time in clock ticks does.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ RUN_VARIABLE = "MEMTOP_RUN"
 ATTEMPT_VARIABLE = "MEMTOP_ATTEMPT"
 """Set next to it: the number of the attempt."""
 TRUST_VARIABLE = "MEMTOP_NVML_TRUST_PIDS"
-"""If 1, the driver's pids are local pids even if no process has a GPU device open. Used with a scripted driver."""
+"""If 1, the driver's pids are local pids even if no process has a GPU device open. Used with a
+scripted driver."""
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -60,12 +64,16 @@ class ProcessStat(NamedTuple):
 
     @property
     def guise(self) -> tuple[ProcessId, str, int, int]:
-        """While this value stays the same, so do the command line, the environment and the owner."""
+        """While this value stays the same, so do the command line, the environment and the
+        owner."""
         return self.identity, self.comm, self.environment_start, self.file_uid
 
 
 def read_stat(pid: int, proc_root: Path | str = PROC) -> ProcessStat | None:
-    """Read /proc/PID/stat, which takes about 10 µs. None if the process has ended or is hidden from this user (hidepid)."""
+    """Read /proc/PID/stat, which takes about 10 µs.
+
+    None if the process has ended or is hidden from this user (hidepid).
+    """
     try:
         descriptor = os.open(f"{proc_root}/{pid}/stat", os.O_RDONLY)
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -82,7 +90,8 @@ def read_stat(pid: int, proc_root: Path | str = PROC) -> ProcessStat | None:
     fields = raw[end + 2 :].split()
     return ProcessStat(
         ProcessId(pid, int(fields[19])),
-        raw[raw.index(b"(") + 1 : end].decode(errors="replace"),  # shown and sent as text, so it must be valid text
+        # shown and sent as text, so it must be valid text
+        raw[raw.index(b"(") + 1 : end].decode(errors="replace"),
         fields[0] in _DEAD_STATES,
         int(fields[1]),
         int(fields[3]),
@@ -119,7 +128,8 @@ def is_alive(process: ProcessId, proc_root: Path | str = PROC) -> bool:
 
 
 def own_family(pid: int | None = None, proc_root: Path = PROC) -> frozenset[int]:
-    """The pids of this process and all its ancestors up to pid 1. memtop never ends one of these."""
+    """The pids of this process and all its ancestors up to pid 1. memtop never ends one of
+    these."""
     family = {0, 1}
     current = os.getpid() if pid is None else pid
     while current not in family:
@@ -129,7 +139,10 @@ def own_family(pid: int | None = None, proc_root: Path = PROC) -> frozenset[int]
 
 
 class Owners(NamedTuple):
-    """Real and effective user id. They differ in setuid programs and in servers that act for other users."""
+    """Real and effective user id.
+
+    They differ in setuid programs and in servers that act for other users.
+    """
 
     real: int
     effective: int
@@ -151,7 +164,10 @@ def _read_bytes(path: str) -> bytes:
 
 
 def environment(pid: int, proc_root: Path | str = PROC) -> dict[str, str] | None:
-    """The environment that the process was started with. None if it cannot be read or the process has ended."""
+    """The environment that the process was started with.
+
+    None if it cannot be read or the process has ended.
+    """
     try:
         raw = _read_bytes(f"{proc_root}/{pid}/environ")
     except OSError:
@@ -165,7 +181,10 @@ def _pairs(raw: bytes) -> dict[str, str]:
 
 
 def whole_number(text: str | None) -> int | None:
-    """The number in an environment variable. None if the text is no decimal number of at most nine digits."""
+    """The number in an environment variable.
+
+    None if the text is no decimal number of at most nine digits.
+    """
     return int(text) if text is not None and text.isascii() and text.isdecimal() and len(text) < 10 else None
 
 
@@ -197,7 +216,10 @@ def environment_of(identity: ProcessId, proc_root: Path = PROC) -> dict[str, str
 
 
 def command_words(pid: int, proc_root: Path | str = PROC) -> tuple[str, ...] | None:
-    """The command line, empty for kernel threads. None if it cannot be read or the process has ended."""
+    """The command line, empty for kernel threads.
+
+    None if it cannot be read or the process has ended.
+    """
     try:
         text = _read_bytes(f"{proc_root}/{pid}/cmdline").decode(errors="replace")
     except OSError:
@@ -208,13 +230,17 @@ def command_words(pid: int, proc_root: Path | str = PROC) -> tuple[str, ...] | N
 
 
 def full_name(comm: str, words: tuple[str, ...]) -> str:
-    """The program's name. The kernel keeps 15 characters of it (`comm`); the command line has the rest."""
+    """The program's name.
+
+    The kernel keeps 15 characters of it (`comm`); the command line has the rest.
+    """
     first = words[0].rpartition("/")[2] if words else ""
     return first if len(comm) == _COMM_CHARACTERS and first.startswith(comm) else comm
 
 
 def in_host_pid_namespace(proc_root: Path = PROC) -> bool:
-    """True if our pids are the machine's pids, so that the driver and memtop mean the same process by a pid."""
+    """True if our pids are the machine's pids, so that the driver and memtop mean the same process
+    by a pid."""
     try:
         return str((proc_root / "self/ns/pid").readlink()) == _FIRST_PID_NAMESPACE
     except OSError:
@@ -222,7 +248,10 @@ def in_host_pid_namespace(proc_root: Path = PROC) -> bool:
 
 
 def hidepid(proc_root: Path = PROC) -> str | None:
-    """How this mount of /proc hides other users' processes (`invisible`, `2`, ...). None if it hides none."""
+    """How this mount of /proc hides other users' processes (`invisible`, `2`, ...).
+
+    None if it hides none.
+    """
     try:
         mounts = (proc_root / "self/mountinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -230,7 +259,8 @@ def hidepid(proc_root: Path = PROC) -> str | None:
     found = None
     for line in mounts:
         words = line.split()
-        # The fifth word is the mount point, the last word holds the file system's options. Later mounts cover earlier ones.
+        # The fifth word is the mount point, the last word holds the file system's options. Later
+        # mounts cover earlier ones.
         if len(words) > 6 and words[4] == str(proc_root):
             options = dict(option.partition("=")[::2] for option in words[-1].split(","))
             mode = options.get("hidepid", "0")
@@ -239,10 +269,12 @@ def hidepid(proc_root: Path = PROC) -> str | None:
 
 
 def sees_all_pids(proc_root: Path = PROC) -> bool:
-    """True if we see every process of the machine: we are in its pid namespace, and /proc hides none from us."""
+    """True if we see every process of the machine: we are in its pid namespace, and /proc hides
+    none from us."""
     if not in_host_pid_namespace(proc_root):
         return False
-    # Process 1 is root's. A user who sees it in spite of hidepid (root, or its group) sees every process.
+    # Process 1 is root's. A user who sees it in spite of hidepid (root, or its group) sees every
+    # process.
     first = read_stat(1, proc_root)
     return first is not None and (os.geteuid() == 0 or hidepid(proc_root) is None)
 
@@ -253,7 +285,9 @@ def boot_time() -> float:
 
 
 def holds_gpu(pid: int, minors: frozenset[int] = frozenset(), proc_root: Path = PROC) -> bool | None:
-    """Whether the process has all these GPUs open (N of /dev/nvidiaN). None if this user may not know.
+    """Whether the process has all these GPUs open (N of /dev/nvidiaN).
+
+    None if this user may not know.
 
     Without `minors`, any NVIDIA device or a loaded CUDA driver counts.
     """

@@ -1,4 +1,7 @@
-"""What a command line reveals about a program: launcher, shell, loader worker, script. Pure functions of text."""
+"""What a command line reveals about a program: launcher, shell, loader worker, script.
+
+Pure functions of text.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +46,18 @@ _PYTHON_FLAGS_WITH_VALUE = frozenset({"-W", "-X"})
 
 
 def program(words: tuple[str, ...]) -> str:
-    """The name of the program file. If the program has written a title, the first word of the title."""
+    """The name of the program file.
+
+    If the program has written a title, the first word of the title.
+    """
     first = words[0].split(" ", 1)[0].rstrip(":") if words else ""
     # The name of a login shell begins with a dash.
     return first.rpartition("/")[2].lstrip("-")
 
 
 def script(words: tuple[str, ...]) -> tuple[str | None, bool]:
-    """What a Python interpreter runs: (path or module, whether it is a module). (None, False) for other programs."""
+    """What a Python interpreter runs: (path or module, whether it is a module). (None, False) for
+    other programs."""
     if not words or not _PYTHON.match(program(words)):
         return None, False
     rest = iter(words[1:])
@@ -79,7 +86,8 @@ def is_launcher(words: tuple[str, ...]) -> bool:
 
 
 def is_host(words: tuple[str, ...], name: str) -> bool:
-    """Whether other programs are started from it without being part of it: terminal, service, notebook, editor."""
+    """Whether other programs are started from it without being part of it: terminal, service,
+    notebook, editor."""
     found, is_module = script(words)
     if found is not None:
         file = PurePosixPath(found).stem if not is_module else found
@@ -94,7 +102,8 @@ def is_wrapper(words: tuple[str, ...], name: str) -> bool:
 
 
 def multiprocessing_helper(words: tuple[str, ...]) -> str | None:
-    """spawn | forkserver | resource_tracker if Python's multiprocessing started the program, else None."""
+    """spawn | forkserver | resource_tracker if Python's multiprocessing started the program, else
+    None."""
     for flag, code in pairwise(words):
         if flag == "-c":
             found = _MULTIPROCESSING.match(code)
@@ -103,7 +112,8 @@ def multiprocessing_helper(words: tuple[str, ...]) -> str | None:
 
 
 def title_role(words: tuple[str, ...], name: str) -> str | None:
-    """The role in the title that a program has written: engines and workers of vLLM and SGLang, Ray's workers."""
+    """The role in the title that a program has written: engines and workers of vLLM and SGLang,
+    Ray's workers."""
     title = words[0] if words else name
     if title.startswith("ray::"):
         return RAY_WORKER
@@ -117,7 +127,10 @@ def title_role(words: tuple[str, ...], name: str) -> str | None:
 
 
 def is_part_of_parent(title: str | None) -> bool:
-    """Engines and workers belong to the server that started them. Ray's workers belong to no single parent."""
+    """Engines and workers belong to the server that started them.
+
+    Ray's workers belong to no single parent.
+    """
     return title is not None and title != RAY_WORKER
 
 

@@ -1,4 +1,5 @@
-"""Signals one process and no other: opens a pidfd, then compares start time and owner before it sends."""
+"""Signals one process and no other: opens a pidfd, then compares start time and owner before it
+sends."""
 
 from __future__ import annotations
 
@@ -43,10 +44,12 @@ class Kernel:
         signal.pidfd_send_signal(descriptor, number)
 
     def wait(self, descriptors: Collection[int], seconds: float) -> set[int]:
-        """Wait at most `seconds` until a process has ended, and return the descriptors of all that have."""
+        """Wait at most `seconds` until a process has ended, and return the descriptors of all that
+        have."""
         poller = select.poll()
         for descriptor in descriptors:
-            # A pidfd becomes readable when the process has ended, even while its parent has not collected it.
+            # A pidfd becomes readable when the process has ended, even while its parent has not
+            # collected it.
             poller.register(descriptor, select.POLLIN)
         return {descriptor for descriptor, _ in poller.poll(max(0.0, seconds) * 1000)}
 
@@ -81,7 +84,10 @@ def open_process(identity: ProcessId, kernel: Kernel = KERNEL) -> int:
 
 
 def check_owner(pid: int, kernel: Kernel = KERNEL) -> None:
-    """Raise SignalRefused unless the process belongs to this user and has only this user's rights. Applies to root, too."""
+    """Raise SignalRefused unless the process belongs to this user and has only this user's rights.
+
+    Applies to root, too.
+    """
     owners = kernel.owners(pid)
     if owners is None:
         raise ProcessGone(f"process {pid} has already ended")
@@ -93,7 +99,10 @@ def check_owner(pid: int, kernel: Kernel = KERNEL) -> None:
 
 
 def send_signal(descriptor: int, pid: int, number: signal.Signals, kernel: Kernel = KERNEL) -> None:
-    """Send a signal through a pidfd. Raises ProcessGone, or SignalRefused with the kernel's reason."""
+    """Send a signal through a pidfd.
+
+    Raises ProcessGone, or SignalRefused with the kernel's reason.
+    """
     try:
         kernel.send(descriptor, number)
     except ProcessLookupError:
@@ -103,7 +112,10 @@ def send_signal(descriptor: int, pid: int, number: signal.Signals, kernel: Kerne
 
 
 def signal_process(identity: ProcessId, number: signal.Signals) -> None:
-    """Send a signal to this process and no other. Raises ProcessGone or SignalRefused with the reason."""
+    """Send a signal to this process and no other.
+
+    Raises ProcessGone or SignalRefused with the reason.
+    """
     descriptor = open_process(identity)
     try:
         send_signal(descriptor, identity.pid, number)

@@ -1,4 +1,5 @@
-"""All processes of the machine: the process table, the processes of a run, a process tree, CPU shares, resident bytes."""
+"""All processes of the machine: the process table, the processes of a run, a process tree, CPU
+shares, resident bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from memtop.supervisor.monitor.processes.proc import (
 )
 
 _TURNS = 5
-"""A process that is not wanted is read at every fifth look, because reading all processes is expensive."""
+"""A process that is not wanted is read at every fifth look, because reading all processes is
+expensive."""
 
 
 def all_pids(proc_root: Path | str = PROC) -> Iterator[int]:
@@ -33,7 +35,10 @@ def all_pids(proc_root: Path | str = PROC) -> Iterator[int]:
 
 
 class ProcessTable:
-    """All processes that this user can see, by pid. New and wanted processes are read at every look."""
+    """All processes that this user can see, by pid.
+
+    New and wanted processes are read at every look.
+    """
 
     def __init__(self, proc_root: Path = PROC) -> None:
         self._root = str(proc_root)
@@ -99,7 +104,10 @@ class TreeProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def process_tree(pid: int, proc_root: Path = PROC) -> list[TreeProcess] | None:
-    """The process and all its living descendants, itself first. None if there is no such process."""
+    """The process and all its living descendants, itself first.
+
+    None if there is no such process.
+    """
     rows = {one: row for one in all_pids(proc_root) if (row := read_stat(one, proc_root)) is not None}
     if pid not in rows:
         return None
@@ -113,9 +121,11 @@ def _tree_process(row: ProcessStat, proc_root: Path) -> TreeProcess:
 
 
 def run_processes(run_folder: str, attempt: int | None = None, proc_root: Path = PROC) -> list[ProcessId]:
-    """All living processes that were started for this run (or for one attempt of it), in order of pid.
+    """All living processes that were started for this run (or for one attempt of it), in order of
+    pid.
 
-    The environment of a process proves it. Processes whose environment this user may not read are not found.
+    The environment of a process proves it. Processes whose environment this user may not read are
+    not found.
     """
     found = []
     for pid in all_pids(proc_root):
@@ -139,7 +149,9 @@ class CpuMeter:
         self._last: dict[ProcessId, tuple[float, int]] = {}
 
     def update(self, rows: Iterable[ProcessStat], now: float) -> Mapping[ProcessId, float]:
-        """CPU time as a fraction of one core, by process. Processes seen for the first time are left out.
+        """CPU time as a fraction of one core, by process.
+
+        Processes seen for the first time are left out.
 
         `now` is monotonic seconds.
         """
@@ -157,8 +169,8 @@ class CpuMeter:
 def resident_bytes(pids: Iterable[int], proc_root: Path | str = PROC) -> int | None:
     """Resident bytes of these processes together. None if none can be read.
 
-    This is the sum of their private pages plus the largest shared part, so that libraries and data-loader batches in shared
-    memory are counted only once.
+    This is the sum of their private pages plus the largest shared part, so that libraries and
+    data-loader batches in shared memory are counted only once.
     """
     private = shared = 0
     found = False

@@ -1,1 +1,1 @@
-"""The control socket: its server, its clients, and what is published over it."""
+"""The control socket: its server, its clients, and the stream to subscribers."""

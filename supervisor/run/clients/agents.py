@@ -1,4 +1,4 @@
-"""The agents of the present attempt that are connected, and calls to them."""
+"""The connected agents of the present attempt, and the commands sent to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memtop.supervisor.run.events import AgentAnswer
 
 
 class Agents:
-    """Connected ranks, and the commands they have not answered yet."""
+    """The connected ranks, and the commands that they have not answered yet."""
 
     def __init__(self) -> None:
         self._peers: dict[int, Peer] = {}
@@ -23,15 +23,18 @@ class Agents:
         return set(self._peers)
 
     def reset(self) -> None:
-        """A new attempt starts: earlier agents no longer count."""
+        """A new attempt starts: earlier agents do not count any more."""
         self._peers.clear()
         for rank, future in self._open.values():
             _fail(future, rank, "the training process ended before it answered")
         self._open.clear()
 
     def receive(self, peer: Peer, message: dict[str, Any], attempt: int) -> int | None:
-        """Take a greeting or an answer from an agent. Returns the rank that has just connected; greetings of processes of an
-        earlier attempt are ignored."""
+        """Take a greeting or an answer from an agent.
+
+        Returns the rank that has just connected; greetings of processes of an earlier attempt are
+        ignored.
+        """
         if message.get("type") == "agent":
             peer.agent = message
             rank = message.get("rank")
@@ -56,11 +59,14 @@ class Agents:
         for number, (rank, future) in list(self._open.items()):
             if rank in ranks:
                 del self._open[number]
-                _fail(future, rank, "the training process went away before it answered")
+                _fail(future, rank, "the training process disconnected before it answered")
         return ranks
 
     async def call(self, name: str, ranks: set[int], values: dict[str, Any] | None = None) -> list[AgentAnswer]:
-        """Send a command (with values, where it has some) to these ranks; wait until each has answered or is gone."""
+        """Send a command with its values to these ranks.
+
+        Wait until each has answered or disconnected.
+        """
         futures = []
         for rank in sorted(ranks & self.ranks):
             number = next(self._ids)

@@ -1,4 +1,5 @@
-"""The other end of the control socket: for dashboards (asyncio) and for the command line (blocking)."""
+"""The client of the control socket, for dashboards (asyncio) and for the command line
+(blocking)."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class AsyncRunClient:
 
     @classmethod
     async def connect(cls, folder: Path) -> AsyncRunClient:
-        """Connect; NotRunningError if no supervisor listens."""
+        """Connect. Raises NotRunningError if no supervisor listens."""
         run, failure = RunFolder(folder), None
         for path in _sockets(run):
             try:
@@ -49,7 +50,7 @@ class AsyncRunClient:
         await self._writer.drain()
 
     async def receive(self) -> Message | None:
-        """The next message; None when the supervisor has closed the connection."""
+        """The next message. None when the supervisor has closed the connection."""
         try:
             line = await self._reader.readline()
         except ConnectionError:
@@ -67,9 +68,9 @@ def ask(
     on_accepted: Callable[[Answer], None] = lambda answer: None,
     until: Outcome = Outcome.DONE,
 ) -> Answer:
-    """Send one request and wait for its final answer (or its acceptance); RefusedError if refused or failed.
+    """Send one request and wait for its final answer (or its acceptance).
 
-    UsageError where what was asked for cannot be.
+    Raises RefusedError if it is refused or fails, UsageError if the request is wrong.
     """
     with _connected(folder) as connection:
         connection.sendall(msgspec.json.encode(make(1)) + b"\n")
@@ -84,13 +85,13 @@ def ask(
                     return message
                 if message.outcome in (Outcome.REFUSED, Outcome.FAILED):
                     raise UsageError(message.message) if message.usage else RefusedError(message.message)
-    raise NotRunningError(f"the supervisor of run {folder.name!r} went away: memtop watch {folder.name}")
+    raise NotRunningError(f"the supervisor of run {folder.name!r} ended: memtop watch {folder.name} starts a new one")
 
 
 def start_supervisor(folder: RunFolder, change: Change | None = None) -> int:
-    """Start a detached supervisor for the run and wait until it listens; its pid.
+    """Start a detached supervisor for the run and wait until it listens. Returns its pid.
 
-    `change` takes an ended run up again. What stops the supervisor from starting is raised as its own error.
+    `change` restarts an ended run. If the supervisor does not start, its error is raised.
     """
     argv = [sys.executable, "-m", "memtop.supervisor", str(folder.path)]
     if change is not None:
@@ -115,14 +116,17 @@ def start_supervisor(folder: RunFolder, change: Change | None = None) -> int:
 
 
 def revive(path: Path) -> bool:
-    """Start a new supervisor if the old one died while the trainer lives; True if one was started."""
+    """Start a new supervisor if the old one died while the trainer runs.
+
+    True if one was started.
+    """
     folder = RunFolder(path)
     if not needs_supervisor(folder) or RunLock(folder).is_held():
         return False
     try:
         start_supervisor(folder)
     except RunFolderError:
-        # Someone else was quicker: the lock is theirs, and the run has its supervisor.
+        # Another process was faster. It holds the lock, so the run has a supervisor.
         if RunLock(folder).is_held():
             return False
         raise
@@ -130,12 +134,13 @@ def revive(path: Path) -> bool:
 
 
 def _sockets(folder: RunFolder) -> Iterator[str]:
-    """Where the run's supervisor may listen: where it said so, then where one started from this shell would."""
+    """Where the run's supervisor may listen: the path in state.json, then the path that this
+    environment gives."""
     try:
         state = folder.state()
     except RunFolderError:
         state = None
-    # A run that was moved aside names the socket of the run that has its name now.
+    # The state of a run that was moved aside has the socket of the run that now has its name.
     told = state.socket if state is not None and state.run.folder == str(folder.path) else None
     if told:
         yield told
@@ -161,7 +166,7 @@ def _connected(folder: RunFolder) -> socket.socket:
 def _nobody(folder: RunFolder, error: OSError | None) -> NotRunningError:
     return NotRunningError(
         f"run {folder.name!r}: no supervisor listens ({(error and error.strerror) or error}); "
-        f"`memtop show {folder.name}` tells how it ended, `memtop restart {folder.name}` takes it up again"
+        f"`memtop show {folder.name}` shows how it ended, `memtop restart {folder.name}` continues it"
     )
 
 

@@ -1,4 +1,5 @@
-"""Tells the subscribers: state at most five times a second and at least once, metric rows and events as they come."""
+"""Sends news to the subscribers: the state at least once and at most five times a second, metric
+rows and events at once."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ _METRIC_FIELDS = tuple(name for name in Metric.__struct_fields__ if name != "att
 
 
 class Publisher:
-    """Collects what is new and sends it to every subscribed peer, encoded once."""
+    """Collects news and sends it to every subscribed peer. Each message is encoded once."""
 
     def __init__(
         self, ledger: Ledger, server: ControlServer, configurations: Callable[[], tuple[Configuration, ...]] = tuple
@@ -46,7 +47,7 @@ class Publisher:
         self._events: list[Event] = []
 
     def changed(self) -> None:
-        """The state is another than before."""
+        """The state has changed."""
         self._dirty = True
 
     def add_steps(self, attempt: int, steps: list[Step]) -> None:
@@ -54,7 +55,7 @@ class Publisher:
             self._rows.append(Metric(attempt=attempt, **{name: getattr(step, name) for name in _METRIC_FIELDS}))
 
     def take_back_from(self, update: int) -> None:
-        """A restart resumed before this update: later rows no longer count."""
+        """A restart resumed before this update: later rows do not count any more."""
         self._rows = [row for row in self._rows if row.update < update]
         self._reset_from = update if self._reset_from is None else min(update, self._reset_from)
 
@@ -62,13 +63,14 @@ class Publisher:
         self._events.append(event)
 
     def configurations_changed(self) -> None:
-        """One has begun or ended."""
+        """A configuration has begun or ended."""
         self._reconfigured = True
 
     def greet(self, peer: Peer, history: int, state: RunState, machine: MachineSnapshot | None) -> None:
-        """Start a subscription: the state, the newest metric rows and events, the machine's last hour; then what is new.
+        """Start a subscription: send the state, the newest metric rows and events, and the
+        machine's last hour.
 
-        Who wants no rows (`history` 0) wants no hour either.
+        With `history` 0 neither metric rows nor the last hour are sent.
         """
         self._flush_rows()
         peer.send(StateUpdate(run=state, machine=machine))
@@ -93,7 +95,10 @@ class Publisher:
             self._send(StateUpdate(run=state(), machine=machine))
 
     def state_file_due(self) -> bool:
-        """Whether state.json is old; what must be in it without delay is written at once, see `Supervisor.save_state`."""
+        """Whether state.json is old.
+
+        Urgent changes are written at once, see `Supervisor.save_state`.
+        """
         return time.monotonic() - self._file_written >= _STATE_FILE_SECONDS
 
     def state_file_written(self) -> None:

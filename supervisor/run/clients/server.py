@@ -1,4 +1,5 @@
-"""The control socket: accepts dashboards, commands and agents of the same user, and frames their messages."""
+"""The control socket: accepts connections of dashboards, commands and agents of the same user, and
+decodes their messages."""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.wire import Answer, Message, Outcome, Request
 
 _LINE_LIMIT = 1 << 20
-# A viewer that stopped reading must not make the supervisor grow.
+# A client that does not read must not make the supervisor's memory grow.
 _BACKLOG_LIMIT = 8 << 20
 _REQUEST = msgspec.json.Decoder(Request)
 _ENCODER = msgspec.json.Encoder()
 
 
 def socket_path(run_folder: Path) -> Path:
-    """Where the run's socket lies, in a folder that only this user can enter.
+    """The path of the run's socket, in a folder that only this user can enter.
 
-    Short whatever the run folder's path (the kernel allows 107 bytes), and always the same for a run, so that agents
-    find the next supervisor.
+    It is short whatever the run folder's path (the kernel allows 107 bytes). It is always the same
+    for a run, so that agents find the next supervisor.
     """
     base = os.environ.get("MEMTOP_SOCKET_DIR")
     parent = Path(base) if base else Path("/tmp") / f"memtop-{os.getuid()}"
@@ -55,14 +56,14 @@ class Peer:
         self._writer = writer
         self.subscribed = False
         self.has_screen = False
-        """It is a dashboard's."""
+        """Whether it is a dashboard."""
         self.agent: dict[str, Any] | None = None
-        """The agent's greeting (attempt, rank, pid), or None for a client."""
+        """The agent's greeting (attempt, rank, pid). None for a client."""
         self.pid = _credentials(writer)[0]
-        """The process at the other end, as the kernel tells it; 0 where it lies outside of the processes that we see."""
+        """The pid of the peer, as the kernel reports it. 0 if it is outside our pid namespace."""
 
     def send(self, message: Message | dict[str, Any]) -> None:
-        """Queue a message; a peer that does not read is cut off."""
+        """Queue a message. A peer that does not read is disconnected."""
         self.send_encoded(_ENCODER.encode(message) + b"\n")
 
     def send_encoded(self, line: bytes) -> None:
@@ -78,7 +79,10 @@ class Peer:
 
 
 class ControlServer:
-    """Listens on the run's socket. The callbacks run in the event loop, one message at a time per peer."""
+    """Listens on the run's socket.
+
+    The callbacks run in the event loop, one message of a peer at a time.
+    """
 
     def __init__(
         self,
@@ -96,12 +100,12 @@ class ControlServer:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        # Whoever holds the run's lock owns the socket: what lies there belongs to a supervisor that died.
+        # We hold the run's lock, so an existing socket belongs to a supervisor that has died.
         self.path.unlink(missing_ok=True)
         try:
             self._server = await asyncio.start_unix_server(self._serve, path=str(self.path), limit=_LINE_LIMIT)
         except OSError as error:
-            raise RunFolderError(f"{self.path}: no socket can be made there: {error.strerror}; set MEMTOP_SOCKET_DIR") from None
+            raise RunFolderError(f"{self.path}: cannot create a socket: {error.strerror}; set MEMTOP_SOCKET_DIR") from None
         self.path.chmod(0o600)
 
     async def close(self) -> None:
@@ -121,7 +125,7 @@ class ControlServer:
             while line := await reader.readline():
                 await self._dispatch(peer, line)
         except (ConnectionError, ValueError):
-            # The peer is gone, or sent a line beyond the limit: either way it is cut off.
+            # The peer is gone, or sent a line that is too long: disconnect it.
             pass
         finally:
             self.peers.discard(peer)
@@ -147,7 +151,7 @@ class ControlServer:
 
 
 def _credentials(writer: asyncio.StreamWriter) -> tuple[int, int]:
-    """Process and user at the other end when it connected."""
+    """Pid and user id of the peer when it connected."""
     connection = writer.get_extra_info("socket")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", credentials)

@@ -1,1 +1,1 @@
-"""How an attempt ended: the evidence collected while it ran, and the diagnosis drawn from it."""
+"""Why an attempt ended: the evidence that is collected while it runs, and the diagnosis."""

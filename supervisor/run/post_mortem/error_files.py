@@ -1,4 +1,4 @@
-"""torchrun's error files: what makes programs write them into the attempt's folder, and what they say."""
+"""torchrun's error files: makes programs write them into the attempt's folder, and reads them."""
 
 from __future__ import annotations
 
@@ -6,27 +6,31 @@ import os
 from pathlib import Path
 
 _NAME = "error.json"
-"""Of the program itself, where it writes one (torchrun: of the rank that failed first)."""
+"""The error file of the program itself. torchrun writes the error of the first rank that failed."""
 _RANKS = "torchelastic"
-"""Where torchrun puts a folder for each rank, with an error file of its own."""
+"""The folder in which torchrun creates a folder with an error file for each rank."""
 _BYTES = 1 << 18
 _MOST = 64
 
 
 def error_file_environment(attempt_folder: Path) -> dict[str, str]:
-    """What makes torchrun and programs that use its `record` write their error files where we look. What the user has set
-    himself stays."""
+    """The environment variables that make torchrun, and programs that use its `record`, write their
+    error files here.
+
+    Variables that the user has set stay unchanged.
+    """
     wanted = {
         "TORCHELASTIC_ERROR_FILE": str(attempt_folder / _NAME),
-        # The default of torchrun's --log-dir: below it every rank has a folder of its own.
+        # The default of torchrun's --log-dir, with one folder for each rank.
         "PET_LOG_DIR": str(attempt_folder / _RANKS),
     }
     return {name: value for name, value in wanted.items() if not os.environ.get(name)}
 
 
 def error_files(folder: Path) -> list[str]:
-    """The text of those that there are, the program's own first. Where torchrun itself has started the ranks again, those of
-    its last try: the program went on after the others."""
+    """The texts of all error files, the program's own first.
+
+    If torchrun itself has restarted the ranks, only the files of its last try count."""
     last = [max(run.glob("attempt_*"), key=_number, default=run) for run in sorted((folder / _RANKS).glob("*"))]
     paths = [folder / _NAME, *(path for tried in last for path in sorted(tried.glob(f"**/{_NAME}")))]
     found = []
@@ -35,7 +39,7 @@ def error_files(folder: Path) -> list[str]:
             with path.open("rb") as file:
                 found.append(file.read(_BYTES).decode(errors="replace"))
         except OSError:
-            continue  # none was written
+            continue  # no such file was written
     return found
 
 

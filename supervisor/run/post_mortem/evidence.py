@@ -1,6 +1,6 @@
-"""What the supervisor sees of one attempt while it lives, so that its end can be explained.
+"""Collects evidence while an attempt runs, so that its end can be explained.
 
-What a later supervisor could not see any more is kept in `attempts/NNNN/baseline.json`.
+What a later supervisor could not find out is stored in `attempts/NNNN/baseline.json`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from memtop.supervisor.run.record.folder import read_json, write_json
 CGROUPS = Path("/sys/fs/cgroup")
 _KEPT_SECONDS = 30.0
 _MOST_PIDS = 4096
-# A group's limits change rarely: they are looked up at every fifth sample.
+# The limits of a group change rarely, so they are read at every fifth sample.
 _RARELY = 5
 
 
 class Baseline(msgspec.Struct, kw_only=True):
-    """How things stood before the attempt took its part."""
+    """The state of the machine before the attempt used memory."""
 
     started: float
     """Seconds since the epoch."""
     gpu_used_bytes: dict[str, int] = {}
-    """By uuid, without what the run itself held."""
+    """By uuid, without the memory of the run itself."""
     address_space_bytes: int | None = None
-    """The least limit of address space that the run's processes were last seen with; None: none."""
+    """The lowest address-space limit of the run's processes. None: no limit."""
     groups: dict[str, tuple[KillCount, ...]] = {}
-    """By its path each memory group that a process of the run was found in: it and those above it, with their counters then."""
+    """By path, each memory group of the run's processes: the group and those above it, with their
+    OOM-kill counters at that time."""
 
 
 class Sight(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,25 +50,28 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True):
     shm_free_bytes: int | None
     gpu_free_bytes: dict[str, int]
     gpu_run_bytes: dict[str, int] = {}
-    """By uuid what the run's own processes held, where the driver tells it."""
+    """By uuid, the memory of the run's processes, if the driver reports it."""
 
 
 class Witness:
-    """Follows one attempt. `folder` is the attempt's; one that a supervisor left behind goes on there."""
+    """Follows one attempt.
+
+    `folder` is the attempt's folder, which may contain the baseline of an earlier supervisor.
+    """
 
     def __init__(self, folder: Path, started: float, machine: MachineSnapshot | None = None) -> None:
         self.pids: set[int] = set()
         self.host_limit_bytes: int | None = None
         self.in_own_group = False
-        """The program's memory is limited by another group than the supervisor's own."""
+        """The program's memory is limited by another group than the supervisor's."""
         self._path = folder / "baseline.json"
         self._sights: deque[Sight] = deque()
         self._address_spaces: dict[int, int | None] = {}
-        """The limit that each process was last seen with."""
+        """The last known limit of each process."""
         self._own: dict[int, str] = {}
-        """The group that each process was last seen in, as /proc words it."""
+        """The last known group of each process, as in /proc/PID/cgroup."""
         self._groups: dict[str, str] = {}
-        """The first path of each such group."""
+        """The path of each such group."""
         self._reader: CgroupReader | None = None
         self._samples = 0
         self.baseline = self._read(started)
@@ -80,21 +84,24 @@ class Witness:
 
     def _read(self, started: float) -> Baseline:
         if self._path.exists():
-            with contextlib.suppress(RunFolderError):  # damaged: what it knew is lost, what is seen from now on is not
+            with contextlib.suppress(RunFolderError):  # damaged: start with a new baseline
                 return read_json(self._path, Baseline)
         return Baseline(started=started)
 
     def _write(self) -> None:
         with contextlib.suppress(RunFolderError):
-            # A full disk costs a later supervisor what this one knows, not the run.
+            # On a full disk a later supervisor lacks this evidence, but the run continues.
             write_json(self._path, self.baseline)
 
     def look(self, pid: int) -> None:
-        """Note in which memory group a process of the run is. Called often: a group can be entered, filled and left quickly."""
+        """Note the memory group of a process.
+
+        Called often, because a process may use a group only for a short time.
+        """
         try:
             lines = (PROC / str(pid) / "cgroup").read_text()
         except OSError:
-            return  # it has ended: it stays in the group where it was last seen
+            return  # it has ended: its last known group stays
         if self._own.get(pid) == lines:
             return
         self._note_address_space(pid)
@@ -111,7 +118,10 @@ class Witness:
 
     @property
     def address_space_bytes(self) -> int | None:
-        """The run's processes inherit this one's limit, where none of them could be looked at."""
+        """The address-space limit of the run.
+
+        If no process could be read, they have inherited the supervisor's limit.
+        """
         known = self.baseline.address_space_bytes
         return _own_address_space() if known is None and not self._address_spaces else known
 
@@ -119,14 +129,14 @@ class Witness:
         try:
             self._address_spaces[pid] = address_space(pid)
         except OSError:
-            return  # it has ended, or is another user's: what was last seen of it stays
+            return  # it has ended, or belongs to another user: its last known limit stays
         least = min((limit for limit in self._address_spaces.values() if limit is not None), default=None)
         if least != self.baseline.address_space_bytes:
             self.baseline.address_space_bytes = least
             self._write()
 
     def sample(self, machine: MachineSnapshot, members: Iterable[int], trainer: int | None) -> None:
-        """Take one sample of the machine in while the program lives."""
+        """Add a sample of the machine while the program runs."""
         members = set(members)
         if len(self.pids) < _MOST_PIDS:
             self.pids |= members
@@ -157,7 +167,10 @@ class Witness:
             self._sights.popleft()
 
     def _group_fraction(self, machine: MachineSnapshot, trainer: int | None) -> float | None:
-        """How full the program's own group is: it may be another than ours, which the machine's sample tells of."""
+        """How full the program's group is.
+
+        It may be another group than ours, which is in the machine's sample.
+        """
         self.host_limit_bytes = machine.host.limit_bytes or machine.host.total_bytes
         if trainer is None:
             return None
@@ -179,18 +192,22 @@ class Witness:
         return tuple(self._sights)
 
     def kills(self) -> int | None:
-        """How many processes the kernel has killed for memory in the run's groups since it was first seen there, as it counts
-        now; None if that cannot be known."""
+        """How many processes the kernel has OOM-killed in the run's groups since the run used them.
+
+        None if unknown.
+        """
         self._kills.read(time.time())
         return self._kills.count(self._own_groups())
 
     def killed_near(self, end: float) -> bool | None:
-        """Whether one of those that `kills` has counted was shortly before `end` (seconds since the epoch); None if that cannot
-        be known."""
+        """Whether one of these kills happened shortly before `end` (seconds since the epoch).
+
+        None if unknown.
+        """
         return self._kills.near(self._own_groups(), end)
 
     def _own_groups(self) -> set[str]:
-        """Where the run's processes are, or were last seen."""
+        """The groups in which the run's processes are or were last."""
         own = {self._groups[lines] for lines in tuple(self._own.values()) if self._groups.get(lines)}
         return own or set(self.baseline.groups)
 
@@ -199,23 +216,26 @@ def _readable(lines: str) -> list[KillCount]:
     try:
         return kill_counts(PROC, CGROUPS, lines)
     except (OSError, ValueError):
-        return []  # the hierarchy may not be read here: its counters are not known
+        return []  # the hierarchy cannot be read here, so its counters are unknown
 
 
 def address_space(pid: int) -> int | None:
-    """The process's limit of address space (RLIMIT_AS) in bytes; None: unlimited. OSError where it may not be read."""
+    """The process's address-space limit (RLIMIT_AS) in bytes.
+
+    None: unlimited. Raises OSError if it cannot be read.
+    """
     lines = (PROC / str(pid) / "limits").read_text().splitlines()
     words = next((line.split() for line in lines if line.startswith("Max address space")), [])
     return int(words[3]) if len(words) > 3 and words[3].isdecimal() else None
 
 
 def address_room(pid: int) -> int | None:
-    """What the process may still map, in bytes; None: as much as it likes, or it may not be read."""
+    """How many bytes the process may still map. None: unlimited or unknown."""
     try:
         limit = address_space(pid)
         mapped = 0 if limit is None else int((PROC / str(pid) / "statm").read_text().split()[0]) * resource.getpagesize()
     except (OSError, IndexError):
-        return None  # it has ended, or is another user's
+        return None  # it has ended, or belongs to another user
     return None if limit is None else max(0, limit - mapped)
 
 
@@ -225,7 +245,7 @@ def _own_address_space() -> int | None:
 
 
 def gpus_without(machine: MachineSnapshot, pids: Iterable[int]) -> dict[str, int]:
-    """By uuid what is taken of each GPU, less what these processes hold."""
+    """By uuid, the used memory of each GPU without that of these processes."""
     pids = frozenset(pids)
 
     def used(gpu: GpuSample) -> int | None:
@@ -237,5 +257,5 @@ def gpus_without(machine: MachineSnapshot, pids: Iterable[int]) -> dict[str, int
 
 
 def _held(gpu: GpuSample, pids: Container[int]) -> int:
-    """What these processes hold of it, as far as the driver tells."""
+    """The memory of these processes on the GPU, as far as the driver reports it."""
     return sum(row.used_bytes or 0 for row in gpu.processes if row.pid in pids)

@@ -1,4 +1,4 @@
-"""From what is known of an attempt's end to a diagnosis: gathers the evidence; what it means is `supervisor.diagnosis`'s."""
+"""Diagnoses the end of an attempt: gathers the evidence and gives it to `supervisor.diagnosis`."""
 
 from __future__ import annotations
 
@@ -23,36 +23,38 @@ from memtop.supervisor.run.post_mortem.log_end import first_dead_rank
 from memtop.supervisor.run.post_mortem.oom_kills import RELATED_SECONDS
 from memtop.supervisor.run.reports import Oom
 
-# A disk with less than this free takes no output and no exit file.
+# With less free space than this, neither output nor the exit file can be written.
 _FULL_BYTES = 1 << 20
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True):
-    """How an attempt ended, as far as the supervisor has it at hand."""
+    """What the supervisor knows about the end of an attempt."""
 
     folder: Path
     log: Path
     state_folder: Path
-    """Where states are saved: whose disk counts."""
+    """Where states are saved. The free space of this disk counts."""
     ended: float
     status: int | None
     asked_to_stop: bool
     settings: Settings | None
     reports: Sequence[tuple[int, Oom]]
-    """The `oom` reports of the attempt with their ranks."""
+    """The `oom` reports of the attempt, with their ranks."""
     newest_step: float | None = None
     """When the last update was reported, in seconds since the epoch."""
 
 
 def examine(end: End, witness: Witness) -> Diagnosis:
-    """Why it ended. Reads the whole log: to be called in a thread.
+    """Why the attempt ended. Reads the whole log, so call it in a thread.
 
-    Never raises: whatever a log holds must not end the supervisor. An error of ours becomes a diagnosis that names it.
+    Never raises, because no log must end the supervisor. An error in memtop becomes a diagnosis
+    that names it.
     """
     try:
         return _examine(end, witness)
     except Exception as error:  # noqa: BLE001 - which error we have not foreseen, nobody knows
-        with contextlib.suppress(OSError):  # the disk of the supervisor's own output may be full; the diagnosis tells it, too
+        # the disk of the supervisor's log may be full; the diagnosis also contains the error
+        with contextlib.suppress(OSError):
             traceback.print_exc()
         return _not_examined(end, error)
 
@@ -64,7 +66,7 @@ def _not_examined(end: End, error: Exception) -> Diagnosis:
         kind=Kind.NOT_MEMORY,
         reason=f"not_examined ({words})",
         confidence=0.1,
-        summary=f"Why the program ended could not be found out: memtop itself failed over {end.log} ({words}).",
+        summary=f"memtop could not find out why the program ended: an error occurred while it read {end.log} ({words}).",
         source="exit_status",
         evidence=tuple(f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}: {words}" for frame in place),
     )
@@ -75,19 +77,20 @@ def _examine(end: End, witness: Witness) -> Diagnosis:
     try:
         found = diagnose_file(end.log, evidence)
     except OSError:
-        found = diagnose((), evidence)  # it wrote none, or it is gone: all else still speaks
+        found = diagnose((), evidence)  # there is no log: use the other evidence
     free = evidence.disk_free_bytes
     if found.reason == "no_evidence" and evidence.exit_status is None and free is not None and free < _FULL_BYTES:
         return _silenced(end.state_folder, free)
     first = first_dead_rank(end.log)
     if found.of_memory and found.rank is None and first is not None:
-        # The kernel names a process; torchrun knows whose it was.
+        # The kernel log has the pid, and torchrun's error files have its rank.
         found = msgspec.structs.replace(found, rank=first[0])
     return found
 
 
 def _silenced(folder: Path, free: int) -> Diagnosis:
-    """Nobody could write anything any more, not even the shim how the program ended: the full disk itself is the witness."""
+    """Nothing could be written any more, not even the exit status: the full disk itself is the
+    evidence."""
     summary = f"The disk of {folder} is full ({units.size(free)} free): neither states nor output could be written."
     return Diagnosis(
         kind=Kind.DISK_FULL,
@@ -95,12 +98,12 @@ def _silenced(folder: Path, free: int) -> Diagnosis:
         summary=summary,
         phase="save",
         source="samples",
-        evidence=(f"{units.size(free)} free on the run's disk", "no exit status and no words were written"),
+        evidence=(f"{units.size(free)} free on the run's disk", "no exit status and no message was written"),
     )
 
 
 def evidence_of(end: End, witness: Witness) -> Evidence:
-    """All that speaks beside the log."""
+    """All evidence except the log."""
     sights = witness.sights
     fractions = [sight.host_fraction for sight in sights if sight.host_fraction is not None]
     shm = [sight.shm_free_bytes for sight in sights if sight.shm_free_bytes is not None]
@@ -133,19 +136,23 @@ def _not_survived(end: End) -> Iterator[OomRecord]:
         record = oom_record(rank, report)
         if record is None or record.survived:
             continue
-        # Of a thread's failure nobody knows; updates after it say that the program could do without the thread.
+        # It is unknown whether the failure of a thread ended the program. Later updates show that
+        # it did not.
         if record.survived is False or end.newest_step is None or record.time > end.newest_step:
             yield record
 
 
 def _most_held(sights: Sequence[Sight]) -> dict[str, int]:
-    """By uuid the most that the run's processes were seen to hold: when it ended, some of them may have been gone already."""
+    """By uuid, the most memory that the run's processes held.
+
+    At the end some of them may already have been gone.
+    """
     uuids = {uuid for sight in sights for uuid in sight.gpu_run_bytes}
     return {uuid: max(sight.gpu_run_bytes.get(uuid, 0) for sight in sights) for uuid in uuids}
 
 
 def oom_record(rank: int, report: Oom) -> OomRecord | None:
-    """The evidence in an `oom` report; None where it lacks its time or its words."""
+    """The evidence in an `oom` report. None if it has no time or no message."""
     if report.time is None or report.message is None or report.error is None:
         return None
     names = (name for name in OomRecord.__struct_fields__ if name != "rank")
@@ -153,24 +160,24 @@ def oom_record(rank: int, report: Oom) -> OomRecord | None:
 
 
 def model_config(settings: Settings) -> dict[str, Any] | None:
-    """The model's configuration; None where only the trainer can know it (a hub name)."""
+    """The model's configuration. None if only the trainer can know it (a hub name)."""
     config, path = settings.model.get("config"), settings.model.get("path")
     if config is None and isinstance(path, str):
         try:
             config = msgspec.json.decode((Path(path) / "config.json").read_bytes())
         except (OSError, msgspec.DecodeError):
-            return None  # no folder, or nothing that could be read
+            return None  # no such folder, or it cannot be read
     return config if isinstance(config, dict) else None
 
 
 def vocabulary(settings: Settings) -> int | None:
-    """V of the model; None where only the trainer can know it."""
+    """The model's vocabulary size. None if only the trainer can know it."""
     size = (model_config(settings) or {}).get("vocab_size")
     return size if isinstance(size, int) else None
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Of the disk where the folder lies."""
+    """The free bytes of the folder's disk."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:

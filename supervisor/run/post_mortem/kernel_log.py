@@ -1,4 +1,4 @@
-"""Reads the kernel's own log for what it killed for lack of memory."""
+"""Reads OOM kills from the kernel's log."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from collections import deque
 
 _WANTED = re.compile(r"oom-kill|oom_kill|out of memory|killed process|memory cgroup", re.IGNORECASE)
 _MOST_LINES = 64
-# Two clocks are compared.
+# A margin, because two clocks are compared.
 _MARGIN_SECONDS = 1.0
 
 
 def kernel_lines(since: float, until: float, now: float, path: str = "/dev/kmsg") -> tuple[str, ...]:
-    """What the kernel's log says of kills for memory between two moments (seconds since the epoch); empty where this user may
-    not read it. `now` is the present moment by the same clock."""
+    """The lines about OOM kills between two moments (seconds since the epoch).
+
+    Empty if this user may not read the log.
+
+    `now` is the present time of the same clock.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -27,9 +31,9 @@ def kernel_lines(since: float, until: float, now: float, path: str = "/dev/kmsg"
             try:
                 record = os.read(descriptor, 8192)
             except BrokenPipeError:
-                continue  # overwritten before we read it
+                continue  # overwritten before it was read
             except OSError:
-                break  # no more: it would have to wait
+                break  # no more lines: the next read would block
             if not record:
                 break
             head, _, text = record.decode(errors="replace").partition(";")

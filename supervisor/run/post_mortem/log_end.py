@@ -19,7 +19,8 @@ def read_log_end(log: Path) -> LogEnd:
 
 
 def first_dead_rank(log: Path) -> tuple[int, int] | None:
-    """The rank that ended first of several, and its exit status, from torchrun's summary at the end of the log."""
+    """The rank that ended first of several, and its exit status, from torchrun's summary at the end
+    of the log."""
     return _first_dead_rank(_tail(log))
 
 

@@ -1,4 +1,4 @@
-"""How often the kernel has killed for lack of memory in some groups, and when."""
+"""Counts the kernel's OOM kills in some cgroups, and when they happened."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ from pathlib import Path
 from memtop.supervisor.monitor.cgroup import KillCount, kills_in
 
 RELATED_SECONDS = 60.0
-"""A kill so long before the end of a program may have led to it: torchrun leaves the other ranks 30 s, and a process of many
-gigabytes takes its time to go."""
+"""A kill this many seconds before the end of a program may have caused it: torchrun gives the other
+ranks 30 s, and a large process needs some time to end."""
 _MOST_RISES = 64
 
 
 class KillWatch:
-    """Reads the counters again and again. Times are in seconds since the epoch."""
+    """Reads the counters repeatedly. Times are in seconds since the epoch."""
 
     def __init__(self) -> None:
         self._chains: dict[str, tuple[KillCount, ...]] = {}
-        """By its path each group: it and those above it, as they were last read."""
+        """By path, each group and those above it, as they were last read."""
         self._grown: dict[str, int] = {}
         self._read: dict[str, float | None] = {}
         self._rises: dict[str, deque[tuple[float | None, float]]] = {}
-        """When its counter rose: between the first moment (None: nobody looked before) and the second."""
+        """When its counter increased: between the first moment (None: not read before) and the
+        second."""
         self._silent: set[str] = set()
-        """Groups that could not be read the last time."""
-        # The sampling and the examination of the end may read at the same moment.
+        """Groups that could not be read last time."""
+        # The sampling and the post-mortem may read at the same time, in different threads.
         self._lock = threading.Lock()
 
     def follow(self, path: str, counts: tuple[KillCount, ...], since: float | None) -> None:
-        """Count in this group from these counters on; `since`: when they were read, None where that is not known."""
+        """Count in this group, starting from these counters.
+
+        `since`: when they were read, None if unknown.
+        """
         with self._lock:
             if path not in self._chains:
                 self._chains[path], self._grown[path], self._read[path] = counts, 0, since
@@ -52,13 +56,19 @@ class KillWatch:
                 self._chains[path], self._read[path] = _renewed(chain), now
 
     def count(self, paths: Iterable[str]) -> int | None:
-        """The most kills in one of these groups so far; None where none was seen and none of them can be read any more."""
+        """The most kills in one of these groups so far.
+
+        None if there was none and no group can be read any more.
+        """
         with self._lock:
             known = [path for path in paths if self._grown.get(path) or (path in self._chains and path not in self._silent)]
             return max((self._grown[path] for path in known), default=None)
 
     def near(self, paths: Collection[str], end: float) -> bool | None:
-        """Whether there was a kill in one of these groups shortly before `end`; None where it is not known when it was."""
+        """Whether a kill happened in one of these groups shortly before `end`.
+
+        None if the time is unknown.
+        """
         with self._lock:
             rises = [rise for path in paths for rise in self._rises.get(path, ())]
             silent = not paths or any(path in self._silent for path in paths)
@@ -73,8 +83,11 @@ class KillWatch:
 
 
 def _since(chain: tuple[KillCount, ...]) -> int | None:
-    """By how much the counter of a group has grown. One that is gone (a scope ends with its program) is answered for by the one
-    above it, where the kernel counts there as well."""
+    """By how much the counter of a group has increased.
+
+    If the group does not exist any more (a scope ends with its program), the group above it is
+    used, if it includes its kills.
+    """
     for before in chain:
         now = _kills(before)
         if now is not None:
@@ -85,7 +98,7 @@ def _since(chain: tuple[KillCount, ...]) -> int | None:
 
 
 def _renewed(chain: tuple[KillCount, ...]) -> tuple[KillCount, ...]:
-    """As the counters are now; groups that are gone are left out."""
+    """The present counters. Groups that do not exist any more are left out."""
     now = ((before, _kills(before)) for before in chain)
     return tuple(KillCount(path=before.path, version=before.version, kills=kills) for before, kills in now if kills is not None)
 

@@ -1,5 +1,8 @@
-"""Notices a program that ran out of memory and neither goes on nor ends: a rank that died leaves the others waiting for it, and
-a loader worker whose batch did not fit into /dev/shm lives on while its trainer waits for the batch."""
+"""Detects a program that ran out of memory and hangs.
+
+For example, other ranks wait for a rank that has died, or a trainer waits for a loader worker whose
+batch did not fit into /dev/shm.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,21 @@ _WORDS = re.compile(
 _BLOCK_BYTES = 1 << 20
 _TAIL_BYTES = 64 << 10
 SECONDS, FIRST_SECONDS = 30.0, 60.0
-"""How long nothing may be heard after such words, and before the first update, which takes longer than the others."""
+"""How many seconds without reports count as hanging after such a message, and before the first
+update, which takes longer."""
 _UPDATES, _PAUSES = 5.0, 3.0
-"""Programs with long updates are given the time of so many, and of so many times their longest pause so far."""
+"""Programs with long updates get the time of this many updates, or this many times their longest
+pause so far."""
 ASIDE_SECONDS = 600.0
-"""Beside updates: an evaluation or a save may take so long without a word. Of a program of the user's own nobody knows when it
-does such things."""
+"""An evaluation or a save may take this long without a report. For external commands it is unknown
+when they do this."""
 MOST_SECONDS = 3600.0
 
 
 class StallWatch:
-    """Reads the output of one attempt: what is new, and of what an earlier supervisor has left behind the end. Not to be called
-    for a program that is being stopped."""
+    """Reads the new output of one attempt, and the end of what an earlier supervisor has read.
+
+    Do not use it for a program that is being stopped."""
 
     def __init__(self, log: Path, monotonic: Callable[[], float]) -> None:
         self._log = log
@@ -40,27 +46,30 @@ class StallWatch:
         self._words = ""
 
     def look(self, heard: int, update_seconds: float | None, *, longest_pause: float = 0.0, aside: bool = False) -> str | None:
-        """The words after which nothing more came for too long, else None. `heard`: how many reports the program has made;
-        `update_seconds`: of its newest update, None before the first; `longest_pause`: seconds that it was silent before and
-        went on; `aside`: it may be at something else than an update."""
+        """The message after which nothing more was reported for too long, else None.
+
+        `heard`: number of reports so far. `update_seconds`: duration of the newest update, None
+        before the first. `longest_pause`: the longest time between two reports so far. `aside`: the
+        program may be evaluating or saving.
+        """
         before, words = self._offset, self._new_words()
         if words is not None:
             self._since, self._words, self._heard = self._monotonic(), words, heard
         elif self._since is not None and self._offset != before:
-            self._since = self._monotonic()  # it still says something
+            self._since = self._monotonic()  # the program still writes output
         if words is None and heard != self._heard:
-            # It goes on: whatever it was, it got over it.
+            # The program continues, so it has handled the error.
             self._since, self._heard = None, heard
-        # Of a program that never reports anything its silence says nothing.
+        # Silence of a program that never reports anything means nothing.
         if self._since is None or not heard:
             return None
         patience = _patience(update_seconds, longest_pause, aside=aside)
         return self._words if self._monotonic() - self._since > patience else None
 
     def is_of_memory(self) -> bool:
-        """Whether the end of the output, read as a whole, tells of a lack of memory, and not only mentions it.
+        """Whether the end of the output really is about a lack of memory.
 
-        Where it does not, the words are forgotten.
+        If not, the message is ignored.
         """
         with self._log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
@@ -71,14 +80,15 @@ class StallWatch:
         return False
 
     def _new_words(self) -> str | None:
-        """The newest line with such words in what was written since the last look (of very much only the end)."""
+        """The newest line with such a message in the new output (only in the end of it, if there is
+        very much)."""
         try:
             with self._log.open("rb") as file:
                 end = file.seek(0, 2)
                 file.seek(max(self._offset, end - _BLOCK_BYTES))
                 block = file.read(_BLOCK_BYTES)
         except OSError:
-            return None  # no output yet
+            return None  # there is there is no output yet
         self._offset = end
         lines = [line for line in block.splitlines() if _WORDS.search(line)]
         return lines[-1].decode(errors="replace").strip()[:300] if lines else None

@@ -1,1 +1,1 @@
-"""The programs of a run: launching, signalling and measuring them."""
+"""The processes of a run: starts, signals and measures them."""

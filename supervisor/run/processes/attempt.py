@@ -15,7 +15,8 @@ from memtop.supervisor.run.processes.process import alive, members, reap_childre
 from memtop.supervisor.run.record.folder import RunFolder, read_json
 from memtop.supervisor.run.stop_ladder import LEFTOVER_SECONDS
 
-# An exit file may just be being renamed; and a shim that nobody here has started may not have written itself down yet.
+# The exit file may just be renamed, and the shim of an adopted attempt may not have written its
+# process file yet.
 _GONE_SECONDS, _NEVER_SEEN_SECONDS = 1.0, 5.0
 
 
@@ -29,14 +30,17 @@ class ProcessFile(msgspec.Struct, frozen=True):
 
 
 class ExitFile(msgspec.Struct, frozen=True):
-    """`exit.json`, written by the shim: status is negative for a signal; ended in seconds since the epoch."""
+    """`exit.json`, written by the shim.
+
+    `status` is negative for a signal. `ended` is in seconds since the epoch.
+    """
 
     status: int
     ended: float
 
 
 class RunningAttempt:
-    """The processes and files of one attempt, whether this supervisor started it or adopted it."""
+    """The processes and files of one attempt that this supervisor has started or adopted."""
 
     def __init__(self, folder: RunFolder, number: int, shim_pid: int | None) -> None:
         self.number = number
@@ -50,7 +54,7 @@ class RunningAttempt:
 
     @property
     def trainer(self) -> ProcessId | None:
-        """The training program (or its launcher); None until the shim has started it."""
+        """The training program or its launcher. None until the shim has started it."""
         if self._trainer is None and (self.folder / "process.json").exists():
             found = read_json(self.folder / "process.json", ProcessFile)
             self._trainer = ProcessId(found.pid, found.started_ticks)
@@ -61,17 +65,20 @@ class RunningAttempt:
         return alive(self.trainer)
 
     def note_reaped(self, ended: dict[int, int]) -> None:
-        """Children of ours that ended; an orphaned trainer (its shim was killed) may be among them."""
+        """Note children that have ended. One may be a trainer whose shim was killed."""
         self._reaped |= ended
 
     def ended(self) -> ExitFile | None:
-        """How the program ended; None while it runs. The status is only unknown if its shim was killed as well."""
+        """How the program ended.
+
+        None while it runs. The status is unknown only if the shim was killed, too.
+        """
         if (self.folder / "exit.json").exists():
             return read_json(self.folder / "exit.json", ExitFile)
         if self.alive() or alive(self._shim):
             self._gone_since = None
             return None
-        # Both are gone without an exit file: wait a moment for it, then say what we know.
+        # Both are gone without an exit file: wait a moment for it, then return what is known.
         if self._gone_since is None:
             self._gone_since = time.monotonic()
         if time.monotonic() - self._gone_since < (_NEVER_SEEN_SECONDS if self._shim is None else _GONE_SECONDS):
@@ -84,10 +91,12 @@ class RunningAttempt:
         return members(self._run_folder, self.number)
 
     def group(self) -> list[ProcessId]:
-        """The program and what it started in its own process group: what Ctrl-C in a terminal would reach."""
+        """The program and the processes in its process group: those that Ctrl-C in a terminal would
+        signal."""
         if self.trainer is None:
             return []
-        # The shim made the program the leader of its session and group. torchrun's ranks lead groups of their own.
+        # The shim made the program the leader of its session and group. Each of torchrun's ranks
+        # leads its own group.
         others = [p for p in self.processes() if p != self.trainer and _group_of(p.pid) == self.trainer.pid]
         return [self.trainer, *others]
 
@@ -99,20 +108,22 @@ def _group_of(pid: int) -> int | None:
         return None
 
 
-# An exit status that no process can have.
+# No process can have this exit status.
 UNKNOWN_STATUS = -(1 << 16)
 
 
 async def clear_leftovers(
     attempt: RunningAttempt, untouched_seconds: float, terminate_seconds: float, found: Callable[[str, int], None]
 ) -> None:
-    """End what a program left behind (ranks of a dead launcher, loader workers), which would hold its memory.
+    """End what a program left behind (ranks of a dead launcher, loader workers), which would hold
+    its memory.
 
-    Processes of its group may still be saving, and get `untouched_seconds` without a signal; all of them get SIGTERM and
-    `terminate_seconds`, then SIGKILL. `found` gets the name of each signal and the number of processes.
+    Processes of its group may still be saving, and get `untouched_seconds` without a signal; all of
+    them get SIGTERM and `terminate_seconds`, then SIGKILL. `found` gets the name of each signal and
+    the number of processes.
     """
     if untouched_seconds:
-        # They were interrupted together with the program, whose end is not theirs.
+        # They got SIGINT together with the program and may still be running.
         await _wait(attempt, [process for process in attempt.group() if alive(process)], untouched_seconds)
     for number, seconds in ((signal.SIGTERM, terminate_seconds), (signal.SIGKILL, LEFTOVER_SECONDS)):
         leftovers = attempt.processes()

@@ -1,4 +1,5 @@
-"""What a run's processes hold of a GPU beside torch's allocator at least: their CUDA contexts, and little else."""
+"""Measures the least GPU memory that a run holds outside torch's allocator: the CUDA contexts and
+little else."""
 
 from __future__ import annotations
 
@@ -9,26 +10,29 @@ import msgspec
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.monitor.vram import RankMemory, placed, ranks_on
 
-# How much older than the snapshot the driver's process list may be, in seconds, with a margin for clocks.
+# How much older than the snapshot the driver's process list may be, in seconds, with a margin for
+# clock differences.
 _LIST_AGE = 3.0
 
 
 class _Steady(msgspec.Struct):
-    """A GPU whose ranks have told the same number again and again."""
+    """A GPU whose ranks have reported the same number of reserved bytes repeatedly."""
 
     reserved: int
     since: float
-    """When they were first seen to tell it, seconds since the epoch."""
+    """When they first reported it, in seconds since the epoch."""
     candidate: int | None = None
-    """Seen beside the allocators at `seen`; counts once the ranks have told the same number after it."""
+    """Memory outside the allocators at the time `seen`. It counts once the ranks have reported the
+    same number later."""
     seen: float = 0.0
 
 
 class GpuBase:
-    """The least seen in one attempt, by GPU uuid (or that of its MIG instance).
+    """The least value in one attempt, by uuid of the GPU or MIG instance.
 
-    The driver's list and the ranks' reports are not of the same moment, and a wrong minimum would stay for ever. So only a
-    list counts before which and after which every rank on the GPU told the same number of reserved bytes.
+    The driver's list and the ranks' reports are from different moments, and a wrong minimum would
+    never be corrected. So a list counts only if every rank on the GPU reported the same number of
+    reserved bytes before and after it.
     """
 
     def __init__(self) -> None:
@@ -37,7 +41,7 @@ class GpuBase:
         self._steady: dict[str, _Steady] = {}
 
     def update(self, attempt: int, machine: MachineSnapshot, ranks: Iterable[RankMemory], pids: Collection[int]) -> None:
-        """Take one sample; `pids` are the run's processes. Another attempt begins anew."""
+        """Add a sample. `pids` are the run's processes. A new attempt starts over."""
         if attempt != self._attempt:
             self._attempt, self._steady, self.bytes = attempt, {}, {}
         ranks = placed(ranks, machine.gpus)
@@ -69,7 +73,7 @@ class GpuBase:
     def _look(self, uuid: str, held: int, reserved: int, told: list[float], now: float, age: float) -> None:
         steady = self._steady.get(uuid)
         if steady is None or steady.reserved != reserved or held < reserved:
-            # Less held than reserved: the allocator has given something back since the report.
+            # The allocator has freed memory since the report.
             self._steady[uuid] = _Steady(reserved, max(now, *told))
             return
         if steady.candidate is not None and min(told) > steady.seen:

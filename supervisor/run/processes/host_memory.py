@@ -36,8 +36,10 @@ class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def process_memory(pid: int, proc_root: Path = PROC) -> ProcessMemory | None:
-    """Memory of one process. Raises ProcessLookupError if it is gone; None where this user may not
-    read it."""
+    """Memory of one process.
+
+    None if this user may not read it. Raises ProcessLookupError if it has ended.
+    """
     try:
         with (proc_root / str(pid) / "smaps_rollup").open("rb", buffering=0) as file:
             lines = file.read().splitlines()
@@ -49,7 +51,7 @@ def process_memory(pid: int, proc_root: Path = PROC) -> ProcessMemory | None:
         return None
     rows = {words[0]: int(words[1]) * 1024 for line in lines if len(words := line.split()) == 3 and words[1].isdigit()}
     if b"Pss:" not in rows:
-        raise ProcessLookupError(pid)  # a zombie: its memory is given back already
+        raise ProcessLookupError(pid)  # a zombie: its memory has already been freed
     return ProcessMemory(
         pss_bytes=rows[b"Pss:"],
         uss_bytes=sum(rows.get(name, 0) for name in (b"Private_Clean:", b"Private_Dirty:", b"Private_Hugetlb:")),
@@ -59,15 +61,15 @@ def process_memory(pid: int, proc_root: Path = PROC) -> ProcessMemory | None:
 
 
 def role_memory(processes: Iterable[ProcessId], rank_pids: Collection[int], proc_root: Path = PROC) -> tuple[RoleMemory, ...]:
-    """Memory of these processes by role, in the order of ROLES; roles without a process are left out.
-    If a value cannot be read for one process, it is None for its whole role."""
+    """Memory of these processes by role, in the order of ROLES; roles without a process are left
+    out. If a value cannot be read for one process, it is None for its whole role."""
     alive = [process.pid for process in processes if identify(process.pid, proc_root) == process]
     found: dict[str, list[ProcessMemory | None]] = {}
     for pid, role in roles(alive, rank_pids, proc_root).items():
         try:
             found.setdefault(role, []).append(process_memory(pid, proc_root))
         except ProcessLookupError:
-            continue  # it ended while we looked
+            continue  # it has ended in the meantime
     return tuple(_together(role, found[role]) for role in ROLES if found.get(role))
 
 
@@ -87,9 +89,12 @@ def _together(role: str, members: list[ProcessMemory | None]) -> RoleMemory:
 
 
 def roles(pids: Collection[int], rank_pids: Collection[int], proc_root: Path = PROC) -> dict[int, str]:
-    """The role of each process. Ranks are the processes that the agent reported, or the program itself
-    (below its launcher). The ancestors of a rank are launchers, its descendants loader workers. The
-    shim above the program is added."""
+    """The role of each process.
+
+    Ranks are the processes that the agent reported, or the program itself (below its launcher). The
+    ancestors of a rank are launchers, its descendants loader workers. The shim above the program is
+    added.
+    """
     parents = {pid: parent_of(pid, proc_root) for pid in pids}
     for parent in {parent for parent in parents.values() if parent is not None and parent not in parents}:
         if _is_shim(parent, proc_root):
@@ -108,7 +113,7 @@ def roles(pids: Collection[int], rank_pids: Collection[int], proc_root: Path = P
 
 
 def _ancestors(pid: int, parents: dict[int, int | None]) -> list[int]:
-    """Those above this one within the run, the nearest first."""
+    """The ancestors within the run, the nearest first."""
     found: list[int] = []
     above = parents.get(pid)
     while above is not None and above in parents and above not in found:
@@ -138,7 +143,7 @@ def _command(pid: int, proc_root: Path) -> list[str]:
     try:
         raw = (proc_root / str(pid) / "cmdline").read_bytes()
     except OSError:
-        return []  # it ended while we looked
+        return []  # it has ended in the meantime
     return os.fsdecode(raw).split("\0")
 
 
@@ -182,7 +187,7 @@ class RunMemory:
         self._due = float("-inf")
 
     def update(self, processes: Collection[ProcessId], rank_pids: Collection[int]) -> None:
-        """Read if it is due. Without processes there is nothing to tell, at once."""
+        """Read if it is due. Without processes the result is empty at once."""
         if not processes:
             self.roles, self._due = (), float("-inf")
             return

@@ -1,4 +1,5 @@
-"""Starts one attempt: builds its command and environment, writes both down, and hands them to the shim."""
+"""Starts one attempt: builds its command and environment, writes both to a file, and starts the
+shim."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ from memtop.supervisor.run.processes.process import members
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
 
 _PACKAGE = Path(__file__).resolve().parents[3]
-# On PYTHONPATH, its sitecustomize brings the agent into the training process. A path, not an import: the supervisor
-# does not know the trainer.
+# On PYTHONPATH, its sitecustomize loads the agent into the training process. This is a path and no
+# import, because the supervisor does not import the trainer.
 _AGENT_SITE = _PACKAGE / "train" / "agent" / "site"
 _COMMAND = "command.json"
 _SHIM = Path(__file__).with_name("shim.py")
 
 
 class LaunchCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """`attempts/NNNN/command.json`: exactly what was started."""
+    """`attempts/NNNN/command.json`: the command that was started."""
 
     argv: tuple[str, ...]
     cwd: str
@@ -38,9 +39,10 @@ class LaunchCommand(msgspec.Struct, frozen=True, kw_only=True):
 def launch(
     folder: RunFolder, number: int, spec: RunSpec, settings: Settings | None, socket: Path, *, allocator: str = ""
 ) -> int:
-    """Start attempt `number` under a shim of its own; returns the shim's pid. The shim is a child of this process.
+    """Start attempt `number` with its own shim, a child of this process. Returns the shim's pid.
 
-    `allocator`: options for a program of the user's own; the built-in trainer's are in its settings.
+    `allocator`: allocator options for an external command. Those of the built-in trainer are in its
+    settings.
     """
     attempt = folder.attempt(number)
     try:
@@ -68,13 +70,15 @@ def launch(
             )
     except OSError as error:
         raise RunFolderError(f"attempt {number} cannot be started: {error}") from None
-    # The supervisor waits for it through a pidfd and os.waitpid; Popen must not reap it in its finaliser.
+    # The supervisor waits for the shim with a pidfd and os.waitpid, so Popen must not reap it in
+    # its finaliser.
     shim.returncode = 0
     return shim.pid
 
 
 def has_program(folder: RunFolder, number: int) -> bool:
-    """Whether the program of this attempt was started, or is about to be: its shim has written so, or is alive.
+    """Whether the program of this attempt was started, or is about to be: its shim has written so,
+    or is alive.
 
     A supervisor may be killed between writing `command.json` and starting the shim.
     """
@@ -110,16 +114,18 @@ def _argv(folder: RunFolder, attempt: Path, spec: RunSpec, settings: Settings | 
 
 
 def launcher(settings: Settings) -> tuple[str, ...]:
-    """What stands between the interpreter and the trainer's module for this strategy and number of processes."""
+    """The launcher module and its arguments, for this strategy and number of processes."""
     if settings.zero.stage:
-        # The DeepSpeed configuration is written by the trainer, who knows the model's width: attempts/NNNN/deepspeed.json.
+        # The trainer writes the DeepSpeed configuration, because it knows the model's width:
+        # attempts/NNNN/deepspeed.json.
         processes = ("--num_processes", str(settings.world_size), "--num_machines", "1")
-        # Port 0: any free one, so that several runs fit on one machine.
+        # Port 0 means any free port, so that several runs can share a machine.
         rest = ("--dynamo_backend", "no", "--mixed_precision", "no", "--main_process_port", "0")
         return ("-m", "accelerate.commands.launch", "--use_deepspeed", *processes, *rest)
     if settings.world_size == 1:
         return ()
-    # torchrun, which is also what `accelerate launch` starts for several GPUs; that one knows no plain CPU ranks.
+    # Use torchrun, which `accelerate launch` also starts for several GPUs. accelerate has no plain
+    # CPU ranks.
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.world_size))
 
 
@@ -134,29 +140,33 @@ def _environment(folder: RunFolder, number: int, spec: RunSpec, allocator: str, 
         "PYTHONUNBUFFERED": "1",
     }
     if not spec.command:
-        # A folder called `tokenizers` where memtop was called must not shadow the library (Python 3.11 and newer).
+        # A folder `tokenizers` in the working directory must not shadow the library (Python 3.11
+        # and newer).
         additions["PYTHONSAFEPATH"] = "1"
-        # Whether a finished training whose state does not fit on the disk waits for room.
+        # Whether a finished training waits for disk space if its state does not fit.
         additions["MEMTOP_ON_OOM"] = spec.on_oom
     additions |= allocator_environment(allocator, os.environ)
     additions |= error_file_environment(folder.attempt(number))
     if spec.gpus is not None:
-        # UUIDs and PCI order agree with what the driver library shows; the default order of CUDA is by speed.
+        # UUIDs and PCI order agree with the driver library. CUDA's default order is by speed.
         additions |= {"CUDA_VISIBLE_DEVICES": spec.gpus, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return additions
 
 
-# torch read the first name alone up to 2.9; newer ones prefer the second.
+# torch up to 2.9 reads only the first name, newer versions prefer the second.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def inherited_allocator(inherited: Mapping[str, str]) -> str:
-    """The allocator options that the user's own environment holds; empty for none."""
+    """The allocator options in the user's environment. Empty if there are none."""
     return next((inherited[name] for name in reversed(_ALLOCATOR) if inherited.get(name)), "")
 
 
 def allocator_environment(wanted: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """What to add to the environment for these allocator options. What the user has set already wins, option by option."""
+    """The environment variables that set these allocator options.
+
+    Options that the user has set take precedence.
+    """
     options = [option for option in inherited_allocator(inherited).split(",") if option]
     names = {option.partition(":")[0] for option in options}
     added = [option for option in wanted.split(",") if option and option.partition(":")[0] not in names]

@@ -1,4 +1,5 @@
-"""What the supervisor needs of processes beyond `monitor.processes`: members of an attempt, orphans, trees."""
+"""What the supervisor needs in addition to `monitor.processes`: members of an attempt, its recorded
+ranks, orphans."""
 
 from __future__ import annotations
 
@@ -23,19 +24,22 @@ _RANKS_KEPT = 1024
 
 
 class RanksFile(msgspec.Struct, frozen=True):
-    """`ranks.json` of an attempt: who has spoken as a rank, so that one that is left over can be proven to be of this run
-    although it shows no environment (programs that write their own title write over it)."""
+    """`ranks.json` of an attempt: the processes that have reported as ranks.
+
+    It proves that a leftover rank belongs to the run if its environment cannot. Programs that write
+    a title overwrite their environment.
+    """
 
     processes: tuple[ProcessId, ...] = ()
 
 
 def alive(process: ProcessId | None) -> bool:
-    """True while this very process runs; a zombie has ended."""
+    """True while this process runs. A zombie has ended."""
     return process is not None and is_alive(process)
 
 
 def send(process: ProcessId, number: signal.Signals) -> bool:
-    """Signal this very process; False if it is gone or the pid belongs to another one now."""
+    """Signal this process. False if it has ended or if its pid now belongs to another process."""
     try:
         signal_process(process, number)
     except (ProcessGone, SignalRefused):
@@ -44,29 +48,39 @@ def send(process: ProcessId, number: signal.Signals) -> bool:
 
 
 def members(run_folder: Path, attempt: int) -> list[ProcessId]:
-    """All living processes of an attempt, whatever their parent or session: proven by the marks in their environment."""
+    """All living processes of an attempt, whatever their parent or session.
+
+    Their environment proves it.
+    """
     return run_processes(str(run_folder), attempt)
 
 
 def record_rank(attempt_folder: Path, pid: int) -> None:
-    """Write down a rank that has just spoken; `pid` as the kernel told it of the other end, in our own numbers."""
-    process = identify(pid) if pid > 1 else None  # 0: it lies outside of what we see
+    """Record a rank that has just connected.
+
+    `pid` is the peer of its socket, in our pid namespace.
+    """
+    process = identify(pid) if pid > 1 else None  # 0: the process is outside our pid namespace
     if process is None:
         return
     path = attempt_folder / RANKS_FILE
     try:
         known = read_json(path, RanksFile).processes if path.exists() else ()
     except RunFolderError:
-        known = ()  # damaged: what it said is lost, what is said now is not
+        known = ()  # damaged: earlier ranks are lost
     if process in known:
         return
     with contextlib.suppress(RunFolderError):
-        # A full disk costs the proof for one process, not the run; it is tried again when the rank comes back.
+        # A full disk loses the proof for one process, but does not affect the run. The next
+        # connection of the rank tries again.
         write_json(path, RanksFile((*known, process)[-_RANKS_KEPT:]))
 
 
 def resident_bytes(processes: Iterable[ProcessId]) -> int | None:
-    """Resident bytes of these processes together, shared pages counted in each; None if none could be read."""
+    """Resident bytes of these processes together, with shared pages counted in each.
+
+    None if none could be read.
+    """
     page = os.sysconf("SC_PAGE_SIZE")
     total = None
     for process in processes:
@@ -77,12 +91,13 @@ def resident_bytes(processes: Iterable[ProcessId]) -> int | None:
 
 
 def become_subreaper() -> None:
-    """Orphans among our descendants become our children instead of init's, so that we see and reap them."""
+    """Make orphans among our descendants our children instead of init's, so that we can reap
+    them."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap_children() -> dict[int, int]:
-    """Collect every child that has ended: {pid: exit status, negative for a signal}."""
+    """Reap every child that has ended: {pid: exit status, negative for a signal}."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
         while True:

@@ -1,9 +1,11 @@
-"""Stands between the supervisor and the training program, so that the program's exit status outlives the supervisor.
+"""The parent of the training program.
 
-Started as `python -I shim.py ATTEMPT_FOLDER`; standard library only, loads nothing of memtop. It reads `command.json`,
-starts the program in a session of its own with output to `output.log`, writes `process.json`, waits, and writes
-`exit.json`.
-As a subreaper it also collects orphaned data-loader workers.
+It stores the program's exit status even if the supervisor has died.
+
+Started as `python -I shim.py ATTEMPT_FOLDER`. Uses only the standard library and loads no other
+module of memtop. It reads `command.json`, starts the program in a new session with its output in
+`output.log`, writes `process.json`, waits, and writes `exit.json`. As a subreaper it also reaps
+orphaned data-loader workers.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ def write_json(path: str, value: object) -> None:
 
 
 def spawn(command: dict[str, object], log: int) -> int:
-    """Start the program in a new session; its pid. The child reports a failed exec through exit status 127."""
+    """Start the program in a new session.
+
+    Returns its pid. The child reports a failed exec with exit status 127.
+    """
     argv = [str(word) for word in command["argv"]]  # type: ignore[attr-defined]
     environment = dict(os.environ)
     for name, value in command["environment"].items():  # type: ignore[attr-defined]
@@ -43,7 +48,8 @@ def spawn(command: dict[str, object], log: int) -> int:
         return child
     try:
         os.setsid()
-        # An ignored signal stays ignored across exec: the program must get Ctrl-C, hang-ups and broken pipes as usual.
+        # An ignored signal stays ignored after exec, but the program must get Ctrl-C, hang-ups and
+        # broken pipes as usual.
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
         os.chdir(str(command["cwd"]))

@@ -1,10 +1,12 @@
-"""The saved states of a run: reads their manifests, finds the newest, and goes back to an earlier one.
+"""The saved states of a run: reads their manifests, finds the newest, and goes back to an earlier
+one.
 
-Only the sizes of files are compared. The trainer compares the checksums when it resumes, because it then reads all files.
+Only the sizes of files are compared. The trainer compares the checksums when it resumes, because it
+then reads all files.
 
-Going back moves later states aside with a time stamp and deletes nothing. A run that is stopped for this saves once more,
-and the trainer may then delete its oldest state. So the chosen state is first kept in an additional folder, with hard links
-(or copies, if the file system has no hard links).
+Going back moves later states aside with a time stamp and deletes nothing. A run that is stopped for
+this saves once more, and the trainer may then delete its oldest state. So the chosen state is first
+kept in an additional folder, with hard links (or copies, if the file system has no hard links).
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def newest_checkpoint(latest: Path) -> Checkpoint | None:
-    """`train_latest_state` if complete, else the previous state if complete, else the incomplete one. None if there is none."""
+    """`train_latest_state` if complete, else the previous state if complete, else the incomplete
+    one. None if there is none."""
     first = read_checkpoint(latest)
     if first is not None and first.complete:
         return first
@@ -111,7 +114,8 @@ def hold(latest: Path, update: int) -> None:
     beside = held.with_name(f"{held.name}.new")
     try:
         for leftover in (beside, held):
-            shutil.rmtree(leftover, ignore_errors=True)  # deletes our links only; the linked files stay
+            # deletes our links only; the linked files stay
+            shutil.rmtree(leftover, ignore_errors=True)
         shutil.copytree(chosen, beside, copy_function=_link_or_copy)
         beside.rename(held)
     except OSError as error:
@@ -128,8 +132,9 @@ def discard_held(latest: Path) -> None:
 def rolled_back(latest: Path, update: int | None) -> Iterator[Path | None]:
     """Go back to the newest state at or before that update. None changes nothing.
 
-    Yields the folder to which later states were moved, None if there were none. If the block raises, all states are moved
-    back. The run must not be running. Raises RunFolderError if a folder cannot be moved.
+    Yields the folder to which later states were moved, None if there were none. If the block
+    raises, all states are moved back. The run must not be running. Raises RunFolderError if a
+    folder cannot be moved.
     """
     moves: list[tuple[Path, Path]] = []
     aside = latest.with_name(f"set-aside.{time.strftime('%Y%m%d-%H%M%S')}")

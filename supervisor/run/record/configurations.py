@@ -25,11 +25,13 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     saved_before: int | None = None
     """The newest saved update when the attempt started."""
     saved_after: int | None = None
-    """The newest saved update when it ended or continued with other settings. None if nothing was saved."""
+    """The newest saved update when it ended or continued with other settings. None if nothing was
+    saved."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A configuration in the ledger, with what the supervisor needs in addition to what is displayed."""
+    """A configuration in the ledger, with what the supervisor needs in addition to what is
+    displayed."""
 
     configuration: Configuration
     allocator: str = ""
@@ -37,9 +39,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     starts: tuple[Start, ...]
     """Oldest first, at least one."""
     changed_by: tuple[int, float] | None = None
-    """Attempt and time of the report with which the running program changed to it. None if an attempt started with it."""
+    """Attempt and time of the report with which the running program changed to it. None if an
+    attempt started with it."""
     died_of_memory: bool = False
-    """It certainly ended (or continued with a smaller batch) for lack of memory: memtop does not try it again on its own."""
+    """It certainly ended (or continued with a smaller batch) for lack of memory: memtop does not
+    try it again on its own."""
     samples: int = 0
     seconds: float = 0.0
     """Samples and the duration of their updates: its speed is their quotient."""

@@ -1,4 +1,5 @@
-"""A run's folder: its paths, its creation, the search for runs, the lock, and files that are replaced atomically."""
+"""A run's folder: its paths, its creation, the search for runs, the lock, and files that are
+replaced atomically."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The external command. Empty for the built-in trainer."""
     cwd: str
     gpus: str | None = None
-    """--gpus, which the trainer gets as CUDA_VISIBLE_DEVICES. None leaves the environment unchanged."""
+    """--gpus, which the trainer gets as CUDA_VISIBLE_DEVICES. None leaves the environment
+    unchanged."""
     on_oom: str = "stop"
     memtop_version: str
 
@@ -54,7 +56,8 @@ class StateFile(msgspec.Struct, frozen=True, kw_only=True):
     waiting: Waiting | None = None
     """A restart after a failure, which waits for its conditions."""
     waited_at: int | None = None
-    """The newest saved update when a restart last stopped waiting for disk space. None if none has waited for it."""
+    """The newest saved update when a restart last stopped waiting for disk space. None if none has
+    waited for it."""
     stalled: str | None = None
     """The last message of a program that hung, if it is being ended for that."""
 
@@ -109,7 +112,10 @@ def default_runs_dir() -> Path:
 
 
 def create_run(runs_dir: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
-    """Create the folder of a new run. `fresh` moves an existing run with that name aside. Nothing is ever deleted."""
+    """Create the folder of a new run.
+
+    `fresh` moves an existing run with that name aside. Nothing is ever deleted.
+    """
     if not _NAME.fullmatch(spec.name):
         raise UsageError(f"--name {spec.name!r}: use letters, digits, '.', '_' and '-', at most 100 of them")
     folder = RunFolder(runs_dir / spec.name)
@@ -149,13 +155,17 @@ def list_runs(runs_dir: Path) -> list[RunFolder]:
         try:
             found.append((folder.spec().created, folder))
         except RunFolderError:
-            # A folder with an unreadable run.json must not hide the others. It is reported when it is used by name.
+            # A folder with an unreadable run.json must not hide the others. It is reported when it
+            # is used by name.
             continue
     return [folder for _, folder in sorted(found, key=lambda item: item[0])]
 
 
 def find_run(reference: str, runs_dir: Path) -> RunFolder:
-    """The run with that name or at that path. `latest` is the newest run. Raises UsageError or RunFolderError."""
+    """The run with that name or at that path.
+
+    `latest` is the newest run. Raises UsageError or RunFolderError.
+    """
     if reference == "latest":
         runs = list_runs(runs_dir)
         if not runs:
@@ -200,7 +210,10 @@ class RunLock:
             self._descriptor = None
 
     def is_held(self) -> bool:
-        """True while a process holds the lock. Raises RunFolderError if this user may not open it."""
+        """True while a process holds the lock.
+
+        Raises RunFolderError if this user may not open it.
+        """
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Reads the reports that the agents append to `attempts/NNNN/rank-R.jsonl`.
 
-Reports are stored in a file instead of being sent over the socket. So the next supervisor finds the reports of a time without
-a supervisor, and no report is lost while the ledger cannot be written.
+Reports are stored in a file instead of being sent over the socket. So the next supervisor finds the
+reports of a time without a supervisor, and no report is lost while the ledger cannot be written.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ class Journal:
         self.offset = offset
         """Bytes read and processed so far. Always at the start of a line."""
         self.stored = offset
-        """Bytes stored in the ledger so far. Less than `offset` while the ledger cannot be written."""
+        """Bytes stored in the ledger so far. Less than `offset` while the ledger cannot be
+        written."""
 
     def read_new(self) -> tuple[list[Report], int]:
-        """The reports in the complete lines after `offset`, and the offset behind them. Reads at most 4 MiB.
+        """The reports in the complete lines after `offset`, and the offset behind them.
+
+        Reads at most 4 MiB.
 
         Does not change `offset`.
         """
         return self.read(self.offset)
 
     def read(self, start: int, until: int | None = None) -> tuple[list[Report], int]:
-        """The reports in the complete lines between `start` and `until`, and the offset behind them. Reads at most 4 MiB.
+        """The reports in the complete lines between `start` and `until`, and the offset behind
+        them. Reads at most 4 MiB.
 
         Lines that are not valid JSON are skipped; a full disk can cut a line.
         """

@@ -1,4 +1,7 @@
-"""A run's ledger in SQLite: attempts, configurations, step reports, events, machine history. Only the supervisor writes it."""
+"""A run's ledger in SQLite: attempts, configurations, step reports, events, machine history.
+
+Only the supervisor writes it.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from memtop.supervisor.monitor.history import Bucket
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run import reports
 from memtop.supervisor.run.record import configurations, tiers
-from memtop.supervisor.wire import Event, Metric
+from memtop.supervisor.wire import Change, Event, Metric
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS attempts (
     number INTEGER PRIMARY KEY, reason TEXT NOT NULL, settings TEXT, started REAL NOT NULL, ended REAL,
     exit_status INTEGER, outcome TEXT, diagnosis TEXT, start_updates INTEGER, updates INTEGER, samples_seen INTEGER,
-    peak_bytes INTEGER);
+    peak_bytes INTEGER, change TEXT NOT NULL, launched INTEGER NOT NULL DEFAULT 1);
 CREATE TABLE IF NOT EXISTS metrics (
     attempt INTEGER NOT NULL, "update" INTEGER NOT NULL, time REAL, loss REAL, learning_rate REAL, samples_seen INTEGER,
     sample_digest TEXT, step_seconds REAL, data_wait_seconds REAL, peak_bytes INTEGER, report TEXT NOT NULL,
@@ -39,7 +42,10 @@ _METRIC = '"update", attempt, loss, learning_rate, samples_seen, sample_digest, 
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of the training program. `start_updates` is where it resumed, None until the program has reported it."""
+    """One start of the training program.
+
+    `start_updates` is where it resumed, None until the program has reported it.
+    """
 
     number: int
     reason: str
@@ -54,6 +60,10 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     updates: int | None = None
     samples_seen: int | None = None
     peak_bytes: int | None = None
+    change: Change = Change()
+    """What the attempt began with."""
+    launched: bool = True
+    """False if its program could not be started."""
 
 
 class StoredStep(NamedTuple):
@@ -71,7 +81,10 @@ class StoredStep(NamedTuple):
 
 
 def open_for_writing(path: Path) -> Ledger:
-    """The supervisor's ledger, created if there is none. Raises RunFolderError if it is damaged or cannot be written."""
+    """The supervisor's ledger, created if there is none.
+
+    Raises RunFolderError if it is damaged or cannot be written.
+    """
     try:
         return Ledger(path)
     except sqlite3.Error as error:
@@ -86,9 +99,11 @@ class Ledger:
         if read_only:
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)
         else:
-            # One writer, in one thread at a time. Autocommit is off, so that a batch is one transaction.
+            # One writer, in one thread at a time. Autocommit is off, so that a batch is one
+            # transaction.
             self._db = sqlite3.connect(path, timeout=5, check_same_thread=False)
-            # WAL lets others read while we write. File systems without shared memory keep the default.
+            # WAL lets others read while we write. File systems without shared memory keep the
+            # default.
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             # All tables in one transaction: readers see all of them or none.
@@ -110,17 +125,26 @@ class Ledger:
     # --- attempts ---
 
     def add_attempt(
-        self, number: int, reason: str, settings: Settings | None, started: float, start_updates: int | None = None
+        self,
+        number: int,
+        reason: str,
+        settings: Settings | None,
+        started: float,
+        start_updates: int | None = None,
+        change: Change = Change(),  # noqa: B008 - a frozen value
     ) -> None:
         text = None if settings is None else msgspec.json.encode(settings).decode()
         with self._db:
             self._db.execute(
-                "INSERT INTO attempts (number, reason, settings, started, start_updates) VALUES (?, ?, ?, ?, ?)",
-                (number, reason, text, started, start_updates),
+                "INSERT INTO attempts (number, reason, settings, started, start_updates, change) VALUES (?, ?, ?, ?, ?, ?)",
+                (number, reason, text, started, start_updates, msgspec.json.encode(change).decode()),
             )
 
     def update_attempt(self, number: int, **values: Any) -> None:
-        """Set columns of an attempt. `diagnosis` is a dictionary. Raises sqlite3.OperationalError on a full disk."""
+        """Set columns of an attempt.
+
+        `diagnosis` is a dictionary. Raises sqlite3.OperationalError on a full disk.
+        """
         if "diagnosis" in values and values["diagnosis"] is not None:
             values["diagnosis"] = msgspec.json.encode(values["diagnosis"]).decode()
         columns = ", ".join(f"{name} = ?" for name in values)
@@ -129,8 +153,8 @@ class Ledger:
 
     def close_unstarted(self, number: int, why: str, now: float) -> None:
         """End an attempt whose program could not be started. It rolled back no updates."""
-        diagnosis = {"summary": why, "evidence": [], "started": False}
-        self.update_attempt(number, ended=now, outcome="failed", start_updates=None, diagnosis=diagnosis)
+        diagnosis = {"summary": why, "evidence": []}
+        self.update_attempt(number, ended=now, outcome="failed", start_updates=None, diagnosis=diagnosis, launched=False)
 
     def attempts(self) -> list[Attempt]:
         columns = Attempt.__struct_fields__
@@ -140,6 +164,7 @@ class Ledger:
     @staticmethod
     def _attempt(row: dict[str, Any]) -> Attempt:
         row["settings"] = None if row["settings"] is None else msgspec.json.decode(row["settings"], type=Settings)
+        row["change"], row["launched"] = msgspec.json.decode(row["change"], type=Change), bool(row["launched"])
         row["diagnosis"] = None if row["diagnosis"] is None else msgspec.json.decode(row["diagnosis"])
         return Attempt(**row)
 
@@ -185,7 +210,8 @@ class Ledger:
         return offset
 
     def metrics(self, newest: int | None = None) -> list[Metric]:
-        """The run's final history: one row for each update, without the updates that a later attempt rolled back."""
+        """The run's final history: one row for each update, without the updates that a later
+        attempt rolled back."""
         rows = self._db.execute(
             f"""SELECT {_METRIC} FROM metrics AS m WHERE "update" <= (
                 SELECT coalesce(min(a.start_updates), 9223372036854775807) FROM attempts AS a
@@ -201,7 +227,8 @@ class Ledger:
         return [found[update] for update in sorted(found)]
 
     def steps(self) -> list[StoredStep]:
-        """Every update that was ever reported, in order of time, including those that were rolled back."""
+        """Every update that was ever reported, in order of time, including those that were rolled
+        back."""
         rows = self._db.execute("SELECT attempt, time, report FROM metrics WHERE time IS NOT NULL ORDER BY time")
         return [StoredStep(attempt, time, msgspec.json.decode(text, type=reports.Step)) for attempt, time, text in rows]
 
@@ -217,7 +244,8 @@ class Ledger:
         return msgspec.structs.replace(event, id=cursor.lastrowid or 0)
 
     def told(self, attempt: int, kinds: Sequence[str]) -> set[tuple[str, float]]:
-        """The attempt's events of these kinds that were caused by a report: their kinds and the reports' times."""
+        """The attempt's events of these kinds that were caused by a report: their kinds and the
+        reports' times."""
         marks = ", ".join("?" * len(kinds))
         rows = self._db.execute(
             f"SELECT kind, data FROM events WHERE attempt = ? AND kind IN ({marks})", (attempt, *kinds)
@@ -238,7 +266,10 @@ class Ledger:
 
     @property
     def recorder(self) -> tiers.Recorder:
-        """Records the machine's samples, for the supervisor. The first call reads the newest hour back into memory."""
+        """Records the machine's samples, for the supervisor.
+
+        The first call reads the newest hour back into memory.
+        """
         if self._recorder is None:
             self._recorder = tiers.Recorder(self._db, time.time())
         return self._recorder
@@ -256,7 +287,10 @@ class Ledger:
         return tiers.read(self._db, key, since, until)
 
     def snapshot(self, at: float, not_before: float) -> MachineSnapshot | None:
-        """The newest full snapshot between the two moments. Only the last hour of a run has full snapshots."""
+        """The newest full snapshot between the two moments.
+
+        Only the last hour of a run has full snapshots.
+        """
         sql = "SELECT machine FROM samples WHERE time <= ? AND time >= ? ORDER BY time DESC LIMIT 1"
         row = self._db.execute(sql, (at, not_before)).fetchone()
         return None if row is None else msgspec.json.decode(row[0], type=MachineSnapshot)

@@ -1,7 +1,9 @@
-"""The machine's history in the ledger: minimum, mean and maximum of every series. The older, the coarser.
+"""The machine's history in the ledger: minimum, mean and maximum of every series.
 
-One row for each time interval and source (a GPU or the host). `numbers` packs four lists of floats: minimum, mean, maximum
-and number of samples, each in the order of `series_of(source)`.
+The older, the coarser.
+
+One row for each time interval and source (a GPU or the host). `numbers` packs four lists of floats:
+minimum, mean, maximum and number of samples, each in the order of `series_of(source)`.
 """
 
 from __future__ import annotations
@@ -65,9 +67,11 @@ class Interval:
 
 
 class Recorder:
-    """Keeps the newest hour in memory and writes intervals of ten seconds and full snapshots to the ledger.
+    """Keeps the newest hour in memory and writes intervals of ten seconds and full snapshots to the
+    ledger.
 
-    What cannot be written waits for the next write. If more than an hour waits, the oldest intervals are dropped.
+    What cannot be written waits for the next write. If more than an hour waits, the oldest
+    intervals are dropped.
     """
 
     def __init__(self, db: sqlite3.Connection, now: float) -> None:
@@ -104,7 +108,10 @@ class Recorder:
             self._waiting.popleft()
 
     def flush(self) -> None:
-        """Also write the interval that is not over yet. The next recorder adds to it. Raises as `write`."""
+        """Also write the interval that is not over yet.
+
+        The next recorder adds to it. Raises as `write`.
+        """
         with self._db:
             for start, intervals in self._waiting:
                 _merge(self._db, start, intervals)
@@ -156,7 +163,8 @@ def extent(db: sqlite3.Connection) -> tuple[float, float] | None:
     first = math.inf
     for seconds, _ in TIERS:
         begin = _first(db, seconds)
-        # A coarse interval begins before its first sample, so it counts only if no finer one covers it.
+        # A coarse interval begins before its first sample, so it counts only if no finer one covers
+        # it.
         if begin is not None and begin + seconds <= first:
             first = begin
     (last,) = db.execute("SELECT max(time + seconds) FROM history WHERE seconds = ?", (_FINEST,)).fetchone()
@@ -166,7 +174,8 @@ def extent(db: sqlite3.Connection) -> tuple[float, float] | None:
 
 
 def read(db: sqlite3.Connection, key: str, since: float, until: float, *, most: int = 2200) -> dict[str, list[Bucket]]:
-    """All series of a source between two moments, in the finest intervals of which at most `most` are needed.
+    """All series of a source between two moments, in the finest intervals of which at most `most`
+    are needed.
 
     Where the finer tier does not reach back, the coarser one is used.
     """
@@ -195,7 +204,8 @@ def _first(db: sqlite3.Connection, seconds: int) -> float | None:
 
 
 def refill(db: sqlite3.Connection, history: History, now: float) -> None:
-    """Read the newest hour back into memory: two values for each ten seconds, minimum and maximum, so that no peak is lost."""
+    """Read the newest hour back into memory: two values for each ten seconds, minimum and maximum,
+    so that no peak is lost."""
     half = _FINEST / 2
     for key, gpu_index in sources(db).items():
         rows = db.execute(

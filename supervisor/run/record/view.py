@@ -1,4 +1,5 @@
-"""Reads runs from their folders, with or without a supervisor, for `show`, `runs`, `watch --once` and ended runs."""
+"""Reads runs from their folders, with or without a supervisor, for `show`, `runs`, `watch --once`
+and ended runs."""
 
 from __future__ import annotations
 
@@ -105,7 +106,10 @@ def _nothing_unsaved(state: RunState) -> dict[str, Any]:
 
 
 def _after_the_end(state: RunState, supervised: bool) -> dict[str, Any]:
-    """Values that are not valid any more once the trainer is gone or no supervisor measures it. Peaks stay valid."""
+    """Values that are not valid any more once the trainer is gone or no supervisor measures it.
+
+    Peaks stay valid.
+    """
     changes: dict[str, Any] = {"run_rss_bytes": None, "run_memory": ()}
     changes["ranks"] = tuple(
         msgspec.structs.replace(rank, connected=False, allocated_bytes=None, reserved_bytes=None, rss_bytes=None)
@@ -192,7 +196,8 @@ _Stamp = tuple[int, int, int]
 def known_runs(runs_dir: Path) -> list[KnownRun]:
     """What the monitor must know about the runs to recognize strays.
 
-    Called every two seconds. For a run that is over, only its lock and the time stamps of its files are read again.
+    Called every two seconds. For a run that is over, only its lock and the time stamps of its files
+    are read again.
     """
     known = []
     try:
@@ -203,7 +208,8 @@ def known_runs(runs_dir: Path) -> list[KnownRun]:
         try:
             run = _known_run(f"{runs_dir}/{name}")
         except (RunFolderError, OSError):
-            # Nothing can be proven about this folder (another user's, damaged, no run), so its processes are not strays.
+            # Nothing can be proven about this folder (another user's, damaged, no run), so its
+            # processes are not strays.
             continue
         if run is not None:
             known.append(run)
@@ -285,7 +291,8 @@ def _recorded_attempts(folder: RunFolder, newest: int, living: bool) -> Iterator
             continue  # the program was never started, or its record is damaged and proves nothing
         written = stamp[2] / 1e9
         if abs(boot_time() + found.started_ticks / TICKS_PER_SECOND - written) > _SAME_BOOT_SECONDS:
-            # Written on another machine that shares the disk, before a reboot, or copied: its pids mean nothing here.
+            # Written on another machine that shares the disk, before a reboot, or copied: its pids
+            # mean nothing here.
             continue
         # Ranks are recorded while the program runs, so on the same machine and since the same boot.
         leader = ProcessId(found.pid, found.started_ticks)
@@ -322,7 +329,10 @@ def _exit_file(path: Path, stamp: _Stamp) -> ExitFile:
 
 
 def _ended_ticks(path: Path) -> int | None:
-    """When the program ended according to its exit file, in clock ticks since boot. None if there is no such file."""
+    """When the program ended according to its exit file, in clock ticks since boot.
+
+    None if there is no such file.
+    """
     try:
         ended = _exit_file(path, _stamp(path)).ended
     except FileNotFoundError:
@@ -332,7 +342,10 @@ def _ended_ticks(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def reading_ledger(folder: RunFolder) -> Iterator[Ledger | None]:
-    """The run's ledger for reading, None if the run never started. Raises RunFolderError if it cannot be read."""
+    """The run's ledger for reading, None if the run never started.
+
+    Raises RunFolderError if it cannot be read.
+    """
     if not folder.ledger_path.exists():
         yield None
         return
@@ -348,7 +361,8 @@ def trainer_alive(folder: RunFolder, attempt: int) -> bool:
 
 
 def needs_supervisor(folder: RunFolder) -> bool:
-    """True if the run is to continue (its trainer runs, or a restart is pending) and its supervisor is gone."""
+    """True if the run is to continue (its trainer runs, or a restart is pending) and its supervisor
+    is gone."""
     file, newest = folder.state(), folder.newest_attempt()
     if _supervisor_alive(folder):
         return False
@@ -357,7 +371,10 @@ def needs_supervisor(folder: RunFolder) -> bool:
 
 
 def _has_pending_restart(folder: RunFolder, file: StateFile, newest: int) -> bool:
-    """A restart was decided and no program was started since. Does not apply to a run that was moved aside."""
+    """A restart was decided and no program was started since.
+
+    Does not apply to a run that was moved aside.
+    """
     return file.restarts and newest <= file.run.attempt and file.run.folder == str(folder.path)
 
 

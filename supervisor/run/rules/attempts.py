@@ -53,8 +53,14 @@ def launch(model: Model, change: Change, cause: Cause, *, client: int | None = N
         request=request,
     )
     model = configurations.keep(replace(model, newest_number=number, launching=launching))
-    back_to = change.state_before
-    effect = Launch(number=number, reason=reason, settings=settings, allocator=allocator, state_before=back_to)
+    effect = Launch(
+        number=number,
+        reason=reason,
+        change=change,
+        settings=settings,
+        allocator=allocator,
+        state_before=change.state_before,
+    )
     return emit(model, effect)
 
 

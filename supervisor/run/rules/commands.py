@@ -103,7 +103,7 @@ def _consequences(model: Model, after: Settings | None) -> str:
 def _edit(model: Model, client: int, request: Edit) -> Model:
     _check_agents(model)
     after = attempts.foreseen(model, request.change)
-    values = live_values(model.settings, after)
+    values = live_values(model.settings, after, trials.in_place(model))
     if not values:
         return done(model, client, request.id, "nothing changes: the run has these settings")
     model = accept(model, client, request.id, "from the next update on" + _consequences(model, after))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import CloseUnstarted, GiveUp, SaveState
 from memtop.supervisor.run.events import Opened
 from memtop.supervisor.run.model import Attempt, Cause, Model, Opening, Stage, emit, note
@@ -57,7 +56,7 @@ def newest_started(attempts: tuple[Row, ...], *, has_program: bool) -> Row | Non
     `has_program`: whether the program of the newest attempt was started, where the ledger does not have its end.
     """
     known = attempts if has_program else attempts[:-1]
-    started = [row for row in known if (row.diagnosis or {}).get("started", True)]
+    started = [row for row in known if row.launched]
     return started[-1] if started else attempts[-1] if attempts else None
 
 
@@ -92,7 +91,7 @@ def _begin_configuration(model: Model, row: Row, state: StateFile | None) -> Mod
     """An earlier supervisor has started the attempt and was killed before it could write with which configuration."""
     waiting = state.waiting.change if state is not None and state.waiting is not None else None
     requested = state.pending if state is not None else None
-    cause = next((one for one in (waiting, requested) if one and explain.restart_reason(one) == row.reason), None)
+    cause = next((one for one in (waiting, requested) if one == row.change), None)
     present = model.configurations.present
     allocator = present.allocator if present is not None else ""
     if cause is not None and row.settings is None:

@@ -1,4 +1,4 @@
-"""Connects a trial (`run/trial.py`) with the run: what it is told, and what it asks for."""
+"""Connects a trial (`run/trial.py`) with the run: passes events to it and performs its actions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from memtop.supervisor.wire import Answer, Change, Outcome, Try
 
 
 def begin(model: Model, client: int, request: Try) -> tuple[Model, str | None]:
-    """Begin one: the change, or what the advice proposes first. MemtopError, or a str, says why it is not begun."""
+    """Begin a trial of the change, or of the first proposal. MemtopError, or a str, says why it does not
+    begin."""
     facts = _facts(model)
     trial.check_request(model.run.name, facts, model.trial)
     change = batch_trial.proposed(model.advice) if request.change is None else request.change
@@ -83,11 +84,17 @@ def tick(model: Model) -> Model:
 
 
 def take_over(model: Model, data: dict[str, Any] | None) -> Model:
-    """Undo what an earlier supervisor tried and left unfinished."""
+    """Undo a trial that an earlier supervisor left unfinished."""
     if data is None:
         return model
     found = trial.taken_over(data, _facts(model))
     return note(model, "warning", found) if isinstance(found, str) else _apply(model, found)
+
+
+def in_place(model: Model) -> list[str]:
+    """The settings of which a trial may have put unproven values in place."""
+    state = model.trial
+    return state.changed if state is not None and state.unproven else []
 
 
 def _apply(model: Model, result: Result) -> Model:
@@ -117,14 +124,14 @@ def _perform(model: Model, actions: tuple[Action, ...]) -> Model:
 
 
 def _replace_restart(model: Model, change: Change) -> Model:
-    """The program died in a trial and a restart waits: it begins with the settings before the trial instead."""
+    """The program died in a trial and a restart waits: begin it with the settings before the trial."""
     state = model.trial
     if model.restart is None or state is None:
         return model
     known = model.restart.change == change
     model = replace(model, restart=model.restart.with_change(change))
     if known:
-        return model  # an earlier supervisor has announced it
+        return model  # an earlier supervisor has recorded it
     if model.proposal is not None:
         remedy = trial.undo_remedy(state, model.run.name)
         model = replace(model, proposal=replace(model.proposal, remedies=(remedy, *model.proposal.remedies)))
@@ -132,7 +139,7 @@ def _replace_restart(model: Model, change: Change) -> Model:
 
 
 def _answer_client(model: Model) -> Model:
-    """Tell the client that began the trial how it ended."""
+    """Send the outcome to the client that requested the trial."""
     state = model.trial
     if state is None or state.running or state.client is None:
         return model
@@ -152,7 +159,7 @@ def _facts(model: Model) -> RunFacts:
         attempt=model.number,
         settings=model.settings,
         start_update=model.progress.start_update,
-        restart_requested=model.pending is not None or model.holding is not None,
+        restart_requested=model.pending is not None or model.holding is not None or model.launching is not None,
         restart_waiting=model.restart is not None,
         at_the_end=model.progress.at_the_end,
         connected=0 in model.agents,

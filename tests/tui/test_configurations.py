@@ -12,7 +12,7 @@ from memtop.tui.configurations import ConfigurationsScreen, consequences, facts,
 from memtop.tui.line import plain
 from memtop.tui.screen import ConfirmDialog
 from memtop.tui.store import Store, fold
-from tests.tui.dying import CONFIGURATIONS, configuration
+from tests.tui.failed_runs import CONFIGURATIONS, configuration
 from tests.tui.support import GIB, RecordingFeed, dashboard, gpu, running, screen_text, settle
 
 SIZES = [(80, 24), (160, 50)]
@@ -89,7 +89,7 @@ async def test_with_its_checkpoint_the_state_goes_back_too() -> None:
         await pilot.press("u", "c")
         await settle(pilot)
         text = " ".join(screen_text(app).replace("│", " ").split())
-        assert "newest kept state at or before update 30" in text
+        assert "newest checkpoint kept at or before update 30" in text
         await pilot.press("y")
         await settle(pilot)
         assert feed.requests == [Restart(id=1, change=Change(configuration=2, state_before=30))]
@@ -116,7 +116,7 @@ async def test_the_present_one_is_nothing_to_go_back_to() -> None:
         await settle(pilot)
         await pilot.press("u", "up", "enter")
         await settle(pilot)
-        assert "✗ configuration 3 is the present one" in screen_text(app)
+        assert "✗ configuration 3 is the current one" in screen_text(app)
         assert feed.requests == []
 
 
@@ -142,7 +142,7 @@ async def test_without_a_configuration_before_it_there_is_nothing_to_undo() -> N
         await settle(pilot)
         await pilot.press("U")
         await settle(pilot)
-        assert "✗ Undo: the run has had one configuration only" in screen_text(app)
+        assert "✗ Undo: the run has had only one configuration" in screen_text(app)
         assert app.screen is app.dashboard
 
 
@@ -183,9 +183,9 @@ def test_of_a_program_of_the_users_own_nothing_is_claimed() -> None:
     bare = wire.Configuration(number=1, attempt=1, started=0.0, reason="start")
     text = plain(row(bare, 120, present=True))
     assert text.count("–") >= 4
-    assert "it is the present one" in plain(facts(bare, bare, 100)[-1])
+    assert "it is the current one" in plain(facts(bare, bare, 100)[-1])
     other = replace(bare, number=2)
-    assert "settings of this program are its own" in " ".join(plain(one) for one in facts(bare, other, 100))
+    assert "this program's settings are unknown" in " ".join(plain(one) for one in facts(bare, other, 100))
 
 
 def test_a_rollback_whose_end_is_not_known_cannot_choose_a_checkpoint() -> None:

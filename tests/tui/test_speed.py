@@ -11,7 +11,7 @@ from memtop.tui.dashboard.training import draw_compact_training, draw_training
 from memtop.tui.line import plain
 from memtop.tui.speed import SpeedScreen, advice_lines, trial_lines
 from memtop.tui.store import Store, fold
-from tests.tui.dying import BY_HAND, SMALLER
+from tests.tui.failed_runs import BY_HAND, SMALLER
 from tests.tui.support import GIB, NOW, RecordingFeed, dashboard, gpu, run_state, running, screen_text, settle
 
 SIZES = [(80, 24), (160, 50)]
@@ -125,7 +125,7 @@ async def test_before_anything_was_measured_the_key_says_so() -> None:
         await pilot.press("b")
         await settle(pilot)
         assert app.screen is app.dashboard
-        assert "✗ Speed: what bounds the speed is not known yet" in screen_text(app)
+        assert "✗ Speed: what limits the speed is not known yet" in screen_text(app)
 
 
 @pytest.mark.parametrize(

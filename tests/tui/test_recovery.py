@@ -22,7 +22,7 @@ from memtop.tui.recovery import OomCard, memory_lines, outlook
 from memtop.tui.remedies import predicted_line, remedy_lines
 from memtop.tui.screen import ConfirmDialog
 from memtop.tui.store import Store, fold
-from tests.tui.dying import ALLOCATOR, BY_HAND, DIAGNOSIS, PROPOSAL, SHORTER, SMALLER, dead
+from tests.tui.failed_runs import ALLOCATOR, BY_HAND, DIAGNOSIS, PROPOSAL, SHORTER, SMALLER, dead
 from tests.tui.support import GIB, HOST, NOW, RecordingFeed, dashboard, gpu, machine, running, screen_text, settle
 
 SIZES = [(80, 24), (160, 50)]
@@ -60,7 +60,7 @@ async def test_it_opens_by_itself_and_shows_what_happened_and_what_can_be_done(s
             "█ allocated 17.0 ▓ cached 1.0 ▒ context 0.5 ░ others 1.0 free 0.50 GiB",
             "asked for 2.1 GiB more: the logits (B 8 x T 128 x V 50 257, fp32)",
             "torch.OutOfMemoryError: CUDA out of memory.",
-            "Nothing is done by itself: --on-oom ask",
+            "memtop does nothing by itself: --on-oom ask",
             "▸ 1 batch 8 -> 4, accumulation 4 -> 8: effective batch stays 32",
             "Enter applies ▸, Esc leaves the run failed",
         ):
@@ -74,7 +74,7 @@ async def test_it_opens_by_itself_and_shows_what_happened_and_what_can_be_done(s
             "training unchanged, resumes, speed about -10 %",
             "? peak not known: the pieces were not counted",
             "! needs your consent, changes training, resumes",
-            "changes nothing in the run: a command to copy",
+            "does not change the run: a command to copy",
             "type: sudo fallocate -l 8G /swapfile",
         ):
             assert expected in text, expected
@@ -186,7 +186,7 @@ async def test_escape_leaves_the_run_failed_and_the_notice_tells_the_key(size: t
         assert feed.requests == []
         notice = screen_text(app).splitlines()[1]
         assert "GPU 0 ran out of memory in the backward pass" in notice
-        assert "w Way out" in screen_text(app) or size == (80, 24)
+        assert "w Recovery" in screen_text(app) or size == (80, 24)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -323,7 +323,7 @@ async def test_without_a_remedy_the_last_advice_is_given_in_order() -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await settle(pilot)
         text = words(app)
-        assert "Nothing that memtop may do by itself is left 1. see who else" in text
+        assert "memtop has no automatic remedy left 1. see who else" in text
         assert "2. a smaller model: 46.4 M" in text
         assert "Enter applies" not in text
 
@@ -335,7 +335,7 @@ async def test_a_run_that_is_well_has_no_card() -> None:
         await pilot.press("w")
         await settle(pilot)
         assert app.screen is app.dashboard
-        assert "✗ Way out: the run has not died of memory" in screen_text(app)
+        assert "✗ Recovery: the run has not run out of memory" in screen_text(app)
 
 
 # --- what is drawn ---------------------------------------------------------------------------------------------------
@@ -354,9 +354,9 @@ def test_what_nobody_told_of_is_named_and_not_spread_over_the_others() -> None:
     lines = drawn(replace(DIAGNOSIS, context_bytes=None, other_process_bytes=None), width=90)
     assert "▒ context –" in lines[2]
     assert "░ others –" in lines[2]
-    assert "? not told 1.5" in lines[2]
+    assert "? unknown 1.5" in lines[2]
     none_free = drawn(replace(DIAGNOSIS, free_bytes=None), width=90)
-    assert "? not told, or free 0.5" in " ".join(none_free)
+    assert "? unknown, or free 0.5" in " ".join(none_free)
     assert "free –" in " ".join(none_free)
 
 
@@ -376,7 +376,7 @@ def test_a_death_of_host_memory_has_a_bar_of_host_memory() -> None:
         free_bytes=GIB,
     )
     lines = drawn(diagnosis, width=80)
-    assert lines[0] == "the limit set for it at that moment, measured, 16.0 GiB"
+    assert lines[0] == "its memory limit at that moment, measured, 16.0 GiB"
     assert (lines[1].count("█"), lines[1].count("░")) == (60, 15)
     assert "this run 12.0  ░ others 3.0  free 1.0 GiB" in lines[2]
     # Where nothing was told of that moment, what was seen is called that, and its parts are unknown.
@@ -384,11 +384,11 @@ def test_a_death_of_host_memory_has_a_bar_of_host_memory() -> None:
     died = dead(ended=NOW + 5)
     there = fold(fold(fold(Store(), machine(time=NOW)), died), machine(host=replace(HOST, used_fraction=0.1), time=NOW + 9))
     seen = drawn(bare, there, 90)
-    assert seen[0] == "host memory, the most that was sampled in the minute before: 75.0 % of 32.0 GiB"
-    assert seen[2] == "? how it was divided at that moment is not known"
+    assert seen[0] == "host memory, the highest sample in the minute before: 75.0 % of 32.0 GiB"
+    assert seen[2] == "? how it was divided is not known"
     # Who comes later sees a machine that has its memory back: that says nothing of the death.
     late = fold(fold(Store(), replace(died, machine=None)), machine(time=NOW + 9))
-    assert drawn(bare, late, 100)[0].startswith("? how full host memory was at that moment is not known")
+    assert drawn(bare, late, 100)[0].startswith("? host memory at that moment is not known")
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Kind.SHM_EXHAUSTED, "/dev/shm"), (Kind.DISK_FULL, "the disk")])
@@ -442,7 +442,7 @@ def test_the_last_line_says_what_enter_does_with_the_marked_one() -> None:
 
     assert "Enter applies ▸" in words(SMALLER)
     assert "Enter copies the command of ▸" in words(BY_HAND)
-    assert "▸ is for you to do" in words(replace(BY_HAND, command=None))
+    assert "▸ only you can do" in words(replace(BY_HAND, command=None))
     for line in (words(None), words(SMALLER, can_act=False)):
         assert line == "· Esc closes; the run stays failed"
 
@@ -458,7 +458,7 @@ def test_what_memtop_does_not_do_has_neither_a_forecast_nor_a_question() -> None
     )
     assert [plain(one).strip() for one in remedy_lines(1, own, 80, alive=False)] == [
         "1  no data-loader workers, in your program's own options",
-        "for you to do: memtop does not touch it",
+        "only you can do this",
     ]
 
 
@@ -470,5 +470,5 @@ def test_the_outlook_never_counts_below_zero() -> None:
 def test_a_remedy_without_any_number_says_so() -> None:
     bare = Remedy(id="x", title="x", keeps_math=True, resumable="resumes", preset="low")
     text = " ".join(plain(one) for one in remedy_lines(1, bare, 100, alive=False))
-    assert "nothing that was measured allows a forecast" in text
+    assert "no measurement allows a forecast" in text
     assert "speed not known" in text

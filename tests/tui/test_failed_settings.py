@@ -8,7 +8,7 @@ from textual.widgets import DataTable, Input
 from memtop.presets.schema import Zero
 from memtop.supervisor import wire
 from memtop.supervisor.wire import Change, Configuration, Restart
-from tests.tui.dying import PROPOSAL
+from tests.tui.failed_runs import PROPOSAL
 from tests.tui.support import NOW, SETTINGS, RecordingFeed, dashboard, gpu, running, screen_text, settle
 
 SHARDED = replace(SETTINGS, zero=Zero(stage=2), preset="mine")

@@ -15,7 +15,7 @@ from memtop.tui.line import plain
 from memtop.tui.remedies import Outlook, outlook_of
 from memtop.tui.restart_plan import can_be_live
 from memtop.tui.store import Store, fold
-from tests.tui.dying import CONFIGURATIONS
+from tests.tui.failed_runs import CONFIGURATIONS
 from tests.tui.support import GIB, SETTINGS, RecordingFeed, dashboard, gpu, run_state, running, screen_text, settle
 
 SIZES = [(80, 24), (160, 50)]
@@ -39,7 +39,7 @@ async def test_another_split_can_be_applied_now_and_the_answer_is_told(size: tup
         await settle(pilot)
         assert live.display
         text = " ".join(screen_text(app).replace("│", " ").split())
-        assert "Apply now: from the next update on, nothing stops." in text
+        assert "Apply now: from the next update on, without a stop." in text
         await pilot.click("#live")
         await settle(pilot)
         assert feed.requests == [Edit(id=1, change=Change(assignments={"batch": "4", "accumulation": "8"}))]
@@ -119,7 +119,7 @@ async def test_where_no_forecast_is_possible_the_reason_is_given() -> None:
         await settle(pilot)
         await pilot.press("r")
         await settle(pilot)
-        assert "? peak of VRAM not known beforehand: nothing was measured with these settings yet" in screen_text(app)
+        assert "? VRAM peak cannot be predicted: nothing was measured with these settings yet" in screen_text(app)
 
 
 def test_of_several_cards_the_smallest_that_the_run_uses_counts() -> None:
@@ -136,4 +136,4 @@ def test_on_the_cpu_it_is_host_memory_within_its_limit() -> None:
     assert (outlook.on_gpu, outlook.total_bytes) == (False, 32 * GIB)
     peaks = (Peak(batch=4, bytes=GIB, updates=9, settings_key="another"),)
     (line,) = Outlook(peaks, None, 32 * GIB, on_gpu=False).lines(settings, 200)
-    assert plain(line) == "? peak of RAM not known beforehand: nothing was measured with these settings yet"
+    assert plain(line) == "? RAM peak cannot be predicted: nothing was measured with these settings yet"
