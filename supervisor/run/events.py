@@ -85,8 +85,8 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
     """A supervisor begins: what it found in the run's folder. Reports of the newest attempt follow, then `Replayed`."""
 
     attempts: tuple[Attempt, ...] = ()
-    has_program: bool = True
-    """False where the newest attempt is open in the ledger and its program was never started."""
+    unstarted: frozenset[int] = frozenset()
+    """The attempts that are open in the ledger and whose program was never started."""
     state: StateFile | None = None
     records: tuple[Record, ...] = ()
     announced: frozenset[tuple[str, float]] = frozenset()

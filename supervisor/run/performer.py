@@ -119,7 +119,7 @@ class Performer:
             case DropRows(update=update):
                 self._publisher.take_back_from(update)
             case CloseUnstarted(number=number, why=why):
-                self._outbox.write(lambda: self._outbox.ledger.close_unstarted(number, why, time.time()))
+                self._outbox.close_unstarted(number, why, time.time())
             case Reply(client=client, answer=answer):
                 if client in self.clients:
                     self.clients[client].send(answer)
@@ -191,7 +191,7 @@ class Performer:
                 )
         except MemtopError as error:
             why = str(error)
-            self._outbox.write(lambda: self._outbox.ledger.close_unstarted(number, why, time.time()))
+            self._outbox.close_unstarted(number, why, time.time())
             return LaunchRefused(number=number, why=why, usage=isinstance(error, UsageError), recorded=True)
         self._agents.reset()
         self.follow(number, started, shim)

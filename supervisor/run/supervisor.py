@@ -131,13 +131,14 @@ class Supervisor:
     def _open(self, change: Change | None) -> None:
         ledger = self._outbox.ledger
         attempts = tuple(ledger.attempts())
-        started = not attempts or attempts[-1].ended is not None or has_program(self.folder, attempts[-1].number)
-        newest = newest_started(attempts, has_program=started)
+        open_ones = (attempt.number for attempt in attempts if attempt.ended is None)
+        unstarted = frozenset(number for number in open_ones if not has_program(self.folder, number))
+        newest = newest_started(attempts, unstarted)
         losses = [metric.loss for metric in ledger.metrics() if metric.loss is not None]
         trials = [event.data for event in ledger.events() if event.kind == "trial"]
         opened = Opened(
             attempts=attempts,
-            has_program=started,
+            unstarted=unstarted,
             state=self.folder.state(),
             records=tuple(ledger.configurations()),
             announced=frozenset(ledger.told(newest.number, _ANNOUNCED)) if newest is not None else frozenset(),

@@ -222,7 +222,7 @@ def test_an_attempt_that_is_only_in_the_ledger_was_never_begun() -> None:
     waiting = Waiting(change=Change(assignments={"batch": "4", "accumulation": "8"}), disk_bytes=5)
     state = state_of(Phase.TRAINING, reason="died", waiting=waiting)
     first, second = row(ended=10.0, outcome="failed"), row(2, HALF, started=20.0)
-    brain = taken_over(first, second, records=DEAD.records, state=state, has_program=False)
+    brain = taken_over(first, second, records=DEAD.records, state=state, unstarted=frozenset({2}))
     assert (brain.model.phase, brain.model.reason, brain.model.settings) == (Phase.RESTARTING, "died", SETTINGS)
     assert brain.model.restart is not None
     assert brain.model.restart.waiting == waiting
@@ -240,7 +240,7 @@ def test_a_restart_is_carried_out_although_its_attempt_was_never_begun() -> None
     """The supervisor was killed between `command.json` and the shim."""
     state = state_of(Phase.RESTARTING, pending=Change(assignments={"batch": "1"}))
     first, second = row(ended=10.0, outcome="restarted"), row(2, replace(SETTINGS, batch=1), started=20.0)
-    brain = taken_over(first, second, records=BEGUN.records, state=state, has_program=False)
+    brain = taken_over(first, second, records=BEGUN.records, state=state, unstarted=frozenset({2}))
     (launch,) = brain.asked(Launch)
     assert (launch.number, launch.settings and launch.settings.batch) == (3, 1)
 

@@ -1,9 +1,8 @@
 """A run without processes and files: what `step` asks for is done to plain values, and the
 supervisor can be killed at any point.
 
-`World.act(name, number)` lets one thing happen: the program trains, saves, runs out of memory or
-ends; a client asks for something; time passes; the disk fills; the supervisor is killed, or a new
-one takes over. After each effect the invariants are checked.
+The ledger, state.json, the program and the saved states are plain values. After each effect the
+invariants are checked; what may happen to a run is in `life.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from msgspec.structs import replace
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
-from memtop.supervisor.monitor.values import HostSample, MachineSnapshot
 from memtop.supervisor.recovery.configuration import configuration_key as key_of
 from memtop.supervisor.run import effects as do
 from memtop.supervisor.run import events as on
@@ -33,7 +31,7 @@ from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.rules.taking_over import newest_started
 from memtop.supervisor.run.state import state_file
 from memtop.supervisor.run.step import step
-from memtop.supervisor.wire import Change, Checkpoint, CheckpointNow, Edit, Event, FreeCache, Outcome, Phase, Restart, Stop, Try
+from memtop.supervisor.wire import Change, Checkpoint, Event, Outcome, Phase
 
 SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
 GIB = 1 << 30
@@ -77,10 +75,6 @@ class MemoryLedger:
         assert row.number not in self.rows, "a number is given once"
         self.rows[row.number] = row
 
-    def close_unstarted(self, number: int, why: str, now: float) -> None:
-        diagnosis = {"summary": why}
-        self.update_attempt(number, ended=now, outcome="failed", start_updates=None, diagnosis=diagnosis, launched=False)
-
 
 class Program:
     """One start of the training program."""
@@ -119,6 +113,8 @@ class World:
         self.failed: set[str] = set()
         """The configurations that ran out of memory, by key."""
         self.allocators: set[str] = {""}
+        self.begun: set[int] = set()
+        """The numbers of the attempts whose program was started."""
         self.starts: Counter[str] = Counter()
         """By the token in its reason, how often a restart was carried out."""
         self.model: Model | None = None
@@ -127,10 +123,11 @@ class World:
         self.kill_after: int | None = None
         self.read = 0
         self.requests = 0
+        self.stops: set[int] = set()
         self.accepted: dict[str, int] = {}
         """Restarts that were accepted: the number of events written until then."""
         self.happened: Counter[str] = Counter()
-        self.steps = 0
+        self.steps = self.kills = 0
 
     # --- the supervisor -------------------------------------------------------------------------------------------------
 
@@ -138,8 +135,8 @@ class World:
         """A supervisor begins; `change`: it was started in order to restart the run."""
         assert self.model is None
         rows = tuple(self.ledger.rows.values())
-        has_program = not rows or rows[-1].ended is not None or self._has_program(rows[-1].number)
-        newest = newest_started(rows, has_program=has_program)
+        unstarted = frozenset(row.number for row in rows if row.ended is None and not self._has_program(row.number))
+        newest = newest_started(rows, unstarted)
         self.outbox = Outbox(self.ledger)  # type: ignore[arg-type] - the same methods on plain values
         self.later.clear()
         self.read = 0
@@ -152,7 +149,7 @@ class World:
         trials = [event.data for event in self.ledger.events if event.kind == "trial"]
         opened = on.Opened(
             attempts=rows,
-            has_program=has_program,
+            unstarted=unstarted,
             state=self.state,
             records=tuple(self.ledger.records.values()),
             announced=frozenset(announced),
@@ -183,6 +180,7 @@ class World:
     def _forget(self) -> None:
         """The supervisor is gone, with all that it had not written."""
         self.model, self.kill_after = None, None
+        self.kills += 1
         self.later.clear()
         if self.program is not None:
             self.program.connected = False
@@ -209,7 +207,7 @@ class World:
                 raise Killed
 
     def _has_program(self, number: int) -> bool:
-        return self.program is not None and self.program.number == number
+        return number in self.begun
 
     def states(self) -> on.States:
         found = sorted({*self.kept, *([self.held] if self.held is not None else [])}, reverse=True)
@@ -230,7 +228,7 @@ class World:
             case do.SaveConfigurations(records=records):
                 self.outbox.save_configurations(records)
             case do.CloseUnstarted(number=number, why=why):
-                self.outbox.write(lambda: self.ledger.close_unstarted(number, why, self.time))
+                self.outbox.close_unstarted(number, why, self.time)
             case do.Launch():
                 return self._launch(effect)
             case do.Signal(name=name, target=target):
@@ -251,7 +249,9 @@ class World:
             case do.AskRanks(ask=number, name=name):
                 self.later.append(self._asked(number, name))
             case do.Reply(answer=answer):
-                if answer.outcome is Outcome.ACCEPTED and answer.id > 0:
+                if answer.outcome is Outcome.ACCEPTED and answer.id in self.stops:
+                    self.accepted.clear()  # all that was asked for before is called off
+                elif answer.outcome is Outcome.ACCEPTED and answer.id > 0:
                     self.accepted[f"r{answer.id}"] = len(self.ledger.events)
             case do.GiveUp():
                 raise Killed
@@ -286,12 +286,13 @@ class World:
         self._maybe_kill()
         if self.disk_full:
             self.kept, self.aside = sorted({*self.kept, *moved}), [state for state in self.aside if state not in moved]
-            self.outbox.write(lambda: self.ledger.close_unstarted(effect.number, "no space", self.time))
+            self.outbox.close_unstarted(effect.number, "no space", self.time)
             return on.LaunchRefused(number=effect.number, why="command.json: no space", recorded=True)
         self._check_start(effect)
         resumed = self.kept[-1] if self.kept and not self.external else 0
         self.program = Program(effect.number, effect.settings, effect.allocator, resumed)
         self.read = 0
+        self.begun.add(effect.number)
         self.starts[token(effect.reason)] += 1
         self._maybe_kill()
         aside = "set-aside" if moved else None
@@ -322,64 +323,14 @@ class World:
     def _examined(self) -> on.Examined:
         program = self.program
         kind = program.cause if program is not None else Kind.NOT_MEMORY
+        if program is not None and program.settings is not None and kind not in (Kind.NOT_MEMORY, Kind.DISK_FULL):
+            self.failed.add(key_of(program.settings))
+        if program is not None and program.settings is None:
+            self.allocators.add(program.allocator)
         diagnosis = Diagnosis(kind=kind, confidence=0.99, summary=f"it died of {kind.value}", source="record")
         free = 0 if self.disk_full else 100 * GIB
         facts = on.Facts(kept_states=self.states().kept, disk_free_bytes=free, deepspeed=True)
         return on.Examined(diagnosis=diagnosis, facts=facts)
-
-    # --- invariants -----------------------------------------------------------------------------------------------------
-
-    def _check_start(self, effect: do.Launch) -> None:
-        assert self.model is not None
-        assert self.model.launching is not None
-        assert self.program is None or not self.program.alive, "two programs at once"
-        assert self.program is None or not self.program.leftovers, "what the program left behind still holds its memory"
-        if self.model.launching.cause is not Cause.DEATH:
-            return
-        if effect.settings is None:
-            assert effect.allocator not in self.allocators, "an external command is started again unchanged by itself"
-        else:
-            assert key_of(effect.settings) not in self.failed, "a configuration that ran out of memory is tried again by itself"
-
-    def check(self) -> None:
-        """What holds after every effect."""
-        assert all(count <= 1 for name, count in self.starts.items() if name), f"a restart was carried out twice: {self.starts}"
-        model = self.model
-        if model is None or model.phase.final or model.opening is not None or model.phase is Phase.CREATED:
-            return
-        program = self.program
-        assert model.attempt is None or model.attempt.stage is not Stage.OVER or model.restart or model.launching, model.phase
-        if model.attempt is not None and model.attempt.stage is Stage.RUNNING and model.launching is None:
-            assert program is not None
-            assert program.number == model.attempt.number
-
-    def check_promises(self) -> None:
-        """When nothing is under way any more, every accepted restart was carried out or called off by name."""
-        for name, written in self.accepted.items():
-            if self.starts[name] == 0:
-                kinds = {event.kind for event in self.ledger.events[written:]}
-                assert kinds & {"failed", "stopped", "finished", "attempt", "warning"}, f"{name} was forgotten"
-
-    # --- what may happen ------------------------------------------------------------------------------------------------
-
-    def act(self, name: str, number: int) -> None:
-        """Let one thing happen; `number` chooses its details."""
-        self.happened[name] += 1
-        getattr(self, f"act_{name}")(number)
-        if self.model is not None:
-            self.check()
-
-    def act_start(self, number: int) -> None:
-        if self.model is None:
-            self.start(Change(reason=self._token("c")) if number % 4 == 0 and self.ledger.rows else None)
-
-    def act_kill(self, number: int) -> None:
-        if self.model is not None and self.kill_after is None:
-            self.kill_after = number % 12
-
-    def act_time(self, number: int) -> None:
-        self.time += (0.2, 0.2, 1.0, 5.0, 70.0)[number % 5]
-        self.tick()
 
     def tick(self) -> None:
         """As `Supervisor` does it."""
@@ -414,173 +365,38 @@ class World:
                 program.stored = self.read
             self._handle(on.Reported(rank=0, report=report))
 
-    def act_result(self, number: int) -> None:
-        """Something that was begun comes to its end, and may be told twice."""
-        if self.model is None or not self.later:
+    # --- invariants -----------------------------------------------------------------------------------------------------
+
+    def _check_start(self, effect: do.Launch) -> None:
+        assert self.model is not None
+        assert self.model.launching is not None
+        assert self.program is None or not self.program.alive, "two programs at once"
+        assert self.program is None or not self.program.leftovers, "what the program left behind still holds its memory"
+        if self.model.launching.cause is not Cause.DEATH:
             return
-        self.later.rotate(-(number % len(self.later)))
-        event = self.later.popleft()
-        if isinstance(event, on.LeftoversCleared):
-            event = replace(event, states=self.states())
-        self.handle(event)
-        if number % 7 == 0 and self.model is not None:
-            self.handle(event)
+        if effect.settings is None:
+            assert effect.allocator not in self.allocators, "an external command is started again unchanged by itself"
+        else:
+            assert key_of(effect.settings) not in self.failed, "a configuration that ran out of memory is tried again by itself"
 
-    def act_sample(self, number: int) -> None:
-        if self.model is not None:
-            host = HostSample(total_bytes=64 * GIB, available_bytes=32 * GIB, used_bytes=32 * GIB)
-            machine = MachineSnapshot(time=self.time, host=host)
-            self.handle(on.Sampled(machine=machine, run_rss_bytes=GIB, keep=number % 3 == 0))
-
-    def act_disk(self, number: int) -> None:
-        self.disk_full = self.ledger.full = number % 3 == 0
-
-    # --- the program ----------------------------------------------------------------------------------------------------
-
-    def _report(self, report: said.Report) -> None:
-        self.time += 0.01
-        assert self.program is not None
-        self.program.journal.append(replace(report, time=self.time))
-
-    def _running(self) -> Program | None:
-        return self.program if self.program is not None and self.program.alive else None
-
-    def act_train(self, number: int) -> None:
-        program = self._running()
-        if program is None:
+    def check(self) -> None:
+        """What holds after every effect."""
+        assert all(count <= 1 for name, count in self.starts.items() if name), f"a restart was carried out twice: {self.starts}"
+        model = self.model
+        if model is None or model.phase.final or model.opening is not None or model.phase is Phase.CREATED:
             return
-        if not program.loaded:
-            program.loaded = True
-            self._report(said.Hello(pid=1, offers=() if self.external else ("stop", "checkpoint", "change")))
-            if not self.external:
-                self._report(said.Plan(updates=program.update, total_updates=LAST_UPDATE, resumed=program.update > 0))
-        for _ in range(1 + number % 5):
-            if program.update < LAST_UPDATE and not program.asked_to_stop:
-                program.update += 1
-                batch = program.settings.batch if program.settings is not None else None
-                self._report(said.Step(update=program.update, samples_seen=32 * program.update, step_seconds=0.5, batch=batch))
-        if program.asked_to_stop:
-            self._save()
-            self._report(said.End(outcome="stopped"))
-            self._end(0)
-        elif program.update >= LAST_UPDATE:
-            self._save()
-            self._report(said.End(outcome="finished"))
-            self._end(0)
-
-    def _save(self) -> bool:
         program = self.program
-        if program is None or self.external:
-            return False
-        if self.disk_full:
-            self._report(said.SaveFailed(update=program.update, message="no space"))
-            return False
-        if program.update not in self.kept:
-            self.kept = sorted({*self.kept, program.update})[-2:]
-        self._report(said.Saved(updates=program.update, seconds=0.1, size_bytes=GIB))
-        return True
+        assert model.attempt is None or model.attempt.stage is not Stage.OVER or model.restart or model.launching, model.phase
+        if model.attempt is not None and model.attempt.stage is Stage.RUNNING and model.launching is None:
+            assert program is not None
+            assert program.number == model.attempt.number
 
-    def act_save(self, number: int) -> None:
-        program = self._running()
-        if program is not None and program.loaded:
-            self._save()
-
-    def act_connect(self, number: int) -> None:
-        program = self._running()
-        if program is None or self.model is None or self.model.number != program.number or not program.loaded:
-            return
-        program.connected = number % 4 != 0
-        self.handle(on.AgentConnected(0) if program.connected else on.AgentGone(0))
-
-    def act_shrink(self, number: int) -> None:
-        """The trainer redoes an update that ran out of memory in smaller pieces."""
-        program = self._running()
-        if program is None or not program.loaded or program.settings is None or program.settings.batch % 2:
-            return
-        before = program.settings
-        after = replace(before, batch=before.batch // 2, accumulation=before.accumulation * 2)
-        self._report(said.Oom(update=program.update + 1, message="no memory", error="E", survived=True, batch=before.batch))
-        changes = {"batch": after.batch, "accumulation": after.accumulation}
-        self._report(said.SettingsChanged(update=program.update + 1, changes=changes, reason="allocation failure"))
-        program.settings = after
-        self.failed.add(key_of(before))
-
-    def act_die(self, number: int) -> None:
-        program = self._running()
-        if program is None:
-            return
-        kinds = (Kind.GPU_OOM, Kind.HOST_OOM_KILLED, Kind.GPU_OOM_FRAGMENTED, Kind.DISK_FULL, Kind.NOT_MEMORY)
-        program.cause = kinds[number % len(kinds)]
-        program.leftovers = number % 3 == 0
-        if program.cause is Kind.GPU_OOM:
-            self._report(said.Oom(update=program.update + 1, message="no memory", error="E", survived=False))
-        if number % 2 and program.cause is not Kind.HOST_OOM_KILLED:
-            self._report(said.End(outcome="failed", message="it died"))
-        self._end(None if number % 11 == 0 else 1)
-
-    def _end(self, status: int | None) -> None:
-        program = self.program
-        assert program is not None
-        program.alive, program.connected = False, False
-        program.status, program.ended = status, self.time
-
-    # --- clients --------------------------------------------------------------------------------------------------------
-
-    def _token(self, letter: str) -> str:
-        self.requests += 1
-        return f"{letter}{self.requests}"
-
-    def _request(self, request: on.Command) -> None:
-        if self.model is not None:
-            self.handle(on.Requested(client=1, request=request, states=self.states()))
-
-    def act_stop(self, number: int) -> None:
-        self.requests += 1
-        self._request(Stop(id=-self.requests))
-
-    def act_restart(self, number: int) -> None:
-        reason = self._token("r")
-        change = Change(reason=reason)
-        if not self.external and number % 3 == 1:
-            change = Change(reason=reason, assignments={"batch": str((1, 2, 4, 8)[number % 4])})
-        elif number % 3 == 2 and self.kept:
-            change = Change(reason=reason, state_before=self.kept[number % len(self.kept)])
-        self._request(Restart(id=self.requests, change=change))
-
-    def act_ask(self, number: int) -> None:
-        self.requests += 1
-        request: on.Command = FreeCache(id=-self.requests) if number % 2 else CheckpointNow(id=-self.requests)
-        self._request(request)
-
-    def act_edit(self, number: int) -> None:
-        self.requests += 1
-        request = (Edit, Try)[number % 2]
-        self._request(request(id=-self.requests, change=Change(assignments={"batch": str((1, 2, 4)[number % 3])})))
-
-    # --- the end --------------------------------------------------------------------------------------------------------
-
-    def settle(self) -> None:
-        """A stop always ends: whatever the program does, the run is over after a while, and stays as it is."""
-        self.kill_after, self.disk_full, self.ledger.full = None, False, False
-        for _ in range(3):
-            if self.model is None:
-                self.start()
-        if self.model is None:
-            return  # it refuses to begin
-        self.act_stop(0)
-        for count in range(400):
-            if count > 2 and self.model.phase.final and not self.later and self.model.launching is None:
-                break
-            self.time += 30.0
-            self.tick()
-            while self.later:
-                self.act_result(1)
-        assert self.model.phase.final, f"the stop does not end: {self.model.phase}"
-        assert self.program is None or not self.program.alive, "the program outlives the stop"
-        self.check_promises()
-
-
-ACTIONS = tuple(name.removeprefix("act_") for name in vars(World) if name.startswith("act_"))
+    def check_promises(self) -> None:
+        """When nothing is under way any more, every accepted restart was carried out or called off by name."""
+        for name, written in self.accepted.items():
+            if self.starts[name] == 0:
+                kinds = {event.kind for event in self.ledger.events[written:]}
+                assert kinds & {"failed", "stopped", "finished", "attempt", "warning"}, f"{name} was forgotten"
 
 
 def token(reason: str) -> str:
@@ -591,6 +407,3 @@ def token(reason: str) -> str:
 
 def checkpoint(update: int) -> Checkpoint:
     return Checkpoint(path=f"/s{update}", updates=update, samples_seen=32 * update, size_bytes=GIB, complete=True)
-
-
-__all__ = ["ACTIONS", "Phase", "World"]

@@ -242,6 +242,8 @@ async def test_a_death_of_memory_and_the_configurations_are_replayed_and_change_
 
 def test_an_attempt_that_never_started_is_no_death_of_memory(over: RunFolder) -> None:
     ledger = Ledger(over.path / "ledger.sqlite")
-    ledger.close_unstarted(2, "no such program", START + 7200)
+    diagnosis = {"summary": "no such program"}
+    ended = {"ended": START + 7200, "outcome": "failed", "start_updates": None, "diagnosis": diagnosis, "launched": False}
+    ledger.update_attempt(2, **ended)
     ledger.close()
     assert FolderRecording(over.path).state(START + 7300).proposal is None

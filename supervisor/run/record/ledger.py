@@ -151,11 +151,6 @@ class Ledger:
         with self._db:
             self._db.execute(f"UPDATE attempts SET {columns} WHERE number = ?", (*values.values(), number))
 
-    def close_unstarted(self, number: int, why: str, now: float) -> None:
-        """End an attempt whose program could not be started. It rolled back no updates."""
-        diagnosis = {"summary": why, "evidence": []}
-        self.update_attempt(number, ended=now, outcome="failed", start_updates=None, diagnosis=diagnosis, launched=False)
-
     def attempts(self) -> list[Attempt]:
         columns = Attempt.__struct_fields__
         rows = self._db.execute(f"SELECT {', '.join(columns)} FROM attempts ORDER BY number")

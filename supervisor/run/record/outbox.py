@@ -45,6 +45,12 @@ class Outbox:
         self._attempts[number] = {**self._attempts.get(number, {}), **values}
         self._write_attempt(number)
 
+    def close_unstarted(self, number: int, why: str, now: float) -> None:
+        """Close an attempt whose program was never started: it took back none of the updates before it."""
+        diagnosis = {"summary": why, "evidence": []}
+        ended = {"ended": now, "outcome": "failed", "start_updates": None, "diagnosis": diagnosis, "launched": False}
+        self.update_attempt(number, ended)
+
     def save_configurations(self, records: tuple[Record, ...]) -> None:
         for record in records:
             self._records[record.configuration.number] = record

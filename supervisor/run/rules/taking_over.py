@@ -7,6 +7,8 @@ journals; what it had not written is decided again.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from msgspec.structs import replace
 
 from memtop.supervisor.errors import UsageError
@@ -27,15 +29,15 @@ _UNSTARTED = "its supervisor ended before it could start it"
 def opened(model: Model, event: Opened) -> Model:
     """Know again what an earlier supervisor knew; the reports of the newest attempt are repeated next."""
     model = replace(model, configurations=Configurations(records=event.records), states=event.states)
-    newest = newest_started(event.attempts, has_program=event.has_program)
+    newest = newest_started(event.attempts, event.unstarted)
     if newest is None:
         return _begin(model, event.change or Change(), Cause.START)
     last = event.attempts[-1]
     model = replace(model, newest_number=last.number)
-    if not event.has_program:
-        model = emit(model, CloseUnstarted(number=last.number, why=_UNSTARTED))
-        if newest is last:
-            newest = replace(last, ended=model.now.time, outcome="failed", diagnosis={"summary": _UNSTARTED})
+    for number in sorted(event.unstarted):
+        model = emit(model, CloseUnstarted(number=number, why=_UNSTARTED))
+    if newest.number in event.unstarted:
+        newest = replace(newest, ended=model.now.time, outcome="failed", diagnosis={"summary": _UNSTARTED})
     # state.json of the attempt before: its supervisor was killed before it could write that it had started this one.
     state = event.state if event.state is not None and event.state.run.attempt == newest.number else None
     model = _remember(model, newest, event, state)
@@ -50,13 +52,12 @@ def opened(model: Model, event: Opened) -> Model:
     return replace(model, opening=opening)
 
 
-def newest_started(attempts: tuple[Row, ...], *, has_program: bool) -> Row | None:
+def newest_started(attempts: tuple[Row, ...], unstarted: Collection[int]) -> Row | None:
     """The attempt that the run is at: the newest whose program was started, or if none was the newest; None if there is none.
 
-    `has_program`: whether the program of the newest attempt was started, where the ledger does not have its end.
+    `unstarted`: those that are open in the ledger and have no program.
     """
-    known = attempts if has_program else attempts[:-1]
-    started = [row for row in known if row.launched]
+    started = [row for row in attempts if row.number not in unstarted and row.launched]
     return started[-1] if started else attempts[-1] if attempts else None
 
 
