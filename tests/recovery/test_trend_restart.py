@@ -32,8 +32,8 @@ def test_it_saves_and_restarts_with_the_same_settings(runs: Runs, group: MemoryG
     assert second["start_updates"] == first["updates"] >= 100  # saved at the boundary: nothing was lost
     assert "leak: anonymous memory of rank 0 grows by" in second["reason"]
     assert first["outcome"] == "restarted"
-    (told,) = leaks(runs)
-    assert told.endswith("saving and restarting with the same settings before that")
+    (line,) = leaks(runs)
+    assert line.endswith("saving and restarting with the same settings before that")
     # A configuration that leaks is the same one after it: nothing is counted as a failure.
     assert [row["outcome"] for row in document["configurations"]] == [None]
     runs.memtop("stop", "a")
