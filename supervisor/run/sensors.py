@@ -10,7 +10,7 @@ from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.recovery.bottleneck import Measured
 from memtop.supervisor.run.events import Sampled, StoodStill, Tick
 from memtop.supervisor.run.machine_watch import MachineWatch
-from memtop.supervisor.run.measuring import Measuring
+from memtop.supervisor.run.measurements import Measurements
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.pending_restart import free_bytes
 from memtop.supervisor.run.post_mortem.evidence import Witness
@@ -41,7 +41,7 @@ class Sensors:
         self._model = model
         self._monotonic = monotonic
         self._stall: StallWatch | None = None
-        self._trends, self._measuring = TrendWatch(), Measuring()
+        self._trends, self._measurements = TrendWatch(), Measurements()
         self._samples = 0
 
     def follow(self, attempt: RunningAttempt, started: float, *, new: bool) -> None:
@@ -49,15 +49,15 @@ class Sensors:
         self.attempt = attempt
         self.evidence = Witness(attempt.folder, started, self.machine_watch.machine if new else None)
         self._stall = StallWatch(attempt.log_path, self._monotonic)
-        self._trends, self._measuring = TrendWatch(), Measuring()
+        self._trends, self._measurements = TrendWatch(), Measurements()
 
     def reported(self, rank: int, report: Report) -> None:
         if isinstance(report, Step):
             self._trends.step(rank, report)
             if rank == 0:
-                self._measuring.step(report)
+                self._measurements.step(report)
         elif isinstance(report, SettingsChanged) and rank == 0:
-            self._measuring.changed()
+            self._measurements.changed()
 
     def look(self) -> None:
         """Between samples: the program may enter another cgroup and be killed there within a second."""
@@ -96,12 +96,12 @@ class Sensors:
             gpus = prevention.own_gpus(machine, ranks)
             bases, loading = watch.gpu_base_bytes, self._is_loading(model)
             dangers = self._trends.sample(machine, members, ranks, bases, watch.reading, loading=loading)
-            self._measuring.sample(machine, gpus)
+            self._measurements.sample(machine, gpus)
             self._samples += 1
             if self._samples % _ADVISE_EVERY == 0:
                 rate, swap_in = model.progress.rates()[0], self._trends.swap_in.value
                 roles = watch.run_memory
-                measured = self._measuring.measured(machine, gpus, samples_per_second=rate, swap_in=swap_in, roles=roles)
+                measured = self._measurements.medians(machine, gpus, samples_per_second=rate, swap_in=swap_in, roles=roles)
         return Sampled(
             machine=machine,
             run_rss_bytes=watch.run_rss_bytes,

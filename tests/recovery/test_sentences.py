@@ -116,10 +116,10 @@ def test_an_unknown_machine_is_not_mentioned() -> None:
 def test_the_reason_for_doing_nothing_is_the_callers() -> None:
     candidates = [Candidate(remedy=one, key=None) for one in remedies_for_command(REFUSED, ExternalCommand())]
     assert all(one.remedy.keeps_math for one in candidates)
-    decision = decide(REFUSED, (), candidates, "auto", otherwise="it is your own program")
-    assert (decision.action, decision.why) == ("ask", "it is your own program")
-    assert decide(REFUSED, (), candidates, "ask", otherwise="it is your own program").why == "--on-oom ask"
-    assert explain.decided(decision) == "nothing is done by itself: it is your own program"
+    decision = decide(REFUSED, (), candidates, "auto", otherwise="it is an external command")
+    assert (decision.action, decision.why) == ("ask", "it is an external command")
+    assert decide(REFUSED, (), candidates, "ask", otherwise="it is an external command").why == "--on-oom ask"
+    assert explain.decided(decision) == "nothing is done by itself: it is an external command"
 
 
 def test_one_measured_peak_is_known_and_two_are_needed() -> None:

@@ -54,7 +54,7 @@ def test_a_limit_of_address_space_is_named_and_swap_is_not_offered(runs: Runs) -
     assert [one["id"] for one in proposal["remedies"]] == ["host_level", "address_space"]
     assert "ulimit -v unlimited\n" in shown
     assert "swap" not in shown
-    assert "nothing is done by itself: memtop can change only the allocator of an external command" in shown
+    assert "memtop does nothing yet: memtop can change only the allocator of an external command" in shown
     assert "consent" not in shown
 
 
@@ -74,7 +74,7 @@ def test_the_leak_that_was_seen_is_the_first_thing_said(runs: Runs) -> None:
     assert cause.startswith("anonymous memory of rank 0 grew by 2.0 MiB per update until the end: a leak")
     assert "a smaller batch does not fix it" in cause
     assert "the address space (ulimit -v) is full in" in told(runs, "trend")
-    assert shown.index(cause) < shown.index("nothing is done by itself")
+    assert shown.index(cause) < shown.index("memtop does nothing yet")
     # Whatever else may be had would only put it off.
     assert proposal["remedies"] == []
 

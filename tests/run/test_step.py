@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.values import HostSample, MachineSnapshot
@@ -30,7 +31,6 @@ from memtop.supervisor.run.events import (
     Launched,
     LaunchRefused,
     LeftoversCleared,
-    LogEnd,
     ProgramEnded,
     Requested,
     Sampled,
@@ -41,6 +41,7 @@ from memtop.supervisor.run.events import (
 )
 from memtop.supervisor.run.model import Attempt, Model, Stage, move
 from memtop.supervisor.run.pending_restart import PendingRestart, Waiting
+from memtop.supervisor.run.post_mortem.log_end import LogEnd
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.rules.attempts import foreseen
 from memtop.supervisor.run.stop_ladder import Waits
@@ -490,11 +491,17 @@ def test_a_leak_ends_nothing_that_is_not_saved(monkeypatch: pytest.MonkeyPatch) 
     assert brain.model.pending == Change(reason="leak: anonymous memory of rank 0 grows")
 
 
-def test_a_leak_of_an_external_command_is_only_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("settings", "on_oom", "why"),
+    [(None, "auto", "it is an external command"), (SETTINGS, "ask", "--on-oom ask"), (SETTINGS, "stop", "--on-oom stop")],
+)
+def test_where_nothing_may_be_done_by_itself_a_leak_is_only_reported(
+    monkeypatch: pytest.MonkeyPatch, settings: Settings | None, on_oom: str, why: str
+) -> None:
     monkeypatch.setattr("memtop.supervisor.run.rules.prevention.must_act", lambda *_, **__: LEAK)
-    brain = training(settings=None, agents=frozenset({0}))
+    brain = training(settings=settings, agents=frozenset({0}), run=replace(RUN, settings=settings, on_oom=on_oom))
     brain.tick(trends=(LEAK,), own_trends=(LEAK,))
-    assert brain.messages("leak") == ["anonymous memory of rank 0 grows; nothing is done about it: it is an external command"]
+    assert brain.messages("leak") == [f"anonymous memory of rank 0 grows; nothing is done about it: {why}"]
     assert (brain.asked(AskRanks), brain.model.pending) == ([], None)
 
 

@@ -28,7 +28,7 @@ class _Sample(NamedTuple):
     pressure: float | None
 
 
-class Measuring:
+class Measurements:
     """The newest updates and samples under one configuration of one attempt; `changed` starts
     again."""
 
@@ -65,7 +65,7 @@ class Measuring:
             )
         )
 
-    def measured(
+    def medians(
         self,
         machine: MachineSnapshot,
         gpus: Iterable[GpuSample],

@@ -6,7 +6,7 @@ from typing import Any
 
 from memtop.supervisor.monitor.values import GpuDetails, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.recovery.bottleneck import Measured
-from memtop.supervisor.run.measuring import Measuring
+from memtop.supervisor.run.measurements import Measurements
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import RoleMemory
 
@@ -17,36 +17,36 @@ def update(seconds: float = 1.0, **more: Any) -> Step:
     return Step(update=1, step_seconds=seconds, data_wait_seconds=seconds / 4, forward_seconds=seconds / 4, **more)
 
 
-def measured(measuring: Measuring, *gpus: GpuSample, limit: int | None = None) -> Measured:
+def measured(measurements: Measurements, *gpus: GpuSample, limit: int | None = None) -> Measured:
     host = HostSample(total_bytes=64 * GIB, limit_bytes=limit, used_bytes=GIB, available_bytes=3 * GIB, cpu_count=4)
     machine = MachineSnapshot(time=1.0, gpus=gpus, host=host)
-    measuring.sample(machine, gpus)
+    measurements.sample(machine, gpus)
     workers = RoleMemory(role="loader worker", processes=4, uss_bytes=4 * GIB)
-    return measuring.measured(machine, gpus, samples_per_second=None, swap_in=None, roles=[workers])
+    return measurements.medians(machine, gpus, samples_per_second=None, swap_in=None, roles=[workers])
 
 
 def test_the_first_updates_and_the_odd_one_do_not_count() -> None:
-    measuring = Measuring()
+    measurements = Measurements()
     for seconds in (60.0, 30.0, 1.0, 1.0, 1.0, 25.0, 1.0):
-        measuring.step(update(seconds))
-    found = measured(measuring)
+        measurements.step(update(seconds))
+    found = measured(measurements)
     assert (found.updates, found.step_seconds, found.wait_fraction) == (5, 1.0, 0.25)
 
 
 def test_after_a_change_it_begins_anew() -> None:
-    measuring = Measuring()
+    measurements = Measurements()
     for _ in range(15):
-        measuring.step(update())
-    measuring.changed()
-    assert measured(measuring).updates == 0
-    assert measured(measuring).wait_fraction is None
+        measurements.step(update())
+    measurements.changed()
+    assert measured(measurements).updates == 0
+    assert measured(measurements).wait_fraction is None
 
 
 def test_a_missing_value_is_not_zero() -> None:
-    measuring = Measuring()
+    measurements = Measurements()
     for _ in range(15):
-        measuring.step(Step(update=1, step_seconds=1.0))
-    found = measured(measuring)
+        measurements.step(Step(update=1, step_seconds=1.0))
+    found = measured(measurements)
     assert (found.step_seconds, found.data_wait_seconds, found.wait_fraction) == (1.0, None, None)
     assert (found.on_gpu, found.utilization_fraction, found.power_fraction) == (False, None, None)
 
@@ -64,12 +64,12 @@ def test_the_least_busy_and_the_fullest_gpu_count() -> None:
         )
         for index, (busy, taken, watts) in enumerate([(1.0, 0.46, 270.0), (0.6, 0.57, 90.0)])
     ]
-    found = measured(Measuring(), *cards)
+    found = measured(Measurements(), *cards)
     assert (found.utilization_fraction, found.sm_active_fraction, found.power_fraction) == (0.6, 0.3, 0.3)
     assert (found.gpu_fraction, found.gpu_free_bytes) == (0.57, int(0.43 * 20 * GIB))
 
 
 def test_a_memory_groups_limit_counts_in_place_of_the_machines() -> None:
-    found = measured(Measuring(), limit=4 * GIB)
+    found = measured(Measurements(), limit=4 * GIB)
     assert (found.host_total_bytes, found.available_at_start_bytes) == (4 * GIB, 3 * GIB)
     assert (found.workers, found.worker_bytes) == (4, GIB)
