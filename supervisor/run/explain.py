@@ -16,7 +16,7 @@ from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.policy import SURE, Decision
-from memtop.supervisor.run.events import LogEnd
+from memtop.supervisor.run.post_mortem.log_end import LogEnd
 from memtop.supervisor.run.reports import End, Evaluated, MemoryRecord, Oom, SettingsChanged
 from memtop.supervisor.wire import Change, Checkpoint, Configuration, Phase
 

@@ -29,10 +29,10 @@ from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, c
 from memtop.supervisor.run.record.intake import Intake
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.outbox import Outbox
-from memtop.supervisor.run.record.view import known_runs, needs_supervisor, read_state
 from memtop.supervisor.run.reports import Report, Step
 from memtop.supervisor.run.rules.proposal import tried
 from memtop.supervisor.run.state import run_state, state_file
+from memtop.supervisor.run.view import known_runs, needs_supervisor, read_state
 from memtop.supervisor.wire import Change, Event, Phase, RunState, Stop
 from tests.conftest import Runs
 from tests.run.brain import HALF, MIB, SETTINGS, row, state_of, taken_over
