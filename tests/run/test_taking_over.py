@@ -85,6 +85,8 @@ def waits_for_its_restart(runs: Runs) -> tuple[RunFolder, int]:
     while (state := folder.state()) is None or state.waiting is None:
         assert time.monotonic() < deadline, state
         time.sleep(0.02)
+    # The decision is in state.json before the end is in the ledger.
+    runs.wait("a", lambda d: d["attempts"][0]["outcome"] == "failed")
     assert state.run.supervisor_pid is not None
     return folder, state.run.supervisor_pid
 
