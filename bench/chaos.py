@@ -29,7 +29,7 @@ from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.monitor.processes.signals import SignalRefused, signal_process
 from memtop.supervisor.monitor.processes.table import run_processes
 from memtop.supervisor.run.record.folder import RunFolder
-from memtop.supervisor.run.record.view import needs_supervisor, read_state
+from memtop.supervisor.run.view import needs_supervisor, read_state
 from memtop.supervisor.wire import Phase, RunState
 from tests.conftest import Runs, make_runs
 from tests.terminal import Terminal

@@ -221,7 +221,12 @@ async def record(group: MemoryGroup) -> list[Recorded]:
 
 def anonymous(text: str) -> str:
     """Without this machine's paths and user."""
-    text = text.replace(sys.executable, "python").replace(str(ROOT), "/home/ada/memtop").replace(str(PLACE), "/home/ada/work")
+    text = (
+        text.replace(sys.executable, "python")
+        .replace(f"{ROOT}/.venv/bin/python", "python")
+        .replace(str(ROOT), "/home/ada/memtop")
+        .replace(str(PLACE), "/home/ada/work")
+    )
     return re.sub(r'"user":"[^"]*"', '"user":"ada"', text)
 
 

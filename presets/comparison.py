@@ -99,6 +99,8 @@ def _change(name: str, before: Settings, after: Settings, label: str | None = No
         return f"{before.zero} -> {after.zero}"
     if name == "pin_memory":
         return f"{label} {'where memory allows' if new is None else _shown(new)}"
+    if name == "lora.targets" and old and new and len(old) != len(new):
+        return f"{label} {len(old)} -> {len(new)} modules"
     if name == "warmup_samples":
         return f"{label} {new // after.effective_batch} updates"
     if isinstance(new, bool):

@@ -85,22 +85,11 @@ def test_no_file_outgrows_its_room() -> None:
     assert {path: lines for path, lines in sizes.items() if lines > 500} == {}
 
 
-STILL_CYCLIC = {
-    f"memtop.supervisor.run.{name}"
-    for name in (
-        *("commands", "ending", "intake", "prevention", "proposing", "state", "supervisor", "survival", "taking_over"),
-        "trials",
-    )
-}
-"""Modules that import each other and are still to be separated. Remove a name as soon as its module is free of cycles."""
-
-
 def test_no_module_imports_itself_through_others() -> None:
     """Counts imports inside functions and under TYPE_CHECKING, too: two modules that need each other are one module."""
     imports = imported_modules()
     assert len(imports) > 100
-    cyclic = {module for module in imports if module in reachable(module, imports)}
-    assert cyclic <= STILL_CYCLIC
+    assert {module for module in imports if module in reachable(module, imports)} == set()
 
 
 def imported_modules() -> dict[str, set[str]]:

@@ -133,7 +133,7 @@ class ConfigurationsScreen(FullScreen):
             self.dismiss(None)
 
 
-PRESENT = "present"
+PRESENT = "current"
 _GOOD = (PRESENT, "finished")
 _BAD = frozenset(("failed", *(kind.value for kind in Kind)))
 _WORDS = {kind.value: words for kind, words in OUTCOMES.items()}

@@ -177,7 +177,7 @@ def real_sampler(runs_dir: Path | None = None) -> Sampling:
     Without a folder of runs, no process counts as a stray.
     """
     from memtop.supervisor.monitor.sampler import Sampler
-    from memtop.supervisor.run.record.view import known_runs
+    from memtop.supervisor.run.view import known_runs
 
     return Sampler() if runs_dir is None else Sampler(lambda: known_runs(runs_dir))
 
@@ -406,7 +406,7 @@ class RunFeed:
     def _look(self) -> tuple[wire.RunState, list[FeedMessage]]:
         """The run's state, and its history if the files have changed since the last call."""
         from memtop.supervisor.run.record.folder import RunFolder
-        from memtop.supervisor.run.record.view import read_configurations, read_run, read_state
+        from memtop.supervisor.run.view import read_configurations, read_run, read_state
 
         folder = RunFolder(self._folder)
         wal = folder.ledger_path.with_name(folder.ledger_path.name + "-wal")

@@ -27,8 +27,8 @@ from memtop.supervisor.monitor.history import HOST, Bucket
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import Attempt, Ledger, StoredStep
-from memtop.supervisor.run.record.view import read_state, reading_ledger
 from memtop.supervisor.run.reports import Step
+from memtop.supervisor.run.view import read_state, reading_ledger
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, LogLines, Replayed
 
 SLOWEST, FASTEST = 1, 3600

@@ -18,7 +18,7 @@ from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run.record.folder import RunFolder
-from memtop.supervisor.run.record.view import read_state
+from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import Advice, RunState, Trial, Try
 
 _ROWS = (("samples_per_second", "samples/s"), ("tokens_per_second", "tokens/s"))

@@ -14,7 +14,7 @@ from memtop.cli.lookup import find_run, living_runs
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.processes.table import TreeProcess, process_tree
 from memtop.supervisor.monitor.sampler import Sampler
-from memtop.supervisor.run.record import view
+from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder
 
 if TYPE_CHECKING:

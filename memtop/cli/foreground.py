@@ -14,7 +14,7 @@ from memtop.supervisor.errors import NotRunningError, RunFolderError
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.run.clients import client
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
-from memtop.supervisor.run.record.view import read_state
+from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import EventRows, Phase, RunState, StateUpdate, Stop, Subscribe
 
 _PROGRESS_SECONDS = 5.0

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
+from memtop.supervisor.run import view
 from memtop.supervisor.run.record import folder as folders
-from memtop.supervisor.run.record import view
 from memtop.supervisor.run.record.folder import RunFolder, default_runs_dir
 from memtop.supervisor.wire import RunState
 

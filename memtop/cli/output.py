@@ -12,7 +12,7 @@ import msgspec
 from memtop.cli.lookup import Unreadable
 from memtop.supervisor import units
 from memtop.supervisor.recovery.values import Remedy
-from memtop.supervisor.run.record import view
+from memtop.supervisor.run import view
 from memtop.supervisor.wire import Proposal, RunState
 
 _EVIDENCE_LINES = 3

@@ -20,7 +20,7 @@ from memtop.presets.files import usable
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.run.record.folder import default_runs_dir
-from memtop.supervisor.run.record.view import read_configurations
+from memtop.supervisor.run.view import read_configurations
 from memtop.supervisor.wire import RunState
 
 _DEFAULT_RECIPE = "first-run"

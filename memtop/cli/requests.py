@@ -13,7 +13,7 @@ from memtop.cli.options import RUN_HELP, run_argument, runs_dir_option
 from memtop.supervisor.errors import NotRunningError
 from memtop.supervisor.run.clients import client
 from memtop.supervisor.run.record.folder import RunFolder
-from memtop.supervisor.run.record.view import needs_supervisor
+from memtop.supervisor.run.view import needs_supervisor
 from memtop.supervisor.wire import Answer, CheckpointNow, FreeCache, Outcome, Request, Stop
 
 

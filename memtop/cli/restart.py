@@ -29,7 +29,7 @@ from memtop.supervisor.run import explain
 from memtop.supervisor.run.change import edited
 from memtop.supervisor.run.clients import client
 from memtop.supervisor.run.record.folder import RunFolder
-from memtop.supervisor.run.record.view import needs_supervisor, read_configurations, read_state
+from memtop.supervisor.run.view import needs_supervisor, read_configurations, read_state
 from memtop.supervisor.wire import Change, Edit, Restart
 
 

@@ -21,7 +21,7 @@ from memtop.cli.restart import restart_with
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.run.record.configurations import before_the_present, same
 from memtop.supervisor.run.record.folder import RunFolder
-from memtop.supervisor.run.record.view import read_configurations
+from memtop.supervisor.run.view import read_configurations
 from memtop.supervisor.wire import Change
 
 

@@ -16,7 +16,7 @@ from memtop.cli.output import print_json, proposal_lines, run_line, summary
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.sentences import OUTCOMES
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.run.record import view
+from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder, default_runs_dir
 from memtop.supervisor.wire import RunState
 

@@ -25,7 +25,7 @@ from memtop.supervisor.monitor.strays import choose, forbidden, rows_of
 from memtop.supervisor.monitor.termination import end_and_measure
 from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
 from memtop.supervisor.run.record.folder import default_runs_dir
-from memtop.supervisor.run.record.view import known_runs
+from memtop.supervisor.run.view import known_runs
 
 _SECOND_SAMPLE_SECONDS = 0.6
 # Without a driver, and while the GPUs sleep, no process can use them, so none is hidden.

@@ -98,7 +98,7 @@ class AskRanks(msgspec.Struct, frozen=True, kw_only=True, tag="ask_ranks"):
 
 
 class SaveState(msgspec.Struct, frozen=True, tag="save_state"):
-    """Write state.json from the model as it is now."""
+    """Write state.json from the model after the event."""
 
 
 class CloseUnstarted(msgspec.Struct, frozen=True, kw_only=True, tag="close_unstarted"):

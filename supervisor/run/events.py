@@ -13,6 +13,7 @@ import msgspec
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.recovery.bottleneck import Measured
+from memtop.supervisor.run.post_mortem.log_end import LogEnd
 from memtop.supervisor.run.record.configurations import Record
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.record.ledger import Attempt
@@ -36,17 +37,6 @@ class States(msgspec.Struct, frozen=True, kw_only=True):
     """`train_latest_state` if it is complete, else the one before it; the broken one where neither is complete."""
     kept: tuple[Checkpoint, ...] = ()
     """All complete states, the newest first."""
-
-
-class LogEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a program's output."""
-
-    lines: tuple[str, ...] = ()
-    """The last lines that are not empty."""
-    first_dead_rank: tuple[int, int] | None = None
-    """The rank that ended first of several and its exit status, as torchrun reports it."""
-    rank_lines: tuple[str, ...] = ()
-    """torchrun's lines about that rank."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):

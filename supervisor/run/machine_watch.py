@@ -16,7 +16,7 @@ from memtop.supervisor.run import explain
 from memtop.supervisor.run.processes.gpu_base import GpuBase
 from memtop.supervisor.run.processes.host_memory import HostReading, RunMemory, read_host_memory, roles
 from memtop.supervisor.run.processes.process import alive, resident_bytes
-from memtop.supervisor.run.record.view import known_runs
+from memtop.supervisor.run.view import known_runs
 from memtop.supervisor.wire import RoleMemory
 
 _SAMPLE_SECONDS = 1.0

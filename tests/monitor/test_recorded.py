@@ -21,7 +21,7 @@ from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import GpuProcess
 from memtop.supervisor.run.processes import shim
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, write_json
-from memtop.supervisor.run.record.view import known_runs
+from memtop.supervisor.run.view import known_runs
 from memtop.supervisor.wire import Phase, RunState
 from tests.nvml_double.double import Script
 

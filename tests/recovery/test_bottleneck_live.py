@@ -17,7 +17,7 @@ from memtop.supervisor.recovery.bottleneck import Measured, advise
 from memtop.supervisor.recovery.trend import Sustained
 from memtop.supervisor.run.clients.client import ask
 from memtop.supervisor.run.record.folder import find_run
-from memtop.supervisor.run.record.view import read_state
+from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import Change, Try
 from tests.conftest import Runs
 from tests.groups import MemoryGroup

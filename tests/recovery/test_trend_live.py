@@ -9,7 +9,7 @@ import pytest
 
 from memtop.supervisor.monitor.host import HostReader
 from memtop.supervisor.run.record.folder import find_run
-from memtop.supervisor.run.record.view import read_state
+from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import TrendKind, TrendSubject
 from tests.conftest import Runs
 

@@ -10,7 +10,7 @@ import pytest
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.run.clients.client import ask
 from memtop.supervisor.run.record.folder import find_run
-from memtop.supervisor.run.record.view import read_state
+from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import Change, Outcome, Trial, Try
 from tests.conftest import Runs
 from tests.recovery.injected import FATAL, SLOW, TINY, TOO_LARGE, inject

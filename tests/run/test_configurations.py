@@ -11,8 +11,8 @@ from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.run.record.configurations import Configurations, Start, before_the_present
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.outbox import Outbox
-from memtop.supervisor.run.record.view import read_configurations
 from memtop.supervisor.run.reports import Step
+from memtop.supervisor.run.view import read_configurations
 
 SETTINGS = resolve(load_recipes()["first-run"], preset=load_presets()["standard"])
 HALF = replace(SETTINGS, batch=SETTINGS.batch // 2, accumulation=SETTINGS.accumulation * 2)

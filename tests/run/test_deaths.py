@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from memtop.supervisor.run.record.folder import RunFolder
-from memtop.supervisor.run.record.view import read_state
+from memtop.supervisor.run.view import read_state
 from tests.conftest import Runs
 from tests.groups import MemoryGroup
 

@@ -21,7 +21,7 @@ from memtop.supervisor.run.processes.attempt import ProcessFile
 from memtop.supervisor.run.processes.process import RANKS_FILE, RanksFile, record_rank
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, find_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
-from memtop.supervisor.run.record.view import known_runs, read_state, show
+from memtop.supervisor.run.view import known_runs, read_state, show
 from memtop.supervisor.wire import Phase, RoleMemory, RunState
 from tests.conftest import Runs
 

@@ -23,8 +23,7 @@ from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.clients.server import socket_path
-from memtop.supervisor.run.events import LogEnd
-from memtop.supervisor.run.post_mortem.log_end import read_log_end
+from memtop.supervisor.run.post_mortem.log_end import LogEnd, read_log_end
 from memtop.supervisor.run.processes import shim
 from memtop.supervisor.run.processes.launch import allocator_environment
 from memtop.supervisor.run.progress import Progress
@@ -41,8 +40,8 @@ from memtop.supervisor.run.record.folder import (
 )
 from memtop.supervisor.run.record.journal import Journal
 from memtop.supervisor.run.record.ledger import Ledger
-from memtop.supervisor.run.record.view import known_runs, read_run, read_state, show
 from memtop.supervisor.run.reports import End, Step
+from memtop.supervisor.run.view import known_runs, read_run, read_state, show
 from memtop.supervisor.wire import Change, Checkpoint, Event, Phase
 from tests.run.reported import heard, reported
 

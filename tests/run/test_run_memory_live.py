@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from memtop.supervisor.run.record.folder import find_run
-from memtop.supervisor.run.record.view import read_state
+from memtop.supervisor.run.view import read_state
 from tests.conftest import Runs
 
 # A rank (the agent reports for it) with one loader worker.

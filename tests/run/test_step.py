@@ -31,7 +31,6 @@ from memtop.supervisor.run.events import (
     Launched,
     LaunchRefused,
     LeftoversCleared,
-    LogEnd,
     ProgramEnded,
     Requested,
     Sampled,
@@ -42,6 +41,7 @@ from memtop.supervisor.run.events import (
 )
 from memtop.supervisor.run.model import Attempt, Model, Stage, move
 from memtop.supervisor.run.pending_restart import PendingRestart, Waiting
+from memtop.supervisor.run.post_mortem.log_end import LogEnd
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.rules.attempts import foreseen
 from memtop.supervisor.run.stop_ladder import Waits

@@ -29,10 +29,10 @@ from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, c
 from memtop.supervisor.run.record.intake import Intake
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.outbox import Outbox
-from memtop.supervisor.run.record.view import known_runs, needs_supervisor, read_state
 from memtop.supervisor.run.reports import Report, Step
 from memtop.supervisor.run.rules.proposal import tried
 from memtop.supervisor.run.state import run_state, state_file
+from memtop.supervisor.run.view import known_runs, needs_supervisor, read_state
 from memtop.supervisor.wire import Change, Event, Phase, RunState, Stop
 from tests.conftest import Runs
 from tests.run.brain import HALF, MIB, SETTINGS, row, state_of, taken_over
@@ -85,6 +85,8 @@ def waits_for_its_restart(runs: Runs) -> tuple[RunFolder, int]:
     while (state := folder.state()) is None or state.waiting is None:
         assert time.monotonic() < deadline, state
         time.sleep(0.02)
+    # The decision is in state.json before the end is in the ledger.
+    runs.wait("a", lambda d: d["attempts"][0]["outcome"] == "failed")
     assert state.run.supervisor_pid is not None
     return folder, state.run.supervisor_pid
 

@@ -25,6 +25,7 @@ from memtop.train.export import export
 from memtop.train.model import tokens_and_config
 from memtop.train.run import open_engine
 from memtop.train.state_files import MANIFEST_NAME, newest_complete, previous_of, read_manifest
+from tests import forking
 from tests.train.data.support import build_tokenizer
 from tests.train.launching import ROOT, environment
 from tests.train.recipes import (
@@ -244,7 +245,9 @@ def test_the_command_prints_only_the_folder(train: Train, tmp_path: Path) -> Non
     command = [sys.executable, "-m", "memtop.train.export", "--settings", str(settings), "--state-dir", str(run.state_dir)]
 
     def call() -> subprocess.CompletedProcess[str]:
-        return run([*command, "--out", str(out)], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120)
+        return forking.run(
+            [*command, "--out", str(out)], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
 
     done = call()
     assert (done.returncode, done.stdout) == (0, f"{out}\n"), done.stderr

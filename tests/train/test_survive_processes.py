@@ -141,7 +141,6 @@ LIMITED = """
 import json, resource, sys
 from pathlib import Path
 import torch
-from tests.forking import run, runs_torch
 from tests.train.failing import fresh, small, splits_of
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])

@@ -265,7 +265,7 @@ async def test_the_preset_button_points_at_the_present_one_which_is_not_applied_
         await pilot.press("enter")
         await settle(pilot)
         assert feed.requests == []
-        assert "standard is the preset that the run has now" in screen_text(app)
+        assert "the run already uses preset standard" in screen_text(app)
 
 
 async def test_the_runs_own_preset_can_be_applied_again_after_another_split() -> None:

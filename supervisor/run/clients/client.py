@@ -17,7 +17,7 @@ import msgspec
 from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError, RunFolderError, UsageError
 from memtop.supervisor.run.clients.server import socket_path
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
-from memtop.supervisor.run.record.view import needs_supervisor
+from memtop.supervisor.run.view import needs_supervisor
 from memtop.supervisor.wire import Answer, Change, Message, Outcome, Request
 
 _MESSAGE = msgspec.json.Decoder(Message)

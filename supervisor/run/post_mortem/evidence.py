@@ -48,7 +48,6 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     host_fraction: float | None
     shm_free_bytes: int | None
-    gpu_free_bytes: dict[str, int]
     gpu_run_bytes: dict[str, int] = {}
     """By uuid, the memory of the run's processes, if the driver reports it."""
 
@@ -159,7 +158,6 @@ class Witness:
                 time=machine.time,
                 host_fraction=max(fractions, default=None),
                 shm_free_bytes=free,
-                gpu_free_bytes={gpu.uuid: gpu.free_bytes for gpu in machine.gpus if gpu.uuid and gpu.free_bytes is not None},
                 gpu_run_bytes={gpu.uuid: held for gpu in machine.gpus if gpu.uuid and (held := _held(gpu, members))},
             )
         )

@@ -5,11 +5,22 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from memtop.supervisor.run.events import LogEnd
+import msgspec
 
 _TAIL_BYTES = 16_384
 _LINES = 8
 _ROOT_CAUSE = "Root Cause (first observed failure):"
+
+
+class LogEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a program's output."""
+
+    lines: tuple[str, ...] = ()
+    """The last lines that are not empty."""
+    first_dead_rank: tuple[int, int] | None = None
+    """The rank that ended first of several and its exit status, as torchrun reports it."""
+    rank_lines: tuple[str, ...] = ()
+    """torchrun's lines about that rank."""
 
 
 def read_log_end(log: Path) -> LogEnd:

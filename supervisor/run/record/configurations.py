@@ -69,7 +69,7 @@ def before_the_present(rows: Sequence[Configuration]) -> Configuration | None:
 
 
 class Configurations(msgspec.Struct, frozen=True, kw_only=True):
-    """All of a run, the last one being the present. Every method returns the configurations after what it is told."""
+    """All of a run, the last one being the present. Every method returns the configurations after a change."""
 
     records: tuple[Record, ...] = ()
     unsaved: frozenset[int] = frozenset()

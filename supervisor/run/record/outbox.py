@@ -20,7 +20,7 @@ _EVENTS_KEPT = 1000
 
 
 class Outbox:
-    """`problem` says why the ledger could not be written the last time, None where it could."""
+    """`problem`: why the last write to the ledger failed; None if it succeeded."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -28,7 +28,7 @@ class Outbox:
         self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
         self._attempts: dict[int, dict[str, Any]] = {}
         self._records: dict[int, Record] = {}
-        # Viewers tell events apart by their number: below zero until the ledger has given one.
+        # Viewers identify events by number: it is negative until the ledger has assigned one.
         self._unnumbered = itertools.count(-1, -1)
 
     def add_event(self, event: Event) -> Event:
@@ -61,7 +61,7 @@ class Outbox:
         return self.write(lambda: self.ledger.add_reports(attempt, rank, steps, offset))
 
     def retry(self) -> None:
-        """Write what is owed."""
+        """Write everything that could not be written before."""
         for number in list(self._attempts):
             if not self._write_attempt(number):
                 return

@@ -158,7 +158,6 @@ def _host(model: Model, facts: Facts) -> HostFacts:
         in_cgroup=limit is not None and host is not None and host.total_bytes is not None and limit < host.total_bytes,
         available_bytes=host.available_bytes if host is not None else None,
         memory_bytes=None if host is None or host.total_bytes is None else host.total_bytes + (host.swap_total_bytes or 0),
-        shm_total_bytes=host.shm_total_bytes if host is not None else None,
         disk_free_bytes=facts.disk_free_bytes,
         states=tuple(KeptState(path=state.path, size_bytes=state.size_bytes or 0) for state in facts.kept_states),
     )
