@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from memtop.supervisor.run.record.configurations import Record
+from memtop.supervisor.run.record.configurations import ConfigurationRecord
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import Event
@@ -27,7 +27,7 @@ class Outbox:
         self.problem: str | None = None
         self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
         self._attempts: dict[int, dict[str, Any]] = {}
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, ConfigurationRecord] = {}
         # Viewers identify events by number: it is negative until the ledger has assigned one.
         self._unnumbered = itertools.count(-1, -1)
 
@@ -51,7 +51,7 @@ class Outbox:
         ended = {"ended": now, "outcome": "failed", "start_updates": None, "diagnosis": diagnosis, "launched": False}
         self.update_attempt(number, ended)
 
-    def save_configurations(self, records: tuple[Record, ...]) -> None:
+    def save_configurations(self, records: tuple[ConfigurationRecord, ...]) -> None:
         for record in records:
             self._records[record.configuration.number] = record
         self._write_records()
