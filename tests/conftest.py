@@ -39,21 +39,33 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-# Real trainings that wait more than they compute. They come first, so that no worker is left with one of them at the end.
+# Those that wait most come first, so that no worker is left with one of them at the end.
 _LONG = (
+    "tests/test_end_to_end.py",
     "tests/test_survival.py",
-    "tests/recovery/test_trend_live.py",
     "tests/recovery/test_trial_live.py",
+    "tests/run/test_supervisor.py",
     "tests/train/test_survive_processes.py",
     "tests/train/test_portable_state.py",
-    "tests/test_end_to_end.py",
-    "tests/train/test_exact_progress.py",
-    "tests/recovery/test_trend_restart.py",
-    "tests/test_full_disk.py",
-    "tests/test_survival_commands.py",
-    "tests/test_survival_chaos.py",
-    "tests/train/test_agent_programs.py",
+    "tests/recovery/test_bottleneck_live.py",
     "tests/train/test_agent_ranks.py",
+    "tests/test_survival_chaos.py",
+    "tests/recovery/test_trend_live.py",
+    "tests/test_survival_commands.py",
+    "tests/test_full_disk.py",
+    "tests/recovery/test_trend_restart.py",
+    "tests/run/test_taking_over.py",
+    "tests/train/test_exact_progress.py",
+    "tests/train/test_processes.py",
+    "tests/test_cli.py",
+    "tests/test_export_command.py",
+    "tests/train/test_recipes.py",
+    "tests/train/test_disk_wait.py",
+    "tests/run/test_deaths.py",
+    "tests/train/test_survive.py",
+    "tests/tui/test_actions.py",
+    "tests/tui/test_processes_screen.py",
+    "tests/tui/test_screens.py",
 )
 
 

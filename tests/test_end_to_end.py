@@ -153,7 +153,7 @@ def test_a_damaged_newest_state_is_named_and_the_one_before_it_used(runs: Runs) 
     weights.write_bytes(weights.read_bytes()[:-10])
     runs.memtop("restart", "a", "--max-updates", "21", "--headless")
     log = (runs.path / "a/attempts/0002/output.log").read_text()
-    assert "state-00001.safetensors: not what was saved" in log
+    assert "state-00001.safetensors: size or checksum differs" in log
     assert runs.show("a")["attempts"][1]["start_updates"] == 10
 
 

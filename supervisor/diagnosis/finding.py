@@ -116,7 +116,7 @@ class Pattern:
     """Match only where a word of the line ends with the match."""
     regex: re.Pattern[str] = field(init=False, repr=False)
     needles: tuple[str, ...] = field(init=False, repr=False)
-    """Plain strings of which every match contains one. Searching for them rejects most texts quickly."""
+    """Every match contains one of these plain strings. Searching for them rejects most texts."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "regex", compiled(self.pattern))
@@ -208,7 +208,7 @@ _LITERAL = re.compile(r"[^\\.^$*+?{}\[\]|()\s]|\\[^A-Za-z0-9]")
 
 
 def _needles(pattern: str) -> tuple[str, ...]:
-    """The longest plain string outside groups, for each alternative; () if an alternative has none."""
+    """The longest plain string outside groups of each alternative; () if one has none."""
     tokens = [token for token in _TOKEN.findall(pattern) if not token.isspace()]
     longest, run, depth = [""], "", 0
     for token, following in zip(tokens, [*tokens[1:], ""], strict=True):

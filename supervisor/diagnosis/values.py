@@ -119,7 +119,6 @@ class OomRecord(msgspec.Struct, frozen=True, kw_only=True):
     """True if the trainer repeated the update in smaller pieces and went on; None if it was in
     another thread, and it is unknown whether the program can do without that thread."""
     phase: str = "unknown"
-    update: int | None = None
     batch: int | None = None
     """The micro-batch of the work that failed; None if the rank did not report it."""
     device_uuid: str | None = None
@@ -127,7 +126,6 @@ class OomRecord(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int | None = None
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
-    rss_bytes: int | None = None
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,7 +150,6 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """The kernel log's records of kills shortly before the end, if this user can read them."""
     member_pids: frozenset[int] = frozenset()
     """The pids of the run's processes: a kernel record is about the run if it names one of them."""
-    host_limit_bytes: int | None = None
     host_peak_fraction: float | None = None
     """The largest share of the host's (or the group's) memory that the samples show in use shortly
     before the end."""
@@ -161,8 +158,6 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     not known."""
     shm_free_bytes: int | None = None
     disk_free_bytes: int | None = None
-    gpu_free_bytes: dict[str, int] = {}
-    """By GPU uuid, in the last sample."""
     gpu_run_bytes: dict[str, int] = {}
     """By GPU uuid, the most that the run's processes together held shortly before the end, if the
     driver reports it."""

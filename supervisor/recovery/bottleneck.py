@@ -147,7 +147,7 @@ def _unknown(_: int) -> Forecast | None:
     return None
 
 
-# --- the bottleneck ---------------------------------------------------------------------------------
+# --- the bottleneck -----------------------------------------------------------------------------
 
 
 def bottleneck_of(m: Measured) -> tuple[str, str]:

@@ -40,7 +40,6 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     includes the run's."""
     memory_bytes: int | None = None
     """All RAM and swap of the machine, whatever the limits are."""
-    shm_total_bytes: int | None = None
     disk_free_bytes: int | None = None
     states: tuple[KeptState, ...] = ()
     """The run's saved states, the newest first."""

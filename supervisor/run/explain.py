@@ -55,15 +55,15 @@ def outcome(
     return Phase.FAILED, summary, {"summary": summary, "evidence": list(lines)}
 
 
-def with_cause(examined: Diagnosis, told: dict[str, Any] | None, reason: str | None) -> tuple[dict[str, Any], str | None]:
-    """The ledger's diagnosis and the run's reason, from what the evidence says and what the program's end looks like.
+def with_cause(examined: Diagnosis, ending: dict[str, Any] | None, reason: str | None) -> tuple[dict[str, Any], str | None]:
+    """The ledger's diagnosis and the run's reason, from the evidence (`examined`) and from the end of the program (`ending`).
 
-    A death of memory is told in the words of its evidence; any other in those of its end, the log's last lines beside it.
+    A death of memory is described by its evidence; any other by the end of the program, with the last lines of its log.
     """
     values: dict[str, Any] = msgspec.to_builtins(examined)
     if examined.of_memory and examined.confidence >= SURE:
         return values, examined.summary
-    return {**values, **(told or {})}, reason
+    return {**values, **(ending or {})}, reason
 
 
 def oom_text(rank: int, report: Oom) -> str:
@@ -90,15 +90,15 @@ def settings_text(before: Settings, after: Settings, report: SettingsChanged) ->
 
 
 def not_saved(end: End | None) -> str | None:
-    """That a program which came to its end, or was told to stop, could not save its state, and why, in its own words; None
-    where it could, or says nothing."""
+    """Why a program that finished or was stopped could not save its state, in its own words; None if it could, or does not
+    report it."""
     if end is None or end.outcome not in ("finished", "stopped") or end.saved:
         return None
     return end.message or f"{end.outcome}, not saved: no reason given"
 
 
 def done_again(reached: int | None, saved: Checkpoint | None) -> str | None:
-    """What of an ended attempt is lost to the next one; None where nothing is, or nobody knows."""
+    """The updates of an ended attempt that the next one must repeat; None if there are none, or if that is not known."""
     if reached is None or (saved is not None and not saved.complete):
         return None
     since = (saved.updates or 0) if saved is not None else 0

@@ -165,7 +165,7 @@ class Waiter(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 0
     """The attempt at the time of the request."""
     accepts: str | None = None
-    """What the client is told as soon as it is certain that the restart can begin; None once it was told."""
+    """The answer that the client gets as soon as the restart can certainly begin; None once it was sent."""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,5 +1,5 @@
 """A restart that waits: for a time in which it can be cancelled, for memory that the dead program still
-holds, or for space on the disk. Then it begins, or finds that it cannot and says why."""
+holds, or for space on the disk. Then it begins, or reports why it cannot."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def longest_aside(self) -> float:
-        """The most seconds that something other than an update has taken, as far as it is known: a save, an evaluation."""
+        """The most seconds that something other than an update has taken so far: a save or an evaluation."""
         return max(self.longest_pause, self.save_seconds or 0.0)
 
     @property

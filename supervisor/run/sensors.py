@@ -13,7 +13,7 @@ from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.measurements import Measurements
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.pending_restart import free_bytes
-from memtop.supervisor.run.post_mortem.evidence import Witness
+from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
 from memtop.supervisor.run.post_mortem.stall import StallWatch
 from memtop.supervisor.run.processes.attempt import RunningAttempt
 from memtop.supervisor.run.processes.host_memory import anonymous_bytes
@@ -33,9 +33,9 @@ class Sensors:
     """Of one supervisor; every attempt begins anew."""
 
     def __init__(self, folder: RunFolder, model: Callable[[], Model], monotonic: Callable[[], float]) -> None:
-        """`model` gives the run as it is now."""
+        """`model` returns the present model of the run."""
         self.attempt: RunningAttempt | None = None
-        self.evidence: Witness | None = None
+        self.evidence: AttemptEvidence | None = None
         self.machine_watch = MachineWatch(folder.path.parent, self._find_members, self._rank_memory)
         self._folder = folder
         self._model = model
@@ -47,7 +47,7 @@ class Sensors:
     def follow(self, attempt: RunningAttempt, started: float, *, new: bool) -> None:
         """From here on this attempt is watched; `new`: it was started just now."""
         self.attempt = attempt
-        self.evidence = Witness(attempt.folder, started, self.machine_watch.machine if new else None)
+        self.evidence = AttemptEvidence(attempt.folder, started, self.machine_watch.machine if new else None)
         self._stall = StallWatch(attempt.log_path, self._monotonic)
         self._trends, self._measurements = TrendWatch(), Measurements()
 
@@ -60,17 +60,16 @@ class Sensors:
             self._measurements.changed()
 
     def look(self) -> None:
-        """Between samples: the program may enter a memory group of its own, and be killed there, within a second."""
+        """Between samples: the program may enter another cgroup and be killed there within a second."""
         trainer = self.attempt.trainer if self.attempt is not None else None
         if self.evidence is not None and trainer is not None:
             self.evidence.look(trainer.pid)
 
-    def tick(self, *, watched: bool) -> Tick:
+    def tick(self, *, watched: bool, alive: bool) -> Tick:
         model, attempt = self._model(), self.attempt
         if self._trends.wants_reading:
             members = self._members(model)
             self._trends.read(time.time(), members, anonymous_bytes([member.pid for member in members]))
-        alive = attempt is not None and attempt.alive()
         waits_for_disk = model.restart is not None and model.restart.waiting.disk_bytes is not None
         return Tick(
             watched=watched,

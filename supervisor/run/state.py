@@ -6,9 +6,13 @@ from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.wire import RunState
 
+_OF_ATTEMPT = ("started", "ended", "exit_status")
+_OF_STEP = ("epoch", "loss", "learning_rate", "gradient_norm")
+_OF_SAMPLE = ("run_rss_bytes", "run_memory", "gpu_base_bytes")
+
 
 def run_state(model: Model) -> RunState:
-    """The run as it is now."""
+    """The run at this moment."""
     progress, settings, attempt, run = model.progress, model.settings, model.attempt, model.run
     step, plan, sample = progress.step, progress.plan, model.sample
     samples_rate, tokens_rate = progress.rates()
@@ -31,8 +35,7 @@ def run_state(model: Model) -> RunState:
         trainer_pid=model.trainer_pid if running else None,
         attempt=model.number,
         created=run.created,
-        started=attempt.started if attempt else None,
-        ended=attempt.ended if attempt else None,
+        **{name: getattr(attempt, name) for name in _OF_ATTEMPT if attempt is not None},
         settings=settings,
         command=run.command,
         effective_batch=settings.effective_batch if settings else None,
@@ -40,25 +43,19 @@ def run_state(model: Model) -> RunState:
         total_updates=progress.total_updates,
         samples_seen=seen,
         target_samples=target,
-        epoch=step.epoch if step else None,
-        loss=step.loss if step else None,
         best_loss=progress.best_loss,
-        learning_rate=step.learning_rate if step else None,
-        gradient_norm=step.gradient_norm if step else None,
         samples_per_second=samples_rate,
         tokens_per_second=tokens_rate,
         step_seconds=progress.step_seconds,
         split=progress.split(),
         eta_seconds=left / samples_rate if running and samples_rate and left is not None else None,
         ranks=progress.rank_memory(model.agents),
-        run_rss_bytes=sample.run_rss_bytes if running and sample else None,
-        run_memory=sample.run_memory if running and sample else (),
-        gpu_base_bytes=sample.gpu_base_bytes if running and sample else {},
+        **{name: getattr(step, name) for name in _OF_STEP if step is not None},
+        **{name: getattr(sample, name) for name in _OF_SAMPLE if running and sample is not None},
         offers=None if progress.offers is None else tuple(sorted(progress.offers)),
         checkpoint=model.checkpoint,
-        exit_status=attempt.exit_status if attempt else None,
         log_path=f"{run.folder}/attempts/{attempt.number:04d}/output.log" if attempt else None,
-        # Once the program has ended, the reason says what is not saved.
+        # Once the program has ended, the reason names what is not saved.
         warnings=(*model.warnings.values(), *([progress.unsaved] if running and progress.unsaved else [])),
         unsaved=progress.unsaved if running else None,
         on_oom=run.on_oom,

@@ -101,7 +101,7 @@ class Supervisor:
         try:
             self._open(change)
             if self._performer.failure is not None:
-                # Whoever waits for this supervisor takes its socket and state.json together for its start.
+                # A command that waits for this supervisor takes its socket and state.json together as its start.
                 await server.close()
                 raise self._performer.failure
             await self._loop()
@@ -173,17 +173,19 @@ class Supervisor:
 
     def _tick(self) -> None:
         self._pay()
-        attempt, model = self._performer.attempt, self.model
+        attempt, model, alive = self._performer.attempt, self.model, False
         if attempt is not None and model.attempt is not None and model.attempt.stage is not Stage.OVER:
             attempt.note_reaped(reap_children())
             self._sensors.look()
             self._read_reports()
-            ended = attempt.ended() if model.attempt.stage is Stage.RUNNING else None
+            alive = attempt.alive()
+            ended = attempt.ended() if model.attempt.stage is Stage.RUNNING and not alive else None
             if ended is not None:
                 self._read_reports(to_the_end=True)
                 status = None if ended.status == UNKNOWN_STATUS else ended.status
                 self.handle(ProgramEnded(ended=ended.ended, status=status))
-        self.handle(self._sensors.tick(watched=any(peer.has_screen for peer in self._server.peers)))
+        watched = any(peer.has_screen for peer in self._server.peers)
+        self.handle(self._sensors.tick(watched=watched, alive=alive))
         for task in [task for task in self._performer.tasks if task.done()]:
             self._performer.tasks.discard(task)
             task.result()

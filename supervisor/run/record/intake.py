@@ -20,7 +20,7 @@ class Intake:
     """The journals of one attempt."""
 
     def __init__(self, folder: Path, number: int, outbox: Outbox, on_steps: Callable[[int, list[Step]], None]) -> None:
-        """`folder`: the attempt's; `on_steps` is told rank 0's updates for the viewers."""
+        """`folder`: the attempt's; `on_steps` receives rank 0's updates, for the viewers."""
         self.number = number
         self._folder = folder
         self._outbox = outbox
@@ -47,7 +47,7 @@ class Intake:
 
     def store(self) -> None:
         """Give the ledger what it could not take when it was read."""
-        for journal in self._known():
+        for journal in self._journals.values():
             self._store_rest(journal)
 
     def _known(self) -> list[Journal]:

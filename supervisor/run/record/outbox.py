@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from memtop.supervisor.run.record.configurations import Record
+from memtop.supervisor.run.record.configurations import ConfigurationRecord
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import Event
@@ -20,15 +20,15 @@ _EVENTS_KEPT = 1000
 
 
 class Outbox:
-    """`problem` says why the ledger could not be written the last time, None where it could."""
+    """`problem`: why the last write to the ledger failed; None if it succeeded."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.problem: str | None = None
         self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
         self._attempts: dict[int, dict[str, Any]] = {}
-        self._records: dict[int, Record] = {}
-        # Viewers tell events apart by their number: below zero until the ledger has given one.
+        self._records: dict[int, ConfigurationRecord] = {}
+        # Viewers identify events by number: it is negative until the ledger has assigned one.
         self._unnumbered = itertools.count(-1, -1)
 
     def add_event(self, event: Event) -> Event:
@@ -51,7 +51,7 @@ class Outbox:
         ended = {"ended": now, "outcome": "failed", "start_updates": None, "diagnosis": diagnosis, "launched": False}
         self.update_attempt(number, ended)
 
-    def save_configurations(self, records: tuple[Record, ...]) -> None:
+    def save_configurations(self, records: tuple[ConfigurationRecord, ...]) -> None:
         for record in records:
             self._records[record.configuration.number] = record
         self._write_records()
@@ -61,7 +61,7 @@ class Outbox:
         return self.write(lambda: self.ledger.add_reports(attempt, rank, steps, offset))
 
     def retry(self) -> None:
-        """Write what is owed."""
+        """Write everything that could not be written before."""
         for number in list(self._attempts):
             if not self._write_attempt(number):
                 return

@@ -36,7 +36,7 @@ def _resumed_from(model: Model, change: Change) -> Checkpoint | None:
 def launch(model: Model, change: Change, cause: Cause, *, client: int | None = None, request: int = 0) -> Model:
     """Start the next attempt from the newest complete state, with the changed settings. UsageError if it cannot be.
 
-    Until it has started, what is known of the attempt before stays as it is.
+    Until it has started, everything that is known of the attempt before stays.
     """
     settings = settings_after(model, change)
     allocator = change.assignments.get("allocator", model.allocator) if settings is None else ""
@@ -74,31 +74,7 @@ def launched(model: Model, event: Launched) -> Model:
     by_memtop = launching.cause is Cause.DEATH
     if by_memtop and model.restart is not None and model.restart.waiting.disk_bytes is not None:
         model = replace(model, waited_at=model.saved or 0)
-    model = replace(
-        model,
-        launching=None,
-        attempt=Attempt(number=number, started=event.started),
-        settings=settings,
-        states=event.states,
-        progress=Progress(best_loss=model.progress.best_loss),
-        repeated=repeated,
-        pending=None,
-        restart=None,
-        ladder=None,
-        verdict=None,
-        adopted=False,
-        alive=True,
-        trainer_pid=None,
-        stalled=None,
-        agents=frozenset(),
-        announced=frozenset(),
-        allocator=launching.allocator,
-        resident_bytes=None,
-        trends=(),
-        own_trends=(),
-        leak_handled=False,
-        advice=None,
-    )
+    model = _anew(model, launching, event, repeated)
     begun = model.configurations.begin_attempt(
         number,
         launching.reason,
@@ -119,6 +95,35 @@ def launched(model: Model, event: Launched) -> Model:
         model = note(model, "rollback", f"states after update {change.state_before} moved to {event.set_aside}")
     again = f"; {repeated}" if repeated else ""
     return note(model, "attempt", f"attempt {number}: {launching.reason}{split}{again}")
+
+
+def _anew(model: Model, launching: Launching, event: Launched, repeated: str | None) -> Model:
+    """The model at the start of an attempt: what belongs to the attempt before is forgotten."""
+    return replace(
+        model,
+        launching=None,
+        attempt=Attempt(number=launching.number, started=event.started),
+        settings=launching.settings,
+        states=event.states,
+        progress=Progress(best_loss=model.progress.best_loss),
+        repeated=repeated,
+        pending=None,
+        restart=None,
+        ladder=None,
+        verdict=None,
+        adopted=False,
+        alive=True,
+        trainer_pid=None,
+        stalled=None,
+        agents=frozenset(),
+        announced=frozenset(),
+        allocator=launching.allocator,
+        resident_bytes=None,
+        trends=(),
+        own_trends=(),
+        leak_handled=False,
+        advice=None,
+    )
 
 
 def _repeated(model: Model, change: Change, checkpoint: Checkpoint | None) -> str | None:

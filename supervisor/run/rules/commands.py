@@ -149,7 +149,7 @@ def _total(answers: tuple[AgentAnswer, ...], name: str) -> int | None:
 
 
 def answer_waiters(model: Model) -> Model:
-    """Tell those who wait for a stop or a restart once it is over."""
+    """Answer the clients whose stop or restart is complete."""
     left = []
     for waiter in model.waiters:
         begun = waiter.purpose == "restart" and model.number > waiter.attempt

@@ -86,7 +86,7 @@ def _conclude(model: Model, found: Diagnosis | None, facts: Facts | None) -> Mod
         model, decision = survival.decide(model, found, facts)
     model = replace(model, attempt=replace(attempt, stage=Stage.OVER), ladder=None, verdict=None)
     if decision is not None:
-        # First: once the ledger has the end, the next supervisor does what state.json says.
+        # First: once the ledger has the end, the next supervisor follows state.json.
         model = emit(model, SaveState())
     ended = {
         "ended": attempt.ended,
@@ -103,10 +103,10 @@ def _conclude(model: Model, found: Diagnosis | None, facts: Facts | None) -> Mod
 
 
 def _died_by_itself(model: Model, verdict: Verdict) -> bool:
-    """Whether nobody, in memtop or outside, has told it to stop, and nobody has asked for something else."""
+    """Whether it failed without having been stopped, by memtop or from outside, and no restart was asked for."""
     end = model.progress.end
-    told = model.phase is Phase.STOPPING or (end is not None and end.outcome == "stopped")
-    return verdict.phase is Phase.FAILED and not told and model.pending is None
+    stopped = model.phase is Phase.STOPPING or (end is not None and end.outcome == "stopped")
+    return verdict.phase is Phase.FAILED and not stopped and model.pending is None
 
 
 def _over(model: Model, verdict: Verdict, decision: Decision | None) -> Model:

@@ -123,7 +123,7 @@ def replayed(model: Model) -> Model:
 
 
 def _adopt(model: Model, opening: Opening) -> Model:
-    """The program lives, or has ended and nobody has dealt with that yet."""
+    """The program is alive, or it has ended and no supervisor has handled that yet."""
     state = opening.state
     phase = state.run.state if state is not None and not state.run.state.final else Phase.STARTING
     if state is not None and state.waiting is not None and state.pending is None:
