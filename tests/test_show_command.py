@@ -13,7 +13,7 @@ from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
-from memtop.supervisor.run.record.configurations import Record, Start
+from memtop.supervisor.run.record.configurations import ConfigurationRecord, ConfigurationStart
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.wire import Change, Configuration, Phase, Proposal, RunState
@@ -79,7 +79,7 @@ def dead(runs: Runs) -> RunFolder:
         configuration(3, SETTINGS, "restart with the settings of configuration 1", "host_oom_killed"),
     )
     for row in rows:
-        ledger.save_configuration(Record(configuration=row, starts=(Start(attempt=row.attempt),)))
+        ledger.save_configuration(ConfigurationRecord(configuration=row, starts=(ConfigurationStart(attempt=row.attempt),)))
     ledger.close()
     state = RunState(
         name="a", folder=str(folder.path), state=Phase.FAILED, attempt=1, created=1.0, settings=SETTINGS, proposal=PROPOSAL

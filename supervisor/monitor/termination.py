@@ -66,7 +66,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
         return self.outcome in ("ended", "gone")
 
 
-class Holder(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryHolder(msgspec.Struct, frozen=True, kw_only=True):
     """A process that still holds memory of a GPU where less was freed than the ended processes had
     held."""
 
@@ -96,7 +96,7 @@ class EndReport(msgspec.Struct, frozen=True, kw_only=True):
 
     processes: tuple[Ended, ...]
     returned_bytes: int | None = None
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[MemoryHolder, ...] = ()
     """Only for GPUs where less memory was freed than the ended processes had held."""
     unknown: dict[str, str] = {}
 
@@ -294,7 +294,7 @@ def _is_short(before: GpuSample, after: GpuSample, over: set[int], returned: int
     return bool(expected) and returned < _NEARLY * expected
 
 
-def _holders(gpu: GpuSample, over: set[int]) -> list[Holder]:
+def _holders(gpu: GpuSample, over: set[int]) -> list[MemoryHolder]:
     """All processes on the GPU, the largest first. If none is listed, one holder without a pid."""
     describer = ProcessDescriber()
     found = []
@@ -302,7 +302,7 @@ def _holders(gpu: GpuSample, over: set[int]) -> list[Holder]:
         facts = describer.describe(row.pid)
         ended = row.pid in over
         found.append(
-            Holder(
+            MemoryHolder(
                 gpu_index=gpu.index,
                 used_bytes=row.used_bytes,
                 pid=row.pid,
@@ -312,7 +312,7 @@ def _holders(gpu: GpuSample, over: set[int]) -> list[Holder]:
             )
         )
     if not found and gpu.used_bytes:
-        return [Holder(gpu_index=gpu.index, used_bytes=gpu.used_bytes)]
+        return [MemoryHolder(gpu_index=gpu.index, used_bytes=gpu.used_bytes)]
     return sorted(found, key=lambda holder: (-(holder.used_bytes or 0), holder.pid or 0))
 
 

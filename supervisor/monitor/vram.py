@@ -157,7 +157,7 @@ def vram_parts(
     own = [row for row in rows if row.pid in pids or (run is not None and row.run == run)]
     hidden = _hidden(rows, own, here)
     listed = [row for row in rows if row not in own and row not in hidden]
-    split = _Split(total - free)
+    split = _Remainder(total - free)
     split.set("driver_reserved_bytes", source.reserved_bytes, source.unknown.get("reserved_bytes", _NO_RESERVE))
     _own_parts(split, here, own, base_bytes)
     jobs = _job_parts(split, [row for row in listed if not row.gone], job_names or {})
@@ -197,7 +197,7 @@ def step_peak_bytes(parts: VramParts, ranks: Sequence[RankMemory]) -> int | None
     return min(parts.total_bytes, max(outside + peak, parts.total_bytes - parts.free_bytes))
 
 
-class _Split:
+class _Remainder:
     """Distributes the used memory to the parts, never more than there is."""
 
     def __init__(self, used: int) -> None:
@@ -252,7 +252,7 @@ def _sum(values: Iterable[int | None]) -> int | None:
     return total
 
 
-def _own_parts(split: _Split, ranks: Sequence[RankMemory], own: Sequence[GpuProcess], base: int | None) -> None:
+def _own_parts(split: _Remainder, ranks: Sequence[RankMemory], own: Sequence[GpuProcess], base: int | None) -> None:
     """What this run holds: in torch's allocator as the ranks report it, outside of it as the driver
     reports it."""
     if not ranks and not own:
@@ -287,7 +287,7 @@ def _own_parts(split: _Split, ranks: Sequence[RankMemory], own: Sequence[GpuProc
     split.set("other_own_bytes", outside - (context or 0), "")
 
 
-def _unreported(split: _Split, held: int | None, own: Sequence[GpuProcess]) -> None:
+def _unreported(split: _Remainder, held: int | None, own: Sequence[GpuProcess]) -> None:
     """No rank has reported its allocator: all memory of the run that the driver reports goes into
     one part."""
     reason = "no rank has reported it yet" + ("" if held is None else ": it is counted as other_own_bytes")
@@ -296,7 +296,7 @@ def _unreported(split: _Split, held: int | None, own: Sequence[GpuProcess]) -> N
     split.set("other_own_bytes", held, missing)
 
 
-def _job_parts(split: _Split, rows: Sequence[GpuProcess], names: Mapping[str, str]) -> tuple[JobVram, ...]:
+def _job_parts(split: _Remainder, rows: Sequence[GpuProcess], names: Mapping[str, str]) -> tuple[JobVram, ...]:
     by_job: dict[str, list[GpuProcess]] = {}
     for row in rows:
         by_job.setdefault(row.job or row.run or f"pid {row.pid}", []).append(row)
@@ -308,12 +308,12 @@ def _job_parts(split: _Split, rows: Sequence[GpuProcess], names: Mapping[str, st
     return tuple(sorted(jobs, key=lambda job: -(job.used_bytes or 0)))
 
 
-def _set_rows(split: _Split, field: str, rows: Sequence[GpuProcess]) -> None:
+def _set_rows(split: _Remainder, field: str, rows: Sequence[GpuProcess]) -> None:
     split.set(field, _sum(row.used_bytes for row in rows), _NO_PROCESS_MEMORY)
 
 
 def _rest(
-    split: _Split, gpu: GpuSample, reserve_inside: bool, rows: Sequence[GpuProcess], hidden: Sequence[GpuProcess]
+    split: _Remainder, gpu: GpuSample, reserve_inside: bool, rows: Sequence[GpuProcess], hidden: Sequence[GpuProcess]
 ) -> None:
     """The rest is unlisted if the driver lists and reports everything else.
 

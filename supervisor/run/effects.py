@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from memtop.presets.schema import Settings
-from memtop.supervisor.run.record.configurations import Record
+from memtop.supervisor.run.record.configurations import ConfigurationRecord
 from memtop.supervisor.wire import Answer, Change, Event
 
 
@@ -124,7 +124,7 @@ class UpdateAttempt(msgspec.Struct, frozen=True, kw_only=True, tag="update_attem
 class SaveConfigurations(msgspec.Struct, frozen=True, tag="save_configurations"):
     """Write these configurations into the ledger."""
 
-    records: tuple[Record, ...]
+    records: tuple[ConfigurationRecord, ...]
 
 
 class NotifyConfigurations(msgspec.Struct, frozen=True, tag="notify_configurations"):

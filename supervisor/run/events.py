@@ -14,7 +14,7 @@ from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.recovery.bottleneck import Measured
 from memtop.supervisor.run.post_mortem.log_end import LogEnd
-from memtop.supervisor.run.record.configurations import Record
+from memtop.supervisor.run.record.configurations import ConfigurationRecord
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.record.ledger import Attempt
 from memtop.supervisor.run.reports import Report
@@ -78,7 +78,7 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
     unstarted: frozenset[int] = frozenset()
     """The attempts that are open in the ledger and whose program was never started."""
     state: StateFile | None = None
-    records: tuple[Record, ...] = ()
+    records: tuple[ConfigurationRecord, ...] = ()
     announced: frozenset[tuple[str, float]] = frozenset()
     """Events of the newest attempt that came of a report: their kind, and the time of the report."""
     best_loss: float | None = None

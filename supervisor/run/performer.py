@@ -56,7 +56,7 @@ from memtop.supervisor.run.events import (
 )
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.post_mortem import examine as post_mortem
-from memtop.supervisor.run.post_mortem.evidence import Witness
+from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
 from memtop.supervisor.run.post_mortem.log_end import read_log_end
 from memtop.supervisor.run.processes import launch
 from memtop.supervisor.run.processes.attempt import RunningAttempt, clear_leftovers
@@ -225,8 +225,8 @@ class Performer:
         """Why the attempt ended. Its log may be large: it is read in a thread."""
         attempt, progress = self.attempt, model.progress
         assert attempt is not None
-        evidence = self._sensors.evidence or Witness(attempt.folder, effect.ended)
-        end = post_mortem.End(
+        evidence = self._sensors.evidence or AttemptEvidence(attempt.folder, effect.ended)
+        end = post_mortem.AttemptEnd(
             folder=attempt.folder,
             log=attempt.log_path,
             state_folder=self._folder.path,
@@ -245,7 +245,7 @@ class Performer:
             diagnosis = Diagnosis(kind=Kind.NOT_MEMORY, reason="no_evidence", confidence=0.0, summary=problem)
         self._post(Examined(diagnosis=diagnosis, facts=self._facts(effect, evidence), problem=problem))
 
-    def _facts(self, effect: Examine, evidence: Witness) -> Facts:
+    def _facts(self, effect: Examine, evidence: AttemptEvidence) -> Facts:
         return Facts(
             gpu_used_before_bytes=evidence.baseline.gpu_used_bytes,
             in_own_group=evidence.in_own_group,

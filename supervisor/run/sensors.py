@@ -13,7 +13,7 @@ from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.measurements import Measurements
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.pending_restart import free_bytes
-from memtop.supervisor.run.post_mortem.evidence import Witness
+from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
 from memtop.supervisor.run.post_mortem.stall import StallWatch
 from memtop.supervisor.run.processes.attempt import RunningAttempt
 from memtop.supervisor.run.processes.host_memory import anonymous_bytes
@@ -35,7 +35,7 @@ class Sensors:
     def __init__(self, folder: RunFolder, model: Callable[[], Model], monotonic: Callable[[], float]) -> None:
         """`model` returns the present model of the run."""
         self.attempt: RunningAttempt | None = None
-        self.evidence: Witness | None = None
+        self.evidence: AttemptEvidence | None = None
         self.machine_watch = MachineWatch(folder.path.parent, self._find_members, self._rank_memory)
         self._folder = folder
         self._model = model
@@ -47,7 +47,7 @@ class Sensors:
     def follow(self, attempt: RunningAttempt, started: float, *, new: bool) -> None:
         """From here on this attempt is watched; `new`: it was started just now."""
         self.attempt = attempt
-        self.evidence = Witness(attempt.folder, started, self.machine_watch.machine if new else None)
+        self.evidence = AttemptEvidence(attempt.folder, started, self.machine_watch.machine if new else None)
         self._stall = StallWatch(attempt.log_path, self._monotonic)
         self._trends, self._measurements = TrendWatch(), Measurements()
 

@@ -69,8 +69,13 @@ PACED = """
 SOON_STALLED = """
     import memtop.supervisor.run.post_mortem.stall as stall
     stall.SECONDS = stall.FIRST_SECONDS = 3.0
+    import functools
+    from memtop.supervisor.run import supervisor
+    from memtop.supervisor.run.stop_ladder import Waits
+    short = Waits(graceful=4, interrupt=4, terminate=4)
+    supervisor.Supervisor.__init__ = functools.partialmethod(supervisor.Supervisor.__init__, waits=short)
 """
-"""A program that is silent after words of missing memory is ended after seconds."""
+"""A program that is silent after words of missing memory is ended after seconds, and has seconds to react to each signal."""
 
 SLOW = """
     import time

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from memtop.presets import load_presets, load_recipes, resolve
-from memtop.supervisor.run.record.configurations import Configurations, Start, before_the_present
+from memtop.supervisor.run.record.configurations import Configurations, ConfigurationStart, before_the_present
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.record.outbox import Outbox
 from memtop.supervisor.run.reports import Step
@@ -38,7 +38,7 @@ def test_a_stretch_has_its_reason_peak_speed_and_outcome() -> None:
     # The first update warms up.
     assert row.samples_per_second == 64
     (record,) = all_of_them.to_save()
-    assert (record.configuration, record.starts) == (row, (Start(attempt=1, saved_after=3),))
+    assert (record.configuration, record.starts) == (row, (ConfigurationStart(attempt=1, saved_after=3),))
     assert all_of_them.saved().to_save() == ()
 
 
@@ -68,7 +68,7 @@ def test_a_failure_survived_in_the_process_is_a_stretch_of_its_own() -> None:
     assert first.peak is not None
     assert first.peak.failed
     assert [record.died_of_memory for record in all_of_them.to_save()] == [True, False]
-    assert all_of_them.records[1].starts == (Start(attempt=1),)
+    assert all_of_them.records[1].starts == (ConfigurationStart(attempt=1),)
 
 
 def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from memtop.supervisor.run.post_mortem.evidence import Witness, address_space
+from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence, address_space
 from tests.conftest import Runs
 
 LIMIT_KIB = 2 << 20
@@ -87,21 +87,21 @@ def test_the_limit_is_that_of_the_program_as_it_was_last_seen(tmp_path: Path) ->
     try:
         assert program.stdout.readline() == "set\n"
         assert address_space(program.pid) == 1 << 40
-        witness = Witness(tmp_path, 0.0)
-        witness.look(program.pid)
-        assert witness.address_space_bytes == 1 << 40
+        seen = AttemptEvidence(tmp_path, 0.0)
+        seen.look(program.pid)
+        assert seen.address_space_bytes == 1 << 40
     finally:
         program.communicate("\n", timeout=60)
     with pytest.raises(OSError, match="No such"):
         address_space(program.pid)
     # It has ended: what was seen of it stays, for the next supervisor, too.
-    witness.look(program.pid)
-    assert witness.address_space_bytes == 1 << 40
-    assert Witness(tmp_path, 0.0).address_space_bytes == 1 << 40
+    seen.look(program.pid)
+    assert seen.address_space_bytes == 1 << 40
+    assert AttemptEvidence(tmp_path, 0.0).address_space_bytes == 1 << 40
 
 
 def test_a_program_without_a_limit_has_none(tmp_path: Path) -> None:
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         pytest.skip("this test process has a limit of its own (ulimit -v)")
     assert address_space(os.getpid()) is None
-    assert Witness(tmp_path, 0.0).address_space_bytes is None
+    assert AttemptEvidence(tmp_path, 0.0).address_space_bytes is None

@@ -24,7 +24,7 @@ from memtop.supervisor.run.effects import AddEvent, CloseUnstarted, DropRows, Gi
 from memtop.supervisor.run.events import Launched, Reported
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, Waiting
 from memtop.supervisor.run.processes.attempt import ProcessFile
-from memtop.supervisor.run.record.configurations import Configurations, Start
+from memtop.supervisor.run.record.configurations import Configurations, ConfigurationStart
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
 from memtop.supervisor.run.record.intake import Intake
 from memtop.supervisor.run.record.ledger import Ledger
@@ -213,7 +213,7 @@ def test_an_attempt_that_was_begun_and_not_written_about_has_its_configuration()
         (1, SETTINGS, "host_oom_killed"),
         (2, HALF, None),
     ]
-    assert found.records[-1].starts == (Start(attempt=2, by_memtop=True, saved_before=3),)
+    assert found.records[-1].starts == (ConfigurationStart(attempt=2, by_memtop=True, saved_before=3),)
     # What state.json says of the attempt before is over; what it knows of the run is not.
     assert (brain.model.restart, brain.model.pending, brain.model.phase) == (None, None, Phase.STARTING)
     assert brain.model.waited_at == 3

@@ -24,7 +24,7 @@ from memtop.supervisor.run import events as on
 from memtop.supervisor.run import reports as said
 from memtop.supervisor.run.model import Cause, Model, Run, Stage
 from memtop.supervisor.run.record.checkpoints import newest_until
-from memtop.supervisor.run.record.configurations import Record
+from memtop.supervisor.run.record.configurations import ConfigurationRecord
 from memtop.supervisor.run.record.folder import StateFile
 from memtop.supervisor.run.record.ledger import Attempt
 from memtop.supervisor.run.record.outbox import Outbox
@@ -51,7 +51,7 @@ class MemoryLedger:
         self.full = False
         self.rows: dict[int, Attempt] = {}
         self.events: list[Event] = []
-        self.records: dict[int, Record] = {}
+        self.records: dict[int, ConfigurationRecord] = {}
 
     def _check(self) -> None:
         if self.full:
@@ -66,7 +66,7 @@ class MemoryLedger:
         self._check()
         self.rows[number] = replace(self.rows[number], **values)
 
-    def save_configuration(self, record: Record) -> None:
+    def save_configuration(self, record: ConfigurationRecord) -> None:
         self._check()
         self.records[record.configuration.number] = record
 

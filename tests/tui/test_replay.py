@@ -11,7 +11,7 @@ import pytest
 from memtop.supervisor import wire
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
-from memtop.supervisor.run.record.configurations import Record, Start
+from memtop.supervisor.run.record.configurations import ConfigurationRecord, ConfigurationStart
 from memtop.supervisor.run.record.folder import RunFolder, StateFile, create_run, write_json
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import Step
@@ -203,7 +203,7 @@ async def test_a_death_of_memory_and_the_configurations_are_replayed_and_change_
         row = wire.Configuration(
             number=number, attempt=number, started=START + began, reason="why", outcome="replaced", until_update=5
         )
-        ledger.save_configuration(Record(configuration=row, starts=(Start(attempt=row.attempt),)))
+        ledger.save_configuration(ConfigurationRecord(configuration=row, starts=(ConfigurationStart(attempt=row.attempt),)))
     ledger.close()
     recording = FolderRecording(over.path)
     assert [len(recording.configurations(START + moment)) for moment in (5, 50, 220)] == [0, 1, 2]

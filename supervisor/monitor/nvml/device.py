@@ -11,7 +11,7 @@ import pynvml
 
 from memtop.supervisor.monitor.nvml import errors as codes
 from memtop.supervisor.monitor.nvml.details import NO_MIG_UTILIZATION, DetailReader
-from memtop.supervisor.monitor.nvml.memory import MEMORY_FIELDS, MemoryReader, Pool
+from memtop.supervisor.monitor.nvml.memory import MEMORY_FIELDS, HostRam, MemoryReader
 from memtop.supervisor.monitor.nvml.mig import Mig
 from memtop.supervisor.monitor.nvml.processes import ProcessReader, Shares, UtilizationReader, merge_processes, with_shares
 from memtop.supervisor.monitor.nvml.query import GpuGone, Query
@@ -53,12 +53,12 @@ class Host(msgspec.Struct):
     """What the readers of all GPUs need from the machine."""
 
     pid_max: Callable[[], int]
-    pool: Pool
+    pool: HostRam
     clock: Callable[[], float]
     """Seconds since the epoch."""
 
 
-class Readers:
+class DeviceReaders:
     """The readers of one handle. A new handle gets new readers."""
 
     def __init__(self, handle: Any, host: Host) -> None:
@@ -82,7 +82,7 @@ class Gpu:
         self.visible_reason: str | None = None
         self.troubles: tuple[GpuTrouble, ...] = ()
         self._host = host
-        self._readers: Readers | None = None
+        self._readers: DeviceReaders | None = None
         self._fixed: dict[str, Any] = dict.fromkeys(_FIXED)
         self._sensors: dict[str, Any] = {}
         self._processes: tuple[GpuProcess, ...] = ()
@@ -204,7 +204,7 @@ class Gpu:
             **self._fixed,
         )
 
-    def _open(self) -> Readers:
+    def _open(self) -> DeviceReaders:
         """Open by UUID if known (the order of GPUs may have changed), else by index.
 
         Reads the values that never change.
@@ -213,11 +213,11 @@ class Gpu:
             handle = self._find_handle()
         except pynvml.NVMLError as error:
             raise GpuGone(error.value) from error
-        self._readers = readers = Readers(handle, self._host)
+        self._readers = readers = DeviceReaders(handle, self._host)
         self._ask_fixed(readers, _FIXED)
         return readers
 
-    def _ask_fixed(self, readers: Readers, fields: Iterable[str]) -> None:
+    def _ask_fixed(self, readers: DeviceReaders, fields: Iterable[str]) -> None:
         """Read values that never change. One that is unknown now keeps its earlier value."""
         for field in fields:
             call, convert = _FIXED[field]
@@ -238,7 +238,7 @@ class Gpu:
                 self._fixed = dict.fromkeys(_FIXED)
         return pynvml.nvmlDeviceGetHandleByIndex(self.index)
 
-    def _with_mig(self, now: float, readers: Readers) -> Readers:
+    def _with_mig(self, now: float, readers: DeviceReaders) -> DeviceReaders:
         """Enumerate MIG instances if that is due.
 
         If MIG was switched on or off, open the GPU again.
@@ -256,7 +256,7 @@ class Gpu:
         self._mig_due = now + MIG_SECONDS
         return readers
 
-    def _utilization(self, readers: Readers) -> dict[str, Any]:
+    def _utilization(self, readers: DeviceReaders) -> dict[str, Any]:
         """Share of the driver's last sample period in which a kernel ran, and in which memory was
         accessed (0-1)."""
         if readers.mig.mode:
@@ -273,7 +273,7 @@ class Gpu:
                 values[field] = number / 100
         return values
 
-    def _read_sensors(self, now: float, readers: Readers) -> None:
+    def _read_sensors(self, now: float, readers: DeviceReaders) -> None:
         """Read temperature (degrees Celsius), power and its limit (NVML reports milliwatts), and
         the details."""
         # Fixed values are read once for each handle. One that failed for a temporary reason is read
@@ -288,7 +288,7 @@ class Gpu:
         }
         readers.details.read(now, mig=readers.mig.mode, mig_reason=readers.mig.mode_reason)
 
-    def _read_processes(self, readers: Readers) -> None:
+    def _read_processes(self, readers: DeviceReaders) -> None:
         """Read all process lists and merge them by pid.
 
         Pids that cannot exist are dropped and noted.

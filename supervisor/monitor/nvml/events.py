@@ -53,7 +53,7 @@ _ECC_WORDS = {
 _UNAVAILABLE = "the driver reports that the GPU cannot be used until it is recovered: see its recovery action and dmesg"
 
 
-class Event(NamedTuple):
+class DriverEvent(NamedTuple):
     """One event: seconds since the epoch, the GPU's index, NVML's event type and its data."""
 
     time: float
@@ -66,7 +66,7 @@ class EventWatcher:
     """Waits for events of a set of GPUs. Stop it before NVML is shut down."""
 
     def __init__(self) -> None:
-        self._events: deque[Event] = deque(maxlen=_MOST_EVENTS)
+        self._events: deque[DriverEvent] = deque(maxlen=_MOST_EVENTS)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._watched: list[tuple[int, int]] = []
@@ -112,7 +112,7 @@ class EventWatcher:
             return
         self._thread = thread
 
-    def take(self) -> list[Event]:
+    def take(self) -> list[DriverEvent]:
         """The events since the last call, oldest first."""
         taken = []
         while self._events:
@@ -150,7 +150,7 @@ class EventWatcher:
                     continue
                 index = indices.get(address(data.device))
                 if index is not None:
-                    self._events.append(Event(time.time(), index, data.eventType, data.eventData))
+                    self._events.append(DriverEvent(time.time(), index, data.eventType, data.eventData))
         finally:
             _free(events)
 
@@ -234,7 +234,7 @@ class Troubles:
         for key in self._readable.difference(keys):
             self.state(key, codes.NOT_LISTED)
 
-    def announced(self, key: str, event: Event, recovery: str) -> None:
+    def announced(self, key: str, event: DriverEvent, recovery: str) -> None:
         """Add an event of the driver.
 
         `recovery` is the sentence that says what the card needs now.
@@ -247,7 +247,7 @@ class Troubles:
         self._book[key] = (*self._book.get(key, ()), trouble)[-KEPT:]
 
 
-def _trouble_of(event: Event, recovery: str) -> GpuTrouble | None:
+def _trouble_of(event: DriverEvent, recovery: str) -> GpuTrouble | None:
     if event.kind == XID:
         return GpuTrouble(
             time=event.time,

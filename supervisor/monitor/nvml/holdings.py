@@ -13,7 +13,7 @@ from typing import Any
 import pynvml
 
 from memtop.supervisor.monitor.nvml import errors as codes
-from memtop.supervisor.monitor.nvml.memory import MemoryReader, Pool
+from memtop.supervisor.monitor.nvml.memory import HostRam, MemoryReader
 from memtop.supervisor.monitor.nvml.mig import Mig
 from memtop.supervisor.monitor.nvml.processes import ProcessReader, merge_processes
 from memtop.supervisor.monitor.nvml.query import GpuGone, Query
@@ -23,10 +23,10 @@ _NO_GPUS_FLAG = 1  # NVML_INIT_FLAG_NO_GPUS
 _BIGGEST_PID = 2**22  # the kernel's PID_MAX_LIMIT on 64 bit
 
 
-class _Readers:
+class _HandleReaders:
     """The readers of one handle."""
 
-    def __init__(self, handle: Any, pool: Pool) -> None:
+    def __init__(self, handle: Any, pool: HostRam) -> None:
         self.query = Query(handle)
         self.memory = MemoryReader(self.query, pool)
         self.processes = ProcessReader(handle)
@@ -41,8 +41,8 @@ class HoldingsReader:
 
     def __init__(self, gpus: Iterable[GpuSample], *, proc_root: Path = Path("/proc")) -> None:
         self._gpus = tuple((gpu.index, gpu.uuid) for gpu in gpus)
-        self._pool = Pool(proc_root)
-        self._readers: dict[int, _Readers] = {}
+        self._pool = HostRam(proc_root)
+        self._readers: dict[int, _HandleReaders] = {}
         self._started = False
 
     def read(self) -> tuple[GpuSample, ...]:
@@ -74,7 +74,7 @@ class HoldingsReader:
         try:
             readers = self._readers.get(index)
             if readers is None:
-                readers = self._readers[index] = _Readers(_handle(index, uuid), self._pool)
+                readers = self._readers[index] = _HandleReaders(_handle(index, uuid), self._pool)
             return _sample(index, uuid, readers)
         except (pynvml.NVMLError, GpuGone) as error:
             self._readers.pop(index, None)
@@ -87,7 +87,7 @@ def _handle(index: int, uuid: str | None) -> Any:
     return pynvml.nvmlDeviceGetHandleByUUID(uuid.encode())
 
 
-def _sample(index: int, uuid: str | None, readers: _Readers) -> GpuSample:
+def _sample(index: int, uuid: str | None, readers: _HandleReaders) -> GpuSample:
     memory = readers.memory.read()
     if not readers.mig.enumerated or readers.mig.stale:
         readers.mig.enumerate()

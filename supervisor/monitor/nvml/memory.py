@@ -33,7 +33,7 @@ _OWN_MEMORY = (
 )
 
 
-class Pool:
+class HostRam:
     """The machine's RAM, for GPUs that share it. Reads /proc/meminfo only for them."""
 
     def __init__(self, proc_root: Path) -> None:
@@ -52,7 +52,7 @@ class MemoryReader:
     """Reads the memory of one handle, with version 2 of NVML's call if the driver has it, else
     version 1."""
 
-    def __init__(self, query: Query, pool: Pool | None) -> None:
+    def __init__(self, query: Query, pool: HostRam | None) -> None:
         """`pool` is None for handles that cannot share RAM (MIG instances)."""
         self._query = query
         self._pool = pool

@@ -19,8 +19,8 @@ import pynvml
 from memtop.supervisor.monitor.nvml import errors as codes
 from memtop.supervisor.monitor.nvml.device import Gpu, Host
 from memtop.supervisor.monitor.nvml.environment import ASLEEP, CudaDevice, all_asleep, visible_indices
-from memtop.supervisor.monitor.nvml.events import Event, EventWatcher, Troubles
-from memtop.supervisor.monitor.nvml.memory import Pool
+from memtop.supervisor.monitor.nvml.events import DriverEvent, EventWatcher, Troubles
+from memtop.supervisor.monitor.nvml.memory import HostRam
 from memtop.supervisor.monitor.nvml.pcie import PcieReader
 from memtop.supervisor.monitor.nvml.query import NoValue, call_first
 from memtop.supervisor.monitor.processes.proc import in_host_pid_namespace
@@ -82,7 +82,7 @@ class NvmlReader:
         self._wake = wake
         self._proc_root = proc_root
         self._environment = environment
-        self._host = Host(self._pid_max, Pool(proc_root), clock)
+        self._host = Host(self._pid_max, HostRam(proc_root), clock)
         self._lock = threading.Lock()
         self._gpus: list[Gpu] = []
         self._last: dict[int, tuple[float, GpuSample]] = {}
@@ -98,7 +98,7 @@ class NvmlReader:
         self._sick = 0
         self._missing: list[tuple[float, Gpu]] = []
         """GPUs that are not listed any more, with the time until which they keep a row."""
-        self._late: list[tuple[Gpu, Event]] = []
+        self._late: list[tuple[Gpu, DriverEvent]] = []
         """Events of GPUs that have just been replaced by others."""
         self._biggest_pid: int | None = None
         self._numbered: list[CudaDevice] = []
@@ -217,7 +217,7 @@ class NvmlReader:
             gpu.visible_index = None if isinstance(numbers, str) else numbers.get(gpu.index)
             gpu.visible_reason = numbers if isinstance(numbers, str) else None
 
-    def _take_events(self) -> list[tuple[Gpu, Event]]:
+    def _take_events(self) -> list[tuple[Gpu, DriverEvent]]:
         """The events since the last read. The GPUs concerned read their details again."""
         by_index = {gpu.index: gpu for gpu in self._gpus}
         taken = [(gpu, event) for event in self._events.take() if (gpu := by_index.get(event.gpu)) is not None]

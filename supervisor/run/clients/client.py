@@ -43,7 +43,7 @@ class AsyncRunClient:
                 failure = failure or error
             else:
                 return cls(reader, writer)
-        raise _nobody(run, failure)
+        raise _no_supervisor(run, failure)
 
     async def send(self, request: Request) -> None:
         self._writer.write(msgspec.json.encode(request) + b"\n")
@@ -141,11 +141,11 @@ def _sockets(folder: RunFolder) -> Iterator[str]:
     except RunFolderError:
         state = None
     # The state of a run that was moved aside has the socket of the run that now has its name.
-    told = state.socket if state is not None and state.run.folder == str(folder.path) else None
-    if told:
-        yield told
+    stored = state.socket if state is not None and state.run.folder == str(folder.path) else None
+    if stored:
+        yield stored
     computed = str(socket_path(folder.path))
-    if computed != told:
+    if computed != stored:
         yield computed
 
 
@@ -160,10 +160,10 @@ def _connected(folder: RunFolder) -> socket.socket:
             failure = failure or error
         else:
             return connection
-    raise _nobody(folder, failure)
+    raise _no_supervisor(folder, failure)
 
 
-def _nobody(folder: RunFolder, error: OSError | None) -> NotRunningError:
+def _no_supervisor(folder: RunFolder, error: OSError | None) -> NotRunningError:
     return NotRunningError(
         f"run {folder.name!r}: no supervisor listens ({(error and error.strerror) or error}); "
         f"`memtop show {folder.name}` shows how it ended, `memtop restart {folder.name}` continues it"

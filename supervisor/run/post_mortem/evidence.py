@@ -42,7 +42,7 @@ class Baseline(msgspec.Struct, kw_only=True):
     OOM-kill counters at that time."""
 
 
-class Sight(msgspec.Struct, frozen=True, kw_only=True):
+class MachineMoment(msgspec.Struct, frozen=True, kw_only=True):
     """One moment before the end."""
 
     time: float
@@ -52,7 +52,7 @@ class Sight(msgspec.Struct, frozen=True, kw_only=True):
     """By uuid, the memory of the run's processes, if the driver reports it."""
 
 
-class Witness:
+class AttemptEvidence:
     """Follows one attempt.
 
     `folder` is the attempt's folder, which may contain the baseline of an earlier supervisor.
@@ -64,7 +64,7 @@ class Witness:
         self.in_own_group = False
         """The program's memory is limited by another group than the supervisor's."""
         self._path = folder / "baseline.json"
-        self._sights: deque[Sight] = deque()
+        self._moments: deque[MachineMoment] = deque()
         self._address_spaces: dict[int, int | None] = {}
         """The last known limit of each process."""
         self._own: dict[int, str] = {}
@@ -153,16 +153,16 @@ class Witness:
         free = (
             None if host.shm_total_bytes is None or host.shm_used_bytes is None else host.shm_total_bytes - host.shm_used_bytes
         )
-        self._sights.append(
-            Sight(
+        self._moments.append(
+            MachineMoment(
                 time=machine.time,
                 host_fraction=max(fractions, default=None),
                 shm_free_bytes=free,
                 gpu_run_bytes={gpu.uuid: held for gpu in machine.gpus if gpu.uuid and (held := _held(gpu, members))},
             )
         )
-        while self._sights[0].time < machine.time - _KEPT_SECONDS:
-            self._sights.popleft()
+        while self._moments[0].time < machine.time - _KEPT_SECONDS:
+            self._moments.popleft()
 
     def _group_fraction(self, machine: MachineSnapshot, trainer: int | None) -> float | None:
         """How full the program's group is.
@@ -185,9 +185,9 @@ class Witness:
         return memory.used_bytes / memory.limit_bytes
 
     @property
-    def sights(self) -> tuple[Sight, ...]:
+    def moments(self) -> tuple[MachineMoment, ...]:
         """The last half minute, oldest first."""
-        return tuple(self._sights)
+        return tuple(self._moments)
 
     def kills(self) -> int | None:
         """How many processes the kernel has OOM-killed in the run's groups since the run used them.

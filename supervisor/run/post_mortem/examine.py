@@ -17,7 +17,7 @@ from memtop.supervisor import units
 from memtop.supervisor.diagnosis.diagnose import diagnose, diagnose_file
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind, OomRecord
 from memtop.supervisor.run.post_mortem.error_files import error_files
-from memtop.supervisor.run.post_mortem.evidence import Sight, Witness
+from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence, MachineMoment
 from memtop.supervisor.run.post_mortem.kernel_log import kernel_lines
 from memtop.supervisor.run.post_mortem.log_end import first_dead_rank
 from memtop.supervisor.run.post_mortem.oom_kills import RELATED_SECONDS
@@ -27,7 +27,7 @@ from memtop.supervisor.run.reports import Oom
 _FULL_BYTES = 1 << 20
 
 
-class End(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
     """What the supervisor knows about the end of an attempt."""
 
     folder: Path
@@ -44,14 +44,14 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     """When the last update was reported, in seconds since the epoch."""
 
 
-def examine(end: End, witness: Witness) -> Diagnosis:
+def examine(end: AttemptEnd, seen: AttemptEvidence) -> Diagnosis:
     """Why the attempt ended. Reads the whole log, so call it in a thread.
 
     Never raises, because no log must end the supervisor. An error in memtop becomes a diagnosis
     that names it.
     """
     try:
-        return _examine(end, witness)
+        return _examine(end, seen)
     except Exception as error:  # noqa: BLE001 - which error we have not foreseen, nobody knows
         # the disk of the supervisor's log may be full; the diagnosis also contains the error
         with contextlib.suppress(OSError):
@@ -59,7 +59,7 @@ def examine(end: End, witness: Witness) -> Diagnosis:
         return _not_examined(end, error)
 
 
-def _not_examined(end: End, error: Exception) -> Diagnosis:
+def _not_examined(end: AttemptEnd, error: Exception) -> Diagnosis:
     words = " ".join(": ".join(filter(None, (type(error).__name__, str(error)))).split())[:300]
     place = traceback.extract_tb(error.__traceback__)[-1:]
     return Diagnosis(
@@ -72,8 +72,8 @@ def _not_examined(end: End, error: Exception) -> Diagnosis:
     )
 
 
-def _examine(end: End, witness: Witness) -> Diagnosis:
-    evidence = evidence_of(end, witness)
+def _examine(end: AttemptEnd, seen: AttemptEvidence) -> Diagnosis:
+    evidence = evidence_of(end, seen)
     try:
         found = diagnose_file(end.log, evidence)
     except OSError:
@@ -102,34 +102,34 @@ def _silenced(folder: Path, free: int) -> Diagnosis:
     )
 
 
-def evidence_of(end: End, witness: Witness) -> Evidence:
+def evidence_of(end: AttemptEnd, seen: AttemptEvidence) -> Evidence:
     """All evidence except the log."""
-    sights = witness.sights
-    fractions = [sight.host_fraction for sight in sights if sight.host_fraction is not None]
-    shm = [sight.shm_free_bytes for sight in sights if sight.shm_free_bytes is not None]
-    settings, kills = end.settings, witness.kills()
+    moments = seen.moments
+    fractions = [sight.host_fraction for sight in moments if sight.host_fraction is not None]
+    shm = [sight.shm_free_bytes for sight in moments if sight.shm_free_bytes is not None]
+    settings, kills = end.settings, seen.kills()
     return Evidence(
         exit_status=end.status,
         asked_to_stop=end.asked_to_stop,
         records=tuple(_not_survived(end)),
         error_files=tuple(error_files(end.folder)),
         cgroup_oom_kills=kills,
-        cgroup_killed_near_end=witness.killed_near(end.ended),
-        in_own_group=witness.in_own_group,
-        kernel_lines=kernel_lines(max(witness.baseline.started, end.ended - RELATED_SECONDS), end.ended, time.time()),
-        member_pids=frozenset(witness.pids),
+        cgroup_killed_near_end=seen.killed_near(end.ended),
+        in_own_group=seen.in_own_group,
+        kernel_lines=kernel_lines(max(seen.baseline.started, end.ended - RELATED_SECONDS), end.ended, time.time()),
+        member_pids=frozenset(seen.pids),
         host_peak_fraction=max(fractions, default=None),
-        address_space_bytes=witness.address_space_bytes,
+        address_space_bytes=seen.address_space_bytes,
         shm_free_bytes=min(shm, default=None),
         disk_free_bytes=free_bytes(end.state_folder),
-        gpu_run_bytes=_most_held(sights),
+        gpu_run_bytes=_most_held(moments),
         batch=settings.batch if settings else None,
         seq_len=settings.seq_len if settings else None,
         vocabulary=vocabulary(settings) if settings else None,
     )
 
 
-def _not_survived(end: End) -> Iterator[OomRecord]:
+def _not_survived(end: AttemptEnd) -> Iterator[OomRecord]:
     for rank, report in end.reports:
         record = oom_record(rank, report)
         if record is None or record.survived:
@@ -140,13 +140,13 @@ def _not_survived(end: End) -> Iterator[OomRecord]:
             yield record
 
 
-def _most_held(sights: Sequence[Sight]) -> dict[str, int]:
+def _most_held(moments: Sequence[MachineMoment]) -> dict[str, int]:
     """By uuid, the most memory that the run's processes held.
 
     At the end some of them may already have been gone.
     """
-    uuids = {uuid for sight in sights for uuid in sight.gpu_run_bytes}
-    return {uuid: max(sight.gpu_run_bytes.get(uuid, 0) for sight in sights) for uuid in uuids}
+    uuids = {uuid for sight in moments for uuid in sight.gpu_run_bytes}
+    return {uuid: max(sight.gpu_run_bytes.get(uuid, 0) for sight in moments) for uuid in uuids}
 
 
 def oom_record(rank: int, report: Oom) -> OomRecord | None:

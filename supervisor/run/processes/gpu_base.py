@@ -57,29 +57,29 @@ class GpuBase:
                 ]
                 if uuid is None or not here or not {rank.pid for rank in here} <= {row.pid for row in rows}:
                     continue
-                held, told = [row.used_bytes for row in rows], [rank.time for rank in here]
+                held, times = [row.used_bytes for row in rows], [rank.time for rank in here]
                 reserved = [rank.reserved_bytes for rank in here]
-                if None in held or None in told or None in reserved:
+                if None in held or None in times or None in reserved:
                     continue
                 self._look(
                     uuid,
                     sum(number for number in held if number is not None),
                     sum(number for number in reserved if number is not None),
-                    [moment for moment in told if moment is not None],
+                    [time for time in times if time is not None],
                     machine.time,
                     machine.gpu_age_seconds or 0.0,
                 )
 
-    def _look(self, uuid: str, held: int, reserved: int, told: list[float], now: float, age: float) -> None:
+    def _look(self, uuid: str, held: int, reserved: int, times: list[float], now: float, age: float) -> None:
         steady = self._steady.get(uuid)
         if steady is None or steady.reserved != reserved or held < reserved:
             # The allocator has freed memory since the report.
-            self._steady[uuid] = _Steady(reserved, max(now, *told))
+            self._steady[uuid] = _Steady(reserved, max(now, *times))
             return
-        if steady.candidate is not None and min(told) > steady.seen:
+        if steady.candidate is not None and min(times) > steady.seen:
             self.bytes = self.bytes | {uuid: min(steady.candidate, self.bytes.get(uuid, steady.candidate))}
             steady.candidate = None
         if now - age - _LIST_AGE >= steady.since:
-            beside = held - reserved
-            steady.candidate = beside if steady.candidate is None else min(beside, steady.candidate)
+            outside = held - reserved
+            steady.candidate = outside if steady.candidate is None else min(outside, steady.candidate)
             steady.seen = now

@@ -27,10 +27,10 @@ def started_ticks(pid: int) -> int:
 
 
 def write_json(path: str, value: object) -> None:
-    beside = f"{path}.tmp"
-    with open(beside, "w") as file:
+    temporary = f"{path}.tmp"
+    with open(temporary, "w") as file:
         json.dump(value, file)
-    os.replace(beside, path)
+    os.replace(temporary, path)
 
 
 def spawn(command: dict[str, object], log: int) -> int:

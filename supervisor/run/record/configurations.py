@@ -1,4 +1,5 @@
-"""The configurations of a run: periods with the same settings, the memory that each needed, and how each ended.
+"""The configurations of a run: periods with the same settings, the memory that each needed, and how
+each ended.
 
 The present one changes with every update and is written now and then; the ledger has them all.
 """
@@ -16,7 +17,7 @@ from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import Configuration
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True):
+class ConfigurationStart(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt that started with a configuration, or changed to it while it ran."""
 
     attempt: int
@@ -29,14 +30,14 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     saved."""
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class ConfigurationRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A configuration in the ledger, with what the supervisor needs in addition to what is
     displayed."""
 
     configuration: Configuration
     allocator: str = ""
     """Allocator options that memtop set for an external command, which has no settings."""
-    starts: tuple[Start, ...]
+    starts: tuple[ConfigurationStart, ...]
     """Oldest first, at least one."""
     changed_by: tuple[int, float] | None = None
     """Attempt and time of the report with which the running program changed to it. None if an
@@ -69,18 +70,21 @@ def before_the_present(rows: Sequence[Configuration]) -> Configuration | None:
 
 
 class Configurations(msgspec.Struct, frozen=True, kw_only=True):
-    """All of a run, the last one being the present. Every method returns the configurations after a change."""
+    """All configurations of a run.
 
-    records: tuple[Record, ...] = ()
+    The last one is the present one. Every method returns the new configurations.
+    """
+
+    records: tuple[ConfigurationRecord, ...] = ()
     unsaved: frozenset[int] = frozenset()
-    """The numbers of those that changed since they were last written."""
+    """The numbers of configurations that have changed since they were last written."""
     seen: int | None = None
-    """The samples seen at the newest update of this attempt."""
+    """Samples seen at the newest update of this attempt."""
     on_gpu: bool = False
     """A rank has reported device memory."""
 
     @property
-    def present(self) -> Record | None:
+    def present(self) -> ConfigurationRecord | None:
         """None before the first attempt."""
         return self.records[-1] if self.records else None
 
@@ -92,7 +96,7 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         return next((row for row in self.rows if row.number == number), None)
 
     def has_begun(self, attempt: int) -> bool:
-        """Whether an attempt is known; its supervisor may have been killed before it could write it."""
+        """Whether the attempt is recorded. A supervisor may die before it records an attempt."""
         return self.present is not None and self.present.newest_attempt >= attempt
 
     def begin_attempt(
@@ -106,21 +110,24 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         by_memtop: bool = False,
         saved: int | None = None,
     ) -> Configurations:
-        """An attempt starts at `started` (seconds since the epoch). The present configuration goes on if the settings are the
-        same and did not run out of memory."""
-        start = Start(attempt=attempt, by_memtop=by_memtop, saved_before=saved)
+        """An attempt starts at `started` (seconds since the epoch).
+
+        The present configuration continues if the settings are the same and did not run out of
+        memory.
+        """
+        start = ConfigurationStart(attempt=attempt, by_memtop=by_memtop, saved_before=saved)
         now, last = replace(self, seen=None), self.present
         if last is not None and not last.died_of_memory and last.allocator == allocator:
             shown = last.configuration
             if same(shown.settings, settings):
-                # The run's length may have changed; the reason of the first attempt stays.
+                # The length of the run may have changed. The reason of the first attempt stays.
                 going_on = replace(shown, settings=settings, until_update=None, outcome=None)
                 return now._put(replace(last, configuration=going_on, starts=(*last.starts, start)))
         if last is not None and last.configuration.outcome is None:
             ended = replace(last.configuration, outcome="replaced")
             now = now._put(replace(last, configuration=ended, starts=_saved(last.starts, saved)))
         shown = Configuration(number=self._next_number, attempt=attempt, started=started, reason=reason, settings=settings)
-        return now._begin(Record(configuration=shown, allocator=allocator, starts=(start,)))
+        return now._begin(ConfigurationRecord(configuration=shown, allocator=allocator, starts=(start,)))
 
     def change(
         self,
@@ -132,10 +139,10 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         saved: int | None,
         changed_by: tuple[int, float],
     ) -> Configurations:
-        """The running program goes on with other settings from this update on.
+        """The running program continues with other settings from this update on.
 
-        `died`: what the settings before ran out of, if they did; `changed_by`: the attempt and the time of the report. A report
-        that is known already changes nothing.
+        `died`: the kind of memory that the earlier settings ran out of. `changed_by`: attempt and
+        time of the report. A report that is already known changes nothing.
         """
         last = self.present
         assert last is not None, "settings change within an attempt"
@@ -150,20 +157,22 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
             reason=reason,
             settings=settings,
         )
-        # The program was started once, whatever caused that start.
+        # The program was started only once.
         starts = last.starts[-1:]
         ended = self.end(died or "replaced", update - 1, saved, died_of_memory=died is not None)
-        return ended._begin(Record(configuration=shown, allocator=last.allocator, starts=starts, changed_by=changed_by))
+        return ended._begin(
+            ConfigurationRecord(configuration=shown, allocator=last.allocator, starts=starts, changed_by=changed_by)
+        )
 
     def resumed(self, update: int) -> Configurations:
-        """The program has reported after which update it goes on."""
+        """The program has reported the update after which it resumes."""
         last = self.present
         if last is None or last.configuration.since_update is not None:
             return self
         return self._put(replace(last, configuration=replace(last.configuration, since_update=update + 1)))
 
     def end(self, outcome: str, update: int | None, saved: int | None, *, died_of_memory: bool = False) -> Configurations:
-        """The present one is over after this update."""
+        """The present configuration ends after this update."""
         last = self.present
         if last is None:
             return self
@@ -174,8 +183,11 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         return self._put(replace(last, configuration=shown, died_of_memory=died_of_memory, starts=starts))
 
     def note_step(self, rank: int, step: Step, base_bytes: int | None, key: str) -> Configurations:
-        """A rank has done an update. `base_bytes`: what the run holds of its GPU outside the allocator, None if not known;
-        `key`: everything but the split that shapes the peak."""
+        """A rank has finished an update.
+
+        `base_bytes`: GPU memory of the run outside the allocator, None if unknown. `key`: all
+        settings that affect the peak, except the batch split.
+        """
         now, taken = self, step.peak_reserved_bytes or step.peak_bytes
         if taken is not None:
             now = replace(now, on_gpu=True)._note_peak(taken + (base_bytes or 0), key)
@@ -183,7 +195,7 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         if rank != 0 or last is None:
             return now
         shown = last.configuration
-        # The first update of an attempt warms up; its time does not count.
+        # The first update of an attempt is a warm-up, so its time does not count.
         if self.seen is not None and step.samples_seen is not None and step.step_seconds:
             samples, seconds = last.samples + step.samples_seen - self.seen, last.seconds + step.step_seconds
             last, shown = (
@@ -195,7 +207,7 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         return replace(now, seen=step.samples_seen)._put(replace(last, configuration=shown))
 
     def note_host(self, resident_bytes: int | None, key: str) -> Configurations:
-        """What the run's processes hold of host memory: the peak of a run without a GPU."""
+        """Host memory of the run's processes, which is the peak of a run without a GPU."""
         return self if resident_bytes is None or self.on_gpu else self._note_peak(resident_bytes, key)
 
     def _note_peak(self, taken: int, key: str) -> Configurations:
@@ -212,25 +224,25 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         return self._put(replace(last, configuration=replace(last.configuration, peak=peak)))
 
     def saved(self) -> Configurations:
-        """All of them are being written."""
+        """All changed configurations are being written."""
         return replace(self, unsaved=frozenset())
 
-    def to_save(self) -> tuple[Record, ...]:
+    def to_save(self) -> tuple[ConfigurationRecord, ...]:
         return tuple(record for record in self.records if record.configuration.number in self.unsaved)
 
     @property
     def _next_number(self) -> int:
         return self.records[-1].configuration.number + 1 if self.records else 1
 
-    def _begin(self, record: Record) -> Configurations:
+    def _begin(self, record: ConfigurationRecord) -> Configurations:
         unsaved = self.unsaved | {record.configuration.number}
         return replace(self, records=(*self.records, record), unsaved=unsaved)
 
-    def _put(self, record: Record) -> Configurations:
+    def _put(self, record: ConfigurationRecord) -> Configurations:
         unsaved = self.unsaved | {record.configuration.number}
         return replace(self, records=(*self.records[:-1], record), unsaved=unsaved)
 
 
-def _saved(starts: tuple[Start, ...], saved: int | None) -> tuple[Start, ...]:
-    """The newest of them has ended, with so many updates saved."""
+def _saved(starts: tuple[ConfigurationStart, ...], saved: int | None) -> tuple[ConfigurationStart, ...]:
+    """The starts, with the newest saved update of the last one, which has ended."""
     return (*starts[:-1], replace(starts[-1], saved_after=saved)) if starts else ()

@@ -165,16 +165,16 @@ class Ledger:
 
     # --- configurations ---
 
-    def save_configuration(self, record: configurations.Record) -> None:
+    def save_configuration(self, record: configurations.ConfigurationRecord) -> None:
         """Raises sqlite3.OperationalError on a full disk."""
         row = (record.configuration.number, msgspec.json.encode(record).decode())
         with self._db:
             self._db.execute("INSERT OR REPLACE INTO configurations VALUES (?, ?)", row)
 
-    def configurations(self) -> list[configurations.Record]:
+    def configurations(self) -> list[configurations.ConfigurationRecord]:
         """All configurations of the run, oldest first."""
         rows = self._db.execute("SELECT record FROM configurations ORDER BY number")
-        return [msgspec.json.decode(text, type=configurations.Record) for (text,) in rows]
+        return [msgspec.json.decode(text, type=configurations.ConfigurationRecord) for (text,) in rows]
 
     # --- reports ---
 

@@ -17,7 +17,7 @@ from memtop.supervisor.recovery.situation import HostFacts, KeptState, Situation
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run.events import Facts
 from memtop.supervisor.run.model import Model
-from memtop.supervisor.run.record.configurations import Record
+from memtop.supervisor.run.record.configurations import ConfigurationRecord
 from memtop.supervisor.wire import Proposal
 
 _EXTERNAL = "memtop can change only the allocator of an external command; you can apply the other remedies yourself"
@@ -46,7 +46,7 @@ def propose(model: Model, diagnosis: Diagnosis, facts: Facts) -> tuple[Proposal,
     return Proposal(diagnosis=diagnosis, causes=causes, remedies=found, last_advice=advice, waiting=waiting), decision
 
 
-def tried(records: Sequence[Record]) -> list[Tried]:
+def tried(records: Sequence[ConfigurationRecord]) -> list[Tried]:
     """The run's past, oldest first, as the policy looks at it."""
     return [
         Tried(
@@ -110,7 +110,7 @@ def _command(model: Model, diagnosis: Diagnosis, facts: Facts, host: HostFacts) 
     )
 
 
-def _failed(records: Sequence[Record]) -> list[Settings]:
+def _failed(records: Sequence[ConfigurationRecord]) -> list[Settings]:
     return [
         record.configuration.settings
         for record in records

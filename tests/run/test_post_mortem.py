@@ -15,8 +15,8 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.run.post_mortem import evidence as witness
 from memtop.supervisor.run.post_mortem import examine as autopsy
-from memtop.supervisor.run.post_mortem.evidence import Witness
-from memtop.supervisor.run.post_mortem.examine import End, evidence_of, examine
+from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
+from memtop.supervisor.run.post_mortem.examine import AttemptEnd, evidence_of, examine
 from memtop.supervisor.run.post_mortem.oom_kills import RELATED_SECONDS
 from memtop.supervisor.run.reports import Oom
 from tests.conftest import Runs
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def end_of(folder: Path, **about: Any) -> End:
+def end_of(folder: Path, **about: Any) -> AttemptEnd:
     known: dict[str, Any] = {
         "folder": folder,
         "log": folder / "output.log",
@@ -43,7 +43,7 @@ def end_of(folder: Path, **about: Any) -> End:
         "settings": None,
         "reports": (),
     }
-    return End(**{**known, **about})
+    return AttemptEnd(**{**known, **about})
 
 
 def settings_of(batch: int) -> Settings:
@@ -67,24 +67,24 @@ def oom(**about: Any) -> Oom:
 def test_what_failed_is_told_with_the_batch_that_it_had(folder: Path) -> None:
     """The settings may be others by then, and an evaluation's batch is its own: the rank's report knows."""
     told = end_of(folder, settings=settings_of(32), reports=((0, oom(batch=8)),))
-    found = examine(told, Witness(folder, time.time()))
+    found = examine(told, AttemptEvidence(folder, time.time()))
     assert (found.kind, found.requested_for) == (Kind.GPU_OOM, "the logits (B 8 x T 252 x V 40960, fp32)")
     # Where it does not say, those count that the program last reported.
     silent = end_of(folder, settings=settings_of(8), reports=((0, oom(batch=None)),))
-    assert examine(silent, Witness(folder, time.time())).requested_for == found.requested_for
+    assert examine(silent, AttemptEvidence(folder, time.time())).requested_for == found.requested_for
 
 
 def test_a_failure_in_a_thread_counts_only_where_no_update_came_after_it(folder: Path) -> None:
     """Whether the program can do without the thread, only the program's going on tells."""
     beside = ((1, oom(survived=None, time=50.0)),)
     last_words = end_of(folder, reports=beside, newest_step=49.0)
-    found = examine(last_words, Witness(folder, time.time()))
+    found = examine(last_words, AttemptEvidence(folder, time.time()))
     assert (found.kind, found.rank, found.confidence < 0.99) == (Kind.GPU_OOM, 1, True)
     went_on = end_of(folder, reports=beside, newest_step=51.0)
-    assert examine(went_on, Witness(folder, time.time())).kind is Kind.NOT_MEMORY
+    assert examine(went_on, AttemptEvidence(folder, time.time())).kind is Kind.NOT_MEMORY
     # What surely ended it comes first, whenever it was.
     both = end_of(folder, reports=(*beside, (0, oom(time=60.0))), newest_step=49.0)
-    found = examine(both, Witness(folder, time.time()))
+    found = examine(both, AttemptEvidence(folder, time.time()))
     assert (found.rank, found.confidence) == (0, 0.99)
 
 
@@ -95,7 +95,7 @@ def test_an_error_of_ours_is_a_diagnosis_that_names_it(
         raise ValueError("no such\nshape")
 
     monkeypatch.setattr(autopsy, "diagnose_file", broken)
-    found = examine(end_of(folder), Witness(folder, time.time()))
+    found = examine(end_of(folder), AttemptEvidence(folder, time.time()))
     assert (found.kind, found.reason) == (Kind.NOT_MEMORY, "not_examined (ValueError: no such shape)")
     assert found.confidence < 0.5
     assert str(folder / "output.log") in found.summary
@@ -112,7 +112,7 @@ def test_an_error_of_ours_does_not_end_it_either_where_nothing_can_be_printed(
     monkeypatch.setattr(autopsy, "evidence_of", broken)
     full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115 - closing it fails, too
     monkeypatch.setattr("sys.stderr", full)
-    found = examine(end_of(folder), Witness(folder, time.time()))
+    found = examine(end_of(folder), AttemptEvidence(folder, time.time()))
     monkeypatch.undo()
     with contextlib.suppress(OSError):
         full.close()
@@ -121,7 +121,7 @@ def test_an_error_of_ours_does_not_end_it_either_where_nothing_can_be_printed(
 
 def test_a_log_that_is_gone_leaves_the_rest_of_the_evidence(folder: Path) -> None:
     (folder / "output.log").unlink()
-    found = examine(end_of(folder, status=-9), Witness(folder, time.time()))
+    found = examine(end_of(folder, status=-9), AttemptEvidence(folder, time.time()))
     assert (found.kind, found.reason) == (Kind.NOT_MEMORY, "killed_by_something")
 
 
@@ -133,10 +133,10 @@ def test_of_torchruns_tries_only_the_last_one_counts(folder: Path) -> None:
     ):
         (folder / place).mkdir(parents=True)
         (folder / place / "error.json").write_text(json.dumps({"message": words}))
-    found = examine(end_of(folder), Witness(folder, time.time()))
+    found = examine(end_of(folder), AttemptEvidence(folder, time.time()))
     assert (found.source, found.reason) == ("error_file", "python_error")
     (folder / "torchelastic/none_x1/attempt_10/1/error.json").unlink()
-    assert evidence_of(end_of(folder), Witness(folder, time.time())).error_files == ()
+    assert evidence_of(end_of(folder), AttemptEvidence(folder, time.time())).error_files == ()
 
 
 def test_of_the_kernel_s_log_only_the_end_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_of_the_kernel_s_log_only_the_end_is_read(folder: Path, monkeypatch: pyt
     asked: list[tuple[float, float]] = []
     monkeypatch.setattr(autopsy, "kernel_lines", lambda since, until, now: asked.append((since, until)) or ())
     ended = time.time()
-    evidence_of(end_of(folder, ended=ended), Witness(folder, ended - 3600))
+    evidence_of(end_of(folder, ended=ended), AttemptEvidence(folder, ended - 3600))
     assert asked == [(ended - RELATED_SECONDS, ended)]
 
 
@@ -156,7 +156,7 @@ def test_only_a_kill_near_the_end_is_evidence_of_it(folder: Path, monkeypatch: p
     (group / "memory.events").write_text("oom_kill 2\n")
     monkeypatch.setattr(witness, "PROC", proc)
     monkeypatch.setattr(witness, "CGROUPS", tmp_path / "cgroup")
-    seen = Witness(folder, time.time())
+    seen = AttemptEvidence(folder, time.time())
     seen.look(77)
     (group / "memory.events").write_text("oom_kill 3\n")
     now = end_of(folder, status=-9)

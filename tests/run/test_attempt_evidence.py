@@ -11,7 +11,7 @@ import pytest
 from memtop.supervisor.monitor.cgroup import KillCount, kill_counts
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.run.post_mortem import evidence as witness
-from memtop.supervisor.run.post_mortem.evidence import Baseline, Witness, gpus_without
+from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence, Baseline, gpus_without
 from memtop.supervisor.run.post_mortem.kernel_log import kernel_lines
 from memtop.supervisor.run.record.folder import write_json
 
@@ -37,17 +37,17 @@ def attempt(tmp_path: Path) -> Path:
 
 
 def test_kills_count_from_the_first_look_and_outlive_the_supervisor(groups: Path, tmp_path: Path) -> None:
-    first = Witness(attempt(tmp_path), time.time())
+    first = AttemptEvidence(attempt(tmp_path), time.time())
     assert first.kills() is None
     first.look(77)
     assert first.kills() == 0
     (groups / "all/run/memory.events").write_text("oom_kill 3\n")
     assert first.kills() == 1
-    assert Witness(attempt(tmp_path), time.time()).kills() == 1
+    assert AttemptEvidence(attempt(tmp_path), time.time()).kills() == 1
 
 
 def test_a_group_that_is_gone_is_answered_for_by_the_one_above(groups: Path, tmp_path: Path) -> None:
-    seen = Witness(attempt(tmp_path), time.time())
+    seen = AttemptEvidence(attempt(tmp_path), time.time())
     seen.look(77)
     (groups / "all/run/memory.events").unlink()
     (groups / "all/run").rmdir()
@@ -62,9 +62,9 @@ def test_version_1_counts_only_where_the_process_was(groups: Path, tmp_path: Pat
     (groups / "run").mkdir()
     (groups / "run/memory.oom_control").write_text("under_oom 0\noom_kill 3\n")
     (groups / "all/memory.oom_control").write_text("under_oom 0\noom_kill 9\n")
-    seen = Witness(attempt(tmp_path), time.time())
+    seen = AttemptEvidence(attempt(tmp_path), time.time())
     assert seen.kills() == 1
-    quiet = Witness(attempt(tmp_path), time.time())
+    quiet = AttemptEvidence(attempt(tmp_path), time.time())
     (groups / "run/memory.oom_control").unlink()
     assert seen.kills() == 1, "what was seen stays seen"
     assert quiet.kills() is None, "the group above counts only its own: nothing is known"
@@ -72,7 +72,7 @@ def test_version_1_counts_only_where_the_process_was(groups: Path, tmp_path: Pat
 
 
 def test_a_program_that_moves_counts_where_it_is(groups: Path, tmp_path: Path) -> None:
-    seen = Witness(attempt(tmp_path), time.time())
+    seen = AttemptEvidence(attempt(tmp_path), time.time())
     seen.look(77)
     (groups / "other").mkdir()
     (groups / "other/memory.events").write_text("oom_kill 0\n")
@@ -82,13 +82,13 @@ def test_a_program_that_moves_counts_where_it_is(groups: Path, tmp_path: Path) -
     assert seen.kills() == 0
 
 
-def kill_at(seen: Witness, groups: Path, at: float, kills: int, path: str = "all/run") -> None:
+def kill_at(seen: AttemptEvidence, groups: Path, at: float, kills: int, path: str = "all/run") -> None:
     (groups / path / "memory.events").write_text(f"oom_kill {kills}\n")
     seen.sample(snapshot(at, 0.5, 0), (), None)
 
 
 def test_a_kill_is_near_the_end_only_where_its_counter_rose_then(groups: Path, tmp_path: Path) -> None:
-    seen, begun = Witness(attempt(tmp_path), time.time()), time.time()
+    seen, begun = AttemptEvidence(attempt(tmp_path), time.time()), time.time()
     seen.look(77)
     assert seen.killed_near(begun) is False
     kill_at(seen, groups, begun + 1, 3)
@@ -106,9 +106,9 @@ def test_a_kill_is_near_the_end_only_where_its_counter_rose_then(groups: Path, t
 
 def test_when_a_kill_was_that_an_earlier_supervisor_missed_is_not_known(groups: Path, tmp_path: Path) -> None:
     begun = time.time()
-    Witness(attempt(tmp_path), begun).look(77)
+    AttemptEvidence(attempt(tmp_path), begun).look(77)
     (groups / "all/run/memory.events").write_text("oom_kill 3\n")
-    later = Witness(attempt(tmp_path), begun)
+    later = AttemptEvidence(attempt(tmp_path), begun)
     kill_at(later, groups, begun + 100, 3)
     assert later.killed_near(begun + 101) is None
     assert later.killed_near(begun + 400) is False, "it was before this supervisor came"
@@ -116,7 +116,7 @@ def test_when_a_kill_was_that_an_earlier_supervisor_missed_is_not_known(groups: 
 
 def test_what_others_were_killed_before_is_not_the_end_of_a_group_that_goes(groups: Path, tmp_path: Path) -> None:
     """A scope ends with its program; the one above had counted strangers all the while."""
-    seen, begun = Witness(attempt(tmp_path), time.time()), time.time()
+    seen, begun = AttemptEvidence(attempt(tmp_path), time.time()), time.time()
     seen.look(77)
     kill_at(seen, groups, begun + 1, 9, "all")
     (groups / "all/run/memory.events").unlink()
@@ -126,7 +126,7 @@ def test_what_others_were_killed_before_is_not_the_end_of_a_group_that_goes(grou
 
 def test_a_rise_in_one_of_several_groups_is_seen(groups: Path, tmp_path: Path) -> None:
     """Two programs of the run in groups of their own: the older one has counted more."""
-    seen, begun = Witness(attempt(tmp_path), time.time()), time.time()
+    seen, begun = AttemptEvidence(attempt(tmp_path), time.time()), time.time()
     seen.look(77)
     (tmp_path / "proc/78").mkdir()
     (tmp_path / "proc/78/cgroup").write_text("0::/other\n")
@@ -140,9 +140,9 @@ def test_a_rise_in_one_of_several_groups_is_seen(groups: Path, tmp_path: Path) -
 
 
 def test_what_the_run_itself_held_of_each_gpu_is_kept(tmp_path: Path) -> None:
-    seen = Witness(attempt(tmp_path), 0.0)
+    seen = AttemptEvidence(attempt(tmp_path), 0.0)
     seen.sample(snapshot(1.0, 0.5, 0), (7,), None)
-    assert seen.sights[-1].gpu_run_bytes == {"GPU-0": 30}
+    assert seen.moments[-1].gpu_run_bytes == {"GPU-0": 30}
 
 
 def test_the_kernel_s_counters_of_all_groups_above(groups: Path, tmp_path: Path) -> None:
@@ -157,12 +157,12 @@ def snapshot(at: float, fraction: float, shm: int) -> MachineSnapshot:
 
 
 def test_the_last_half_minute_is_kept(tmp_path: Path) -> None:
-    seen = Witness(attempt(tmp_path), 0.0)
+    seen = AttemptEvidence(attempt(tmp_path), 0.0)
     for at in range(60):
         seen.sample(snapshot(float(at), 0.99 if at == 10 else 0.5, at), (), None)
-    assert len(seen.sights) == 31
-    assert max(sight.host_fraction or 0 for sight in seen.sights) == 0.5
-    assert min(sight.shm_free_bytes or 0 for sight in seen.sights) == 41
+    assert len(seen.moments) == 31
+    assert max(sight.host_fraction or 0 for sight in seen.moments) == 0.5
+    assert min(sight.shm_free_bytes or 0 for sight in seen.moments) == 41
     assert seen.baseline.gpu_used_bytes == {"GPU-0": 40}
 
 
