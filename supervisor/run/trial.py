@@ -19,16 +19,15 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from memtop.presets.fields import LIVE
 from memtop.presets.schema import Settings
-from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.errors import MemtopError, UsageError
 from memtop.supervisor.recovery import batch_trial
 from memtop.supervisor.recovery.batch_trial import Update, measured, verdict
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run import reports
-from memtop.supervisor.run.change import live_values
 from memtop.supervisor.run.trial_state import (
+    AT_THE_END,
+    RESTARTED,
     Action,
     AskChange,
     AskSave,
@@ -51,9 +50,7 @@ WARM_UP = 3
 still warming up."""
 RECONNECT_SECONDS = 10.0
 """Time in which agents connect to a new supervisor."""
-_AT_THE_END = "the run is at its last update"
 _ORPHANED = "its supervisor ended in the middle of it"
-_RESTARTED = "the run was restarted meanwhile"
 
 
 _MEASURING = (Stage.MEASURING_BEFORE, Stage.MEASURING_AFTER)
@@ -70,7 +67,7 @@ def check_request(run: str, facts: RunFacts, present: TrialState | None) -> None
     if facts.phase is not Phase.TRAINING:
         raise MemtopError(f"run {run!r} is not training: it is {facts.phase.value}")
     if facts.at_the_end:
-        raise MemtopError(f"nothing can be tried any more: {_AT_THE_END}")
+        raise MemtopError(f"nothing can be tried any more: {AT_THE_END}")
     if present is not None and present.running:
         raise MemtopError(f"a trial is under way: {present.trial.title}")
 
@@ -255,14 +252,14 @@ def _advance(state: TrialState, facts: RunFacts) -> Result:
     """Go on as far as the run allows."""
     match state.stage:
         case Stage.MEASURING_BEFORE | Stage.MEASURING_AFTER:
-            trouble = _trouble(state, facts)
+            trouble = state.trouble_in(facts)
             if trouble is not None:
                 return _give_up(state, facts, trouble.reason, undo=trouble.undo)
             return _measured(state, facts) if len(state.updates) >= UPDATES else (state, ())
         case Stage.SAVING | Stage.CHANGING:
             # Once asked, the agent may do it: wait for its answer unless the program has ended.
             gone = facts.died or facts.phase.final or facts.attempt != state.attempt
-            trouble = _trouble(state, facts) if gone else None
+            trouble = state.trouble_in(facts) if gone else None
             return (state, ()) if trouble is None else _give_up(state, facts, trouble.reason, undo=trouble.undo)
         case Stage.RESTARTING | Stage.UNDO_RESTARTING:
             return _after_restart(state, facts)
@@ -270,35 +267,13 @@ def _advance(state: TrialState, facts: RunFacts) -> Result:
             return _take_back(state, facts)
         case Stage.UNDOING if facts.died or facts.phase.final:
             return _undo_by_restart(state, facts)
-        case Stage.SETTLING if (state.confirmed or state.settled) and _is_gone(state, facts.settings):
+        case Stage.SETTLING if (state.confirmed or state.settled) and state.is_gone(facts.settings):
             return _finish(state, "failed" if state.failed else "undone", state.reason)
         case Stage.UNDOING if not state.unproven:
             return _after_end(state, facts)
         case Stage.SETTLING | Stage.WAITING_FOR_END:
             return _after_end(state, facts)
     return state, ()
-
-
-def _is_gone(state: TrialState, settings: Settings | None) -> bool:
-    """Whether nothing on trial is in place. The program may have changed its split meanwhile, after
-    an allocation failure."""
-    return settings is not None and all(getattr(settings, name) != getattr(state.after, name) for name in state.changed)
-
-
-def _trouble(state: TrialState, facts: RunFacts) -> Trouble | None:
-    """Why the trial cannot go on; None if it can."""
-    if state.trouble is not None:
-        return state.trouble
-    if facts.died:
-        return Trouble(state.dying or f"the program died: {facts.reason or 'no reason known'}")
-    if facts.phase is not Phase.TRAINING:
-        return Trouble(f"the run is {facts.phase.value}", undo=False)
-    if facts.attempt != state.attempt:
-        return Trouble(_RESTARTED, undo=False)
-    if facts.at_the_end:
-        # No more updates come, and the program may wait for disk space for a long time.
-        return Trouble(_AT_THE_END, undo=False)
-    return None
 
 
 def _measured(state: TrialState, facts: RunFacts) -> Result:
@@ -319,7 +294,7 @@ def _after_answer(state: TrialState, facts: RunFacts, problem: str | None, updat
         case Stage.SAVING if problem is not None:
             return _give_up(state, facts, f"the state could not be saved before the change: {problem}", undo=False)
         case Stage.SAVING:
-            trouble = _trouble(state, facts)
+            trouble = state.trouble_in(facts)
             return _change(state, facts) if trouble is None else _give_up(state, facts, trouble.reason, undo=trouble.undo)
         case Stage.CHANGING if problem is not None:
             return _give_up(state, facts, state.dying or problem)
@@ -337,46 +312,16 @@ def _after_answer(state: TrialState, facts: RunFacts, problem: str | None, updat
 def _change(state: TrialState, facts: RunFacts) -> Result:
     """Request the settings on trial."""
     state, recorded = _record(replace(state, requested=True, unproven=True), "measuring after")
-    values = _live_values(facts, state.after)
+    values = facts.live_values(state.after)
     if values is not None:
         return replace(state, stage=Stage.CHANGING), (*recorded, AskChange(values))
-    refused = _no_restart(facts)
+    refused = facts.why_no_restart()
     if refused is not None:
         state, actions = _wait_for_end(replace(state, reason=refused), facts, None)
     else:
         state = replace(state, stage=Stage.RESTARTING, attempt=facts.attempt)
         actions = (RequestRestart(state.change),)
     return state, (*recorded, *actions)
-
-
-def _live_values(facts: RunFacts, wanted: Settings) -> dict[str, object] | None:
-    """What the agent must set for the running program to have these settings; None where that takes
-    a restart."""
-    if facts.phase is not Phase.TRAINING or facts.restart_requested or not facts.connected or facts.settings is None:
-        return None
-    wanted = replace(wanted, target_samples=facts.settings.target_samples, epochs=facts.settings.epochs)
-    try:
-        # The program may be ahead of its reports: if nothing seems to differ, set everything.
-        return live_values(facts.settings, wanted) or {name: getattr(wanted, name) for name in LIVE}
-    except UsageError:
-        return None
-
-
-def _no_restart(facts: RunFacts, *, dying: bool = False) -> str | None:
-    """Why the trial must not restart the run: a person has stopped or restarted it, it ended for
-    another reason than the trial, or its work is done and a restart would lose what could not be
-    saved yet. None if it may restart the run."""
-    if facts.died and not dying and facts.died_of is None:
-        return "the program died, and not of memory"
-    if facts.died and facts.died_of is Kind.DISK_FULL:
-        return "the disk is full, and other settings do not change that"
-    if facts.restart_requested:
-        return "the run is about to be restarted"
-    if not facts.died and facts.phase not in (Phase.STARTING, Phase.TRAINING):
-        return f"the run is {facts.phase.value}"
-    if not facts.died and facts.at_the_end:
-        return _AT_THE_END
-    return None
 
 
 def _after_restart(state: TrialState, facts: RunFacts) -> Result:
@@ -388,7 +333,7 @@ def _after_restart(state: TrialState, facts: RunFacts) -> Result:
             return _wait_for_end(state, facts, why) if undoing else _give_up(state, facts, why, undo=False)
         return state, ()
     if not state.unproven:
-        return _wait_for_end(state, facts, _RESTARTED) if undoing else _give_up(state, facts, _RESTARTED, undo=False)
+        return _wait_for_end(state, facts, RESTARTED) if undoing else _give_up(state, facts, RESTARTED, undo=False)
     state = replace(state, attempt=facts.attempt)
     if undoing:
         return _advance(replace(state, stage=Stage.SETTLING, settled=True), facts)
@@ -420,14 +365,14 @@ def _give_up(state: TrialState, facts: RunFacts, reason: str, *, undo: bool = Tr
     state = replace(state, reason=reason, trouble=None)
     if not undo:
         return _wait_for_end(state, facts, None)
-    values = _live_values(facts, state.before)
+    values = facts.live_values(state.before)
     if values is None:
         return _undo_by_restart(state, facts)
     return replace(state, stage=Stage.UNDOING, attempt=facts.attempt), (AskChange(values),)
 
 
 def _undo_by_restart(state: TrialState, facts: RunFacts) -> Result:
-    refused = _no_restart(facts, dying=state.dying is not None)
+    refused = facts.why_no_restart(dying=state.dying is not None)
     if refused is not None:
         return _wait_for_end(state, facts, refused)
     state = replace(state, stage=Stage.UNDO_RESTARTING, attempt=facts.attempt)

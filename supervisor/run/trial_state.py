@@ -7,12 +7,18 @@ from enum import Enum
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from memtop.presets.fields import differing
+from memtop.presets.fields import LIVE, differing
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
+from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery.batch_trial import Update
+from memtop.supervisor.run.change import live_values
 from memtop.supervisor.wire import Change, Phase, Trial
+
+AT_THE_END = "the run is at its last update"
+RESTARTED = "the run was restarted meanwhile"
 
 
 class Stage(str, Enum):
@@ -79,6 +85,34 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     def is_over(self) -> bool:
         return self.phase.final and not self.restart_waiting
 
+    def live_values(self, wanted: Settings) -> dict[str, object] | None:
+        """What the agent must set for the running program to have these settings; None where that
+        takes a restart."""
+        if self.phase is not Phase.TRAINING or self.restart_requested or not self.connected or self.settings is None:
+            return None
+        wanted = replace(wanted, target_samples=self.settings.target_samples, epochs=self.settings.epochs)
+        try:
+            # The program may be ahead of its reports: if nothing seems to differ, set everything.
+            return live_values(self.settings, wanted) or {name: getattr(wanted, name) for name in LIVE}
+        except UsageError:
+            return None
+
+    def why_no_restart(self, *, dying: bool = False) -> str | None:
+        """Why the trial must not restart the run: a person has stopped or restarted it, it ended
+        for another reason than the trial, or its work is done and a restart would lose what could
+        not be saved yet. None if it may restart the run."""
+        if self.died and not dying and self.died_of is None:
+            return "the program died, and not of memory"
+        if self.died and self.died_of is Kind.DISK_FULL:
+            return "the disk is full, and other settings do not change that"
+        if self.restart_requested:
+            return "the run is about to be restarted"
+        if not self.died and self.phase not in (Phase.STARTING, Phase.TRAINING):
+            return f"the run is {self.phase.value}"
+        if not self.died and self.at_the_end:
+            return AT_THE_END
+        return None
+
 
 class Trouble(msgspec.Struct, frozen=True):
     """Why the trial cannot go on."""
@@ -139,6 +173,26 @@ class TrialState(msgspec.Struct, frozen=True, kw_only=True):
         """The settings that changes start from while the trial's own are in place; None where the
         run's own are."""
         return self.before if self.unproven else None
+
+    def is_gone(self, settings: Settings | None) -> bool:
+        """Whether nothing on trial is in place. The program may have changed its split meanwhile,
+        after an allocation failure."""
+        return settings is not None and all(getattr(settings, name) != getattr(self.after, name) for name in self.changed)
+
+    def trouble_in(self, facts: RunFacts) -> Trouble | None:
+        """Why the trial cannot go on; None if it can."""
+        if self.trouble is not None:
+            return self.trouble
+        if facts.died:
+            return Trouble(self.dying or f"the program died: {facts.reason or 'no reason known'}")
+        if facts.phase is not Phase.TRAINING:
+            return Trouble(f"the run is {facts.phase.value}", undo=False)
+        if facts.attempt != self.attempt:
+            return Trouble(RESTARTED, undo=False)
+        if facts.at_the_end:
+            # No more updates come, and the program may wait for disk space for a long time.
+            return Trouble(AT_THE_END, undo=False)
+        return None
 
 
 # --- actions --------------------------------------------------------------------------------------

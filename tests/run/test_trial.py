@@ -373,7 +373,7 @@ def test_an_error_in_memtop_ends_the_trial_and_undoes_it(monkeypatch: pytest.Mon
 
 def test_an_error_while_it_is_undone_is_recorded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     world = on_trial()
-    monkeypatch.setattr(trial, "live_values", broken)
+    monkeypatch.setattr("memtop.supervisor.run.trial_state.live_values", broken)
     world.survive()
     world.go_on(2)
     assert isinstance(world.asked[-1], Record)

@@ -31,8 +31,8 @@ from memtop.supervisor.wire import Answer, Change, Outcome, Try
 
 
 def begin(model: Model, client: int, request: Try) -> tuple[Model, str | None]:
-    """Begin a trial of the change, or of the first proposal. MemtopError, or a str, says why it does not
-    begin."""
+    """Begin a trial of the change, or of the first proposal. MemtopError, or a str, says why it
+    does not begin."""
     facts = _facts(model)
     trial.check_request(model.run.name, facts, model.trial)
     change = batch_trial.proposed(model.advice) if request.change is None else request.change
@@ -124,7 +124,8 @@ def _perform(model: Model, actions: tuple[Action, ...]) -> Model:
 
 
 def _replace_restart(model: Model, change: Change) -> Model:
-    """The program died in a trial and a restart waits: begin it with the settings before the trial."""
+    """The program died in a trial and a restart waits: begin it with the settings before the
+    trial."""
     state = model.trial
     if model.restart is None or state is None:
         return model
