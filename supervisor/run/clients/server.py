@@ -21,7 +21,6 @@ from memtop.supervisor.wire import Answer, Message, Outcome, Request
 _LINE_LIMIT = 1 << 20
 # A client that does not read must not make the supervisor's memory grow.
 _BACKLOG_LIMIT = 8 << 20
-_REQUEST = msgspec.json.Decoder(Request)
 _ENCODER = msgspec.json.Encoder()
 
 

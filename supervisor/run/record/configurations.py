@@ -77,9 +77,9 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
 
     records: tuple[ConfigurationRecord, ...] = ()
     unsaved: frozenset[int] = frozenset()
-    """The numbers of those that changed since they were last written."""
+    """The numbers of configurations that have changed since they were last written."""
     seen: int | None = None
-    """The samples seen at the newest update of this attempt."""
+    """Samples seen at the newest update of this attempt."""
     on_gpu: bool = False
     """A rank has reported device memory."""
 
@@ -96,8 +96,7 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         return next((row for row in self.rows if row.number == number), None)
 
     def has_begun(self, attempt: int) -> bool:
-        """Whether an attempt is known; its supervisor may have been killed before it could write
-        it."""
+        """Whether the attempt is recorded. A supervisor may die before it records an attempt."""
         return self.present is not None and self.present.newest_attempt >= attempt
 
     def begin_attempt(
@@ -121,7 +120,7 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         if last is not None and not last.died_of_memory and last.allocator == allocator:
             shown = last.configuration
             if same(shown.settings, settings):
-                # The run's length may have changed; the reason of the first attempt stays.
+                # The length of the run may have changed. The reason of the first attempt stays.
                 going_on = replace(shown, settings=settings, until_update=None, outcome=None)
                 return now._put(replace(last, configuration=going_on, starts=(*last.starts, start)))
         if last is not None and last.configuration.outcome is None:
@@ -158,7 +157,7 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
             reason=reason,
             settings=settings,
         )
-        # The program was started once, whatever caused that start.
+        # The program was started only once.
         starts = last.starts[-1:]
         ended = self.end(died or "replaced", update - 1, saved, died_of_memory=died is not None)
         return ended._begin(
@@ -173,7 +172,7 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         return self._put(replace(last, configuration=replace(last.configuration, since_update=update + 1)))
 
     def end(self, outcome: str, update: int | None, saved: int | None, *, died_of_memory: bool = False) -> Configurations:
-        """The present one is over after this update."""
+        """The present configuration ends after this update."""
         last = self.present
         if last is None:
             return self
@@ -184,10 +183,10 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         return self._put(replace(last, configuration=shown, died_of_memory=died_of_memory, starts=starts))
 
     def note_step(self, rank: int, step: Step, base_bytes: int | None, key: str) -> Configurations:
-        """A rank has done an update.
+        """A rank has finished an update.
 
-        `base_bytes`: what the run holds of its GPU outside the allocator, None if not known; `key`:
-        everything but the split that shapes the peak.
+        `base_bytes`: GPU memory of the run outside the allocator, None if unknown. `key`: all
+        settings that affect the peak, except the batch split.
         """
         now, taken = self, step.peak_reserved_bytes or step.peak_bytes
         if taken is not None:
@@ -196,7 +195,7 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         if rank != 0 or last is None:
             return now
         shown = last.configuration
-        # The first update of an attempt warms up; its time does not count.
+        # The first update of an attempt is a warm-up, so its time does not count.
         if self.seen is not None and step.samples_seen is not None and step.step_seconds:
             samples, seconds = last.samples + step.samples_seen - self.seen, last.seconds + step.step_seconds
             last, shown = (
@@ -208,7 +207,7 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         return replace(now, seen=step.samples_seen)._put(replace(last, configuration=shown))
 
     def note_host(self, resident_bytes: int | None, key: str) -> Configurations:
-        """What the run's processes hold of host memory: the peak of a run without a GPU."""
+        """Host memory of the run's processes, which is the peak of a run without a GPU."""
         return self if resident_bytes is None or self.on_gpu else self._note_peak(resident_bytes, key)
 
     def _note_peak(self, taken: int, key: str) -> Configurations:
@@ -225,7 +224,7 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
         return self._put(replace(last, configuration=replace(last.configuration, peak=peak)))
 
     def saved(self) -> Configurations:
-        """All of them are being written."""
+        """All changed configurations are being written."""
         return replace(self, unsaved=frozenset())
 
     def to_save(self) -> tuple[ConfigurationRecord, ...]:
@@ -245,5 +244,5 @@ class Configurations(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _saved(starts: tuple[ConfigurationStart, ...], saved: int | None) -> tuple[ConfigurationStart, ...]:
-    """The newest of them has ended, with so many updates saved."""
+    """The starts, with the newest saved update of the last one, which has ended."""
     return (*starts[:-1], replace(starts[-1], saved_after=saved)) if starts else ()

@@ -1,7 +1,8 @@
-"""Takes in what the ranks of one attempt report: from their journals into the ledger, and to the rules.
+"""Takes in what the ranks of one attempt report: from their journals into the ledger, and to the
+rules.
 
-A report is stored first. If the ledger cannot be written, it is acted upon all the same, and stored later: a full disk must
-not hide what the program reports.
+A report is stored first. If the ledger cannot be written, it is acted upon all the same, and stored
+later: a full disk must not hide what the program reports.
 """
 
 from __future__ import annotations

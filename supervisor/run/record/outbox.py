@@ -1,4 +1,7 @@
-"""Writes to the ledger, and keeps what it cannot take now (a full disk) until it can."""
+"""Writes to the ledger.
+
+What cannot be written, for example because the disk is full, waits for the next write.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import Event
 
-# The oldest events give way.
+# If more events wait, the oldest are dropped.
 _EVENTS_KEPT = 1000
 
 
@@ -46,7 +49,7 @@ class Outbox:
         self._write_attempt(number)
 
     def close_unstarted(self, number: int, why: str, now: float) -> None:
-        """Close an attempt whose program was never started: it took back none of the updates before it."""
+        """Close an attempt whose program was never started. It rolled back no updates."""
         diagnosis = {"summary": why, "evidence": []}
         ended = {"ended": now, "outcome": "failed", "start_updates": None, "diagnosis": diagnosis, "launched": False}
         self.update_attempt(number, ended)
@@ -57,7 +60,10 @@ class Outbox:
         self._write_records()
 
     def add_reports(self, attempt: int, rank: int, steps: list[Step], offset: int) -> bool:
-        """Whether they are stored, together with how far the journal was read."""
+        """Store the reports together with the offset of the journal.
+
+        False if they could not be stored.
+        """
         return self.write(lambda: self.ledger.add_reports(attempt, rank, steps, offset))
 
     def retry(self) -> None:

@@ -154,7 +154,8 @@ def _forget(db: sqlite3.Connection, now: float) -> None:
 
 
 def sources(db: sqlite3.Connection) -> dict[str, int | None]:
-    """The key and the index of all GPUs that the ledger knows, and the key of the host with None."""
+    """The key and the index of all GPUs that the ledger knows, and the key of the host with
+    None."""
     return dict(db.execute("SELECT key, gpu_index FROM sources ORDER BY gpu_index, id"))
 
 
