@@ -134,7 +134,6 @@ class ConfigurationsScreen(FullScreen):
 
 
 PRESENT = "current"
-_GOOD = (PRESENT, "finished")
 _BAD = frozenset(("failed", *(kind.value for kind in Kind)))
 _WORDS = {kind.value: words for kind, words in OUTCOMES.items()}
 
@@ -190,10 +189,9 @@ def row(of: Configuration, width: int, *, present: bool) -> Line:
         "speed": units.UNKNOWN if of.samples_per_second is None else units.rate(of.samples_per_second),
         "outcome": outcome_words(of, present=present),
     }
-    outcome = words["outcome"]
     parts: list[tuple[str, str]] = [("● " if present else "  ", "good")]
     for column in columns_for(width):
-        role = _outcome_role(of.outcome or outcome) if column.id == "outcome" else STRONG if present else "text"
+        role = _outcome_role(of, present=present) if column.id == "outcome" else STRONG if present else "text"
         parts.append((f"{_cell(column, words[column.id])} ", role))
     return fit(line(*parts, (in_words(of.reason), MUTED)), width)
 
@@ -203,8 +201,10 @@ def went_badly(outcome: str | None) -> bool:
     return outcome in _BAD
 
 
-def _outcome_role(outcome: str) -> str:
-    return "good" if outcome in _GOOD else "bad" if went_badly(outcome) else MUTED
+def _outcome_role(of: Configuration, *, present: bool) -> str:
+    if went_badly(of.outcome):
+        return "bad"
+    return "good" if of.outcome == "finished" or (present and of.outcome is None) else MUTED
 
 
 def _cell(column: Column, text: str) -> str:

@@ -37,7 +37,7 @@ async def test_the_table_begins_with_the_newest_and_the_cursor_on_the_one_before
         assert all(word in lines[1] for word in ("#", "att", "since", "B x A x W", "T", "peak", "samp/s", "outcome", "reason"))
         assert ("preset" in lines[1]) is (size[0] >= 110)
         assert lines[2].split()[:2] == ["●", "3"]
-        assert all(word in lines[2] for word in ("8 x 4 x 1", "128", "10.0 GiB", "present"))
+        assert all(word in lines[2] for word in ("8 x 4 x 1", "128", "10.0 GiB", "current"))
         assert lines[3].startswith("▸   2")
         assert all(word in lines[3] for word in ("4 x 8 x 1", "6.0 GiB", "32.0", "replaced"))
         assert all(word in lines[4] for word in ("16 x 2 x 1", "18.0 GiB", "out of VRAM"))

@@ -178,7 +178,7 @@ async def test_the_host_in_full() -> None:
             "set by /slurm/job_7",
             "killed for memory 3",
             "/dev/shm 7.2 GiB of 8.0 GiB, 90.0 %, nearly full",
-            "page cache 5.0 GiB, given back",
+            "page cache 5.0 GiB, freed",
             "huge pages – not in /proc/meminfo",
             "1 x rank 10.0 GiB, 9.0 GiB of it private",
             "load 1, 5, 15 min 1.00 2.00 3.00",

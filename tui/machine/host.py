@@ -247,7 +247,7 @@ def _memory(store: Store, width: int) -> Group:
     facts.add("in the machine", size(host.total_bytes), "total_bytes")
     facts.add("used", size(host.used_bytes), "used_bytes")
     facts.add("available", size(host.available_bytes), "available_bytes")
-    cached = None if host.cached_bytes is None else f"{units.size(host.cached_bytes)}, given back when it is needed"
+    cached = None if host.cached_bytes is None else f"{units.size(host.cached_bytes)}, freed when needed"
     facts.add("page cache", cached, "cached_bytes")
     facts.add("not yet written", size(host.dirty_bytes), "dirty_bytes")
     facts.add("shared, tmpfs", size(host.shared_bytes), "shared_bytes")
