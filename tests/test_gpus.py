@@ -74,7 +74,7 @@ def test_watched_gpus(four: Script, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert gpus.watched(" visible ") == {0, 3}
     # The model of a lost GPU is not known: it may differ from the others.
     assert capsys.readouterr().err.startswith(
-        "memtop: --gpus visible: taken as the driver's numbers: CUDA_VISIBLE_DEVICES holds"
+        "memtop: --gpus visible: taken as the driver's numbers: CUDA_VISIBLE_DEVICES contains"
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     with pytest.raises(UsageError, match=r"^--gpus visible: CUDA_VISIBLE_DEVICES='-1' shows none of the GPUs 0, 1, 2, 3; "):

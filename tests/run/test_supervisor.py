@@ -41,7 +41,7 @@ PROGRAM = str(Path(__file__).with_name("program.py"))
 # A supervisor whose stop ladder is climbed in seconds.
 HASTY = """
 import asyncio, pathlib, signal, sys
-from memtop.supervisor.run.processes.attempt import Waits
+from memtop.supervisor.run.stop_ladder import Waits
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.supervisor import Supervisor
 waits = Waits(graceful=1, interrupt=float(sys.argv[2]), terminate=float(sys.argv[3]), kill=5)
