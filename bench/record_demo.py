@@ -221,12 +221,10 @@ async def record(group: MemoryGroup) -> list[Recorded]:
 
 def anonymous(text: str) -> str:
     """Without this machine's paths and user."""
-    text = (
-        text.replace(sys.executable, "python")
-        .replace(f"{ROOT}/.venv/bin/python", "python")
-        .replace(str(ROOT), "/home/ada/memtop")
-        .replace(str(PLACE), "/home/ada/work")
-    )
+    text = re.sub(r"/[\w/.-]*/\.venv/lib/python3\.\d+/site-packages", "site-packages", text)
+    for path in (sys.executable, f"{ROOT}/.venv/bin/python"):
+        text = text.replace(path, "python")
+    text = text.replace(str(ROOT), "/home/ada/memtop").replace(str(PLACE), "/home/ada/work")
     return re.sub(r'"user":"[^"]*"', '"user":"ada"', text)
 
 
