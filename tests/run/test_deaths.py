@@ -69,7 +69,7 @@ def test_who_does_not_want_it_is_only_told(runs: Runs, on_oom: str, why: str) ->
 
 def test_a_wrong_word_is_one_line(runs: Runs) -> None:
     refused = runs.memtop("train", "--on-oom", "maybe", "--", "true", status=2)
-    assert refused.stderr == "memtop: --on-oom maybe: give auto (go on smaller), ask (propose it) or stop (report it)\n"
+    assert refused.stderr == "memtop: --on-oom maybe: give auto (continue with less), ask (propose it) or stop (report it)\n"
 
 
 def test_a_kernel_kill_in_a_group_of_the_programs_own_is_proven(runs: Runs, group: MemoryGroup) -> None:
