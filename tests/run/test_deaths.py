@@ -56,7 +56,7 @@ def test_a_fragmented_allocator_gets_its_option_and_the_program_goes_on(runs: Ru
 def test_who_does_not_want_it_is_only_told(runs: Runs, on_oom: str, why: str) -> None:
     done = own(runs, "--on-oom", on_oom, program=(sys.executable, "-c", FRAGMENTED), status=1)
     assert "gpu_oom_fragmented: GPU 0" in done.stderr
-    assert f"nothing is done by itself: {why}" in done.stderr
+    assert f"memtop does nothing yet: {why}" in done.stderr
     assert "memtop restart a --set allocator=expandable_segments:True" in done.stderr
     document = runs.show("a")
     assert (document["state"], len(document["attempts"]), document["on_oom"]) == ("failed", 1, on_oom)
@@ -81,9 +81,9 @@ def test_a_kernel_kill_in_a_group_of_the_programs_own_is_proven(runs: Runs, grou
     diagnosis = document["attempts"][0]["diagnosis"]
     assert (diagnosis["kind"], diagnosis["source"], document["exit_status"]) == ("host_oom_killed", "kernel", -9)
     assert diagnosis["confidence"] >= 0.9
-    # Nothing of a program of the user's own is memtop's to make smaller.
+    # memtop makes no external command smaller.
     assert len(document["attempts"]) == 1
-    assert "nothing is done by itself" in done.stderr
+    assert "memtop does nothing yet" in done.stderr
     assert document["configurations"][0]["outcome"] == "host_oom_killed"
 
 
