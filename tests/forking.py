@@ -205,9 +205,7 @@ def _starter_with(libraries: tuple[str, ...], environment: Mapping[str, str]) ->
         return None
     if libraries not in _starters:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        its_own = (
-            {name: value for name, value in environment.items() if name != "PYTHONPATH"} if libraries else dict(os.environ)
-        )
+        its_own = {name: value for name, value in (environment if libraries else os.environ).items() if name != "PYTHONPATH"}
         with theirs:
             command = [sys.executable, str(Path(__file__)), str(theirs.fileno()), *libraries]
             subprocess.Popen(command, stdin=subprocess.DEVNULL, env=its_own, pass_fds=[theirs.fileno()], cwd="/")
