@@ -12,6 +12,8 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
@@ -158,6 +160,9 @@ class Performer:
     def save_state(self, model: Model) -> WriteChecked | None:
         """Write state.json; an event where it can be written and could not before, or the other way round."""
         self._publisher.state_file_written()
+        if model.alive and model.trainer_pid is None and self.attempt is not None and self.attempt.trainer is not None:
+            # Reports may come in before the first tick has seen the program.
+            model = replace(model, trainer_pid=self.attempt.trainer.pid)
         problem = None
         try:
             write_json(self._folder.state_path, state_file(model, str(self._socket), self._started_ticks))
