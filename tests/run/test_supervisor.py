@@ -287,7 +287,7 @@ def test_a_run_moved_aside_does_not_reach_its_successor(runs: Runs, monkeypatch:
 
 def test_settings_of_an_own_program_are_not_memtops_to_change(runs: Runs) -> None:
     refused = runs.memtop("train", "--batch", "4", "--", "true", status=2)
-    assert "--batch 4: your own program's settings are its own" in refused.stderr
+    assert "--batch 4: memtop does not set the options of your own program" in refused.stderr
     start(runs, "a", 600, 0.05)
     runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
     refused = runs.memtop("restart", "a", "--batch", "4", "--detach", status=2)
