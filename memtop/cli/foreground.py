@@ -61,6 +61,7 @@ class _Follower:
         self._last_line = 0.0
         self._last_update: int | None = None
         self._last_event = since
+        self._at_last_event: set[tuple[str, str]] = set()
         self._revival_failures = 0
         self._state: RunState | None = None
 
@@ -155,10 +156,16 @@ class _Follower:
         self._interrupts += 1
 
     def _report_events(self, message: EventRows) -> None:
+        # A new supervisor sends the history again. Several events can have the same time.
         for event in message.rows:
-            if event.kind in _PRINTED and event.time > self._last_event:
+            row = (event.kind, event.message)
+            if event.time < self._last_event or (event.time == self._last_event and row in self._at_last_event):
+                continue
+            if event.time > self._last_event:
+                self._last_event, self._at_last_event = event.time, set()
+            self._at_last_event.add(row)
+            if event.kind in _PRINTED:
                 self._print(event.message)
-            self._last_event = max(self._last_event, event.time)
 
     def _progress(self, run: RunState, machine: MachineSnapshot | None, *, at_once: bool = False) -> None:
         due = at_once or time.monotonic() - self._last_line >= _PROGRESS_SECONDS
