@@ -120,7 +120,7 @@ def test_processes_are_told_apart_by_user(snapshot: dict[str, Any], own_process:
 def test_another_users_process_is_never_ended(runs: Runs, snapshot: dict[str, Any], others_process: int) -> None:
     assert snapshot["gpus"]
     done = runs.memtop("strays", "--kill", str(others_process), status=1)
-    assert f"--kill {others_process}: not yours to end" in done.stderr
+    assert f"--kill {others_process}: you cannot end it" in done.stderr
     assert Path(f"/proc/{others_process}").exists()
 
 

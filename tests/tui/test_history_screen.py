@@ -68,7 +68,7 @@ async def test_without_a_run_it_shows_what_the_dashboard_has_seen_and_says_so() 
         await pilot.press("h")
         await settle(pilot)
         text = screen_text(app)
-        assert "only what this dashboard has seen" in text
+        assert "since this dashboard started" in text
         assert "VRAM GPU 0" in text
         assert "25.0 %" in text
         assert "power" in text

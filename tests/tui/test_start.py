@@ -29,4 +29,4 @@ def test_every_screenshot_can_be_made(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, capture_output=True)
     pictures = {path.stem for path in tmp_path.glob("*.svg")}
     assert {"dashboard", "dashboard-80x24", "no-gpu"} <= pictures
-    assert "invented" in (tmp_path / "dashboard.svg").read_text()
+    assert "tiny-llama" in (tmp_path / "dashboard.svg").read_text()
