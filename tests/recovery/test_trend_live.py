@@ -25,13 +25,15 @@ def start(runs: Runs, kind: str, updates: int, seconds: float = 0.1) -> None:
 
 def test_two_leaks_are_named_within_100_updates(runs: Runs) -> None:
     """The rank and its loader worker each keep 1 MiB per update."""
-    start(runs, "leak", 600)
+    # The workers' memory is read once a second: at this pace five updates pass between two readings.
+    start(runs, "leak", 600, 0.2)
     folder = find_run("a", runs.path)
     runs.wait("a", lambda _: len({trend.subject for trend in read_state(folder).trends} & {RANK, WORKERS}) == 2)
     state = read_state(folder)
     recorded = {
-        (event.data["subject"].get("rank"), event.data["subject"]["role"]): event.data for event in runs.events("a", "trend")
-    }
+        (event.data["subject"].get("rank"), event.data["subject"]["role"]): event.data
+        for event in reversed(runs.events("a", "trend"))
+    }  # the first event of each
     left = HostReader().read().available_bytes
     assert left is not None
     assert state.updates is not None
