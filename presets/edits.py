@@ -20,7 +20,7 @@ from memtop.presets.files import load_presets, load_recipes, presets_for
 from memtop.presets.schema import Guide, Lora, Preset, Recipe, Settings, Zero, split_below
 from memtop.presets.validation import SettingsError, check, check_bounds, did_you_mean
 
-# --- a new run ------------------------------------------------------------------------------------------------------
+# --- a new run ------------------------------------------------------------------------------------
 
 
 def resolve(recipe: Recipe, *, preset: Preset, world_size: int = 1, whole: bool | None = None) -> Settings:
@@ -64,7 +64,7 @@ def find_preset(name: str, recipe: str = "") -> Preset:
     return found
 
 
-# --- presets --------------------------------------------------------------------------------------------------------
+# --- presets --------------------------------------------------------------------------------------
 
 
 def apply_preset(settings: Settings, preset: Preset, failed: Sequence[Settings] = ()) -> Settings:
@@ -130,7 +130,7 @@ def _split(settings: Settings, preset: Preset) -> tuple[int, int]:
     return found or (settings.batch, settings.accumulation)
 
 
-# --- edits ----------------------------------------------------------------------------------------------------------
+# --- edits ----------------------------------------------------------------------------------------
 
 
 def edit_settings(
@@ -186,7 +186,7 @@ def _refuse_another_run(before: Settings, after: Settings, assignments: Mapping[
             raise SettingsError(key, text, f"makes a new run: {how}")
 
 
-# --- single settings as text ----------------------------------------------------------------------------------------
+# --- single settings as text ----------------------------------------------------------------------
 
 _PARTS: dict[str, type[Lora] | type[Zero]] = {"lora": Lora, "zero": Zero}
 _DATA: dict[str, type] = {"source": str, "max_bytes": int, "train": str, "eval": str, "tokenizer": str, "text": str}

@@ -32,7 +32,9 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
     option: str = ""
     """Its own option on the command line, if it has one in addition to `--set`."""
     editable: bool = True
-    """False: `--set` does not take it, because it has its own option or follows from other settings."""
+    """False: `--set` does not take it, because it has its own option or follows from other
+    settings.
+    """
     live: Literal["no", "without ZeRO", "always"] = "no"
     """Whether the built-in trainer can change it at an update boundary."""
     new_run: str = ""
@@ -264,7 +266,9 @@ def training_unchanged(before: Settings, after: Settings) -> bool:
 
 
 def memory_shape(settings: Settings, *shapes: Memory) -> dict[str, Any]:
-    """The values that shape these kinds of memory; `eval_batch` counts only if the run evaluates."""
+    """The values that shape these kinds of memory; `eval_batch` counts only if the run
+    evaluates.
+    """
     values = {name: value_of(settings, name) for name, field in FIELDS.items() if field.shapes in shapes}
     if "eval_batch" in values and not settings.eval_every:
         values["eval_batch"] = 0

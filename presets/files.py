@@ -55,7 +55,9 @@ def presets_for(recipe: str) -> dict[str, Preset]:
 
 
 def usable(presets: dict[str, Preset], recipe: str) -> dict[str, Preset]:
-    """Those of `presets` that are offered for runs of a recipe, in the order of their digit keys."""
+    """Those of `presets` that are offered for runs of a recipe, in the order of their digit
+    keys.
+    """
     offered = {name: preset for name, preset in presets.items() if preset.usable_with(recipe)}
     return dict(sorted(offered.items(), key=lambda item: _place(item[1])))
 

@@ -1,4 +1,6 @@
-"""`python -m memtop.supervisor RUN_FOLDER [--restart CHANGE]`: the detached supervisor of one run."""
+"""`python -m memtop.supervisor RUN_FOLDER [--restart CHANGE]`: the detached supervisor of one
+run.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         supervisor = Supervisor(RunFolder(arguments.folder))
-        # Started in the run's folder so that nothing of the user's shadows a library; ./memtop.toml is read from here.
+        # Started in the run's folder so that nothing of the user's shadows a library; ./memtop.toml
+        # is read from here.
         with contextlib.suppress(FileNotFoundError):
             os.chdir(supervisor.spec.cwd)
         asyncio.run(supervisor.run(change))

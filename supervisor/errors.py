@@ -1,4 +1,5 @@
-"""Errors that a command prints as one line: what happened, where, and what to do. Each has an exit status.
+"""Errors that a command prints as one line: what happened, where, and what to do. Each has an exit
+status.
 
 MemtopError            exit 1   the run or the command failed
   UsageError           exit 2   wrong usage or bad input: names the field and the value

@@ -1,6 +1,7 @@
 """The files of a saved state: safetensors files of limited size, and `manifest.json`, written last.
 
-{"format": 2, "updates", "samples_seen", "epoch", "effective_batch", "seq_len", "saved_at", "optimizer", "settings": {...},
+{"format": 2, "updates", "samples_seen", "epoch", "effective_batch", "seq_len", "saved_at",
+"optimizer", "settings": {...},
  "cuts": [[position, seq_len], ...], "files": [{"name", "size_bytes", "sha256"}, ...], ...}
 
 A folder without a valid manifest is not a state. Tensors are named `KIND/NAME`:

@@ -1,4 +1,6 @@
-"""The application: themes, the screen for a terminal that is too small, and how the dashboard ends."""
+"""The application: themes, the screen for a terminal that is too small, and how the dashboard
+ends.
+"""
 
 from __future__ import annotations
 

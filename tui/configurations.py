@@ -73,7 +73,7 @@ class ConfigurationsScreen(FullScreen):
         self.query_one(LineList).redraw()
         self.show_panels(store)
 
-    # --- what it shows ----------------------------------------------------------------------------------------------
+    # --- what it shows ----------------------------------------------------------------------------
 
     def _draw_page(self, width: int) -> Page:
         names, columns = heading(width)
@@ -101,7 +101,7 @@ class ConfigurationsScreen(FullScreen):
         self.clear_message()
         self.show_panels(self.dashboard.store)
 
-    # --- keys -------------------------------------------------------------------------------------------------------
+    # --- keys -------------------------------------------------------------------------------------
 
     @on(LineList.Chosen)
     def _entered(self) -> None:

@@ -96,7 +96,7 @@ class HistoryScreen(FullScreen):
     def _show(self) -> None:
         self.query_one("#history", LinePanel).show(self.dashboard.store)
 
-    # --- what there is --------------------------------------------------------------------------------------------------
+    # --- what there is ----------------------------------------------------------------------------
 
     @property
     def _folder(self) -> Path | None:
@@ -162,7 +162,7 @@ class HistoryScreen(FullScreen):
             found += each
         return found
 
-    # --- how it looks ---------------------------------------------------------------------------------------------------
+    # --- how it looks -----------------------------------------------------------------------------
 
     def _panel_title(self, store: Store) -> str:
         zoom = _ZOOMS[self._zoom][1]
@@ -191,7 +191,7 @@ class HistoryScreen(FullScreen):
         hints = (("Esc", "back"), ("+ -", "zoom"), ("← →", "cursor"), ("?", "help"), ("End", "newest"))
         return join_fitting([*parts, *(line((f"{keys} ", "accent"), (words, "muted")) for keys, words in hints)], width)
 
-    # --- keys -----------------------------------------------------------------------------------------------------------
+    # --- keys -------------------------------------------------------------------------------------
 
     def action_zoom(self, step: int) -> None:
         # Without a ledger there is only the hour in memory.

@@ -180,7 +180,9 @@ def offered(action: Action, store: Store) -> bool:
 
 
 def no_changes(store: Store) -> str | None:
-    """Why the run cannot be changed from here; None if it can. A run that is over can be resumed."""
+    """Why the run cannot be changed from here; None if it can. A run that is over can be
+    resumed.
+    """
     if store.read_only:
         return "read-only: nothing can be changed from here"
     if store.link not in (Link.CONNECTED, Link.ENDED):

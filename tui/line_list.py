@@ -160,7 +160,7 @@ class LineList(RoleStyles, can_focus=True):
         """Scroll back to the first line."""
         self._offset = 0
 
-    # --- painting -------------------------------------------------------------------------------------------------------
+    # --- painting ---------------------------------------------------------------------------------
 
     def on_resize(self, event: Resize) -> None:
         self.redraw()
@@ -223,7 +223,7 @@ class LineList(RoleStyles, can_focus=True):
         else:
             self._offset = min(max(self._offset, lowest), first)
 
-    # --- keys and mouse -------------------------------------------------------------------------------------------------
+    # --- keys and mouse ---------------------------------------------------------------------------
 
     def action_move(self, step: int) -> None:
         place = self._keys.index(self._cursor) + step if self._cursor in self._keys else -1

@@ -112,7 +112,7 @@ class OomCard(Dialog[Remedy]):
         """Whether a restart begins by itself unless the user acts."""
         return self._proposal is not None and self._proposal.begins is not None
 
-    # --- what it shows ----------------------------------------------------------------------------------------------
+    # --- what it shows ----------------------------------------------------------------------------
 
     def _draw(self, width: int) -> Page:
         proposal, store = self._proposal, self._dashboard.store
@@ -169,7 +169,7 @@ class OomCard(Dialog[Remedy]):
         self._said = line((text, role))
         self.query_one("#oom-status", LinePanel).show(self._dashboard.store)
 
-    # --- keys -------------------------------------------------------------------------------------------------------
+    # --- keys -------------------------------------------------------------------------------------
 
     @on(LineList.Moved)
     def _moved(self) -> None:
@@ -263,7 +263,9 @@ def evidence_lines(diagnosis: Diagnosis, width: int) -> list[Line]:
 
 
 def memory_lines(diagnosis: Diagnosis, store: Store, width: int) -> list[Line]:
-    """Where the memory went: a heading, a bar on a fixed scale, its parts, and the requested size."""
+    """Where the memory went: a heading, a bar on a fixed scale, its parts, and the requested
+    size.
+    """
     if diagnosis.kind.of_gpu:
         lines = _gpu_lines(diagnosis, store, width)
     elif diagnosis.kind in (Kind.HOST_OOM_ALLOC, Kind.HOST_OOM_KILLED, Kind.PINNED_HOST_OOM):

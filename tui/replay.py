@@ -172,7 +172,7 @@ class FolderRecording:
         messages.append(wire.StateUpdate(run=self.state(now), machine=self.machine(now)))
         return messages
 
-    # --- the run --------------------------------------------------------------------------------------------------------
+    # --- the run ----------------------------------------------------------------------------------
 
     def attempt(self, now: float) -> Attempt | None:
         """The newest attempt at that moment."""
@@ -259,7 +259,7 @@ class FolderRecording:
             return wire.Phase.STOPPING, None
         return (wire.Phase.TRAINING if stepped else wire.Phase.STARTING), None
 
-    # --- the machine ----------------------------------------------------------------------------------------------------
+    # --- the machine ------------------------------------------------------------------------------
 
     def machine(self, now: float) -> MachineSnapshot:
         """The machine at that moment; values that are no longer stored are unknown."""

@@ -117,7 +117,7 @@ class ClosingScreen(Screen[T]):
         self.watch(dashboard, "store", hand, init=False)
 
 
-# --- dialogs ------------------------------------------------------------------------------------------------------------
+# --- dialogs --------------------------------------------------------------------------------------
 
 
 class Dialog(ClosingScreen[T | None], ModalScreen[T | None]):
@@ -193,7 +193,7 @@ class KeysDialog(Dialog[None]):
                 yield Button("Close", id="cancel", compact=True)
 
 
-# --- full screens -------------------------------------------------------------------------------------------------------
+# --- full screens ---------------------------------------------------------------------------------
 
 
 class FullScreen(ClosingScreen[None]):

@@ -137,7 +137,7 @@ class Endpoint(Collector):
                     self._xids[key, trouble.code] = self._xids.get((key, trouble.code), 0) + 1
                     self._counted[key] = max(self._counted.get(key, 0.0), trouble.time)
 
-    # --- a scrape -------------------------------------------------------------------------------------------------------
+    # --- a scrape ---------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         # Read once: the next sample may arrive while this one is being sent.

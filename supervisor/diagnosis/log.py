@@ -136,7 +136,7 @@ def _phase(finding: Finding, context: list[Line]) -> str:
     return frames.phase_of(context)
 
 
-# --- what needs more than a pattern ---------------------------------------------------------------
+# --- what needs more than a pattern --------------------------------------------------------------
 
 _MEMORY_ERROR = re.compile(r"(?:[\w.]+\.)?_?(?:Array|Arrow)?MemoryError(?::.*)?$")
 

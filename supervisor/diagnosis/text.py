@@ -317,7 +317,7 @@ def _without_front(shown: str) -> tuple[str, int | None]:
     return RIGHT_BORDER.sub("", text).strip(), rank
 
 
-# --- page and view --------------------------------------------------------------------------------
+# --- page and view -------------------------------------------------------------------------------
 
 _SPACE = re.compile(r"\s+")
 _WORD = re.compile(r"\w")

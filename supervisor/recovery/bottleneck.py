@@ -147,7 +147,7 @@ def _unknown(_: int) -> Forecast | None:
     return None
 
 
-# --- the bottleneck -----------------------------------------------------------------------------
+# --- the bottleneck ----------------------------------------------------------------------------
 
 
 def bottleneck_of(m: Measured) -> tuple[str, str]:
@@ -227,7 +227,7 @@ def _since_start(m: Measured) -> str:
     return f"; available at the start {units.size(m.available_at_start_bytes)}, now {units.size(now)}"
 
 
-# --- what helps ----------------------------------------------------------------------------------
+# --- what helps ---------------------------------------------------------------------------------
 
 _Rung = Remedy | str | None
 """What can be tried, why it cannot, or None if it does not apply."""

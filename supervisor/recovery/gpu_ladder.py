@@ -65,7 +65,7 @@ def gpu_ladder(situation: Situation) -> Iterator[Rung]:
     yield from rungs_that_change_training(situation)
 
 
-# --- other processes and the allocator -----------------------------------------------------------
+# --- other processes and the allocator ----------------------------------------------------------
 
 
 def strays(diagnosis: Diagnosis) -> Remedy:
@@ -119,7 +119,7 @@ def why_allocator(diagnosis: Diagnosis) -> str:
     )
 
 
-# --- batch, activations, loss, evaluation --------------------------------------------------------
+# --- batch, activations, loss, evaluation -------------------------------------------------------
 
 CHECKPOINTED = 0.7
 """The share of the activations that remains with checkpointing. It saves 30 to 50 %; forecasts
@@ -229,7 +229,7 @@ def eval_batch(situation: Situation) -> Rung:
     )
 
 
-# --- offload and presets -------------------------------------------------------------------------
+# --- offload and presets ------------------------------------------------------------------------
 
 
 def offload_rungs(situation: Situation) -> Iterator[Rung]:
@@ -332,7 +332,7 @@ def _needs_less(before: Settings, after: Settings) -> bool:
     return after.batch < before.batch or settings_key(after, on_gpu=True) != settings_key(before, on_gpu=True)
 
 
-# --- what changes training -----------------------------------------------------------------------
+# --- what changes training ----------------------------------------------------------------------
 
 LENGTHS = (8192, 4096, 3072, 2048, 1536, 1024, 768, 512, 384, 256, 192, 128, 64)
 """Usual sequence lengths in tokens. From above 512, none below 512 is offered: too much of the text

@@ -189,7 +189,7 @@ def must_act(
     return None
 
 
-# --- a gauge in danger ---------------------------------------------------------------------------
+# --- a gauge in danger --------------------------------------------------------------------------
 
 HELD_SAMPLES = 10
 """Consecutive samples (seconds) in the danger band before it is reported. The band's hysteresis

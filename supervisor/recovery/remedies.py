@@ -70,7 +70,7 @@ def _runs_out(remedy: Remedy) -> bool:
     return fraction is not None and fraction >= 1
 
 
-# --- when no remedy fits -------------------------------------------------------------------------
+# --- when no remedy fits ------------------------------------------------------------------------
 
 SHORT = 512
 """The shortest sequence length that the advice suggests, in tokens."""

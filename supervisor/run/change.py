@@ -18,7 +18,8 @@ from memtop.supervisor.wire import Change, Checkpoint, Configuration
 def edited(
     settings: Settings | None, change: Change, checkpoint: Checkpoint | None, rows: Sequence[Configuration] = ()
 ) -> Settings | None:
-    """The settings that a change gives, counted from that checkpoint if it is complete; UsageError if it cannot be.
+    """The settings that a change gives, counted from that checkpoint if it is complete; UsageError
+    if it cannot be.
 
     `rows`: the run's configurations, to one of which the change may go back.
     """
@@ -42,7 +43,9 @@ def edited(
 
 
 def _base(settings: Settings, number: int | None, rows: Sequence[Configuration]) -> Settings:
-    """What is edited: the present settings, or those of an earlier configuration with the run's present length."""
+    """What is edited: the present settings, or those of an earlier configuration with the run's
+    present length.
+    """
     if number is None:
         return settings
     earlier = next((row.settings for row in rows if row.number == number), None)
@@ -59,7 +62,9 @@ def edited_live(
     progress: Progress,
     rows: Sequence[Configuration] = (),
 ) -> Settings | None:
-    """The same for a run in progress, counted from where it will have stopped: after one more update."""
+    """The same for a run in progress, counted from where it will have stopped: after one more
+    update.
+    """
     step = progress.step
     if settings is None or step is None:
         return edited(settings, change, checkpoint, rows)
@@ -73,10 +78,11 @@ _SPLIT = ("batch", "accumulation")
 
 
 def live_values(before: Settings | None, after: Settings | None, also: Collection[str] = ()) -> dict[str, object]:
-    """The values that the running program must set; UsageError, with the reason, where the change takes a restart.
+    """The values that the running program must set; UsageError, with the reason, where the change
+    takes a restart.
 
-    Batch and accumulation go together, so that the program ends up with the announced split, whatever it has now.
-    `also`: fields that are set even if they do not seem to change.
+    Batch and accumulation go together, so that the program ends up with the announced split,
+    whatever it has now. `also`: fields that are set even if they do not seem to change.
     """
     if before is None or after is None:
         raise UsageError("this program is your own: it cannot change while it runs; restart it")

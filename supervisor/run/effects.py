@@ -17,9 +17,11 @@ from memtop.supervisor.wire import Answer, Change, Event
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
-    """Write the attempt into the ledger, go back to an earlier state if `state_before` asks for it, start the program.
+    """Write the attempt into the ledger, go back to an earlier state if `state_before` asks for it,
+    start the program.
 
-    Answered by `Launched` or `LaunchRefused`; a launch that is refused leaves the saved states where they were.
+    Answered by `Launched` or `LaunchRefused`; a launch that is refused leaves the saved states
+    where they were.
     """
 
     number: int
@@ -38,7 +40,8 @@ class Target(str, Enum):
     """Who gets a signal."""
 
     GROUP = "group"
-    """The program and what it started in its own process group: what Ctrl-C in a terminal reaches."""
+    """The program and what it started in its own process group: what Ctrl-C in a terminal reaches.
+    """
     PROGRAM = "program"
     """The program alone: launchers pass the signal on to their ranks."""
     ALL = "all"
@@ -102,7 +105,9 @@ class SaveState(msgspec.Struct, frozen=True, tag="save_state"):
 
 
 class CloseUnstarted(msgspec.Struct, frozen=True, kw_only=True, tag="close_unstarted"):
-    """Mark an attempt in the ledger whose program was never started: it took back none of the updates before it."""
+    """Mark an attempt in the ledger whose program was never started: it took back none of the
+    updates before it.
+    """
 
     number: int
     why: str

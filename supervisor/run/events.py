@@ -1,7 +1,7 @@
 """What happens to a run, as values: everything that the supervisor's rules react to.
 
-The loop collects these and gives them to `step` one at a time. An event carries all that the rules need to know at that moment:
-rules read no file, no clock and no process.
+The loop collects these and gives them to `step` one at a time. An event carries all that the rules
+need to know at that moment: rules read no file, no clock and no process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class States(msgspec.Struct, frozen=True, kw_only=True):
     """The saved states in the run's folder."""
 
     newest: Checkpoint | None = None
-    """`train_latest_state` if it is complete, else the one before it; the broken one where neither is complete."""
+    """`train_latest_state` if it is complete, else the one before it; the broken one where neither
+    is complete.
+    """
     kept: tuple[Checkpoint, ...] = ()
     """All complete states, the newest first."""
 
@@ -68,11 +70,13 @@ class AgentAnswer(msgspec.Struct, frozen=True, kw_only=True):
     result: dict[str, Any] = {}
 
 
-# --- how a supervisor begins ---------------------------------------------------------------------------------------------
+# --- how a supervisor begins ----------------------------------------------------------------------
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
-    """A supervisor begins: what it found in the run's folder. Reports of the newest attempt follow, then `Replayed`."""
+    """A supervisor begins: what it found in the run's folder. Reports of the newest attempt follow,
+    then `Replayed`.
+    """
 
     attempts: tuple[Attempt, ...] = ()
     unstarted: frozenset[int] = frozenset()
@@ -80,7 +84,8 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
     state: StateFile | None = None
     records: tuple[ConfigurationRecord, ...] = ()
     announced: frozenset[tuple[str, float]] = frozenset()
-    """Events of the newest attempt that came of a report: their kind, and the time of the report."""
+    """Events of the newest attempt that came of a report: their kind, and the time of the report.
+    """
     best_loss: float | None = None
     trial: dict[str, Any] | None = None
     """The data of the newest event of the kind `trial`."""
@@ -93,7 +98,7 @@ class Replayed(msgspec.Struct, frozen=True, tag="replayed"):
     """All reports that an earlier supervisor had read have been repeated."""
 
 
-# --- the program ---------------------------------------------------------------------------------------------------------
+# --- the program ----------------------------------------------------------------------------------
 
 
 class Launched(msgspec.Struct, frozen=True, kw_only=True, tag="launched"):
@@ -181,7 +186,7 @@ class Signalled(msgspec.Struct, frozen=True, kw_only=True, tag="signalled"):
     """The processes that it reached."""
 
 
-# --- the machine and the clock -------------------------------------------------------------------------------------------
+# --- the machine and the clock --------------------------------------------------------------------
 
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
@@ -222,10 +227,12 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
     trend_news: tuple[tuple[str, dict[str, Any]], ...] = ()
     """What has begun or stopped growing, as messages and data."""
     disk_free: int | str | None = None
-    """Bytes free on the run's disk, or why that cannot be read; None: not read, since no rule waits for it."""
+    """Bytes free on the run's disk, or why that cannot be read; None: not read, since no rule waits
+    for it.
+    """
 
 
-# --- clients and agents --------------------------------------------------------------------------------------------------
+# --- clients and agents ---------------------------------------------------------------------------
 
 
 Command = FreeCache | CheckpointNow | Stop | Restart | Edit | Try
@@ -249,13 +256,15 @@ class AgentGone(msgspec.Struct, frozen=True, tag="agent_gone"):
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True, tag="answered"):
-    """All ranks that were asked have answered or are gone; empty where none of them was connected."""
+    """All ranks that were asked have answered or are gone; empty where none of them was
+    connected.
+    """
 
     ask: int
     answers: tuple[AgentAnswer, ...]
 
 
-# --- what could be written -----------------------------------------------------------------------------------------------
+# --- what could be written ------------------------------------------------------------------------
 
 
 class StateHeld(msgspec.Struct, frozen=True, kw_only=True, tag="state_held"):

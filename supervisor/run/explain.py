@@ -1,4 +1,6 @@
-"""What happened, in words: how an attempt ended, why one begins, which band a gauge is in. Decides nothing, touches nothing."""
+"""What happened, in words: how an attempt ended, why one begins, which band a gauge is in. Decides
+nothing, touches nothing.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,12 @@ from memtop.supervisor.wire import Change, Checkpoint, Configuration, Phase
 def outcome(
     log: LogEnd, end: End | None, status: int | None, phase: Phase, *, external: bool, end_rank: int = 0
 ) -> tuple[Phase, str | None, dict[str, Any] | None]:
-    """How an attempt ended: the run's next phase, the reason in one line, and a diagnosis where it failed.
+    """How an attempt ended: the run's next phase, the reason in one line, and a diagnosis where it
+    failed.
 
-    `end`: the program's last report, by rank `end_rank`; `status`: its exit status (negative for a signal, None if not known);
-    `external`: it is not the built-in trainer, which is only believed to have finished if it reported so: exit status 0 alone
-    proves nothing.
+    `end`: the program's last report, by rank `end_rank`; `status`: its exit status (negative for a
+    signal, None if not known); `external`: it is not the built-in trainer, which is only believed
+    to have finished if it reported so: exit status 0 alone proves nothing.
     """
     reported = end.outcome if end else None
     unsaved = not_saved(end)
@@ -56,9 +59,11 @@ def outcome(
 
 
 def with_cause(examined: Diagnosis, ending: dict[str, Any] | None, reason: str | None) -> tuple[dict[str, Any], str | None]:
-    """The ledger's diagnosis and the run's reason, from the evidence (`examined`) and from the end of the program (`ending`).
+    """The ledger's diagnosis and the run's reason, from the evidence (`examined`) and from the end
+    of the program (`ending`).
 
-    A death of memory is described by its evidence; any other by the end of the program, with the last lines of its log.
+    A death of memory is described by its evidence; any other by the end of the program, with the
+    last lines of its log.
     """
     values: dict[str, Any] = msgspec.to_builtins(examined)
     if examined.of_memory and examined.confidence >= SURE:
@@ -90,15 +95,18 @@ def settings_text(before: Settings, after: Settings, report: SettingsChanged) ->
 
 
 def not_saved(end: End | None) -> str | None:
-    """Why a program that finished or was stopped could not save its state, in its own words; None if it could, or does not
-    report it."""
+    """Why a program that finished or was stopped could not save its state, in its own words; None
+    if it could, or does not report it.
+    """
     if end is None or end.outcome not in ("finished", "stopped") or end.saved:
         return None
     return end.message or f"{end.outcome}, not saved: no reason given"
 
 
 def done_again(reached: int | None, saved: Checkpoint | None) -> str | None:
-    """The updates of an ended attempt that the next one must repeat; None if there are none, or if that is not known."""
+    """The updates of an ended attempt that the next one must repeat; None if there are none, or if
+    that is not known.
+    """
     if reached is None or (saved is not None and not saved.complete):
         return None
     since = (saved.updates or 0) if saved is not None else 0
@@ -145,14 +153,18 @@ def restart_reason(change: Change) -> str:
 
 
 def split_change(before: Settings | None, after: Settings | None) -> str:
-    """What a restart makes of the effective batch, to be put behind another text; empty where nothing of it changes."""
+    """What a restart makes of the effective batch, to be put behind another text; empty where
+    nothing of it changes.
+    """
     if before is None or after is None or _split(before) == _split(after):
         return ""
     return f"; {describe_split(before, after)}"
 
 
 def risk_of(after: Settings | None, rows: Iterable[Configuration]) -> str:
-    """That a person's change leads to what has died of memory, to be put behind another text; empty where it does not."""
+    """That a person's change leads to what has died of memory, to be put behind another text; empty
+    where it does not.
+    """
     found = None if after is None else risk(after, failed_settings(rows))
     return f"; ! {found}" if found else ""
 

@@ -165,7 +165,9 @@ class Waiter(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 0
     """The attempt at the time of the request."""
     accepts: str | None = None
-    """The answer that the client gets as soon as the restart can certainly begin; None once it was sent."""
+    """The answer that the client gets as soon as the restart can certainly begin; None once it was
+    sent.
+    """
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,7 +177,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     supervisor_pid: int = 0
     now: Now = Now(0.0, 0.0)
     effects: tuple[Effect, ...] = ()
-    """What the rules have asked for since the event came in; `step` hands it out and leaves it empty."""
+    """What the rules have asked for since the event came in; `step` hands it out and leaves it
+    empty.
+    """
     phase: Phase = Phase.CREATED
     reason: str | None = None
     settings: Settings | None = None
@@ -205,7 +209,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     restart: PendingRestart | None = None
     """A restart after a death, which waits for its moment."""
     waited_at: int | None = None
-    """The newest saved update when a restart last had space on the disk again; None if none has waited for that."""
+    """The newest saved update when a restart last had space on the disk again; None if none has
+    waited for that.
+    """
     holding: Holding | None = None
     pending: Change | None = None
     """A restart that was asked for; it begins when the program has ended."""
@@ -236,7 +242,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     warnings: dict[str, str] = {}
     """By topic."""
     announced: frozenset[tuple[str, float]] = frozenset()
-    """Events that an earlier supervisor made of this attempt's reports: their kind, and the report's time."""
+    """Events that an earlier supervisor made of this attempt's reports: their kind, and the
+    report's time.
+    """
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -260,7 +268,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def proven(self) -> Settings | None:
-        """The settings that every change starts from: the run's, or while others are on trial those before them."""
+        """The settings that every change starts from: the run's, or while others are on trial those
+        before them.
+        """
         on_trial = self.trial.proven if self.trial is not None else None
         return on_trial or self.settings
 
@@ -277,7 +287,9 @@ def note(model: Model, kind: str, message: str, data: dict[str, Any] | None = No
 
 
 def move(model: Model, phase: Phase, reason: str | None = None) -> Model:
-    """Go to the next phase and write it to state.json: what was decided outlives this supervisor."""
+    """Go to the next phase and write it to state.json: what was decided outlives this
+    supervisor.
+    """
     assert phase in _NEXT[model.phase], f"{model.phase.value} cannot become {phase.value}"
     return emit(replace(model, phase=phase, reason=reason), SaveState())
 
@@ -292,7 +304,9 @@ def ask(
     client: int | None = None,
     request: int = 0,
 ) -> Model:
-    """Send a command to the agents of these ranks; `Answered` comes back with the number of the ask."""
+    """Send a command to the agents of these ranks; `Answered` comes back with the number of the
+    ask.
+    """
     assert model.attempt is not None
     number = model.newest_ask + 1
     pending = Ask(purpose=purpose, attempt=model.attempt.number, client=client, request=request)

@@ -1,5 +1,6 @@
-"""A restart that waits: for a time in which it can be cancelled, for memory that the dead program still
-holds, or for space on the disk. Then it begins, or reports why it cannot."""
+"""A restart that waits: for a time in which it can be cancelled, for memory that the dead program
+still holds, or for space on the disk. Then it begins, or reports why it cannot.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ NOTICE_SECONDS = 3.0
 WATCHED_NOTICE_SECONDS = 10.0
 """The same where a dashboard shows it: a person may want to read the screen first."""
 VRAM_SECONDS = 50.0
-"""Drivers need a while to release the memory of a killed process; a process that holds it after that will go on holding it."""
+"""Drivers need a while to release the memory of a killed process; a process that holds it after
+that will go on holding it.
+"""
 DISK_SECONDS = 24 * 3600.0
 _TOLERANCE_BYTES = 64 << 20
 
@@ -28,7 +31,9 @@ Verdict = Literal["wait", "go", "ask"]
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """A restart that was decided and has not begun: what `state.json` keeps of it for the next supervisor."""
+    """A restart that was decided and has not begun: what `state.json` keeps of it for the next
+    supervisor.
+    """
 
     change: Change
     gpus_before: dict[str, int] = {}

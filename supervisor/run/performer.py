@@ -89,7 +89,9 @@ class Performer:
         post: Post,
         read_reports: Callable[[], None],
     ) -> None:
-        """`post` takes events that come later; `read_reports` takes in all that the ranks have reported so far."""
+        """`post` takes events that come later; `read_reports` takes in all that the ranks have
+        reported so far.
+        """
         self.attempt: RunningAttempt | None = None
         self.intake: Intake | None = None
         self.failure: MemtopError | None = None
@@ -106,7 +108,9 @@ class Performer:
         self._state_problem: str | None = None
 
     def perform(self, effect: Effect, model: Model) -> Occurrence | None:
-        """Carry out one effect; what it leads to at once. `model`: the run after the event that asked for it."""
+        """Carry out one effect; what it leads to at once. `model`: the run after the event that
+        asked for it.
+        """
         match effect:
             case AddEvent(event=event):
                 self._publisher.add_event(self._outbox.add_event(event))
@@ -158,7 +162,9 @@ class Performer:
         self._sensors.follow(self.attempt, started, new=shim_pid is not None)
 
     def save_state(self, model: Model) -> WriteChecked | None:
-        """Write state.json; an event where it can be written and could not before, or the other way round."""
+        """Write state.json; an event where it can be written and could not before, or the other way
+        round.
+        """
         self._publisher.state_file_written()
         if model.alive and model.trainer_pid is None and self.attempt is not None and self.attempt.trainer is not None:
             # Reports may come in before the first tick has seen the program.
@@ -173,15 +179,18 @@ class Performer:
         self._state_problem = problem
         return WriteChecked(topic="state", problem=problem)
 
-    # --- the program ----------------------------------------------------------------------------------------------------
+    # --- the program ------------------------------------------------------------------------------
 
     def _launch(self, effect: Launch) -> Launched | LaunchRefused:
-        """The ledger first: an attempt that it has and that has no program is closed by the next supervisor."""
+        """The ledger first: an attempt that it has and that has no program is closed by the next
+        supervisor.
+        """
         if self.intake is not None:
             self.intake.store()
         self._outbox.retry()
         number, latest, started = effect.number, self._folder.latest_state, time.time()
-        # An external command counts its updates from its start; the built-in trainer reports where it resumes.
+        # An external command counts its updates from its start; the built-in trainer reports where
+        # it resumes.
         start = 0 if effect.settings is None else None
         try:
             self._outbox.ledger.add_attempt(number, effect.reason, effect.settings, started, start, effect.change)
@@ -222,7 +231,8 @@ class Performer:
             effect.terminate_seconds,
             lambda name, count: self._post(LeftoversFound(name=name, count=count)),
         )
-        # Among them may have been the trainer itself, whose launcher had ended: what it still reported counts.
+        # Among them may have been the trainer itself, whose launcher had ended: what it still
+        # reported counts.
         self._read_reports()
         self._post(LeftoversCleared(log=read_log_end(attempt.log_path), states=read_states(self._folder)))
 
@@ -263,7 +273,7 @@ class Performer:
             has_loader_workers="loader worker" in self._sensors.machine_watch.roles.values(),
         )
 
-    # --- agents and states ----------------------------------------------------------------------------------------------
+    # --- agents and states ------------------------------------------------------------------------
 
     async def _ask(self, effect: AskRanks) -> None:
         answers = await self._agents.call(effect.name, set(effect.ranks), effect.values)

@@ -60,7 +60,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     heard: int = 0
     """The number of reports of all ranks."""
     longest_pause: float = 0.0
-    """The most seconds between two reports of rank 0 since its first update: evaluations and saves."""
+    """The most seconds between two reports of rank 0 since its first update: evaluations and saves.
+    """
     save_seconds: float | None = None
     """How long the newest save took."""
     last_heard: float | None = None
@@ -159,18 +160,24 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def longest_aside(self) -> float:
-        """The most seconds that something other than an update has taken so far: a save or an evaluation."""
+        """The most seconds that something other than an update has taken so far: a save or an
+        evaluation.
+        """
         return max(self.longest_pause, self.save_seconds or 0.0)
 
     @property
     def at_the_end(self) -> bool:
-        """Whether no update is left to begin: the last one is in progress or done, but perhaps not saved yet."""
+        """Whether no update is left to begin: the last one is in progress or done, but perhaps not
+        saved yet.
+        """
         update, total = self.update, self.total_updates
         return self.waits_for_space or (update is not None and total is not None and update + 1 >= total)
 
     def is_aside(self, settings: Settings) -> bool:
-        """Whether the built-in trainer may be busy with something longer than an update: according to its settings it evaluates
-        or saves after the newest update, and has not reported that it did."""
+        """Whether the built-in trainer may be busy with something longer than an update: according
+        to its settings it evaluates or saves after the newest update, and has not reported that it
+        did.
+        """
         update = self.update
         if update is None:
             return False

@@ -80,7 +80,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     peak_bytes: int | None = None
-    """The most that was allocated during this update (of a program without memtop's commands: ever)."""
+    """The most that was allocated during this update (of a program without memtop's commands:
+    ever).
+    """
     peak_reserved_bytes: int | None = None
     allocation_retries: int | None = None
     """How often the allocator had to free its cache and try again, since the process began."""
@@ -148,7 +150,8 @@ class SaveFailed(msgspec.Struct, frozen=True, kw_only=True, tag="save_failed"):
     update: int | None = None
     message: str | None = None
     waiting: bool = False
-    """True at the end of training: the trainer waits until there is space or until it is stopped."""
+    """True at the end of training: the trainer waits until there is space or until it is stopped.
+    """
 
 
 class Warned(msgspec.Struct, frozen=True, kw_only=True, tag="warning"):
@@ -195,7 +198,9 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
 
 
 class Unknown(msgspec.Struct, frozen=True, kw_only=True, tag="unknown"):
-    """A report of a kind that this version does not know, or with values of other types than it expects."""
+    """A report of a kind that this version does not know, or with values of other types than it
+    expects.
+    """
 
     time: float | None = None
     kind: str
@@ -224,7 +229,9 @@ _DECODER = msgspec.json.Decoder(Report)
 
 
 def decode(line: bytes) -> Report | None:
-    """The report in one line of a journal; None if the line is no JSON object (a full disk cuts lines)."""
+    """The report in one line of a journal; None if the line is no JSON object (a full disk cuts
+    lines).
+    """
     try:
         report: Report = _DECODER.decode(line)
     except msgspec.ValidationError as error:

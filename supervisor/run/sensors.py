@@ -1,4 +1,6 @@
-"""Reads the world for the rules: the machine, the run's processes, its memory over time, and whether it stands still."""
+"""Reads the world for the rules: the machine, the run's processes, its memory over time, and
+whether it stands still.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ class Sensors:
             self._measurements.changed()
 
     def look(self) -> None:
-        """Between samples: the program may enter another cgroup and be killed there within a second."""
+        """Between samples: the program may enter another cgroup and be killed there within a
+        second.
+        """
         trainer = self.attempt.trainer if self.attempt is not None else None
         if self.evidence is not None and trainer is not None:
             self.evidence.look(trainer.pid)
@@ -128,7 +132,9 @@ class Sensors:
         return StoodStill(words) if words is not None and self._stall.is_of_memory() else None
 
     def _is_loading(self, model: Model) -> bool:
-        """Before its first update; a program that reports none is assumed to be at work after a while."""
+        """Before its first update; a program that reports none is assumed to be at work after a
+        while.
+        """
         if model.phase is Phase.TRAINING:
             return False
         started = model.attempt.started if model.attempt is not None else 0.0

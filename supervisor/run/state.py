@@ -1,4 +1,6 @@
-"""What a model shows: the `RunState` for dashboards, and what state.json keeps for the next supervisor."""
+"""What a model shows: the `RunState` for dashboards, and what state.json keeps for the next
+supervisor.
+"""
 
 from __future__ import annotations
 

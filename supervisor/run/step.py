@@ -1,4 +1,6 @@
-"""The brain of a run: `step(model, event) -> (model, effects)`. It touches nothing; `performer.py` carries the effects out."""
+"""The brain of a run: `step(model, event) -> (model, effects)`. It touches nothing; `performer.py`
+carries the effects out.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,9 @@ from msgspec.structs import replace
 from memtop.supervisor.run.effects import Target
 
 LEFTOVER_SECONDS = 3.0
-"""What a program that ended by itself left behind gets SIGTERM, this time, SIGKILL, and as much again."""
+"""What a program that ended by itself left behind gets SIGTERM, this time, SIGKILL, and as much
+again.
+"""
 # A program that hangs is ended after this, no matter how long its saves and evaluations have taken.
 _MOST_ASIDE_SECONDS = 1800.0
 
@@ -27,10 +29,12 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
     """Why the program is given longer than others, for a person; empty where it is not."""
 
     def stretched(self, update_seconds: float, aside_seconds: float = 0.0, *, saves_on_sigterm: bool = False) -> Waits:
-        """The waits for a program whose updates take `update_seconds`, and its saves and evaluations `aside_seconds` (at most
-        half an hour counts): it may be in the middle of one when it is asked, and saves afterwards.
+        """The waits for a program whose updates take `update_seconds`, and its saves and
+        evaluations `aside_seconds` (at most half an hour counts): it may be in the middle of one
+        when it is asked, and saves afterwards.
 
-        `saves_on_sigterm`: it finishes its update and saves on that signal too, and is given the time for it.
+        `saves_on_sigterm`: it finishes its update and saves on that signal too, and is given the
+        time for it.
         """
         aside = min(aside_seconds, _MOST_ASIDE_SECONDS)
         slowest = max(update_seconds, aside)
@@ -81,7 +85,9 @@ class StopLadder(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, asking=False, rungs=tuple(left), deadline=until, interrupted_until=interrupted), rung
 
     def patience(self, now: float) -> tuple[float, float]:
-        """Seconds for what the program left behind: its group without a signal, then everything after SIGTERM."""
+        """Seconds for what the program left behind: its group without a signal, then everything
+        after SIGTERM.
+        """
         return max(0.0, self.interrupted_until - now), self.waits.terminate
 
 
@@ -94,5 +100,6 @@ def begin(waits: Waits, now: float, *, asked: bool) -> StopLadder:
 
 
 def _interrupt(waits: Waits) -> Rung:
-    # To the group, as Ctrl-C does: a shell waits for its script's program, which alone knows how to save.
+    # To the group, as Ctrl-C does: a shell waits for its script's program, which alone knows how to
+    # save.
     return Rung("SIGINT", Target.GROUP, waits.interrupt)

@@ -1,4 +1,6 @@
-"""The supervisor of one run: the loop that collects events, gives each to `step`, and has its effects carried out."""
+"""The supervisor of one run: the loop that collects events, gives each to `step`, and has its
+effects carried out.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ class Supervisor:
         self._newest_client = 0
 
     async def run(self, change: Change | None) -> None:
-        """Look after the run until it ends. `change` restarts an ended run, or one that is adopted."""
+        """Look after the run until it ends. `change` restarts an ended run, or one that is
+        adopted.
+        """
         if not self._lock.acquire():
             raise RunFolderError(f"run {self.folder.name!r} is in use by another supervisor: memtop watch {self.folder.name}")
         become_subreaper()
@@ -101,7 +105,8 @@ class Supervisor:
         try:
             self._open(change)
             if self._performer.failure is not None:
-                # A command that waits for this supervisor takes its socket and state.json together as its start.
+                # A command that waits for this supervisor takes its socket and state.json together
+                # as its start.
                 await server.close()
                 raise self._performer.failure
             await self._loop()
@@ -113,7 +118,9 @@ class Supervisor:
             self._lock.release()
 
     def handle(self, event: Occurrence) -> None:
-        """Give one event to the rules, carry out what they ask for, and then handle what that led to at once."""
+        """Give one event to the rules, carry out what they ask for, and then handle what that led
+        to at once.
+        """
         events = deque([event])
         while events:
             before = self.model
@@ -126,7 +133,7 @@ class Supervisor:
                 if following is not None:
                     events.append(following)
 
-    # --- how it begins --------------------------------------------------------------------------------------------------
+    # --- how it begins ----------------------------------------------------------------------------
 
     def _open(self, change: Change | None) -> None:
         ledger = self._outbox.ledger
@@ -157,7 +164,7 @@ class Supervisor:
                 self._read_reports(to_the_end=True)
             self.handle(Replayed())
 
-    # --- the loop -------------------------------------------------------------------------------------------------------
+    # --- the loop ---------------------------------------------------------------------------------
 
     async def _loop(self) -> None:
         linger_until: float | None = None
@@ -211,7 +218,7 @@ class Supervisor:
         if checked is not None:
             self.handle(checked)
 
-    # --- reports and samples --------------------------------------------------------------------------------------------
+    # --- reports and samples ----------------------------------------------------------------------
 
     def _read_reports(self, *, to_the_end: bool = False) -> None:
         if self._performer.intake is not None:
@@ -236,7 +243,7 @@ class Supervisor:
     def _on_sampling_failed(self, error: BaseException | None) -> None:
         self.handle(SamplingFailed(f"the machine could not be sampled: {error!r}"))
 
-    # --- clients and agents ---------------------------------------------------------------------------------------------
+    # --- clients and agents -----------------------------------------------------------------------
 
     async def _on_request(self, peer: Peer, request: Request) -> None:
         match request:

@@ -57,7 +57,7 @@ _MEASURING = (Stage.MEASURING_BEFORE, Stage.MEASURING_AFTER)
 _UNDO = (Stage.UNDOING, Stage.UNDO_RESTARTING, Stage.SETTLING, Stage.WAITING_FOR_END)
 
 
-# --- what may be tried ----------------------------------------------------------------------------
+# --- what may be tried ---------------------------------------------------------------------------
 
 
 def check_request(run: str, facts: RunFacts, present: TrialState | None) -> None:
@@ -106,7 +106,7 @@ def begin(
     return _finish(state, "refused", refused) if refused is not None else _record(state, "measuring before")
 
 
-# --- what happens ---------------------------------------------------------------------------------
+# --- what happens --------------------------------------------------------------------------------
 
 
 def step_reported(state: TrialState, facts: RunFacts, report: reports.Step) -> Result:
@@ -185,7 +185,7 @@ def taken_over(data: dict[str, Any], facts: RunFacts) -> Result | str:
     return _guarded(state, facts, lambda: _advance(state, facts))
 
 
-# --- the machine ----------------------------------------------------------------------------------
+# --- the machine ---------------------------------------------------------------------------------
 
 
 def _guarded(state: TrialState, facts: RunFacts, transition: Callable[[], Result]) -> Result:

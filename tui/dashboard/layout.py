@@ -53,7 +53,9 @@ def plan(store: Store, width: int, height: int, *, notice: bool) -> Plan:
 
 
 def _host_height(store: Store, room: int) -> int:
-    """All lines of the host panel if some events stay visible, and a chart if there is much room."""
+    """All lines of the host panel if some events stay visible, and a chart if there is much
+    room.
+    """
     wanted = 2 + host_rows(store)
     if store.run is None:
         return min(room, wanted + _CHART)

@@ -103,7 +103,9 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
         self._set_following(direction > 0 and target >= self.max_scroll_y)
 
     def search(self, text: str) -> int:
-        """Find text (ignoring case): show the newest match and return the number of matching lines."""
+        """Find text (ignoring case): show the newest match and return the number of matching
+        lines.
+        """
         self.query_text = text.casefold()
         found = self._matches()
         if found:

@@ -132,7 +132,7 @@ class DashboardScreen(Dashboard):
         self._dialog_open = False
         self._presets: dict[str, Preset] = {}
 
-    # --- what is on it ----------------------------------------------------------------------------------------------
+    # --- what is on it ----------------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
         g, m, t = gpu_drawing, machine_drawing, training_drawing
@@ -219,7 +219,7 @@ class DashboardScreen(Dashboard):
         recipe = store.run.settings.recipe if store.run is not None and store.run.settings is not None else ""
         return tuple(preset.key for preset in usable(self._presets, recipe).values() if preset.key is not None)
 
-    # --- store -> panels --------------------------------------------------------------------------------------------
+    # --- store -> panels --------------------------------------------------------------------------
 
     def _hand_down(self) -> None:
         self._hand_down_due = False
@@ -289,7 +289,7 @@ class DashboardScreen(Dashboard):
             self._log_shown = store.log_count
             self.log_panel.append(store.log[-fresh:])
 
-    # --- the lines above the buttons --------------------------------------------------------------------------------
+    # --- the lines above the buttons --------------------------------------------------------------
 
     def say(self, text: str, kind: str = "note") -> None:
         """Show a message above the buttons; if another screen is open, also as a toast."""
@@ -313,7 +313,7 @@ class DashboardScreen(Dashboard):
             return DashboardResult("ended", message, exit_status=1 if run.state is wire.Phase.FAILED else 0)
         return DashboardResult("detach", f"{run.name} continues; memtop watch {run.name} shows it again")
 
-    # --- actions ----------------------------------------------------------------------------------------------------
+    # --- actions ----------------------------------------------------------------------------------
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "do" and parameters:
@@ -388,7 +388,7 @@ class DashboardScreen(Dashboard):
         if isinstance(self.feed, DetailedFeed):
             self.feed.look_closely()
 
-    # --- looking around ---------------------------------------------------------------------------------------------
+    # --- looking around ---------------------------------------------------------------------------
 
     def _view(self, action_id: str) -> None:
         log = self.log_panel

@@ -375,7 +375,9 @@ def draw_notice(store: Store, width: int, height: int) -> list[Line]:
 
 
 def notice(store: Store, width: int = 160) -> str:
-    """The sentence below the header, shortened to `width` cells if needed; empty if there is none."""
+    """The sentence below the header, shortened to `width` cells if needed; empty if there is
+    none.
+    """
     run = store.run
     if store.proposal is not None and store.link in (Link.CONNECTED, Link.ENDED):
         what, key = store.proposal.diagnosis.summary.rstrip("."), " (w: what can be done)"

@@ -1,1 +1,3 @@
-"""GPUs and the host: their panels on the dashboard, and the screen that shows one of them in full."""
+"""GPUs and the host: their panels on the dashboard, and the screen that shows one of them in
+full.
+"""

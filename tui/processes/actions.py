@@ -41,7 +41,9 @@ class ProcessActions(Protocol):
 
 
 class RealProcessActions:
-    """Ends real processes through the monitor, which checks the identity and owner of each again."""
+    """Ends real processes through the monitor, which checks the identity and owner of each
+    again.
+    """
 
     async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> EndingReport:
         return await in_daemon_thread(lambda: _end(tuple(chosen), machine))

@@ -1,4 +1,6 @@
-"""One process on one GPU: its facts, its curves since the dashboard started, and its environment."""
+"""One process on one GPU: its facts, its curves since the dashboard started, and its
+environment.
+"""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class ProcessesScreen(FullScreen):
             return not self.dashboard.store.read_only
         return True
 
-    # --- store -> rows ----------------------------------------------------------------------------------------------
+    # --- store -> rows ----------------------------------------------------------------------------
 
     def _take(self, store: Store) -> None:
         self._store = store
@@ -193,7 +193,7 @@ class ProcessesScreen(FullScreen):
             self._message = None
         self.show_message()
 
-    # --- order ------------------------------------------------------------------------------------------------------
+    # --- order ------------------------------------------------------------------------------------
 
     def action_view(self) -> None:
         self._view = _VIEWS[(_VIEWS.index(self._view) + 1) % len(_VIEWS)]
@@ -226,7 +226,7 @@ class ProcessesScreen(FullScreen):
         self._folded = set() if self._folded else keys
         self._show()
 
-    # --- typing -----------------------------------------------------------------------------------------------------
+    # --- typing -----------------------------------------------------------------------------------
 
     def action_filter(self) -> None:
         self._open_input(
@@ -327,7 +327,7 @@ class ProcessesScreen(FullScreen):
         self._frozen = None
         self._show()
 
-    # --- one row ----------------------------------------------------------------------------------------------------
+    # --- one row ----------------------------------------------------------------------------------
 
     @on(LineList.Chosen)
     def _chosen(self) -> None:
@@ -352,7 +352,7 @@ class ProcessesScreen(FullScreen):
     async def _read_environment(self, process: GpuProcess) -> None:
         await show_environment(self.dashboard, process, self.say)
 
-    # --- ending -----------------------------------------------------------------------------------------------------
+    # --- ending -----------------------------------------------------------------------------------
 
     def action_tick(self) -> None:
         row = self.row

@@ -1,4 +1,6 @@
-"""How attempts begin: the settings of the next one, its start, and what follows when it cannot be started."""
+"""How attempts begin: the settings of the next one, its start, and what follows when it cannot be
+started.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def _resumed_from(model: Model, change: Change) -> Checkpoint | None:
 
 
 def launch(model: Model, change: Change, cause: Cause, *, client: int | None = None, request: int = 0) -> Model:
-    """Start the next attempt from the newest complete state, with the changed settings. UsageError if it cannot be.
+    """Start the next attempt from the newest complete state, with the changed settings. UsageError
+    if it cannot be.
 
     Until it has started, everything that is known of the attempt before stays.
     """
@@ -89,7 +92,8 @@ def launched(model: Model, event: Launched) -> Model:
     model = warn(model, "checkpoint", newest.problem if newest is not None else None)
     model = move(emit(model, ReleaseState()), Phase.STARTING)
     if settings is None:
-        # An external command counts its updates from its start; the built-in trainer reports where it resumes.
+        # An external command counts its updates from its start; the built-in trainer reports where
+        # it resumes.
         model = emit(model, DropRows(1))
     if event.set_aside is not None:
         model = note(model, "rollback", f"states after update {change.state_before} moved to {event.set_aside}")
@@ -127,7 +131,9 @@ def _anew(model: Model, launching: Launching, event: Launched, repeated: str | N
 
 
 def _repeated(model: Model, change: Change, checkpoint: Checkpoint | None) -> str | None:
-    """What is lost of the attempt before; nothing is where it went back on purpose. Of an external command it is not known."""
+    """What is lost of the attempt before; nothing is where it went back on purpose. Of an external
+    command it is not known.
+    """
     if model.settings is None or change.state_before is not None:
         return None
     return explain.done_again(model.progress.update, checkpoint)

@@ -96,7 +96,9 @@ def _without(model: Model, waiter: Waiter) -> Model:
 
 
 def _consequences(model: Model, after: Settings | None) -> str:
-    """What a change makes of the effective batch, and that it leads to what has died of memory, if it does."""
+    """What a change makes of the effective batch, and that it leads to what has died of memory, if
+    it does.
+    """
     return explain.split_change(model.settings, after) + explain.risk_of(after, model.configurations.rows)
 
 

@@ -1,4 +1,6 @@
-"""Keeps the run's configurations in step with what the program does, and writes them down when one begins or ends."""
+"""Keeps the run's configurations in step with what the program does, and writes them down when one
+begins or ends.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def after_report(model: Model, rank: int, report: Report) -> Model:
             return _settings_changed(model, report)
         case Plan() if rank == 0:
             model = put(model, model.configurations.resumed(report.updates))
-            # The first allocation after this may be the one that fails, long before the next sample.
+            # The first allocation after this may be the one that fails, long before the next
+            # sample.
             return note_host(model, model.resident_bytes)
     return model
 
@@ -69,7 +72,9 @@ def note_host(model: Model, resident_bytes: int | None) -> Model:
 
 
 def _trains_on_the_cpu(model: Model) -> bool:
-    """Whether that is certain: until the trainer has reported where it trains, its host memory is not its peak."""
+    """Whether that is certain: until the trainer has reported where it trains, its host memory is
+    not its peak.
+    """
     reported = model.progress.plan if model.settings is not None else model.progress.step
     return reported is not None and not model.on_gpu
 
@@ -114,7 +119,8 @@ def _settings_changed(model: Model, report: SettingsChanged) -> Model:
 def _kind_of_failure(model: Model, update: int) -> str:
     """What the trainer ran out of before it went on with less from this update on.
 
-    Journals are read one after the other, and the failure may be in a later one: then it is that of where the run trains.
+    Journals are read one after the other, and the failure may be in a later one: then it is that of
+    where the run trains.
     """
     failures = [report for _, report in model.progress.failures if (report.update or 0) >= update - 1]
     on_gpu = failures[-1].device_uuid is not None if failures else model.on_gpu
@@ -123,7 +129,9 @@ def _kind_of_failure(model: Model, update: int) -> str:
 
 
 def put_back(model: Model, before: Settings, reason: str) -> Model:
-    """The run has ended with other settings: from now on those before are its own, as a configuration without an update."""
+    """The run has ended with other settings: from now on those before are its own, as a
+    configuration without an update.
+    """
     now, last = model.settings, model.configurations.present
     if now is None or last is None or same(now, before):
         return model

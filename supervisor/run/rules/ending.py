@@ -1,4 +1,6 @@
-"""The end of an attempt: clear what is left behind, find out why it ended, decide what the run is now."""
+"""The end of an attempt: clear what is left behind, find out why it ended, decide what the run is
+now.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,15 @@ from memtop.supervisor.wire import Phase
 
 
 def program_ended(model: Model, event: ProgramEnded) -> Model:
-    """End what it left behind: ranks of a dead launcher and loader workers would hold its memory."""
+    """End what it left behind: ranks of a dead launcher and loader workers would hold its
+    memory.
+    """
     attempt, ladder = model.attempt, model.ladder
     if attempt is None or attempt.stage is not Stage.RUNNING:
         return model
     attempt = replace(attempt, stage=Stage.CLEARING, ended=event.ended, exit_status=event.status)
-    # Of a program that was being stopped they may still be saving, and get the time that the program would have had.
+    # Of a program that was being stopped they may still be saving, and get the time that the
+    # program would have had.
     untouched, terminate = (0.0, LEFTOVER_SECONDS) if ladder is None else ladder.patience(model.now.monotonic)
     model = replace(model, attempt=attempt)
     return emit(model, ClearLeftovers(untouched_seconds=untouched, terminate_seconds=terminate))
@@ -47,8 +52,8 @@ def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
     stopping = model.phase in (Phase.STOPPING, Phase.RESTARTING)
     examine = Examine(
         ended=attempt.ended or model.now.time,
-        # A program that failed to save may still end with status 0, which would prove that all is well; and one that memtop
-        # ended because it stood still ended of memtop's signal.
+        # A program that failed to save may still end with status 0, which would prove that all is
+        # well; and one that memtop ended because it stood still ended of memtop's signal.
         status=None if status == 0 or stalled else status,
         stop_requested=stopping or (model.ladder is not None and not stalled),
         settings=model.settings,
@@ -97,13 +102,16 @@ def _conclude(model: Model, found: Diagnosis | None, facts: Facts | None) -> Mod
         "samples_seen": progress.step.samples_seen if progress.step is not None else None,
         "peak_bytes": progress.peak_bytes,
     }
-    # If the ledger cannot take it now, the next supervisor finds the attempt open and its exit file, and comes here again.
+    # If the ledger cannot take it now, the next supervisor finds the attempt open and its exit
+    # file, and comes here again.
     model = emit(model, UpdateAttempt(number=attempt.number, values=ended))
     return _over(model, verdict, decision) if model.pending is None else _restart(model)
 
 
 def _died_by_itself(model: Model, verdict: Verdict) -> bool:
-    """Whether it failed without having been stopped, by memtop or from outside, and no restart was asked for."""
+    """Whether it failed without having been stopped, by memtop or from outside, and no restart was
+    asked for.
+    """
     end = model.progress.end
     stopped = model.phase is Phase.STOPPING or (end is not None and end.outcome == "stopped")
     return verdict.phase is Phase.FAILED and not stopped and model.pending is None
@@ -135,7 +143,9 @@ def _restart(model: Model) -> Model:
 
 
 def restart_refused(model: Model, why: str, *, usage: bool) -> Model:
-    """A change that cannot be made after all leaves a run that has stopped as requested; any other refusal one that failed."""
+    """A change that cannot be made after all leaves a run that has stopped as requested; any other
+    refusal one that failed.
+    """
     phase = Phase.STOPPED if usage else Phase.FAILED
     model = emit(replace(model, pending=None), UpdateAttempt(number=model.number, values={"outcome": phase.value}))
     return note(move(model, phase, why), phase.value, why)

@@ -22,14 +22,18 @@ from memtop.supervisor.wire import Change, Phase
 
 
 def under_pressure(model: Model, rank: int, report: Pressure) -> Model:
-    """torch's allocator had to give its cache back and ask again: the step before an allocation fails."""
+    """torch's allocator had to give its cache back and ask again: the step before an allocation
+    fails.
+    """
     retries = report.allocation_retries
     text = f"update {report.update}: the allocator of rank {rank} was refused memory and had to empty its cache first"
     return note(model, "pressure", f"{text} ({retries} times so far)", {"rank": rank, "retries": retries})
 
 
 def tick(model: Model) -> Model:
-    """Restart the built-in trainer before a leak ends it; for an external command the leak is only reported."""
+    """Restart the built-in trainer before a leak ends it; for an external command the leak is only
+    reported.
+    """
     if model.leak_handled or not model.own_trends or model.phase is not Phase.TRAINING or model.pending is not None:
         return model
     if model.progress.unsaved is not None:
@@ -79,7 +83,9 @@ def failed_batches(model: Model) -> set[int]:
 
 
 def forecast(model: Model, batch: int) -> Forecast | None:
-    """The peak with another micro-batch, from what this run was measured to need; None where no measurement allows one."""
+    """The peak with another micro-batch, from what this run was measured to need; None where no
+    measurement allows one.
+    """
     settings, sample = model.settings, model.sample
     if settings is None or sample is None:
         return None
@@ -98,7 +104,9 @@ def forecast(model: Model, batch: int) -> Forecast | None:
 
 
 def _capacity(model: Model, machine: MachineSnapshot) -> tuple[int | None, int | None]:
-    """The size of the memory that the run trains in, and how much is taken: of its fullest GPU, or of the host."""
+    """The size of the memory that the run trains in, and how much is taken: of its fullest GPU, or
+    of the host.
+    """
     if not model.on_gpu:
         host = machine.host
         return (host.total_bytes if host.limit_bytes is None else host.limit_bytes), host.used_bytes

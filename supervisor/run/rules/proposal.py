@@ -1,4 +1,6 @@
-"""Gives `supervisor.recovery` what is known of a run that has died: which remedies there are, and which one is applied."""
+"""Gives `supervisor.recovery` what is known of a run that has died: which remedies there are, and
+which one is applied.
+"""
 
 from __future__ import annotations
 
@@ -119,14 +121,18 @@ def _failed(records: Sequence[ConfigurationRecord]) -> list[Settings]:
 
 
 def _total_bytes(model: Model) -> int | None:
-    """The memory of the run's smallest GPU; without one the host's limit counts, which `HostFacts` has."""
+    """The memory of the run's smallest GPU; without one the host's limit counts, which `HostFacts`
+    has.
+    """
     uuids = set(model.progress.devices.values())
     gpus = model.sample.machine.gpus if model.sample is not None else ()
     return min((gpu.total_bytes for gpu in gpus if gpu.uuid in uuids and gpu.total_bytes is not None), default=None)
 
 
 def _base_bytes(model: Model) -> int | None:
-    """What the fullest GPU of the run holds without a batch: contexts, weights, optimizer, as measured between updates."""
+    """What the fullest GPU of the run holds without a batch: contexts, weights, optimizer, as
+    measured between updates.
+    """
     bases = model.sample.gpu_base_bytes if model.sample is not None else {}
     held = [
         bases[rank.device_uuid] + rank.allocated_bytes
@@ -137,7 +143,9 @@ def _base_bytes(model: Model) -> int | None:
 
 
 def _others_bytes(model: Model, diagnosis: Diagnosis, facts: Facts) -> int | None:
-    """What other programs hold where the run trains: of a GPU what was taken before the run, of the host what is taken now."""
+    """What other programs hold where the run trains: of a GPU what was taken before the run, of the
+    host what is taken now.
+    """
     if model.on_gpu:
         if diagnosis.other_process_bytes is not None:
             return diagnosis.other_process_bytes

@@ -26,8 +26,9 @@ from memtop.supervisor.wire import Phase
 
 
 def reported(model: Model, event: Reported) -> Model:
-    """Count the report in, and act on it. One that an earlier supervisor had read is only counted in where it may not have
-    concluded anything from it yet."""
+    """Count the report in, and act on it. One that an earlier supervisor had read is only counted
+    in where it may not have concluded anything from it yet.
+    """
     rank, report = event.rank, event.report
     model = replace(model, progress=model.progress.after(rank, report))
     if event.replayed:

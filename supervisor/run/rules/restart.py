@@ -1,4 +1,6 @@
-"""A restart that somebody asked for: the program is stopped first, then the next attempt begins with the change."""
+"""A restart that somebody asked for: the program is stopped first, then the next attempt begins
+with the change.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from memtop.supervisor.wire import Change, Phase
 
 
 def begin(model: Model, change: Change, cause: Cause, *, client: int | None = None, request: int = 0) -> Model:
-    """Stop the attempt; when it has ended, the next one starts. An ended run starts at once. UsageError if it cannot."""
+    """Stop the attempt; when it has ended, the next one starts. An ended run starts at once.
+    UsageError if it cannot.
+    """
     if model.phase.final or model.restart is not None:
         return attempts.launch(model, change, cause, client=client, request=request)
     if change.state_before is not None:

@@ -22,7 +22,9 @@ def stop_run(model: Model) -> Model:
 
 
 def ask_to_stop(model: Model) -> Model:
-    """Ask rank 0 to finish its update, save and exit. If it cannot be asked or does not answer, signals follow."""
+    """Ask rank 0 to finish its update, save and exit. If it cannot be asked or does not answer,
+    signals follow.
+    """
     if model.ladder is not None or model.attempt is None or model.attempt.stage is not Stage.RUNNING:
         return model
     asked = is_connected(model, "stop")

@@ -26,7 +26,8 @@ _DISK_UNKNOWN_BYTES = 1 << 30
 def ended(model: Model, outcome: str, diagnosis: Diagnosis | None) -> Model:
     """The attempt is over: so is its configuration."""
     died = diagnosis is not None and diagnosis.of_memory and diagnosis.confidence >= SURE
-    # A smaller configuration does not help against a full disk: this one may be tried again when there is space.
+    # A smaller configuration does not help against a full disk: this one may be tried again when
+    # there is space.
     full = diagnosis is not None and diagnosis.kind is Kind.DISK_FULL
     name = diagnosis.kind.value if died and diagnosis is not None else outcome
     update = model.progress.update
@@ -101,7 +102,8 @@ def tick(model: Model) -> Model:
     restart, verdict = model.restart.look(model.now.monotonic, machine, model.disk_free, model.run.folder)
     problem, announced = restart.problem, restart.announced
     if problem is not None and problem != announced:
-        # The holders of the memory are named once for each answer; that the free bytes of a disk changed is no news.
+        # The holders of the memory are named once for each answer; that the free bytes of a disk
+        # changed is no news.
         if announced is None or verdict != "wait":
             model = note(model, "remedy", f"waiting: {problem}" if verdict == "wait" else problem)
         restart = replace(restart, announced=problem)

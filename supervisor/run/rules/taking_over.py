@@ -1,8 +1,8 @@
-"""How a supervisor begins: it starts the run, adopts a program that an earlier one left behind, or takes up
-what that one had still to do.
+"""How a supervisor begins: it starts the run, adopts a program that an earlier one left behind, or
+takes up what that one had still to do.
 
-An earlier supervisor may have been killed at any moment. What it decided is in the ledger, in state.json and in the
-journals; what it had not written is decided again.
+An earlier supervisor may have been killed at any moment. What it decided is in the ledger, in
+state.json and in the journals; what it had not written is decided again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _UNSTARTED = "its supervisor ended before it could start it"
 
 
 def opened(model: Model, event: Opened) -> Model:
-    """Know again what an earlier supervisor knew; the reports of the newest attempt are repeated next."""
+    """Know again what an earlier supervisor knew; the reports of the newest attempt are repeated
+    next.
+    """
     model = replace(model, configurations=Configurations(records=event.records), states=event.states)
     newest = newest_started(event.attempts, event.unstarted)
     if newest is None:
@@ -38,7 +40,8 @@ def opened(model: Model, event: Opened) -> Model:
         model = emit(model, CloseUnstarted(number=number, why=_UNSTARTED))
     if newest.number in event.unstarted:
         newest = replace(newest, ended=model.now.time, outcome="failed", diagnosis={"summary": _UNSTARTED})
-    # state.json of the attempt before: its supervisor was killed before it could write that it had started this one.
+    # state.json of the attempt before: its supervisor was killed before it could write that it had
+    # started this one.
     state = event.state if event.state is not None and event.state.run.attempt == newest.number else None
     model = _remember(model, newest, event, state)
     opening = Opening(
@@ -53,7 +56,8 @@ def opened(model: Model, event: Opened) -> Model:
 
 
 def newest_started(attempts: tuple[Row, ...], unstarted: Collection[int]) -> Row | None:
-    """The attempt that the run is at: the newest whose program was started, or if none was the newest; None if there is none.
+    """The attempt that the run is at: the newest whose program was started, or if none was the
+    newest; None if there is none.
 
     `unstarted`: those that are open in the ledger and have no program.
     """
@@ -89,7 +93,9 @@ def _remember(model: Model, row: Row, event: Opened, state: StateFile | None) ->
 
 
 def _begin_configuration(model: Model, row: Row, state: StateFile | None) -> Model:
-    """An earlier supervisor has started the attempt and was killed before it could write with which configuration."""
+    """An earlier supervisor has started the attempt and was killed before it could write with which
+    configuration.
+    """
     waiting = state.waiting.change if state is not None and state.waiting is not None else None
     requested = state.pending if state is not None else None
     cause = next((one for one in (waiting, requested) if one == row.change), None)
@@ -145,9 +151,12 @@ def _adopt(model: Model, opening: Opening) -> Model:
 
 
 def _take_up(model: Model, opening: Opening) -> Model:
-    """The program has ended: begin anew with the change, or with what an earlier supervisor had still to do."""
+    """The program has ended: begin anew with the change, or with what an earlier supervisor had
+    still to do.
+    """
     state = opening.state
-    # If the supervisor was killed before it could put both together, the ledger knows why the program ended.
+    # If the supervisor was killed before it could put both together, the ledger knows why the
+    # program ended.
     reason = (state.run.reason if state is not None else None) or opening.summary
     pending = state.pending if state is not None else None
     if state is not None and state.waiting is not None:
@@ -170,7 +179,9 @@ def _take_up(model: Model, opening: Opening) -> Model:
 
 
 def inherited_refused(model: Model, why: str) -> Model:
-    """The restart that an earlier supervisor was asked for cannot be made: the run stays as it ended."""
+    """The restart that an earlier supervisor was asked for cannot be made: the run stays as it
+    ended.
+    """
     return emit(note(replace(model, reason=why), "failed", why), SaveState())
 
 
