@@ -224,7 +224,7 @@ class LogTail:
 
     @property
     def partial(self) -> str:
-        """The unfinished last line: half a line, or a progress bar that is drawn again and again."""
+        """The unfinished last line: half a line, or a progress bar that is redrawn."""
         return _shown(self._partial)
 
 
