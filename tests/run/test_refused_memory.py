@@ -15,8 +15,9 @@ from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence, address_
 from tests.conftest import Runs
 
 LIMIT_KIB = 2 << 20
-# Two seconds, in which the supervisor sees it; then more than is allowed, and far less than the machine has.
-WANTS_MORE = "import time; time.sleep(2.5); bytearray(3 << 30)"
+# Five seconds in which the supervisor reads its limit; then more than the limit allows, and far
+# less than the machine has.
+WANTS_MORE = "import time; time.sleep(5); bytearray(3 << 30)"
 LEAKS = """
 import resource, time
 import torch
