@@ -484,3 +484,25 @@ def test_a_file_system_without_locks_is_one_line(tmp_path: Path, monkeypatch: py
     lock = RunLock(folder)
     with pytest.raises(RunFolderError, match=r"lock: cannot be locked: No locks available; choose a local --runs-dir"):
         lock.acquire()
+
+
+def test_a_killed_rank_is_named_although_torchrun_names_the_one_that_lost_it(tmp_path: Path) -> None:
+    log = tmp_path / "output.log"
+    lines = [
+        "Failures:",
+        "[1]:",
+        "  rank      : 1 (local_rank: 1)",
+        "  exitcode  : -9 (pid: 12)  (SIGKILL)",
+        "------------------------------",
+        "Root Cause (first observed failure):",
+        "[0]:",
+        "  rank      : 0 (local_rank: 0)",
+        "  exitcode  : 1 (pid: 11)",
+        "==============================",
+    ]
+    log.write_text("\n".join(lines))
+    end = read_log_end(log)
+    assert end.first_dead_rank == (1, -9)
+    assert end.rank_lines == ("rank      : 1 (local_rank: 1)", "exitcode  : -9 (pid: 12)  (SIGKILL)")
+    log.write_text("\n".join(lines).replace("-9", "1"))
+    assert read_log_end(log).first_dead_rank == (0, 1)

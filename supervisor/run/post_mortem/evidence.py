@@ -101,9 +101,11 @@ class AttemptEvidence:
             lines = (PROC / str(pid) / "cgroup").read_text()
         except OSError:
             return  # it has ended: its last known group stays
+        if self._address_spaces.get(pid) is None:
+            # A shell may set the limit (`ulimit -v`) just before it runs the program.
+            self._note_address_space(pid)
         if self._own.get(pid) == lines:
             return
-        self._note_address_space(pid)
         self._own[pid] = lines
         self.pids.add(pid)
         if lines in self._groups:

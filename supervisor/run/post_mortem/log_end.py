@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 _TAIL_BYTES = 16_384
 _LINES = 8
 _ROOT_CAUSE = "Root Cause (first observed failure):"
+_KILLED = (-signal.SIGKILL, -signal.SIGBUS, -signal.SIGSEGV)
 
 
 class LogEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,15 +38,37 @@ def first_dead_rank(log: Path) -> tuple[int, int] | None:
 
 
 def _first_dead_rank(text: str) -> tuple[int, int] | None:
-    _, found, block = text.rpartition(_ROOT_CAUSE)
+    return _rank_and_status(_first_block(text))
+
+
+def _rank_and_status(block: str) -> tuple[int, int] | None:
     rank, status = re.search(r"^\s*rank\s*: (\d+)", block, re.M), re.search(r"^\s*exitcode\s*: (-?\d+)", block, re.M)
-    return (int(rank[1]), int(status[1])) if found and rank and status else None
+    return (int(rank[1]), int(status[1])) if rank and status else None
+
+
+def _first_block(text: str) -> str:
+    """torchrun's lines about the rank that ended first.
+
+    A rank that loses the connection to a killed one may exit so soon that torchrun notices both
+    together and names the wrong one. No rank is killed because another one raised an error.
+    """
+    before, found, root = text.rpartition(_ROOT_CAUSE)
+    if not found:
+        return ""
+    ended = _rank_and_status(root)
+    if ended is not None and ended[1] > 0:
+        others = re.split(r"^\[\d+\]:$", before.rpartition("Failures:")[2], flags=re.M)
+        for block in others:
+            other = _rank_and_status(block)
+            if other is not None and other[1] in _KILLED:
+                return block
+    return root
 
 
 def _rank_lines(text: str) -> list[str]:
-    _, _, block = text.rpartition(_ROOT_CAUSE)
+    block = _first_block(text)
     lines = [line.strip() for line in block.splitlines()]
-    return [line for line in lines if line and set(line) != {"="}][:_LINES]
+    return [line for line in lines if line.strip("=-")][:_LINES]
 
 
 def _tail(log: Path) -> str:
