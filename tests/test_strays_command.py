@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,12 +110,15 @@ def test_ending_a_process_reports_who_still_holds_memory(
     assert second.startswith(f"1 process ended, 0 B returned; GPU 0: 2.0 GiB still held by pid {program.pid}, which has ended")
 
 
-def test_ending_a_process_as_json(
-    driver: Script, tmp_path: Path, program: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ending_a_process_as_json(driver: Script, nvml_library: Path, tmp_path: Path, program: subprocess.Popen[bytes]) -> None:
     driver.gpu(0, total=24 * GIB, used=9 * GIB).process(0, pid=program.pid, used=2 * GIB).write()
-    strays.list_or_end(tmp_path, as_json=True, kill=[program.pid])
-    report = json.loads(capsys.readouterr().out)
+    done = subprocess.run(
+        [sys.executable, "-m", "memtop", "strays", "--json", "--kill", str(program.pid), "--runs-dir", str(tmp_path)],
+        env=os.environ | driver.env(nvml_library),
+        capture_output=True,
+        check=True,
+    )
+    report = json.loads(done.stdout)
     assert (report["processes"][0]["outcome"], report["returned_bytes"]) == ("ended", 0)
     assert report["holders"][0] | {"gpu_index": 0, "used_bytes": 2 * GIB, "ended": True} == report["holders"][0]
     assert report["text"].startswith("1 process ended, 0 B returned")
