@@ -52,7 +52,7 @@ def examine(end: AttemptEnd, seen: AttemptEvidence) -> Diagnosis:
     """
     try:
         return _examine(end, seen)
-    except Exception as error:  # noqa: BLE001 - which error we have not foreseen, nobody knows
+    except Exception as error:  # noqa: BLE001 - any unforeseen error
         # the disk of the supervisor's log may be full; the diagnosis also contains the error
         with contextlib.suppress(OSError):
             traceback.print_exc()

@@ -50,7 +50,8 @@ def _first_block(text: str) -> str:
     """torchrun's lines about the rank that ended first.
 
     A rank that loses the connection to a killed one may exit so soon that torchrun notices both
-    together and names the wrong one. No rank is killed because another one raised an error.
+    together and names the wrong one. A killed rank in its list was not killed by torchrun, which
+    lists only ranks that ended before it stopped the others.
     """
     before, found, root = text.rpartition(_ROOT_CAUSE)
     if not found:
