@@ -154,21 +154,30 @@ static void read_line(const char *line) {
     else read_rule(line);
 }
 
-void read_script(void) {
-    const char *path = getenv("NVML_DOUBLE_SCRIPT");
-    struct stat now;
-    if (!path || stat(path, &now)) { gpu_count = 0; return; }
-    if (now.st_ino == read_inode && now.st_mtim.tv_sec == read_at.tv_sec && now.st_mtim.tv_nsec == read_at.tv_nsec) return;
-    FILE *file = fopen(path, "r");
-    if (!file) return;
-    read_inode = now.st_ino;
-    read_at = now.st_mtim;
+static void forget(void) {
     for (int i = 0; i < gpu_count; i++) memset(children[i], 0, sizeof children[i]);
     memset(gpus, 0, sizeof *gpus * (size_t)gpu_count);
     gpu_count = rule_count = event_count = init_error = 0;
     delay_ms = 0;
     cuda = 12040;
     snprintf(driver, sizeof driver, "550.54.14");
+}
+
+void read_script(void) {
+    const char *path = getenv("NVML_DOUBLE_SCRIPT");
+    struct stat now;
+    if (!path || stat(path, &now)) {
+        /* Without a script there is no GPU; the next script starts from nothing. */
+        forget();
+        read_inode = 0;
+        return;
+    }
+    if (now.st_ino == read_inode && now.st_mtim.tv_sec == read_at.tv_sec && now.st_mtim.tv_nsec == read_at.tv_nsec) return;
+    FILE *file = fopen(path, "r");
+    if (!file) return;
+    read_inode = now.st_ino;
+    read_at = now.st_mtim;
+    forget();
     char line[1024];
     while (fgets(line, sizeof line, file)) read_line(line);
     fclose(file);
