@@ -164,7 +164,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path) -> None:
             os.kill(reports(tmp_path, 1)[0]["pid"], signal.SIGKILL)
             break
     # torchrun gives the remaining ranks 30 s.
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 1
     log = tmp_path / "output.log"
     log.write_text(out + err)
@@ -252,7 +252,7 @@ def listener() -> Iterator[socket.socket]:
     with tempfile.TemporaryDirectory(prefix="memtop-") as folder, socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{folder}/s")
         server.listen()
-        server.settimeout(60)
+        server.settimeout(120)
         yield server
 
 
