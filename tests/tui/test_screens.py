@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -120,13 +121,15 @@ async def test_a_lost_supervisor_is_a_worded_state(size: tuple[int, int]) -> Non
         assert "! supervisor is gone" not in screen_text(app)
 
 
-async def test_old_values_are_marked_as_old() -> None:
+async def test_old_values_are_marked_as_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("memtop.tui.dashboard.screen.time", SimpleNamespace(monotonic=lambda: clock.now))
     app = dashboard(RecordingFeed(running(gpu())))
     async with app.run_test(size=(80, 24)) as pilot:
         await settle(pilot)
-        app.dashboard._heard -= 30
-        app.dashboard._check_quiet()
-        await settle(pilot)
+        clock.now += 30.0
+        while "no data" not in screen_text(app):
+            await pilot.pause(0.05)
         assert "! no data for 30 s" in screen_text(app)
 
 
