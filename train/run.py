@@ -99,6 +99,11 @@ def _train(
     tracking = Tracking(accelerator)
     tracking.start(settings, folder)
     channel.report("phase", phase="training")
+    return _run(trainer, control, accelerator, tracking), trainer.unsaved
+
+
+def _run(trainer: Trainer, control: Control, accelerator: Accelerator, tracking: Tracking) -> str:
+    """Run the training loop; return the outcome when all ranks have ended it."""
     try:
         outcome = trainer.run(control)
     except BaseException:
@@ -109,7 +114,7 @@ def _train(
     accelerator.wait_for_everyone()
     # Also flushes the trackers.
     accelerator.end_training()
-    return outcome, trainer.unsaved
+    return outcome
 
 
 def _report_plan(

@@ -30,8 +30,8 @@ optimizers create their buffers."""
 LEAST_GROWTH = 8 << 20
 """The least growth over all stretches that is reported, in bytes."""
 
-# The lowest value of each pair of blocks is one point of the envelope.
-_BLOCKS, _PAIR = 20, 2
+# Blocks in a stretch. The lowest value of each pair of them is one point of the envelope.
+_BLOCKS = 20
 # The widths of a block in units of x: the first shows fast leaks, the others slow ones and leaks
 # below a sawtooth.
 BY_UPDATE = (4, 32, 256, 2048)
@@ -68,7 +68,7 @@ class _Point(NamedTuple):
 
 
 class Growth:
-    """One series of values. `slope` is None while there is too little data."""
+    """One series of values, and whether it leaks."""
 
     def __init__(self, widths: tuple[int, ...] = BY_UPDATE) -> None:
         self._widths = widths
@@ -98,19 +98,11 @@ class Growth:
                 tier.add(closed)
 
     @property
-    def slope(self) -> Slope | None:
-        """The slope of the finest confident tier, or else of the most confident one. Tiers that do
-        not cover enough teeth are ignored."""
-        found = [tier.slope for tier in self._tiers if tier.width * _BLOCKS >= _TEETH * self._teeth.longest]
-        known = [slope for slope in found if slope is not None]
-        sure = [slope for slope in known if slope.confidence >= CONFIDENT]
-        return sure[0] if sure else max(known, key=lambda slope: slope.confidence, default=None)
-
-    @property
     def leaking(self) -> Slope | None:
-        """The slope, if it is confident enough to be called a leak."""
-        slope = self.slope
-        return slope if slope is not None and slope.confidence >= CONFIDENT else None
+        """The slope of the finest tier that is confident enough to be called a leak, if any. Tiers
+        that do not cover enough teeth are ignored."""
+        covered = _TEETH * self._teeth.longest
+        return next((tier.slope for tier in self._tiers if tier.slope and tier.width * _BLOCKS >= covered), None)
 
 
 class _Tier:
@@ -119,52 +111,56 @@ class _Tier:
     def __init__(self, width: int) -> None:
         self.width = width
         self.slope: Slope | None = None
+        """None while growth is not confident."""
         self._blocks: deque[_Point] = deque(maxlen=_BLOCKS)
         self._open: _Point | None = None
-        self._number = -1
+        self._end = 0.0
+        """The x at which the open block ends."""
         self._confidence = 0.0
+        """Of the newest evaluation."""
 
     def add(self, point: _Point) -> _Point | None:
         """Add a point. Returns the block that it completes, if any."""
-        number, closed = int(point.x // self.width), None
-        if self._open is not None and number != self._number:
-            closed = self._open
+        closed = self._open
+        if closed is not None and point.x < self._end:
+            if point.low < closed.low:
+                self._open = _Point(closed.x, closed.time, point.low)
+            return None
+        self._open, self._end = point, (point.x // self.width + 1) * self.width
+        if closed is not None:
             self._blocks.append(closed)
-            self.slope = self._confirmed(_slope(list(self._blocks))) if len(self._blocks) == _BLOCKS else None
-            self._open = None
-        if self._open is None:
-            self._open, self._number = point, number
-        elif point.low < self._open.low:
-            self._open = self._open._replace(low=point.low)
+            if len(self._blocks) == _BLOCKS:
+                self._evaluate()
         return closed
 
-    def _confirmed(self, slope: Slope | None) -> Slope | None:
-        """The slope with the lower confidence of two consecutive evaluations: there are many of
-        them, and noise can look steady in one."""
+    def _evaluate(self) -> None:
+        """Take the lower confidence of two consecutive evaluations, unless growth is plain: there
+        are many evaluations, and noise can look steady in one."""
+        slope = _slope(list(self._blocks))
         before, self._confidence = self._confidence, slope.confidence if slope is not None else 0.0
-        if slope is None or slope.confidence >= _PLAIN:
-            return slope
-        return slope._replace(confidence=min(slope.confidence, before))
+        if slope is not None and slope.confidence < _PLAIN:
+            slope = slope._replace(confidence=min(slope.confidence, before))
+        self.slope = slope if slope is not None and slope.confidence >= CONFIDENT else None
 
 
 def _slope(blocks: list[_Point]) -> Slope | None:
-    envelope = [
-        blocks[at]._replace(low=min(block.low for block in blocks[at : at + _PAIR])) for at in range(0, len(blocks), _PAIR)
-    ]
+    """The slope of the lower envelope, or None where growth is not confident."""
+    pairs = zip(blocks[::2], blocks[1::2], strict=True)
+    envelope = [_Point(one.x, one.time, min(one.low, other.low)) for one, other in pairs]
     first, last = envelope[0], envelope[-1]
     span, seconds = last.x - first.x, last.time - first.time
-    if span <= 0 or seconds <= 0:
+    if last.low - first.low < LEAST_GROWTH or span <= 0 or seconds <= 0:
         return None
     rates = [(after.low - before.low) / (after.x - before.x) for before, after in pairwise(envelope)]
+    half = len(rates) // 2
+    early, late = fmean(rates[:half]), fmean(rates[-half:])
+    steady = min(early, late) / max(early, late) if min(early, late) > 0 else 0.0
+    confidence = _probability_of_growth(rates) * min(1.0, steady / _STEADY)
+    if confidence < CONFIDENT:
+        return None
     # The median slope of all pairs of points (Theil-Sen estimator): outliers do not move it.
     per_unit = median((after.low - before.low) / (after.x - before.x) for before, after in combinations(envelope, 2))
-    confidence = 0.0
-    if per_unit > 0 and last.low - first.low >= LEAST_GROWTH:
-        half = len(rates) // 2
-        early, late = fmean(rates[:half]), fmean(rates[-half:])
-        steady = max(0.0, min(early, late)) / max(early, late) if max(early, late) > 0 else 0.0
-        confidence = _probability_of_growth(rates) * min(1.0, steady / _STEADY)
-    return Slope(per_unit, per_unit * span / seconds, confidence, span, seconds)
+    return Slope(per_unit, per_unit * span / seconds, confidence, span, seconds) if per_unit > 0 else None
 
 
 def _probability_of_growth(rates: list[float]) -> float:

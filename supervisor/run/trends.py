@@ -69,7 +69,8 @@ class Key(NamedTuple):
 
 
 class TrendWatch:
-    """The series of one attempt. Its methods change it in place; one model owns it."""
+    """The series of one attempt. A sensor: `Sensors` owns it, and the rules receive its results in
+    events."""
 
     def __init__(self) -> None:
         self.trends: tuple[Trend, ...] = ()

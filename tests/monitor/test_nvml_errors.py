@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
 from memtop.supervisor.monitor.nvml.events import AGAIN_SECONDS
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.nvml.thread import DriverThread
-from memtop.supervisor.monitor.values import Band, GpuSample
+from memtop.supervisor.monitor.values import Band, GpuSample, band_of
 from tests.monitor.conftest import Clock
 from tests.nvml_double.double import SOURCES, Script
 
