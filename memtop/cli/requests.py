@@ -1,4 +1,4 @@
-"""Requests to the supervisor of a run: `memtop free`, `checkpoint`, `stop`, `restart`, `rollback`."""
+"""Requests to a run's supervisor: `memtop free`, `checkpoint`, `stop`, `restart`, `rollback`."""
 
 from __future__ import annotations
 
