@@ -9,7 +9,22 @@ from memtop.supervisor.monitor.values import Band, GpuDetails, GpuTrouble, HostS
 from memtop.supervisor.wire import RoleMemory, StateUpdate
 from memtop.tui.machine.screen import MachineScreen
 from memtop.tui.processes.screen import ProcessesScreen
-from tests.tui.support import GIB, HOST, NOW, RecordingFeed, dashboard, gpu, machine, process, run_state, screen_text, settle
+from tests.tui.support import (
+    GIB,
+    HOST,
+    NOW,
+    RecordingFeed,
+    click,
+    dashboard,
+    gpu,
+    machine,
+    opened,
+    press,
+    process,
+    run_state,
+    screen_text,
+    settle,
+)
 
 TALL = (80, 90)
 KNOWN = GpuDetails(
@@ -37,11 +52,7 @@ async def test_every_fact_or_the_reason_why_there_is_none(size: tuple[int, int])
     trouble = GpuTrouble(time=NOW - 300, kind="xid", code=79, message="the GPU has fallen off the bus: reboot")
     instance = MigInstance(position=2, name="1g.10gb", total_bytes=10 * GIB, used_bytes=GIB, used_fraction=0.1, band=Band.SAFE)
     card = gpu(details=KNOWN, troubles=(trouble,), mig=(instance,), visible_index=3, pci_bus_id="00000000:65:00.0")
-    app = dashboard(RecordingFeed(machine(card)))
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
-        await pilot.press("g")
-        await settle(pilot)
+    async with opened(RecordingFeed(machine(card)), "g", size=size) as (app, _):
         text = " ".join(screen_text(app).split())
         for words in (
             "1650 of 2100 MHz",
@@ -64,8 +75,7 @@ async def test_an_unknown_value_is_a_dash_with_its_reason_and_never_a_zero() -> 
     app = dashboard(RecordingFeed(machine(silent())))  # type: ignore[arg-type]
     async with app.run_test(size=TALL) as pilot:
         await settle(pilot)
-        await pilot.press("g")
-        await settle(pilot)
+        await press(pilot, "g")
         text = " ".join(screen_text(app).split())
         assert "used – the driver does not tell it" in text
         assert "utilisation –" in text
@@ -73,9 +83,7 @@ async def test_an_unknown_value_is_a_dash_with_its_reason_and_never_a_zero() -> 
 
 
 async def test_keys_go_through_the_gpus_to_the_host() -> None:
-    app = dashboard(RecordingFeed(machine(gpu(0), gpu(1))))
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(machine(gpu(0), gpu(1)))) as (app, pilot):
         await pilot.press("enter")
         titles = []
         for key in ("", "down", "down", "down", "up"):
@@ -84,21 +92,17 @@ async def test_keys_go_through_the_gpus_to_the_host() -> None:
             await settle(pilot)
             titles.append(screen_text(app).splitlines()[0].split("  ")[0:2][1])
         assert titles == [" GPU 0", " GPU 1", " Host", " Host", " GPU 1"]
-        await pilot.press("o")
-        await settle(pilot)
+        await press(pilot, "o")
         assert isinstance(app.screen, ProcessesScreen)
         assert "filter gpu:1" in screen_text(app)
-        await pilot.press("q", "escape")
-        await settle(pilot)
+        await press(pilot, "q", "escape")
         assert app.screen is app.dashboard
 
 
 async def test_a_card_that_goes_is_waited_for_and_shown_when_it_returns() -> None:
     both = machine(gpu(0), gpu(1))
     feed = RecordingFeed(both)
-    app = dashboard(feed)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
+    async with opened(feed) as (app, pilot):
         await pilot.press("g", "down")
         feed.say(machine(gpu(0)))
         await settle(pilot)
@@ -112,9 +116,7 @@ async def test_a_card_that_goes_is_waited_for_and_shown_when_it_returns() -> Non
 async def test_a_lost_gpu_on_the_dashboard_returns() -> None:
     lost = gpu(0, error="GPU is lost: reboot", total_bytes=None, used_bytes=None, used_fraction=None)
     feed = RecordingFeed(machine(gpu(0)), machine(lost))
-    app = dashboard(feed)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
+    async with opened(feed) as (app, pilot):
         assert "GPU is lost: reboot" in screen_text(app)
         feed.say(machine(gpu(0, 0.6)))
         await settle(pilot)
@@ -138,9 +140,7 @@ async def test_gpus_that_come_and_go_are_laid_out_anew(size: tuple[int, int]) ->
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
 async def test_a_silent_driver_is_said_and_the_host_stays_live(size: tuple[int, int]) -> None:
     feed = RecordingFeed(replace(machine(gpu(0)), gpu_age_seconds=12.0))
-    app = dashboard(feed)
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
+    async with opened(feed, size=size) as (app, pilot):
         assert "driver has not answered for 12 s" in screen_text(app)
         panel = "#gpu-0" if size[0] > 100 else "#compact-machine"
         roles = [role for text, role in app.dashboard.query_one(panel).lines[0] if text.strip()]  # type: ignore[attr-defined]
@@ -168,11 +168,9 @@ async def test_the_host_in_full() -> None:
         unknown={"huge_pages_total_bytes": "not in /proc/meminfo"},
     )
     roles = (RoleMemory(role="rank", processes=1, pss_bytes=10 * GIB, uss_bytes=9 * GIB),)
-    app = dashboard(RecordingFeed(StateUpdate(run=run_state(run_memory=roles), machine=machine(gpu(0), host=host))))
-    async with app.run_test(size=TALL) as pilot:
-        await settle(pilot)
-        await pilot.press("m")
-        await settle(pilot)
+    async with opened(
+        RecordingFeed(StateUpdate(run=run_state(run_memory=roles), machine=machine(gpu(0), host=host))), "m", size=TALL
+    ) as (app, _):
         text = " ".join(screen_text(app).split())
         for words in (
             "set by /slurm/job_7",
@@ -188,11 +186,9 @@ async def test_the_host_in_full() -> None:
 
 
 async def test_a_machine_of_which_nothing_is_known_has_dashes_only() -> None:
-    app = dashboard(RecordingFeed(machine(gpu(0), host=HostSample(unknown={"total_bytes": "/proc is not mounted"}))))
-    async with app.run_test(size=TALL) as pilot:
-        await settle(pilot)
-        await pilot.press("m")
-        await settle(pilot)
+    async with opened(
+        RecordingFeed(machine(gpu(0), host=HostSample(unknown={"total_bytes": "/proc is not mounted"}))), "m", size=TALL
+    ) as (app, _):
         text = " ".join(screen_text(app).split())
         assert "in the machine – /proc is not mounted" in text
         assert "0.0" not in text
@@ -206,17 +202,13 @@ async def test_the_feed_looks_closer_only_while_a_gpu_is_looked_at() -> None:
             looks.append(None)
 
     feed = SharpFeed(machine(gpu(0)))
-    app = dashboard(feed)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
+    async with opened(feed) as (_, pilot):
         feed.say(machine(gpu(0)))
         await settle(pilot)
         assert not looks
-        await pilot.press("g")
-        await settle(pilot)
+        await press(pilot, "g")
         assert looks
-        await pilot.press("down")
-        await settle(pilot)
+        await press(pilot, "down")
         before = len(looks)
         feed.say(machine(gpu(0)))
         await settle(pilot)
@@ -224,11 +216,7 @@ async def test_the_feed_looks_closer_only_while_a_gpu_is_looked_at() -> None:
 
 
 async def test_a_low_terminal_scrolls_the_facts() -> None:
-    app = dashboard(RecordingFeed(machine(gpu(0, details=KNOWN))))
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
-        await pilot.press("g")
-        await settle(pilot)
+    async with opened(RecordingFeed(machine(gpu(0, details=KNOWN))), "g", size=(80, 24)) as (app, pilot):
         assert "more lines: PgDn" in screen_text(app)
         assert "Card" not in screen_text(app)
         for _ in range(5):
@@ -240,35 +228,25 @@ async def test_a_low_terminal_scrolls_the_facts() -> None:
 
 @pytest.mark.parametrize(("panel", "title"), [("#gpu-1", "GPU 1"), ("#host", "Host")])
 async def test_a_click_on_a_panel_opens_it_in_full(panel: str, title: str) -> None:
-    app = dashboard(RecordingFeed(machine(gpu(0), gpu(1, processes=(process(5),)))))
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
-        await pilot.click(panel, offset=(4, 2))
-        await settle(pilot)
+    async with opened(RecordingFeed(machine(gpu(0), gpu(1, processes=(process(5),))))) as (app, pilot):
+        await click(pilot, panel, offset=(4, 2))
         assert isinstance(app.screen, MachineScreen)
         assert title in screen_text(app).splitlines()[0]
 
 
 async def test_a_click_in_the_table_opens_that_gpu() -> None:
-    app = dashboard(RecordingFeed(machine(*(gpu(n) for n in range(8)))))
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
-        await pilot.click("#gpu-table", offset=(6, 6))
-        await settle(pilot)
+    async with opened(RecordingFeed(machine(*(gpu(n) for n in range(8))))) as (app, pilot):
+        await click(pilot, "#gpu-table", offset=(6, 6))
         assert "GPU 5" in screen_text(app).splitlines()[0]
-        await pilot.press("escape")
-        await settle(pilot)
+        await press(pilot, "escape")
         assert "▸ 5" in screen_text(app)
 
 
 async def test_behind_a_full_screen_the_dashboard_is_brought_up_to_date_on_return() -> None:
     feed = RecordingFeed(machine(gpu(0, 0.2)))
-    app = dashboard(feed)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
+    async with opened(feed) as (app, pilot):
         await pilot.press("m")
         feed.say(machine(gpu(0, 0.77)))
         await settle(pilot)
-        await pilot.press("escape")
-        await settle(pilot)
+        await press(pilot, "escape")
         assert "77.0 %" in screen_text(app)

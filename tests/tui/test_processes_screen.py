@@ -23,9 +23,11 @@ from tests.tui.support import (
     NOW,
     RecordingFeed,
     RecordingProcessActions,
+    click,
     dashboard,
     gpu,
     machine,
+    press,
     process,
     run_state,
     screen_text,
@@ -46,8 +48,7 @@ def grown(pid: int, gib: float) -> GpuProcess:
 
 async def opened(pilot: Pilot[DashboardResult], key: str = "o") -> ProcessesScreen:
     await settle(pilot)
-    await pilot.press(key)
-    await settle(pilot)
+    await press(pilot, key)
     screen = pilot.app.screen
     assert isinstance(screen, ProcessesScreen)
     return screen
@@ -67,8 +68,7 @@ async def test_the_list_at_every_size(size: tuple[int, int]) -> None:
         text = screen_text(app)
         for words in ("GPU processes 3", "pid", "VRAM▾", "▾ a  launcher", "python job-100", "Esc Back", "k End"):
             assert words in text
-        await pilot.press("escape")
-        await settle(pilot)
+        await press(pilot, "escape")
         assert app.screen is app.dashboard
 
 
@@ -77,8 +77,7 @@ async def test_the_cursor_stays_on_its_process_when_the_order_changes() -> None:
     app = dashboard(feed)
     async with app.run_test(size=SIZE) as pilot:
         screen = await opened(pilot)
-        await pilot.press("down", "down")
-        await settle(pilot)
+        await press(pilot, "down", "down")
         assert screen.row is not None
         assert screen.row.pid == 1
         (marked,) = [row for row in screen_text(app).splitlines() if row.startswith("▸")]
@@ -112,12 +111,10 @@ async def test_typing_a_filter_holds_the_order_still() -> None:
         await settle(pilot)
         assert order_of(app) == [1, 2, 3]
         assert "order frozen" in screen_text(app)
-        await pilot.press("enter")
-        await settle(pilot)
+        await press(pilot, "enter")
         assert order_of(app) == [3, 1, 2]
         assert "filter job-" in screen_text(app)
-        await pilot.press("f", *" vram>5g", "enter")
-        await settle(pilot)
+        await press(pilot, "f", *" vram>5g", "enter")
         assert order_of(app) == [3]
         assert "GPU processes 1 of 3" in screen_text(app)
         await pilot.press("escape")
@@ -129,11 +126,9 @@ async def test_a_filter_that_is_not_understood_says_so_and_keeps_the_list() -> N
     app = dashboard(RecordingFeed(small(grown(1, 3))))
     async with app.run_test(size=SIZE) as pilot:
         await opened(pilot)
-        await pilot.press("f", *"usr:x")
-        await settle(pilot)
+        await press(pilot, "f", *"usr:x")
         assert "no key 'usr'" in screen_text(app)
-        await pilot.press("escape")
-        await settle(pilot)
+        await press(pilot, "escape")
         assert "no key" not in screen_text(app)
         assert not app.screen.query_one("#processes-input", Input).display
 
@@ -158,12 +153,10 @@ async def test_sorting_by_keys_and_by_clicks() -> None:
         assert order_of(app) == [2, 3, 1]
         await pilot.press("i")
         assert order_of(app) == [1, 3, 2]
-        await pilot.click("#processes-table", offset=(6, 0))
-        await settle(pilot)
+        await click(pilot, "#processes-table", offset=(6, 0))
         assert order_of(app) == [1, 2, 3]
         assert "pid▴" in screen_text(app)
-        await pilot.click("#processes-table", offset=(6, 0))
-        await settle(pilot)
+        await click(pilot, "#processes-table", offset=(6, 0))
         assert order_of(app) == [3, 2, 1]
 
 
@@ -172,14 +165,12 @@ async def test_help_lists_the_keys_of_the_list(read_only: bool) -> None:
     app = dashboard(RecordingFeed(small(grown(1, 1)), read_only=read_only))
     async with app.run_test(size=SIZE) as pilot:
         screen = await opened(pilot)
-        await pilot.press("question_mark")
-        await settle(pilot)
+        await press(pilot, "question_mark")
         text = screen_text(app)
         for words in ("Keys of this screen", "user:bob gpu:1 vram>2g", "Reverse the order", "One step back"):
             assert words in text
         assert ("asks first" in text) != read_only
-        await pilot.press("escape")
-        await settle(pilot)
+        await press(pilot, "escape")
         assert app.screen is screen
 
 
@@ -188,8 +179,7 @@ async def test_a_click_on_a_key_does_what_the_key_does() -> None:
     async with app.run_test(size=SIZE) as pilot:
         await opened(pilot)
         at = screen_text(app).splitlines()[-1].index("Esc Back")
-        await pilot.click("KeyLine", offset=(at + 1, 0))
-        await settle(pilot)
+        await click(pilot, "KeyLine", offset=(at + 1, 0))
         assert app.screen is app.dashboard
 
 
@@ -202,11 +192,9 @@ async def test_views_and_folding() -> None:
         await pilot.press("down", "enter")
         assert order_of(app) == [50, 90]
         assert "▸ a" in screen_text(app)
-        await pilot.press("enter", "t")
-        await settle(pilot)
+        await press(pilot, "enter", "t")
         assert "tree" in screen_text(app)
-        await pilot.press("t")
-        await settle(pilot)
+        await press(pilot, "t")
         assert order_of(app) == [50, 101, 100]
         assert "flat" in screen_text(app)
 
@@ -219,8 +207,7 @@ async def test_ending_asks_with_names_and_consequence_and_holds_the_order() -> N
     app = dashboard(feed, actions)
     async with app.run_test(size=SIZE) as pilot:
         await opened(pilot)
-        await pilot.press("k")
-        await settle(pilot)
+        await press(pilot, "k")
         assert isinstance(app.screen, ConfirmDialog)
         assert app.focused is not None
         assert app.focused.id == "cancel"
@@ -234,15 +221,12 @@ async def test_ending_asks_with_names_and_consequence_and_holds_the_order() -> N
             "Run tiny would lose 4 updates",
         ):
             assert words in text
-        await pilot.press("enter")
-        await settle(pilot)
+        await press(pilot, "enter")
         assert actions.ended == []
-        await pilot.press("space", "space", "k")
-        await settle(pilot)
+        await press(pilot, "space", "space", "k")
         feed.say(small(mine, grown(2, 9)))
         await settle(pilot)
-        await pilot.press("y")
-        await settle(pilot)
+        await press(pilot, "y")
         assert sorted(actions.ended) == [1, 2]
         assert "✓ 2 processes ended" in screen_text(app)
 
@@ -253,8 +237,7 @@ async def test_what_is_not_ones_own_cannot_be_ended_or_ticked() -> None:
     async with app.run_test(size=SIZE) as pilot:
         screen = await opened(pilot)
         for key in ("k", "space"):
-            await pilot.press(key)
-            await settle(pilot)
+            await press(pilot, key)
             assert app.screen is screen
             assert "belongs to grace" in screen_text(app)
         assert not screen.ticked
@@ -268,15 +251,12 @@ async def test_read_only_has_no_keys_that_end() -> None:
         assert "End" not in text
         assert "Tick" not in text
         for key in ("k", "space"):
-            await pilot.press(key)
-            await settle(pilot)
+            await press(pilot, key)
             assert app.screen is screen
         assert not screen.ticked
-        await pilot.press("enter")
-        await settle(pilot)
+        await press(pilot, "enter")
         assert isinstance(app.screen, ProcessScreen)
-        await pilot.press("k")
-        await settle(pilot)
+        await press(pilot, "k")
         assert isinstance(app.screen, ProcessScreen)
         assert "End" not in screen_text(app)
 
@@ -286,8 +266,7 @@ async def test_one_process_in_detail_until_it_ends() -> None:
     app = dashboard(feed)
     async with app.run_test(size=SIZE) as pilot:
         await opened(pilot)
-        await pilot.press("enter")
-        await settle(pilot)
+        await press(pilot, "enter")
         assert isinstance(app.screen, ProcessScreen)
         text = screen_text(app)
         for words in ("process 1", "python job-1.py", "VRAM 5.0 GiB", "RSS –", "not known"):
@@ -295,8 +274,7 @@ async def test_one_process_in_detail_until_it_ends() -> None:
         feed.say(small())
         await settle(pilot)
         assert "it has ended or left the GPU" in screen_text(app)
-        await pilot.press("k")
-        await settle(pilot)
+        await press(pilot, "k")
         assert "it has already ended" in screen_text(app)
 
 
@@ -305,19 +283,16 @@ async def test_secrets_of_the_environment_are_hidden_until_asked_for() -> None:
     app = dashboard(RecordingFeed(small(grown(1, 1))), actions)
     async with app.run_test(size=SIZE) as pilot:
         screen = await opened(pilot)
-        await pilot.press("e")
-        await settle(pilot)
+        await press(pilot, "e")
         assert isinstance(app.screen, EnvironmentDialog)
         assert "HOME=/home/ada" in screen_text(app)
         assert "hf_secret" not in screen_text(app)
-        await pilot.press("v")
-        await settle(pilot)
+        await press(pilot, "v")
         assert "hf_secret" in screen_text(app)
         await pilot.press("escape")
         actions.environment = None
         await settle(pilot)
-        await pilot.press("e")
-        await settle(pilot)
+        await press(pilot, "e")
         assert app.screen is screen
         assert "it belongs to grace" in screen_text(app)
 
@@ -345,9 +320,7 @@ async def test_a_tick_without_news_repaints_no_row() -> None:
 
 @pytest.mark.parametrize("by", ["click", "enter"])
 async def test_the_short_list_opens_the_full_one(by: str) -> None:
-    app = dashboard(RecordingFeed(small(grown(1, 1))))
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(small(grown(1, 1))), size=SIZE) as (app, pilot):
         if by == "click":
             await pilot.click("#processes", offset=(3, 2))
         else:
@@ -377,8 +350,7 @@ async def test_an_ending_goes_on_and_is_told_when_its_screen_is_left(keys: tuple
     async with app.run_test(size=SIZE) as pilot:
         await opened(pilot)
         for key in (*(("k", "y") if "k" not in keys else ()), *keys):
-            await pilot.press(key)
-            await settle(pilot)
+            await press(pilot, key)
         assert app.screen is app.dashboard
         assert app.dashboard.ending_processes
         actions.release.set()
@@ -393,8 +365,7 @@ async def test_one_ending_at_a_time() -> None:
     app = dashboard(RecordingFeed(small(grown(1, 1))), actions)
     async with app.run_test(size=SIZE) as pilot:
         screen = await opened(pilot)
-        await pilot.press("k", "y", "k")
-        await settle(pilot)
+        await press(pilot, "k", "y", "k")
         assert app.screen is screen
         assert "✗ processes are being ended already" in screen_text(app)
         actions.release.set()
@@ -409,12 +380,10 @@ async def test_what_draws_on_another_gpu_can_be_neither_ticked_nor_ended() -> No
     async with app.run_test(size=SIZE) as pilot:
         screen = await opened(pilot)
         for key in ("k", "space"):
-            await pilot.press(key)
-            await settle(pilot)
+            await press(pilot, key)
             assert app.screen is screen
             assert "draws on the screen (graphics)" in screen_text(app)
-        await pilot.press("enter", "k")
-        await settle(pilot)
+        await press(pilot, "enter", "k")
         assert isinstance(app.screen, ProcessScreen)
         assert "draws on the screen (graphics)" in screen_text(app)
         assert actions.ended == []
@@ -429,15 +398,13 @@ async def test_what_became_of_an_ending_is_marked_whole_and_stays() -> None:
     app = dashboard(RecordingFeed(small(grown(1, 2), grown(2, 1))), actions)
     async with app.run_test(size=(80, 24)) as pilot:
         screen = await opened(pilot)
-        await pilot.press("k", "y")
-        await settle(pilot)
+        await press(pilot, "k", "y")
         for _ in range(2):
             text = screen_text(app)
             assert "✗ no process ended" in text
             assert "THE-END" in text
             assert "✓" not in text
-            await pilot.press("down")
-            await settle(pilot)
+            await press(pilot, "down")
         assert "your own process" in screen_text(app), "the row under the cursor has its line, too"
         screen.say("something else")
         await settle(pilot)
@@ -448,25 +415,21 @@ async def test_the_question_names_the_gpus() -> None:
     app = dashboard(RecordingFeed(machine(gpu(0, processes=(grown(1, 2),)), gpu(3, processes=(grown(1, 2),)))))
     async with app.run_test(size=SIZE) as pilot:
         await opened(pilot)
-        await pilot.press("k")
-        await settle(pilot)
+        await press(pilot, "k")
         assert isinstance(app.screen, ConfirmDialog)
         assert "on GPU 0, 3: python job-1.py" in screen_text(app)
 
 
 async def test_a_list_that_the_driver_refuses_is_not_called_empty() -> None:
     refused = gpu(0, unknown={"processes": "no permission: this user may not read it"})
-    app = dashboard(RecordingFeed(machine(refused)))
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(machine(refused)), size=SIZE) as (app, pilot):
         words = "! GPU 0: not all of its processes are known: no permission"
         assert words in screen_text(app)
         assert "no process uses a GPU" not in screen_text(app)
         await opened(pilot)
         assert words in screen_text(app)
         assert "no process uses a GPU" not in screen_text(app)
-        await pilot.press("escape", "k")
-        await settle(pilot)
+        await press(pilot, "escape", "k")
         assert "GPU 0: not all of its processes are known" in screen_text(app)
         assert "uses a GPU" not in screen_text(app).partition("Cancel")[0].rpartition("Processes that hold")[2]
 
@@ -475,16 +438,13 @@ async def test_a_filter_that_is_not_understood_is_not_taken_with_enter() -> None
     app = dashboard(RecordingFeed(small(grown(1, 3), process(2, kind="mps"))))
     async with app.run_test(size=SIZE) as pilot:
         await opened(pilot)
-        await pilot.press("f", *"kind:mps", "enter")
-        await settle(pilot)
+        await press(pilot, "f", *"kind:mps", "enter")
         assert order_of(app) == [2]
-        await pilot.press("f", *" usr:x", "enter")
-        await settle(pilot)
+        await press(pilot, "f", *" usr:x", "enter")
         assert app.screen.query_one("#processes-input", Input).display
         assert "no key 'usr'" in screen_text(app)
         assert "usr:x" not in screen_text(app).splitlines()[0], "what is shown is not chosen by that"
-        await pilot.press("escape")
-        await settle(pilot)
+        await press(pilot, "escape")
         assert order_of(app) == [1, 2]
 
 
