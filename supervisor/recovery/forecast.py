@@ -16,7 +16,7 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
-from memtop.supervisor.monitor.bands import band_of
+from memtop.supervisor.monitor.values import band_of
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.values import Forecast, Peak
 

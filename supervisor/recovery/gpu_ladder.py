@@ -17,18 +17,18 @@ from memtop.presets.files import load_presets
 from memtop.presets.schema import Preset, Settings, exact_splits
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
-from memtop.supervisor.monitor.bands import EDGE_FROM
-from memtop.supervisor.recovery.configuration import applied, settings_key
-from memtop.supervisor.recovery.forecast import Line
-from memtop.supervisor.recovery.parameters import (
+from memtop.supervisor.monitor.values import EDGE_FROM
+from memtop.supervisor.recovery.configuration import (
     MOMENT_BYTES,
     TRAINED_BYTES,
     adapter_parameters,
+    applied,
     model_parameters,
+    settings_key,
     smaller_model,
 )
-from memtop.supervisor.recovery.situation import Situation
-from memtop.supervisor.recovery.suggested_commands import to_do, train_command
+from memtop.supervisor.recovery.forecast import Line
+from memtop.supervisor.recovery.situation import Situation, to_do, train_command
 from memtop.supervisor.recovery.values import Remedy
 
 Rung = Remedy | str | None

@@ -61,12 +61,11 @@ from memtop.supervisor.run.post_mortem import examine as post_mortem
 from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
 from memtop.supervisor.run.post_mortem.log_end import read_log_end
 from memtop.supervisor.run.processes import launch
-from memtop.supervisor.run.processes.attempt import RunningAttempt, clear_leftovers
-from memtop.supervisor.run.processes.process import send
+from memtop.supervisor.run.processes.attempt import RunningAttempt, clear_leftovers, send
 from memtop.supervisor.run.record import checkpoints
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
-from memtop.supervisor.run.record.intake import Intake
-from memtop.supervisor.run.record.outbox import Outbox
+from memtop.supervisor.run.record.journal import Intake
+from memtop.supervisor.run.record.ledger import Outbox
 from memtop.supervisor.run.sensors import Sensors
 from memtop.supervisor.run.state import state_file
 

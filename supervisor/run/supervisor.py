@@ -30,12 +30,10 @@ from memtop.supervisor.run.events import (
 )
 from memtop.supervisor.run.model import Model, Run, Stage
 from memtop.supervisor.run.performer import Performer, read_states
-from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS
+from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, become_subreaper, reap_children, record_rank
 from memtop.supervisor.run.processes.launch import has_program
-from memtop.supervisor.run.processes.process import become_subreaper, reap_children, record_rank
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
-from memtop.supervisor.run.record.ledger import open_for_writing
-from memtop.supervisor.run.record.outbox import Outbox
+from memtop.supervisor.run.record.ledger import Outbox, open_for_writing
 from memtop.supervisor.run.reports import Report
 from memtop.supervisor.run.rules.taking_over import newest_started
 from memtop.supervisor.run.sensors import Sensors

@@ -353,7 +353,7 @@ async def test_what_is_said_takes_the_lines_that_it_needs_and_no_toast(size: tup
     feed = training_feed()
     app = dashboard(feed)
     width = size[0] - 4
-    async with app.run_test(size=size) as pilot:
+    async with app.run_test(size=size, notifications=True) as pilot:
         await settle(pilot)
         for length, lines in ((width, 1), (width + 20, 2), (10 * width, 3 if size[1] > 20 else 2)):
             words = ("of " * length)[: length - 4].strip() + " end"
@@ -365,7 +365,7 @@ async def test_what_is_said_takes_the_lines_that_it_needs_and_no_toast(size: tup
             told = " ".join(" ".join(rows).split())
             assert told == f"✓ {words}" if length < 5 * width else told.endswith("…")
             assert "f Free" in screen_text(app)
-        assert not app._notifications
+        assert not app.screen.query("Toast")
         # After a while it gives the log its lines back.
         app.dashboard.flash.fold()
         await settle(pilot)
@@ -374,11 +374,12 @@ async def test_what_is_said_takes_the_lines_that_it_needs_and_no_toast(size: tup
 
 async def test_what_is_said_under_another_screen_is_a_toast() -> None:
     feed = training_feed()
-    async with opened(feed, "o", size=SIZE) as (app, pilot):
+    async with opened(feed, "o", size=SIZE, notifications=True) as (app, pilot):
         assert isinstance(app.screen, ProcessesScreen)
         app.dashboard.say("checkpoint at update 40", "good")
         await settle(pilot)
-        assert [one.message for one in app._notifications] == ["checkpoint at update 40"]
+        assert len(app.screen.query("Toast")) == 1
+        assert "checkpoint at update 40" in screen_text(app)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (160, 50)])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from memtop.supervisor import wire
 from memtop.tui.dashboard.log import LogPanel
@@ -108,11 +111,13 @@ async def test_a_lost_supervisor_is_a_worded_state() -> None:
         assert "! supervisor is gone" not in screen_text(app)
 
 
-async def test_old_values_are_marked_as_old() -> None:
+async def test_old_values_are_marked_as_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("memtop.tui.dashboard.screen.time", SimpleNamespace(monotonic=lambda: clock.now))
     async with opened(RecordingFeed(running(gpu())), size=(80, 24)) as (app, pilot):
-        app.dashboard._heard -= 30
-        app.dashboard._check_quiet()
-        await settle(pilot)
+        clock.now += 30.0
+        while "no data" not in screen_text(app):
+            await pilot.pause(0.05)
         assert "! no data for 30 s" in screen_text(app)
 
 

@@ -11,8 +11,7 @@ import pynvml
 
 from memtop.supervisor.monitor.nvml import errors as codes
 from memtop.supervisor.monitor.nvml.details import NO_MIG_UTILIZATION, DetailReader
-from memtop.supervisor.monitor.nvml.memory import MEMORY_FIELDS, HostRam, MemoryReader
-from memtop.supervisor.monitor.nvml.mig import Mig
+from memtop.supervisor.monitor.nvml.memory import MEMORY_FIELDS, HostRam, MemoryReader, Mig
 from memtop.supervisor.monitor.nvml.processes import ProcessReader, Shares, UtilizationReader, merge_processes, with_shares
 from memtop.supervisor.monitor.nvml.query import GpuGone, Query
 from memtop.supervisor.monitor.values import GpuDetails, GpuProcess, GpuSample, GpuTrouble

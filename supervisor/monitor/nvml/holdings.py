@@ -13,8 +13,7 @@ from typing import Any
 import pynvml
 
 from memtop.supervisor.monitor.nvml import errors as codes
-from memtop.supervisor.monitor.nvml.memory import HostRam, MemoryReader
-from memtop.supervisor.monitor.nvml.mig import Mig
+from memtop.supervisor.monitor.nvml.memory import HostRam, MemoryReader, Mig
 from memtop.supervisor.monitor.nvml.processes import ProcessReader, merge_processes
 from memtop.supervisor.monitor.nvml.query import GpuGone, Query
 from memtop.supervisor.monitor.values import GpuSample

@@ -15,8 +15,8 @@ import msgspec
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.monitor.processes.table import all_pids
-from memtop.supervisor.run.post_mortem.error_files import error_file_environment
-from memtop.supervisor.run.processes.process import members
+from memtop.supervisor.run.post_mortem.log_end import error_file_environment
+from memtop.supervisor.run.processes.attempt import members
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
 
 _PACKAGE = Path(__file__).resolve().parents[3]
