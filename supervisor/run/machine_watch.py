@@ -20,7 +20,8 @@ from memtop.supervisor.run.processes.host_memory import HostReading, RunMemory, 
 from memtop.supervisor.run.view import known_runs
 from memtop.supervisor.wire import RoleMemory
 
-_SAMPLE_SECONDS = 1.0
+SAMPLE_SECONDS = 1.0
+"""How often the machine is sampled."""
 # Pause after a failure.
 _AGAIN_SECONDS = 5.0
 # The run's processes are searched in /proc, and the ledger is written, at every fifth sample.
@@ -115,7 +116,7 @@ class MachineWatch:
             await asyncio.to_thread(self._sample, sampler, rarely, *self._attempt_and_ranks())
             on_sample(rarely)
             count += 1
-            await asyncio.sleep(max(0.1, _SAMPLE_SECONDS - (time.monotonic() - started)))
+            await asyncio.sleep(max(0.1, SAMPLE_SECONDS - (time.monotonic() - started)))
 
     def _sample(self, sampler: Sampler, rarely: bool, attempt: int, ranks: tuple[RankMemory, ...]) -> None:
         now = time.monotonic()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
+from memtop.supervisor.monitor.nvml.events import AGAIN_SECONDS
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.nvml.thread import DriverThread
 from memtop.supervisor.monitor.values import Band, GpuSample, band_of
@@ -231,7 +232,9 @@ def test_more_used_than_there_is_is_no_number(driver: Script, reader: NvmlReader
     assert (gpu.used_bytes, gpu.unknown) == (GIB, {})
 
 
-def test_where_no_thread_can_be_started(driver: Script, reader: NvmlReader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_thread_can_be_started(
+    driver: Script, reader: NvmlReader, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A pids limit that is reached, as in a container: what needs a thread says so, and comes once there is one."""
     start = threading.Thread.start
     allowed: list[str] = []
@@ -259,7 +262,7 @@ def test_where_no_thread_can_be_started(driver: Script, reader: NvmlReader, monk
     thread.read()
     assert driver.calls("nvmlEventSetCreate") == created, "not tried at every read"
     allowed += ["memtop-nvml-events", "memtop-nvml-pcie"]
-    monkeypatch.setattr(reader._events, "_again", 0.0)
+    clock.pass_(AGAIN_SECONDS)
     thread.read()
     assert "memtop-nvml-events" in {one.name for one in threading.enumerate()}
     thread.close()

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from unittest.mock import Mock
-
 import pytest
 
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
-from memtop.supervisor.monitor.nvml.memory import Mig
-from memtop.supervisor.monitor.nvml.processes import ListRow
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import Band, GpuSample, band_of
@@ -137,6 +133,7 @@ def test_the_change_is_announced(driver: Script, reader: NvmlReader, clock: Cloc
 
 
 COMPUTE = "nvmlDeviceGetComputeRunningProcesses_v3"
+GRAPHICS = "nvmlDeviceGetGraphicsRunningProcesses_v3"
 
 
 def test_the_gpus_own_list_where_no_instance_tells_its_processes(driver: Script, reader: NvmlReader) -> None:
@@ -157,18 +154,15 @@ def test_one_instance_that_tells_is_enough_to_believe_the_instances(driver: Scri
     assert gpu.unknown["processes"] == nvml_errors.words(4)
 
 
-def test_rows_of_the_gpus_own_list_go_to_the_instance_that_they_name() -> None:
-    mig = Mig(None)
-    mig._instances = [
-        Mock(position=4, gpu_instance=7, compute_instance=0),
-        Mock(position=5, gpu_instance=7, compute_instance=1),
-    ]
-    told = {"compute": [ListRow(1, MIB, 7, 1), ListRow(2, MIB, 2**32 - 1, 2**32 - 1)], "graphics": [ListRow(3, MIB, 7, 0)]}
-    assert dict(mig._by_instance(told)) == {
-        5: {"compute": [told["compute"][0]]},
-        None: {"compute": [told["compute"][1]]},
-        4: {"graphics": told["graphics"]},
-    }
+def test_rows_of_the_gpus_own_list_go_to_the_instance_that_they_name(driver: Script, reader: NvmlReader) -> None:
+    driver.gpu(0, total=80 * GIB, mig=1)
+    for position, compute in ((4, 0), (5, 1)):
+        driver.mig(0, position, total=10 * GIB, gi=7, ci=compute)
+        driver.fail(COMPUTE, 0, 3, mig=position).fail(GRAPHICS, 0, 3, mig=position)
+    driver.process(0, pid=1, used=MIB, mig=5).process(0, pid=2, used=MIB)
+    driver.process(0, pid=3, used=MIB, mig=4, kind="graphics").write()
+    found = {row.pid: (row.mig_instance, row.kind) for row in one(reader).processes}
+    assert found == {1: (5, "compute"), 2: (None, "compute"), 3: (4, "graphics")}
 
 
 def test_nobody_tells_the_processes(driver: Script, reader: NvmlReader) -> None:
@@ -194,16 +188,19 @@ def test_bands_of_instances_do_not_flicker_and_old_instances_are_forgotten(
     driver: Script, reader: NvmlReader, clock: Clock
 ) -> None:
     watcher = Sampler(nvml=reader)
-    bands = []
-    for percent in (84, 85, 84, 85, 87):
-        driver.clear().gpu(0, total=80 * GIB, mig=1).mig(0, 0, total=100 * MIB, used=percent * MIB, gi=1).write()
-        bands.append(watcher.sample().gpus[0].mig[0].band)
-    assert bands == [Band.SAFE, Band.SAFE, Band.SAFE, Band.SAFE, Band.EDGE]
-    for number in range(20):
-        driver.clear().gpu(0, total=80 * GIB, mig=1).mig(0, 0, total=MIB, gi=1, uuid=f"MIG-{number}").write()
+
+    def band_at(percent: float, uuid: str) -> Band:
+        driver.clear().gpu(0, total=80 * GIB, mig=1).mig(
+            0, 0, total=1000 * MIB, used=int(percent * 10) * MIB, gi=1, uuid=uuid
+        ).write()
         clock.pass_(11.0)
-        watcher.sample()
-    assert set(watcher._gauges) == {"GPU-00000000", "MIG-19"}
+        return watcher.sample().gpus[0].mig[0].band
+
+    bands = [band_at(percent, "MIG-a") for percent in (84, 85, 84, 85, 87)]
+    assert bands == [Band.SAFE, Band.SAFE, Band.SAFE, Band.SAFE, Band.EDGE]
+    assert band_at(84.5, "MIG-a") == Band.EDGE, "just below the edge: it stays"
+    assert band_at(50, "MIG-b") == Band.SAFE
+    assert band_at(84.5, "MIG-a") == Band.SAFE, "the instance was away and starts anew"
 
 
 def test_no_use_is_made_up_where_the_instances_refuse_their_lists(driver: Script, reader: NvmlReader) -> None:

@@ -18,7 +18,7 @@ CALL = "nvmlDeviceGetPcieThroughput"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml_pcie, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(nvml_pcie, "PAUSE_SECONDS", 0.01)
 
 
 def details(reader: NvmlReader) -> list[GpuDetails]:
