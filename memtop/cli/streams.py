@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from memtop.cli.dashboard import Look
+from memtop.cli.dashboard import WatchOptions
 from memtop.cli.lookup import run_folders, state_of
 from memtop.cli.output import summary
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
@@ -61,7 +61,7 @@ Write = Callable[[MachineSnapshot, RunState | None], None]
 def stream(
     runs_dir: Path,
     folder: RunFolder | None,
-    look: Look,
+    look: WatchOptions,
     *,
     form: str | None,
     count: int | None,
