@@ -317,7 +317,7 @@ def _without_front(shown: str) -> tuple[str, int | None]:
     return RIGHT_BORDER.sub("", text).strip(), rank
 
 
-# --- page and view -------------------------------------------------------------------------------
+# --- the text of a log ---------------------------------------------------------------------------
 
 _SPACE = re.compile(r"\s+")
 _WORD = re.compile(r"\w")
@@ -387,10 +387,10 @@ class LogText:
         each other's lines."""
         ranks = {line.rank for line in self.lines}
         order = list(range(len(self.lines)))
-        views = [JoinedLines(self.lines, list(order))]
+        views = [JoinedLines(self.lines, order)]
         if len(ranks) > 1:
-            order.sort(key=lambda index: (self.lines[index].rank is None, self.lines[index].rank or 0))
-            views.append(JoinedLines(self.lines, list(order)))
+            by_rank = sorted(order, key=lambda index: (self.lines[index].rank is None, self.lines[index].rank or 0))
+            views.append(JoinedLines(self.lines, by_rank))
         return views
 
     def context(self, index: int, most: int = 120) -> list[LogLine]:

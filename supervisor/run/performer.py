@@ -60,8 +60,7 @@ from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.post_mortem import examine as post_mortem
 from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
 from memtop.supervisor.run.post_mortem.log_end import read_log_end
-from memtop.supervisor.run.processes import launch
-from memtop.supervisor.run.processes.attempt import RunningAttempt, clear_leftovers, send
+from memtop.supervisor.run.processes.attempt import RunningAttempt, clear_leftovers, inherited_allocator, launch, send
 from memtop.supervisor.run.record import checkpoints
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
 from memtop.supervisor.run.record.journal import Intake
@@ -199,9 +198,7 @@ class Performer:
         try:
             with checkpoints.rolled_back(latest, effect.state_before) as aside:
                 states = read_states(self._folder)
-                shim = launch.launch(
-                    self._folder, number, self._spec, effect.settings, self._socket, allocator=effect.allocator
-                )
+                shim = launch(self._folder, number, self._spec, effect.settings, self._socket, allocator=effect.allocator)
         except MemtopError as error:
             why = str(error)
             self._outbox.close_unstarted(number, why, time.time())
@@ -267,7 +264,7 @@ class Performer:
             kept_states=read_states(self._folder).kept,
             disk_free_bytes=post_mortem.free_bytes(self._folder.path),
             deepspeed=importlib.util.find_spec("deepspeed") is not None,
-            inherited_allocator=launch.inherited_allocator(os.environ),
+            inherited_allocator=inherited_allocator(os.environ),
             model_config=post_mortem.model_config(effect.settings) if effect.settings is not None else None,
             has_loader_workers="loader worker" in self._sensors.machine_watch.roles.values(),
         )

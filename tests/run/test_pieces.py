@@ -27,7 +27,7 @@ from memtop.supervisor.run import explain
 from memtop.supervisor.run.clients.server import socket_path
 from memtop.supervisor.run.post_mortem.log_end import LogEnd, read_log_end
 from memtop.supervisor.run.processes import shim
-from memtop.supervisor.run.processes.launch import allocator_environment
+from memtop.supervisor.run.processes.attempt import allocator_environment
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.checkpoints import newest_checkpoint, read_checkpoint
 from memtop.supervisor.run.record.folder import (
