@@ -14,7 +14,7 @@ from memtop.supervisor.run.model import CurrentAttempt, Model, Run
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.configurations import Configurations
 from memtop.supervisor.run.record.folder import StateFile
-from memtop.supervisor.run.record.ledger import CurrentAttempt as Row
+from memtop.supervisor.run.record.ledger import Attempt
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.run.step import step
 from memtop.supervisor.wire import Answer, Checkpoint, Phase, RunState
@@ -97,13 +97,13 @@ def state_of(phase: Phase, attempt: int = 1, reason: str | None = None, **values
     return StateFile(run=run, socket="", **values)
 
 
-def row(number: int = 1, settings: Settings | None = SETTINGS, **values: Any) -> Row:
-    return Row(
+def row(number: int = 1, settings: Settings | None = SETTINGS, **values: Any) -> Attempt:
+    return Attempt(
         number=number, reason=values.pop("reason", "start"), settings=settings, started=values.pop("started", 9.0), **values
     )
 
 
-def taken_over(*rows: Row, reports: tuple[dict[str, Any], ...] = (), **values: Any) -> Brain:
+def taken_over(*rows: Attempt, reports: tuple[dict[str, Any], ...] = (), **values: Any) -> Brain:
     """A new supervisor of the run that the ledger has these attempts of; `reports`: read by the one before it."""
     brain = Brain(Model(run=RUN, settings=SETTINGS, supervisor_pid=7))
     brain.tell(SupervisorStarted(attempts=rows, **values))
