@@ -40,7 +40,7 @@ from memtop.supervisor.run.record.folder import (
     list_runs,
     write_json,
 )
-from memtop.supervisor.run.record.journal import Journal
+from memtop.supervisor.run.record.journal import JournalReader
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import End, Step
 from memtop.supervisor.run.view import known_runs, read_run, read_state, show
@@ -182,7 +182,7 @@ def test_a_damaged_run_json_hides_no_other_run(tmp_path: Path) -> None:
 def test_only_whole_lines_are_read_and_damaged_ones_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.jsonl"
     path.write_text('{"type": "step", "update": 1}\n{"upd\n{"type": "step", "update": 2}\n{"type": "step", "update": 3')
-    journal = Journal(path)
+    journal = JournalReader(path)
     reports, end = journal.read_new()
     assert reports == [Step(update=1), Step(update=2)]
     journal.offset = end

@@ -235,7 +235,7 @@ def test_a_journal_that_cannot_be_written_does_not_disturb_the_program(tmp_path:
 def test_a_full_queue_drops_the_oldest_and_counts_them(tmp_path: Path) -> None:
     code = """
 import json, os, memtop_agent.journal as j
-journal = j.Journal(PATH + "/not/there", capacity=10)
+journal = j.JournalWriter(PATH + "/not/there", capacity=10)
 for n in range(25):
     journal.put({"n": n})
 journal.flush()
