@@ -32,8 +32,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a job in a script's background: what the tests start would ignore it, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# Or every program that a test starts would compile memtop's modules again.
+# Or every program that a test starts would compile memtop's modules again, and every worker all tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Before anything imports torch. Models of these sizes take many times longer on two threads than on one as soon as other
 # programs want the cores: threads wait for each other, spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
