@@ -75,7 +75,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
 
 
-LONG = pytest.mark.skipif(os.environ.get("MEMTOP_TESTS_EXEC") != "1", reason="only part of `make long`")
 UNTIL_GO = """
 import os, time
 while not os.path.exists("go"):

@@ -41,6 +41,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+LONG = os.environ.get("MEMTOP_TESTS_EXEC") == "1"
+"""Whether this is `make long`, which starts every program by exec and repeats things more often."""
 LIBRARIES = (
     *("asyncio", "concurrent.futures.thread", "multiprocessing.reduction", "sqlite3", "uuid", "statistics", "tomllib"),
     *("msgspec", "psutil", "pynvml", "click", "platformdirs", "numpy", "safetensors.torch"),
@@ -201,7 +203,7 @@ _starters: dict[tuple[str, ...], Starter | None] = {}
 
 def _starter_with(libraries: tuple[str, ...], environment: Mapping[str, str]) -> Starter | None:
     """This process's starter that has imported these libraries, too, in this environment. It is started when first wanted."""
-    if os.environ.get("MEMTOP_TESTS_EXEC") == "1":
+    if LONG:
         return None
     if libraries not in _starters:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

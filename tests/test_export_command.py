@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 from tests.conftest import Runs
+from tests.recovery.injected import TINY
 from tests.train.recipes import pairs, write_llama, write_rows
 
 
 def test_a_run_is_exported_once_into_a_folder(runs: Runs) -> None:
-    runs.memtop("train", "--headless", "--name", "a", "--max-updates", "2", "--set", "device=cpu")
+    runs.memtop("train", "--headless", "--name", "a", "--max-updates", "2", "--set", "device=cpu", *TINY)
     out = runs.root / "model"
     done = runs.memtop("export", "a", "model")
     assert done.stdout == f"{out}\n"

@@ -68,11 +68,11 @@ PACED = """
 """A model so small that its run would be over before anybody could act on it takes 2 s for 40 updates, and next to no CPU."""
 SOON_STALLED = """
     import memtop.supervisor.run.post_mortem.stall as stall
-    stall.SECONDS = stall.FIRST_SECONDS = 3.0
+    stall.SECONDS = stall.FIRST_SECONDS = 1.5
     import functools
     from memtop.supervisor.run import supervisor
     from memtop.supervisor.run.stop_ladder import Waits
-    short = Waits(graceful=4, interrupt=4, terminate=4)
+    short = Waits(graceful=1.5, interrupt=1.5, terminate=1.5)
     supervisor.Supervisor.__init__ = functools.partialmethod(supervisor.Supervisor.__init__, waits=short)
 """
 """A program that is silent after words of missing memory is ended after seconds, and has seconds to react to each signal."""

@@ -241,16 +241,6 @@ def test_a_program_that_dies_of_memory_starts_again_with_the_settings_before(aut
     assert world.facts.settings == BEFORE
 
 
-def test_a_restart_after_a_death_in_a_trial_can_be_cancelled() -> None:
-    world = on_trial()
-    world.run_out()
-    world.tick()
-    world.call_off()
-    world.tick()
-    assert (outcome(world)[0], world.facts.phase, world.facts.attempt) == ("undone", Phase.FAILED, 1)
-    assert world.facts.settings == BEFORE
-
-
 def test_a_full_disk_is_no_reason_to_restart() -> None:
     world = on_trial(auto=False)
     world.die(Kind.DISK_FULL)
@@ -294,20 +284,6 @@ def test_without_an_agent_the_undoing_restarts_the_run() -> None:
     assert world.facts.settings == BEFORE
 
 
-@pytest.mark.parametrize("phase", [Phase.STOPPED, Phase.FAILED, Phase.FINISHED])
-def test_a_run_that_ended_in_a_trial_gets_the_settings_before(phase: Phase) -> None:
-    world = on_trial()
-    world.program = None
-    world.know(phase=phase)
-    world.replace_supervisor()
-    assert outcome(world)[0] == "undone"
-    assert world.facts.settings == BEFORE
-    # Once only.
-    actions = len(world.asked)
-    world.replace_supervisor()
-    assert len(world.asked) == actions
-
-
 def test_a_trial_that_had_changed_nothing_is_over() -> None:
     world = World()
     world.begin()
@@ -347,12 +323,6 @@ def test_a_restart_that_the_trial_itself_has_requested_is_still_its_own() -> Non
     world.go_on(6)
     assert outcome(world)[0] == "undone"
     assert world.facts.settings == BEFORE
-
-
-def test_a_trial_of_another_version_is_reported() -> None:
-    found = trial.taken_over({"state": {"name": "of the future"}}, World().facts)
-    assert isinstance(found, str)
-    assert "the run's last trial cannot be read" in found
 
 
 # --- errors in memtop -----------------------------------------------------------------------------

@@ -209,7 +209,7 @@ def compile_some(folder: Path, compiler: str = "g++") -> subprocess.Popen[str]:
     source.write_text('extern "C" int answer() { return 42; }\n')
     surroundings = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder / "built"), "CXX": compiler, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", COMPILE, str(source)]
-    return subprocess.Popen(command, env=surroundings, cwd=folder, stdout=subprocess.PIPE, text=True)
+    return Program(command, env=surroundings, cwd=folder, stdout=subprocess.PIPE, text=True)
 
 
 def working_in(folder: Path) -> list[psutil.Process]:

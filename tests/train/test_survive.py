@@ -18,6 +18,7 @@ from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.auto_batch import OomGuard, larger_split, smaller_split
 from memtop.train.engine import GradientSum, PlainEngine
 from memtop.train.reporting import Unsupervised
+from tests.forking import LONG
 from tests.train.failing import (
     TOO_MUCH,
     Failing,
@@ -34,7 +35,7 @@ from tests.train.failing import (
 from tests.train.support import Training, edited
 from tests.train.test_evaluation import held_out
 
-UPDATES, FAILURES = 200, 30
+UPDATES, FAILURES = (200, 30) if LONG else (100, 15)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def one_thread() -> Iterator[None]:
 
 
 def disturbed(folder: Path, dropout: float) -> Training:
-    """200 updates with 30 failures at random micro-steps, growing back in between."""
+    """Updates with failures at random micro-steps, growing back in between."""
     settings = small(dropout=dropout, batch=16, accumulation=1, target_samples=16 * UPDATES)
     training = measured(folder, settings, Scripted(), patience=1)
     failing = Failing(training, drawn(3, FAILURES, UPDATES))
@@ -57,7 +58,7 @@ def disturbed(folder: Path, dropout: float) -> Training:
     return training
 
 
-def test_thirty_failures_end_with_the_weights_of_a_run_with_the_same_splits(tmp_path: Path) -> None:
+def test_many_failures_end_with_the_weights_of_a_run_with_the_same_splits(tmp_path: Path) -> None:
     training = disturbed(tmp_path / "disturbed", 0.1)
     assert {record["phase"] for record in training.channel.of("oom")} == {"forward", "backward"}
     splits = splits_of(training.channel)
@@ -71,7 +72,7 @@ def test_thirty_failures_end_with_the_weights_of_a_run_with_the_same_splits(tmp_
         assert torch.equal(training.weights()[name], weight), name
 
 
-def test_thirty_failures_change_only_rounding_without_dropout(tmp_path: Path) -> None:
+def test_many_failures_change_only_rounding_without_dropout(tmp_path: Path) -> None:
     training = disturbed(tmp_path / "disturbed", 0.0)
     undisturbed = fresh(tmp_path / "undisturbed", training.settings)
     undisturbed.run()

@@ -12,6 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests.forking import Program, run
+
 PAIR = ["prompt", "response"]
 MEASURE_READING = """
 import json, random, re, sys
@@ -23,7 +25,7 @@ open_rows(sys.argv[3], ["prompt", "response"]).row(0)
 before = resident()
 rows = open_rows(sys.argv[1], ["prompt", "response"], level=sys.argv[2])
 peak, read = 0, 0
-for index in random.Random(1).choices(range(len(rows)), k=2000):
+for index in random.Random(1).choices(range(len(rows)), k=1000):
     read += len(rows.row(index)["response"])
     peak = max(peak, resident())
 print(json.dumps({"growth": peak - before, "read": read, "groups": getattr(rows, "groups_read", 0)}))
@@ -92,8 +94,25 @@ def build_tokenizer(folder: Path, *, chat: bool = False, begin: bool = False, pa
 
 
 def in_child(code: str, *arguments: str) -> dict[str, Any]:
-    """Run code in a fresh interpreter; the JSON object of its last line."""
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+    """Run code in another process; the JSON object of its last line."""
+    done = run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def at_once(code: str, *arguments: str) -> list[list[str]]:
+    """Run code in two processes, which go on from their first `readline` together; the lines that each has printed."""
+    command = [sys.executable, "-c", code, *arguments]
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    both = [Program(command, cwd=Path(__file__).parents[3], **streams) for _ in range(2)]
+    for process in both:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in both:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    found = [process.communicate(timeout=120)[0].splitlines() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
     return found

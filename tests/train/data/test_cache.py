@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from memtop.train.data.files import fingerprint
 from memtop.train.data.rows import open_rows
 from memtop.train.data.samples import RowText
 from memtop.train.data.tokens import BEGIN, END, ByteTokens, TokenStore, token_cache
-from tests.train.data.support import in_child
+from tests.train.data.support import at_once, in_child
 
 BYTES = ByteTokens()
 TEXTS = ["hello", "", "größer", "x" * 1000]
@@ -123,26 +122,23 @@ def test_a_damaged_cache_is_reported(tmp_path: Path) -> None:
         token_cache(TEXTS, BYTES, tmp_path, "key")
 
 
-def build_there(folder: Path, start: Any, answers: Any) -> None:
-    texts = Counted(["abc" * 1000] * 2000)
-    start.wait()
-    store = token_cache(texts, BYTES, folder, "key")
-    answers.put((texts.readings, len(store), int(store.tokens.sum(dtype=np.int64))))
+BUILDING = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from tests.train.data.test_cache import BYTES, Counted, token_cache
+print("ready", flush=True)
+sys.stdin.readline()
+texts = Counted(["abc" * 1000] * 2000)
+store = token_cache(texts, BYTES, Path(sys.argv[1]), "key")
+print(json.dumps([texts.readings, len(store), int(store.tokens.sum(dtype=np.int64))]))
+"""
 
 
 def test_one_of_two_processes_builds(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    start, answers = context.Barrier(2), context.Queue()
-    processes = [context.Process(target=build_there, args=(tmp_path, start, answers)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    found = [answers.get(timeout=120) for _ in processes]
-    for process in processes:
-        process.join()
-    assert sorted(readings for readings, _, _ in found) == [0, 1]
-    assert {rest for _, *rest in map(list, found) for rest in [tuple(rest)]} == {
-        (2000, 2000 * (1000 * (97 + 98 + 99) + BEGIN + END))
-    }
+    found = [json.loads(lines[-1]) for lines in at_once(BUILDING, str(tmp_path))]
+    assert sorted(readings for readings, *_ in found) == [0, 1]
+    assert [rest for _, *rest in found] == [[2000, 2000 * (1000 * (97 + 98 + 99) + BEGIN + END)]] * 2
 
 
 _MEASURE = """

@@ -63,7 +63,7 @@ def test_a_bad_line_is_named_before_training_starts(tmp_path: Path, line: str | 
 def test_the_resident_set_does_not_grow_with_a_file_of_lines(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", *(json.dumps({"prompt": f"{n}", "response": "x" * 2000}) for n in range(30_000)))
     found = in_child(MEASURE_READING, str(path), "standard", str(write_lines(tmp_path / "b.jsonl", json.dumps(pair(0)))))
-    assert found["read"] == 2000 * 2000
+    assert found["read"] == 1000 * 2000
     assert found["growth"] < 10e6
 
 
