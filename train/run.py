@@ -18,7 +18,7 @@ from memtop.presets.validation import check
 from memtop.train import BadInputError, TrainingError, UnsavedError
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.batches import Position, agree_on_host_plan
-from memtop.train.channel import Channel, Control, MemoryRecord, Tracking, open_channel, tracking_options
+from memtop.train.channel import Channel, Control, MemoryRecorder, Tracking, open_channel, tracking_options
 from memtop.train.checkpoint import load_weights
 from memtop.train.data import OpenedData, open_data
 from memtop.train.engine import Engine, PlainEngine, trained_parameters
@@ -67,7 +67,7 @@ def _train(
     folder = Path(os.environ.get("MEMTOP_ATTEMPT_DIR") or state_dir.parent)
     accelerator = open_accelerator(settings, config, tracking_options(settings, folder, trackers))
     notify = _Notifier(channel, accelerator.is_main_process)
-    record = MemoryRecord(channel, accelerator)
+    record = MemoryRecorder(channel, accelerator)
     record("before model load")
     control = Control(channel, accelerator)
     control.catch_signals()

@@ -50,7 +50,7 @@ class LogLines:
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayPosition:
     """The position of a replay."""
 
     line: str
@@ -82,7 +82,7 @@ FeedMessage = (
     | Disconnected
     | LogLines
     | Followed
-    | Replayed
+    | ReplayPosition
 )
 
 

@@ -41,12 +41,12 @@ from memtop.supervisor.run.effects import (
 from memtop.supervisor.run.events import (
     Answered,
     Examined,
-    Facts,
     Launched,
     LaunchRefused,
     LeftoversCleared,
     LeftoversFound,
     Occurrence,
+    RemedyFacts,
     Signalled,
     StateHeld,
     States,
@@ -254,8 +254,8 @@ class Performer:
             diagnosis = Diagnosis(kind=Kind.NOT_MEMORY, reason="no_evidence", confidence=0.0, summary=problem)
         self._post(Examined(diagnosis=diagnosis, facts=self._facts(effect, evidence), problem=problem))
 
-    def _facts(self, effect: Examine, evidence: AttemptEvidence) -> Facts:
-        return Facts(
+    def _facts(self, effect: Examine, evidence: AttemptEvidence) -> RemedyFacts:
+        return RemedyFacts(
             gpu_used_before_bytes=evidence.baseline.gpu_used_bytes,
             in_own_group=evidence.in_own_group,
             host_limit_bytes=evidence.host_limit_bytes,
