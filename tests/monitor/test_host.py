@@ -10,9 +10,8 @@ import pytest
 from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.host import HostReader
 from memtop.supervisor.monitor.values import Band, HostSample
-from tests.monitor.conftest import Clock, Tree
+from tests.monitor.conftest import GIB, Clock, Tree
 
-GIB = 1024**3
 KIB = 1024
 MEMINFO = "MemTotal: 16777216 kB\nMemFree: 100 kB\nMemAvailable: 4194304 kB\nSwapTotal: 8388608 kB\nSwapFree: 6291456 kB\n"
 NO_SWAP = MEMINFO.replace("8388608", "0").replace("6291456", "0")

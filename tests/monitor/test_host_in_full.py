@@ -16,10 +16,9 @@ from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.cgroup import CgroupMemory, read_cgroup_memory
 from memtop.supervisor.monitor.host import SLOW_SECONDS, HostReader
 from memtop.supervisor.monitor.values import Band, HostSample
-from tests.monitor.conftest import Clock, Tree
-from tests.monitor.test_host import GIB, HOST, MEMINFO, SELF, group, read
+from tests.monitor.conftest import GIB, MIB, Clock, Tree
+from tests.monitor.test_host import HOST, MEMINFO, SELF, group, read
 
-MIB = 1024**2
 KINDS = (
     "Buffers: 1024 kB\nCached: 8192 kB\nSwapCached: 7 kB\nMlocked: 16 kB\nDirty: 20 kB\nWriteback: 4 kB\nShmem: 2048 kB\n"
     "ShmemHugePages: 99 kB\nHugePages_Total: 3\nHugePages_Free: 1\nHugepagesize: 2048 kB\nHugetlb: 6144 kB\n"

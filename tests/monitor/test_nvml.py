@@ -15,16 +15,8 @@ from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
 from memtop.supervisor.monitor.nvml.reader import MISSING_SECONDS, NvmlReader
 from memtop.supervisor.monitor.values import Band, GpuSample
-from tests.monitor.conftest import Clock
+from tests.monitor.conftest import GIB, MIB, Clock, one
 from tests.nvml_double.double import Script
-
-GIB = 1024**3
-MIB = 1024**2
-
-
-def one(reader: NvmlReader) -> GpuSample:
-    (gpu,) = reader.read().gpus
-    return gpu
 
 
 @pytest.mark.parametrize("count", [0, 1, 8, 16])
@@ -69,18 +61,6 @@ def test_every_field(driver: Script, reader: NvmlReader) -> None:
         power_limit_watts=350.0,
         details=gpu.details,
     )
-
-
-@pytest.mark.parametrize("code", sorted(nvml_errors.CODE_WORDS))
-def test_every_error_at_the_start_is_a_normal_state(driver: Script, reader: NvmlReader, clock: Clock, code: int) -> None:
-    driver.init_error(code).gpu(0, total=GIB).write()
-    reading = reader.read()
-    assert reading.gpus == ()
-    assert reading.note is not None
-    assert reading.note.startswith("no NVIDIA GPU: ")
-    driver.clear().gpu(0, total=GIB).write()
-    clock.pass_(10.0)
-    assert len(reader.read().gpus) == 1, "the driver came, without a restart"
 
 
 def test_an_error_without_words_keeps_its_number() -> None:
@@ -213,14 +193,6 @@ def test_a_field_that_comes_back_loses_its_reason(driver: Script, reader: NvmlRe
     assert (gpu.power_watts, gpu.unknown) == (5.0, {})
 
 
-def test_processes_are_merged(driver: Script, reader: NvmlReader) -> None:
-    driver.gpu(0, total=GIB)
-    driver.process(0, pid=11, used=5 * MIB).process(0, pid=12, used=9 * MIB)
-    driver.process(0, pid=12, used=9 * MIB, kind="graphics").process(0, pid=13, used=MIB, kind="graphics").write()
-    rows = [(row.pid, row.kind, row.used_bytes) for row in one(reader).processes]
-    assert rows == [(12, "compute+graphics", 9 * MIB), (11, "compute", 5 * MIB), (13, "graphics", MIB)]
-
-
 def test_memory_that_the_driver_does_not_tell(driver: Script, reader: NvmlReader) -> None:
     driver.gpu(0, total=GIB).process(0, pid=11, used=None).write()
     (row,) = one(reader).processes
@@ -229,12 +201,12 @@ def test_memory_that_the_driver_does_not_tell(driver: Script, reader: NvmlReader
 
 
 def test_pids_that_cannot_exist_are_dropped_and_said(driver: Script, reader: NvmlReader) -> None:
-    driver.gpu(0, total=GIB).process(0, pid=11, used=MIB)
+    driver.gpu(0, total=GIB).process(0, pid=11, used=MIB, sm=20)
     for pid in (0, 4294967295, 2**22 + 1):
-        driver.process(0, pid=pid, used=MIB)
+        driver.process(0, pid=pid, used=MIB, sm=10)
     driver.write()
     gpu = one(reader)
-    assert [row.pid for row in gpu.processes] == [11]
+    assert [(row.pid, row.sm_fraction) for row in gpu.processes] == [(11, 0.2)]
     assert "0, 4194305, 4294967295" in gpu.unknown["processes"]
 
 
@@ -266,34 +238,6 @@ def test_gpus_come_and_go(driver: Script, reader: NvmlReader, clock: Clock) -> N
     driver.clear().write()
     clock.pass_(10.0)
     assert reader.read().gpus == ()
-
-
-def test_gpus_that_change_places(driver: Script, reader: NvmlReader, clock: Clock) -> None:
-    driver.gpu(0, total=GIB, uuid="GPU-a", name="A").gpu(1, total=2 * GIB, uuid="GPU-b", name="B").write()
-    reader.read()
-    driver.clear().gpu(0, total=2 * GIB, uuid="GPU-b", name="B").gpu(1, total=GIB, uuid="GPU-a", name="A").write()
-    clock.pass_(10.0)
-    assert [(gpu.uuid, gpu.name) for gpu in reader.read().gpus] == [("GPU-b", "B"), ("GPU-a", "A")]
-
-
-def test_call_budget(driver: Script, reader: NvmlReader, clock: Clock) -> None:
-    """Twenty ticks of one second: memory and utilisation each time, lists every 2 s, sensors every 5 s, names once."""
-    driver.gpu(0, total=GIB).write()
-    names = {
-        "nvmlDeviceGetMemoryInfo_v2": 20,
-        "nvmlDeviceGetUtilizationRates": 20,
-        "nvmlDeviceGetComputeRunningProcesses_v3": 10,
-        "nvmlDeviceGetGraphicsRunningProcesses_v3": 10,
-        "nvmlDeviceGetTemperature": 4,
-        "nvmlDeviceGetPowerUsage": 4,
-        "nvmlDeviceGetName": 1,
-        "nvmlInitWithFlags": 1,
-    }
-    before = {name: driver.calls(name) for name in names}
-    for _ in range(20):
-        reader.read()
-        clock.pass_(1.0)
-    assert {name: driver.calls(name) - before[name] for name in names} == names
 
 
 def test_with_no_gpu_left_to_disturb_the_library_is_started_afresh_sooner(

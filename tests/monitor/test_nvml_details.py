@@ -20,11 +20,10 @@ from memtop.supervisor.monitor.nvml.details import (
     throttle_words,
 )
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
-from memtop.supervisor.monitor.values import GpuDetails, GpuSample
-from tests.monitor.conftest import Clock
+from memtop.supervisor.monitor.values import GpuDetails
+from tests.monitor.conftest import GIB, Clock, one
 from tests.nvml_double.double import Script
 
-GIB = 1024**3
 ALL_LINKS = 2**32 - 1
 
 EVERY_VALUE: dict[str, Any] = {
@@ -83,11 +82,6 @@ def rich(driver: Script, sent: int, received: int) -> Script:
         driver.field(0, 165, int(link != 2), scope=link)
     driver.field(0, 138, sent, scope=ALL_LINKS).field(0, 139, received, scope=ALL_LINKS)
     return driver.write()
-
-
-def one(reader: NvmlReader) -> GpuSample:
-    (gpu,) = reader.read().gpus
-    return gpu
 
 
 def test_every_value(driver: Script, reader: NvmlReader, clock: Clock) -> None:

@@ -7,35 +7,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
 from memtop.supervisor.monitor.nvml.errors import xid_words
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
-from memtop.supervisor.monitor.values import GpuSample
-from tests.monitor.conftest import Clock
+from tests.monitor.conftest import GIB, Clock, eventually, one
 from tests.nvml_double.double import Script
-
-GIB = 1024**3
-Value = TypeVar("Value")
-
-
-def one(reader: NvmlReader) -> GpuSample:
-    (gpu,) = reader.read().gpus
-    return gpu
-
-
-def eventually(look: Callable[[], Value], good: Callable[[Value], bool]) -> Value:
-    """Look until it is good; another thread brings it about."""
-    for _ in range(2000):
-        value = look()
-        if good(value):
-            return value
-        time.sleep(0.01)
-    raise AssertionError(f"still {value}")
 
 
 def names() -> list[str]:

@@ -12,17 +12,9 @@ from memtop.supervisor.monitor.nvml.mig import Mig
 from memtop.supervisor.monitor.nvml.processes import ListRow
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler
-from memtop.supervisor.monitor.values import Band, GpuSample
-from tests.monitor.conftest import Clock
+from memtop.supervisor.monitor.values import Band
+from tests.monitor.conftest import GIB, MIB, Clock, eventually, one
 from tests.nvml_double.double import Script
-
-GIB = 1024**3
-MIB = 1024**2
-
-
-def one(reader: NvmlReader) -> GpuSample:
-    (gpu,) = reader.read().gpus
-    return gpu
 
 
 def cut(driver: Script) -> Script:
@@ -128,8 +120,6 @@ def test_an_instance_whose_memory_cannot_be_read(driver: Script, reader: NvmlRea
 
 def test_the_change_is_announced(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     """With the driver's event nothing waits for the ten seconds."""
-    from tests.monitor.test_nvml_events import eventually
-
     driver.gpu(0, total=80 * GIB, mig=0).write()
     assert one(reader).mig == ()
     cut(driver).event(0, 0x100).write()

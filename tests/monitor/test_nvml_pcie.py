@@ -8,8 +8,8 @@ from memtop.supervisor.monitor.nvml import errors as nvml_errors
 from memtop.supervisor.monitor.nvml import pcie as nvml_pcie
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.values import GpuDetails
-from tests.monitor.conftest import Clock
-from tests.monitor.test_nvml_events import eventually, names
+from tests.monitor.conftest import Clock, eventually
+from tests.monitor.test_nvml_events import names
 from tests.nvml_double.double import Script
 
 THREAD = "memtop-nvml-pcie"

@@ -13,10 +13,9 @@ from memtop.supervisor.monitor.nvml.processes import UtilizationReader
 from memtop.supervisor.monitor.nvml.query import Query
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.values import GpuProcess
-from tests.monitor.conftest import Clock
+from tests.monitor.conftest import MIB, Clock
 from tests.nvml_double.double import Script, build, in_process
 
-MIB = 1024**2
 SHARES = ("sm_fraction", "memory_bandwidth_fraction", "encoder_fraction", "decoder_fraction")
 
 
@@ -101,9 +100,11 @@ def test_more_processes_than_the_buffer_holds(driver: Script, reader: NvmlReader
 
 
 def test_all_three_lists(driver: Script, reader: NvmlReader) -> None:
+    """A process on two lists is one row; the largest comes first."""
     driver.gpu(0, total=MIB).process(0, pid=11, used=1).process(0, pid=12, used=2, kind="graphics")
     driver.process(0, pid=13, used=3, kind="mps").process(0, pid=11, used=1, kind="graphics").write()
-    assert {pid: row.kind for pid, row in rows(reader).items()} == {11: "compute+graphics", 12: "graphics", 13: "mps"}
+    found = [(row.pid, row.kind, row.used_bytes) for row in rows(reader).values()]
+    assert found == [(13, "mps", 3), (12, "graphics", 2), (11, "compute+graphics", 1)]
 
 
 @pytest.mark.parametrize("kind", ["Graphics", "MPSCompute"])

@@ -10,11 +10,10 @@ from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
 from memtop.supervisor.monitor.nvml import events as nvml_events
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
-from memtop.supervisor.monitor.values import Band, GpuSample
-from tests.monitor.conftest import Clock, Tree
+from memtop.supervisor.monitor.values import Band
+from tests.monitor.conftest import GIB, Clock, Tree, one
 from tests.nvml_double.double import Script
 
-GIB = 1024**3
 TOTAL, AVAILABLE = 128 * GIB, 16 * GIB
 MEMINFO = f"MemTotal: {TOTAL // 1024} kB\nMemFree: 1 kB\nMemAvailable: {AVAILABLE // 1024} kB\nSwapTotal: 0 kB\n"
 
@@ -35,11 +34,6 @@ def reading(driver: Script, clock: Clock, tree: Tree, monkeypatch: pytest.Monkey
     yield make
     for reader in made:
         reader.close()
-
-
-def one(reader: NvmlReader) -> GpuSample:
-    (gpu,) = reader.read().gpus
-    return gpu
 
 
 @pytest.mark.parametrize("how", ["not supported", "total is 0", "total is that of the machine", "all ones"])

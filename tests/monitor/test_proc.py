@@ -16,19 +16,12 @@ from memtop.supervisor.monitor.processes.proc import (
     environment_of,
     full_name,
     hidepid,
-    identify,
     read_stat,
 )
 from memtop.supervisor.monitor.processes.table import CpuMeter, ProcessTable, resident_bytes
-from tests.monitor.conftest import Start, Tree
+from tests.monitor.conftest import Start, Tree, known
 
 MOUNTS = "22 1 0:20 / /proc rw,relatime shared:5 - proc proc rw"
-
-
-def known(pid: int) -> ProcessId:
-    found = identify(pid)
-    assert found is not None
-    return found
 
 
 def row(pid: int, parent: int, *, session: int = 0, ticks: int = 0, cpu: int = 0) -> ProcessStat:

@@ -15,13 +15,7 @@ from memtop.supervisor.monitor.processes.facts import ProcessDescriber
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify, is_alive
 from memtop.supervisor.monitor.processes.signals import ProcessGone, SignalRefused, signal_process
 from memtop.supervisor.monitor.processes.table import process_tree, run_processes
-from tests.monitor.conftest import Start
-
-
-def known(pid: int) -> ProcessId:
-    found = identify(pid)
-    assert found is not None
-    return found
+from tests.monitor.conftest import Start, ended, known
 
 
 def test_identity_is_pid_and_start(start: Start) -> None:
@@ -88,10 +82,7 @@ def test_description(start: Start, tmp_path: Path) -> None:
 
 
 def test_nobody_of_that_number(start: Start) -> None:
-    process = start()
-    process.kill()
-    process.wait()
-    facts = ProcessDescriber(same_namespace=lambda: True).describe(process.pid)
+    facts = ProcessDescriber(same_namespace=lambda: True).describe(ended(start).pid)
     assert facts.identity is None
     assert "ended" in facts.unknown["command"]
 
@@ -168,12 +159,8 @@ def test_a_number_that_was_used_again_is_refused(start: Start) -> None:
 
 
 def test_a_process_that_is_gone(start: Start) -> None:
-    process = start()
-    identity = known(process.pid)
-    process.kill()
-    process.wait()
     with pytest.raises(ProcessGone, match="already ended"):
-        signal_process(identity, signal.SIGTERM)
+        signal_process(ended(start), signal.SIGTERM)
 
 
 def test_the_kernels_refusal_is_told(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,9 @@ from memtop.supervisor.run.processes import shim
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, write_json
 from memtop.supervisor.run.view import known_runs
 from memtop.supervisor.wire import Phase, RunState
+from tests.monitor.conftest import GIB
 from tests.nvml_double.double import Script
 
-GIB = 1024**3
 PYTHON = [sys.executable, "-S", "-E", "-c"]
 # Its child throws its environment away, as programs do that write their own title over it; then it says both pids.
 LEAVES_A_CHILD = """

@@ -24,10 +24,8 @@ from memtop.supervisor.monitor.snapshots import only_gpus
 from memtop.supervisor.monitor.strays import KnownRun
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.monitor.vram import vram_parts
-from tests.monitor.conftest import Clock, Start
+from tests.monitor.conftest import GIB, Clock, Start, ended
 from tests.nvml_double.double import Script
-
-GIB = 1024**3
 
 GPU_KEYS = {
     *("index", "uuid", "name", "total_bytes", "used_bytes", "free_bytes", "reserved_bytes", "used_fraction", "band"),
@@ -56,10 +54,7 @@ def test_the_document_has_the_public_fields(driver: Script, reader: NvmlReader) 
 
 
 def test_every_value_of_a_process_that_is_none_has_its_reason(driver: Script, reader: NvmlReader, start: Start) -> None:
-    ended = start()
-    ended.kill()
-    ended.wait()
-    driver.gpu(0, total=GIB).process(0, pid=ended.pid, used=None).process(0, pid=start().pid, used=5).write()
+    driver.gpu(0, total=GIB).process(0, pid=ended(start).pid, used=None).process(0, pid=start().pid, used=5).write()
     snapshot = sampler(reader).sample()
     # One that is no run's has no run, one that runs plainly has no container and no MIG instance; the driver's own
     # values are tested where they are read.
@@ -202,9 +197,7 @@ def test_neither_torch_nor_textual_is_loaded() -> None:
 def test_memory_under_an_ended_process_is_called_gone_at_the_second_look(
     driver: Script, reader: NvmlReader, clock: Clock, start: Start
 ) -> None:
-    process = start()
-    process.kill()
-    process.wait()
+    process = ended(start)
     driver.gpu(0, total=GIB, used=GIB // 2).process(0, pid=process.pid, used=GIB // 2).write()
     describer = ProcessDescriber(same_namespace=lambda: True, sees_all=lambda: True)
     watcher = Sampler(nvml=reader, describer=describer, monotonic=clock)
@@ -231,9 +224,7 @@ def test_where_not_all_is_seen_nobody_is_called_gone(
     sees_all: bool,
 ) -> None:
     monkeypatch.delenv(proc.TRUST_VARIABLE, raising=False)
-    process = start()
-    process.kill()
-    process.wait()
+    process = ended(start)
     driver.gpu(0, total=GIB).process(0, pid=process.pid, used=9).write()
     describer = ProcessDescriber(same_namespace=lambda: same_namespace, sees_all=lambda: sees_all)
     watcher = Sampler(nvml=reader, describer=describer, monotonic=clock)

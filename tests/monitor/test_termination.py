@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
-from memtop.supervisor.monitor.processes.proc import Owners, ProcessId, identify
+from memtop.supervisor.monitor.processes.proc import Owners, ProcessId
 from memtop.supervisor.monitor.processes.signals import Kernel
 from memtop.supervisor.monitor.termination import Ended, EndReport, end_and_measure, end_processes
 from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
-from tests.monitor.conftest import Start
+from tests.monitor.conftest import GIB, Start, ended, known
 from tests.nvml_double.double import Script
 
-GIB = 1024**3
 PATIENT = (20.0, 20.0, 20.0)
 """Long enough for a slow machine: a test that passes never waits for it to run out."""
 SHORT = (0.2, 0.2, 20.0)
@@ -34,52 +33,42 @@ def seen(reader: NvmlReader) -> MachineSnapshot:
     return MachineSnapshot(time=0.0, gpus=reader.read().gpus)
 
 
-def known(pid: int) -> ProcessId:
-    found = identify(pid)
-    assert found is not None
-    return found
-
-
 def test_a_polite_process_ends_on_the_first_signal(start: Start) -> None:
     process = start("signal.signal(signal.SIGINT, lambda *_: sys.exit(7))")
-    (ended,) = end_processes([known(process.pid)], waits=PATIENT)
-    assert (ended.outcome, ended.signal) == ("ended", "SIGINT")
+    (result,) = end_processes([known(process.pid)], waits=PATIENT)
+    assert (result.outcome, result.signal) == ("ended", "SIGINT")
     assert process.wait() == 7
 
 
 def test_one_that_ignores_sigint_gets_sigterm(start: Start) -> None:
     process = start("signal.signal(signal.SIGINT, signal.SIG_IGN)")
-    (ended,) = end_processes([known(process.pid)], waits=(0.2, 20.0, 20.0))
-    assert (ended.outcome, ended.signal) == ("ended", "SIGTERM")
+    (result,) = end_processes([known(process.pid)], waits=(0.2, 20.0, 20.0))
+    assert (result.outcome, result.signal) == ("ended", "SIGTERM")
     assert process.wait() == -signal.SIGTERM
 
 
 def test_one_that_ignores_both_gets_sigkill_and_the_others_do_not(start: Start) -> None:
     stubborn, polite = start(IGNORE), start()
-    ended = end_processes([known(stubborn.pid), known(polite.pid)], waits=SHORT)
-    assert [row.identity.pid for row in ended] == [stubborn.pid, polite.pid], "in the order of choice"
-    assert [row.outcome for row in ended] == ["ended", "ended"]
-    assert ended[0].signal == "SIGKILL"
+    results = end_processes([known(stubborn.pid), known(polite.pid)], waits=SHORT)
+    assert [row.identity.pid for row in results] == [stubborn.pid, polite.pid], "in the order of choice"
+    assert [row.outcome for row in results] == ["ended", "ended"]
+    assert results[0].signal == "SIGKILL"
     assert stubborn.wait() == -signal.SIGKILL
 
 
 def test_a_number_that_was_used_again_is_refused(start: Start) -> None:
     process = start()
     other = ProcessId(process.pid, known(process.pid).started_ticks - 1)
-    (ended,) = end_processes([other], waits=PATIENT)
-    assert ended.outcome == "refused"
-    assert ended.signal is None
-    assert "was reused" in ended.reason
+    (result,) = end_processes([other], waits=PATIENT)
+    assert result.outcome == "refused"
+    assert result.signal is None
+    assert "was reused" in result.reason
     assert process.poll() is None
 
 
 def test_a_process_that_is_gone(start: Start) -> None:
-    process = start()
-    identity = known(process.pid)
-    process.kill()
-    process.wait()
-    (ended,) = end_processes([identity], waits=PATIENT)
-    assert ended.outcome == "gone"
+    (result,) = end_processes([ended(start)], waits=PATIENT)
+    assert result.outcome == "gone"
 
 
 @pytest.mark.parametrize("pid", [1, os.getpid(), os.getppid()], ids=["first", "self", "parent"])
@@ -87,17 +76,17 @@ def test_the_system_and_memtop_itself_are_refused(pid: int, monkeypatch: pytest.
     sent: list[int] = []
     # Recorded, not sent: were the refusal ever lost, this test must not end the machine's first process.
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda descriptor, number: sent.append(number))
-    (ended,) = end_processes([known(pid)], waits=(0.0, 0.0, 0.0))
-    assert ended.outcome == "refused"
+    (result,) = end_processes([known(pid)], waits=(0.0, 0.0, 0.0))
+    assert result.outcome == "refused"
     assert sent == []
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can start another user's process")
 def test_another_users_process_is_refused_even_to_root(start: Start) -> None:
     process = start(user=65534)
-    (ended,) = end_processes([known(process.pid)], waits=PATIENT)
-    assert ended.outcome == "refused"
-    assert "only your own" in ended.reason
+    (result,) = end_processes([known(process.pid)], waits=PATIENT)
+    assert result.outcome == "refused"
+    assert "only your own" in result.reason
     assert process.poll() is None
 
 
@@ -107,17 +96,17 @@ def test_the_kernels_refusal_is_told(start: Start, monkeypatch: pytest.MonkeyPat
 
     process = start()
     monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
-    (ended,) = end_processes([known(process.pid)], waits=PATIENT)
-    assert ended.outcome == "refused"
-    assert "Operation not permitted" in ended.reason
+    (result,) = end_processes([known(process.pid)], waits=PATIENT)
+    assert result.outcome == "refused"
+    assert "Operation not permitted" in result.reason
 
 
 def test_one_that_survives_everything_is_told(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     process = start()
     sent: list[int] = []
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda descriptor, number: sent.append(number))
-    (ended,) = end_processes([known(process.pid)], waits=(0.0, 0.0, 0.0))
-    assert (ended.outcome, ended.signal) == ("survived", "SIGKILL")
+    (result,) = end_processes([known(process.pid)], waits=(0.0, 0.0, 0.0))
+    assert (result.outcome, result.signal) == ("survived", "SIGKILL")
     assert sent == [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
 
 
@@ -125,8 +114,8 @@ def test_one_that_lets_its_memory_go_is_left_alone(start: Start) -> None:
     """It is asked once, gives the memory back on the first signal, and gets no second one."""
     process = start(IGNORE)
     answers = iter([True, False])
-    (ended,) = end_processes([known(process.pid)], waits=(0.0, 0.0, 0.0), still_holds=lambda identity: next(answers))
-    assert (ended.outcome, ended.signal) == ("released", "SIGINT")
+    (result,) = end_processes([known(process.pid)], waits=(0.0, 0.0, 0.0), still_holds=lambda identity: next(answers))
+    assert (result.outcome, result.signal) == ("released", "SIGINT")
     assert process.poll() is None
 
 
@@ -202,14 +191,11 @@ def take_number(pid: int, start: Start) -> subprocess.Popen[str]:
 
 @pytest.mark.skipif(not os.access(LAST_PID, os.W_OK) or os.getuid() != 0, reason="only root can choose a process number")
 def test_a_number_that_really_was_used_again_is_refused(start: Start) -> None:
-    first = start()
-    chosen = known(first.pid)
-    first.kill()
-    first.wait()
+    chosen = ended(start)
     bystander = take_number(chosen.pid, start)
-    (ended,) = end_processes([chosen], waits=PATIENT)
-    assert ended.outcome == "refused"
-    assert "was reused" in ended.reason
+    (result,) = end_processes([chosen], waits=PATIENT)
+    assert result.outcome == "refused"
+    assert "was reused" in result.reason
     assert bystander.poll() is None
 
 
@@ -232,8 +218,8 @@ def test_one_that_ends_between_look_and_signal(start: Start) -> None:
         process.kill()
         process.wait()
 
-    (ended,) = end_processes([known(process.pid)], waits=PATIENT, kernel=Between(end))
-    assert (ended.outcome, ended.signal) == ("gone", None)
+    (result,) = end_processes([known(process.pid)], waits=PATIENT, kernel=Between(end))
+    assert (result.outcome, result.signal) == ("gone", None)
 
 
 @pytest.mark.skipif(not os.access(LAST_PID, os.W_OK) or os.getuid() != 0, reason="only root can choose a process number")
@@ -247,8 +233,8 @@ def test_one_that_ends_and_is_replaced_between_look_and_signal(start: Start) -> 
             process.wait()
             bystanders.append(take_number(process.pid, start))
 
-    (ended,) = end_processes([known(process.pid)], waits=PATIENT, kernel=Between(replace))
-    assert (ended.outcome, ended.signal) == ("gone", None)
+    (result,) = end_processes([known(process.pid)], waits=PATIENT, kernel=Between(replace))
+    assert (result.outcome, result.signal) == ("gone", None)
     assert bystanders[0].poll() is None
 
 
@@ -269,9 +255,9 @@ def test_one_whose_number_went_to_another_user_has_ended_and_is_not_called_their
             process.wait()
             return Owners(65534, 65534)
 
-    (ended,) = end_processes([known(process.pid)], waits=(0.0, 0.0, 0.0), kernel=OthersNumber())
-    assert (ended.outcome, ended.signal) == (("ended", "SIGINT") if signals_before else ("gone", None))
-    assert "belongs to" not in ended.reason
+    (result,) = end_processes([known(process.pid)], waits=(0.0, 0.0, 0.0), kernel=OthersNumber())
+    assert (result.outcome, result.signal) == (("ended", "SIGINT") if signals_before else ("gone", None))
+    assert "belongs to" not in result.reason
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can change a process's user")
@@ -285,18 +271,18 @@ def test_one_that_becomes_another_users_gets_no_second_signal(start: Start) -> N
             assert process.stdout.readline() == "changed\n"
             return set()
 
-    (ended,) = end_processes([known(process.pid)], waits=(0.0, 0.0, 0.0), kernel=AfterChange())
-    assert (ended.outcome, ended.signal) == ("refused", "SIGINT")
-    assert "only your own" in ended.reason
+    (result,) = end_processes([known(process.pid)], waits=(0.0, 0.0, 0.0), kernel=AfterChange())
+    assert (result.outcome, result.signal) == ("refused", "SIGINT")
+    assert "only your own" in result.reason
     assert process.poll() is None
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act with another user's rights")
 def test_one_that_acts_with_other_rights_is_refused(start: Start) -> None:
     process = start("os.seteuid(65534)")
-    (ended,) = end_processes([known(process.pid)], waits=PATIENT)
-    assert ended.outcome == "refused"
-    assert "acts with the rights of" in ended.reason
+    (result,) = end_processes([known(process.pid)], waits=PATIENT)
+    assert result.outcome == "refused"
+    assert "acts with the rights of" in result.reason
     assert process.poll() is None
 
 
@@ -417,7 +403,7 @@ def test_a_slow_driver_is_asked_for_the_gpus_concerned_alone_and_once_a_round(
     report = end_and_measure(
         [known(process.pid) for process in several], machine, waits=PATIENT, patience=30.0, settle_seconds=60.0, sleep=later
     )
-    assert all(ended.outcome == "ended" for ended in report.processes)
+    assert all(result.outcome == "ended" for result in report.processes)
     assert driver.calls(sensors) == before[1]
     # Before the signals, and until the ended ones are off the list.
     assert driver.calls(lists) - before[0] <= 3

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MigInstance
 from memtop.supervisor.monitor.vram import JobVram, RankMemory, VramParts, placed, ranks_on, step_peak_bytes, vram_parts
+from tests.monitor.conftest import GIB
 
-GIB = 1024**3
 BYTES = (
     *("free_bytes", "allocated_bytes", "cached_bytes", "context_bytes", "other_own_bytes", "driver_reserved_bytes"),
     *("gone_bytes", "unlisted_bytes", "unaccounted_bytes", "rest_of_machine_bytes"),
