@@ -175,39 +175,32 @@ def mounted(root: Path, point: str, shown: str, kind: str = "cgroup2", options: 
     return f"35 31 0:29 {shown} {root / point} rw,relatime shared:9 - {kind} cgroup {options}\n"
 
 
-def container(tree: Tree, mountinfo: str, own: str, files: dict[str, str]) -> HostSample:
-    return read(tree(HOST | {"proc/self/cgroup": own, "proc/self/mountinfo": mountinfo} | files))
-
-
-def test_a_container_sees_only_its_own_part(tree: Tree, tmp_path: Path) -> None:
-    # What lies under the machine's path in here is another container's, started inside of this one.
-    files = group(2, "", str(8 * GIB), GIB) | group(2, "/docker/outer", str(GIB), GIB)
-    host = container(tree, mounted(tmp_path, "cgroup", "/docker/outer"), "0::/docker/outer\n", files)
-    assert host.limit_bytes == 8 * GIB
-
-
-def test_a_group_below_the_containers_own(tree: Tree, tmp_path: Path) -> None:
-    files = group(2, "", str(8 * GIB), GIB) | group(2, "/job", str(2 * GIB), GIB)
-    host = container(tree, mounted(tmp_path, "cgroup", "/docker/outer"), "0::/docker/outer/job\n", files)
-    assert host.limit_bytes == 2 * GIB
-
-
-@pytest.mark.parametrize("own", ["0::/../other\n", "0::/elsewhere\n"])
-def test_a_path_outside_of_what_is_mounted(tree: Tree, tmp_path: Path, own: str) -> None:
-    files = group(2, "", str(8 * GIB), GIB) | group(2, "/other", str(GIB), GIB)
-    assert container(tree, mounted(tmp_path, "cgroup", "/docker/outer"), own, files).limit_bytes == 8 * GIB
-
-
-def test_a_cgroup_namespace(tree: Tree, tmp_path: Path) -> None:
-    host = container(tree, mounted(tmp_path, "cgroup", "/"), "0::/\n", group(2, "", str(8 * GIB), GIB))
-    assert host.limit_bytes == 8 * GIB
+@pytest.mark.parametrize(
+    ("shown", "own", "below", "limit"),
+    [
+        # What is below the host's path belongs to another container, which was started inside this one.
+        pytest.param("/docker/outer", "/docker/outer", "/docker/outer", 8 * GIB, id="a container's own part"),
+        pytest.param("/docker/outer", "/docker/outer/job", "/job", 2 * GIB, id="below the container's group"),
+        pytest.param("/docker/outer", "/../other", "/other", 8 * GIB, id="a path above what is mounted"),
+        pytest.param("/docker/outer", "/elsewhere", "/other", 8 * GIB, id="a path next to what is mounted"),
+        pytest.param("/", "/", "/other", 8 * GIB, id="a cgroup namespace"),
+    ],
+)
+def test_the_group_in_a_container(tree: Tree, tmp_path: Path, shown: str, own: str, below: str, limit: int) -> None:
+    """8 GiB at the mount point, 2 GiB in a group below it."""
+    files = {"proc/self/cgroup": f"0::{own}\n", "proc/self/mountinfo": mounted(tmp_path, "cgroup", shown)}
+    host = read(tree(HOST | files | group(2, "", str(8 * GIB), GIB) | group(2, below, str(2 * GIB), GIB)))
+    assert host.limit_bytes == limit
 
 
 def test_a_hybrid_machine(tree: Tree, tmp_path: Path) -> None:
     mounts = mounted(tmp_path, "cgroup/unified", "/") + mounted(tmp_path, "cgroup/memory", "/", "cgroup", "rw,memory")
-    files = group(1, "/job", str(8 * GIB), GIB) | {"cgroup/unified/job/cgroup.procs": ""}
-    host = container(tree, mounts, "4:memory:/job\n0::/job\n", files)
-    assert host.limit_bytes == 8 * GIB
+    files = {
+        "proc/self/cgroup": "4:memory:/job\n0::/job\n",
+        "proc/self/mountinfo": mounts,
+        "cgroup/unified/job/cgroup.procs": "",
+    }
+    assert read(tree(HOST | files | group(1, "/job", str(8 * GIB), GIB))).limit_bytes == 8 * GIB
 
 
 def test_nobody_knows_the_machines_memory_and_version_1_has_no_limit(tree: Tree, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -89,49 +89,50 @@ def living(tmp_path: Path) -> Iterator[Attempt]:
     attempt.end()
 
 
-def row_of(pid: int, runs: Path, driver: Script, reader: NvmlReader) -> GpuProcess:
-    driver.clear().gpu(0, total=24 * GIB, used=8 * GIB).process(0, pid=pid, used=4 * GIB).write()
-    describer = ProcessDescriber(same_namespace=lambda: True)
-    return Sampler(lambda: known_runs(runs), nvml=reader, describer=describer).sample().gpus[0].processes[0]
+RowOf = Callable[[int], GpuProcess]
 
 
-def test_an_orphan_without_a_marker_is_proven_by_its_session(
-    over: Attempt, tmp_path: Path, driver: Script, reader: NvmlReader
-) -> None:
-    row = row_of(over.child, tmp_path / "runs", driver, reader)
+@pytest.fixture
+def row_of(tmp_path: Path, driver: Script, reader: NvmlReader) -> RowOf:
+    """Samples a GPU on which this process is listed; returns its row."""
+
+    def sample(pid: int) -> GpuProcess:
+        driver.clear().gpu(0, total=24 * GIB, used=8 * GIB).process(0, pid=pid, used=4 * GIB).write()
+        describer = ProcessDescriber(same_namespace=lambda: True)
+        return Sampler(lambda: known_runs(tmp_path / "runs"), nvml=reader, describer=describer).sample().gpus[0].processes[0]
+
+    return sample
+
+
+def test_an_orphan_without_a_marker_is_proven_by_its_session(over: Attempt, row_of: RowOf) -> None:
+    row = row_of(over.child)
     assert (row.run, row.stray, row.choosable) == ("over", True, True)
     assert row.reason == "left over from attempt 1 of run over, which is over: in the session that the run created"
 
 
-def test_one_of_a_living_session_is_needed(living: Attempt, tmp_path: Path, driver: Script, reader: NvmlReader) -> None:
+def test_one_of_a_living_session_is_needed(living: Attempt, row_of: RowOf) -> None:
     for pid in (living.child, living.program):
-        row = row_of(pid, tmp_path / "runs", driver, reader)
+        row = row_of(pid)
         assert (row.run, row.stray, row.choosable) == ("living", False, False)
 
 
-def test_a_recorded_program_of_a_moved_run_is_needed(
-    living: Attempt, tmp_path: Path, driver: Script, reader: NvmlReader
-) -> None:
+def test_a_recorded_program_of_a_moved_run_is_needed(living: Attempt, tmp_path: Path, row_of: RowOf) -> None:
     """Its folder was moved aside while it runs on without a supervisor: the record went with the folder."""
     living.folder.path.rename(tmp_path / "runs" / "living.20260101-000000")
-    assert row_of(living.program, tmp_path / "runs", driver, reader).run == "living.20260101-000000"
-    assert not row_of(living.child, tmp_path / "runs", driver, reader).choosable
+    assert row_of(living.program).run == "living.20260101-000000"
+    assert not row_of(living.child).choosable
 
 
-def test_records_of_another_boot_or_machine_prove_nothing(
-    over: Attempt, tmp_path: Path, driver: Script, reader: NvmlReader
-) -> None:
+def test_records_of_another_boot_or_machine_prove_nothing(over: Attempt, row_of: RowOf) -> None:
     before = over.process_path.stat().st_mtime - 3600
     os.utime(over.process_path, (before, before))
-    row = row_of(over.child, tmp_path / "runs", driver, reader)
+    row = row_of(over.child)
     assert (row.run, row.stray, row.choosable) == (None, False, True)
 
 
-def test_without_an_exit_file_the_session_proves_nothing(
-    over: Attempt, tmp_path: Path, driver: Script, reader: NvmlReader
-) -> None:
+def test_without_an_exit_file_the_session_proves_nothing(over: Attempt, row_of: RowOf) -> None:
     (over.folder.attempt(1) / "exit.json").unlink()
-    assert not row_of(over.child, tmp_path / "runs", driver, reader).stray
+    assert not row_of(over.child).stray
 
 
 def test_a_damaged_run_hides_no_other(over: Attempt, tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ HOST_KEYS = {
 }
 
 
-def sampler(reader: NvmlReader, runs: Sequence[KnownRun] = ()) -> Sampler:
-    return Sampler(lambda: runs, nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True))
+def sampler(reader: NvmlReader, runs: Sequence[KnownRun] = (), **options: Any) -> Sampler:
+    return Sampler(lambda: runs, nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), **options)
 
 
 def test_the_document_has_the_public_fields(driver: Script, reader: NvmlReader) -> None:
@@ -241,7 +241,7 @@ def test_a_zombie_is_gone_and_named_with_the_parent_that_must_collect_it(
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     driver.gpu(0, total=GIB, used=GIB // 2).process(0, pid=child.pid, used=GIB // 4).write()
-    watcher = Sampler(nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), monotonic=clock)
+    watcher = sampler(reader, monotonic=clock)
     for gone in (False, True, True):
         gpu = watcher.sample().gpus[0]
         (row,) = gpu.processes
@@ -275,7 +275,7 @@ def test_host_memory_and_cpu(driver: Script, reader: NvmlReader, clock: Clock, s
         start(),
     )
     driver.gpu(0, total=GIB).process(0, pid=busy.pid, used=9).process(0, pid=idle.pid, used=8).write()
-    watcher = Sampler(nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), monotonic=clock)
+    watcher = sampler(reader, monotonic=clock)
     for row in watcher.sample().gpus[0].processes:
         assert row.host_cpu_fraction is None
         assert "two samples" in row.unknown["host_cpu_fraction"]
@@ -302,7 +302,7 @@ def cpu_ticks(pid: int) -> int:
 
 def test_the_same_rows_until_the_lists_are_read_again(driver: Script, reader: NvmlReader, clock: Clock, start: Start) -> None:
     driver.gpu(0, total=GIB).process(0, pid=start().pid, used=9).write()
-    watcher = Sampler(nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), monotonic=clock)
+    watcher = sampler(reader, monotonic=clock)
     first = watcher.sample()
     clock.pass_(1.0)
     second = watcher.sample()
@@ -356,7 +356,7 @@ def test_a_program_that_becomes_another_is_described_anew(
     become = f"os.execve(sys.executable, [sys.executable, '-S', '-E', '-c', {code!r}], {{'MEMTOP_RUN': '/runs/r'}})"
     process = start(f"signal.signal(signal.SIGUSR1, lambda *_: {become})")
     driver.gpu(0, total=GIB).process(0, pid=process.pid, used=9).write()
-    watcher = Sampler(nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), monotonic=clock)
+    watcher = sampler(reader, monotonic=clock)
     assert watcher.sample().gpus[0].processes[0].run is None
     process.send_signal(signal.SIGUSR1)
     assert process.stdout is not None

@@ -124,35 +124,61 @@ def test_chosen_twice_is_ended_once(start: Start) -> None:
     assert len(end_processes([identity, identity], waits=PATIENT)) == 1
 
 
-def test_the_memory_that_came_back(start: Start, driver: Script, reader: NvmlReader) -> None:
-    one, two = start(), start()
-    driver.gpu(0, total=24 * GIB, used=20 * GIB).gpu(1, total=24 * GIB, used=3 * GIB)
-    driver.process(0, pid=one.pid, used=4 * GIB).process(0, pid=two.pid, used=4 * GIB).write()
-
-    def later(seconds: float) -> None:
-        """The driver takes a moment until it takes ended processes off its list."""
-        driver.clear().gpu(0, total=24 * GIB, used=12 * GIB).gpu(1, total=24 * GIB, used=9 * GIB).write()
-
-    report = end_and_measure([known(one.pid), known(two.pid)], seen(reader), waits=PATIENT, sleep=later)
-    assert report.returned_bytes == 8 * GIB, "only the GPU where they were"
-    assert report.text == "2 processes ended, 8.0 GiB returned"
+Memory = dict[int, tuple[int, dict[str, int | None]]]
+"""For each GPU: GiB in use, and the GiB of each process; None if the driver does not report them."""
 
 
-def test_memory_that_another_took_meanwhile_is_not_reported_as_returned(
-    start: Start, driver: Script, reader: NvmlReader
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        pytest.param(
+            {0: (20, {"a": 4, "b": 4}), 1: (3, {})}, {0: (12, {}), 1: (9, {})}, "2 processes ended, 8.0 GiB returned",
+            id="only the GPUs of the ended processes count",
+        ),
+        pytest.param(
+            {0: (10, {"a": 4})}, {0: (16, {})},
+            "1 process ended, memory returned not known: other processes allocated more memory in the meantime; "
+            "GPU 0: 16.0 GiB still held by no listed process", id="another process took the memory",
+        ),
+        pytest.param(
+            {0: (8, {"a": 4, "other": 3})}, {0: (8, {"other": 3})},
+            "1 process ended, 0 B returned; GPU 0: 3.0 GiB still held by pid {other} ({user}, {name})", id="who holds the rest",
+        ),
+        pytest.param(
+            {0: (8, {"a": 4, "other": 3})}, {0: (4, {"other": 3})}, "1 process ended, 4.0 GiB returned",
+            id="others are not mentioned when the memory came back",
+        ),
+        pytest.param(
+            {0: (16, {"a": 4, "other": 8}), 1: (6, {"a": 2, "other": 4})}, {0: (7, {"other": 3}), 1: (7, {"other": 7})},
+            "1 process ended, 6.0 GiB returned", id="another process freed 5 GiB on GPU 0 and took 3 GiB on GPU 1",
+        ),
+        pytest.param(
+            {0: (16, {"a": 4, "other": None})}, {0: (2, {"other": None})},
+            "1 process ended, memory returned not known: the driver does not report the memory of other processes on GPU 0",
+            id="the driver reports no memory of others",
+        ),
+    ],
+)  # fmt: skip
+def test_the_memory_that_was_returned(
+    start: Start, driver: Script, reader: NvmlReader, before: Memory, after: Memory, text: str
 ) -> None:
-    process = start()
-    driver.gpu(0, total=24 * GIB, used=10 * GIB).process(0, pid=process.pid, used=4 * GIB).write()
+    names = sorted({name for _, rows in before.values() for name in rows})
+    pids = {name: start().pid for name in names}
 
-    def later(seconds: float) -> None:
-        driver.clear().gpu(0, total=24 * GIB, used=16 * GIB).write()
+    def write(memory: Memory) -> None:
+        driver.clear()
+        for index, (used, rows) in memory.items():
+            driver.gpu(index, total=24 * GIB, used=used * GIB)
+            for name, size in rows.items():
+                driver.process(index, pid=pids[name], used=None if size is None else size * GIB)
+        driver.write()
 
-    report = end_and_measure([known(process.pid)], seen(reader), waits=PATIENT, sleep=later)
-    assert report.returned_bytes is None
-    assert report.text == (
-        "1 process ended, memory returned not known: other processes allocated more memory in the meantime; "
-        "GPU 0: 16.0 GiB still held by no listed process"
-    )
+    write(before)
+    chosen = [known(pids[name]) for name in names if name != "other"]
+    # The driver lists ended processes for a moment.
+    report = end_and_measure(chosen, seen(reader), waits=PATIENT, settle_seconds=60.0, sleep=lambda seconds: write(after))
+    user = pwd.getpwuid(os.getuid()).pw_name
+    assert report.text == text.format(other=pids.get("other"), user=user, name=NAME)
 
 
 def test_a_chosen_process_without_gpu_memory_is_left_alone(start: Start, driver: Script, reader: NvmlReader) -> None:
@@ -286,20 +312,6 @@ def test_one_that_acts_with_other_rights_is_refused(start: Start) -> None:
     assert process.poll() is None
 
 
-def test_who_still_holds_what_did_not_come_back(start: Start, driver: Script, reader: NvmlReader) -> None:
-    ended, rank = start(), start()
-    driver.gpu(0, total=24 * GIB, used=8 * GIB).process(0, pid=ended.pid, used=4 * GIB)
-    driver.process(0, pid=rank.pid, used=3 * GIB).write()
-
-    def later(seconds: float) -> None:
-        driver.clear().gpu(0, total=24 * GIB, used=8 * GIB).process(0, pid=rank.pid, used=3 * GIB).write()
-
-    report = end_and_measure([known(ended.pid)], seen(reader), waits=PATIENT, sleep=later)
-    user = pwd.getpwuid(os.getuid()).pw_name
-    assert [(holder.pid, holder.user, holder.used_bytes) for holder in report.holders] == [(rank.pid, user, 3 * GIB)]
-    assert report.text == f"1 process ended, 0 B returned; GPU 0: 3.0 GiB still held by pid {rank.pid} ({user}, {NAME})"
-
-
 def test_memory_that_stays_under_an_ended_process(start: Start, driver: Script, reader: NvmlReader) -> None:
     process = start()
     driver.gpu(0, total=24 * GIB, used=8 * GIB).process(0, pid=process.pid, used=4 * GIB).write()
@@ -308,50 +320,6 @@ def test_memory_that_stays_under_an_ended_process(start: Start, driver: Script, 
     (holder,) = report.holders
     assert holder.ended
     assert f"GPU 0: 4.0 GiB still held by pid {process.pid}, which has ended: end the processes that share" in report.text
-
-
-def test_memory_that_came_back_needs_no_word_on_the_others(start: Start, driver: Script, reader: NvmlReader) -> None:
-    ended, other = start(), start()
-    driver.gpu(0, total=24 * GIB, used=8 * GIB).process(0, pid=ended.pid, used=4 * GIB)
-    driver.process(0, pid=other.pid, used=3 * GIB).write()
-
-    def later(seconds: float) -> None:
-        driver.clear().gpu(0, total=24 * GIB, used=4 * GIB).process(0, pid=other.pid, used=3 * GIB).write()
-
-    report = end_and_measure([known(ended.pid)], seen(reader), waits=PATIENT, sleep=later)
-    assert report.text == "1 process ended, 4.0 GiB returned"
-
-
-def test_what_others_let_go_or_took_meanwhile_is_not_counted_as_returned(
-    start: Start, driver: Script, reader: NvmlReader
-) -> None:
-    ended, other = start(), start()
-    driver.gpu(0, total=24 * GIB, used=16 * GIB).gpu(1, total=24 * GIB, used=6 * GIB)
-    driver.process(0, pid=ended.pid, used=4 * GIB).process(0, pid=other.pid, used=8 * GIB)
-    driver.process(1, pid=ended.pid, used=2 * GIB).process(1, pid=other.pid, used=4 * GIB).write()
-
-    def later(seconds: float) -> None:
-        """On GPU 0 the other lets 5 GiB go, on GPU 1 it takes 3 more."""
-        driver.clear().gpu(0, total=24 * GIB, used=7 * GIB).gpu(1, total=24 * GIB, used=7 * GIB)
-        driver.process(0, pid=other.pid, used=3 * GIB).process(1, pid=other.pid, used=7 * GIB).write()
-
-    report = end_and_measure([known(ended.pid)], seen(reader), waits=PATIENT, settle_seconds=60.0, sleep=later)
-    assert report.text == "1 process ended, 6.0 GiB returned"
-
-
-def test_what_came_back_beside_others_that_do_not_tell_their_memory_is_not_known(
-    start: Start, driver: Script, reader: NvmlReader
-) -> None:
-    ended, other = start(), start()
-    driver.gpu(0, total=24 * GIB, used=16 * GIB).process(0, pid=ended.pid, used=4 * GIB)
-    driver.process(0, pid=other.pid, used=None).write()
-
-    def later(seconds: float) -> None:
-        driver.clear().gpu(0, total=24 * GIB, used=2 * GIB).process(0, pid=other.pid, used=None).write()
-
-    report = end_and_measure([known(ended.pid)], seen(reader), waits=PATIENT, settle_seconds=60.0, sleep=later)
-    assert report.returned_bytes is None
-    assert "the driver does not report the memory of other processes on GPU 0" in report.text
 
 
 def test_a_driver_that_does_not_answer_holds_up_no_signal(start: Start, driver: Script, reader: NvmlReader) -> None:
