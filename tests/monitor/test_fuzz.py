@@ -1,4 +1,4 @@
-"""Random drivers that change under the sampler: nothing may be raised, and what is not known has a reason and is no number."""
+"""Random drivers that change at random: the sampler never raises, and every unknown value is None and has a reason."""
 
 from __future__ import annotations
 

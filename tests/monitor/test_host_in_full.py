@@ -1,4 +1,4 @@
-"""The kinds of host memory, shared memory, and all that a cgroup may limit, read from written trees and from this machine."""
+"""Kinds of host memory, shared memory and all cgroup limits, read from trees of files and from this machine."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ KINDS = (
 
 def test_kinds_of_memory(tree: Tree) -> None:
     host = read(tree(HOST | {"proc/meminfo": MEMINFO + KINDS}))
-    # Shared memory is counted as cached by the kernel, but is not the kernel's to give back.
+    # The kernel counts shared memory as cached, but cannot free it.
     assert (host.cached_bytes, host.shared_bytes) == (7 * MIB, 2 * MIB)
     assert (host.dirty_bytes, host.locked_bytes) == (24 * 1024, 16 * 1024)
     assert (host.huge_pages_total_bytes, host.huge_pages_free_bytes) == (6 * MIB, 2 * MIB)
 
 
-def test_huge_pages_of_several_sizes_are_counted_and_their_rest_is_not_made_up(tree: Tree) -> None:
+def test_free_huge_pages_of_several_sizes_are_unknown(tree: Tree) -> None:
     host = read(tree(HOST | {"proc/meminfo": MEMINFO + KINDS.replace("6144", "1054720")}))
     assert host.huge_pages_total_bytes == 1030 * MIB
     assert host.huge_pages_free_bytes is None
     assert "several sizes" in host.unknown["huge_pages_free_bytes"]
 
 
-def test_a_kernel_that_does_not_tell_the_kinds(tree: Tree) -> None:
+def test_a_kernel_that_does_not_report_the_kinds(tree: Tree) -> None:
     host = read(tree(HOST))
     for field in ("cached_bytes", "dirty_bytes", "shared_bytes", "locked_bytes", "huge_pages_total_bytes"):
         assert getattr(host, field) is None
@@ -54,7 +54,7 @@ def test_full_pressure_load_and_uptime(tree: Tree) -> None:
     assert host.uptime_seconds == 3600.5
 
 
-def test_what_is_read_now_and_then_does_not_stand_still(tree: Tree, clock: Clock) -> None:
+def test_slow_values_are_updated_between_their_readings(tree: Tree, clock: Clock) -> None:
     root = tree(HOST | {"proc/loadavg": "1.0 1.0 1.0 2/400 9\n", "proc/uptime": "100.0 1.0\n"} | group(2, "/", "max", 0))
     roots = {"proc_root": root / "proc", "cgroup_root": root / "cgroup", "shm_root": root}
     reader = HostReader(**roots, monotonic=clock)
@@ -68,7 +68,7 @@ def test_what_is_read_now_and_then_does_not_stand_still(tree: Tree, clock: Clock
     assert host.limit_bytes == 8 * GIB
 
 
-def test_rates_go_on_after_the_counters_began_anew(tree: Tree, clock: Clock) -> None:
+def test_rates_continue_after_the_counters_were_reset(tree: Tree, clock: Clock) -> None:
     root = tree(HOST)
     reader = HostReader(proc_root=root / "proc", cgroup_root=root / "cgroup", monotonic=clock)
     reader.read()
@@ -79,8 +79,8 @@ def test_rates_go_on_after_the_counters_began_anew(tree: Tree, clock: Clock) -> 
 
 
 def test_shared_memory_of_this_machine() -> None:
-    host, told = HostReader().read(), os.statvfs("/dev/shm")
-    assert host.shm_total_bytes == told.f_blocks * told.f_frsize
+    host, expected = HostReader().read(), os.statvfs("/dev/shm")
+    assert host.shm_total_bytes == expected.f_blocks * expected.f_frsize
     assert host.shm_fraction is not None
     assert 0 <= host.shm_fraction <= 1
 
@@ -122,7 +122,7 @@ def test_a_group_that_may_not_swap(tree: Tree) -> None:
     assert host.unknown["swap_fraction"] == "the cgroup allows no swap"
 
 
-def test_swap_that_is_allowed_beyond_what_there_is(tree: Tree) -> None:
+def test_a_swap_limit_above_the_machines_swap(tree: Tree) -> None:
     host = read(tree(limited(2, memory__swap__max=str(64 * GIB), memory__swap__current="0")))
     assert host.limit_swap_bytes is None
     assert (host.swap_total_bytes, host.swap_fraction) == (8 * GIB, 0.25)
@@ -147,7 +147,7 @@ def test_kills_are_those_of_the_group_with_the_limit(tree: Tree) -> None:
     assert read(tree(files)).oom_kills == 5
 
 
-def test_kills_that_nobody_counts(tree: Tree) -> None:
+def test_kills_that_the_kernel_does_not_count(tree: Tree) -> None:
     host = read(tree(HOST))
     assert host.oom_kills is None
     assert "does not count OOM kills" in host.unknown["oom_kills"]
@@ -203,7 +203,7 @@ def test_a_hybrid_machine(tree: Tree, tmp_path: Path) -> None:
     assert read(tree(HOST | files | group(1, "/job", str(8 * GIB), GIB))).limit_bytes == 8 * GIB
 
 
-def test_nobody_knows_the_machines_memory_and_version_1_has_no_limit(tree: Tree, tmp_path: Path) -> None:
+def test_unknown_machine_memory_and_no_limit_of_version_1(tree: Tree, tmp_path: Path) -> None:
     tree({"proc/self/cgroup": SELF[1]} | group(1, "/job/step", str(2**63 - 4096), GIB))
     assert read_cgroup_memory(tmp_path / "proc", tmp_path / "cgroup", None) is None
 

@@ -1,4 +1,4 @@
-"""Every error code at every place: no crash, no 0 for unknown, a reason in words. Old drivers, slow drivers."""
+"""Every error code at every call: no crash, no 0 for unknown, a readable reason. Old and slow drivers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
+from memtop.supervisor.monitor.nvml.events import AGAIN_SECONDS
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.nvml.thread import DriverThread
 from memtop.supervisor.monitor.values import Band, GpuSample
@@ -37,7 +38,7 @@ PLACES = {
 }
 LOST = dict.fromkeys((*NUMBERS, "utilization_fraction", "temperature_celsius", "power_watts"))
 FUNCTIONS = sorted(
-    # Every name in the double's sources: some are made by its macros.
+    # Every name in the scripted driver's sources; its macros make some more.
     {
         name
         for source in SOURCES
@@ -54,7 +55,7 @@ def machine(driver: Script) -> Script:
 
 
 def honest(gpu: GpuSample) -> None:
-    """Nothing that is unknown is without a reason, and nothing that is unknown is a number."""
+    """Check that every unknown value is None and has a reason."""
     for holder, empty in ((gpu, {"error", "visible_index", "other_pool_bytes"}), (gpu.details, {"recovery_action"})):
         missing = {field for field in holder.__struct_fields__ if getattr(holder, field) is None} - empty
         assert missing <= set(holder.unknown), missing - set(holder.unknown)
@@ -111,7 +112,7 @@ def test_every_code_at_the_start(driver: Script, reader: NvmlReader, clock: Cloc
 
 @pytest.mark.parametrize("code", CODES)
 def test_every_code_later_on(driver: Script, reader: NvmlReader, clock: Clock, code: int) -> None:
-    """All calls of a healthy GPU begin to fail, then it is well again."""
+    """All calls of a healthy GPU fail for a while."""
     machine(driver).write()
     reader.read()
     driver.clear().gpu(0, total=8 * GIB, error=code).gpu(1, total=8 * GIB, used=GIB, util=60, gpm=1).write()
@@ -185,8 +186,8 @@ print(reading.is_alive())
 """
 
 
-def test_a_driver_that_does_not_answer_holds_up_nobody_but_the_read(nvml_library: Path, tmp_path: Path) -> None:
-    """In a program of its own: its threads stay in the driver until it ends, which they must not hinder either."""
+def test_a_driver_that_does_not_answer_blocks_only_the_read(nvml_library: Path, tmp_path: Path) -> None:
+    """The program also ends while its threads are blocked in the driver."""
     script = machine(Script(tmp_path / "script")).delay(3_600_000, "nvmlDeviceGetMemoryInfo_v2").write()
     environment = {**os.environ, **script.env(nvml_library)}
     done = subprocess.run([sys.executable, "-c", HANGING], env=environment, capture_output=True, text=True, timeout=120)
@@ -212,7 +213,7 @@ def test_all_functions_of_the_double_are_found(nvml_library: Path) -> None:
 
 
 @pytest.mark.parametrize("used", [9 * GIB, 2**64 - 1])
-def test_more_used_than_there_is_is_no_number(driver: Script, reader: NvmlReader, used: int) -> None:
+def test_more_memory_in_use_than_the_card_has_is_unknown(driver: Script, reader: NvmlReader, used: int) -> None:
     driver.gpu(0, total=8 * GIB, used=used).write()
     gpu = one(reader)
     assert gpu.total_bytes is gpu.used_bytes is gpu.free_bytes is gpu.used_fraction is None
@@ -223,8 +224,8 @@ def test_more_used_than_there_is_is_no_number(driver: Script, reader: NvmlReader
     assert (gpu.used_bytes, gpu.unknown) == (GIB, {})
 
 
-def test_where_no_thread_can_be_started(driver: Script, reader: NvmlReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pids limit that is reached, as in a container: what needs a thread says so, and comes once there is one."""
+def test_no_thread_can_be_started(driver: Script, reader: NvmlReader, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pids limit of a container is reached: values that need a thread have that reason until one can start."""
     start = threading.Thread.start
     allowed: list[str] = []
 
@@ -251,7 +252,7 @@ def test_where_no_thread_can_be_started(driver: Script, reader: NvmlReader, monk
     thread.read()
     assert driver.calls("nvmlEventSetCreate") == created, "not tried at every read"
     allowed += ["memtop-nvml-events", "memtop-nvml-pcie"]
-    monkeypatch.setattr(reader._events, "_again", 0.0)
+    clock.pass_(AGAIN_SECONDS)
     thread.read()
     assert "memtop-nvml-events" in {one.name for one in threading.enumerate()}
     thread.close()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from unittest.mock import Mock
-
 import pytest
 
 from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
-from memtop.supervisor.monitor.nvml.mig import Mig
+from memtop.supervisor.monitor.nvml.mig import by_instance
 from memtop.supervisor.monitor.nvml.processes import ListRow
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler
@@ -44,7 +42,7 @@ def test_instances_behind_gaps(driver: Script, reader: NvmlReader) -> None:
     assert gpu.details.mig_mode is True
 
 
-def test_no_utilisation_is_told_and_none_is_asked_for(driver: Script, reader: NvmlReader) -> None:
+def test_no_utilisation_is_read_or_reported(driver: Script, reader: NvmlReader) -> None:
     names = ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetProcessUtilization", "nvmlDeviceGetEncoderUtilization")
     before = [driver.calls(name) for name in names]
     cut(driver).process(0, pid=11, used=MIB, mig=1).write()
@@ -98,7 +96,7 @@ def test_mig_that_is_switched_off_and_on(driver: Script, reader: NvmlReader, clo
     clock.pass_(10.0)
     gpu = one(reader)
     assert (gpu.mig, gpu.utilization_fraction, gpu.unknown) == ((), 0.3, {})
-    assert gpu.details.fan_fraction == 0.2, "what was not supported with MIG is asked anew"
+    assert gpu.details.fan_fraction == 0.2, "values that MIG did not support are read again"
     cut(driver).write()
     clock.pass_(10.0)
     gpu = one(reader)
@@ -124,13 +122,13 @@ def test_the_change_is_announced(driver: Script, reader: NvmlReader, clock: Cloc
     assert one(reader).mig == ()
     cut(driver).event(0, 0x100).write()
     gpu = eventually(lambda: one(reader), lambda gpu: len(gpu.mig) == 3)
-    assert gpu.troubles == (), "somebody's will, no trouble"
+    assert gpu.troubles == (), "it was intended and is no trouble"
 
 
 COMPUTE = "nvmlDeviceGetComputeRunningProcesses_v3"
 
 
-def test_the_gpus_own_list_where_no_instance_tells_its_processes(driver: Script, reader: NvmlReader) -> None:
+def test_the_gpus_list_is_used_if_no_instance_has_a_process_list(driver: Script, reader: NvmlReader) -> None:
     cut(driver).process(0, pid=11, used=MIB).process(0, pid=12, used=GIB)
     for position in (1, 2, 5):
         driver.fail(COMPUTE, 0, 3, mig=position)
@@ -140,7 +138,7 @@ def test_the_gpus_own_list_where_no_instance_tells_its_processes(driver: Script,
     assert "processes" not in gpu.unknown
 
 
-def test_one_instance_that_tells_is_enough_to_believe_the_instances(driver: Script, reader: NvmlReader) -> None:
+def test_one_instance_with_a_process_list_is_enough_to_use_the_instances(driver: Script, reader: NvmlReader) -> None:
     cut(driver).process(0, pid=11, used=MIB).process(0, pid=12, used=GIB, mig=2)
     driver.fail(COMPUTE, 0, 4, mig=1).fail(COMPUTE, 0, 4, mig=5).write()
     gpu = one(reader)
@@ -149,20 +147,15 @@ def test_one_instance_that_tells_is_enough_to_believe_the_instances(driver: Scri
 
 
 def test_rows_of_the_gpus_own_list_go_to_the_instance_that_they_name() -> None:
-    mig = Mig(None)
-    mig._instances = [
-        Mock(position=4, gpu_instance=7, compute_instance=0),
-        Mock(position=5, gpu_instance=7, compute_instance=1),
-    ]
-    told = {"compute": [ListRow(1, MIB, 7, 1), ListRow(2, MIB, 2**32 - 1, 2**32 - 1)], "graphics": [ListRow(3, MIB, 7, 0)]}
-    assert dict(mig._by_instance(told)) == {
-        5: {"compute": [told["compute"][0]]},
-        None: {"compute": [told["compute"][1]]},
-        4: {"graphics": told["graphics"]},
+    lists = {"compute": [ListRow(1, MIB, 7, 1), ListRow(2, MIB, 2**32 - 1, 2**32 - 1)], "graphics": [ListRow(3, MIB, 7, 0)]}
+    assert by_instance(lists, {(7, 0): 4, (7, 1): 5}) == {
+        5: {"compute": [lists["compute"][0]]},
+        None: {"compute": [lists["compute"][1]]},
+        4: {"graphics": lists["graphics"]},
     }
 
 
-def test_nobody_tells_the_processes(driver: Script, reader: NvmlReader) -> None:
+def test_no_process_list_can_be_read(driver: Script, reader: NvmlReader) -> None:
     cut(driver).fail(COMPUTE, -1, 4).write()
     gpu = one(reader)
     assert gpu.processes == ()
@@ -181,23 +174,24 @@ def test_a_gpu_that_is_cut_while_its_memory_may_not_be_read_keeps_the_reason(
     assert gpu.unknown["total_bytes"] == nvml_errors.words(4)
 
 
-def test_bands_of_instances_do_not_flicker_and_old_instances_are_forgotten(
+def test_bands_of_instances_have_hysteresis_and_destroyed_instances_are_forgotten(
     driver: Script, reader: NvmlReader, clock: Clock
 ) -> None:
     watcher = Sampler(nvml=reader)
-    bands = []
-    for percent in (84, 85, 84, 85, 87):
-        driver.clear().gpu(0, total=80 * GIB, mig=1).mig(0, 0, total=100 * MIB, used=percent * MIB, gi=1).write()
-        bands.append(watcher.sample().gpus[0].mig[0].band)
-    assert bands == [Band.SAFE, Band.SAFE, Band.SAFE, Band.SAFE, Band.EDGE]
-    for number in range(20):
-        driver.clear().gpu(0, total=80 * GIB, mig=1).mig(0, 0, total=MIB, gi=1, uuid=f"MIG-{number}").write()
+
+    def band(percent: int, uuid: str = "MIG-a") -> Band:
+        driver.clear().gpu(0, total=80 * GIB, mig=1)
+        driver.mig(0, 0, total=1000 * MIB, used=10 * percent * MIB, gi=1, uuid=uuid).write()
         clock.pass_(11.0)
-        watcher.sample()
-    assert set(watcher._gauges) == {"GPU-00000000", "MIG-19"}
+        return watcher.sample().gpus[0].mig[0].band
+
+    assert [band(percent) for percent in (84, 85, 84, 85, 87)] == [Band.SAFE] * 4 + [Band.EDGE]
+    assert [band(84), band(85)] == [Band.SAFE, Band.SAFE]
+    assert band(10, "MIG-b") is Band.SAFE
+    assert band(85) is Band.EDGE, "its first value decides again"
 
 
-def test_no_use_is_made_up_where_the_instances_refuse_their_lists(driver: Script, reader: NvmlReader) -> None:
+def test_utilisation_is_unknown_where_the_instances_refuse_their_lists(driver: Script, reader: NvmlReader) -> None:
     cut(driver).process(0, pid=11, used=MIB)
     for position in (1, 2, 5):
         driver.fail(COMPUTE, 0, 4, mig=position)
@@ -219,7 +213,7 @@ def test_one_place_that_cannot_be_looked_at_hides_no_other(driver: Script, reade
     assert "mig" not in gpu.unknown
 
 
-def test_the_number_of_places_that_cannot_be_told(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+def test_the_number_of_places_cannot_be_read(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     cut(driver).fail("nvmlDeviceGetMaxMigDeviceCount", 0, 10).write()
     assert one(reader).unknown["mig"] == nvml_errors.words(10)
     cut(driver).write()

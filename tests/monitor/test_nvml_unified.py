@@ -1,4 +1,4 @@
-"""GPUs that share the machine's RAM, and discrete ones that only look like it."""
+"""GPUs that share the machine's RAM, and discrete GPUs that resemble them."""
 
 from __future__ import annotations
 
@@ -90,19 +90,19 @@ def test_a_big_card_in_a_small_machine_is_no_unified_one(driver: Script, reading
 
 
 @pytest.mark.parametrize(("name", "unified"), [("NVIDIA GB10", True), ("Orin (nvgpu)", True), ("NVIDIA GB102", False)])
-@pytest.mark.parametrize("told", [True, False])
-def test_some_are_known_by_name(driver: Script, reading: Make, name: str, unified: bool, told: bool) -> None:
-    """Even where the driver tells a memory bus."""
+@pytest.mark.parametrize("reported", [True, False])
+def test_some_are_known_by_name(driver: Script, reading: Make, name: str, unified: bool, reported: bool) -> None:
+    """Even where the driver reports a memory bus."""
     driver.gpu(0, total=125 * GIB, used=GIB, name=name, bus_width=256)
-    if not told:
+    if not reported:
         driver.fail("nvmlDeviceGetMemoryInfo_v2", 0, 3)
     driver.write()
     gpu = one(reading())
     assert gpu.unified == unified
-    assert gpu.total_bytes == (TOTAL if unified else 125 * GIB if told else None)
+    assert gpu.total_bytes == (TOTAL if unified else 125 * GIB if reported else None)
 
 
-def test_a_discrete_card_that_does_not_tell_its_memory(driver: Script, reading: Make, clock: Clock) -> None:
+def test_a_discrete_card_that_does_not_report_its_memory(driver: Script, reading: Make, clock: Clock) -> None:
     driver.gpu(0, total=24 * GIB).fail("nvmlDeviceGetMemoryInfo_v2", 0, 3).write()
     reader = reading()
     before = driver.calls("nvmlDeviceGetMemoryInfo_v2")
@@ -115,7 +115,7 @@ def test_a_discrete_card_that_does_not_tell_its_memory(driver: Script, reading: 
     assert driver.calls("nvmlDeviceGetMemoryInfo_v2") - before == 1
 
 
-def test_what_cannot_be_settled_now_is_settled_later(driver: Script, reading: Make, clock: Clock) -> None:
+def test_whether_memory_is_unified_is_decided_once_it_can_be_read(driver: Script, reading: Make, clock: Clock) -> None:
     driver.gpu(0, integrated=1).fail("nvmlDeviceGetBAR1MemoryInfo", 0, 999).write()
     reader = reading()
     gpu = one(reader)

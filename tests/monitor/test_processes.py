@@ -1,4 +1,4 @@
-"""Who processes are, whether they live, what may be known of them, and signals to them and no others."""
+"""The identity of processes, whether they are alive, their description, and signals to exactly them."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def test_description(start: Start, tmp_path: Path) -> None:
     assert facts.unknown == {}
 
 
-def test_nobody_of_that_number(start: Start) -> None:
+def test_no_process_has_the_pid(start: Start) -> None:
     facts = ProcessDescriber(same_namespace=lambda: True).describe(ended(start).pid)
     assert facts.identity is None
     assert "ended" in facts.unknown["command"]
 
 
 @pytest.mark.parametrize(("holds", "described"), [(True, True), (False, False), (None, False)])
-def test_in_a_container_only_a_process_that_holds_the_gpu_is_meant(
+def test_in_a_container_only_a_process_that_holds_the_gpu_is_described(
     start: Start, monkeypatch: pytest.MonkeyPatch, holds: bool | None, described: bool
 ) -> None:
     monkeypatch.delenv(proc.TRUST_VARIABLE, raising=False)
@@ -127,7 +127,7 @@ def test_the_mapped_driver_is_seen(tmp_path: Path) -> None:
     assert proc.holds_gpu(7, proc_root=tmp_path) is True
 
 
-def test_what_may_not_be_read_is_not_known(tmp_path: Path) -> None:
+def test_without_permission_it_is_unknown(tmp_path: Path) -> None:
     assert proc.holds_gpu(7, proc_root=tmp_path) is None
 
 
@@ -163,7 +163,7 @@ def test_a_process_that_is_gone(start: Start) -> None:
         signal_process(ended(start), signal.SIGTERM)
 
 
-def test_the_kernels_refusal_is_told(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_refusal_is_reported(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, number: int) -> None:
         raise PermissionError(1, "Operation not permitted")
 

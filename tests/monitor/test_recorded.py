@@ -1,4 +1,4 @@
-"""What runs have written down of their processes, as proof: real shims, real sessions, real run folders."""
+"""The processes that runs have recorded, as evidence: real shims, sessions and run folders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.monitor.conftest import GIB
 from tests.nvml_double.double import Script
 
 PYTHON = [sys.executable, "-S", "-E", "-c"]
-# Its child throws its environment away, as programs do that write their own title over it; then it says both pids.
+# Its child has no environment, like a program that overwrites it with a title. It writes the child's pid.
 LEAVES_A_CHILD = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, '-S', '-E', '-c', 'import time; time.sleep(120)'], env={}, stdout=2)
@@ -110,14 +110,14 @@ def test_an_orphan_without_a_marker_is_proven_by_its_session(over: Attempt, row_
     assert row.reason == "left over from attempt 1 of run over, which is over: in the session that the run created"
 
 
-def test_one_of_a_living_session_is_needed(living: Attempt, row_of: RowOf) -> None:
+def test_processes_of_a_living_session_are_needed(living: Attempt, row_of: RowOf) -> None:
     for pid in (living.child, living.program):
         row = row_of(pid)
         assert (row.run, row.stray, row.choosable) == ("living", False, False)
 
 
 def test_a_recorded_program_of_a_moved_run_is_needed(living: Attempt, tmp_path: Path, row_of: RowOf) -> None:
-    """Its folder was moved aside while it runs on without a supervisor: the record went with the folder."""
+    """Its folder was renamed while it runs without a supervisor; the record moved with the folder."""
     living.folder.path.rename(tmp_path / "runs" / "living.20260101-000000")
     assert row_of(living.program).run == "living.20260101-000000"
     assert not row_of(living.child).choosable
@@ -155,7 +155,7 @@ def test_what_changes_is_read_again(over: Attempt, tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_taken_up_again_is_no_longer_over(over: Attempt, tmp_path: Path) -> None:
-    """It is locked before anything is written or started; what was remembered of it must not outlive that."""
+    """The lock is taken before anything is written or started, and makes the cached state invalid."""
     assert [run.alive for run in known_runs(tmp_path / "runs")] == [False]
     lock = RunLock(over.folder)
     assert lock.acquire()

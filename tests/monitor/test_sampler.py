@@ -68,7 +68,7 @@ def test_every_value_of_a_process_that_is_none_has_its_reason(driver: Script, re
 
 
 def test_a_process_is_choosable_on_all_of_its_gpus_or_on_none(driver: Script, reader: NvmlReader, start: Start) -> None:
-    """Also for whoever is shown one of the GPUs only."""
+    """Also in a view of only one of the GPUs."""
     process = start()
     driver.gpu(0, total=GIB).gpu(1, total=GIB).process(0, pid=process.pid, used=9)
     driver.process(1, pid=process.pid, used=8, kind="graphics").write()
@@ -214,7 +214,7 @@ def test_memory_under_an_ended_process_is_called_gone_at_the_second_look(
 
 
 @pytest.mark.parametrize(("same_namespace", "sees_all"), [(True, False), (False, False), (False, True)])
-def test_where_not_all_is_seen_nobody_is_called_gone(
+def test_no_process_is_called_gone_unless_all_are_visible(
     driver: Script,
     reader: NvmlReader,
     clock: Clock,
@@ -282,7 +282,7 @@ def test_host_memory_and_cpu(driver: Script, reader: NvmlReader, clock: Clock, s
         assert row.host_rss_bytes is not None
         assert row.host_rss_bytes > 1024**2
         assert row.parent_pid == os.getpid()
-    # The clock is turned by hand, the work is real: wait until it is done, then say that two seconds have passed.
+    # The clock is manual, but the work is real: wait for it, then advance the clock by two seconds.
     before = cpu_ticks(busy.pid)
     while cpu_ticks(busy.pid) < before + 20:
         pass
@@ -386,7 +386,7 @@ def test_the_marker_of_a_containers_run_is_no_proof(driver: Script, reader: Nvml
     assert "of its container" in (row.reason or "")
 
 
-def test_bytes_that_are_no_letters_can_be_sent_and_shown(driver: Script, reader: NvmlReader, tmp_path: Path) -> None:
+def test_bytes_that_are_not_utf_8_can_be_sent_and_shown(driver: Script, reader: NvmlReader, tmp_path: Path) -> None:
     """File names of old locales, in the command line and in the variables that are shown."""
     command: list[str | bytes] = [sys.executable, "-S", "-E", "-c", "import time; time.sleep(60)", b"/data/caf\xe9.txt"]
     marks = {b"MEMTOP_RUN": os.fsencode(tmp_path) + b"/caf\xe9", b"MEMTOP_ATTEMPT": b"9" * 5000, b"SLURM_JOB_ID": b"7\xe9"}

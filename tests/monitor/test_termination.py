@@ -1,4 +1,4 @@
-"""Real processes, chosen and ended; and those that must not be."""
+"""Ending real processes, and refusing to end those that must live."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tests.monitor.conftest import GIB, Start, ended, known
 from tests.nvml_double.double import Script
 
 PATIENT = (20.0, 20.0, 20.0)
-"""Long enough for a slow machine: a test that passes never waits for it to run out."""
+"""Seconds that suffice on a slow machine; a test that passes never waits as long."""
 SHORT = (0.2, 0.2, 20.0)
 NAME = Path("/proc/self/comm").read_text().strip()
-"""What the kernel calls an interpreter like ours."""
+"""The kernel's name of this interpreter."""
 IGNORE = "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
 def seen(reader: NvmlReader) -> MachineSnapshot:
-    """What the processes are chosen from."""
+    """A snapshot to choose processes from."""
     return MachineSnapshot(time=0.0, gpus=reader.read().gpus)
 
 
@@ -40,14 +40,14 @@ def test_a_polite_process_ends_on_the_first_signal(start: Start) -> None:
     assert process.wait() == 7
 
 
-def test_one_that_ignores_sigint_gets_sigterm(start: Start) -> None:
+def test_a_process_that_ignores_sigint_gets_sigterm(start: Start) -> None:
     process = start("signal.signal(signal.SIGINT, signal.SIG_IGN)")
     (result,) = end_processes([known(process.pid)], waits=(0.2, 20.0, 20.0))
     assert (result.outcome, result.signal) == ("ended", "SIGTERM")
     assert process.wait() == -signal.SIGTERM
 
 
-def test_one_that_ignores_both_gets_sigkill_and_the_others_do_not(start: Start) -> None:
+def test_a_process_that_ignores_both_gets_sigkill_and_the_others_do_not(start: Start) -> None:
     stubborn, polite = start(IGNORE), start()
     results = end_processes([known(stubborn.pid), known(polite.pid)], waits=SHORT)
     assert [row.identity.pid for row in results] == [stubborn.pid, polite.pid], "in the order of choice"
@@ -74,7 +74,7 @@ def test_a_process_that_is_gone(start: Start) -> None:
 @pytest.mark.parametrize("pid", [1, os.getpid(), os.getppid()], ids=["first", "self", "parent"])
 def test_the_system_and_memtop_itself_are_refused(pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
-    # Recorded, not sent: were the refusal ever lost, this test must not end the machine's first process.
+    # Recorded, not sent: if the refusal fails, this test must not end the machine's first process.
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda descriptor, number: sent.append(number))
     (result,) = end_processes([known(pid)], waits=(0.0, 0.0, 0.0))
     assert result.outcome == "refused"
@@ -90,7 +90,7 @@ def test_another_users_process_is_refused_even_to_root(start: Start) -> None:
     assert process.poll() is None
 
 
-def test_the_kernels_refusal_is_told(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_refusal_is_reported(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, number: int) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -101,7 +101,7 @@ def test_the_kernels_refusal_is_told(start: Start, monkeypatch: pytest.MonkeyPat
     assert "Operation not permitted" in result.reason
 
 
-def test_one_that_survives_everything_is_told(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_survives_everything_is_reported(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     process = start()
     sent: list[int] = []
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda descriptor, number: sent.append(number))
@@ -110,8 +110,8 @@ def test_one_that_survives_everything_is_told(start: Start, monkeypatch: pytest.
     assert sent == [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
 
 
-def test_one_that_lets_its_memory_go_is_left_alone(start: Start) -> None:
-    """It is asked once, gives the memory back on the first signal, and gets no second one."""
+def test_a_process_that_frees_its_memory_gets_no_further_signal(start: Start) -> None:
+    """It frees its memory on the first signal and gets no second one."""
     process = start(IGNORE)
     answers = iter([True, False])
     (result,) = end_processes([known(process.pid)], waits=(0.0, 0.0, 0.0), still_holds=lambda identity: next(answers))
@@ -204,7 +204,7 @@ LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 
 
 def take_number(pid: int, start: Start) -> subprocess.Popen[str]:
-    """A new process under this number, which is free. The kernel counts on from what it is told."""
+    """A new process with this free pid. The kernel assigns the pid after the last one written here."""
     for _ in range(200):
         LAST_PID.write_text(str(pid - 1))
         process = start()
@@ -216,7 +216,7 @@ def take_number(pid: int, start: Start) -> subprocess.Popen[str]:
 
 
 @pytest.mark.skipif(not os.access(LAST_PID, os.W_OK) or os.getuid() != 0, reason="only root can choose a process number")
-def test_a_number_that_really_was_used_again_is_refused(start: Start) -> None:
+def test_a_pid_that_was_really_reused_is_refused(start: Start) -> None:
     chosen = ended(start)
     bystander = take_number(chosen.pid, start)
     (result,) = end_processes([chosen], waits=PATIENT)
@@ -226,7 +226,7 @@ def test_a_number_that_really_was_used_again_is_refused(start: Start) -> None:
 
 
 class Between(Kernel):
-    """The real kernel, and something that happens just before the signal."""
+    """The real kernel, with something that happens just before the signal."""
 
     def __init__(self, happens: Callable[[], object]) -> None:
         self._happens = happens
@@ -237,7 +237,7 @@ class Between(Kernel):
         return found
 
 
-def test_one_that_ends_between_look_and_signal(start: Start) -> None:
+def test_a_process_that_ends_just_before_the_signal(start: Start) -> None:
     process = start()
 
     def end() -> None:
@@ -249,7 +249,7 @@ def test_one_that_ends_between_look_and_signal(start: Start) -> None:
 
 
 @pytest.mark.skipif(not os.access(LAST_PID, os.W_OK) or os.getuid() != 0, reason="only root can choose a process number")
-def test_one_that_ends_and_is_replaced_between_look_and_signal(start: Start) -> None:
+def test_a_pid_that_is_reused_just_before_the_signal(start: Start) -> None:
     process = start()
     bystanders: list[subprocess.Popen[str]] = []
 
@@ -265,8 +265,8 @@ def test_one_that_ends_and_is_replaced_between_look_and_signal(start: Start) -> 
 
 
 @pytest.mark.parametrize("signals_before", [0, 1])
-def test_one_whose_number_went_to_another_user_has_ended_and_is_not_called_theirs(signals_before: int, start: Start) -> None:
-    """The owner is looked up by the number; meanwhile that may be another's."""
+def test_a_pid_that_another_user_has_now_belongs_to_an_ended_process(signals_before: int, start: Start) -> None:
+    """The owner is read by pid, which another process may have by then."""
     process = start(IGNORE)
 
     class OthersNumber(Kernel):
@@ -287,7 +287,7 @@ def test_one_whose_number_went_to_another_user_has_ended_and_is_not_called_their
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can change a process's user")
-def test_one_that_becomes_another_users_gets_no_second_signal(start: Start) -> None:
+def test_a_process_that_changes_its_user_gets_no_second_signal(start: Start) -> None:
     become = "def other(*_):\n os.setuid(65534)\n os.write(1, b'changed\\n')\nsignal.signal(signal.SIGINT, other)"
     process = start(become)
 
@@ -304,7 +304,7 @@ def test_one_that_becomes_another_users_gets_no_second_signal(start: Start) -> N
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act with another user's rights")
-def test_one_that_acts_with_other_rights_is_refused(start: Start) -> None:
+def test_a_process_with_another_effective_user_is_refused(start: Start) -> None:
     process = start("os.seteuid(65534)")
     (result,) = end_processes([known(process.pid)], waits=PATIENT)
     assert result.outcome == "refused"
@@ -323,7 +323,7 @@ def test_memory_that_stays_under_an_ended_process(start: Start, driver: Script, 
 
 
 def test_a_driver_that_does_not_answer_holds_up_no_signal(start: Start, driver: Script, reader: NvmlReader) -> None:
-    """It is in a call for ever (as long as this test lasts), the process that is to be ended lives on until it gets SIGTERM."""
+    """The driver never returns, and the process lives until it gets SIGTERM."""
     process = start("signal.signal(signal.SIGINT, signal.SIG_IGN)")
     driver.gpu(0, total=24 * GIB, used=9 * GIB).process(0, pid=process.pid, used=4 * GIB).write()
     machine = seen(reader)
@@ -350,7 +350,7 @@ def test_a_driver_that_does_not_answer_holds_up_no_signal(start: Start, driver: 
     assert report.text == "1 process ended, memory returned not known: the driver did not answer in time"
 
 
-def test_a_slow_driver_is_asked_for_the_gpus_concerned_alone_and_once_a_round(
+def test_a_slow_driver_is_asked_only_for_the_processes_gpus_and_once_per_round(
     start: Start, driver: Script, reader: NvmlReader
 ) -> None:
     several = [start() for _ in range(4)]
@@ -366,7 +366,7 @@ def test_a_slow_driver_is_asked_for_the_gpus_concerned_alone_and_once_a_round(
     def later(seconds: float) -> None:
         driver.clear().gpu(2, total=24 * GIB, used=4 * GIB).write()
 
-    # Longer than a look may be old: each process would have cost another one.
+    # Longer than a reading stays valid, so that a reading for each process would show.
     driver.delay(700, lists).write()
     report = end_and_measure(
         [known(process.pid) for process in several], machine, waits=PATIENT, patience=30.0, settle_seconds=60.0, sleep=later

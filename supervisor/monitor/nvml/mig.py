@@ -133,17 +133,10 @@ class Mig:
             return lists, errors
         # Some drivers report the processes of all instances for the whole GPU only.
         rows, failed = self._whole.read()
-        return (lists, errors) if "compute" in failed else (self._by_instance(rows), failed)
-
-    def _by_instance(self, rows: dict[str, list[ListRow]]) -> list[tuple[int | None, dict[str, list[ListRow]]]]:
-        """The GPU's own lists, by instance. None stands for rows that name no known instance."""
+        if "compute" in failed:
+            return lists, errors
         positions = {(one.gpu_instance, one.compute_instance): one.position for one in self._instances}
-        sorted_out: dict[int | None, dict[str, list[ListRow]]] = {}
-        for kind, found in rows.items():
-            for row in found:
-                position = positions.get((row.gpu_instance, row.compute_instance))
-                sorted_out.setdefault(position, {}).setdefault(kind, []).append(row)
-        return list(sorted_out.items())
+        return list(by_instance(rows, positions).items()), failed
 
     def uuids(self) -> tuple[str, ...]:
         """UUIDs of the instances, in order of position."""
@@ -152,3 +145,16 @@ class Mig:
     def reasons(self) -> dict[str, str]:
         """Why instances may be missing, under the field name `mig`."""
         return {} if self._why_incomplete is None else {"mig": self._why_incomplete}
+
+
+def by_instance(
+    rows: dict[str, list[ListRow]], positions: dict[tuple[int | None, int | None], int]
+) -> dict[int | None, dict[str, list[ListRow]]]:
+    """A GPU's process lists, by the position of the instance. The keys of `positions` are pairs of
+    GPU instance and compute instance. Rows that name none of them are under None."""
+    found: dict[int | None, dict[str, list[ListRow]]] = {}
+    for kind, listed in rows.items():
+        for row in listed:
+            position = positions.get((row.gpu_instance, row.compute_instance))
+            found.setdefault(position, {}).setdefault(kind, []).append(row)
+    return found

@@ -17,7 +17,7 @@ from memtop.supervisor.monitor.nvml.query import ALL_ONES, NOT_REPORTED
 
 WANTED_SECONDS = 10.0
 """How long the thread runs after `want` was called."""
-_PAUSE_SECONDS = 1.0
+PAUSE_SECONDS = 1.0
 _OLD_SECONDS = 10.0
 _SILENT = "the driver has not answered for more than 10 s"
 _NO_THREAD = "the system allows memtop no more threads (see ulimit -u, or the pids limit of the container)"
@@ -93,7 +93,7 @@ class PcieReader:
                     return
                 rates = self._read(index, handle)
                 self._rates[index] = self._monotonic(), rates
-            stop.wait(_PAUSE_SECONDS)
+            stop.wait(PAUSE_SECONDS)
             with self._lock:
                 if self._monotonic() > self._until:
                     self._rates = {}

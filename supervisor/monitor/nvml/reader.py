@@ -86,7 +86,7 @@ class NvmlReader:
         self._lock = threading.Lock()
         self._gpus: list[Gpu] = []
         self._last: dict[int, tuple[float, GpuSample]] = {}
-        self._events = EventWatcher()
+        self._events = EventWatcher(monotonic)
         self._troubles = Troubles(clock)
         self._readable: list[tuple[int, Any]] = []
         self._pcie = PcieReader(lambda: self._readable, monotonic)
