@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,7 +168,10 @@ def test_precision_by_what_the_hardware_has(
     asked: Any, on_gpu: bool, has_bf16: bool, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16)
-    assert run._precision(replace(TINY, precision=asked), on_gpu) == taken
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(run, "Accelerator", lambda **arguments: SimpleNamespace(num_processes=1, **arguments))
+    accelerator = run.open_accelerator(replace(TINY, precision=asked, device="auto"), None)
+    assert accelerator.mixed_precision == ("no" if taken == "fp32" else taken)
 
 
 def test_fp16_without_a_gpu_is_refused() -> None:

@@ -43,7 +43,7 @@ class Connection:
 @pytest.fixture
 def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Follow a run whose supervisor answers (a Connection) or not (the state in its folder)."""
-    monkeypatch.setattr(foreground, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(foreground, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(foreground.client, "revive", lambda path: False)
 
     def run(*looks: Connection | RunState, since: float = 0.0) -> int:

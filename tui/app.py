@@ -22,6 +22,7 @@ from memtop.tui.ascii import AsciiFilter
 from memtop.tui.ascii import wanted as ascii_wanted
 from memtop.tui.dashboard.screen import DashboardResult, DashboardScreen
 from memtop.tui.feed import Feed
+from memtop.tui.line import ROLES
 from memtop.tui.processes.actions import ProcessActions, RealProcessActions
 
 SMALLEST = (60, 15)
@@ -79,6 +80,7 @@ class DashboardApp(App[DashboardResult]):
     """memtop's dashboard on one feed."""
 
     CSS_PATH = "memtop.tcss"
+    COMPONENT_CLASSES: ClassVar[set[str]] = {f"draw--{role}" for role in ROLES}
     ENABLE_COMMAND_PALETTE = False
     # The base class declares these as instance variables, so ClassVar would not do.
     HORIZONTAL_BREAKPOINTS = [(0, "-tiny"), (80, "-narrow"), (110, "-wide")]  # noqa: RUF012
@@ -97,6 +99,10 @@ class DashboardApp(App[DashboardResult]):
         self._dashboard = DashboardScreen(feed, label=title or feed.label, interval=interval, process_actions=actions)
         # A monitor must not spend processor time on animations.
         self.animation_level = "none"
+        self.register_theme(MEMTOP_THEME)
+        wanted = os.environ.get("TEXTUAL_THEME", "")
+        # Set before the screens are styled, so that they are styled only once.
+        self.theme = wanted if wanted in BUILTIN_THEMES else MEMTOP_THEME.name
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         return dict(_MEMORY_COLOURS if self.current_theme.dark else _LIGHT_MEMORY_COLOURS)
@@ -106,10 +112,6 @@ class DashboardApp(App[DashboardResult]):
 
     def on_mount(self) -> None:
         self.title = "memtop"
-        self.register_theme(MEMTOP_THEME)
-        wanted = os.environ.get("TEXTUAL_THEME", "")
-        self.theme = wanted if wanted in BUILTIN_THEMES else MEMTOP_THEME.name
-
         if not self.is_headless:
             self.set_interval(2.0, self._leave_a_lost_terminal)
 

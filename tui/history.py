@@ -18,9 +18,8 @@ from textual.events import Click, MouseScrollDown, MouseScrollUp
 
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError
-from memtop.supervisor.monitor.bands import DANGER_ABOVE, EDGE_FROM, band_of
 from memtop.supervisor.monitor.history import HOST, KEPT_SECONDS, Bucket, label_of, resample
-from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.values import DANGER_ABOVE, EDGE_FROM, Band, band_of
 from memtop.supervisor.wire import Event
 from memtop.tui.charts import merged, nice_bounds
 from memtop.tui.line import MUTED, Line, fact, fit, join, join_fitting, line, spread

@@ -64,7 +64,7 @@ ROLES = (
     "predicted",
     "predictedbar",
 )
-"""Every role a drawing may use. Widgets map each to the component class `draw--<role>`."""
+"""Every role a drawing may use. The app has a component class `draw--<role>` for each."""
 
 
 def line(*parts: str | Span) -> Line:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
@@ -13,7 +12,7 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from memtop.tui.line import ROLES, Line, fit
+from memtop.tui.line import Line, fit
 from memtop.tui.store import Store
 
 Draw = Callable[[Store, int, int], Sequence[Line]]
@@ -21,9 +20,11 @@ Draw = Callable[[Store, int, int], Sequence[Line]]
 
 
 class RoleStyles(Widget):
-    """Maps the roles of drawn text to styles, with one component class per role."""
+    """Maps the roles of drawn text to styles.
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"draw--{role}" for role in ROLES}
+    The app holds the component class of each role. Textual styles every component class of every
+    widget, so roles on the widgets would take most of the time to open a screen.
+    """
 
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)
@@ -38,7 +39,7 @@ class RoleStyles(Widget):
         if role not in self._roles:
             # Blanks need the background too: Textual's line API paints nothing behind unstyled
             # cells.
-            self._roles[role] = self.rich_style + self.get_component_rich_style(f"draw--{role}", partial=True)
+            self._roles[role] = self.rich_style + self.app.get_component_styles(f"draw--{role}").partial_rich_style
         return self._roles[role]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
-from memtop.supervisor.monitor.bands import mark
+from memtop.supervisor.monitor.values import mark
 from memtop.supervisor.recovery.forecast import forecast
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
 from memtop.tui.charts import ROLES, Share, memory_bar

@@ -22,9 +22,8 @@ import msgspec
 from memtop.supervisor import units, wire
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.errors import MemtopError, RunFolderError
-from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.history import HOST, Bucket
-from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
+from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot, band_of
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import Attempt, Ledger, StoredStep
 from memtop.supervisor.run.reports import Step

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from memtop.cli.common import run_folders, state_of, summary
 from memtop.cli.dashboard import Look
-from memtop.cli.lookup import run_folders, state_of
-from memtop.cli.output import summary
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.snapshots import only_gpus

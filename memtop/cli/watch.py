@@ -11,18 +11,27 @@ import click
 import msgspec
 
 from memtop.cli import dashboard
+from memtop.cli.common import (
+    RUN_HELP,
+    SECONDS,
+    WHOLE,
+    Unreadable,
+    find_run,
+    print_json,
+    run_folders,
+    run_line,
+    runs_dir_option,
+    state_of,
+    summary,
+)
 from memtop.cli.gpus import watched
-from memtop.cli.lookup import Unreadable, find_run, run_folders, state_of
-from memtop.cli.options import RUN_HELP, SECONDS, WHOLE, runs_dir_option
-from memtop.cli.output import print_json, run_line, summary
 from memtop.cli.streams import stream
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
-from memtop.supervisor.monitor.bands import mark
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.snapshots import only_gpus, why_incomplete_on
-from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot
+from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot, mark
 from memtop.supervisor.run import view
 from memtop.supervisor.run.clients.client import revive
 from memtop.supervisor.run.record.folder import RunFolder, default_runs_dir

@@ -9,14 +9,13 @@ from typing import Any
 
 import msgspec
 
-from memtop.supervisor.monitor.bands import Hysteresis
 from memtop.supervisor.monitor.host import HostReader
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.nvml.thread import PATIENCE_SECONDS, DriverThread
 from memtop.supervisor.monitor.process_watch import ProcessWatch
 from memtop.supervisor.monitor.processes.facts import ProcessDescriber
 from memtop.supervisor.monitor.strays import KnownRun
-from memtop.supervisor.monitor.values import Band, GpuSample, HostSample, MachineSnapshot
+from memtop.supervisor.monitor.values import Band, GpuSample, HostSample, Hysteresis, MachineSnapshot
 
 
 def no_runs() -> Sequence[KnownRun]:

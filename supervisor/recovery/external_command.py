@@ -12,12 +12,11 @@ from msgspec.structs import replace
 
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.recovery.configuration import TRAINED_BYTES
 from memtop.supervisor.recovery.gpu_ladder import ALLOCATOR, is_fragmented, strays, why_allocator, with_expandable_segments
 from memtop.supervisor.recovery.host_ladder import beyond_all_memory, more_host_memory
-from memtop.supervisor.recovery.parameters import TRAINED_BYTES
 from memtop.supervisor.recovery.policy import SURE
-from memtop.supervisor.recovery.situation import HostFacts
-from memtop.supervisor.recovery.suggested_commands import restart_command, suggested, to_do
+from memtop.supervisor.recovery.situation import HostFacts, restart_command, suggested, to_do
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import TrendSubject
 

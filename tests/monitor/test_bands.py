@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtop.supervisor.monitor.bands import Hysteresis, band_of, mark
-from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.values import Band, Hysteresis, band_of, mark
 
 
 @pytest.mark.parametrize(

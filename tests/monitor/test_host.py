@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.host import HostReader
-from memtop.supervisor.monitor.values import Band, HostSample
+from memtop.supervisor.monitor.values import Band, HostSample, band_of
 from tests.monitor.conftest import GIB, Clock, Tree
 
 KIB = 1024

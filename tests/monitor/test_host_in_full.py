@@ -12,10 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.cgroup import CgroupMemory, read_cgroup_memory
 from memtop.supervisor.monitor.host import SLOW_SECONDS, HostReader
-from memtop.supervisor.monitor.values import Band, HostSample
+from memtop.supervisor.monitor.values import Band, HostSample, band_of
 from tests.monitor.conftest import GIB, MIB, Clock, Tree
 from tests.monitor.test_host import HOST, MEMINFO, SELF, group, read
 

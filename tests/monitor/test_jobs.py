@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memtop.supervisor.monitor.processes import roles
-from memtop.supervisor.monitor.processes.jobs import Grouping, JobDraft, Program, read_program
+from memtop.supervisor.monitor.processes.jobs import Grouping, JobDraft, Program, job_name, program, read_program
 from memtop.supervisor.monitor.processes.proc import ProcessId, ProcessStat
 
 TRAIN = "/venv/bin/python -u train.py --lr 1"
@@ -42,7 +41,7 @@ class Table:
         **marks: str,
     ) -> Table:
         words = tuple(command.split()) if isinstance(command, str) else command
-        comm = comm or roles.program(words)[:15]
+        comm = comm or program(words)[:15]
         self.rows[pid] = ProcessStat(ProcessId(pid, pid * 10), comm, dead, parent, session, 1, 0, 0, 1, uid)
         self.programs[pid] = read_program(words, comm, marks, run)
         if gpu:
@@ -209,4 +208,4 @@ def test_a_zombie_is_no_member_and_a_circle_ends() -> None:
     ],
 )
 def test_names(command: str, name: str) -> None:
-    assert roles.job_name(tuple(command.split()), "comm") == name
+    assert job_name(tuple(command.split()), "comm") == name

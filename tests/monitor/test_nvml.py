@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
 from memtop.supervisor.monitor.nvml.reader import MISSING_SECONDS, NvmlReader
-from memtop.supervisor.monitor.values import Band, GpuSample
+from memtop.supervisor.monitor.values import Band, GpuSample, band_of
 from tests.monitor.conftest import GIB, MIB, Clock, one
 from tests.nvml_double.double import Script
 

@@ -9,22 +9,47 @@ import pynvml
 import pytest
 
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
-from memtop.supervisor.monitor.nvml.details import (
-    CODECS,
-    FIXED,
-    PCIE_FIELDS,
-    SENSORS,
-    Detail,
-    recovery_words,
-    throttle_words,
-    value_of,
-)
+from memtop.supervisor.monitor.nvml.details import PCIE_FIELDS, FieldReader, recovery_words, throttle_words
+from memtop.supervisor.monitor.nvml.query import NOT_REPORTED, Query
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.values import GpuDetails
 from tests.monitor.conftest import GIB, Clock, one
 from tests.nvml_double.double import Script
 
 ALL_LINKS = 2**32 - 1
+
+FIXED = {
+    "slowdown_temperature_celsius": "nvmlDeviceGetTemperatureThreshold",
+    "sm_clock_limit_megahertz": "nvmlDeviceGetMaxClockInfo",
+    "memory_clock_limit_megahertz": "nvmlDeviceGetMaxClockInfo",
+    "pcie_generation_limit": "nvmlDeviceGetMaxPcieLinkGeneration",
+    "pcie_width_limit": "nvmlDeviceGetMaxPcieLinkWidth",
+    "compute_capability": "nvmlDeviceGetCudaComputeCapability",
+    "device_minor": "nvmlDeviceGetMinorNumber",
+}
+SENSORS = (
+    "nvmlDeviceGetFanSpeed",
+    "nvmlDeviceGetClockInfo",
+    "nvmlDeviceGetPerformanceState",
+    "nvmlDeviceGetCurrentClocksEventReasons",
+    "nvmlDeviceGetCurrentClocksThrottleReasons",
+    "nvmlDeviceGetEccMode",
+    "nvmlDeviceGetTotalEccErrors",
+    "nvmlDeviceGetRemappedRows",
+    "nvmlDeviceGetCurrPcieLinkGeneration",
+    "nvmlDeviceGetCurrPcieLinkWidth",
+    "nvmlDeviceGetBAR1MemoryInfo",
+    "nvmlDeviceGetTotalEnergyConsumption",
+    "nvmlDeviceGetPersistenceMode",
+    "nvmlDeviceGetComputeMode",
+    "nvmlDeviceGetDisplayMode",
+    "nvmlDeviceGetDisplayActive",
+    "nvmlDeviceGetEncoderUtilization",
+    "nvmlDeviceGetDecoderUtilization",
+    "nvmlDeviceGetFieldValues",
+    "nvmlGpmQueryDeviceSupport",
+    "nvmlDeviceGetMigMode",
+)
 
 EVERY_VALUE: dict[str, Any] = {
     "memory_temperature_celsius": 71.0,
@@ -101,10 +126,7 @@ def missing(details: GpuDetails) -> set[str]:
 @pytest.mark.parametrize("code", [3, 4, 13, 27, 999])
 def test_every_value_that_the_driver_refuses_has_a_reason(driver: Script, reader: NvmlReader, code: int) -> None:
     driver.gpu(0, total=GIB)
-    for row in (*FIXED, *SENSORS, *CODECS):
-        for call in row.call:
-            driver.fail(call, 0, code)
-    for call in ("nvmlDeviceGetFieldValues", "nvmlGpmQueryDeviceSupport", "nvmlDeviceGetMigMode"):
+    for call in (*FIXED.values(), *SENSORS):
         driver.fail(call, 0, code)
     driver.write()
     gpu = one(reader)
@@ -308,26 +330,28 @@ def test_one_direction_of_nvlink_that_cannot_be_read(driver: Script, reader: Nvm
         assert details.unknown[field] == nvml_errors.words(10)
 
 
-def test_bindings_that_do_not_know_the_newest_kind_of_number() -> None:
+def test_bindings_that_do_not_know_the_newest_number_type(monkeypatch: pytest.MonkeyPatch) -> None:
     class Union(ctypes.Union):
         _fields_ = (("ullVal", ctypes.c_ulonglong), ("uiVal", ctypes.c_uint))
 
     class Answer(ctypes.Structure):
-        _fields_ = (("valueType", ctypes.c_uint), ("value", Union))
+        _fields_ = (("nvmlReturn", ctypes.c_uint), ("valueType", ctypes.c_uint), ("value", Union))
 
-    answer = Answer(6)
-    answer.value.ullVal = 0xFFFF_0007
-    assert value_of(answer) == 7
-    answer.valueType = 1
-    answer.value.ullVal = 2**32 - 1
-    assert value_of(answer) is None, "stands for unknown"
+    def answer(handle: object, keys: list[tuple[int, int]]) -> list[Answer]:
+        number, unknown = Answer(0, 6), Answer(0, 1)
+        number.value.ullVal, unknown.value.ullVal = 0xFFFF_0007, 2**32 - 1
+        return [number if key == (82, 0) else unknown for key in keys]
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetFieldValues", answer)
+    query = Query(None)
+    assert FieldReader(query).read(0.0) == {"memory_temperature_celsius": 7.0}
+    assert query.reasons()["recovery_action"] == NOT_REPORTED, "the largest number stands for unknown"
 
 
-@pytest.mark.parametrize("row", FIXED, ids=lambda row: row.fields[0])
+@pytest.mark.parametrize(("field", "call"), FIXED.items())
 def test_a_fixed_value_that_failed_once_is_read_again_until_it_is_known(
-    driver: Script, reader: NvmlReader, clock: Clock, row: Detail
+    driver: Script, reader: NvmlReader, clock: Clock, field: str, call: str
 ) -> None:
-    (field,), (call,) = row.fields, row.call
     driver.gpu(0, total=GIB).fail(call, 0, 10).write()
     details = one(reader).details
     assert getattr(details, field) is None

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
 from memtop.supervisor.monitor.nvml.events import AGAIN_SECONDS
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.nvml.thread import DriverThread
-from memtop.supervisor.monitor.values import Band, GpuSample
+from memtop.supervisor.monitor.values import Band, GpuSample, band_of
 from tests.monitor.conftest import GIB, Clock, one
 from tests.nvml_double.double import SOURCES, Script
 
@@ -224,8 +223,10 @@ def test_more_memory_in_use_than_the_card_has_is_unknown(driver: Script, reader:
     assert (gpu.used_bytes, gpu.unknown) == (GIB, {})
 
 
-def test_no_thread_can_be_started(driver: Script, reader: NvmlReader, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pids limit of a container is reached: values that need a thread have that reason until one can start."""
+def test_where_no_thread_can_be_started(
+    driver: Script, reader: NvmlReader, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pids limit that is reached, as in a container: what needs a thread says so, and comes once there is one."""
     start = threading.Thread.start
     allowed: list[str] = []
 

@@ -9,11 +9,11 @@ import threading
 import time
 from pathlib import Path
 
+import pynvml
 import pytest
 
-from memtop.supervisor.monitor.nvml import events as nvml_events
 from memtop.supervisor.monitor.nvml.errors import xid_words
-from memtop.supervisor.monitor.nvml.events import DriverEvent, EventWatcher
+from memtop.supervisor.monitor.nvml.events import AGAIN_SECONDS
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from tests.monitor.conftest import GIB, Clock, eventually, one
 from tests.nvml_double.double import Script
@@ -147,7 +147,7 @@ def test_a_driver_that_goes_away_ends_the_thread_and_no_more(
     for _ in range(3):
         assert one(reader).error is None
     assert driver.calls("nvmlEventSetCreate") == before, "not tried again at every read"
-    clock.pass_(nvml_events.AGAIN_SECONDS)
+    clock.pass_(AGAIN_SECONDS)
     driver.clear().gpu(0, total=GIB).write()
     one(reader)
     driver.event(0, 0x8, 31).write()
@@ -157,7 +157,7 @@ def test_a_driver_that_goes_away_ends_the_thread_and_no_more(
 def test_one_lost_gpu_does_not_end_the_events_of_the_others(
     driver: Script, reader: NvmlReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvml_events, "LOST_SECONDS", 0.01)
+    monkeypatch.setattr("memtop.supervisor.monitor.nvml.events.LOST_SECONDS", 0.01)
     driver.gpu(0, total=GIB).write()
     one(reader)
     driver.fail("nvmlEventSetWait_v2", -1, 15).write()
@@ -249,23 +249,25 @@ def test_the_threads_do_not_keep_a_program_from_ending(nvml_library: Path, tmp_p
     assert done.stdout == "2\n"
 
 
-def test_an_event_belongs_to_the_gpu_that_had_the_index_then(
+def test_an_event_belongs_to_the_gpu_that_had_the_index_when_it_arrived(
     driver: Script, reader: NvmlReader, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An event arrives after the reader has taken the events, and before it notices that the GPUs have changed places."""
     driver.gpu(0, total=GIB, uuid="GPU-a").gpu(1, total=GIB, uuid="GPU-b").write()
     reader.read()
-    driver.event(0, 0x8, 79).write()
-    waits = driver.calls("nvmlEventSetWait_v2")
-    eventually(lambda: driver.calls("nvmlEventSetWait_v2"), lambda calls: calls > waits + 3)
-    driver.clear().gpu(0, total=GIB, uuid="GPU-b").gpu(1, total=GIB, uuid="GPU-a").write()
-    # The event arrives after the read has taken the events, and before it sees that the GPUs were reordered.
-    take, late = EventWatcher.take, iter([True])
+    count = pynvml.nvmlDeviceGetCount
 
-    def take_late(watcher: EventWatcher) -> list[DriverEvent]:
-        return [] if next(late, False) else take(watcher)
+    def arrive() -> int:
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", count)
+        driver.event(0, 0x8, 79).write()
+        waits = driver.calls("nvmlEventSetWait_v2")
+        eventually(lambda: driver.calls("nvmlEventSetWait_v2"), lambda calls: calls > waits + 2)
+        driver.clear().gpu(0, total=GIB, uuid="GPU-b").gpu(1, total=GIB, uuid="GPU-a").write()
+        return int(count())
 
-    monkeypatch.setattr(EventWatcher, "take", take_late)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", arrive)
     clock.pass_(11.0)
     reader.read()
     clock.pass_(1.0)
-    assert {gpu.uuid: [one.code for one in gpu.troubles] for gpu in reader.read().gpus} == {"GPU-a": [79], "GPU-b": []}
+    troubles = {gpu.uuid: [trouble.code for trouble in gpu.troubles] for gpu in reader.read().gpus}
+    assert troubles == {"GPU-a": [79], "GPU-b": []}

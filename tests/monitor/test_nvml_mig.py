@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
-from memtop.supervisor.monitor.nvml.mig import by_instance
-from memtop.supervisor.monitor.nvml.processes import ListRow
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler
-from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.values import Band, band_of
 from tests.monitor.conftest import GIB, MIB, Clock, eventually, one
 from tests.nvml_double.double import Script
 
@@ -126,6 +123,7 @@ def test_the_change_is_announced(driver: Script, reader: NvmlReader, clock: Cloc
 
 
 COMPUTE = "nvmlDeviceGetComputeRunningProcesses_v3"
+GRAPHICS = "nvmlDeviceGetGraphicsRunningProcesses_v3"
 
 
 def test_the_gpus_list_is_used_if_no_instance_has_a_process_list(driver: Script, reader: NvmlReader) -> None:
@@ -146,13 +144,15 @@ def test_one_instance_with_a_process_list_is_enough_to_use_the_instances(driver:
     assert gpu.unknown["processes"] == nvml_errors.words(4)
 
 
-def test_rows_of_the_gpus_own_list_go_to_the_instance_that_they_name() -> None:
-    lists = {"compute": [ListRow(1, MIB, 7, 1), ListRow(2, MIB, 2**32 - 1, 2**32 - 1)], "graphics": [ListRow(3, MIB, 7, 0)]}
-    assert by_instance(lists, {(7, 0): 4, (7, 1): 5}) == {
-        5: {"compute": [lists["compute"][0]]},
-        None: {"compute": [lists["compute"][1]]},
-        4: {"graphics": lists["graphics"]},
-    }
+def test_rows_of_the_gpus_list_belong_to_the_instance_that_they_name(driver: Script, reader: NvmlReader) -> None:
+    driver.gpu(0, total=80 * GIB, mig=1)
+    for position, compute in ((4, 0), (5, 1)):
+        driver.mig(0, position, total=10 * GIB, gi=7, ci=compute)
+        driver.fail(COMPUTE, 0, 3, mig=position).fail(GRAPHICS, 0, 3, mig=position)
+    driver.process(0, pid=1, used=MIB, mig=5).process(0, pid=2, used=MIB)
+    driver.process(0, pid=3, used=MIB, mig=4, kind="graphics").write()
+    found = {row.pid: (row.mig_instance, row.kind) for row in one(reader).processes}
+    assert found == {1: (5, "compute"), 2: (None, "compute"), 3: (4, "graphics")}
 
 
 def test_no_process_list_can_be_read(driver: Script, reader: NvmlReader) -> None:
@@ -179,16 +179,18 @@ def test_bands_of_instances_have_hysteresis_and_destroyed_instances_are_forgotte
 ) -> None:
     watcher = Sampler(nvml=reader)
 
-    def band(percent: int, uuid: str = "MIG-a") -> Band:
-        driver.clear().gpu(0, total=80 * GIB, mig=1)
-        driver.mig(0, 0, total=1000 * MIB, used=10 * percent * MIB, gi=1, uuid=uuid).write()
+    def band_at(percent: float, uuid: str) -> Band:
+        driver.clear().gpu(0, total=80 * GIB, mig=1).mig(
+            0, 0, total=1000 * MIB, used=int(percent * 10) * MIB, gi=1, uuid=uuid
+        ).write()
         clock.pass_(11.0)
         return watcher.sample().gpus[0].mig[0].band
 
-    assert [band(percent) for percent in (84, 85, 84, 85, 87)] == [Band.SAFE] * 4 + [Band.EDGE]
-    assert [band(84), band(85)] == [Band.SAFE, Band.SAFE]
-    assert band(10, "MIG-b") is Band.SAFE
-    assert band(85) is Band.EDGE, "its first value decides again"
+    bands = [band_at(percent, "MIG-a") for percent in (84, 85, 84, 85, 87)]
+    assert bands == [Band.SAFE, Band.SAFE, Band.SAFE, Band.SAFE, Band.EDGE]
+    assert band_at(84.5, "MIG-a") == Band.EDGE, "just below the edge: it stays"
+    assert band_at(50, "MIG-b") == Band.SAFE
+    assert band_at(84.5, "MIG-a") == Band.SAFE, "the instance was away and starts anew"
 
 
 def test_utilisation_is_unknown_where_the_instances_refuse_their_lists(driver: Script, reader: NvmlReader) -> None:

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
 from memtop.supervisor.monitor.nvml import events as nvml_events
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
-from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.values import Band, band_of
 from tests.monitor.conftest import GIB, Clock, Tree, one
 from tests.nvml_double.double import Script
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import signal
 import sqlite3
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from memtop.supervisor.run import explain
 from memtop.supervisor.run.clients.server import socket_path
 from memtop.supervisor.run.post_mortem.log_end import LogEnd, read_log_end
 from memtop.supervisor.run.processes import shim
-from memtop.supervisor.run.processes.launch import allocator_environment
+from memtop.supervisor.run.processes.attempt import allocator_environment
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.checkpoints import newest_checkpoint, read_checkpoint
 from memtop.supervisor.run.record.folder import (
@@ -233,16 +235,24 @@ def test_reports_read_twice_count_once_and_the_offset_goes_with_them(tmp_path: P
     assert ledger.journal_offset(1, 0) == 64
 
 
+@contextmanager
+def no_file_grows() -> Iterator[None]:
+    """Every write to a file of this process fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_a_full_disk_leaves_the_ledger_as_it_was(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.add_attempt(1, "start", None, 1.0)
-    pages = ledger._db.execute("PRAGMA page_count").fetchone()[0]
-    ledger._db.execute(f"PRAGMA max_page_count={pages}")
     many = [replace(steps(n), sample_digest="x" * 500) for n in range(200)]
-    with pytest.raises(sqlite3.OperationalError, match="full"):
+    with no_file_grows(), pytest.raises(sqlite3.OperationalError, match="disk"):
         ledger.add_reports(1, 0, many, 9000)
     assert ledger.journal_offset(1, 0) == 0
-    ledger._db.execute("PRAGMA max_page_count=100000")
     ledger.add_reports(1, 0, many, 9000)
     assert len(ledger.metrics()) == 200
 

@@ -26,11 +26,10 @@ from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, Waiting
 from memtop.supervisor.run.processes.attempt import ProcessFile
 from memtop.supervisor.run.record.configurations import Configurations, ConfigurationStart
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
-from memtop.supervisor.run.record.intake import Intake
-from memtop.supervisor.run.record.ledger import Ledger
-from memtop.supervisor.run.record.outbox import Outbox
+from memtop.supervisor.run.record.journal import Intake
+from memtop.supervisor.run.record.ledger import Ledger, Outbox
 from memtop.supervisor.run.reports import Report, Step
-from memtop.supervisor.run.rules.proposal import tried
+from memtop.supervisor.run.rules.survival import tried
 from memtop.supervisor.run.state import run_state, state_file
 from memtop.supervisor.run.view import known_runs, needs_supervisor, read_state
 from memtop.supervisor.wire import Change, Event, Phase, RunState, Stop

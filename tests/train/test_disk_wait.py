@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from memtop.presets import Settings
-from memtop.supervisor.run.processes.launch import launcher
+from memtop.supervisor.run.processes.attempt import launcher
 from memtop.train import checkpoint, state_files
 from memtop.train.checkpoint import DiskWait
 from memtop.train.state_files import newest_update, read_manifest

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from memtop.presets import Settings
-from memtop.supervisor.run.processes.launch import launcher
+from memtop.supervisor.run.processes.attempt import launcher
 from memtop.train.data import open_data
 from memtop.train.data.tokens import ByteTokens
 from memtop.train.order import SampleOrder, plan_updates, sample_digest

@@ -22,7 +22,7 @@ import pytest
 from memtop.presets import Settings
 from memtop.supervisor.run.explain import outcome
 from memtop.supervisor.run.post_mortem.log_end import first_dead_rank, read_log_end
-from memtop.supervisor.run.processes.launch import launcher
+from memtop.supervisor.run.processes.attempt import launcher
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.wire import Phase
 from tests.forking import Program, run, runs_torch

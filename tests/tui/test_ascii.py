@@ -9,8 +9,9 @@ import pytest
 from memtop.supervisor import wire
 from memtop.tui.ascii import to_ascii, wanted
 from memtop.tui.demo import RECORDING
+from memtop.tui.recovery import OomCard
 from memtop.tui.replay import StreamRecording
-from tests.tui.support import RecordingFeed, dashboard, screen_text, settle
+from tests.tui.support import RecordingFeed, dashboard, press, screen_text, settle
 
 
 @pytest.mark.parametrize(
@@ -33,20 +34,33 @@ def test_every_sign_stays_as_wide_as_it_was() -> None:
     assert to_ascii("日本ü") == "?????"
 
 
-@pytest.mark.parametrize(
-    "keys", [(), ("g",), ("m",), ("o",), ("o", "enter"), ("question_mark",), ("r",), ("u",), ("b",), ("U",), ("w",)]
-)
-async def test_every_screen_is_ascii(monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...]) -> None:
+SCREENS = (("g",), ("m",), ("o",), ("o", "enter"), ("question_mark",), ("r",), ("u",), ("b",), ("U",))
+"""The keys that open each screen."""
+
+
+async def test_every_screen_is_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMTOP_ASCII", "1")
     recording = StreamRecording(RECORDING)
     states = [row for row in recording.rows if isinstance(row.message, wire.StateUpdate)]
     failed = next(row.time for row in states if row.message.run.proposal is not None)  # type: ignore[union-attr]
-    app = dashboard(RecordingFeed(*recording.between(-math.inf, failed if "w" in keys else failed - 1)))
+    feed = RecordingFeed(*recording.between(-math.inf, failed - 1))
+    app = dashboard(feed)
+
+    def check(where: object) -> None:
+        text = screen_text(app)
+        assert text.isascii(), (where, sorted({c for c in text if not c.isascii()}))
+        assert all(len(row) == 120 for row in text.splitlines()), where
+
     async with app.run_test(size=(120, 40)) as pilot:
         await settle(pilot)
-        for key in keys:
-            await pilot.press(key)
-            await settle(pilot)
-        text = screen_text(app)
-        assert text.isascii(), sorted({c for c in text if not c.isascii()})
-        assert all(len(row) == 120 for row in text.splitlines())
+        check("dashboard")
+        for keys in SCREENS:
+            await press(pilot, *keys)
+            assert app.screen is not app.dashboard, keys
+            check(keys)
+            while app.screen is not app.dashboard:
+                await press(pilot, "escape")
+        feed.say(*recording.between(failed - 1, failed))
+        await settle(pilot)
+        assert isinstance(app.screen, OomCard)
+        check("recovery")

@@ -13,7 +13,7 @@ from memtop.tui.line import plain
 from memtop.tui.screen import ConfirmDialog
 from memtop.tui.store import Store, fold
 from tests.tui.failed_runs import CONFIGURATIONS, configuration
-from tests.tui.support import GIB, RecordingFeed, dashboard, gpu, running, screen_text, settle
+from tests.tui.support import GIB, RecordingFeed, gpu, opened, press, running, screen_text, settle
 
 SIZES = [(80, 24), (160, 50)]
 ROWS = CONFIGURATIONS.rows
@@ -27,11 +27,7 @@ def feed_of(*rows: wire.Configuration, **options: bool) -> RecordingFeed:
 async def test_the_table_begins_with_the_newest_and_the_cursor_on_the_one_before(
     size: tuple[int, int],
 ) -> None:
-    app = dashboard(feed_of())
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
-        await pilot.press("u")
-        await settle(pilot)
+    async with opened(feed_of(), "u", size=size) as (app, pilot):
         assert isinstance(app.screen, ConfigurationsScreen)
         lines = screen_text(app).splitlines()
         assert all(word in lines[1] for word in ("#", "att", "since", "B x A x W", "T", "peak", "samp/s", "outcome", "reason"))
@@ -45,19 +41,14 @@ async def test_the_table_begins_with_the_newest_and_the_cursor_on_the_one_before
         assert "configuration 2, from update 20  to update 30" in text
         assert "why: reason 2" in text
         assert "to go back: split 8 x 4 x 1 -> 4 x 8 x 1" in text
-        await pilot.press("escape")
-        await settle(pilot)
+        await press(pilot, "escape")
         assert app.screen is app.dashboard
 
 
 @pytest.mark.parametrize("size", SIZES)
 async def test_enter_goes_back_after_a_question_that_tells_the_consequences(size: tuple[int, int]) -> None:
     feed = feed_of()
-    app = dashboard(feed)
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
-        await pilot.press("u", "down", "enter")
-        await settle(pilot)
+    async with opened(feed, "u", "down", "enter", size=size) as (app, pilot):
         assert isinstance(app.screen, ConfirmDialog)
         assert app.focused is not None
         assert app.focused.id == "cancel"
@@ -70,61 +61,42 @@ async def test_enter_goes_back_after_a_question_that_tells_the_consequences(size
             "! It ended in gpu_oom: that may happen again.",
         ):
             assert expected in text, expected
-        await pilot.press("enter")
-        await settle(pilot)
+        await press(pilot, "enter")
         assert feed.requests == []
-        await pilot.press("enter")
-        await settle(pilot)
-        await pilot.press("y")
-        await settle(pilot)
+        await press(pilot, "enter")
+        await press(pilot, "y")
         assert feed.requests == [Restart(id=1, change=Change(configuration=1))]
         assert app.screen is app.dashboard
 
 
 async def test_with_its_checkpoint_the_state_goes_back_too() -> None:
     feed = feed_of()
-    app = dashboard(feed)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
-        await pilot.press("u", "c")
-        await settle(pilot)
+    async with opened(feed, "u", "c") as (app, pilot):
         text = " ".join(screen_text(app).replace("│", " ").split())
         assert "newest checkpoint kept at or before update 30" in text
-        await pilot.press("y")
-        await settle(pilot)
+        await press(pilot, "y")
         assert feed.requests == [Restart(id=1, change=Change(configuration=2, state_before=30))]
 
 
 @pytest.mark.parametrize("keys", [("U",), ("u", "u")])
 async def test_one_key_undoes_after_one_question(keys: tuple[str, ...]) -> None:
     feed = feed_of()
-    app = dashboard(feed)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
-        await pilot.press(*keys)
-        await settle(pilot)
+    async with opened(feed, *keys, size=(80, 24)) as (app, pilot):
         assert "configuration 2?" in screen_text(app)
-        await pilot.press("y")
-        await settle(pilot)
+        await press(pilot, "y")
         assert feed.requests == [Restart(id=1, change=Change(configuration=2))]
 
 
 async def test_the_present_one_is_nothing_to_go_back_to() -> None:
     feed = feed_of()
-    app = dashboard(feed)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
-        await pilot.press("u", "up", "enter")
-        await settle(pilot)
+    async with opened(feed, "u", "up", "enter", size=(80, 24)) as (app, _):
         assert "✗ configuration 3 is the current one" in screen_text(app)
         assert feed.requests == []
 
 
 async def test_a_configuration_that_begins_while_the_table_is_open_is_in_it() -> None:
     feed = feed_of()
-    app = dashboard(feed)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
+    async with opened(feed, size=(80, 24)) as (app, pilot):
         await pilot.press("u")
         ended = replace(ROWS[2], outcome="replaced", until_update=40)
         feed.say(wire.ConfigurationRows(rows=(*ROWS[:2], ended, configuration(4, 2, outcome=None, until_update=None))))
@@ -137,11 +109,7 @@ async def test_a_configuration_that_begins_while_the_table_is_open_is_in_it() ->
 
 async def test_without_a_configuration_before_it_there_is_nothing_to_undo() -> None:
     feed = feed_of(ROWS[2])
-    app = dashboard(feed)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
-        await pilot.press("U")
-        await settle(pilot)
+    async with opened(feed, "U", size=(80, 24)) as (app, _):
         assert "✗ Undo: the run has had only one configuration" in screen_text(app)
         assert app.screen is app.dashboard
 
@@ -149,14 +117,9 @@ async def test_without_a_configuration_before_it_there_is_nothing_to_undo() -> N
 @pytest.mark.parametrize("size", SIZES)
 async def test_read_only_shows_the_table_and_goes_nowhere(size: tuple[int, int]) -> None:
     feed = feed_of(read_only=True)
-    app = dashboard(feed)
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
-        await pilot.press("U", "u", "enter")
-        await settle(pilot)
+    async with opened(feed, "U", "u", "enter", size=size) as (app, pilot):
         assert "✗ read-only: nothing can be changed from here" in screen_text(app)
-        await pilot.press("c", "u")
-        await settle(pilot)
+        await press(pilot, "c", "u")
         assert isinstance(app.screen, ConfigurationsScreen)
         assert feed.requests == []
 

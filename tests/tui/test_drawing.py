@@ -35,13 +35,12 @@ from tests.tui.support import (
     HOST,
     NOW,
     RecordingFeed,
-    dashboard,
     gpu,
     machine,
+    opened,
     process,
     run_state,
     running,
-    settle,
 )
 
 
@@ -317,9 +316,10 @@ def test_why_a_run_has_ended_goes_on_below_itself() -> None:
 
 async def test_why_a_run_has_ended_has_the_lines_it_needs_on_the_wide_panel() -> None:
     why = "runs/tiny/train_latest_state: not saved: 16 MiB needed, 3 MiB free; the state before is kept, free some space"
-    app = dashboard(RecordingFeed(running(gpu(), state=wire.Phase.FAILED, alive=False, reason=why)))
-    async with app.run_test(size=(160, 50)) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(running(gpu(), state=wire.Phase.FAILED, alive=False, reason=why)), size=(160, 50)) as (
+        app,
+        _,
+    ):
         panel = app.dashboard.query_one("#training", LinePanel)
         text = " ".join(" ".join(plain(one) for one in panel.lines).split())
         assert why in text

@@ -13,7 +13,7 @@ from memtop.supervisor.run.record.ledger import Ledger
 from memtop.tui.history import Curve, HistoryScreen, View, draw, reading
 from memtop.tui.line import plain
 from tests.run.test_pieces import spec
-from tests.tui.support import RecordingFeed, dashboard, run_state, screen_text, settle
+from tests.tui.support import RecordingFeed, click, opened, press, run_state, screen_text, settle
 
 START = 1_760_000_400.0
 
@@ -62,27 +62,21 @@ def machine(moment: float, fraction: float) -> MachineSnapshot:
 
 async def test_without_a_run_it_shows_what_the_dashboard_has_seen_and_says_so() -> None:
     feed = RecordingFeed(*(machine(second, 0.25) for second in range(5)))
-    app = dashboard(feed)
-    async with app.run_test(size=(100, 30)) as pilot:
-        await settle(pilot)
-        await pilot.press("h")
-        await settle(pilot)
+    async with opened(feed, "h", size=(100, 30)) as (app, pilot):
         text = screen_text(app)
         assert "since this dashboard started" in text
         assert "VRAM GPU 0" in text
         assert "25.0 %" in text
         assert "power" in text
         assert "power GPU 0" not in text
-        await pilot.press("w", "v", "minus", "minus", "minus")
-        await settle(pilot)
+        await press(pilot, "w", "v", "minus", "minus", "minus")
         text = screen_text(app)
         assert "power GPU 0" in text
         assert "200 W" in text
         assert "VRAM GPU 0" not in text
         # Nothing beyond the hour without a ledger.
         assert "last hour" in text
-        await pilot.press("escape")
-        await settle(pilot)
+        await press(pilot, "escape")
         assert not isinstance(app.screen, HistoryScreen)
 
 
@@ -94,23 +88,19 @@ async def test_of_a_run_it_reads_the_ledger_beyond_what_was_seen_here(tmp_path: 
         ledger.recorder.write(machine(second, 0.5), 1)
     ledger.close()
     run = run_state(name="tiny", folder=str(folder.path), attempt=1)
-    app = dashboard(RecordingFeed(wire.StateUpdate(run=run, machine=machine(0, 0.25))))
-    async with app.run_test(size=(100, 30)) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(wire.StateUpdate(run=run, machine=machine(0, 0.25))), size=(100, 30)) as (app, pilot):
         await pilot.press("H")
         screen = app.screen
         assert isinstance(screen, HistoryScreen)
         await pilot.press("minus", "minus", "minus")
-        while not screen._stored:
-            await asyncio.sleep(0.01)
+        while max(bucket.high for bucket in screen.curves()[0].buckets) < 0.94:
+            await asyncio.sleep(0.01)  # the ledger is read in a thread
         (curve, *_) = screen.curves()
         assert curve.title == "VRAM GPU 0"
-        assert max(bucket.high for bucket in curve.buckets) > 0.94
         assert curve.buckets[-1].mean == 0.25
         await settle(pilot)
         assert "whole run" in screen_text(app)
-        await pilot.press("home")
-        await settle(pilot)
+        await press(pilot, "home")
         text = screen_text(app)
         assert "50.0 %" in text
         assert "cursor " in text
@@ -121,9 +111,10 @@ async def test_the_hour_of_the_supervisor_is_taken_over() -> None:
     for second in range(10):
         ring.append(machine(second, 0.75))
     rows = [wire.HistoryRows(key=k, gpu_index=n, label="", times=t, columns=c) for k, n, t, c in ring.dump()]
-    app = dashboard(RecordingFeed(*rows, wire.StateUpdate(run=run_state(), machine=machine(10, 0.25))))
-    async with app.run_test(size=(100, 30)) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(*rows, wire.StateUpdate(run=run_state(), machine=machine(10, 0.25))), size=(100, 30)) as (
+        app,
+        _,
+    ):
         found = app.dashboard.history.series("GPU-a", "used_fraction")
         assert [value for _, value in found] == [0.75] * 10 + [0.25]
 
@@ -136,11 +127,7 @@ async def test_several_gpus_have_their_mean_as_a_curve_of_its_own() -> None:
         )
         return MachineSnapshot(time=START + moment, gpus=gpus, host=HostSample(used_fraction=0.5))
 
-    app = dashboard(RecordingFeed(*(two(second) for second in range(5))))
-    async with app.run_test(size=(100, 40)) as pilot:
-        await settle(pilot)
-        await pilot.press("h", "u", "w")
-        await settle(pilot)
+    async with opened(RecordingFeed(*(two(second) for second in range(5))), "h", "u", "w", size=(100, 40)) as (app, _):
         screen = app.screen
         assert isinstance(screen, HistoryScreen)
         titles = [curve.title for curve in screen.curves()]
@@ -149,28 +136,17 @@ async def test_several_gpus_have_their_mean_as_a_curve_of_its_own() -> None:
 
 
 async def test_a_young_dashboard_begins_close_and_a_click_sets_the_cursor() -> None:
-    app = dashboard(RecordingFeed(*(machine(second, 0.25) for second in range(5))))
-    async with app.run_test(size=(100, 30)) as pilot:
-        await settle(pilot)
-        await pilot.press("h")
-        await settle(pilot)
+    async with opened(RecordingFeed(*(machine(second, 0.25) for second in range(5))), "h", size=(100, 30)) as (app, pilot):
         assert "last 5 min" in screen_text(app)
         assert "cursor " not in screen_text(app).replace("← → cursor ", "")
-        await pilot.click("#history", offset=(70, 5))
-        await settle(pilot)
+        await click(pilot, "#history", offset=(70, 5))
         assert "cursor " in screen_text(app).replace("← → cursor ", "")
-        await pilot.press("question_mark")
-        await settle(pilot)
+        await press(pilot, "question_mark")
         assert "Keys of this screen" in screen_text(app)
-        await pilot.press("escape", "escape")
-        await settle(pilot)
+        await press(pilot, "escape", "escape")
         assert not isinstance(app.screen, HistoryScreen)
 
 
 async def test_a_single_value_is_seen_at_once() -> None:
-    app = dashboard(RecordingFeed(machine(0, 0.25)))
-    async with app.run_test(size=(100, 30)) as pilot:
-        await settle(pilot)
-        await pilot.press("h")
-        await settle(pilot)
+    async with opened(RecordingFeed(machine(0, 0.25)), "h", size=(100, 30)) as (app, _):
         assert "25.0 %" in screen_text(app)

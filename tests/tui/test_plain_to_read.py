@@ -14,7 +14,20 @@ from memtop.tui.machine.vram import bar_parts, vram_legend
 from memtop.tui.processes.filter import parse
 from memtop.tui.processes.kill import describe
 from memtop.tui.store import Holder, Store, fold
-from tests.tui.support import GIB, NOW, RecordingFeed, dashboard, gpu, machine, process, running, screen_text, settle
+from tests.tui.support import (
+    GIB,
+    NOW,
+    RecordingFeed,
+    dashboard,
+    gpu,
+    machine,
+    opened,
+    press,
+    process,
+    running,
+    screen_text,
+    settle,
+)
 
 WIDE = "訓練 大規模言語モデル"
 NOTE = "no NVIDIA GPU: the NVIDIA driver is not loaded: load it (modprobe nvidia) or reboot after installing it"
@@ -24,9 +37,7 @@ TEXTS = ("mem-safe", "mem-edge", "mem-muted", "mem-alloc")
 @pytest.mark.parametrize("theme", ["memtop", "textual-light", "textual-dark", "solarized-light"])
 async def test_the_words_of_the_bands_stand_out_from_every_background(theme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEXTUAL_THEME", theme)
-    app = dashboard(RecordingFeed(machine(gpu())))
-    async with app.run_test() as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(machine(gpu()))) as (app, _):
         variables = app.get_css_variables()
         for name in TEXTS:
             for background in ("background", "mem-track"):
@@ -62,11 +73,7 @@ def test_wide_characters_count_for_their_cells() -> None:
 async def test_the_rows_of_the_kill_dialog_are_one_line_each_and_the_reason_below(size: tuple[int, int]) -> None:
     why = "draws on the screen (graphics): ending it may end the desktop session of whoever works at this machine"
     rows = (process(11, command="python " + "x" * 200), process(12, command=WIDE * 9, choosable=False, reason=why))
-    app = dashboard(RecordingFeed(machine(gpu(processes=rows))))
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
-        await pilot.press("k")
-        await settle(pilot)
+    async with opened(RecordingFeed(machine(gpu(processes=rows))), "k", size=size) as (app, _):
         text = screen_text(app)
         lines = [one for one in text.splitlines() if " 11 " in one or " 12 " in one]
         (first, second) = [one for one in lines if ("ada" in one and "GiB" in one and "[" in one) or " - " in one][-2:]
@@ -115,9 +122,7 @@ async def test_why_there_is_no_gpu_is_said_to_its_end(run: bool) -> None:
     message = machine(note=NOTE)
     update = running()
     feed = RecordingFeed(type(update)(run=update.run, machine=message) if run else message)
-    app = dashboard(feed)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
+    async with opened(feed) as (app, _):
         assert "after installing it" in " ".join(screen_text(app).replace("│", " ").split())
         # Without a run there is nothing beside it: it takes the whole width.
         assert (app.screen.query_one("#host-big").size.width > 100) is not run
@@ -156,23 +161,16 @@ async def test_ways_to_look_deeper_have_a_button_wherever_there_is_room() -> Non
 
 
 async def test_g_and_m_lead_from_the_gpu_to_the_host_and_back() -> None:
-    app = dashboard(RecordingFeed(machine(gpu())))
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(machine(gpu()))) as (app, pilot):
         for key, wanted in (("g", "GPU 0"), ("m", "Swap and pressure"), ("g", "compute capability"), ("g", "Host memory")):
-            await pilot.press(key)
-            await settle(pilot)
+            await press(pilot, key)
             assert wanted in screen_text(app), key
 
 
 async def test_a_process_tells_its_share_of_the_card_and_all_of_its_facts() -> None:
     row = process(11, command="python " + "y" * 400, used_bytes=5 * GIB, container="docker 3f2a9c1b7d10")
     for size in ((80, 24), (120, 40)):
-        app = dashboard(RecordingFeed(machine(gpu(processes=(row,)))))
-        async with app.run_test(size=size) as pilot:
-            await settle(pilot)
-            await pilot.press("o", "enter")
-            await settle(pilot)
+        async with opened(RecordingFeed(machine(gpu(processes=(row,)))), "o", "enter", size=size) as (app, _):
             text = screen_text(app)
             assert "5.0 GiB, 25.0 % of card" in text
             assert "docker 3f2a9c1b7d10" in text

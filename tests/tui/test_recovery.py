@@ -23,7 +23,20 @@ from memtop.tui.remedies import predicted_line, remedy_lines
 from memtop.tui.screen import ConfirmDialog
 from memtop.tui.store import Store, fold
 from tests.tui.failed_runs import ALLOCATOR, BY_HAND, DIAGNOSIS, PROPOSAL, SHORTER, SMALLER, dead
-from tests.tui.support import GIB, HOST, NOW, RecordingFeed, dashboard, gpu, machine, running, screen_text, settle
+from tests.tui.support import (
+    GIB,
+    HOST,
+    NOW,
+    RecordingFeed,
+    click,
+    gpu,
+    machine,
+    opened,
+    press,
+    running,
+    screen_text,
+    settle,
+)
 
 SIZES = [(80, 24), (160, 50)]
 
@@ -47,9 +60,7 @@ def words(app: DashboardApp) -> str:
 
 @pytest.mark.parametrize("size", SIZES)
 async def test_it_opens_by_itself_and_shows_what_happened_and_what_can_be_done(size: tuple[int, int]) -> None:
-    app = dashboard(RecordingFeed(running(gpu()), dead()))
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(running(gpu()), dead()), size=size) as (app, pilot):
         card(app)
         text = words(app)
         for expected in (
@@ -66,8 +77,7 @@ async def test_it_opens_by_itself_and_shows_what_happened_and_what_can_be_done(s
         ):
             assert expected in text, expected
         for _ in range(4):
-            await pilot.press("down")
-            await settle(pilot)
+            await press(pilot, "down")
             text += " " + words(app)
         for expected in (
             "~12.0 of 20.0 GiB 60.0 % · safe",
@@ -84,11 +94,7 @@ async def test_it_opens_by_itself_and_shows_what_happened_and_what_can_be_done(s
 async def test_enter_applies_the_first_and_the_answer_is_told(size: tuple[int, int]) -> None:
     feed = RecordingFeed(dead())
     feed.answers = ((wire.Outcome.ACCEPTED, "restarting"), (wire.Outcome.DONE, "attempt 3 trains"))
-    app = dashboard(feed)
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
-        await pilot.press("enter")
-        await settle(pilot)
+    async with opened(feed, "enter", size=size) as (app, pilot):
         assert feed.requests == [
             Restart(id=1, change=Change(assignments={"batch": "4", "accumulation": "8"}, reason="gpu_oom at update 24"))
         ]
@@ -97,52 +103,39 @@ async def test_enter_applies_the_first_and_the_answer_is_told(size: tuple[int, i
         feed.say(dead())
         await settle(pilot)
         assert app.screen is app.dashboard
-        await pilot.press("w")
-        await settle(pilot)
+        await press(pilot, "w")
         card(app)
 
 
 async def test_another_one_is_applied_by_the_cursor_or_by_a_click_and_the_button() -> None:
     feed = RecordingFeed(dead())
-    app = dashboard(feed)
-    async with app.run_test(size=(160, 50)) as pilot:
-        await settle(pilot)
+    async with opened(feed, size=(160, 50)) as (app, pilot):
         await pilot.press("down")
-        await pilot.click("#confirm")
-        await settle(pilot)
+        await click(pilot, "#confirm")
         (request,) = feed.requests
         assert isinstance(request, Restart)
         assert request.change.assignments == ALLOCATOR.assignments
-        await pilot.press("w")
-        await settle(pilot)
+        await press(pilot, "w")
         page = card(app).query_one("#oom-page")
         (y,) = [n for n, row in enumerate(screen_text(app).splitlines()) if SHORTER.title in row]
-        await pilot.click(page, offset=(6, y - page.region.y))
-        await settle(pilot)
+        await click(pilot, page, offset=(6, y - page.region.y))
         assert f"▸ 3  {SHORTER.title}" in screen_text(app)
 
 
 async def test_what_changes_the_learning_asks_for_consent_with_the_focus_on_cancel() -> None:
     feed = RecordingFeed(dead())
-    app = dashboard(feed)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
-        await pilot.press("down", "down", "enter")
-        await settle(pilot)
+    async with opened(feed, "down", "down", "enter") as (app, pilot):
         assert isinstance(app.screen, ConfirmDialog)
         assert app.focused is not None
         assert app.focused.id == "cancel"
         assert "It sets seq_len=64." in screen_text(app)
         assert "changes training" in screen_text(app)
-        await pilot.press("enter")
-        await settle(pilot)
+        await press(pilot, "enter")
         assert feed.requests == []
         # Who declines is back at the card.
         card(app)
-        await pilot.press("down", "down", "enter")
-        await settle(pilot)
-        await pilot.press("y")
-        await settle(pilot)
+        await press(pilot, "down", "down", "enter")
+        await press(pilot, "y")
         (request,) = feed.requests
         assert isinstance(request, Restart)
         assert request.change.assignments == {"seq_len": "64"}
@@ -150,11 +143,7 @@ async def test_what_changes_the_learning_asks_for_consent_with_the_focus_on_canc
 
 async def test_a_command_is_shown_to_copy_and_never_run() -> None:
     feed = RecordingFeed(dead())
-    app = dashboard(feed)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
-        await pilot.press("down", "down", "down", "enter")
-        await settle(pilot)
+    async with opened(feed, "down", "down", "down", "enter") as (app, _):
         card(app)
         assert "memtop does not run this" in screen_text(app)
         assert app.clipboard == BY_HAND.command
@@ -164,12 +153,9 @@ async def test_a_command_is_shown_to_copy_and_never_run() -> None:
 async def test_a_remedy_that_begins_a_new_run_is_only_told() -> None:
     new = replace(SMALLER, id="rank", title="LoRA r 32 -> 16", resumable="new run", command="memtop train --set lora.r=16")
     feed = RecordingFeed(dead(replace(PROPOSAL, remedies=(new,))))
-    app = dashboard(feed)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
+    async with opened(feed) as (app, pilot):
         assert "begins a new run: a command to copy" in screen_text(app)
-        await pilot.press("enter")
-        await settle(pilot)
+        await press(pilot, "enter")
         assert "memtop train --set lora.r=16" in screen_text(app)
         assert feed.requests == []
 
@@ -177,11 +163,7 @@ async def test_a_remedy_that_begins_a_new_run_is_only_told() -> None:
 @pytest.mark.parametrize("size", SIZES)
 async def test_escape_leaves_the_run_failed_and_the_notice_tells_the_key(size: tuple[int, int]) -> None:
     feed = RecordingFeed(dead())
-    app = dashboard(feed)
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
-        await pilot.press("escape")
-        await settle(pilot)
+    async with opened(feed, "escape", size=size) as (app, _):
         assert app.screen is app.dashboard
         assert feed.requests == []
         notice = screen_text(app).splitlines()[1]
@@ -194,9 +176,7 @@ async def test_escape_leaves_the_run_failed_and_the_notice_tells_the_key(size: t
 async def test_an_announced_restart_counts_down_and_can_be_called_off(size: tuple[int, int], by_click: bool) -> None:
     auto = replace(PROPOSAL, waiting=None, begins=NOW + 9)
     feed = RecordingFeed(dead(auto, state=wire.Phase.RESTARTING, on_oom="auto"))
-    app = dashboard(feed)
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
+    async with opened(feed, size=size) as (app, pilot):
         assert "remedy 1 begins in 9 s (Enter: ▸ now, s: stay stopped, Esc: close)" in words(app)
         update = dead(auto, state=wire.Phase.RESTARTING, on_oom="auto")
         feed.say(replace(update, machine=machine(gpu(), time=NOW + 5)))
@@ -213,12 +193,9 @@ async def test_an_announced_restart_counts_down_and_can_be_called_off(size: tupl
 
 async def test_where_nothing_is_announced_there_is_nothing_to_call_off() -> None:
     feed = RecordingFeed(dead())
-    app = dashboard(feed)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
+    async with opened(feed, size=(80, 24)) as (app, pilot):
         assert not card(app).query_one("#stay").display
-        await pilot.press("s")
-        await settle(pilot)
+        await press(pilot, "s")
         card(app)
         assert feed.requests == []
 
@@ -233,27 +210,19 @@ async def test_its_first_picture_is_whole(monkeypatch: pytest.MonkeyPatch) -> No
         return strip
 
     monkeypatch.setattr(LineList, "render_line", painting)
-    app = dashboard(RecordingFeed(dead()))
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(dead()), size=(80, 24)) as _:
         assert painted[0].startswith("GPU 0 ran out of memory")
 
 
 async def test_an_announced_restart_can_be_brought_forward() -> None:
     feed = RecordingFeed(dead(replace(PROPOSAL, begins=NOW + 9), state=wire.Phase.RESTARTING))
-    app = dashboard(feed)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
-        await pilot.press("enter")
-        await settle(pilot)
+    async with opened(feed, "enter", size=(80, 24)) as _:
         assert [type(one) for one in feed.requests] == [Restart]
 
 
 async def test_it_leaves_by_itself_when_the_run_goes_on() -> None:
     feed = RecordingFeed(dead())
-    app = dashboard(feed)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
+    async with opened(feed, size=(80, 24)) as (app, pilot):
         card(app)
         # Somebody else has restarted it; the supervisor forgets the proposal with the first update only.
         feed.say(dead(state=wire.Phase.STARTING, attempt=3, alive=True))
@@ -266,62 +235,43 @@ async def test_it_leaves_by_itself_when_the_run_goes_on() -> None:
 
 async def test_an_open_dialog_or_screen_is_not_covered_and_the_card_comes_after_it() -> None:
     feed = RecordingFeed(running(gpu()))
-    app = dashboard(feed)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
-        await pilot.press("o")
-        await settle(pilot)
+    async with opened(feed, "o", size=(80, 24)) as (app, pilot):
         feed.say(dead())
         await settle(pilot)
         assert isinstance(app.screen, ProcessesScreen)
-        await pilot.press("escape")
-        await settle(pilot)
+        await press(pilot, "escape")
         card(app)
 
 
 async def test_an_enter_meant_for_what_the_card_covers_applies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oom, "DELIBERATE_SECONDS", 3600.0)
     feed = RecordingFeed(dead())
-    app = dashboard(feed)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
-        await pilot.press("enter")
-        await settle(pilot)
+    async with opened(feed, "enter", size=(80, 24)) as (app, pilot):
         card(app)
         assert feed.requests == []
-        await pilot.press("escape", "w", "enter")
-        await settle(pilot)
+        await press(pilot, "escape", "w", "enter")
         assert [type(one) for one in feed.requests] == [Restart]
 
 
 @pytest.mark.parametrize("size", SIZES)
 async def test_read_only_shows_it_and_changes_nothing(size: tuple[int, int]) -> None:
     feed = RecordingFeed(dead(), read_only=True)
-    app = dashboard(feed)
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
+    async with opened(feed, size=size) as (app, pilot):
         assert not card(app).query_one("#confirm", Button).display
-        await pilot.press("enter")
-        await settle(pilot)
+        await press(pilot, "enter")
         assert "read-only: nothing can be changed from here" in screen_text(app)
         assert feed.requests == []
 
 
 async def test_it_opens_on_a_run_whose_supervisor_has_left_and_takes_it_up_again() -> None:
     feed = RecordingFeed(dead(), Disconnected("the run is over (failed)", ended=True))
-    app = dashboard(feed)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
-        await pilot.press("enter")
-        await settle(pilot)
+    async with opened(feed, "enter", size=(80, 24)) as _:
         assert [type(one) for one in feed.requests] == [Restart]
 
 
 async def test_without_a_remedy_the_last_advice_is_given_in_order() -> None:
     advice = ("see who else holds the card: memtop strays", "a smaller model: 46.4 M parameters instead of 196.6 M")
-    app = dashboard(RecordingFeed(dead(replace(PROPOSAL, remedies=(), last_advice=advice))))
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(dead(replace(PROPOSAL, remedies=(), last_advice=advice))), size=(80, 24)) as (app, _):
         text = words(app)
         assert "memtop has no automatic remedy left 1. see who else" in text
         assert "2. a smaller model: 46.4 M" in text
@@ -329,11 +279,7 @@ async def test_without_a_remedy_the_last_advice_is_given_in_order() -> None:
 
 
 async def test_a_run_that_is_well_has_no_card() -> None:
-    app = dashboard(RecordingFeed(running(gpu())))
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
-        await pilot.press("w")
-        await settle(pilot)
+    async with opened(RecordingFeed(running(gpu())), "w", size=(80, 24)) as (app, _):
         assert app.screen is app.dashboard
         assert "✗ Recovery: the run has not run out of memory" in screen_text(app)
 

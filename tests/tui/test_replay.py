@@ -21,7 +21,7 @@ from memtop.tui.feed import Disconnected, FeedMessage, Replayed
 from memtop.tui.replay import Clock, FolderRecording, ReplayFeed
 from memtop.tui.store import Store, fold
 from tests.run.test_pieces import SETTINGS, spec
-from tests.tui.support import screen_text, settle
+from tests.tui.support import press, screen_text, settle
 
 START = 1_760_000_400.0
 
@@ -224,13 +224,11 @@ async def test_a_death_of_memory_and_the_configurations_are_replayed_and_change_
             await asyncio.sleep(0.01)
             await settle(pilot)
         assert app.screen is app.dashboard, "a replay opens no card by itself"
-        await pilot.press("w")
-        await settle(pilot)
+        await press(pilot, "w")
         text = screen_text(app)
         assert "GPU 0 ran out of memory." in text
         assert "a replay is read-only" in text
-        await pilot.press("enter", "escape", "u", "enter")
-        await settle(pilot)
+        await press(pilot, "enter", "escape", "u", "enter")
         assert "read-only: nothing can be changed from here" in screen_text(app)
         # Back before it, the card's key has nothing to show.
         await pilot.press("escape", "home")

@@ -16,7 +16,18 @@ from memtop.tui.remedies import Outlook, outlook_of
 from memtop.tui.restart_plan import can_be_live
 from memtop.tui.store import Store, fold
 from tests.tui.failed_runs import CONFIGURATIONS
-from tests.tui.support import GIB, SETTINGS, RecordingFeed, dashboard, gpu, run_state, running, screen_text, settle
+from tests.tui.support import (
+    GIB,
+    SETTINGS,
+    RecordingFeed,
+    click,
+    gpu,
+    opened,
+    run_state,
+    running,
+    screen_text,
+    settle,
+)
 
 SIZES = [(80, 24), (160, 50)]
 HALF = replace(SETTINGS, batch=4, accumulation=8)
@@ -26,11 +37,7 @@ HALF = replace(SETTINGS, batch=4, accumulation=8)
 async def test_another_split_can_be_applied_now_and_the_answer_is_told(size: tuple[int, int]) -> None:
     feed = RecordingFeed(running(gpu()))
     feed.answers = ((wire.Outcome.ACCEPTED, "at the next update"), (wire.Outcome.DONE, "changed from update 26 on"))
-    app = dashboard(feed)
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
-        await pilot.press("r")
-        await settle(pilot)
+    async with opened(feed, "r", size=size) as (app, pilot):
         live = app.screen.query_one("#live", Button)
         assert not live.display
         assert "Apply now" not in screen_text(app)
@@ -40,19 +47,14 @@ async def test_another_split_can_be_applied_now_and_the_answer_is_told(size: tup
         assert live.display
         text = " ".join(screen_text(app).replace("│", " ").split())
         assert "Apply now: from the next update on, without a stop." in text
-        await pilot.click("#live")
-        await settle(pilot)
+        await click(pilot, "#live")
         assert feed.requests == [Edit(id=1, change=Change(assignments={"batch": "4", "accumulation": "8"}))]
         assert "✓ changed from update 26 on" in screen_text(app)
 
 
 async def test_a_run_that_begins_to_train_while_the_form_is_open_can_be_changed_live() -> None:
     feed = RecordingFeed(running(gpu(), state=wire.Phase.STARTING))
-    app = dashboard(feed)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
-        await pilot.press("r")
-        await settle(pilot)
+    async with opened(feed, "r") as (app, pilot):
         app.screen.query_one("#batch", Input).value = "4"
         await settle(pilot)
         assert not app.screen.query_one("#live").display
@@ -64,15 +66,10 @@ async def test_a_run_that_begins_to_train_while_the_form_is_open_can_be_changed_
 
 async def test_restart_stays_possible_beside_it() -> None:
     feed = RecordingFeed(running(gpu()))
-    app = dashboard(feed)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
-        await pilot.press("r")
-        await settle(pilot)
+    async with opened(feed, "r") as (app, pilot):
         app.screen.query_one("#batch", Input).value = "4"
         await settle(pilot)
-        await pilot.click("#confirm")
-        await settle(pilot)
+        await click(pilot, "#confirm")
         assert feed.requests == [Restart(id=1, change=Change(assignments={"batch": "4"}))]
 
 
@@ -94,11 +91,7 @@ def test_what_can_be_live(before: Settings, after: Settings, fields: dict[str, o
 
 @pytest.mark.parametrize("size", SIZES)
 async def test_the_form_says_which_peak_is_to_be_expected(size: tuple[int, int]) -> None:
-    app = dashboard(RecordingFeed(running(gpu()), CONFIGURATIONS))
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
-        await pilot.press("r")
-        await settle(pilot)
+    async with opened(RecordingFeed(running(gpu()), CONFIGURATIONS), "r", size=size) as (app, pilot):
         app.screen.query_one("#batch", Input).value = "2"
         await settle(pilot)
         text = screen_text(app)
@@ -114,11 +107,7 @@ async def test_the_form_says_which_peak_is_to_be_expected(size: tuple[int, int])
 
 
 async def test_where_no_forecast_is_possible_the_reason_is_given() -> None:
-    app = dashboard(RecordingFeed(running(gpu())))
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
-        await pilot.press("r")
-        await settle(pilot)
+    async with opened(RecordingFeed(running(gpu())), "r") as (app, _):
         assert "? VRAM peak cannot be predicted: nothing was measured with these settings yet" in screen_text(app)
 
 

@@ -12,7 +12,17 @@ from memtop.tui.line import plain
 from memtop.tui.speed import SpeedScreen, advice_lines, trial_lines
 from memtop.tui.store import Store, fold
 from tests.tui.failed_runs import BY_HAND, SMALLER
-from tests.tui.support import GIB, NOW, RecordingFeed, dashboard, gpu, run_state, running, screen_text, settle
+from tests.tui.support import (
+    GIB,
+    NOW,
+    RecordingFeed,
+    gpu,
+    opened,
+    press,
+    run_state,
+    running,
+    screen_text,
+)
 
 SIZES = [(80, 24), (160, 50)]
 GROW = replace(SMALLER, id="grow", title="batch 8 -> 10, accumulation 5 -> 4", assignments={"batch": "10", "accumulation": "4"})
@@ -35,15 +45,10 @@ TRIAL = wire.Trial(
 
 @pytest.mark.parametrize("size", SIZES)
 async def test_the_screen_says_what_bounds_it_what_would_help_and_what_would_not(size: tuple[int, int]) -> None:
-    app = dashboard(RecordingFeed(running(gpu(), advice=ADVICE, trial=TRIAL)))
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
-        await pilot.press("b")
-        await settle(pilot)
+    async with opened(RecordingFeed(running(gpu(), advice=ADVICE, trial=TRIAL)), "b", size=size) as (app, pilot):
         assert isinstance(app.screen, SpeedScreen)
         text = screen_text(app)
-        await pilot.press("pagedown")
-        await settle(pilot)
+        await press(pilot, "pagedown")
         text += screen_text(app)
         for expected in (
             "The run is data-bound",
@@ -59,8 +64,7 @@ async def test_the_screen_says_what_bounds_it_what_would_help_and_what_would_not
             "16.5 GiB",
         ):
             assert expected in text, expected
-        await pilot.press("escape")
-        await settle(pilot)
+        await press(pilot, "escape")
         assert app.screen is app.dashboard
 
 
@@ -68,11 +72,7 @@ async def test_the_screen_says_what_bounds_it_what_would_help_and_what_would_not
 async def test_enter_tries_the_marked_proposal_and_tells_what_came_of_it(size: tuple[int, int]) -> None:
     feed = RecordingFeed(running(gpu(), advice=ADVICE))
     feed.answers = ((wire.Outcome.ACCEPTED, "measuring before"), (wire.Outcome.DONE, "kept: samples/s rose by 12.0 %"))
-    app = dashboard(feed)
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
-        await pilot.press("b", "enter")
-        await settle(pilot)
+    async with opened(feed, "b", "enter", size=size) as (app, _):
         assert feed.requests == [Try(id=1, change=Change(assignments={"batch": "10", "accumulation": "4"}))]
         assert app.screen is app.dashboard
         assert "✓ kept: samples/s rose by 12.0 %" in screen_text(app)
@@ -80,11 +80,7 @@ async def test_enter_tries_the_marked_proposal_and_tells_what_came_of_it(size: t
 
 async def test_what_a_person_must_do_is_only_told() -> None:
     feed = RecordingFeed(running(gpu(), advice=ADVICE))
-    app = dashboard(feed)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
-        await pilot.press("b", "down", "enter")
-        await settle(pilot)
+    async with opened(feed, "b", "down", "enter") as (app, _):
         assert "memtop does not do this itself; type: sudo fallocate" in screen_text(app)
         assert feed.requests == []
 
@@ -98,32 +94,20 @@ async def test_what_a_person_must_do_is_only_told() -> None:
 )
 async def test_where_nothing_can_be_tried_the_reason_is_given(fields: dict[str, object], said: str) -> None:
     feed = RecordingFeed(running(gpu(), **{"advice": ADVICE, **fields}))
-    app = dashboard(feed)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
-        await pilot.press("b", "t")
-        await settle(pilot)
+    async with opened(feed, "b", "t", size=(80, 24)) as (app, _):
         assert f"✗ {said}" in screen_text(app)
         assert feed.requests == []
 
 
 async def test_read_only_shows_the_advice_and_tries_nothing() -> None:
     feed = RecordingFeed(running(gpu(), advice=ADVICE), read_only=True)
-    app = dashboard(feed)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
-        await pilot.press("b", "enter")
-        await settle(pilot)
+    async with opened(feed, "b", "enter", size=(80, 24)) as (app, _):
         assert "✗ read-only: nothing can be changed from here" in screen_text(app)
         assert feed.requests == []
 
 
 async def test_before_anything_was_measured_the_key_says_so() -> None:
-    app = dashboard(RecordingFeed(running(gpu())))
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
-        await pilot.press("b")
-        await settle(pilot)
+    async with opened(RecordingFeed(running(gpu())), "b") as (app, _):
         assert app.screen is app.dashboard
         assert "✗ Speed: what limits the speed is not known yet" in screen_text(app)
 

@@ -9,8 +9,7 @@ from pathlib import PurePath
 from rich.cells import cell_len
 
 from memtop.supervisor import units
-from memtop.supervisor.monitor.bands import mark
-from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.values import Band, mark
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.wire import Event, Phase, RunState
 from memtop.tui.charts import Point, curve, progress_bar

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from memtop.supervisor import units, wire
-from memtop.supervisor.monitor.bands import EDGE_FROM
-from memtop.supervisor.monitor.values import HostSample
+from memtop.supervisor.monitor.values import EDGE_FROM, HostSample
 from memtop.tui import trends
 from memtop.tui.charts import ROLES, Share, banded, history, memory_bar, padded_tag
 from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, spread, width_of, wrap

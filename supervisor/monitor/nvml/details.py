@@ -86,7 +86,7 @@ def _first_on(value: Any) -> str:
     return "on" if value[0] else "off"
 
 
-FIXED = (
+_FIXED = (
     Detail(("slowdown_temperature_celsius",), ("nvmlDeviceGetTemperatureThreshold",), (1,), float),
     Detail(("sm_clock_limit_megahertz",), ("nvmlDeviceGetMaxClockInfo",), (pynvml.NVML_CLOCK_SM,)),
     Detail(("memory_clock_limit_megahertz",), ("nvmlDeviceGetMaxClockInfo",), (pynvml.NVML_CLOCK_MEM,)),
@@ -97,7 +97,7 @@ FIXED = (
 )
 _ECC = "nvmlDeviceGetTotalEccErrors"
 _VOLATILE = pynvml.NVML_VOLATILE_ECC
-SENSORS = (
+_SENSORS = (
     Detail(("fan_fraction",), ("nvmlDeviceGetFanSpeed",), (), _fan),
     Detail(("sm_clock_megahertz",), ("nvmlDeviceGetClockInfo",), (pynvml.NVML_CLOCK_SM,)),
     Detail(("memory_clock_megahertz",), ("nvmlDeviceGetClockInfo",), (pynvml.NVML_CLOCK_MEM,)),
@@ -131,7 +131,7 @@ SENSORS = (
     Detail(("display_connected",), ("nvmlDeviceGetDisplayMode",), (), bool),
     Detail(("display_active",), ("nvmlDeviceGetDisplayActive",), (), bool),
 )
-CODECS = (
+_CODECS = (
     Detail(("encoder_fraction",), ("nvmlDeviceGetEncoderUtilization",), (), percent),
     Detail(("decoder_fraction",), ("nvmlDeviceGetDecoderUtilization",), (), percent),
 )
@@ -227,7 +227,7 @@ class FieldReader:
                 self._dropped[key] = codes.words(code)
             else:
                 left.append(key)
-            value = None if code else value_of(answer)
+            value = None if code else _value_of(answer)
             if value is None:
                 self._query.note((_field_of(key),), codes.words(code) if code else NOT_REPORTED)
             else:
@@ -285,7 +285,7 @@ class FieldReader:
         return {} if None in states else {"nvlink_links": sum(map(bool, states))}
 
 
-def value_of(answer: Any) -> int | float | None:
+def _value_of(answer: Any) -> int | float | None:
     """The number that the driver returned. None if it stands for "unknown"."""
     name = _VALUE_TYPES[answer.valueType] if answer.valueType < len(_VALUE_TYPES) else "ullVal"
     # Older bindings lack the newest number types. An unsigned short is the lowest bytes of the
@@ -320,12 +320,12 @@ class DetailReader:
     def read(self, now: float, *, mig: bool | None, mig_reason: str | None) -> None:
         """Read all sensors; `now` is monotonic seconds. Raises GpuGone."""
         # Each fixed value is read once. One that failed for a temporary reason is read again.
-        self._fixed |= self._rows(row for row in FIXED if row.fields[0] not in self._fixed)
-        moving = self._rows(SENSORS)
+        self._fixed |= self._rows(row for row in _FIXED if row.fields[0] not in self._fixed)
+        moving = self._rows(_SENSORS)
         if mig:
             self._query.note(("encoder_fraction", "decoder_fraction"), NO_MIG_UTILIZATION)
         else:
-            moving |= self._rows(CODECS)
+            moving |= self._rows(_CODECS)
         moving |= self._fields.read(now) | self._gpm.read(self._fixed.get("compute_capability"))
         if mig_reason is None:
             self._query.clear(("mig_mode",))

@@ -33,7 +33,7 @@ WAIT_MILLISECONDS = 200
 """How long one wait lasts. Stopping can take as long, because the driver's wait cannot be
 interrupted."""
 LOST_SECONDS = 1.0
-"""The pause between two waits while a GPU is lost."""
+"""How long the thread pauses while a wait fails because one GPU is lost."""
 AGAIN_SECONDS = 10.0
 """How long after its start a thread that ended with an error is started again."""
 _STOP_SECONDS = 2.0
@@ -66,7 +66,8 @@ class DriverEvent(NamedTuple):
 class EventWatcher:
     """Waits for events of a set of GPUs. Stop it before NVML is shut down."""
 
-    def __init__(self, monotonic: Callable[[], float]) -> None:
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        """`monotonic` returns seconds."""
         self._monotonic = monotonic
         self._events: deque[DriverEvent] = deque(maxlen=_MOST_EVENTS)
         self._stop = threading.Event()

@@ -18,6 +18,7 @@ from memtop.supervisor.monitor.nvml.query import ALL_ONES, NOT_REPORTED
 WANTED_SECONDS = 10.0
 """How long the thread runs after `want` was called."""
 PAUSE_SECONDS = 1.0
+"""How long the thread waits after it has read all GPUs."""
 _OLD_SECONDS = 10.0
 _SILENT = "the driver has not answered for more than 10 s"
 _NO_THREAD = "the system allows memtop no more threads (see ulimit -u, or the pids limit of the container)"
