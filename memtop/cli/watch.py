@@ -164,7 +164,7 @@ def _show_or_stream(options: Options) -> int:
     folder = None if options.run_name is None else find_run(options.run_name, options.runs_dir)
     if not options.streams:
         dashboard.need_terminal()
-    look = dashboard.Look(options.interval, read_only=options.read_only, gpus=watched(options.gpus))
+    look = dashboard.WatchOptions(options.interval, read_only=options.read_only, gpus=watched(options.gpus))
     if not options.streams:
         return dashboard.open_dashboard(options.runs_dir, folder, look, pid=options.pid)
     count = options.count if options.follow or options.form is None else 1

@@ -104,7 +104,7 @@ def kill_everything_at(process: subprocess.Popen[str], update: int, folder: Path
     if world > 1:
         for rank in range(world):
             os.kill([report["pid"] for report in reports(folder, rank) if "pid" in report][-1], signal.SIGKILL)
-    process.wait(timeout=60)
+    process.wait(timeout=120)
     process.stdout.close()
     assert process.stderr is not None
     process.stderr.close()
