@@ -1,5 +1,5 @@
-"""Measures what the driver cannot return at once: how busy multiprocessors and tensor cores are, and
-PCIe throughput.
+"""Measures what the driver cannot return at once: how busy multiprocessors and tensor cores are,
+and PCIe throughput.
 
 GPM metrics (Hopper and newer GPUs) compare two samples. A PCIe value takes 20 ms, so a separate
 thread reads them, on demand.
