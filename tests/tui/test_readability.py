@@ -1,4 +1,4 @@
-"""What a newcomer must be able to read: nothing cut off without need, marks that are explained, colours on any background."""
+"""Readability: nothing is cut off without need, marks are explained, colours work on any background."""
 
 from __future__ import annotations
 
