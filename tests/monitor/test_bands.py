@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtop.supervisor.monitor.values import Band, Hysteresis, band_of, mark
+from memtop.supervisor.monitor.sampler import Hysteresis
+from memtop.supervisor.monitor.values import Band, band_of, mark
 
 
 @pytest.mark.parametrize(

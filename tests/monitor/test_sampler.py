@@ -20,9 +20,8 @@ from memtop.supervisor.monitor.processes import facts, proc
 from memtop.supervisor.monitor.processes.facts import ProcessDescriber
 from memtop.supervisor.monitor.processes.proc import read_stat
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
-from memtop.supervisor.monitor.snapshots import only_gpus
 from memtop.supervisor.monitor.strays import KnownRun
-from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.values import Band, only_gpus
 from memtop.supervisor.monitor.vram import vram_parts
 from tests.monitor.conftest import GIB, Clock, Start, ended
 from tests.nvml_double.double import Script
