@@ -23,7 +23,7 @@ def loaded_after(code: str, runs_dir: Path) -> set[str]:
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         env={"PATH": "/usr/bin:/bin", "HOME": str(runs_dir), "MEMTOP_RUNS_DIR": str(runs_dir)},
     )
     assert done.returncode == 0, done.stderr

@@ -19,7 +19,7 @@ from memtop.presets.schema import ALL_TARGETS, Lora, Zero
 from memtop.train import BadInputError, TrainingError, batches, run
 from memtop.train.engine import PlainEngine
 from memtop.train.objective import CHUNK_BYTES, Objective
-from memtop.train.reporting import RECORD_EVERY, MemoryRecord
+from memtop.train.reporting import RECORD_EVERY, MemoryRecorder
 from tests.train.support import TINY, Recorder, Training
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,7 +145,7 @@ def test_the_first_rank_decides_and_nothing_that_is_trained_changes(monkeypatch:
 
 def test_the_memory_record_is_a_report_and_a_line() -> None:
     channel, lines = Recorder(), list[str]()
-    MemoryRecord(channel, Accelerator(cpu=True), lines.append)("after model load")
+    MemoryRecorder(channel, Accelerator(cpu=True), lines.append)("after model load")
     (report,) = channel.of("memory")
     assert report["stage"] == "after model load"
     assert 0 < report["used_bytes"] < report["total_bytes"]

@@ -132,7 +132,7 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-class MemoryRecord:
+class MemoryRecorder:
     """Records host memory and this rank's GPU memory; the first rank also prints a line."""
 
     def __init__(self, channel: Channel, accelerator: Accelerator, log: Callable[[str], None] = print) -> None:

@@ -51,7 +51,7 @@ class LogLines:
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayPosition:
     """The position of a replay."""
 
     line: str
@@ -83,7 +83,7 @@ FeedMessage = (
     | Disconnected
     | LogLines
     | Followed
-    | Replayed
+    | ReplayPosition
 )
 
 

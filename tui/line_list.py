@@ -31,7 +31,7 @@ class Entry(NamedTuple):
     lines: Sequence[Line]
 
 
-class Page(NamedTuple):
+class ListContent(NamedTuple):
     """Everything that a list shows."""
 
     entries: Sequence[Entry]
@@ -41,7 +41,7 @@ class Page(NamedTuple):
     columns: Sequence[Heading] = ()
 
 
-Draw = Callable[[int], Page]
+Draw = Callable[[int], ListContent]
 """width -> the page."""
 
 
@@ -93,7 +93,7 @@ class LineList(RoleStyles, can_focus=True):
     def __init__(self, draw: Draw, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)
         self._draw = draw
-        self._page = Page(())
+        self._page = ListContent(())
         self._keys: list[Hashable] = []
         self._rows: list[tuple[Hashable | None, Line]] = []
         """Every line with the key of its entry."""

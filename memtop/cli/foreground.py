@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 
-from memtop.cli.output import proposal_lines
+from memtop.cli.common import proposal_lines
 from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError, RunFolderError
 from memtop.supervisor.monitor.values import Band, MachineSnapshot

@@ -16,7 +16,7 @@ import click
 from msgspec.structs import replace
 
 from memtop import __version__
-from memtop.cli.options import (
+from memtop.cli.common import (
     WHOLE,
     assignments_of,
     detach_option,

@@ -11,10 +11,20 @@ import click
 import msgspec
 
 from memtop.cli import dashboard
+from memtop.cli.common import (
+    RUN_HELP,
+    SECONDS,
+    WHOLE,
+    Unreadable,
+    find_run,
+    print_json,
+    run_folders,
+    run_line,
+    runs_dir_option,
+    state_of,
+    summary,
+)
 from memtop.cli.gpus import watched
-from memtop.cli.lookup import Unreadable, find_run, run_folders, state_of
-from memtop.cli.options import RUN_HELP, SECONDS, WHOLE, runs_dir_option
-from memtop.cli.output import print_json, run_line, summary
 from memtop.cli.streams import stream
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
@@ -154,7 +164,7 @@ def _show_or_stream(options: Options) -> int:
     folder = None if options.run_name is None else find_run(options.run_name, options.runs_dir)
     if not options.streams:
         dashboard.need_terminal()
-    look = dashboard.Look(options.interval, read_only=options.read_only, gpus=watched(options.gpus))
+    look = dashboard.WatchOptions(options.interval, read_only=options.read_only, gpus=watched(options.gpus))
     if not options.streams:
         return dashboard.open_dashboard(options.runs_dir, folder, look, pid=options.pid)
     count = options.count if options.follow or options.form is None else 1

@@ -8,9 +8,9 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from memtop.supervisor.diagnosis import allocator, memory_patterns, other_patterns
-from memtop.supervisor.diagnosis.aftermath import Progress, is_mild, went_on
+from memtop.supervisor.diagnosis.aftermath import StepLines, is_mild, went_on
 from memtop.supervisor.diagnosis.finding import SUSPECTED, Finding, Weight, both_ends
-from memtop.supervisor.diagnosis.text import Line, Page, View
+from memtop.supervisor.diagnosis.text import JoinedLines, LogLine, LogText
 from memtop.supervisor.diagnosis.values import Kind
 
 PATTERNS = (*memory_patterns.PATTERNS, *other_patterns.PATTERNS)
@@ -19,7 +19,7 @@ _TEARDOWN = "teardown_noise"
 
 @dataclass(frozen=True)
 class Reading:
-    page: Page
+    page: LogText
     cause: Finding | None
     """What ended the program, as far as the log says."""
     survived: tuple[tuple[Finding, str], ...]
@@ -27,12 +27,12 @@ class Reading:
     findings: tuple[Finding, ...]
 
 
-def read(page: Page, member_pids: frozenset[int] = frozenset(), *, failed: bool = False) -> Reading:
+def read(page: LogText, member_pids: frozenset[int] = frozenset(), *, failed: bool = False) -> Reading:
     """Read the log. `member_pids` are the run's processes; `failed`: the program is known to have
     failed."""
     findings = _findings(page, member_pids)
     fatal, survived = [], []
-    progress = Progress(page)
+    progress = StepLines(page)
     for index, finding in enumerate(findings):
         how = (
             _TEARDOWN
@@ -49,7 +49,7 @@ def read(page: Page, member_pids: frozenset[int] = frozenset(), *, failed: bool 
     return Reading(page, _with_most_figures(cause, fatal), tuple(survived), tuple(findings))
 
 
-def _until(page: Page, findings: list[Finding], index: int) -> int:
+def _until(page: LogText, findings: list[Finding], index: int) -> int:
     """The line where the next failure begins: the progress up to there was made after this one."""
     this = findings[index]
     return next(
@@ -58,7 +58,7 @@ def _until(page: Page, findings: list[Finding], index: int) -> int:
     )
 
 
-def _is_worker_death(page: Page, finding: Finding) -> bool:
+def _is_worker_death(page: LogText, finding: Finding) -> bool:
     return finding.kind in (Kind.HOST_OOM_KILLED, Kind.SHM_EXHAUSTED) and "DataLoader worker" in page.lines[finding.line].text
 
 
@@ -78,7 +78,7 @@ def _with_most_figures(cause: Finding | None, fatal: list[Finding]) -> Finding |
     return next((other for other in fuller if requested in (None, other.figures.requested)), cause)
 
 
-def _findings(page: Page, member_pids: frozenset[int]) -> list[Finding]:
+def _findings(page: LogText, member_pids: frozenset[int]) -> list[Finding]:
     """One finding for each line that reports a failure."""
     best: dict[int, Finding] = {}
     for view in page.views:
@@ -99,7 +99,7 @@ def _worth(finding: Finding) -> tuple[int, int]:
     return finding.weight, finding.figures.known
 
 
-def _of_view(view: View, page: Page, member_pids: frozenset[int]) -> Iterator[Finding]:
+def _of_view(view: JoinedLines, page: LogText, member_pids: frozenset[int]) -> Iterator[Finding]:
     yield from allocator.find(view)
     for pattern in PATTERNS:
         yield from pattern.find(view)
@@ -114,7 +114,7 @@ _WITHOUT_PHASE = frozenset({"keyboard_interrupt", "sigterm", "nccl_timeout", "nc
 _ASYNCHRONOUS = frozenset({"illegal_memory_access", "device_side_assert", "gpu_lost", "cuda_error"})
 
 
-def _placed(page: Page, finding: Finding) -> Finding:
+def _placed(page: LogText, finding: Finding) -> Finding:
     """The finding with its phase, and as pinned or shared memory where only the traceback shows
     that."""
     context = page.context(finding.line)
@@ -129,7 +129,7 @@ def _placed(page: Page, finding: Finding) -> Finding:
     return finding if finding.phase is not None else replace(finding, phase=_phase(finding, context))
 
 
-def _phase(finding: Finding, context: list[Line]) -> str:
+def _phase(finding: Finding, context: list[LogLine]) -> str:
     if finding.reason in _WITHOUT_PHASE or finding.weight < Weight.BROKEN or finding.kind is Kind.HOST_OOM_KILLED:
         return "unknown"
     if finding.reason in _ASYNCHRONOUS:
@@ -142,7 +142,7 @@ def _phase(finding: Finding, context: list[Line]) -> str:
 _MEMORY_ERROR = re.compile(r"(?:[\w.]+\.)?_?(?:Array|Arrow)?MemoryError(?::.*)?$")
 
 
-def _memory_errors(view: View) -> Iterator[Finding]:
+def _memory_errors(view: JoinedLines) -> Iterator[Finding]:
     """Python's MemoryError, which mostly has no message."""
     if "MemoryError" not in view.text:
         return
@@ -164,7 +164,7 @@ _NAMED_PIDS = re.compile(
 )
 
 
-def _kernel_kills(view: View, page: Page, member_pids: frozenset[int]) -> Iterator[Finding]:
+def _kernel_kills(view: JoinedLines, page: LogText, member_pids: frozenset[int]) -> Iterator[Finding]:
     """The kernel's records. The victim can be another program: compare its pid, or else its
     name."""
     matches = list(VICTIM.finditer(view.text))
@@ -203,7 +203,7 @@ def _pids(texts: Iterable[str]) -> set[int]:
 _KILLED_LINE = re.compile(r"Killed(?:: 9)?$|zsh: killed\b|Killed (?!process\b)\S+ ?\S{0,40}$")
 
 
-def _bare_killed(view: View) -> Iterator[Finding]:
+def _bare_killed(view: JoinedLines) -> Iterator[Finding]:
     """The one word that a shell prints, perhaps followed by the command."""
     if "illed" not in view.text:
         return
@@ -250,7 +250,7 @@ _CONFIG_WORDS = re.compile(
 )
 
 
-def _python_errors(page: Page, known: Container[int]) -> list[Finding]:
+def _python_errors(page: LogText, known: Container[int]) -> list[Finding]:
     """The last line of any exception, except on the `known` lines, where a pattern has matched."""
     candidates = [
         index
@@ -260,7 +260,7 @@ def _python_errors(page: Page, known: Container[int]) -> list[Finding]:
     return both_ends(candidates, lambda index: _python_error(page, index), _MOST_ERRORS)
 
 
-def _python_error(page: Page, index: int) -> Finding | None:
+def _python_error(page: LogText, index: int) -> Finding | None:
     text = page.lines[index].text
     match = _ERROR_LINE.match(_LEADERS.sub("", text))
     if match is None or _AROUND.match(match[1]) or _AROUND_WORDS.search(text) or "Warning" in match[1]:
@@ -277,7 +277,7 @@ def _python_error(page: Page, index: int) -> Finding | None:
 _NAN = re.compile(r"(?:loss|grad_norm|ppl|perplexity)['\"]?\s*[:=]\s*-?nan\b", re.IGNORECASE)
 
 
-def _not_a_number(page: Page) -> Iterator[Finding]:
+def _not_a_number(page: LogText) -> Iterator[Finding]:
     """A metric that is nan, in the last 40 lines only: an earlier one can be a step that was
     skipped."""
     for index in range(max(0, len(page.lines) - 40), len(page.lines)):
@@ -358,7 +358,7 @@ _LOGGED = (
 )
 
 
-def phase_of(context: Sequence[Line]) -> str:
+def phase_of(context: Sequence[LogLine]) -> str:
     """The phase of training in which the message that ends `context` was raised, or `unknown`.
 
     The innermost known frame decides, except where an outer one says more: a forward pass inside
@@ -403,11 +403,11 @@ _PIN_DEVICE = re.compile(r"pin memory thread for device (\d{1,4})")
 _SHARED_FRAMES = re.compile(r"multiprocessing[/\\](?:shared_memory|synchronize|heap|reductions?)\.py")
 
 
-def in_pin_thread(context: Sequence[Line]) -> bool:
+def in_pin_thread(context: Sequence[LogLine]) -> bool:
     return any("in pin memory thread" in line.text for line in context)
 
 
-def pinned(context: Sequence[Line], following: Sequence[Line]) -> tuple[bool, int | None]:
+def pinned(context: Sequence[LogLine], following: Sequence[LogLine]) -> tuple[bool, int | None]:
     """Whether a device's message is about page-locked host memory, and the device that the thread
     serves."""
     if not in_pin_thread(context) and not any(_PIN_FRAMES.search(line.text) for line in [*context[-5:], *following]):
@@ -416,6 +416,6 @@ def pinned(context: Sequence[Line], following: Sequence[Line]) -> tuple[bool, in
     return True, None if device is None else int(device[1])
 
 
-def in_shared_memory(context: Sequence[Line]) -> bool:
+def in_shared_memory(context: Sequence[LogLine]) -> bool:
     """Whether the last frames are of code that makes files in /dev/shm."""
     return any(_SHARED_FRAMES.search(line.text) for line in context[-8:])

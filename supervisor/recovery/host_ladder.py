@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import HostLevel
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.sentences import size
-from memtop.supervisor.diagnosis.values import Diagnosis, Kind
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind, size
 from memtop.supervisor.monitor.values import EDGE_FROM
 from memtop.supervisor.recovery.gpu_ladder import (
     Rung,

@@ -20,7 +20,7 @@ from memtop.presets.files import PresetFileError, parse
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.recovery.configuration import configuration_key, settings_key, trained_parameters
-from memtop.supervisor.recovery.forecast import Line, line_through, peaks_of
+from memtop.supervisor.recovery.forecast import PeakLine, line_through, peaks_of
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
 
 
@@ -90,16 +90,16 @@ class Situation:
         """Whether these settings have failed before, or have just failed."""
         return configuration_key(after) in self._gone
 
-    def line(self, after: Settings | None = None) -> Line | str:
+    def line(self, after: Settings | None = None) -> PeakLine | str:
         """The line of peaks with these settings (None: the current ones), or the reason why there
         is none."""
         settings = self.settings if after is None else after
         return line_through(peaks_of(settings, self.peaks, on_gpu=self.on_gpu), base_bytes=self.base_bytes)
 
-    def foresee(self, after: Settings, estimate: Line | None = None) -> Forecast | str:
+    def foresee(self, after: Settings, estimate: PeakLine | None = None) -> Forecast | str:
         """The forecast for `after` from its own peaks, or else from the estimate, or the reason why
         there is none."""
-        line: Line | str = self.line(after)
+        line: PeakLine | str = self.line(after)
         if isinstance(line, str) and estimate is not None:
             line = estimate
         if isinstance(line, str):
@@ -120,7 +120,7 @@ class Situation:
         preset: str | None = None,
         title: str | None = None,
         speed: float | None = None,
-        estimate: Line | None = None,
+        estimate: PeakLine | None = None,
         unforeseen: str | None = None,
         consent: bool = False,
     ) -> Remedy | str:

@@ -164,7 +164,7 @@ _WARM_UP = 2
 _PARTS = ("step_seconds", "data_wait_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds")
 
 
-class _Sample(NamedTuple):
+class _GpuReading(NamedTuple):
     utilization: float | None
     sm_active: float | None
     power: float | None
@@ -178,7 +178,7 @@ class Measurements:
 
     def __init__(self) -> None:
         self._updates: deque[Step] = deque(maxlen=_UPDATES)
-        self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
+        self._samples: deque[_GpuReading] = deque(maxlen=_SAMPLES)
         self._skip = _WARM_UP
         self._at_start: int | None = None
 
@@ -200,7 +200,7 @@ class Measurements:
         if self._at_start is None:
             self._at_start = machine.host.available_bytes
         self._samples.append(
-            _Sample(
+            _GpuReading(
                 utilization=_least(gpu.utilization_fraction for gpu in gpus),
                 sm_active=_least(gpu.details.sm_active_fraction for gpu in gpus),
                 power=_least(_power(gpu) for gpu in gpus),
@@ -245,7 +245,7 @@ class Measurements:
             cores=host.cpu_count,
         )
 
-    def _of(self, value: Callable[[_Sample], float | None]) -> float | None:
+    def _of(self, value: Callable[[_GpuReading], float | None]) -> float | None:
         return _median(value(sample) for sample in self._samples)
 
 

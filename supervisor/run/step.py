@@ -20,7 +20,6 @@ from memtop.supervisor.run.events import (
     LeftoversFound,
     Now,
     Occurrence,
-    Opened,
     ProgramEnded,
     Replayed,
     Reported,
@@ -31,10 +30,11 @@ from memtop.supervisor.run.events import (
     StateHeld,
     StatesRead,
     StoodStill,
+    SupervisorStarted,
     Tick,
     WriteChecked,
 )
-from memtop.supervisor.run.model import Cause, Model, Purpose, Stage, emit, move, note, warn
+from memtop.supervisor.run.model import AttemptStage, Cause, Model, Purpose, emit, move, note, warn
 from memtop.supervisor.run.reports import (
     Evaluated,
     MemoryRecord,
@@ -92,7 +92,7 @@ def _after(model: Model, event: Occurrence) -> Model:
             return replace(model, states=states)
         case WriteChecked(topic=topic, problem=problem):
             return warn(model, topic, problem)
-        case Opened():
+        case SupervisorStarted():
             return taking_over.opened(model, event)
         case Replayed():
             return taking_over.replayed(model)
@@ -132,7 +132,7 @@ def _tick(model: Model, event: Tick) -> Model:
         model = note(model, "trend", message, data)
     if model.restart is not None:
         model = survival.tick(model)
-    elif attempt.stage is Stage.RUNNING and not model.phase.final:
+    elif attempt.stage is AttemptStage.RUNNING and not model.phase.final:
         if model.ladder is not None:
             model = stopping.tick(model)
         elif model.pending is not None and model.holding is None and model.phase in (Phase.STARTING, Phase.TRAINING):
@@ -172,7 +172,7 @@ def _sampled(model: Model, event: Sampled) -> Model:
     attempt = model.attempt
     if attempt is None or model.phase.final:
         return model
-    if attempt.stage is Stage.RUNNING:
+    if attempt.stage is AttemptStage.RUNNING:
         model = replace(model, resident_bytes=event.run_rss_bytes or model.resident_bytes)
         model = configurations.note_host(model, event.run_rss_bytes)
     if event.keep:

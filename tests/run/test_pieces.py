@@ -27,7 +27,7 @@ from memtop.supervisor.run import explain
 from memtop.supervisor.run.clients.server import socket_path
 from memtop.supervisor.run.post_mortem.log_end import LogEnd, read_log_end
 from memtop.supervisor.run.processes import shim
-from memtop.supervisor.run.processes.launch import allocator_environment
+from memtop.supervisor.run.processes.attempt import allocator_environment
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.checkpoints import newest_checkpoint, read_checkpoint
 from memtop.supervisor.run.record.folder import (
@@ -40,7 +40,7 @@ from memtop.supervisor.run.record.folder import (
     list_runs,
     write_json,
 )
-from memtop.supervisor.run.record.journal import Journal
+from memtop.supervisor.run.record.journal import JournalReader
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import End, Step
 from memtop.supervisor.run.view import known_runs, read_run, read_state, show
@@ -182,7 +182,7 @@ def test_a_damaged_run_json_hides_no_other_run(tmp_path: Path) -> None:
 def test_only_whole_lines_are_read_and_damaged_ones_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.jsonl"
     path.write_text('{"type": "step", "update": 1}\n{"upd\n{"type": "step", "update": 2}\n{"type": "step", "update": 3')
-    journal = Journal(path)
+    journal = JournalReader(path)
     reports, end = journal.read_new()
     assert reports == [Step(update=1), Step(update=2)]
     journal.offset = end
@@ -298,7 +298,7 @@ def test_speed_is_that_of_the_newest_updates() -> None:
 def test_the_shim_tells_how_the_program_ended(tmp_path: Path, program: str, status: int) -> None:
     command = {"argv": [sys.executable, "-c", program], "cwd": str(tmp_path), "environment": {"MARK": "1"}}
     (tmp_path / "command.json").write_text(json.dumps(command))
-    subprocess.run([sys.executable, "-I", "-S", shim.__file__, str(tmp_path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-I", "-S", shim.__file__, str(tmp_path)], check=True, timeout=120)
     assert json.loads((tmp_path / "exit.json").read_text())["status"] == status
     assert json.loads((tmp_path / "process.json").read_text())["pid"] > 0
 
@@ -306,7 +306,7 @@ def test_the_shim_tells_how_the_program_ended(tmp_path: Path, program: str, stat
 def test_a_program_that_does_not_exist_is_named_in_its_output(tmp_path: Path) -> None:
     command = {"argv": ["no-such-program"], "cwd": str(tmp_path), "environment": {}}
     (tmp_path / "command.json").write_text(json.dumps(command))
-    subprocess.run([sys.executable, "-I", "-S", shim.__file__, str(tmp_path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-I", "-S", shim.__file__, str(tmp_path)], check=True, timeout=120)
     assert json.loads((tmp_path / "exit.json").read_text())["status"] == 127
     assert "no-such-program: cannot be started" in (tmp_path / "output.log").read_text()
 

@@ -22,7 +22,7 @@ from memtop.tui.dashboard.training import (
     draw_training,
     notice,
 )
-from memtop.tui.feed import Connected, Disconnected, Followed, Replayed
+from memtop.tui.feed import Connected, Disconnected, Followed, ReplayPosition
 from memtop.tui.line import fit, join_fitting, line, plain, spread, width_of, wrap
 from memtop.tui.machine.gpu import draw_gpu, draw_gpu_note, draw_gpu_row, draw_gpu_table, gpu_title
 from memtop.tui.machine.host import draw_host
@@ -530,7 +530,7 @@ def test_a_mig_gpu_shows_its_instances() -> None:
 @pytest.mark.parametrize("name", ["tiny", "a-run-with-a-name-that-takes-the-whole-line-of-a-small-terminal"])
 def test_a_replay_never_looks_live(width: int, name: str) -> None:
     update = running(gpu(), name=name, attempt=12, state=wire.Phase.RESTARTING)
-    played = Replayed("replay, 00:03:11 of 00:41:02, 60x", "replay 60x")
+    played = ReplayPosition("replay, 00:03:11 of 00:41:02, 60x", "replay 60x")
     (header,) = draw_header(dataclasses.replace(store_of(update, played), read_only=True), width, 1)
     assert "replay" in plain(header)
     assert "60x" in plain(header)

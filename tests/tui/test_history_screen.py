@@ -10,7 +10,7 @@ from memtop.supervisor.monitor.history import Bucket, History
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.run.record.folder import create_run
 from memtop.supervisor.run.record.ledger import Ledger
-from memtop.tui.history import Curve, HistoryScreen, View, draw, reading
+from memtop.tui.history import Curve, HistoryScreen, HistoryView, draw, reading
 from memtop.tui.line import plain
 from tests.run.test_pieces import spec
 from tests.tui.support import RecordingFeed, click, opened, press, run_state, screen_text, settle
@@ -25,7 +25,7 @@ def values(*spans: tuple[float, float, float]) -> list[Bucket]:
 def test_a_gap_is_empty_and_a_peak_is_a_dot_at_its_height() -> None:
     peak = Bucket(START + 80, 10, 0.1, 0.2, 1.0)
     curve = Curve("VRAM GPU 0", "memory", [*values((0, 40, 0.5)), peak])
-    lines = draw([curve], View(START, START + 100), 59, 13)
+    lines = draw([curve], HistoryView(START, START + 100), 59, 13)
     rows = [plain(one)[:50] for one in lines[2:-2]]
     assert {row[20:40].strip("┄ ") for row in rows} == {""}
     # Ten rows: half of them filled on the left, the peak in the top one.
@@ -37,10 +37,10 @@ def test_a_gap_is_empty_and_a_peak_is_a_dot_at_its_height() -> None:
 
 def test_the_cursor_reads_least_mean_and_most() -> None:
     curve = Curve("swap", "bytes", [Bucket(START, 50, 0, 1024, 2048), *values((50, 50, 5.0))])
-    view = View(START, START + 100, cursor=START + 20)
+    view = HistoryView(START, START + 100, cursor=START + 20)
     assert plain(reading(curve, view, 59)) == "mean 1 KiB  least 0 B  most 2 KiB"
-    assert plain(reading(curve, View(START, START + 100), 59)) == "5 B"
-    assert plain(reading(curve, View(START, START + 200), 59)) == "not known"
+    assert plain(reading(curve, HistoryView(START, START + 100), 59)) == "5 B"
+    assert plain(reading(curve, HistoryView(START, START + 200), 59)) == "not known"
 
 
 def test_attempts_and_events_are_marked_at_their_moments() -> None:
@@ -48,7 +48,7 @@ def test_attempts_and_events_are_marked_at_their_moments() -> None:
         wire.Event(id=n, time=START + moment, attempt=1, kind=kind, message=f"{kind}!")
         for n, (moment, kind) in enumerate(((0, "attempt"), (50, "band"), (60, "memory")))
     ]
-    view = View(START, START + 100, cursor=START + 45, events=events)
+    view = HistoryView(START, START + 100, cursor=START + 45, events=events)
     lines = [plain(one) for one in draw([Curve("RAM", "memory", values((0, 100, 0.5)))], view, 59, 12)]
     assert (lines[0][0], lines[0][25]) == ("┊", "▾")
     assert lines[0].count("▾") == 1

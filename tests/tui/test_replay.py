@@ -17,7 +17,7 @@ from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import Event, Phase
 from memtop.tui.app import DashboardApp
-from memtop.tui.feed import Disconnected, FeedMessage, Replayed
+from memtop.tui.feed import Disconnected, FeedMessage, ReplayPosition
 from memtop.tui.replay import Clock, FolderRecording, ReplayFeed
 from memtop.tui.store import Store, fold
 from tests.run.test_pieces import SETTINGS, spec
@@ -152,7 +152,7 @@ async def test_to_the_end_and_back_everything_comes_in_its_order_and_goes_again(
     assert "lines have no times" in at_end.events[0].message
     assert at_end.label == "replay, 02:01:40 of 02:01:40, at its end"
     assert at_end.replaying
-    assert next(message for message in heard if isinstance(message, Replayed)).rewound
+    assert next(message for message in heard if isinstance(message, ReplayPosition)).rewound
     back, _ = await play(replay(over), lambda s: s.run is not None and s.run.state is Phase.CREATED, "end", "start")
     assert back.metrics == ()
     assert [event.kind for event in back.events] == ["warning"]

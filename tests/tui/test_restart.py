@@ -13,7 +13,7 @@ from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.wire import Change, Edit, Restart
 from memtop.tui.app import DashboardApp
 from memtop.tui.line import plain
-from memtop.tui.remedies import Outlook, outlook_of
+from memtop.tui.remedies import MeasuredMemory, outlook_of
 from memtop.tui.restart_plan import can_be_live
 from memtop.tui.store import Store, fold
 from tests.tui.failed_runs import CONFIGURATIONS
@@ -122,5 +122,5 @@ def test_on_the_cpu_it_is_host_memory_within_its_limit() -> None:
     outlook = outlook_of(fold(Store(), running(settings=settings)))
     assert (outlook.on_gpu, outlook.total_bytes) == (False, 32 * GIB)
     peaks = (Peak(batch=4, bytes=GIB, updates=9, settings_key="another"),)
-    (line,) = Outlook(peaks, None, 32 * GIB, on_gpu=False).lines(settings, 200)
+    (line,) = MeasuredMemory(peaks, None, 32 * GIB, on_gpu=False).lines(settings, 200)
     assert plain(line) == "? RAM peak cannot be predicted: nothing was measured with these settings yet"

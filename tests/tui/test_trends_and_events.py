@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from memtop.supervisor import wire
 from memtop.tui.dashboard.training import draw_compact_training, draw_events, draw_notice, notice
-from memtop.tui.feed import Connected, Replayed
+from memtop.tui.feed import Connected, ReplayPosition
 from memtop.tui.keymap import BY_ID, obstacle, offered
 from memtop.tui.line import Line, plain
 from memtop.tui.machine.gpu import draw_gpu
@@ -180,7 +180,7 @@ def test_the_store_keeps_the_newest_telling_of_all_configurations_and_forgets_it
     assert store.configurations == CONFIGURATIONS.rows
     fewer = fold(store, wire.ConfigurationRows(rows=CONFIGURATIONS.rows[:1]))
     assert len(fewer.configurations) == 1
-    assert fold(store, Replayed("replay", "replay", rewound=True)).configurations == ()
+    assert fold(store, ReplayPosition("replay", "replay", rewound=True)).configurations == ()
 
 
 def test_a_proposal_counts_only_while_the_run_lies_dead_or_waits() -> None:

@@ -94,7 +94,7 @@ MAX_EXTRA = 1000
 """Journals beyond the ranks; a program with more processes than that is not a training."""
 
 
-class Journal:
+class JournalWriter:
     """A bounded queue in front of an append-only file of JSON lines."""
 
     def __init__(self, folder: str, rank: int = 0, world_size: int = 1, capacity: int = CAPACITY) -> None:

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from memtop.train import BadInputError
 
 
-class Source(msgspec.Struct, frozen=True):
+class DataFile(msgspec.Struct, frozen=True):
     """A file of rows. As text it is "data.train /x/y.parquet", for messages."""
 
     setting: str
@@ -139,7 +139,7 @@ REWRITTEN_ROWS = 2000
 _REWRITTEN_BYTES = 8 * 2**20
 
 
-def open_parquet(source: Source, groups_kept: int, cache_dir: Path) -> ParquetRows:
+def open_parquet(source: DataFile, groups_kept: int, cache_dir: Path) -> ParquetRows:
     """The rows of a file, or of a copy in smaller row groups if its own are too large."""
     mapped = _Mapped(source, source.path)
     try:
@@ -159,7 +159,7 @@ def open_parquet(source: Source, groups_kept: int, cache_dir: Path) -> ParquetRo
 class ParquetRows:
     """Rows from a few decoded row groups; memory does not depend on the file's size."""
 
-    def __init__(self, source: Source, path: Path, groups_kept: int) -> None:
+    def __init__(self, source: DataFile, path: Path, groups_kept: int) -> None:
         self.groups_read = 0
         """The number of row groups decoded so far, to measure an order of reading."""
         self._source = source
@@ -229,7 +229,7 @@ class _Mapped:
     Pages are released after a read; otherwise they would add up in the resident set.
     """
 
-    def __init__(self, source: Source, path: Path) -> None:
+    def __init__(self, source: DataFile, path: Path) -> None:
         self.source = source
         with path.open("rb") as file:
             self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -260,7 +260,7 @@ class _Mapped:
         self.file.close()
 
 
-def _check_columns(source: Source, file: Any) -> None:
+def _check_columns(source: DataFile, file: Any) -> None:
     schema = file.schema_arrow
     source.check_columns(schema.names)
     for name in source.columns:
@@ -272,7 +272,7 @@ def _check_columns(source: Source, file: Any) -> None:
     _check_nulls(source, file)
 
 
-def _check_nulls(source: Source, file: Any) -> None:
+def _check_nulls(source: DataFile, file: Any) -> None:
     """Find missing values by the file's statistics.
 
     Without statistics, they are found when their row is read.
@@ -289,23 +289,23 @@ def _check_nulls(source: Source, file: Any) -> None:
         start += group.num_rows
 
 
-def _check_batch(source: Source, batch: Any, start: int) -> None:
+def _check_batch(source: DataFile, batch: Any, start: int) -> None:
     """BadInputError for the first null; `start` is the number of the batch's first row."""
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if column.null_count:
             raise _missing_value(source, start + column.is_null().index(True).as_py(), name)
 
 
-def _missing_value(source: Source, row: int, name: str) -> BadInputError:
+def _missing_value(source: DataFile, row: int, name: str) -> BadInputError:
     return BadInputError(f"{source}: row {row} (from 0), column '{name}': null where text is needed; remove such rows")
 
 
-def _chunks(source: Source, group: Any) -> list[Any]:
+def _chunks(source: DataFile, group: Any) -> list[Any]:
     chunks = (group.column(number) for number in range(group.num_columns))
     return [chunk for chunk in chunks if chunk.path_in_schema in source.columns]
 
 
-def _group_needs(source: Source, metadata: Any) -> list[tuple[int, int]]:
+def _group_needs(source: DataFile, metadata: Any) -> list[tuple[int, int]]:
     """Rows and decoded bytes of the needed columns, per row group."""
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     return [(group.num_rows, sum(chunk.total_uncompressed_size for chunk in _chunks(source, group))) for group in groups]
@@ -332,7 +332,7 @@ def _rewrite(mapped: _Mapped, needs: list[tuple[int, int]], target: Path, folder
             mapped.release()
 
 
-def _batches(source: Source, file: Any, rows: int, **which: Any) -> Iterator[Any]:
+def _batches(source: DataFile, file: Any, rows: int, **which: Any) -> Iterator[Any]:
     try:
         yield from file.iter_batches(rows, use_threads=False, **which)
     except (pa.ArrowException, OSError) as error:

@@ -17,7 +17,7 @@ from memtop.supervisor.run.reports import Report, Step, decode
 _CHUNK_BYTES = 4 << 20
 
 
-class Journal:
+class JournalReader:
     """One rank's journal, read from a byte offset."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
@@ -74,7 +74,7 @@ class Intake:
         self._folder = folder
         self._outbox = outbox
         self._on_steps = on_steps
-        self._journals: dict[Path, Journal] = {}
+        self._journals: dict[Path, JournalReader] = {}
 
     def read(self, act: Act, *, to_the_end: bool = False) -> None:
         """Take in what is new of each rank, a piece of it or all."""
@@ -99,14 +99,14 @@ class Intake:
         for journal in self._journals.values():
             self._store_rest(journal)
 
-    def _known(self) -> list[Journal]:
+    def _known(self) -> list[JournalReader]:
         for path in find_journals(self._folder):
             if path not in self._journals:
-                journal = self._journals[path] = Journal(path)
+                journal = self._journals[path] = JournalReader(path)
                 journal.offset = journal.stored = self._outbox.ledger.journal_offset(self.number, journal.rank)
         return list(self._journals.values())
 
-    def _read_on(self, journal: Journal, act: Act) -> bool:
+    def _read_on(self, journal: JournalReader, act: Act) -> bool:
         """The next piece. False if there was none."""
         self._store_rest(journal)
         reports, end = journal.read_new()
@@ -121,13 +121,13 @@ class Intake:
             self._on_steps(self.number, _steps(reports))
         return True
 
-    def _store_rest(self, journal: Journal) -> None:
+    def _store_rest(self, journal: JournalReader) -> None:
         while journal.stored < journal.offset:
             reports, end = journal.read(journal.stored, journal.offset)
             if end == journal.stored or not self._store(journal, reports, end):
                 return
 
-    def _store(self, journal: Journal, reports: list[Report], end: int) -> bool:
+    def _store(self, journal: JournalReader, reports: list[Report], end: int) -> bool:
         steps = _steps(reports) if journal.rank == 0 else []
         if self._outbox.add_reports(self.number, journal.rank, steps, end):
             journal.stored = end

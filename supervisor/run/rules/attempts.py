@@ -11,7 +11,7 @@ from memtop.supervisor.run import explain
 from memtop.supervisor.run.change import edited, edited_live
 from memtop.supervisor.run.effects import DropRows, Launch, ReleaseState
 from memtop.supervisor.run.events import Launched
-from memtop.supervisor.run.model import Attempt, Cause, Launching, Model, emit, move, note, warn
+from memtop.supervisor.run.model import Cause, CurrentAttempt, Launching, Model, emit, move, note, warn
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.checkpoints import newest_until
 from memtop.supervisor.run.rules import configurations
@@ -106,7 +106,7 @@ def _anew(model: Model, launching: Launching, event: Launched, repeated: str | N
     return replace(
         model,
         launching=None,
-        attempt=Attempt(number=launching.number, started=event.started),
+        attempt=CurrentAttempt(number=launching.number, started=event.started),
         settings=launching.settings,
         states=event.states,
         progress=Progress(best_loss=model.progress.best_loss),

@@ -21,7 +21,7 @@ from memtop.supervisor.recovery.policy import SURE, Candidate, Decision, Tried
 from memtop.supervisor.recovery.remedies import last_advice, remedies
 from memtop.supervisor.recovery.situation import HostFacts, KeptState, Situation, situation_of
 from memtop.supervisor.recovery.values import Remedy
-from memtop.supervisor.run.events import Facts
+from memtop.supervisor.run.events import RemedyFacts
 from memtop.supervisor.run.model import Cause, Model, move, note
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, WATCHED_NOTICE_SECONDS, PendingRestart, Waiting
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
@@ -48,7 +48,7 @@ def ended(model: Model, outcome: str, diagnosis: Diagnosis | None) -> Model:
     return configurations.put(model, after)
 
 
-def decide(model: Model, diagnosis: Diagnosis, facts: Facts) -> tuple[Model, Decision | None]:
+def decide(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> tuple[Model, Decision | None]:
     """What follows a death; None where memory was not the reason."""
     if not diagnosis.of_memory or diagnosis.confidence < SURE:
         return model, None
@@ -63,7 +63,7 @@ def decide(model: Model, diagnosis: Diagnosis, facts: Facts) -> tuple[Model, Dec
     return (_prepare(model, diagnosis, decision, facts) if decision.action in ("restart", "wait") else model), decision
 
 
-def _no_use_to_wait(model: Model, facts: Facts) -> str | None:
+def _no_use_to_wait(model: Model, facts: RemedyFacts) -> str | None:
     """Why space on the run's own disk would not help; None where it would."""
     if model.settings is None:
         return "it is an external command, which would begin anew: restart it yourself when there is space"
@@ -84,7 +84,7 @@ def _space_needed(model: Model) -> int:
     return int(known * _DISK_MARGIN) + _DISK_BYTES if known else _DISK_UNKNOWN_BYTES
 
 
-def _prepare(model: Model, diagnosis: Diagnosis, decision: Decision, facts: Facts) -> Model:
+def _prepare(model: Model, diagnosis: Diagnosis, decision: Decision, facts: RemedyFacts) -> Model:
     update = model.progress.update
     reason = f"{diagnosis.kind.value} at update {update}" if update is not None else diagnosis.kind.value
     change = Change(reason=reason) if decision.remedy is None else change_for(decision.remedy, reason=reason)
@@ -141,7 +141,7 @@ def call_off(model: Model, why: str) -> Model:
 _EXTERNAL = "memtop can change only the allocator of an external command; you can apply the other remedies yourself"
 
 
-def propose(model: Model, diagnosis: Diagnosis, facts: Facts) -> tuple[Proposal, Decision]:
+def propose(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> tuple[Proposal, Decision]:
     """What can be done about this death, and what is done about it without asking."""
     records, settings = model.configurations.records, model.settings
     host = _host(model, facts)
@@ -197,7 +197,7 @@ def _key_after(settings: Settings | None, remedy: Remedy) -> str | None:
         return None
 
 
-def _situation(model: Model, settings: Settings, diagnosis: Diagnosis, facts: Facts, host: HostFacts) -> Situation:
+def _situation(model: Model, settings: Settings, diagnosis: Diagnosis, facts: RemedyFacts, host: HostFacts) -> Situation:
     records = model.configurations.records
     return situation_of(
         diagnosis,
@@ -216,7 +216,7 @@ def _situation(model: Model, settings: Settings, diagnosis: Diagnosis, facts: Fa
     )
 
 
-def _command(model: Model, diagnosis: Diagnosis, facts: Facts, host: HostFacts) -> ExternalCommand:
+def _command(model: Model, diagnosis: Diagnosis, facts: RemedyFacts, host: HostFacts) -> ExternalCommand:
     return ExternalCommand(
         run=model.run.name,
         command=model.run.command,
@@ -258,7 +258,7 @@ def _base_bytes(model: Model) -> int | None:
     return max(held, default=None)
 
 
-def _others_bytes(model: Model, diagnosis: Diagnosis, facts: Facts) -> int | None:
+def _others_bytes(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> int | None:
     """What other programs hold where the run trains: of a GPU what was taken before the run, of the
     host what is taken now.
     """
@@ -272,7 +272,7 @@ def _others_bytes(model: Model, diagnosis: Diagnosis, facts: Facts) -> int | Non
     return model.sample.machine.host.used_bytes
 
 
-def _host(model: Model, facts: Facts) -> HostFacts:
+def _host(model: Model, facts: RemedyFacts) -> HostFacts:
     host = model.sample.machine.host if model.sample is not None else None
     limit = facts.host_limit_bytes
     if limit is None and host is not None:
