@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from memtop.supervisor.monitor.snapshots import only_gpus
-from memtop.supervisor.monitor.values import GpuProcess, GpuSample, Job, MachineSnapshot
+from memtop.supervisor.monitor.values import GpuProcess, GpuSample, Job, MachineSnapshot, only_gpus
 from memtop.supervisor.units import GIB
 from memtop.supervisor.wire import HistoryRows, Phase, RunState, StateUpdate
 from memtop.tui.feed import Connected, FeedMessage, LocalFeed, choosing

@@ -17,9 +17,6 @@ from msgspec.structs import replace
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
-from memtop.supervisor.run.clients.agents import Agents
-from memtop.supervisor.run.clients.publish import Publisher
-from memtop.supervisor.run.clients.server import Peer
 from memtop.supervisor.run.effects import (
     AddEvent,
     AskRanks,
@@ -66,6 +63,7 @@ from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
 from memtop.supervisor.run.record.journal import Intake
 from memtop.supervisor.run.record.ledger import Outbox
 from memtop.supervisor.run.sensors import Sensors
+from memtop.supervisor.run.server import Agents, Peer, Publisher
 from memtop.supervisor.run.state import state_file
 
 Post = Callable[[Occurrence], None]

@@ -12,9 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memtop.supervisor.errors import RunFolderError
-from memtop.supervisor.run.clients.agents import Agents
-from memtop.supervisor.run.clients.publish import Publisher
-from memtop.supervisor.run.clients.server import ControlServer, Peer, socket_path
+from memtop.supervisor.run.client import socket_path
 from memtop.supervisor.run.events import (
     AgentConnected,
     AgentGone,
@@ -36,6 +34,7 @@ from memtop.supervisor.run.record.ledger import Outbox, open_for_writing
 from memtop.supervisor.run.reports import Report
 from memtop.supervisor.run.rules.taking_over import newest_started
 from memtop.supervisor.run.sensors import Sensors
+from memtop.supervisor.run.server import Agents, ControlServer, Peer, Publisher
 from memtop.supervisor.run.state import run_state
 from memtop.supervisor.run.step import step
 from memtop.supervisor.run.stop_ladder import Waits

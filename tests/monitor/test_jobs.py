@@ -1,4 +1,4 @@
-"""Which processes form a job, and which part each has: over tables of rows as real launchers leave them."""
+"""Which processes form a job, and the role of each, in process tables of real launchers."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_launchers(command: str) -> None:
     table = Table().add(10, 1, command).add(20, 10, TRAIN, gpu=True).add(21, 10, TRAIN, gpu=True)
     job = table.only()
     assert job.leader == 10
-    # None tells its number: launchers start them in order.
+    # None reports its rank: launchers start them in order.
     assert job.roles == {10: "launcher", 20: "rank 0", 21: "rank 1"}
 
 
@@ -151,7 +151,7 @@ def test_another_users_launcher_does_not_lead() -> None:
 
 
 def test_a_run_holds_together_by_its_marker() -> None:
-    """The launcher of the first rank has died; the second lies in the run's session, and a worker is an orphan."""
+    """The launcher of the first rank has died, the second rank is in another session, a worker is an orphan."""
     run = ("/runs/a", 2)
     table = Table().add(9, 1, "python shim.py").add(10, 9, "bash train.sh", run=run, session=10)
     table.add(11, 10, TRAIN, gpu=True, run=run, session=10).add(12, 1, TRAIN, gpu=True, run=run, session=12)

@@ -1,4 +1,4 @@
-"""What the driver announces, and GPUs that go and come back."""
+"""The driver's events, and GPUs that are lost and return."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import pynvml
 import pytest
@@ -17,27 +15,8 @@ import pytest
 from memtop.supervisor.monitor.nvml.errors import xid_words
 from memtop.supervisor.monitor.nvml.events import AGAIN_SECONDS
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
-from memtop.supervisor.monitor.values import GpuSample
-from tests.monitor.conftest import Clock
+from tests.monitor.conftest import GIB, Clock, eventually, one
 from tests.nvml_double.double import Script
-
-GIB = 1024**3
-Value = TypeVar("Value")
-
-
-def one(reader: NvmlReader) -> GpuSample:
-    (gpu,) = reader.read().gpus
-    return gpu
-
-
-def eventually(look: Callable[[], Value], good: Callable[[Value], bool]) -> Value:
-    """Look until it is good; another thread brings it about."""
-    for _ in range(2000):
-        value = look()
-        if good(value):
-            return value
-        time.sleep(0.01)
-    raise AssertionError(f"still {value}")
 
 
 def names() -> list[str]:
@@ -143,7 +122,7 @@ def test_a_gpu_without_events_is_not_ill(driver: Script, reader: NvmlReader, how
         clock.pass_(1.0)
     assert (gpu.error, gpu.troubles, gpu.total_bytes) == (None, (), GIB)
     assert names() == []
-    assert driver.calls("nvmlEventSetCreate") - before == 1, "asked once"
+    assert driver.calls("nvmlEventSetCreate") - before == 1, "tried once"
 
 
 def test_the_thread_ends_with_close(driver: Script, reader: NvmlReader) -> None:
@@ -195,7 +174,7 @@ def test_a_gpu_that_is_lost_and_returns(driver: Script, reader: NvmlReader, cloc
     for _ in range(3):
         clock.pass_(1.0)
         lost = one(reader)
-    assert [(trouble.kind, trouble.message) for trouble in lost.troubles] == [("lost", lost.error)], "said once"
+    assert [(trouble.kind, trouble.message) for trouble in lost.troubles] == [("lost", lost.error)], "reported once"
     driver.clear().gpu(0, total=GIB).write()
     clock.pass_(12.0)
     assert [trouble.kind for trouble in one(reader).troubles] == ["lost", "returned"]
@@ -216,7 +195,7 @@ def test_a_gpu_that_is_no_longer_listed_and_returns(driver: Script, reader: Nvml
     assert [trouble.kind for trouble in back.troubles] == ["lost", "returned"]
 
 
-def test_a_gpu_that_tells_its_uuid_late_keeps_its_troubles(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+def test_a_gpu_whose_uuid_is_known_late_keeps_its_troubles(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     driver.gpu(0, total=GIB).fail("nvmlDeviceGetUUID", 0, 10).write()
     one(reader)
     driver.clear().gpu(0, total=GIB, error=15).write()
@@ -255,7 +234,7 @@ def test_a_gpu_that_never_could_be_read_was_not_lost(driver: Script, reader: Nvm
 
 
 def test_the_threads_do_not_keep_a_program_from_ending(nvml_library: Path, tmp_path: Path) -> None:
-    """Not even with the driver asleep in a call: no close, a wait that lasts an hour."""
+    """Not even without `close`, while a call into the driver blocks for an hour."""
     script = Script(tmp_path / "script").gpu(0, total=GIB).delay(3_600_000, "nvmlEventSetWait_v2")
     script.delay(3_600_000, "nvmlDeviceGetPcieThroughput").write()
     program = (

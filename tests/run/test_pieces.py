@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.clients.server import socket_path
+from memtop.supervisor.run.client import socket_path
 from memtop.supervisor.run.post_mortem.log_end import LogEnd, read_log_end
 from memtop.supervisor.run.processes import shim
 from memtop.supervisor.run.processes.attempt import allocator_environment

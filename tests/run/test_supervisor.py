@@ -17,7 +17,7 @@ import pytest
 from memtop.supervisor.errors import NotRunningError
 from memtop.supervisor.monitor.processes.proc import identify, is_alive
 from memtop.supervisor.monitor.processes.table import run_processes
-from memtop.supervisor.run.clients.client import AsyncRunClient, ask
+from memtop.supervisor.run.client import AsyncRunClient, ask
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run, find_run, move_aside
 from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import (

@@ -17,9 +17,7 @@ from msgspec.structs import replace
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.recovery.policy import decide
-from memtop.supervisor.run.clients.client import ask
-from memtop.supervisor.run.clients.publish import Publisher
-from memtop.supervisor.run.clients.server import ControlServer
+from memtop.supervisor.run.client import ask
 from memtop.supervisor.run.effects import AddEvent, CloseUnstarted, DropRows, GiveUp, Launch, Signal
 from memtop.supervisor.run.events import Launched, Reported
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, Waiting
@@ -30,6 +28,7 @@ from memtop.supervisor.run.record.journal import Intake
 from memtop.supervisor.run.record.ledger import Ledger, Outbox
 from memtop.supervisor.run.reports import Report, Step
 from memtop.supervisor.run.rules.survival import tried
+from memtop.supervisor.run.server import ControlServer, Publisher
 from memtop.supervisor.run.state import run_state, state_file
 from memtop.supervisor.run.view import known_runs, needs_supervisor, read_state
 from memtop.supervisor.wire import Change, Event, Phase, RunState, Stop

@@ -16,10 +16,9 @@ import pytest
 
 from memtop.supervisor.monitor.history import HOST, History
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
-from memtop.supervisor.run.clients.publish import Publisher
-from memtop.supervisor.run.clients.server import ControlServer
 from memtop.supervisor.run.record import tiers
 from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.server import ControlServer, Publisher
 from memtop.supervisor.wire import HistoryRows, Phase, RunState
 from tests.run.test_pieces import no_file_grows
 
