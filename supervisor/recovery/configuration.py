@@ -1,5 +1,5 @@
-"""The configuration that a remedy or a change leads to, which configurations have failed before, and
-how many parameters a configured model has. Pure functions."""
+"""The configuration that a remedy or a change leads to, which configurations have failed before,
+and how many parameters a configured model has. Pure functions."""
 
 from __future__ import annotations
 
