@@ -62,7 +62,7 @@ def one_update(engine: PlainEngine) -> None:
 def measure_save(arm: str, recipe: str, folder: Path) -> dict[str, Any]:
     engine, settings = prepared(recipe)
     one_update(engine)
-    progress = checkpoint.Progress(
+    progress = checkpoint.SavedProgress(
         updates=1, samples_seen=1, epoch=0.0, cuts=(Cut(0, settings.seq_len),), target_samples=settings.target_samples
     )
 

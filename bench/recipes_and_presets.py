@@ -24,7 +24,7 @@ import msgspec
 
 from bench.common import machine
 from memtop.presets import Settings, SettingsError, edit_settings, load_recipes, presets_for, resolve
-from memtop.supervisor.run.processes.launch import launcher
+from memtop.supervisor.run.processes.attempt import launcher
 from tests.train.recipes import TINY_LLAMA, TINY_T5, pairs, write_llama, write_rows
 
 SITE = Path(__file__).resolve().parents[1] / "train" / "agent" / "site"

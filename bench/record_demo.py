@@ -29,7 +29,7 @@ from memtop.presets import edit_settings, load_presets, load_recipes
 from memtop.presets.edits import resolve
 from memtop.supervisor import wire
 from memtop.supervisor.recovery.configuration import change_for
-from memtop.supervisor.run.clients.client import AsyncRunClient
+from memtop.supervisor.run.client import AsyncRunClient
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
 from memtop.tui.replay import LogRow, Recorded
 from tests.groups import MemoryGroup, memory_group

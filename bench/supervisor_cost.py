@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from bench.common import report
-from memtop.supervisor.run.clients.client import AsyncRunClient
+from memtop.supervisor.run.client import AsyncRunClient
 from memtop.supervisor.units import GIB
 from memtop.supervisor.wire import Subscribe
 from tests.nvml_double.double import Script, available, build

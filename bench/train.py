@@ -29,12 +29,11 @@ import torch
 
 from bench.common import Peak, report, spread
 from memtop.presets import Settings, edit_settings, load_presets, load_recipes, resolve
+from memtop.train.channel import Control, Unsupervised
 from memtop.train.data.samples import PackedText
 from memtop.train.data.tokens import ByteTokens, TokenStore
 from memtop.train.model import build_model, model_config
 from memtop.train.order import SampleOrder
-from memtop.train.reporting import Unsupervised
-from memtop.train.requests import Control
 from memtop.train.run import open_accelerator, open_engine
 from memtop.train.state_files import Cut
 from memtop.train.trainer import Trainer

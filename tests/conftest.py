@@ -61,7 +61,7 @@ _LONG = (
     "tests/test_export_command.py",
     "tests/train/test_recipes.py",
     "tests/train/test_disk_wait.py",
-    "tests/run/test_deaths.py",
+    "tests/run/test_memory_failures.py",
     "tests/train/test_survive.py",
     "tests/tui/test_actions.py",
     "tests/tui/test_processes_screen.py",
@@ -72,6 +72,15 @@ _LONG = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {path: number for number, path in enumerate(_LONG)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+
+
+LONG = pytest.mark.skipif(os.environ.get("MEMTOP_TESTS_EXEC") != "1", reason="only part of `make long`")
+UNTIL_GO = """
+import os, time
+while not os.path.exists("go"):
+    time.sleep(0.02)
+"""
+"""A program that waits until its folder has a file called `go`."""
 
 
 class Runs:
@@ -112,7 +121,7 @@ class Runs:
         extra = ["--metrics"] if metrics else []
         return dict(json.loads(self.memtop("show", name, "--json", *extra).stdout))
 
-    def wait(self, name: str, condition: Callable[[dict[str, Any]], bool], seconds: float = 90) -> dict[str, Any]:
+    def wait(self, name: str, condition: Callable[[dict[str, Any]], bool], seconds: float = 180) -> dict[str, Any]:
         """Look at what `show --json` tells until the condition holds; the document then.
 
         In this process: a command each time would take more of the machine than the run that is waited for.
@@ -150,6 +159,13 @@ class Runs:
                     signal_process(identity, signal.SIGKILL)
                 except SignalRefused as gone:
                     print(f"already gone: {gone}")
+
+
+def wait_for_file(path: Path, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} does not exist after {seconds} s"
+        time.sleep(0.02)
 
 
 def make_runs(root: Path) -> Iterator[Runs]:

@@ -73,7 +73,7 @@ class MemoryGroup:
         rows = dict(line.split() for line in self._events.read_text().splitlines())
         return int(rows["oom_kill"])
 
-    def make_the_kernel_kill(self, pid: int, stop: Path, seconds: float = 60) -> None:
+    def make_the_kernel_kill(self, pid: int, stop: Path, seconds: float = 120) -> None:
         """Let the group run out of memory with this process as the kernel's choice."""
         self.limit(int(self._usage.read_text()) + _ROOM)
         Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
@@ -86,7 +86,7 @@ class MemoryGroup:
                 time.sleep(0.02)
         finally:
             stop.touch()
-            assert ballast.wait(timeout=30) == 0
+            assert ballast.wait(timeout=120) == 0
 
 
 def memory_group() -> Iterator[MemoryGroup]:
@@ -102,7 +102,7 @@ def memory_group() -> Iterator[MemoryGroup]:
         pytest.skip(f"memory cgroups cannot be written here: {path} has no memory controller")
     group = MemoryGroup(path, version)
     yield group
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:
         try:
             path.rmdir()

@@ -51,7 +51,7 @@ class Terminal:
         self._read(0.05)
         return "\n".join(self._screen.display)
 
-    def wait_for(self, *wanted: str, seconds: float = 60) -> str:
+    def wait_for(self, *wanted: str, seconds: float = 120) -> str:
         """The screen once it shows all the wanted texts."""
         deadline = time.monotonic() + seconds
         while True:
@@ -60,14 +60,14 @@ class Terminal:
                 return shown
             assert time.monotonic() < deadline, f"{wanted} not shown within {seconds} s:\n{shown}"
 
-    def leave(self, shown: str, seconds: float = 60) -> None:
+    def leave(self, shown: str, seconds: float = 120) -> None:
         """Press Escape and wait until this text is gone: a key right behind an Escape would be read as one with Alt."""
         self.keys("\x1b")
         deadline = time.monotonic() + seconds
         while shown in (screen := self.text()):
             assert time.monotonic() < deadline, f"{shown!r} still shown after {seconds} s:\n{screen}"
 
-    def wait(self, seconds: float = 30) -> int:
+    def wait(self, seconds: float = 120) -> int:
         """The program's exit status; what it still writes is read."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None:

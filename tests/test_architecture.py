@@ -23,7 +23,7 @@ def loaded_after(code: str, runs_dir: Path) -> set[str]:
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         env={"PATH": "/usr/bin:/bin", "HOME": str(runs_dir), "MEMTOP_RUNS_DIR": str(runs_dir)},
     )
     assert done.returncode == 0, done.stderr
@@ -41,7 +41,7 @@ def loaded_after(code: str, runs_dir: Path) -> set[str]:
         "from memtop.cli import run; assert run(['presets']) == 0",
         "from memtop.cli import run; assert run(['doctor']) == 0",
         "import memtop.supervisor.__main__",
-        "import memtop.supervisor.run.clients.client",
+        "import memtop.supervisor.run.client",
         "import memtop.cli.foreground",
     ],
 )

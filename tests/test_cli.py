@@ -137,12 +137,18 @@ def command(name: str) -> click.Command:
         (["presets", "nothing"], "preset 'nothing': unknown"),
     ],
 )
-def test_wrong_usage_is_one_line_and_exit_status_2(runs: Runs, arguments: list[str], message: str) -> None:
-    done = runs.memtop(*arguments, status=2)
-    assert message in done.stderr
-    assert done.stderr.startswith("memtop: ")
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stdout == ""
+def test_wrong_usage_is_one_line_and_exit_status_2(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(runs.root)
+    for name in ("MEMTOP_RUNS_DIR", "MEMTOP_SOCKET_DIR", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, runs.environment[name])
+    assert run(arguments) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.err.startswith("memtop: ")
+    assert len(said.err.splitlines()) == 1
+    assert said.out == ""
     assert not list(runs.path.glob("*")), "a refused command leaves nothing behind"
 
 
@@ -160,7 +166,7 @@ def test_a_closed_pipe_is_no_error(runs: Runs, command: str) -> None:
             stdout=writing,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=120,
         )
     finally:
         os.close(writing)
@@ -209,6 +215,7 @@ def test_folders_that_cannot_be_used_are_reported_in_one_line(runs: Runs) -> Non
 def test_a_damaged_run_hides_no_other(runs: Runs) -> None:
     for name in ("a", "b", "c"):
         runs.memtop("train", "--headless", "--name", name, "--", "true")
+    for name in ("a", "b", "c"):
         runs.wait(name, lambda d: d["supervisor_pid"] is None)
     whole = (runs.path / "a/state.json").read_text()
     (runs.path / "a/state.json").write_text("{")
@@ -255,7 +262,7 @@ def test_a_folder_without_read_permission_is_named(runs: Runs) -> None:
             env=runs.environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
         )
         assert done.returncode == 1
         if arguments == ["doctor"]:
@@ -277,7 +284,7 @@ def test_output_that_cannot_be_written_is_reported_in_one_line(runs: Runs) -> No
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=120,
         )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "memtop: No space left on device"
@@ -292,7 +299,7 @@ def test_a_supervisor_that_exits_during_a_request_is_reported(
     def ask(*arguments: object, **options: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("memtop.supervisor.run.clients.client.ask", ask)
+    monkeypatch.setattr("memtop.supervisor.run.client.ask", ask)
     assert run(["stop", "a", "--runs-dir", str(runs.path)]) == 1
     assert capsys.readouterr().err == "memtop: the supervisor of run 'a' ended: memtop watch a starts a new one\n"
 
@@ -386,7 +393,7 @@ def test_output_into_a_closed_pipe_is_no_error(runs: Runs) -> None:
         cwd=runs.root,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.stderr == ""
 

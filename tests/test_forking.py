@@ -87,7 +87,7 @@ def test_it_is_a_child_and_a_signal_ends_it() -> None:
     assert process.stdout is not None
     assert int(process.stdout.readline()) == os.getpid()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == -signal.SIGTERM
+    assert process.wait(timeout=120) == -signal.SIGTERM
 
 
 def test_other_programs_and_options_are_started_by_exec() -> None:

@@ -73,7 +73,7 @@ def test_a_run_waits_for_room_and_finishes_with_every_sample_once(cramped: Runs,
         assert "waiting for disk space: 18 MiB needed" in cramped.memtop(*command).stdout
     enlarge(small_disk)
     rest = follower.stderr.read()
-    assert follower.wait(timeout=60) == 0, rest
+    assert follower.wait(timeout=120) == 0, rest
     document = cramped.show("a", metrics=True)
     assert (document["state"], len(document["attempts"]), document["warnings"]) == ("finished", 1, [])
     assert [row["update"] for row in document["metrics"]] == list(range(1, 13))

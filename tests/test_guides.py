@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ from memtop.presets.comparison import describe_split, effective_change, outlook
 from memtop.presets.host_memory import HostPlan, host_plan
 from memtop.presets.schema import ALL_TARGETS, Lora, Zero
 from memtop.train import BadInputError, TrainingError, batches, run
+from memtop.train.channel import RECORD_EVERY, MemoryRecorder
 from memtop.train.engine import PlainEngine
 from memtop.train.objective import CHUNK_BYTES, Objective
-from memtop.train.reporting import RECORD_EVERY, MemoryRecord
 from tests.train.support import TINY, Recorder, Training
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -144,7 +145,7 @@ def test_the_first_rank_decides_and_nothing_that_is_trained_changes(monkeypatch:
 
 def test_the_memory_record_is_a_report_and_a_line() -> None:
     channel, lines = Recorder(), list[str]()
-    MemoryRecord(channel, Accelerator(cpu=True), lines.append)("after model load")
+    MemoryRecorder(channel, Accelerator(cpu=True), lines.append)("after model load")
     (report,) = channel.of("memory")
     assert report["stage"] == "after model load"
     assert 0 < report["used_bytes"] < report["total_bytes"]
@@ -167,7 +168,10 @@ def test_precision_by_what_the_hardware_has(
     asked: Any, on_gpu: bool, has_bf16: bool, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16)
-    assert run._precision(replace(TINY, precision=asked), on_gpu) == taken
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(run, "Accelerator", lambda **arguments: SimpleNamespace(num_processes=1, **arguments))
+    accelerator = run.open_accelerator(replace(TINY, precision=asked, device="auto"), None)
+    assert accelerator.mixed_precision == ("no" if taken == "fp32" else taken)
 
 
 def test_fp16_without_a_gpu_is_refused() -> None:

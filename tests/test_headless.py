@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from memtop.cli import foreground
 from memtop.supervisor.errors import NotRunningError, RunFolderError
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import Event, EventRows, Message, Phase, Request, RunState, StateUpdate
-from tests.conftest import Runs
+from tests.conftest import UNTIL_GO, Runs, wait_for_file
 
 STATE = RunState(name="a", folder="/a", state=Phase.TRAINING, created=1.0, alive=True)
 FINISHED = StateUpdate(run=msgspec.structs.replace(STATE, state=Phase.FINISHED, alive=False))
@@ -43,7 +42,7 @@ class Connection:
 @pytest.fixture
 def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Follow a run whose supervisor answers (a Connection) or not (the state in its folder)."""
-    monkeypatch.setattr(foreground, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(foreground, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(foreground.client, "revive", lambda path: False)
 
     def run(*looks: Connection | RunState, since: float = 0.0) -> int:
@@ -103,16 +102,13 @@ def test_earlier_events_are_not_printed(follow: Callable[..., int], capsys: pyte
 
 
 def test_the_death_of_the_supervisor_does_not_end_the_command(runs: Runs) -> None:
-    arguments = ("train", "--headless", "--name", "a", "--", sys.executable, "-c", "import time; time.sleep(20)")
+    arguments = ("train", "--headless", "--name", "a", "--", sys.executable, "-c", UNTIL_GO)
     with runs.start(*arguments, stderr=subprocess.PIPE) as follower:
-        # Its folder is being created.
-        deadline = time.monotonic() + 30
-        while not (runs.path / "a/attempts/0001/process.json").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for_file(runs.path / "a/attempts/0001/process.json")
         runs.kill(runs.wait("a", lambda d: d["supervisor_pid"] is not None)["supervisor_pid"])
         runs.memtop("watch", "--once")
-        _, told = follower.communicate(timeout=60)
+        (runs.root / "go").touch()
+        _, told = follower.communicate(timeout=120)
     assert follower.returncode == 0, told
     assert "run a: finished" in told
     assert runs.show("a")["state"] == "finished"

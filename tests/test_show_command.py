@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from memtop.cli.restart import risk_of
-from memtop.cli.rollback import change_to
+from memtop.cli.requests import change_to, risk_of
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.values import Band

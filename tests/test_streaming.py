@@ -81,7 +81,7 @@ def test_one_document_per_line_and_a_clean_exit_on_sigint(two_gpus: Runs, over: 
     # Read while the command runs: it flushes every line.
     documents = [json.loads(process.stdout.readline()) for _ in range(3)]
     process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=30)
+    rest, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (130, "")
     documents += [json.loads(line) for line in rest.splitlines()]
     assert [gpu["used_bytes"] for gpu in documents[0]["gpus"]] == [5 * GIB, None]
@@ -98,7 +98,7 @@ def test_a_closed_pipe_ends_the_stream_silently(two_gpus: Runs) -> None:
     assert process.stderr is not None
     json.loads(process.stdout.readline())
     process.stdout.close()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=120) == 0
     assert process.stderr.read() == ""
     process.stderr.close()
 
@@ -279,7 +279,7 @@ def test_without_a_terminal_it_serves_until_a_signal(two_gpus: Runs, over: RunFo
     assert list(found["memtop_gpu_memory_used_bytes"].values()) == [5 * GIB]
     assert list(found["memtop_run_loss"].values()) == [1.25]
     process.send_signal(number)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=120)
     assert (process.returncode, output, errors) == (130 if number == signal.SIGINT else 0, "", "")
 
 

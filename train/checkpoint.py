@@ -21,8 +21,8 @@ import torch
 
 from memtop.presets import Settings
 from memtop.train import DISK_FULL, BadInputError
+from memtop.train.channel import Channel
 from memtop.train.engine import Engine, Ranks, trained_parameters
-from memtop.train.reporting import Channel
 from memtop.train.state_files import (
     MANIFEST_NAME,
     SHARD_BYTES,
@@ -66,7 +66,7 @@ class NoSpaceError(Exception):
         """True if the disk reports enough free space: a quota or another limit stops the write."""
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class SavedProgress(msgspec.Struct, frozen=True, kw_only=True):
     """How far a run has come when its state is saved."""
 
     updates: int
@@ -135,7 +135,7 @@ class StateSaver:
         self.problem: str | None = None
         """Why the last save failed; None if it did not fail, and on all ranks but the first."""
 
-    def save(self, progress: Progress, settings: Settings, *, best: bool, waiting: bool) -> tuple[bool, str]:
+    def save(self, progress: SavedProgress, settings: Settings, *, best: bool, waiting: bool) -> tuple[bool, str]:
         """Write the state; return whether it worked, and a message.
 
         `best`: also keep it as the state with the lowest evaluation loss. `waiting`: if the disk is
@@ -205,7 +205,7 @@ class StateSaver:
         return f"checkpoint at update {manifest.updates}: {size / 2**20:.1f} MiB in {self._state_dir.name}"
 
 
-def save_state(state_dir: Path, engine: Engine, progress: Progress, settings: Settings) -> Manifest | None:
+def save_state(state_dir: Path, engine: Engine, progress: SavedProgress, settings: Settings) -> Manifest | None:
     """Write the state and make it the newest.
 
     All ranks call this; the first one writes, the others get None.
@@ -231,7 +231,7 @@ def save_state(state_dir: Path, engine: Engine, progress: Progress, settings: Se
 def _write_state(
     state_dir: Path,
     tensors: Iterable[tuple[str, dict[str, torch.Tensor]]],
-    progress: Progress,
+    progress: SavedProgress,
     settings: Settings,
     engine: Engine,
 ) -> Manifest:

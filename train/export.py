@@ -37,7 +37,7 @@ from memtop.train.state_files import BrokenStateError, Manifest, ShardReader, ol
 SHARD_SIZE = "5GB"
 
 
-class Source(msgspec.Struct, frozen=True):
+class ExportSource(msgspec.Struct, frozen=True):
     """The state to export: a private folder of hard links to it, and the folder it was found in."""
 
     links: Path
@@ -127,7 +127,7 @@ def _checked_target(out: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _held(state_dir: Path, *, best: bool) -> Iterator[Source]:
+def _held(state_dir: Path, *, best: bool) -> Iterator[ExportSource]:
     """The best or newest complete state, kept by hard links if a trainer replaces it."""
     order = [state_dir, previous_of(state_dir), *older_states(state_dir)]
     if best:
@@ -150,7 +150,7 @@ def _held(state_dir: Path, *, best: bool) -> Iterator[Source]:
                 continue
             if problem is not None:
                 print(f"memtop: {problem}; using {folder} instead", file=sys.stderr)
-            yield Source(links, folder, manifest)
+            yield ExportSource(links, folder, manifest)
             return
     if problem is None:
         raise BadInputError(f"{state_dir}: no state was saved yet; `memtop checkpoint` saves one")
@@ -163,7 +163,9 @@ def _kind(manifest: Manifest) -> torch.dtype:
     return torch.bfloat16 if manifest.precision == "bf16" else torch.float32
 
 
-def _write_whole(settings: Settings, config: Any, tokens: Tokens, source: Source, kind: torch.dtype, folder: Path) -> None:
+def _write_whole(
+    settings: Settings, config: Any, tokens: Tokens, source: ExportSource, kind: torch.dtype, folder: Path
+) -> None:
     """Write the model, with its adapters merged if it has any."""
     if settings.method == "qlora":
         # In fp32, dequantized weights are exactly those that were trained with; only the final cast
@@ -185,7 +187,7 @@ def _name_special_ids(model: Any, tokens: Tokens) -> None:
         config.bos_token_id, config.eos_token_id, config.pad_token_id = tokens.begin, tokens.end, tokens.pad
 
 
-def _write_adapter(settings: Settings, config: Any, source: Source, folder: Path) -> None:
+def _write_adapter(settings: Settings, config: Any, source: ExportSource, folder: Path) -> None:
     """Write the adapter in peft's format.
 
     It only names the base, so only the base's shapes are needed.
@@ -200,7 +202,7 @@ def _write_adapter(settings: Settings, config: Any, source: Source, folder: Path
     model.save_pretrained(str(folder), state_dict=weights, save_embedding_layers=False)
 
 
-def _report(settings: Settings, source: Source, form: str, kind: torch.dtype, out: Path) -> None:
+def _report(settings: Settings, source: ExportSource, form: str, kind: torch.dtype, out: Path) -> None:
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     what = {"full": "the model", "lora": "the base with the adapter merged"}.get(
         settings.method, "the base with the adapter merged, dequantized: larger than the 4-bit base, the same values"

@@ -26,7 +26,7 @@ SHARD_BYTES = 512 << 20
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 
 
-class StateFile(msgspec.Struct, frozen=True):
+class CheckpointFile(msgspec.Struct, frozen=True):
     name: str
     size_bytes: int
     sha256: str
@@ -70,14 +70,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The newest evaluation's loss in nats per token."""
     saved_at: float
     settings: dict[str, Any]
-    files: list[StateFile]
+    files: list[CheckpointFile]
 
 
 class BrokenStateError(Exception):
     """A state folder that cannot be loaded; the text names the file and the problem."""
 
 
-def describe_file(path: Path) -> StateFile:
+def describe_file(path: Path) -> CheckpointFile:
     """Name, size and checksum of a file, read in blocks."""
     digest = hashlib.sha256()
     size = 0
@@ -85,7 +85,7 @@ def describe_file(path: Path) -> StateFile:
         while block := file.read(1 << 20):
             digest.update(block)
             size += len(block)
-    return StateFile(path.name, size, digest.hexdigest())
+    return CheckpointFile(path.name, size, digest.hexdigest())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -160,7 +160,7 @@ class ShardWriter:
     """Writes a file for every `shard_bytes` of tensors; `close` writes the rest."""
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-        self.files: list[StateFile] = []
+        self.files: list[CheckpointFile] = []
         self._folder = folder
         self._limit = shard_bytes
         self._waiting: dict[str, torch.Tensor] = {}
@@ -177,7 +177,7 @@ class ShardWriter:
             self._waiting[f"{kind}/{name}"] = tensor.detach().contiguous()
         self._bytes += size
 
-    def close(self) -> list[StateFile]:
+    def close(self) -> list[CheckpointFile]:
         """Write the rest; return the files, in order."""
         if self._waiting:
             self._write()
@@ -215,7 +215,7 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 class ShardReader:
     """The saved tensors of a state folder, by parameter. Each is read when it is requested."""
 
-    def __init__(self, folder: Path, files: list[StateFile]) -> None:
+    def __init__(self, folder: Path, files: list[CheckpointFile]) -> None:
         self._where: dict[str, dict[str, Path]] = {}
         for file in files:
             path = folder / file.name

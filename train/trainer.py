@@ -31,7 +31,8 @@ from memtop.train.auto_batch import (
     smaller_split,
 )
 from memtop.train.batches import Batch, Batches, Position, agree_on_host_plan
-from memtop.train.checkpoint import ROUND_SECONDS, DiskWait, Progress, StateSaver
+from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Stopwatch, Tracking, edit_live
+from memtop.train.checkpoint import ROUND_SECONDS, DiskWait, SavedProgress, StateSaver
 from memtop.train.data.samples import PackedText, RowSamples
 from memtop.train.engine import Engine, Ranks
 from memtop.train.evaluation import Evaluation, Evaluator
@@ -39,8 +40,6 @@ from memtop.train.model import set_checkpointing
 from memtop.train.objective import predicted_tokens
 from memtop.train.optimizers import learning_rate
 from memtop.train.order import SampleOrder, Samples, UpdatePlan, sample_digest
-from memtop.train.reporting import RECORD_EVERY, Channel, MemoryRecord, Stopwatch, Tracking
-from memtop.train.requests import Control, edit_live
 
 
 class Gradients(msgspec.Struct, frozen=True):
@@ -86,7 +85,7 @@ class Trainer:
         self._accelerator = engine.accelerator
         self._channel = channel
         self._host = host or host_plan(settings, None, on_gpu=self._accelerator.device.type == "cuda")
-        self._record = MemoryRecord(channel, self._accelerator)
+        self._record = MemoryRecorder(channel, self._accelerator)
         self._tracking = Tracking(self._accelerator)
         self._ranks = Ranks(self._accelerator)
         self._guard = OomGuard(channel, retries=engine.retries)
@@ -361,7 +360,7 @@ class Trainer:
 
     def save(self, *, best: bool = False, end: bool = False) -> tuple[bool, str]:
         """Save the state; return whether it worked, and a message. All ranks call this together."""
-        progress = Progress(
+        progress = SavedProgress(
             updates=self.position.updates,
             samples_seen=self.position.samples_seen,
             epoch=self._order.epoch_at(self.position.samples_seen),

@@ -8,8 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from memtop.supervisor import units
-from memtop.supervisor.monitor.bands import DANGER_ABOVE, EDGE_FROM, band_of, mark
-from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.values import DANGER_ABOVE, EDGE_FROM, Band, band_of, mark
 from memtop.tui.line import MUTED, Line, fit, line
 
 _HISTORY_ROLES = {Band.SAFE: "hist", Band.EDGE: "histedge", Band.DANGER: "histdanger", Band.UNKNOWN: "unknown"}

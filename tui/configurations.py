@@ -20,7 +20,7 @@ from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.wire import Change, Configuration
 from memtop.tui.keymap import BY_ID, no_changes, obstacle
 from memtop.tui.line import MUTED, STRONG, Heading, Line, cropped, fact, fit, join_fitting, line, wrap
-from memtop.tui.line_list import Entry, LineList, Page
+from memtop.tui.line_list import Entry, LineList, ListContent
 from memtop.tui.panel import LinePanel
 from memtop.tui.restart_plan import where_it_resumes
 from memtop.tui.screen import ConfirmDialog, Dashboard, FullScreen, KeyLine, named
@@ -75,12 +75,12 @@ class ConfigurationsScreen(FullScreen):
 
     # --- what it shows ----------------------------------------------------------------------------
 
-    def _draw_page(self, width: int) -> Page:
+    def _draw_page(self, width: int) -> ListContent:
         names, columns = heading(width)
         now = present_of(self._rows)
         # Newest first, because the newest are the ones to go back to.
         entries = [Entry(one.number, [row(one, width, present=one is now)]) for one in reversed(self._rows)]
-        return Page(entries, names, columns)
+        return ListContent(entries, names, columns)
 
     def headline(self, store: Store) -> Line:
         return named(f"Configurations of {store.run.name if store.run is not None else ''}")
@@ -138,7 +138,7 @@ _BAD = frozenset(("failed", *(kind.value for kind in Kind)))
 _WORDS = {kind.value: words for kind, words in OUTCOMES.items()}
 
 
-class Column(NamedTuple):
+class ConfigurationColumn(NamedTuple):
     """One column. It is shown on terminals of at least `shown_from` columns."""
 
     id: str
@@ -149,19 +149,19 @@ class Column(NamedTuple):
 
 
 COLUMNS = (
-    Column("number", "#", 3),
-    Column("attempt", "att", 3),
-    Column("since", "since", 7),
-    Column("split", "B x A x W", 11, number=False),
-    Column("seq_len", "T", 5),
-    Column("preset", "preset", 15, number=False, shown_from=110),
-    Column("peak", "peak", 10),
-    Column("speed", "samp/s", 7),
-    Column("outcome", "outcome", 12, number=False),
+    ConfigurationColumn("number", "#", 3),
+    ConfigurationColumn("attempt", "att", 3),
+    ConfigurationColumn("since", "since", 7),
+    ConfigurationColumn("split", "B x A x W", 11, number=False),
+    ConfigurationColumn("seq_len", "T", 5),
+    ConfigurationColumn("preset", "preset", 15, number=False, shown_from=110),
+    ConfigurationColumn("peak", "peak", 10),
+    ConfigurationColumn("speed", "samp/s", 7),
+    ConfigurationColumn("outcome", "outcome", 12, number=False),
 )
 
 
-def columns_for(width: int) -> list[Column]:
+def columns_for(width: int) -> list[ConfigurationColumn]:
     """The shown columns; the reason uses the remaining width."""
     return [column for column in COLUMNS if width >= column.shown_from]
 
@@ -207,7 +207,7 @@ def _outcome_role(of: Configuration, *, present: bool) -> str:
     return "good" if of.outcome == "finished" or (present and of.outcome is None) else MUTED
 
 
-def _cell(column: Column, text: str) -> str:
+def _cell(column: ConfigurationColumn, text: str) -> str:
     if not column.number:
         return cropped(text, column.width)
     return " " * max(0, column.width - cell_len(text)) + text

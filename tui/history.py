@@ -18,9 +18,8 @@ from textual.events import Click, MouseScrollDown, MouseScrollUp
 
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError
-from memtop.supervisor.monitor.bands import DANGER_ABOVE, EDGE_FROM, band_of
 from memtop.supervisor.monitor.history import HOST, KEPT_SECONDS, Bucket, label_of, resample
-from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.values import DANGER_ABOVE, EDGE_FROM, Band, band_of
 from memtop.supervisor.wire import Event
 from memtop.tui.charts import merged, nice_bounds
 from memtop.tui.line import MUTED, Line, fact, fit, join, join_fitting, line, spread
@@ -176,7 +175,7 @@ class HistoryScreen(FullScreen):
             return [line(("there is no data yet", "muted"))]
         curves = self.curves()
         self._first = min(self._first, max(0, len(curves) - 1))
-        view = View(*span, self._cursor, store.events)
+        view = HistoryView(*span, self._cursor, store.events)
         lines = draw(curves[self._first :], view, width, height - 1)
         return [*lines, *[()] * (height - 1 - len(lines)), self._keys(width)]
 
@@ -281,7 +280,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class View:
+class HistoryView:
     """The shown time, the cursor and the events."""
 
     start: float
@@ -296,7 +295,7 @@ def cells(width: int) -> int:
     return max(1, width - LABEL_WIDTH)
 
 
-def draw(curves: Sequence[Curve], view: View, width: int, height: int) -> list[Line]:
+def draw(curves: Sequence[Curve], view: HistoryView, width: int, height: int) -> list[Line]:
     """As many curves as fit below each other, with event marks above and times below."""
     room = height - 3
     if not curves or room < SMALLEST or width < LABEL_WIDTH + 20:
@@ -319,7 +318,7 @@ def value_words(unit: str, value: float) -> str:
     return f"{value:.0f} W" if unit == "watts" else units.size(value)
 
 
-def reading(curve: Curve, view: View, width: int) -> Line:
+def reading(curve: Curve, view: HistoryView, width: int) -> Line:
     """The curve's value at the cursor."""
     count = cells(width)
     each = (view.end - view.start) / count
@@ -333,13 +332,13 @@ def reading(curve: Curve, view: View, width: int) -> Line:
     return join((fact("mean", mean), fact("least", value_words(curve.unit, bucket.low)), fact("most", high)))
 
 
-def _column(view: View, count: int) -> int:
+def _column(view: HistoryView, count: int) -> int:
     if view.cursor is None:
         return count - 1
     return min(count - 1, max(0, int((view.cursor - view.start) / (view.end - view.start) * count)))
 
 
-def _curve(curve: Curve, view: View, width: int, height: int) -> list[Line]:
+def _curve(curve: Curve, view: HistoryView, width: int, height: int) -> list[Line]:
     count = cells(width)
     known = resample(curve.buckets, view.start, view.end, count * 2)
     top = 1.0
@@ -389,7 +388,7 @@ def _label(unit: str, top: float, rows: int, row: int, limits: Sequence[float]) 
     return line((f" {text:<{LABEL_WIDTH - 1}}", MUTED))
 
 
-def _marks(view: View, width: int) -> Line:
+def _marks(view: HistoryView, width: int) -> Line:
     """Where events happened: ┊ an attempt begins, ▾ anything else."""
     count = cells(width)
     signs = [" "] * count
@@ -400,7 +399,7 @@ def _marks(view: View, width: int) -> Line:
     return fit(line(("".join(signs), "attempt")), width)
 
 
-def _axis(view: View, width: int) -> Line:
+def _axis(view: HistoryView, width: int) -> Line:
     days = view.end - view.start > 86_400
     left, right = (_clock(moment, days=days) for moment in (view.start, view.end))
     middle = f"cursor {_clock(view.cursor, days=days)}" if view.cursor is not None else ""
@@ -412,7 +411,7 @@ def _clock(moment: float, *, days: bool) -> str:
     return time.strftime("%m-%d %H:%M" if days else "%H:%M:%S", time.localtime(moment))
 
 
-def _words(view: View, width: int, hidden: int) -> Line:
+def _words(view: HistoryView, width: int, hidden: int) -> Line:
     """The event nearest to the cursor, and the number of hidden curves."""
     parts: list[Line] = []
     if hidden:

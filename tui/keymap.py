@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memtop.supervisor.wire import Phase, RunState
-from memtop.tui.store import Link, Store, holders
+from memtop.tui.store import ConnectionState, Store, holders
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def no_changes(store: Store) -> str | None:
     """
     if store.read_only:
         return "read-only: nothing can be changed from here"
-    if store.link not in (Link.CONNECTED, Link.ENDED):
+    if store.link not in (ConnectionState.CONNECTED, ConnectionState.ENDED):
         return store.link_reason or "no supervisor is connected"
     return None
 
@@ -199,8 +199,8 @@ def obstacle(action: Action, store: Store) -> str | None:
         return _nothing_to_show(action, run, store)
     if action.group != "run":
         return None
-    takes_up_again = action.id in ("restart", "preset", "undo") and store.link is Link.ENDED
-    if store.link is not Link.CONNECTED and not takes_up_again:
+    takes_up_again = action.id in ("restart", "preset", "undo") and store.link is ConnectionState.ENDED
+    if store.link is not ConnectionState.CONNECTED and not takes_up_again:
         return store.link_reason or "no supervisor is connected"
     if (never := foreign(action, run)) is not None:
         return never

@@ -25,7 +25,7 @@ from memtop.supervisor.wire import Proposal
 from memtop.tui.charts import Share, memory_bar
 from memtop.tui.keymap import no_changes
 from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, wrap
-from memtop.tui.line_list import LineList, Page, indented, indented_width, text_entry
+from memtop.tui.line_list import LineList, ListContent, indented, indented_width, text_entry
 from memtop.tui.machine.vram import Part
 from memtop.tui.panel import LinePanel
 from memtop.tui.remedies import is_applicable, remedy_lines
@@ -114,10 +114,10 @@ class OomCard(Dialog[Remedy]):
 
     # --- what it shows ----------------------------------------------------------------------------
 
-    def _draw(self, width: int) -> Page:
+    def _draw(self, width: int) -> ListContent:
         proposal, store = self._proposal, self._dashboard.store
         if proposal is None:
-            return Page(())
+            return ListContent(())
         diagnosis = proposal.diagnosis
         entries = [
             text_entry(happened_lines(diagnosis, width)),
@@ -141,7 +141,7 @@ class OomCard(Dialog[Remedy]):
             title = "memtop has no automatic remedy left" if not proposal.remedies else "Beyond that"
             advice = [part for number, text in enumerate(proposal.last_advice, 1) for part in wrap(f"{number}. {text}", width)]
             entries.append(text_entry([line((title, "heading")), *advice]))
-        return Page(entries)
+        return ListContent(entries)
 
     def _draw_why(self, store: Store, width: int, height: int) -> list[Line]:
         remedy = self._remedy()

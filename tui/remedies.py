@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
-from memtop.supervisor.monitor.bands import mark
+from memtop.supervisor.monitor.values import mark
 from memtop.supervisor.recovery.forecast import forecast
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
 from memtop.tui.charts import ROLES, Share, memory_bar
@@ -113,7 +113,7 @@ def _packed(parts: list[Line], width: int) -> list[Line]:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class MeasuredMemory:
     """The measured peaks of this run, and the total memory."""
 
     peaks: tuple[Peak, ...] = ()
@@ -143,7 +143,7 @@ class Outlook:
         return [fit(head, width), *wrap(f"from: {found.basis}", width, MUTED)]
 
 
-def outlook_of(store: Store) -> Outlook:
+def outlook_of(store: Store) -> MeasuredMemory:
     """From the run's configurations; of several cards the smallest counts."""
     run, rows = store.run, store.configurations
     used = {rank.device_uuid for rank in run.ranks if rank.device_uuid is not None} if run is not None else set()
@@ -155,4 +155,4 @@ def outlook_of(store: Store) -> Outlook:
     else:
         total = store.host.limit_bytes or store.host.total_bytes
     peaks = tuple(row.peak for row in rows if row.peak is not None)
-    return Outlook(peaks, rows[-1].peak if rows else None, total, on_gpu)
+    return MeasuredMemory(peaks, rows[-1].peak if rows else None, total, on_gpu)

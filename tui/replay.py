@@ -22,14 +22,13 @@ import msgspec
 from memtop.supervisor import units, wire
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.errors import MemtopError, RunFolderError
-from memtop.supervisor.monitor.bands import band_of
 from memtop.supervisor.monitor.history import HOST, Bucket
-from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
+from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot, band_of
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.record.ledger import Attempt, Ledger, StoredStep
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.run.view import read_state, reading_ledger
-from memtop.tui.feed import Connected, Disconnected, FeedMessage, LogLines, Replayed
+from memtop.tui.feed import Connected, Disconnected, FeedMessage, LogLines, ReplayPosition
 
 SLOWEST, FASTEST = 1, 3600
 _TICK_SECONDS = 0.2
@@ -400,7 +399,7 @@ class ReplayFeed:
             now = clock.now
             # Sent even while nothing moves: a paused replay is not a feed that has stopped.
             line, short = f"{self._what}, {clock.position()}", f"{self._what.partition(':')[0]} {clock.speed_words()}"
-            yield Replayed(line, short, rewound=now < shown or shown == -math.inf)
+            yield ReplayPosition(line, short, rewound=now < shown or shown == -math.inf)
             try:
                 if now != shown:
                     for message in await asyncio.to_thread(recording.between, shown, now):

@@ -16,7 +16,7 @@ from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Advice, Phase, RunState, Trial
 from memtop.tui.keymap import no_changes
 from memtop.tui.line import MUTED, STRONG, Line, line, wrap
-from memtop.tui.line_list import Entry, LineList, Page, indented, indented_width, text_entry
+from memtop.tui.line_list import Entry, LineList, ListContent, indented, indented_width, text_entry
 from memtop.tui.remedies import is_applicable, remedy_lines
 from memtop.tui.screen import Dashboard, FullScreen, KeyLine, named
 from memtop.tui.store import Store
@@ -61,10 +61,10 @@ class SpeedScreen(FullScreen):
     def hint(self, store: Store, width: int) -> Line:
         return line(("a change is kept only if samples/s rises by more than its spread", MUTED))
 
-    def _draw_page(self, width: int) -> Page:
+    def _draw_page(self, width: int) -> ListContent:
         run = self.dashboard.store.run
         if run is None:
-            return Page(())
+            return ListContent(())
         entries = [text_entry([*advice_lines(run, width), ()])]
         advice = run.advice
         if advice is not None and advice.proposals:
@@ -78,7 +78,7 @@ class SpeedScreen(FullScreen):
             entries.append(text_entry([*refused_lines(advice, width), ()]))
         if run.trial is not None:
             entries.append(text_entry(trial_lines(run.trial, width)))
-        return Page(entries)
+        return ListContent(entries)
 
     @on(LineList.Moved)
     def _moved(self) -> None:

@@ -14,7 +14,7 @@ from memtop.supervisor import wire
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.strays import forbidden, overruled, rows_of
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
-from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines, Replayed
+from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LogLines, ReplayPosition
 
 HISTORY_LENGTH = 600
 METRICS_KEPT = 20_000
@@ -24,7 +24,7 @@ LOG_LINES_KEPT = 2_000
 _GAP_SECONDS, _GAP = 5.0, 4.0
 
 
-class Link(Enum):
+class ConnectionState(Enum):
     """The state of the feed's connection."""
 
     WAITING = "waiting"
@@ -49,7 +49,7 @@ class Store:
     """A note on all values for the header, e.g. "replay, 00:03:11 of 00:41:02, 60x"."""
     short_label: str | None = None
     """The same for a narrow terminal."""
-    link: Link = Link.WAITING
+    link: ConnectionState = ConnectionState.WAITING
     link_reason: str = "waiting for the first sample"
     run: wire.RunState | None = None
     machine: MachineSnapshot | None = None
@@ -126,7 +126,7 @@ def fold(store: Store, message: FeedMessage) -> Store:
         return replace(store, log=log, log_count=store.log_count + len(message.rows))
     if isinstance(message, Followed):
         return replace(store, followed=message)
-    if isinstance(message, Replayed):
+    if isinstance(message, ReplayPosition):
         kept = {name: getattr(store, name) for name in ("read_only", "link", "events_wanted", "all_pids_visible")}
         begun = Store(**kept)
         return replace(
@@ -142,9 +142,9 @@ def fold(store: Store, message: FeedMessage) -> Store:
         # Only the dashboard's `History` keeps these.
         return store
     if isinstance(message, Connected):
-        return replace(store, link=Link.CONNECTED, link_reason="", quiet_seconds=0.0)
+        return replace(store, link=ConnectionState.CONNECTED, link_reason="", quiet_seconds=0.0)
     if isinstance(message, Disconnected):
-        link = Link.ENDED if message.ended else Link.GONE
+        link = ConnectionState.ENDED if message.ended else ConnectionState.GONE
         return replace(store, link=link, link_reason=message.reason, quiet_seconds=0.0)
     raise TypeError(f"not a feed message: {message!r}")
 

@@ -35,7 +35,7 @@ COMMANDS = {
     "watch": "Open the dashboard on a run or on the machine.",
 }
 """Each command and the first sentence of its help, which `memtop --help` shows."""
-_MODULES = {"checkpoint": "requests", "free": "requests", "show": "runs", "stop": "requests"}
+_MODULES = {"show": "runs", **dict.fromkeys(("checkpoint", "free", "restart", "rollback", "stop"), "requests")}
 """The module of a command, if it does not have the command's name."""
 
 

@@ -10,9 +10,7 @@ from typing import Any
 import click
 import msgspec
 
-from memtop.cli.lookup import find_run
-from memtop.cli.options import RUN_HELP, json_option, run_argument, runs_dir_option
-from memtop.cli.output import print_json
+from memtop.cli.common import RUN_HELP, find_run, json_option, print_json, run_argument, runs_dir_option
 from memtop.cli.requests import final_answer
 from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from memtop.cli.lookup import find_run, living_runs
+from memtop.cli.common import find_run, living_runs
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.monitor.processes.table import TreeProcess, process_tree
 from memtop.supervisor.monitor.sampler import Sampler
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memtop.tui.feed import Feed, Turn
 
 
-class Look(NamedTuple):
+class WatchOptions(NamedTuple):
     """How to watch: the options that runs and the machine share."""
 
     interval: float = 1.0
@@ -32,11 +32,11 @@ class Look(NamedTuple):
     """The indices of the GPUs to show; None: all."""
 
 
-_DEFAULT_LOOK = Look()
+_DEFAULT_LOOK = WatchOptions()
 
 
 def open_dashboard(
-    runs_dir: Path, folder: RunFolder | None, look: Look, *, pid: int | None = None, endpoint: Endpoint | None = None
+    runs_dir: Path, folder: RunFolder | None, look: WatchOptions, *, pid: int | None = None, endpoint: Endpoint | None = None
 ) -> int:
     """Open the dashboard on `folder`; if None, on the newest run in progress, or on the machine.
 
@@ -59,7 +59,7 @@ def open_dashboard(
 
 
 def open_run(
-    folder: RunFolder, look: Look = _DEFAULT_LOOK, *, started_here: bool = False, endpoint: Endpoint | None = None
+    folder: RunFolder, look: WatchOptions = _DEFAULT_LOOK, *, started_here: bool = False, endpoint: Endpoint | None = None
 ) -> int:
     """Open the dashboard on a run. The exit status reflects the run's failure only if
     `started_here`."""
@@ -113,7 +113,7 @@ def need_terminal() -> None:
         raise UsageError("TERM=dumb: the dashboard needs a terminal that can move the cursor; try --once or --headless")
 
 
-def _turns(look: Look, endpoint: Endpoint | None) -> list[Turn]:
+def _turns(look: WatchOptions, endpoint: Endpoint | None) -> list[Turn]:
     from memtop.tui.feed import choosing
 
     turns = [] if look.gpus is None else [choosing(look.gpus)]

@@ -10,17 +10,15 @@ from typing import Any
 import click
 import msgspec
 
-from memtop.cli.options import WHOLE, json_option
-from memtop.cli.output import print_json
+from memtop.cli.common import WHOLE, json_option, print_json
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.diagnose import chunks_of
 from memtop.supervisor.diagnosis.diagnose import diagnose as diagnosis_of
-from memtop.supervisor.diagnosis.sentences import size
 from memtop.supervisor.diagnosis.text import why_no_text
-from memtop.supervisor.diagnosis.values import Diagnosis, Evidence
+from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, size
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.recovery.external_command import remedies_for_command
 from memtop.supervisor.recovery.policy import SURE
+from memtop.supervisor.recovery.remedies import remedies_for_command
 from memtop.supervisor.recovery.values import Remedy
 
 _CONFIDENCE = (

@@ -13,8 +13,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from memtop.cli.options import json_option, runs_dir_option
-from memtop.cli.output import print_json
+from memtop.cli.common import json_option, print_json, runs_dir_option
 from memtop.presets import PresetFileError, load_presets, load_recipes
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError
@@ -22,7 +21,7 @@ from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.processes.proc import sees_all_pids
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import MachineSnapshot
-from memtop.supervisor.run.clients.server import socket_path
+from memtop.supervisor.run.client import socket_path
 from memtop.supervisor.run.record.folder import default_runs_dir
 
 _TRAINING = ("torch", "transformers", "accelerate", "safetensors")
@@ -36,7 +35,7 @@ _NOTED_IF_UNKNOWN = {
 }
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """One check. `ok` is None for a note, which is neither good nor bad."""
 
     check: str
@@ -65,9 +64,9 @@ def doctor(as_json: bool, runs_dir: Path | None) -> int:
     return 1 if any(finding.ok is False for finding in findings) else 0
 
 
-def _findings(runs_dir: Path) -> Iterator[Finding]:
+def _findings(runs_dir: Path) -> Iterator[CheckResult]:
     version = ".".join(map(str, sys.version_info[:3]))
-    yield Finding(check="python", ok=sys.version_info >= (3, 10), found=version)
+    yield CheckResult(check="python", ok=sys.version_info >= (3, 10), found=version)
     yield from _packages()
     yield from _machine()
     yield _writable(runs_dir)
@@ -76,54 +75,56 @@ def _findings(runs_dir: Path) -> Iterator[Finding]:
     yield _data_files()
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[CheckResult]:
     for name in ("textual", *_TRAINING):
         try:
-            yield Finding(check=name, ok=True, found=importlib.metadata.version(name))
+            yield CheckResult(check=name, ok=True, found=importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             if name == "textual":
-                yield Finding(check=name, ok=False, found="not installed", advice="pip install textual")
+                yield CheckResult(check=name, ok=False, found="not installed", advice="pip install textual")
             else:
                 advice = "pip install 'memtop[train]' (not needed to watch other programs)"
-                yield Finding(check=name, ok=None, found="not installed", advice=advice)
+                yield CheckResult(check=name, ok=None, found="not installed", advice=advice)
 
 
-def _machine() -> Iterator[Finding]:
+def _machine() -> Iterator[CheckResult]:
     sampler = Sampler(patience=ONCE_SECONDS)
     machine = sampler.sample()
     sampler.close()
     if machine.gpu_note:
-        yield Finding(check="gpu", ok=None, found=machine.gpu_note, advice="training runs on the CPU")
+        yield CheckResult(check="gpu", ok=None, found=machine.gpu_note, advice="training runs on the CPU")
     if machine.driver_version:
-        yield Finding(
+        yield CheckResult(
             check="driver", ok=True, found=f"{machine.driver_version}, CUDA up to {machine.cuda_version or 'unknown'}"
         )
     for gpu in machine.gpus:
         found = f"{gpu.name or '?'}, {units.size(gpu.free_bytes)} of {units.size(gpu.total_bytes)} free"
-        yield Finding(check=f"gpu {gpu.index}", ok=gpu.error is None, found=found, advice=gpu.error)
+        yield CheckResult(check=f"gpu {gpu.index}", ok=gpu.error is None, found=found, advice=gpu.error)
     if machine.gpus:
         yield _processes(machine)
     host = machine.host
     limit = "" if host.limit_bytes is None else f", cgroup limit {units.size(host.limit_bytes)}"
-    yield Finding(check="host RAM", ok=True, found=f"{units.size(host.available_bytes)} available{limit}")
+    yield CheckResult(check="host RAM", ok=True, found=f"{units.size(host.available_bytes)} available{limit}")
     for field, name in _NOTED_IF_UNKNOWN.items():
         if field in host.unknown:
-            yield Finding(check=name, ok=None, found=host.unknown[field])
+            yield CheckResult(check=name, ok=None, found=host.unknown[field])
 
 
-def _processes(machine: MachineSnapshot) -> Finding:
+def _processes(machine: MachineSnapshot) -> CheckResult:
     """Whether the memory of each process is known, and which process it is."""
     rows = [process for gpu in machine.gpus for process in gpu.processes]
     reason = next((row.unknown["used_bytes"] for row in rows if "used_bytes" in row.unknown), None)
     if reason is not None:
-        return Finding(check="gpu processes", ok=None, found=f"their memory is not known: {reason}")
+        return CheckResult(check="gpu processes", ok=None, found=f"their memory is not known: {reason}")
     if not sees_all_pids():
         advice = "start the container with the host's pids (docker run --pid=host) to see them"
-        return Finding(check="gpu processes", ok=None, found="processes outside this container are not visible", advice=advice)
-    return Finding(check="gpu processes", ok=True, found=f"{len({row.pid for row in rows})} on {len(machine.gpus)} GPUs")
+        return CheckResult(
+            check="gpu processes", ok=None, found="processes outside this container are not visible", advice=advice
+        )
+    return CheckResult(check="gpu processes", ok=True, found=f"{len({row.pid for row in rows})} on {len(machine.gpus)} GPUs")
 
 
-def _writable(runs_dir: Path) -> Finding:
+def _writable(runs_dir: Path) -> CheckResult:
     place = runs_dir.absolute()
     while not os.path.lexists(place):
         place = place.parent
@@ -133,29 +134,31 @@ def _writable(runs_dir: Path) -> Finding:
     elif not os.access(place, os.R_OK | os.W_OK | os.X_OK):
         problem = "not readable" if os.access(place, os.W_OK) else "not writable"
     if problem is not None:
-        return Finding(check="runs folder", ok=False, found=f"{place}: {problem}", advice="give another --runs-dir")
+        return CheckResult(check="runs folder", ok=False, found=f"{place}: {problem}", advice="give another --runs-dir")
     free = shutil.disk_usage(place).free
-    return Finding(check="runs folder", ok=True, found=f"{runs_dir.absolute()}, {units.size(free)} free")
+    return CheckResult(check="runs folder", ok=True, found=f"{runs_dir.absolute()}, {units.size(free)} free")
 
 
-def _socket(runs_dir: Path) -> Finding:
+def _socket(runs_dir: Path) -> CheckResult:
     try:
-        return Finding(check="control socket", ok=True, found=f"in {socket_path(runs_dir / 'doctor').parent}")
+        return CheckResult(check="control socket", ok=True, found=f"in {socket_path(runs_dir / 'doctor').parent}")
     except MemtopError as error:
-        return Finding(check="control socket", ok=False, found=str(error))
+        return CheckResult(check="control socket", ok=False, found=str(error))
 
 
-def _kernel() -> Finding:
+def _kernel() -> CheckResult:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
-        return Finding(check="pidfd", ok=False, found=error.strerror or str(error), advice="memtop needs Linux 5.3 or newer")
-    return Finding(check="pidfd", ok=True, found="signals reach exactly the intended process")
+        return CheckResult(
+            check="pidfd", ok=False, found=error.strerror or str(error), advice="memtop needs Linux 5.3 or newer"
+        )
+    return CheckResult(check="pidfd", ok=True, found="signals reach exactly the intended process")
 
 
-def _data_files() -> Finding:
+def _data_files() -> CheckResult:
     try:
         found = f"{len(load_recipes())} recipes, {len(load_presets())} presets"
     except PresetFileError as error:
-        return Finding(check="presets", ok=False, found=str(error), advice="correct the file or remove it")
-    return Finding(check="presets", ok=True, found=found)
+        return CheckResult(check="presets", ok=False, found=str(error), advice="correct the file or remove it")
+    return CheckResult(check="presets", ok=True, found=found)

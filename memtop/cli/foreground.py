@@ -8,17 +8,18 @@ import signal
 import sys
 import time
 
-from memtop.cli.output import proposal_lines
+from memtop.cli.common import proposal_lines
 from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError, RunFolderError
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
-from memtop.supervisor.run.clients import client
+from memtop.supervisor.run import client
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import EventRows, Phase, RunState, StateUpdate, Stop, Subscribe
 
 _PROGRESS_SECONDS = 5.0
-_RETRY_SECONDS = 0.3
+RETRY_SECONDS = 0.3
+"""How long to wait before connecting again after the supervisor has gone."""
 # Another command can start the new supervisor first. This many failures in a row are an error.
 _REVIVALS = 5
 # Events that are printed as they happen; all are in the ledger.
@@ -95,7 +96,7 @@ class _Follower:
         # yet.
         if (self._state.state.final or self._state.state is Phase.CREATED) and not RunLock(self._folder).is_held():
             return True
-        await asyncio.sleep(_RETRY_SECONDS)
+        await asyncio.sleep(RETRY_SECONDS)
         return False
 
     def _revived(self) -> bool:

@@ -10,9 +10,7 @@ from typing import Any
 import click
 import msgspec
 
-from memtop.cli.lookup import living_runs
-from memtop.cli.options import json_option
-from memtop.cli.output import print_json
+from memtop.cli.common import json_option, living_runs, print_json
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets, load_recipes, resolve
 from memtop.presets.comparison import Outlook, outlook
 from memtop.presets.edits import find_preset

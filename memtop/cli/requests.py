@@ -1,20 +1,36 @@
-"""Requests to the supervisor of a run: `memtop free`, `memtop checkpoint` and `memtop stop`."""
+"""Requests to a run's supervisor: `memtop free`, `checkpoint`, `stop`, `restart`, `rollback`."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 
-from memtop.cli.lookup import find_run
-from memtop.cli.options import RUN_HELP, run_argument, runs_dir_option
-from memtop.supervisor.errors import NotRunningError
-from memtop.supervisor.run.clients import client
+from memtop.cli.common import (
+    RUN_HELP,
+    WHOLE,
+    assignments_of,
+    detach_option,
+    edit_options,
+    find_run,
+    headless_option,
+    readable_ledger,
+    refuse_both,
+    run_argument,
+    runs_dir_option,
+)
+from memtop.cli.foreground import stay
+from memtop.presets.comparison import risk
+from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
+from memtop.supervisor.recovery.configuration import edited, failed_settings
+from memtop.supervisor.run import client, explain
+from memtop.supervisor.run.record.configurations import before_the_present, same
 from memtop.supervisor.run.record.folder import RunFolder
-from memtop.supervisor.run.view import needs_supervisor
-from memtop.supervisor.wire import Answer, CheckpointNow, FreeCache, Outcome, Request, Stop
+from memtop.supervisor.run.view import needs_supervisor, read_configurations, read_state
+from memtop.supervisor.wire import Answer, Change, CheckpointNow, Edit, FreeCache, Outcome, Request, Restart, Stop
 
 
 @click.command(epilog=RUN_HELP)
@@ -72,3 +88,127 @@ def final_answer(folder: RunFolder, make: Callable[[int], Request]) -> Answer:
 
 def _report(answer: object) -> None:
     print(getattr(answer, "message", answer), file=sys.stderr)
+
+
+@click.command(epilog=RUN_HELP)
+@run_argument
+@edit_options
+@click.option("--live", is_flag=True, help="change the running program at its next update, without a restart")
+@headless_option
+@detach_option
+@runs_dir_option
+def restart(
+    run_name: str,
+    preset: str | None,
+    batch: int | None,
+    accum: int | None,
+    seq_len: int | None,
+    assignments: tuple[str, ...],
+    max_updates: int | None,
+    live: bool,
+    headless: bool,
+    detach: bool,
+    runs_dir: Path | None,
+) -> int:
+    """Restart a run from its saved state, with other settings.
+
+    A run in progress finishes its update and saves its state first. --live refuses settings that
+    need a restart.
+    """
+    refuse_both(headless, detach)
+    folder = find_run(run_name, runs_dir)
+    values = assignments_of(assignments, batch=batch, accumulation=accum, seq_len=seq_len)
+    change = Change(preset=preset, assignments=values, max_updates=max_updates)
+    if not live:
+        return restart_with(folder, change, headless=headless, detach=detach)
+    if headless or detach:
+        raise UsageError("--live: does not restart the run; leave out --headless and --detach")
+    return ask(folder, lambda number: Edit(id=number, change=change))
+
+
+def restart_with(folder: RunFolder, change: Change, *, headless: bool, detach: bool) -> int:
+    """Restart the run and stay with it. A run that is over gets a new supervisor."""
+    begun = time.time()
+    if needs_supervisor(folder):
+        client.revive(folder.path)
+    try:
+        answer = final_answer(folder, lambda number: Restart(id=number, change=change))
+        print(answer.message, file=sys.stderr)
+    except NotRunningError:
+        again = _repeated_updates(folder, change) if detach else None
+        warning = risk_of(folder, change)
+        client.start_supervisor(folder, change)
+        for line in (again, f"memtop: {warning}" if warning else None):
+            if line:
+                print(line, file=sys.stderr)
+    return stay(folder, begun, headless=headless, detach=detach)
+
+
+def _repeated_updates(folder: RunFolder, change: Change) -> str | None:
+    """Which updates the next attempt repeats. Without --detach the run's events report it."""
+    state = read_state(folder)
+    if state.settings is None or change.state_before is not None:
+        return None
+    return explain.done_again(state.updates, state.checkpoint)
+
+
+def risk_of(folder: RunFolder, change: Change) -> str | None:
+    """A warning, in one line, if the run would continue with settings that ran out of memory."""
+    with readable_ledger(folder):
+        rows = read_configurations(folder.path)
+    state = read_state(folder)
+    try:
+        after = edited(state.settings, change, state.checkpoint, rows)
+    except MemtopError:
+        return None  # The supervisor refuses it and reports the reason.
+    return None if after is None else risk(after, failed_settings(rows))
+
+
+@click.command(epilog=f"{RUN_HELP} N is the number of a configuration.")
+@run_argument
+@click.argument("number", required=False, type=WHOLE, metavar="[N]")
+@click.option("--state", is_flag=True, help="return to its newest saved state too; later states are moved aside, not deleted")
+@headless_option
+@detach_option
+@runs_dir_option
+def rollback(run_name: str, number: int | None, state: bool, headless: bool, detach: bool, runs_dir: Path | None) -> int:
+    """Return a run to the settings of an earlier configuration.
+
+    `memtop show RUN` lists the configurations. Without N, it is the one before the present one.
+    """
+    refuse_both(headless, detach)
+    folder = find_run(run_name, runs_dir)
+    return restart_with(folder, change_to(folder, number, with_state=state), headless=headless, detach=detach)
+
+
+def change_to(folder: RunFolder, number: int | None, *, with_state: bool) -> Change:
+    """The change that returns to configuration `number`; None: the newest one with other settings
+    than the present.
+
+    UsageError if there is no such configuration, or if nothing would change.
+    """
+    with readable_ledger(folder):
+        rows = read_configurations(folder.path)
+    there = f"it has 1 to {rows[-1].number}" if rows else "it was never started"
+    if number is None:
+        chosen = before_the_present(rows)
+        if chosen is None:
+            raise UsageError(f"run {folder.name!r}: there is no configuration before the present one: {there}")
+    else:
+        chosen = next((row for row in rows if row.number == number), None)
+        if chosen is None:
+            raise UsageError(f"N {number}: run {folder.name!r} has no such configuration: {there}")
+    if chosen.settings is None:
+        raise UsageError("this run's program is your own: memtop cannot change its settings")
+    if not with_state:
+        if same(chosen.settings, rows[-1].settings):
+            raise UsageError(_nothing_to_do(folder.name, chosen.number, rows[-1].number))
+        return Change(configuration=chosen.number)
+    if chosen.until_update is None:
+        raise UsageError(f"--state: configuration {chosen.number} is the present one; its state is the newest")
+    return Change(configuration=chosen.number, state_before=chosen.until_update)
+
+
+def _nothing_to_do(run: str, number: int, present: int) -> str:
+    what = "is the present one" if number == present else f"has the settings of the present one, {present}"
+    return f"N {number}: configuration {number} of run {run!r} {what}; `memtop restart {run}` starts it again unchanged"

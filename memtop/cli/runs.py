@@ -10,11 +10,22 @@ from typing import Any
 import click
 import msgspec
 
-from memtop.cli.lookup import find_run, readable_ledger, run_folders, state_of
-from memtop.cli.options import RUN_HELP, json_option, run_argument, runs_dir_option
-from memtop.cli.output import print_json, proposal_lines, run_line, summary
+from memtop.cli.common import (
+    RUN_HELP,
+    find_run,
+    json_option,
+    print_json,
+    proposal_lines,
+    readable_ledger,
+    run_argument,
+    run_folders,
+    run_line,
+    runs_dir_option,
+    state_of,
+    summary,
+)
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.sentences import OUTCOMES
+from memtop.supervisor.diagnosis.values import OUTCOMES
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.run import view
 from memtop.supervisor.run.record.folder import RunFolder, default_runs_dir

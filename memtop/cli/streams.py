@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from memtop.cli.dashboard import Look
-from memtop.cli.lookup import run_folders, state_of
-from memtop.cli.output import summary
+from memtop.cli.common import run_folders, state_of, summary
+from memtop.cli.dashboard import WatchOptions
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
-from memtop.supervisor.monitor.snapshots import only_gpus
-from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.monitor.values import MachineSnapshot, only_gpus
 from memtop.supervisor.run import view
-from memtop.supervisor.run.clients.client import revive
+from memtop.supervisor.run.client import revive
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import RunState
 
@@ -61,7 +59,7 @@ Write = Callable[[MachineSnapshot, RunState | None], None]
 def stream(
     runs_dir: Path,
     folder: RunFolder | None,
-    look: Look,
+    look: WatchOptions,
     *,
     form: str | None,
     count: int | None,

@@ -11,20 +11,28 @@ import click
 import msgspec
 
 from memtop.cli import dashboard
+from memtop.cli.common import (
+    RUN_HELP,
+    SECONDS,
+    WHOLE,
+    Unreadable,
+    find_run,
+    print_json,
+    run_folders,
+    run_line,
+    runs_dir_option,
+    state_of,
+    summary,
+)
 from memtop.cli.gpus import watched
-from memtop.cli.lookup import Unreadable, find_run, run_folders, state_of
-from memtop.cli.options import RUN_HELP, SECONDS, WHOLE, runs_dir_option
-from memtop.cli.output import print_json, run_line, summary
 from memtop.cli.streams import stream
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
-from memtop.supervisor.monitor.bands import mark
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
-from memtop.supervisor.monitor.snapshots import only_gpus, why_incomplete_on
-from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot
+from memtop.supervisor.monitor.values import Band, GpuSample, MachineSnapshot, mark, only_gpus, why_incomplete_on
 from memtop.supervisor.run import view
-from memtop.supervisor.run.clients.client import revive
+from memtop.supervisor.run.client import revive
 from memtop.supervisor.run.record.folder import RunFolder, default_runs_dir
 from memtop.supervisor.wire import RunState
 
@@ -155,7 +163,7 @@ def _show_or_stream(options: Options) -> int:
     folder = None if options.run_name is None else find_run(options.run_name, options.runs_dir)
     if not options.streams:
         dashboard.need_terminal()
-    look = dashboard.Look(options.interval, read_only=options.read_only, gpus=watched(options.gpus))
+    look = dashboard.WatchOptions(options.interval, read_only=options.read_only, gpus=watched(options.gpus))
     if not options.streams:
         return dashboard.open_dashboard(options.runs_dir, folder, look, pid=options.pid)
     count = options.count if options.follow or options.form is None else 1

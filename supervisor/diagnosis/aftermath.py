@@ -7,7 +7,7 @@ import re
 from bisect import bisect_left
 
 from memtop.supervisor.diagnosis.finding import Finding, Weight
-from memtop.supervisor.diagnosis.text import Line, Page
+from memtop.supervisor.diagnosis.text import LogLine, LogText
 from memtop.supervisor.diagnosis.values import Kind
 
 # How many bytes standard output can still hold back when the error stream is already in the log.
@@ -69,10 +69,10 @@ _ENDS = frozenset(
 )
 
 
-class Progress:
+class StepLines:
     """The lines of a log that report training steps."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: LogText) -> None:
         self._page = page
         self._steps = [index for index, line in enumerate(page.lines) if _is_step(line)]
         self.completed = any(_COMPLETED.search(line.text) for line in page.lines)
@@ -87,7 +87,7 @@ class Progress:
         return last - first, self._page.lines[self._steps[last - 1]].at - self._page.lines[start - 1].at
 
 
-def seems_survived(page: Page, finding: Finding) -> str | None:
+def seems_survived(page: LogText, finding: Finding) -> str | None:
     """The last line after a failure that suggests that the program went on and completed, or None.
 
     It is a suspicion: buffered output can appear late, and the line can be about another program.
@@ -99,12 +99,12 @@ def seems_survived(page: Page, finding: Finding) -> str | None:
     return None
 
 
-def is_mild(line: Line) -> bool:
+def is_mild(line: LogLine) -> bool:
     """Whether the line is logged as a warning or less."""
     return _MILD.search(line.shown[:120]) is not None
 
 
-def went_on(page: Page, progress: Progress, finding: Finding, until: int, *, failed: bool) -> str | None:
+def went_on(page: LogText, progress: StepLines, finding: Finding, until: int, *, failed: bool) -> str | None:
     """How the program went on after the finding: `oom_retried` or `oom_handled`; None if it can
     have ended the program.
 
@@ -134,7 +134,7 @@ def went_on(page: Page, progress: Progress, finding: Finding, until: int, *, fai
     return "oom_handled" if steps >= 2 and distance > _BUFFER else None
 
 
-def _is_step(line: Line) -> bool:
+def _is_step(line: LogLine) -> bool:
     if line.text.startswith("wandb:"):
         return False  # a summary repeats the last values
     if line.bar:
@@ -143,5 +143,5 @@ def _is_step(line: Line) -> bool:
     return _STEP.search(line.text, 0, _STEP_WITHIN) is not None
 
 
-def _any_matches(pattern: re.Pattern[str], lines: list[Line]) -> bool:
+def _any_matches(pattern: re.Pattern[str], lines: list[LogLine]) -> bool:
     return any(pattern.search(line.text) for line in lines)

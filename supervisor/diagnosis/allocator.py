@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from memtop.supervisor.diagnosis.finding import MOST_OF_A_KIND, Figures, Finding, both_ends, compiled, parse_size
-from memtop.supervisor.diagnosis.text import View
+from memtop.supervisor.diagnosis.text import JoinedLines
 from memtop.supervisor.diagnosis.values import Evidence, Kind, Logits
 
 _LONGEST_MESSAGE = 1600
@@ -34,13 +34,13 @@ _RESERVED = compiled(r"(SIZE) reserved in total")
 _ALLOWED = compiled(r"(?:(SIZE) allowed;|max allowed:(SIZE))")
 
 
-def find(view: View) -> Iterator[Finding]:
+def find(view: JoinedLines) -> Iterator[Finding]:
     starts = [match.start() for match in _HEAD.finditer(view.text)]
     groups = _grouped(view, starts)
     yield from both_ends(groups, lambda group: _read(view, group[0], view.text[slice(*group)]), 2 * MOST_OF_A_KIND)
 
 
-def _grouped(view: View, starts: list[int]) -> list[tuple[int, int]]:
+def _grouped(view: JoinedLines, starts: list[int]) -> list[tuple[int, int]]:
     """The start and the end of each message. Parts that follow each other belong to one message
     until one part repeats."""
     begins: list[int] = []
@@ -64,7 +64,7 @@ def _grouped(view: View, starts: list[int]) -> list[tuple[int, int]]:
     return [(begin, min(end, begin + _LONGEST_MESSAGE)) for begin, end in zip(begins, ends, strict=True)]
 
 
-def _read(view: View, start: int, message: str) -> Finding | None:
+def _read(view: JoinedLines, start: int, message: str) -> Finding | None:
     requested = _bytes(_REQUESTED, message)
     total, allocated = _bytes(_TOTAL, message), _bytes(_ALLOCATED, message)
     free, process = _bytes(_FREE, message), _bytes(_PROCESS, message)

@@ -20,9 +20,8 @@ from memtop.supervisor.diagnosis.allocator import logits_of, without_the_run
 from memtop.supervisor.diagnosis.evidence import from_error_files, from_kernel, from_records, kills_line
 from memtop.supervisor.diagnosis.finding import SUSPECTED, Finding, Weight
 from memtop.supervisor.diagnosis.log import Reading, read
-from memtop.supervisor.diagnosis.sentences import summary
-from memtop.supervisor.diagnosis.text import BLOCK, Page, excerpt
-from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind
+from memtop.supervisor.diagnosis.text import BLOCK, LogText, excerpt
+from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind, summary
 
 _MOST_LINES, _LONGEST = 8, 600
 _FAR, _NEAR = 0.85, 0.95
@@ -50,7 +49,7 @@ def diagnose(chunks: Iterable[bytes], evidence: Evidence | None = None) -> Diagn
     """
     evidence = evidence or Evidence()
     failed = evidence.exit_status not in (None, 0)
-    reading = read(Page(excerpt(chunks)), evidence.member_pids, failed=failed)
+    reading = read(LogText(excerpt(chunks)), evidence.member_pids, failed=failed)
     return _finished(_judged(reading, evidence), evidence)
 
 

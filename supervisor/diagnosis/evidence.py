@@ -12,7 +12,7 @@ import msgspec
 from memtop.supervisor.diagnosis import allocator
 from memtop.supervisor.diagnosis.finding import NO_FIGURES, Figures, Finding, Weight
 from memtop.supervisor.diagnosis.log import read
-from memtop.supervisor.diagnosis.text import Page, Piece
+from memtop.supervisor.diagnosis.text import LogText, Piece
 from memtop.supervisor.diagnosis.values import Evidence, Kind, OomRecord
 
 _LONGEST = 64 << 10
@@ -162,5 +162,5 @@ def _kernel_records(evidence: Evidence) -> list[tuple[str, str]]:
     ]
 
 
-def _page(text: str) -> Page:
-    return Page([Piece(0, text[:_LONGEST].encode("utf-8", "replace"))])
+def _page(text: str) -> LogText:
+    return LogText([Piece(0, text[:_LONGEST].encode("utf-8", "replace"))])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal, TypeVar
 
-from memtop.supervisor.diagnosis.text import View
+from memtop.supervisor.diagnosis.text import JoinedLines
 from memtop.supervisor.diagnosis.values import Kind
 
 Source = Literal["record", "error_file", "kernel", "samples", "words", "exit_status"]
@@ -78,7 +78,7 @@ class Finding:
     """None: not known yet; `log.read` reads it from the traceback."""
     figures: Figures = NO_FIGURES
     line: int = 0
-    """The index of the first of its lines in `Page.lines`, if it is from a log."""
+    """The index of the first of its lines in `LogText.lines`, if it is from a log."""
     last_line: int = 0
     source: Source = "words"
     evidence: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A regular expression over the text of a `View`, and what a match means.
+    """A regular expression over the text of a `JoinedLines`, and what a match means.
 
     It is written with single spaces for the reader. `compiled` removes them, because a view has no
     white space, and refuses whatever would then mean something else than what is written.
@@ -122,12 +122,12 @@ class Pattern:
         object.__setattr__(self, "regex", compiled(self.pattern))
         object.__setattr__(self, "needles", _needles(self.pattern))
 
-    def find(self, view: View) -> Iterator[Finding]:
+    def find(self, view: JoinedLines) -> Iterator[Finding]:
         if self.needles and not any(needle in view.text for needle in self.needles):
             return
         yield from both_ends(list(self.regex.finditer(view.text)), lambda match: self._accepted(view, match))
 
-    def _accepted(self, view: View, match: re.Match[str]) -> Finding | None:
+    def _accepted(self, view: JoinedLines, match: re.Match[str]) -> Finding | None:
         if self.at_start and not view.starts_line(match.start()):
             return None
         if self.whole_word and not view.ends_word(match.end() - 1):
@@ -224,14 +224,14 @@ def _needles(pattern: str) -> tuple[str, ...]:
 # --- matching -------------------------------------------------------------------------------------
 
 
-def _cuts_number(view: View, end: int) -> bool:
+def _cuts_number(view: JoinedLines, end: int) -> bool:
     """Whether a match ends within a number: `exitcode: -9` is not in `exitcode: -93`, but the next
     line can begin with a digit."""
     around = view.text[end - 1 : end + 1]
     return len(around) == 2 and around.isdigit() and not view.starts_line(end)
 
 
-def _device(view: View, match: re.Match[str]) -> int | None:
+def _device(view: JoinedLines, match: re.Match[str]) -> int | None:
     """The GPU's index, which must not continue into the next line."""
     text = match["gpu"]
     for length in range(1, len(text)):

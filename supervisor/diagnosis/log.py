@@ -1,15 +1,16 @@
-"""What a log says: every failure that it reports, in order, and which of them ended the program."""
+"""What a log reports: every failure, in order; which of them ended the program; and the
+phase of training that its traceback shows."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from memtop.supervisor.diagnosis import allocator, frames, memory_patterns, other_patterns
-from memtop.supervisor.diagnosis.aftermath import Progress, is_mild, went_on
+from memtop.supervisor.diagnosis import allocator, memory_patterns, other_patterns
+from memtop.supervisor.diagnosis.aftermath import StepLines, is_mild, went_on
 from memtop.supervisor.diagnosis.finding import SUSPECTED, Finding, Weight, both_ends
-from memtop.supervisor.diagnosis.text import Line, Page, View
+from memtop.supervisor.diagnosis.text import JoinedLines, LogLine, LogText
 from memtop.supervisor.diagnosis.values import Kind
 
 PATTERNS = (*memory_patterns.PATTERNS, *other_patterns.PATTERNS)
@@ -18,7 +19,7 @@ _TEARDOWN = "teardown_noise"
 
 @dataclass(frozen=True)
 class Reading:
-    page: Page
+    page: LogText
     cause: Finding | None
     """What ended the program, as far as the log says."""
     survived: tuple[tuple[Finding, str], ...]
@@ -26,12 +27,12 @@ class Reading:
     findings: tuple[Finding, ...]
 
 
-def read(page: Page, member_pids: frozenset[int] = frozenset(), *, failed: bool = False) -> Reading:
+def read(page: LogText, member_pids: frozenset[int] = frozenset(), *, failed: bool = False) -> Reading:
     """Read the log. `member_pids` are the run's processes; `failed`: the program is known to have
     failed."""
     findings = _findings(page, member_pids)
     fatal, survived = [], []
-    progress = Progress(page)
+    progress = StepLines(page)
     for index, finding in enumerate(findings):
         how = (
             _TEARDOWN
@@ -48,7 +49,7 @@ def read(page: Page, member_pids: frozenset[int] = frozenset(), *, failed: bool 
     return Reading(page, _with_most_figures(cause, fatal), tuple(survived), tuple(findings))
 
 
-def _until(page: Page, findings: list[Finding], index: int) -> int:
+def _until(page: LogText, findings: list[Finding], index: int) -> int:
     """The line where the next failure begins: the progress up to there was made after this one."""
     this = findings[index]
     return next(
@@ -57,7 +58,7 @@ def _until(page: Page, findings: list[Finding], index: int) -> int:
     )
 
 
-def _is_worker_death(page: Page, finding: Finding) -> bool:
+def _is_worker_death(page: LogText, finding: Finding) -> bool:
     return finding.kind in (Kind.HOST_OOM_KILLED, Kind.SHM_EXHAUSTED) and "DataLoader worker" in page.lines[finding.line].text
 
 
@@ -77,7 +78,7 @@ def _with_most_figures(cause: Finding | None, fatal: list[Finding]) -> Finding |
     return next((other for other in fuller if requested in (None, other.figures.requested)), cause)
 
 
-def _findings(page: Page, member_pids: frozenset[int]) -> list[Finding]:
+def _findings(page: LogText, member_pids: frozenset[int]) -> list[Finding]:
     """One finding for each line that reports a failure."""
     best: dict[int, Finding] = {}
     for view in page.views:
@@ -98,7 +99,7 @@ def _worth(finding: Finding) -> tuple[int, int]:
     return finding.weight, finding.figures.known
 
 
-def _of_view(view: View, page: Page, member_pids: frozenset[int]) -> Iterator[Finding]:
+def _of_view(view: JoinedLines, page: LogText, member_pids: frozenset[int]) -> Iterator[Finding]:
     yield from allocator.find(view)
     for pattern in PATTERNS:
         yield from pattern.find(view)
@@ -113,27 +114,27 @@ _WITHOUT_PHASE = frozenset({"keyboard_interrupt", "sigterm", "nccl_timeout", "nc
 _ASYNCHRONOUS = frozenset({"illegal_memory_access", "device_side_assert", "gpu_lost", "cuda_error"})
 
 
-def _placed(page: Page, finding: Finding) -> Finding:
+def _placed(page: LogText, finding: Finding) -> Finding:
     """The finding with its phase, and as pinned or shared memory where only the traceback shows
     that."""
     context = page.context(finding.line)
     if finding.kind is Kind.GPU_OOM and finding.figures.known == 0:
-        pinned, device = frames.pinned(context, page.lines[finding.line + 1 : finding.line + 9])
-        if pinned:
+        is_pinned, device = pinned(context, page.lines[finding.line + 1 : finding.line + 9])
+        if is_pinned:
             finding = replace(finding, kind=Kind.PINNED_HOST_OOM, figures=replace(finding.figures, device_index=device))
-    if finding.kind is Kind.DISK_FULL and frames.in_shared_memory(context):
+    if finding.kind is Kind.DISK_FULL and in_shared_memory(context):
         finding = replace(finding, kind=Kind.SHM_EXHAUSTED, phase="data")
     if finding.kind is Kind.NOT_MEMORY and finding.weight is Weight.ERROR and is_mild(page.lines[finding.line]):
         finding = replace(finding, weight=Weight.HINT)
     return finding if finding.phase is not None else replace(finding, phase=_phase(finding, context))
 
 
-def _phase(finding: Finding, context: list[Line]) -> str:
+def _phase(finding: Finding, context: list[LogLine]) -> str:
     if finding.reason in _WITHOUT_PHASE or finding.weight < Weight.BROKEN or finding.kind is Kind.HOST_OOM_KILLED:
         return "unknown"
     if finding.reason in _ASYNCHRONOUS:
-        return "data" if frames.in_pin_thread(context) else "unknown"
-    return frames.phase_of(context)
+        return "data" if in_pin_thread(context) else "unknown"
+    return phase_of(context)
 
 
 # --- what needs more than a pattern --------------------------------------------------------------
@@ -141,7 +142,7 @@ def _phase(finding: Finding, context: list[Line]) -> str:
 _MEMORY_ERROR = re.compile(r"(?:[\w.]+\.)?_?(?:Array|Arrow)?MemoryError(?::.*)?$")
 
 
-def _memory_errors(view: View) -> Iterator[Finding]:
+def _memory_errors(view: JoinedLines) -> Iterator[Finding]:
     """Python's MemoryError, which mostly has no message."""
     if "MemoryError" not in view.text:
         return
@@ -163,7 +164,7 @@ _NAMED_PIDS = re.compile(
 )
 
 
-def _kernel_kills(view: View, page: Page, member_pids: frozenset[int]) -> Iterator[Finding]:
+def _kernel_kills(view: JoinedLines, page: LogText, member_pids: frozenset[int]) -> Iterator[Finding]:
     """The kernel's records. The victim can be another program: compare its pid, or else its
     name."""
     matches = list(VICTIM.finditer(view.text))
@@ -202,7 +203,7 @@ def _pids(texts: Iterable[str]) -> set[int]:
 _KILLED_LINE = re.compile(r"Killed(?:: 9)?$|zsh: killed\b|Killed (?!process\b)\S+ ?\S{0,40}$")
 
 
-def _bare_killed(view: View) -> Iterator[Finding]:
+def _bare_killed(view: JoinedLines) -> Iterator[Finding]:
     """The one word that a shell prints, perhaps followed by the command."""
     if "illed" not in view.text:
         return
@@ -249,7 +250,7 @@ _CONFIG_WORDS = re.compile(
 )
 
 
-def _python_errors(page: Page, known: Container[int]) -> list[Finding]:
+def _python_errors(page: LogText, known: Container[int]) -> list[Finding]:
     """The last line of any exception, except on the `known` lines, where a pattern has matched."""
     candidates = [
         index
@@ -259,7 +260,7 @@ def _python_errors(page: Page, known: Container[int]) -> list[Finding]:
     return both_ends(candidates, lambda index: _python_error(page, index), _MOST_ERRORS)
 
 
-def _python_error(page: Page, index: int) -> Finding | None:
+def _python_error(page: LogText, index: int) -> Finding | None:
     text = page.lines[index].text
     match = _ERROR_LINE.match(_LEADERS.sub("", text))
     if match is None or _AROUND.match(match[1]) or _AROUND_WORDS.search(text) or "Warning" in match[1]:
@@ -276,10 +277,145 @@ def _python_error(page: Page, index: int) -> Finding | None:
 _NAN = re.compile(r"(?:loss|grad_norm|ppl|perplexity)['\"]?\s*[:=]\s*-?nan\b", re.IGNORECASE)
 
 
-def _not_a_number(page: Page) -> Iterator[Finding]:
+def _not_a_number(page: LogText) -> Iterator[Finding]:
     """A metric that is nan, in the last 40 lines only: an earlier one can be a step that was
     skipped."""
     for index in range(max(0, len(page.lines) - 40), len(page.lines)):
         if _NAN.search(page.lines[index].text):
             yield Finding(Kind.NOT_MEMORY, "loss_nan", 0.6, Weight.HINT, "unknown", line=index, last_line=index)
             return
+
+
+_BACKWARD = re.compile(
+    r"torch[/\\]autograd[/\\]|run_backward|_tensor\.py\", line \d+, in backward|[/\\]tensor\.py\","
+    r" line \d+, in backward|(?:loss|engine|accelerator|scaler\.scale\(\w+\)|fabric|self)\.backward\("
+    r"|_grad_\w{0,80}ops?\.cc|Gradient\w{0,80}Op|in backward\b|value_and_grad|tape\.gradient"
+)
+_OPTIMIZER = re.compile(
+    r"torch[/\\]optim[/\\](?!lr_scheduler)|bitsandbytes[/\\]optim|apex[/\\]optimizers|ops[/\\]adam"
+    r"|transformers[/\\]optimization\.py|optimizer\.step\(|optim\.step\("
+    r"|_foreach_\w{1,80}\(|in _(?:multi|single)_tensor_\w+|in _init_group|scaler\.step\("
+    r"|optimizer\.apply_gradients|optax|optimizers?[/\\]\w+\.py\", line \d+, in step"
+)
+_LOSS = re.compile(
+    r"loss_utils\.py|in \w*(?:cross_entropy|nll_loss|CausalLMLoss|log_softmax|compute_loss_func)\b"
+    r"|[/\\]nn[/\\]modules[/\\]loss\.py|F\.(?:cross_entropy|nll_loss|log_softmax)\("
+    r"|cross_entropy_loss\(|logits\.float\(\)|logits = logits\.(?:float|to)\(|criterion\(|loss_fct\("
+    r"|loss_fn\("
+)
+_SAVE = re.compile(
+    r"\bsave_(?:checkpoint|pretrained|model|state|file|16bit\w*|total_limit)\b|in _?save\w*"
+    r"|torch\.save\(|serialization\.py\", line \d+, in (?:save|_save|__exit__)"
+    r"|_state_dict_utils\.py|_post_state_dict_hook|_full_post_state_dict|get_(?:model_)?state_dict"
+    r"|serialize_file|in save\b|write_(?:checkpoint|shard)|dist_checkpointing|consolidated_16bit|in"
+    r" state_dict\b"
+)
+_EVALUATION = re.compile(
+    r"in (?:evaluation_loop|evaluate|validation_step|prediction_step|prediction_loop|nested_concat"
+    r"|run_evaluation|_run_validation|validate|val_step|eval_step|run_eval|_evaluate|eval_epoch)\b"
+    r"|[/\\]evaluation_loop\.py|trainer\.evaluate\(|self\.evaluate\(|eval_loop|in compute_metrics"
+)
+_LOADING = re.compile(
+    r"torch[/\\]utils[/\\]data[/\\]|multiprocessing[/\\](?:reductions?|queues|resource_sharer"
+    r"|shared_memory|heap)\.py|in pin memory thread|dataloader\.py|pin_memory\.py|in DataLoader worker"
+    r"|datasets[/\\]\w+\.py|data_collator|in __getitem__"
+)
+_LOAD = re.compile(
+    r"in (?:_?from_pretrained|load_state_dict|_load_\w+|load_checkpoint|load_model|load_file"
+    r"|safe_load_file|load_shard\w*|_load_pretrained_model|from_config|load_pretrained\w*"
+    r"|prepare_model|get_peft_model|dispatch_model)\b"
+    r"|\.from_pretrained\(|_flat_param\.py|torch\.load\(|safe_open\(|serialization\.py\", line \d+, in"
+    r" (?:load|_load|restore_location|_legacy_load)|load_state_dict\(|modeling_utils\.py"
+    r"|call to target '[^']*[Mm]odel|\.to\((?:device|args\.device|\"cuda\w*\"|'cuda\w*'|torch\.device)"
+    r"|model\.(?:to|cuda|half|float)\(|module\.py\", line \d+, in (?:to|_apply|convert|cuda)\b"
+)
+_FORWARD = re.compile(
+    r"in (?:\w+\.)?(?:_conv_\w*)?forward\b|in \w*_forward\b|_call_impl|forward_call\("
+    r"|nn[/\\]functional\.py|F\.linear\(|torch\.(?:embedding|matmul|bmm|baddbmm)\(|torch[/\\]_(?:refs"
+    r"|decomp)[/\\]|flash_attn_func|scaled_dot_product_attention|in training_step\b"
+)
+RULES = (
+    ("save", _SAVE),
+    ("data", _LOADING),
+    ("optimizer", _OPTIMIZER),
+    ("backward", _BACKWARD),
+    ("loss", _LOSS),
+    ("evaluation", _EVALUATION),
+    ("load", _LOAD),
+    ("forward", _FORWARD),
+)
+_IS_FRAME = re.compile(r"File \"|\.py:\d+|\.py in |line \d+, in |^\s*-+> ?\d+")
+_LOGGED = (
+    (
+        "load",
+        re.compile(
+            r"(?i)loading (?:checkpoint )?shards?|loading (?:the )?(?:model|weights|checkpoint|pretrained)|샤드"
+            r"|加载模型|modelo? laden|load_checkpoint"
+        ),
+    ),
+    ("save", re.compile(r"(?i)sav(?:ing|e) (?:the )?(?:model|checkpoint|state|optimizer)|writing checkpoint")),
+    ("evaluation", re.compile(r"(?i)\*{3,} running evaluation|evaluating|running validation|^eval(?:uation)?\b")),
+)
+
+
+def phase_of(context: Sequence[LogLine]) -> str:
+    """The phase of training in which the message that ends `context` was raised, or `unknown`.
+
+    The innermost known frame decides, except where an outer one says more: a forward pass inside
+    backward is a recomputation, and one inside an evaluation belongs to the evaluation.
+    """
+    texts = [line.text for line in context]
+    found = [name for name in map(_phase_of_line, reversed(texts)) if name is not None]
+    if not found:
+        return (
+            "unknown" if any(_IS_FRAME.search(text) for text in texts[:-1]) else _logged([line.shown for line in context[-9:]])
+        )
+    innermost = found[0]
+    if innermost in ("forward", "loss", "load"):
+        for outer in ("backward", "evaluation"):
+            if outer in found:
+                return outer
+    if innermost == "forward" and "load" in found:
+        return "load"
+    if innermost == "evaluation" and "save" in found:
+        return "save"
+    return innermost
+
+
+def _phase_of_line(text: str) -> str | None:
+    return next((name for name, pattern in RULES if pattern.search(text)), None)
+
+
+def _logged(texts: Sequence[str]) -> str:
+    for text in reversed(texts):
+        for name, pattern in _LOGGED:
+            if pattern.search(text):
+                return name
+    return "unknown"
+
+
+_PIN_FRAMES = re.compile(
+    r"in pin memory thread|pin_memory\.py|in pin_memory\b|\.pin_memory\(|cuda(?:Host|MallocHost)"
+    r"|CachingHostAllocator|host_allocator"
+)
+_PIN_DEVICE = re.compile(r"pin memory thread for device (\d{1,4})")
+# "OSError: No space left on device" without a path, raised by code that makes files in /dev/shm.
+_SHARED_FRAMES = re.compile(r"multiprocessing[/\\](?:shared_memory|synchronize|heap|reductions?)\.py")
+
+
+def in_pin_thread(context: Sequence[LogLine]) -> bool:
+    return any("in pin memory thread" in line.text for line in context)
+
+
+def pinned(context: Sequence[LogLine], following: Sequence[LogLine]) -> tuple[bool, int | None]:
+    """Whether a device's message is about page-locked host memory, and the device that the thread
+    serves."""
+    if not in_pin_thread(context) and not any(_PIN_FRAMES.search(line.text) for line in [*context[-5:], *following]):
+        return False, None
+    device = next((match for line in context if (match := _PIN_DEVICE.search(line.text))), None)
+    return True, None if device is None else int(device[1])
+
+
+def in_shared_memory(context: Sequence[LogLine]) -> bool:
+    """Whether the last frames are of code that makes files in /dev/shm."""
+    return any(_SHARED_FRAMES.search(line.text) for line in context[-8:])

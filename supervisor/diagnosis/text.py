@@ -3,7 +3,7 @@ search.
 
 The steps, in order: convert to UTF-8 (`as_utf8`), keep the parts that can matter in bounded memory
 (`excerpt`), split them into lines without colours and launcher prefixes (`lines_of`), and join the
-lines without white space (`View`).
+lines without white space (`JoinedLines`).
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def _merged(pieces: list[Piece]) -> list[Piece]:
 LONGEST_LINE = 8192
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     shown: str
     """The line as a person reads it."""
     text: str
@@ -272,7 +272,7 @@ _FRONT = re.compile(
 RIGHT_BORDER = re.compile(r"[│┃║╎]\s*$")
 
 
-def lines_of(data: bytes, start: int, *, gap: bool) -> list[Line]:
+def lines_of(data: bytes, start: int, *, gap: bool) -> list[LogLine]:
     """The lines of one piece of a log that begins at offset `start`. Of consecutive progress bars
     two remain."""
     text = _CONTROL.sub("", COLOUR.sub("", decode(data)))
@@ -280,7 +280,7 @@ def lines_of(data: bytes, start: int, *, gap: bool) -> list[Line]:
         text = BAR.sub(lambda match: match[0] + "\n", text)
     if "\\n" in text:
         text = _QUOTED_END.sub("\n", text)
-    found: list[Line] = []
+    found: list[LogLine] = []
     at = start
     for raw in _ENDS.split(text):
         for part in _short(raw):
@@ -292,7 +292,7 @@ def lines_of(data: bytes, start: int, *, gap: bool) -> list[Line]:
             if bar and len(found) > 1 and found[-1].bar and found[-2].bar:
                 found.pop()
             rest, rank = _without_front(shown)
-            found.append(Line(shown, rest, rank, bar, gap and not found, at))
+            found.append(LogLine(shown, rest, rank, bar, gap and not found, at))
     return found
 
 
@@ -317,18 +317,18 @@ def _without_front(shown: str) -> tuple[str, int | None]:
     return RIGHT_BORDER.sub("", text).strip(), rank
 
 
-# --- page and view -------------------------------------------------------------------------------
+# --- the text of a log ---------------------------------------------------------------------------
 
 _SPACE = re.compile(r"\s+")
 _WORD = re.compile(r"\w")
 _TRACEBACK = "Traceback (most recent call last)"
 
 
-class View:
+class JoinedLines:
     """Lines in one order, joined into `text` without any white space, so that no folding hides a
     message."""
 
-    def __init__(self, lines: list[Line], order: list[int]) -> None:
+    def __init__(self, lines: list[LogLine], order: list[int]) -> None:
         self.lines = lines
         self._order = order
         parts = ["" if lines[index].bar else _SPACE.sub("", lines[index].text) for index in order]
@@ -371,30 +371,29 @@ class View:
         return self._known_columns
 
 
-class Page:
+class LogText:
     """The lines that are read of one log."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
-        self.lines: list[Line] = []
+        self.lines: list[LogLine] = []
         end = 0
         for piece in pieces:
             self.lines += lines_of(piece.data, piece.start, gap=piece.start > end)
             end = piece.end
 
     @cached_property
-    def views(self) -> list[View]:
+    def views(self) -> list[JoinedLines]:
         """The lines as they stand and, with several ranks, grouped by rank: ranks write between
         each other's lines."""
         ranks = {line.rank for line in self.lines}
         order = list(range(len(self.lines)))
-        views = [View(self.lines, order)]
+        views = [JoinedLines(self.lines, order)]
         if len(ranks) > 1:
-            views.append(
-                View(self.lines, sorted(order, key=lambda index: (self.lines[index].rank is None, self.lines[index].rank or 0)))
-            )
+            by_rank = sorted(order, key=lambda index: (self.lines[index].rank is None, self.lines[index].rank or 0))
+            views.append(JoinedLines(self.lines, by_rank))
         return views
 
-    def context(self, index: int, most: int = 120) -> list[Line]:
+    def context(self, index: int, most: int = 120) -> list[LogLine]:
         """The lines of the same rank up to `index`, oldest first, back to the beginning of the
         traceback at most."""
         rank = self.lines[index].rank

@@ -2,7 +2,7 @@
 of the dashboard.
 
 Bytes are as the evidence prints them. What it does not print is None; sums that are only inferred
-have fields of their own.
+have fields of their own. At the end, a diagnosis as one sentence for a person.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from enum import Enum
 
 import msgspec
+
+from memtop.supervisor import units
 
 
 class Kind(str, Enum):
@@ -166,3 +168,196 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     logits."""
     seq_len: int | None = None
     vocabulary: int | None = None
+
+
+PHASES = {
+    "load": "while loading the model",
+    "forward": "in the forward pass",
+    "loss": "in the loss",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer step",
+    "evaluation": "during evaluation",
+    "save": "while saving",
+    "data": "while loading data",
+}
+
+OUTCOMES = {
+    "gpu_oom": "ran out of GPU memory",
+    "gpu_oom_fragmented": "ran out of GPU memory (fragmented)",
+    "gpu_oom_other_process": "ran out of GPU memory that other processes held",
+    "host_oom_alloc": "ran out of host memory",
+    "host_oom_killed": "was killed for lack of host memory",
+    "pinned_host_oom": "ran out of page-locked memory",
+    "shm_exhausted": "ran out of shared memory",
+    "disk_full": "found the disk full",
+}
+"""How an attempt ended, by the value of its `Kind`."""
+
+REASONS = {
+    "aborted": "the program aborted itself (SIGABRT)",
+    "allocator_warning": "an allocator warned that more memory would help; its message says that this is no failure",
+    "asked_to_stop": "the program was stopped as requested",
+    "bus_error": "the program crashed (bus error): a memory-mapped file was truncated, or /dev/shm was full",
+    "cancelled": "the job was cancelled",
+    "config_error": "the program rejected its configuration",
+    "connection_lost": "the connection to another process was lost",
+    "cuda_error": "CUDA reported an error that is not about memory",
+    "data_error": "the data could not be read",
+    "device_mismatch": "an operation used tensors on different devices",
+    "device_side_assert": "an assertion failed on the GPU; mostly an index or a label is out of range",
+    "driver_mismatch": "the GPU driver and its library have different versions; reboot or reload the driver",
+    "dtype_mismatch": "an operation used tensors of different types",
+    "extension_build": "an extension could not be built",
+    "fd_limit": "too many files were open: the limit of file descriptors (ulimit -n) was reached, not one of memory",
+    "finished": "the program ended successfully",
+    "gpu_lost": "the GPU failed or was lost",
+    "grpc_limit": "a message or a quota exceeded its limit; that is no limit of memory",
+    "illegal_memory_access": "a GPU kernel accessed memory outside its allocation: this is a bug, not a lack of memory",
+    "import_error": "a module could not be imported",
+    "inotify_limit": "the limit of watched files was reached; the disk is not full",
+    "interrupted": "the program was interrupted",
+    "invalid_device": "the program requested a GPU that does not exist",
+    "java_heap": "Java's heap was full",
+    "keyboard_interrupt": "the program was interrupted with Ctrl-C",
+    "killed_by_something": "the program was killed",
+    "loss_nan": "the loss became NaN or infinite",
+    "nccl_error": "the communication between ranks failed",
+    "nccl_timeout": "a rank waited for another rank until the timeout",
+    "network": "a download or a network request failed",
+    "no_evidence": "no sign of a lack of memory was found; why the program ended is unknown",
+    "no_kernel_image": "this build contains no code for this GPU",
+    "node_failure": "the node failed",
+    "node_heap": "the heap of JavaScript (node) was full",
+    "oom_handled": "the program ran out of memory, handled that and went on",
+    "oom_kill_of_other_process": "the kernel killed another program for lack of memory, not this one",
+    "oom_retried": "the program ran out of memory, retried or skipped the work, and went on",
+    "permission": "the user has no permission to use a file or a device",
+    "port_in_use": "a network port is already in use",
+    "preempted": "the scheduler preempted the job",
+    "python_error": "the program raised an exception",
+    "recursion": "the program exceeded Python's recursion limit",
+    "segfault": "the program crashed (segmentation fault)",
+    "shape_mismatch": "an operation used tensors whose shapes do not match",
+    "sigterm": "the program was terminated (SIGTERM)",
+    "state_mismatch": "a checkpoint does not match the model",
+    "teardown_noise": "workers were killed after the run had completed",
+    "thread_limit": "no more threads or processes can be started: the limit (ulimit -u) was reached, not one of memory",
+    "time_limit": "the job reached its time limit",
+    "worker_died": "a data-loader worker ended, and the log does not show why",
+    "triton_shared_memory": (
+        "a kernel needs more on-chip memory than the GPU has: use smaller blocks; smaller batches do not help"
+    ),
+}
+_WITH_DETAIL = frozenset({"python_error", "data_error", "config_error", "import_error", "cuda_error"})
+
+
+def summary(diagnosis: Diagnosis, detail: str | None = None, caveat: str | None = None) -> str:
+    """The sentence. `detail` is what the program printed, for failures with no sentence of their
+    own; `caveat` is a sentence to close with."""
+    sentence = _sentence(diagnosis, detail)
+    return sentence if caveat is None else f"{sentence} {caveat}"
+
+
+def _sentence(diagnosis: Diagnosis, detail: str | None) -> str:
+    if diagnosis.kind is Kind.NOT_MEMORY:
+        sentence = REASONS.get(diagnosis.reason or "", "the program failed, not for lack of memory")
+        if detail and diagnosis.reason in _WITH_DETAIL:
+            sentence += f": {detail}"
+        return sentence[:1].upper() + sentence[1:] + ("" if sentence.endswith(".") else ".")
+    phase = PHASES.get(diagnosis.phase)
+    return {
+        Kind.HOST_OOM_ALLOC: _host_alloc,
+        Kind.HOST_OOM_KILLED: _host_killed,
+        Kind.PINNED_HOST_OOM: _pinned,
+        Kind.SHM_EXHAUSTED: _shm,
+        Kind.DISK_FULL: _disk,
+    }.get(diagnosis.kind, _gpu)(diagnosis, f" {phase}" if phase else "")
+
+
+def _gpu(diagnosis: Diagnosis, phase: str) -> str:
+    name = "The GPU" if diagnosis.device_index is None else f"GPU {diagnosis.device_index}"
+    request = []
+    if diagnosis.requested_bytes is not None:
+        purpose = f" for {diagnosis.requested_for}" if diagnosis.requested_for else ""
+        request.append(f"it requested {size(diagnosis.requested_bytes)}{purpose}")
+    total = diagnosis.total_bytes
+    if diagnosis.free_bytes is not None:
+        request.append(f"{size(diagnosis.free_bytes)} was free" + (f" of {size(total)}" if total else ""))
+    parts = [", ".join(request)] if request else []
+    held, holder = diagnosis.process_bytes, "the process held"
+    if held is None:
+        held, holder = diagnosis.allocated_bytes, "the program's tensors held"
+    if held is not None:
+        parts.append(f"{holder} {size(held)}{_share(held, total)}")
+    if diagnosis.kind is Kind.GPU_OOM_FRAGMENTED:
+        spare = diagnosis.reserved_unallocated_bytes
+        amount = f"{size(spare)} was" if spare is not None else "more than that was"
+        parts.append(f"{amount} reserved but unallocated (fragmentation)")
+    elif diagnosis.kind is Kind.GPU_OOM_OTHER_PROCESS:
+        pids = ", ".join(map(str, diagnosis.other_process_pids))
+        amount = size(diagnosis.other_process_bytes)
+        parts.append(
+            f"other processes held {amount}{_share(diagnosis.other_process_bytes, total)}" + (f", pid {pids}" if pids else "")
+        )
+    elif _refused_with_room(diagnosis):
+        allowed = diagnosis.allowed_bytes
+        why = (
+            f"the program is limited to {size(allowed)}"
+            if allowed is not None
+            else "the driver refused it although that much was free"
+        )
+        parts.append(why)
+    return f"{name} ran out of memory{phase}" + (f": {'; '.join(parts)}." if parts else ".")
+
+
+def _refused_with_room(diagnosis: Diagnosis) -> bool:
+    requested, free = diagnosis.requested_bytes, diagnosis.free_bytes
+    return requested is not None and free is not None and free > requested
+
+
+def _host_alloc(diagnosis: Diagnosis, phase: str) -> str:
+    if diagnosis.reason is not None:
+        return f"{REASONS[diagnosis.reason]}{phase}: it has its own limit, which can be far below the host's memory."
+    amount = "An allocation" if diagnosis.requested_bytes is None else f"An allocation of {size(diagnosis.requested_bytes)}"
+    limit = diagnosis.address_space_bytes
+    why = "" if limit is None else f": the program's address space is limited to {size(limit)} (ulimit -v)"
+    return f"{amount} of host memory failed{phase}{why}."
+
+
+def _host_killed(diagnosis: Diagnosis, phase: str) -> str:
+    if diagnosis.confidence < 0.5:
+        return (
+            "The program, or a process that it started, was killed (SIGKILL), probably by the kernel for lack of host memory; "
+            "a kill by hand looks the same."
+        )
+    certain = diagnosis.confidence >= 0.9
+    who = "A data-loader worker" if diagnosis.phase == "data" else "The program"
+    return f"{who} was {'killed' if certain else 'most likely killed'} for lack of host memory."
+
+
+def _pinned(diagnosis: Diagnosis, phase: str) -> str:
+    amount = "" if diagnosis.requested_bytes is None else f" {size(diagnosis.requested_bytes)} of"
+    return f"Allocating{amount} page-locked host memory failed{phase}: this is the host's memory, not the GPU's."
+
+
+def _shm(diagnosis: Diagnosis, phase: str) -> str:
+    return f"/dev/shm, through which data-loader workers and ranks pass data, was full{phase}."
+
+
+def _disk(diagnosis: Diagnosis, phase: str) -> str:
+    if diagnosis.confidence < 0.8:
+        return f"A file could not be written{phase}: the disk is probably full; a network file system can fail alike."
+    return f"The disk was full{phase}."
+
+
+def size(size_bytes: int | None) -> str:
+    """As exact as the allocator prints it: two decimals of a GiB."""
+    if size_bytes is not None and units.GIB <= size_bytes < 1024 * units.GIB:
+        return f"{units.gib(size_bytes, 2)} GiB"
+    return units.size(size_bytes)
+
+
+def _share(part: int | None, total: int | None) -> str:
+    """The share in percent, if it can be one: NVML may not see the process, and Windows spills into
+    host memory."""
+    return f" ({units.percent(part / total)})" if part is not None and total and part <= total else ""

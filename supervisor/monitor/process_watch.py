@@ -11,9 +11,8 @@ from typing import NamedTuple
 import msgspec
 
 from memtop.supervisor import units
-from memtop.supervisor.monitor.processes import roles
 from memtop.supervisor.monitor.processes.facts import JOB_VARIABLES, ProcessDescriber, ProcessFacts
-from memtop.supervisor.monitor.processes.jobs import Grouping, JobDraft, Program, read_program
+from memtop.supervisor.monitor.processes.jobs import Grouping, JobDraft, Program, job_name, read_program
 from memtop.supervisor.monitor.processes.proc import (
     ATTEMPT_VARIABLE,
     PROC,
@@ -284,7 +283,7 @@ def _job_names(
         on_gpu = [pid for pid in draft.pids if pid in made]
         first = min(on_gpu, key=lambda pid: (draft.roles.get(pid) != "rank 0", draft.pids.index(pid)))
         fact = facts[first]
-        name, key, run = roles.job_name(fact.words, fact.name or ""), draft.key, made[first].run
+        name, key, run = job_name(fact.words, fact.name or ""), draft.key, made[first].run
         if draft.run is not None and run is not None:
             folder, attempt = draft.run
             stray = any(made[pid].stray for pid in on_gpu)

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import msgspec
 
 from memtop.supervisor import units
-from memtop.supervisor.monitor.nvml.holdings import HoldingsReader
+from memtop.supervisor.monitor.nvml.device import HoldingsReader
 from memtop.supervisor.monitor.nvml.thread import Reader, ReaderThread
 from memtop.supervisor.monitor.processes.facts import ProcessDescriber
 from memtop.supervisor.monitor.processes.proc import ProcessId

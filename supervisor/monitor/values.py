@@ -1,14 +1,18 @@
 """One sample of the machine. The field names are the public JSON of `memtop watch --once --json`.
 
 Units: bytes, seconds, watts, degrees Celsius, megahertz, fractions 0-1. An unknown value is None,
-never 0, and `unknown` maps the name of its field to the reason.
+never 0, and `unknown` maps the name of its field to the reason. The safety bands are here too, and
+questions about a whole snapshot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
 
 import msgspec
+
+from memtop.supervisor import units
 
 
 class Band(str, Enum):
@@ -335,3 +339,83 @@ class MachineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     jobs: tuple[Job, ...] = ()
     """The GPU processes grouped into jobs, largest GPU memory first."""
     host: HostSample = HostSample()
+
+
+EDGE_FROM = 0.85
+"""Lowest fraction of the edge band (inclusive)."""
+DANGER_ABOVE = 0.90
+"""Highest fraction of the edge band (inclusive). Above it is danger."""
+
+_MARKS = {Band.SAFE: "·", Band.EDGE: "^", Band.DANGER: "!!", Band.UNKNOWN: "?"}
+
+
+def band_of(fraction: float | None) -> Band:
+    """The band of a fraction (0-1) without hysteresis: safe < 0.85 <= edge <= 0.90 < danger."""
+    if fraction is None or fraction != fraction:
+        return Band.UNKNOWN
+    if fraction < EDGE_FROM:
+        return Band.SAFE
+    return Band.DANGER if fraction > DANGER_ABOVE else Band.EDGE
+
+
+def mark(band: Band) -> str:
+    """The sign shown next to the colour, so that a band can be recognized without colours."""
+    return _MARKS[band]
+
+
+def only_gpus(snapshot: MachineSnapshot, indices: Collection[int]) -> MachineSnapshot:
+    """The snapshot with only these GPUs, the processes on them, and the jobs of these processes.
+
+    A job that also uses other GPUs keeps only the GPU memory that it holds on these. Its processes
+    and its host memory stay complete, because they cannot be divided among GPUs.
+    """
+    gpus = tuple(gpu for gpu in snapshot.gpus if gpu.index in indices)
+    if len(gpus) == len(snapshot.gpus):
+        return snapshot
+    held: dict[str, list[GpuProcess]] = {}
+    for gpu in gpus:
+        for process in gpu.processes:
+            if process.job is not None:
+                held.setdefault(process.job, []).append(process)
+    jobs = [_part_of(job, held[job.key], indices) for job in snapshot.jobs if job.key in held]
+    jobs.sort(key=lambda job: (-(job.used_bytes or 0), job.key))
+    note = snapshot.gpu_note
+    if not gpus:
+        listed = ", ".join(str(gpu.index) for gpu in snapshot.gpus)
+        note = f"GPU {', '.join(map(str, sorted(indices)))}: the driver does not list it now, only GPU {listed}"
+    return msgspec.structs.replace(snapshot, gpus=gpus, jobs=tuple(jobs), gpu_note=note)
+
+
+def _part_of(job: Job, rows: list[GpuProcess], indices: Collection[int]) -> Job:
+    here = tuple(index for index in job.gpu_indices if index in indices)
+    if here == job.gpu_indices:
+        return job
+    sizes = [row.used_bytes for row in rows if row.used_bytes is not None]
+    unknown = {name: reason for name, reason in job.unknown.items() if name != "used_bytes"}
+    if len(sizes) == len(rows):
+        return msgspec.structs.replace(job, gpu_indices=here, used_bytes=sum(sizes), unknown=unknown)
+    reasons = (row.unknown.get("used_bytes") for row in rows)
+    unknown["used_bytes"] = next(filter(None, reasons), "the driver does not report all of it")
+    return msgspec.structs.replace(job, gpu_indices=here, used_bytes=None, unknown=unknown)
+
+
+def why_incomplete(machine: MachineSnapshot) -> list[str]:
+    """Why GPU processes may be missing from the snapshot, one sentence for each reason.
+
+    Empty if all are listed.
+    """
+    if not machine.gpus:
+        return [machine.gpu_note or "no GPU"]
+    found = [f"GPU {gpu.index}: {why}" for gpu in machine.gpus if (why := why_incomplete_on(gpu))]
+    if machine.gpu_age_seconds is not None:
+        age = units.duration(machine.gpu_age_seconds)
+        found.append(f"the driver has not answered for {age}: the list is that old")
+    return found
+
+
+def why_incomplete_on(gpu: GpuSample) -> str:
+    """Why processes may be missing from one GPU's list. Empty if the list is complete."""
+    if gpu.error:
+        return f"its processes are not known: {gpu.error}"
+    reason = gpu.unknown.get("processes")
+    return f"not all of its processes are known: {reason}" if reason else ""

@@ -19,7 +19,7 @@ from memtop.presets.comparison import changes, describe_split
 from memtop.presets.schema import Settings, exact_splits
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError
-from memtop.supervisor.monitor.bands import EDGE_FROM
+from memtop.supervisor.monitor.values import EDGE_FROM
 from memtop.supervisor.recovery.configuration import change_for
 from memtop.supervisor.recovery.forecast import foreseen
 from memtop.supervisor.recovery.values import Forecast

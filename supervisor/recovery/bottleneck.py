@@ -17,7 +17,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.batch_trial import ForecastOf, Split, next_split
-from memtop.supervisor.recovery.suggested_commands import restart_command
+from memtop.supervisor.recovery.situation import restart_command
 from memtop.supervisor.recovery.values import Forecast, Remedy
 from memtop.supervisor.wire import Advice
 

@@ -16,12 +16,12 @@ import msgspec
 
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
-from memtop.supervisor.monitor.bands import band_of
+from memtop.supervisor.monitor.values import band_of
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.values import Forecast, Peak
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class PeakLine(msgspec.Struct, frozen=True, kw_only=True):
     """The peak in bytes over B: `base_bytes` + `slope_bytes` x B, bounded by what was measured at
     other batches."""
 
@@ -50,20 +50,20 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
         basis = f"measured at B {batch}" if batch in self.measured else self.basis
         return foreseen(self.at(batch), total_bytes, basis, others_bytes)
 
-    def with_activations(self, share: float, why: str) -> Line:
+    def with_activations(self, share: float, why: str) -> PeakLine:
         """An estimate: the part that grows with the batch is multiplied by `share`. It keeps no
         measured batch."""
-        return Line(
+        return PeakLine(
             slope_bytes=self.slope_bytes * share,
             base_bytes=self.base_bytes,
             basis=f"estimate: {why}; {self.basis}",
             at_least=self.at_least,
         )
 
-    def shifted(self, by_bytes: int, why: str) -> Line:
+    def shifted(self, by_bytes: int, why: str) -> PeakLine:
         """An estimate: the part that does not depend on the batch grows by `by_bytes` (negative:
         shrinks)."""
-        return Line(
+        return PeakLine(
             slope_bytes=self.slope_bytes,
             base_bytes=max(0.0, self.base_bytes + by_bytes),
             basis=f"estimate: {why}; {self.basis}",
@@ -100,7 +100,7 @@ def peaks_of(settings: Settings, peaks: Iterable[Peak], *, on_gpu: bool | None =
     return tuple(peak for peak in peaks if peak.settings_key == key)
 
 
-def line_through(peaks: Sequence[Peak], *, base_bytes: int | None = None) -> Line | str:
+def line_through(peaks: Sequence[Peak], *, base_bytes: int | None = None) -> PeakLine | str:
     """The line through peaks of one key, or the reason why there is none.
 
     Two or more batches give slope and base; single outliers do not move them. One batch gives a
@@ -130,22 +130,22 @@ def _by_batch(peaks: Iterable[Peak]) -> tuple[dict[int, int], dict[int, int]]:
     return exact, failed
 
 
-def _exact_line(exact: dict[int, int], base_bytes: int | None) -> Line | None:
+def _exact_line(exact: dict[int, int], base_bytes: int | None) -> PeakLine | None:
     points = sorted(exact.items())
     if len(points) >= 2:
         # The median of all slopes (Theil-Sen estimator): up to a quarter of the points can be
         # outliers.
         slope = statistics.median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2))
         base = statistics.median(y - slope * x for x, y in points)
-        return Line(slope_bytes=slope, base_bytes=base, basis=f"line through peaks at {_words(exact)}", measured=exact)
+        return PeakLine(slope_bytes=slope, base_bytes=base, basis=f"line through peaks at {_words(exact)}", measured=exact)
     if points and base_bytes is not None:
         ((batch, peak),) = points
         basis = f"one peak at B {batch}, measured base {units.size(base_bytes)}"
-        return Line(slope_bytes=(peak - base_bytes) / batch, base_bytes=base_bytes, basis=basis, measured=exact)
+        return PeakLine(slope_bytes=(peak - base_bytes) / batch, base_bytes=base_bytes, basis=basis, measured=exact)
     return None
 
 
-def _line_with_failures(exact: dict[int, int], failed: dict[int, int], base_bytes: int | None) -> Line | None:
+def _line_with_failures(exact: dict[int, int], failed: dict[int, int], base_bytes: int | None) -> PeakLine | None:
     if exact:
         ((batch, peak),) = exact.items()
         beyond = {more: (size - peak) / (more - batch) for more, size in failed.items() if more > batch}
@@ -153,15 +153,15 @@ def _line_with_failures(exact: dict[int, int], failed: dict[int, int], base_byte
             return None
         at, slope = max(beyond.items(), key=lambda item: item[1])
         basis = f"line through the peak at B {batch} and the failure at B {at}, which needed at least that much"
-        return Line(slope_bytes=slope, base_bytes=peak - slope * batch, basis=basis, at_least=True, measured=exact)
+        return PeakLine(slope_bytes=slope, base_bytes=peak - slope * batch, basis=basis, at_least=True, measured=exact)
     if failed and base_bytes is not None:
         at, slope = max(((at, (size - base_bytes) / at) for at, size in failed.items()), key=lambda item: item[1])
         basis = f"at least: the failure at B {at}, measured base {units.size(base_bytes)}"
-        return Line(slope_bytes=slope, base_bytes=base_bytes, basis=basis, at_least=True)
+        return PeakLine(slope_bytes=slope, base_bytes=base_bytes, basis=basis, at_least=True)
     return None
 
 
-def _not_below_zero(line: Line, points: dict[int, int]) -> Line:
+def _not_below_zero(line: PeakLine, points: dict[int, int]) -> PeakLine:
     """A negative base is noise. Use a line through zero above all points instead, which is on the
     safe side."""
     if line.base_bytes >= 0:
@@ -170,7 +170,7 @@ def _not_below_zero(line: Line, points: dict[int, int]) -> Line:
     return msgspec.structs.replace(line, base_bytes=0.0, slope_bytes=steepest)
 
 
-def _lifted(line: Line, failed: dict[int, int]) -> Line:
+def _lifted(line: PeakLine, failed: dict[int, int]) -> PeakLine:
     missing = max((size - line.base_bytes - line.slope_bytes * batch for batch, size in failed.items()), default=0.0)
     if missing < 1:
         return line

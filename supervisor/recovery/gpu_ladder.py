@@ -17,18 +17,18 @@ from memtop.presets.files import load_presets
 from memtop.presets.schema import Preset, Settings, exact_splits
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
-from memtop.supervisor.monitor.bands import EDGE_FROM
-from memtop.supervisor.recovery.configuration import applied, settings_key
-from memtop.supervisor.recovery.forecast import Line
-from memtop.supervisor.recovery.parameters import (
+from memtop.supervisor.monitor.values import EDGE_FROM
+from memtop.supervisor.recovery.configuration import (
     MOMENT_BYTES,
     TRAINED_BYTES,
     adapter_parameters,
+    applied,
     model_parameters,
+    settings_key,
     smaller_model,
 )
-from memtop.supervisor.recovery.situation import Situation
-from memtop.supervisor.recovery.suggested_commands import to_do, train_command
+from memtop.supervisor.recovery.forecast import PeakLine
+from memtop.supervisor.recovery.situation import Situation, to_do, train_command
 from memtop.supervisor.recovery.values import Remedy
 
 Rung = Remedy | str | None
@@ -250,7 +250,7 @@ def _offload_optimizer(situation: Situation) -> Rung:
         return f"optimizer offload: {refused}"
     values = {"zero.offload_optimizer": "true", **({} if zero.stage else {"zero.stage": "2"})}
     line, estimate = situation.line(), None
-    if trained is not None and isinstance(line, Line):
+    if trained is not None and isinstance(line, PeakLine):
         saved = MOMENT_BYTES * trained // (situation.settings.world_size if zero.stage else 1)
         estimate = line.shifted(-saved, f"Adam's moments ({units.size(saved)}) leave the GPU")
     return situation.rung(
@@ -364,7 +364,7 @@ def _shorter(situation: Situation) -> Rung:
     )
 
 
-def _at_length(situation: Situation, length: int) -> Line | None:
+def _at_length(situation: Situation, length: int) -> PeakLine | None:
     """Activations and logits grow at least in proportion to T, so the proportional line is on the
     safe side."""
     line, now = situation.line(), situation.settings.seq_len

@@ -13,9 +13,8 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import HostLevel
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.sentences import size
-from memtop.supervisor.diagnosis.values import Diagnosis, Kind
-from memtop.supervisor.monitor.bands import EDGE_FROM
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind, size
+from memtop.supervisor.monitor.values import EDGE_FROM
 from memtop.supervisor.recovery.gpu_ladder import (
     Rung,
     checkpointing,
@@ -26,8 +25,7 @@ from memtop.supervisor.recovery.gpu_ladder import (
     smaller_split,
 )
 from memtop.supervisor.recovery.policy import SURE
-from memtop.supervisor.recovery.situation import HostFacts, Situation
-from memtop.supervisor.recovery.suggested_commands import suggested, to_do, train_command
+from memtop.supervisor.recovery.situation import HostFacts, Situation, suggested, to_do, train_command
 from memtop.supervisor.recovery.values import Remedy
 
 _NEXT_LEVEL: dict[HostLevel, HostLevel] = {"standard": "low", "low": "extreme"}

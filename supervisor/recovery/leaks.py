@@ -200,7 +200,7 @@ _MOST_SAMPLES = 400
 _WORTH_SAYING = 0.005
 
 
-class _Sample(NamedTuple):
+class _MemorySample(NamedTuple):
     time: float
     parts: dict[str, int]
 
@@ -210,7 +210,7 @@ class DangerWatch:
 
     def __init__(self, gauge: str) -> None:
         self._gauge = gauge
-        self._rows: deque[_Sample] = deque(maxlen=_MOST_SAMPLES)
+        self._rows: deque[_MemorySample] = deque(maxlen=_MOST_SAMPLES)
         self._held = 0
 
     def add(
@@ -218,7 +218,7 @@ class DangerWatch:
     ) -> str | None:
         """Add a sample (time in seconds). Returns one line once danger has lasted for HELD_SAMPLES;
         None otherwise."""
-        self._rows.append(_Sample(time, {name: value for name, value in parts.items() if value is not None}))
+        self._rows.append(_MemorySample(time, {name: value for name, value in parts.items() if value is not None}))
         while self._rows[0].time < time - _KEPT_SECONDS:
             self._rows.popleft()
         if band is Band.UNKNOWN:
@@ -231,7 +231,7 @@ class DangerWatch:
         return f"{self._gauge} stays in danger, {units.percent(fraction)} of {units.size(total_bytes)}: {why}"
 
 
-def what_grew(rows: list[_Sample], least: int = 1) -> str:
+def what_grew(rows: list[_MemorySample], least: int = 1) -> str:
     """The one or two parts that grew the most: `cache grew 0.9 GiB in 40 s`. `least`: bytes below
     which growth is ignored."""
     first, last = rows[0], rows[-1]
@@ -245,7 +245,7 @@ def what_grew(rows: list[_Sample], least: int = 1) -> str:
     return ", ".join(texts)
 
 
-def _in_seconds(rows: list[_Sample], name: str, gain: int) -> float:
+def _in_seconds(rows: list[_MemorySample], name: str, gain: int) -> float:
     """How long most of the growth took: from the last sample near the first value to the first one
     near the last value."""
     start = rows[0].parts.get(name, 0)

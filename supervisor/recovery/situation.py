@@ -1,23 +1,26 @@
 """A failure with everything known about it (`Situation`), and how a change of settings becomes a
-`Remedy`. Pure."""
+`Remedy`: an edit of the run, or commands for a person to type, such as those in
+`suggested_commands.toml`, which memtop never runs."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from memtop.presets import SettingsError, compatibility, edit_settings
 from memtop.presets.comparison import changes
-from memtop.presets.fields import can_change_live, training_unchanged
+from memtop.presets.fields import OPTIONS, can_change_live, training_unchanged
+from memtop.presets.files import PresetFileError, parse
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
-from memtop.supervisor.recovery.configuration import configuration_key, settings_key
-from memtop.supervisor.recovery.forecast import Line, line_through, peaks_of
-from memtop.supervisor.recovery.parameters import trained_parameters
-from memtop.supervisor.recovery.suggested_commands import restart_command, train_command
+from memtop.supervisor.recovery.configuration import configuration_key, settings_key, trained_parameters
+from memtop.supervisor.recovery.forecast import PeakLine, line_through, peaks_of
 from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
 
 
@@ -87,16 +90,16 @@ class Situation:
         """Whether these settings have failed before, or have just failed."""
         return configuration_key(after) in self._gone
 
-    def line(self, after: Settings | None = None) -> Line | str:
+    def line(self, after: Settings | None = None) -> PeakLine | str:
         """The line of peaks with these settings (None: the current ones), or the reason why there
         is none."""
         settings = self.settings if after is None else after
         return line_through(peaks_of(settings, self.peaks, on_gpu=self.on_gpu), base_bytes=self.base_bytes)
 
-    def foresee(self, after: Settings, estimate: Line | None = None) -> Forecast | str:
+    def foresee(self, after: Settings, estimate: PeakLine | None = None) -> Forecast | str:
         """The forecast for `after` from its own peaks, or else from the estimate, or the reason why
         there is none."""
-        line: Line | str = self.line(after)
+        line: PeakLine | str = self.line(after)
         if isinstance(line, str) and estimate is not None:
             line = estimate
         if isinstance(line, str):
@@ -117,7 +120,7 @@ class Situation:
         preset: str | None = None,
         title: str | None = None,
         speed: float | None = None,
-        estimate: Line | None = None,
+        estimate: PeakLine | None = None,
         unforeseen: str | None = None,
         consent: bool = False,
     ) -> Remedy | str:
@@ -205,3 +208,63 @@ def _failed_peak(diagnosis: Diagnosis, settings: Settings, *, on_gpu: bool) -> P
     needed = diagnosis.process_bytes + (diagnosis.requested_bytes or 0)
     key = settings_key(settings, on_gpu=on_gpu)
     return Peak(batch=settings.batch, bytes=needed, updates=0, failed=True, settings_key=key)
+
+
+_FILE = Path(__file__).with_name("suggested_commands.toml")
+
+
+class Suggestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    title: str
+    why: str
+    commands: tuple[str, ...]
+
+
+@cache
+def suggestions() -> dict[str, Suggestion]:
+    """By name: swap, shm, shm_container, memlock, memory_limit, address_space, who_killed."""
+    try:
+        return msgspec.convert(parse(_FILE), dict[str, Suggestion])
+    except msgspec.ValidationError as error:
+        raise PresetFileError(f"{_FILE}: {error}") from None
+
+
+def suggested(name: str) -> Remedy:
+    """The suggestion of that name as a remedy that only a person can apply."""
+    found = suggestions()[name]
+    return to_do(name, found.title, found.why, "\n".join(found.commands))
+
+
+def to_do(id: str, title: str, why: str, command: str | None, *, keeps_math: bool = True) -> Remedy:
+    """Something for a person to do: memtop shows the command and never runs it."""
+    return Remedy(
+        id=id,
+        title=title,
+        why=why,
+        keeps_math=keeps_math,
+        resumable="none",
+        needs_consent=True,
+        forecast_unknown="you run this command, not memtop, so there is no forecast",
+        command=command,
+    )
+
+
+def restart_command(run: str, assignments: Mapping[str, str], preset: str | None = None) -> str:
+    """For example `memtop restart RUN --batch 4 --accum 8`."""
+    words = ["memtop", "restart", run, *(("--preset", preset) if preset else ()), *_edits(assignments)]
+    return shlex.join(words)
+
+
+def train_command(settings: Settings, assignments: Mapping[str, str], *extra: str) -> str:
+    """A new run with these settings and assignments; `NEW` stands for its name."""
+    own = {name: str(getattr(settings, name)) for name in OPTIONS}
+    data = {f"data.{name}": str(settings.data[name]) for name in ("train", "eval") if settings.data.get(name)}
+    path = {"model.path": str(settings.model["path"])} if settings.model.get("path") else {}
+    values = {**own, **data, **path, **assignments}
+    words = ["memtop", "train", settings.recipe, "--name", "NEW", "--preset", settings.preset, *extra, *_edits(values)]
+    return shlex.join(words)
+
+
+def _edits(assignments: Mapping[str, str]) -> list[str]:
+    options = [word for name, option in OPTIONS.items() if name in assignments for word in (option, assignments[name])]
+    rest = [word for name, text in assignments.items() if name not in OPTIONS for word in ("--set", f"{name}={text}")]
+    return [*options, *rest]

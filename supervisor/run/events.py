@@ -41,7 +41,7 @@ class States(msgspec.Struct, frozen=True, kw_only=True):
     """All complete states, the newest first."""
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class RemedyFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What remedies depend on, read when an attempt has ended."""
 
     gpu_used_before_bytes: dict[str, int] = {}
@@ -73,7 +73,7 @@ class AgentAnswer(msgspec.Struct, frozen=True, kw_only=True):
 # --- how a supervisor begins ----------------------------------------------------------------------
 
 
-class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
+class SupervisorStarted(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
     """A supervisor begins: what it found in the run's folder. Reports of the newest attempt follow,
     then `Replayed`.
     """
@@ -159,7 +159,7 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag="examined"):
     """The post-mortem is finished."""
 
     diagnosis: Diagnosis
-    facts: Facts
+    facts: RemedyFacts
     problem: str | None = None
     """What went wrong with the post-mortem itself."""
 
@@ -282,7 +282,7 @@ class WriteChecked(msgspec.Struct, frozen=True, kw_only=True, tag="write_checked
 
 
 Occurrence = (
-    Opened
+    SupervisorStarted
     | Replayed
     | Launched
     | LaunchRefused

@@ -13,8 +13,7 @@ import msgspec
 from memtop.presets.comparison import describe_split, risk
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
-from memtop.supervisor.diagnosis.sentences import PHASES
-from memtop.supervisor.diagnosis.values import Diagnosis
+from memtop.supervisor.diagnosis.values import PHASES, Diagnosis
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.policy import SURE, Decision

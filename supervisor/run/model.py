@@ -53,7 +53,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """auto | ask | stop"""
 
 
-class Stage(str, Enum):
+class AttemptStage(str, Enum):
     """Where an attempt is."""
 
     RUNNING = "running"
@@ -64,13 +64,13 @@ class Stage(str, Enum):
     OVER = "over"
 
 
-class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+class CurrentAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """The newest attempt whose program was started."""
 
     number: int
     started: float
     """Seconds since the epoch."""
-    stage: Stage = Stage.RUNNING
+    stage: AttemptStage = AttemptStage.RUNNING
     ended: float | None = None
     exit_status: int | None = None
 
@@ -147,7 +147,7 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     trial: dict[str, Any] | None
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """How an attempt ended, by its own reports, its exit status and its last lines."""
 
     phase: Phase
@@ -183,7 +183,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     phase: Phase = Phase.CREATED
     reason: str | None = None
     settings: Settings | None = None
-    attempt: Attempt | None = None
+    attempt: CurrentAttempt | None = None
     adopted: bool = False
     alive: bool = False
     """The training program exists."""
@@ -199,7 +199,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """The number of the newest attempt in the ledger, started or not."""
     launching: Launching | None = None
     opening: Opening | None = None
-    verdict: Verdict | None = None
+    verdict: AttemptVerdict | None = None
     """Of the attempt whose end is being examined."""
     repeated: str | None = None
     """The updates that the present attempt repeats because they were not saved, for a person."""

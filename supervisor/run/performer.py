@@ -17,9 +17,6 @@ from msgspec.structs import replace
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
-from memtop.supervisor.run.clients.agents import Agents
-from memtop.supervisor.run.clients.publish import Publisher
-from memtop.supervisor.run.clients.server import Peer
 from memtop.supervisor.run.effects import (
     AddEvent,
     AskRanks,
@@ -44,12 +41,12 @@ from memtop.supervisor.run.effects import (
 from memtop.supervisor.run.events import (
     Answered,
     Examined,
-    Facts,
     Launched,
     LaunchRefused,
     LeftoversCleared,
     LeftoversFound,
     Occurrence,
+    RemedyFacts,
     Signalled,
     StateHeld,
     States,
@@ -60,14 +57,13 @@ from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.post_mortem import examine as post_mortem
 from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
 from memtop.supervisor.run.post_mortem.log_end import read_log_end
-from memtop.supervisor.run.processes import launch
-from memtop.supervisor.run.processes.attempt import RunningAttempt, clear_leftovers
-from memtop.supervisor.run.processes.process import send
+from memtop.supervisor.run.processes.attempt import RunningAttempt, clear_leftovers, inherited_allocator, launch, send
 from memtop.supervisor.run.record import checkpoints
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
-from memtop.supervisor.run.record.intake import Intake
-from memtop.supervisor.run.record.outbox import Outbox
+from memtop.supervisor.run.record.journal import Intake
+from memtop.supervisor.run.record.ledger import Outbox
 from memtop.supervisor.run.sensors import Sensors
+from memtop.supervisor.run.server import Agents, Peer, Publisher
 from memtop.supervisor.run.state import state_file
 
 Post = Callable[[Occurrence], None]
@@ -200,9 +196,7 @@ class Performer:
         try:
             with checkpoints.rolled_back(latest, effect.state_before) as aside:
                 states = read_states(self._folder)
-                shim = launch.launch(
-                    self._folder, number, self._spec, effect.settings, self._socket, allocator=effect.allocator
-                )
+                shim = launch(self._folder, number, self._spec, effect.settings, self._socket, allocator=effect.allocator)
         except MemtopError as error:
             why = str(error)
             self._outbox.close_unstarted(number, why, time.time())
@@ -260,15 +254,15 @@ class Performer:
             diagnosis = Diagnosis(kind=Kind.NOT_MEMORY, reason="no_evidence", confidence=0.0, summary=problem)
         self._post(Examined(diagnosis=diagnosis, facts=self._facts(effect, evidence), problem=problem))
 
-    def _facts(self, effect: Examine, evidence: AttemptEvidence) -> Facts:
-        return Facts(
+    def _facts(self, effect: Examine, evidence: AttemptEvidence) -> RemedyFacts:
+        return RemedyFacts(
             gpu_used_before_bytes=evidence.baseline.gpu_used_bytes,
             in_own_group=evidence.in_own_group,
             host_limit_bytes=evidence.host_limit_bytes,
             kept_states=read_states(self._folder).kept,
             disk_free_bytes=post_mortem.free_bytes(self._folder.path),
             deepspeed=importlib.util.find_spec("deepspeed") is not None,
-            inherited_allocator=launch.inherited_allocator(os.environ),
+            inherited_allocator=inherited_allocator(os.environ),
             model_config=post_mortem.model_config(effect.settings) if effect.settings is not None else None,
             has_loader_workers="loader worker" in self._sensors.machine_watch.roles.values(),
         )

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from memtop.supervisor.run.effects import Effect, GiveUp
+from memtop.supervisor import units
+from memtop.supervisor.run import explain
+from memtop.supervisor.run.effects import DropRows, Effect, GiveUp, ReadStates, UpdateAttempt
 from memtop.supervisor.run.events import (
     AgentConnected,
     AgentGone,
@@ -18,7 +20,6 @@ from memtop.supervisor.run.events import (
     LeftoversFound,
     Now,
     Occurrence,
-    Opened,
     ProgramEnded,
     Replayed,
     Reported,
@@ -29,17 +30,29 @@ from memtop.supervisor.run.events import (
     StateHeld,
     StatesRead,
     StoodStill,
+    SupervisorStarted,
     Tick,
     WriteChecked,
 )
-from memtop.supervisor.run.model import Cause, Model, Purpose, Stage, emit, note, warn
+from memtop.supervisor.run.model import AttemptStage, Cause, Model, Purpose, emit, move, note, warn
+from memtop.supervisor.run.reports import (
+    Evaluated,
+    MemoryRecord,
+    Plan,
+    Pressure,
+    Report,
+    Saved,
+    SaveFailed,
+    Step,
+    Warned,
+    values,
+)
 from memtop.supervisor.run.rules import (
     attempts,
     commands,
     configurations,
     ending,
     prevention,
-    reports,
     restart,
     stopping,
     survival,
@@ -60,7 +73,7 @@ def step(model: Model, event: Occurrence, now: Now) -> tuple[Model, tuple[Effect
 def _after(model: Model, event: Occurrence) -> Model:
     match event:
         case Reported():
-            return reports.reported(model, event)
+            return _reported(model, event)
         case Tick():
             return _tick(model, event)
         case Sampled():
@@ -79,7 +92,7 @@ def _after(model: Model, event: Occurrence) -> Model:
             return replace(model, states=states)
         case WriteChecked(topic=topic, problem=problem):
             return warn(model, topic, problem)
-        case Opened():
+        case SupervisorStarted():
             return taking_over.opened(model, event)
         case Replayed():
             return taking_over.replayed(model)
@@ -119,7 +132,7 @@ def _tick(model: Model, event: Tick) -> Model:
         model = note(model, "trend", message, data)
     if model.restart is not None:
         model = survival.tick(model)
-    elif attempt.stage is Stage.RUNNING and not model.phase.final:
+    elif attempt.stage is AttemptStage.RUNNING and not model.phase.final:
         if model.ladder is not None:
             model = stopping.tick(model)
         elif model.pending is not None and model.holding is None and model.phase in (Phase.STARTING, Phase.TRAINING):
@@ -159,7 +172,7 @@ def _sampled(model: Model, event: Sampled) -> Model:
     attempt = model.attempt
     if attempt is None or model.phase.final:
         return model
-    if attempt.stage is Stage.RUNNING:
+    if attempt.stage is AttemptStage.RUNNING:
         model = replace(model, resident_bytes=event.run_rss_bytes or model.resident_bytes)
         model = configurations.note_host(model, event.run_rss_bytes)
     if event.keep:
@@ -232,3 +245,41 @@ def _state_held(model: Model, problem: str | None) -> Model:
         return model if holding.client is None else commands.withdraw(model, holding.client, holding.request, problem)
     model = restart.held(model)
     return model if holding.client is None else commands.confirm(model, holding.client, holding.request)
+
+
+def _reported(model: Model, event: Reported) -> Model:
+    """Count the report in, and act on it. One that an earlier supervisor had read is only counted
+    in where it may not have concluded anything from it yet.
+    """
+    rank, report = event.rank, event.report
+    model = replace(model, progress=model.progress.after(rank, report))
+    if event.replayed:
+        return model if isinstance(report, Step) else configurations.after_report(model, rank, report)
+    if isinstance(report, Step) and model.proposal is not None and rank == 0:
+        model = replace(model, proposal=None)
+    model = configurations.after_report(model, rank, report)
+    if isinstance(report, Pressure):
+        model = prevention.under_pressure(model, rank, report)
+    model = trials.after_report(model, rank, report)
+    return _of_first_rank(model, report) if rank == 0 else model
+
+
+def _of_first_rank(model: Model, report: Report) -> Model:
+    match report:
+        case Step():
+            return move(model, Phase.TRAINING) if model.phase is Phase.STARTING else model
+        case Plan(updates=start, resumed=resumed, total_updates=total):
+            model = emit(model, UpdateAttempt(number=model.number, values={"start_updates": start}), DropRows(start + 1))
+            where = f"resumes at update {start}" if resumed else "starts at update 0"
+            return note(model, "plan", f"attempt {model.number} {where} of {total}")
+        case Saved(updates=updates, size_bytes=size, seconds=seconds):
+            took = "" if seconds is None else f" in {seconds:.1f} s"
+            text = f"checkpoint at update {updates}: {units.size(size)}{took}"
+            return note(emit(model, ReadStates()), "checkpoint", text)
+        case Warned(message=message) | SaveFailed(message=message):
+            return note(model, "warning", str(message))
+        case MemoryRecord():
+            return note(model, "memory", explain.report_text(report), values(report))
+        case Evaluated():
+            return note(model, "evaluation", explain.report_text(report), values(report))
+    return model

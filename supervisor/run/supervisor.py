@@ -12,33 +12,29 @@ from collections.abc import Callable
 from typing import Any
 
 from memtop.supervisor.errors import RunFolderError
-from memtop.supervisor.run.clients.agents import Agents
-from memtop.supervisor.run.clients.publish import Publisher
-from memtop.supervisor.run.clients.server import ControlServer, Peer, socket_path
+from memtop.supervisor.run.client import socket_path
 from memtop.supervisor.run.events import (
     AgentConnected,
     AgentGone,
     Now,
     Occurrence,
-    Opened,
     ProgramEnded,
     Replayed,
     Reported,
     Requested,
     SamplingFailed,
+    SupervisorStarted,
     WriteChecked,
 )
-from memtop.supervisor.run.model import Model, Run, Stage
+from memtop.supervisor.run.model import AttemptStage, Model, Run
 from memtop.supervisor.run.performer import Performer, read_states
-from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS
-from memtop.supervisor.run.processes.launch import has_program
-from memtop.supervisor.run.processes.process import become_subreaper, reap_children, record_rank
+from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, become_subreaper, has_program, reap_children, record_rank
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
-from memtop.supervisor.run.record.ledger import open_for_writing
-from memtop.supervisor.run.record.outbox import Outbox
+from memtop.supervisor.run.record.ledger import Outbox, open_for_writing
 from memtop.supervisor.run.reports import Report
 from memtop.supervisor.run.rules.taking_over import newest_started
 from memtop.supervisor.run.sensors import Sensors
+from memtop.supervisor.run.server import Agents, ControlServer, Peer, Publisher
 from memtop.supervisor.run.state import run_state
 from memtop.supervisor.run.step import step
 from memtop.supervisor.run.stop_ladder import Waits
@@ -143,7 +139,7 @@ class Supervisor:
         newest = newest_started(attempts, unstarted)
         losses = [metric.loss for metric in ledger.metrics() if metric.loss is not None]
         trials = [event.data for event in ledger.events() if event.kind == "trial"]
-        opened = Opened(
+        opened = SupervisorStarted(
             attempts=attempts,
             unstarted=unstarted,
             state=self.folder.state(),
@@ -181,12 +177,12 @@ class Supervisor:
     def _tick(self) -> None:
         self._pay()
         attempt, model, alive = self._performer.attempt, self.model, False
-        if attempt is not None and model.attempt is not None and model.attempt.stage is not Stage.OVER:
+        if attempt is not None and model.attempt is not None and model.attempt.stage is not AttemptStage.OVER:
             attempt.note_reaped(reap_children())
             self._sensors.look()
             self._read_reports()
             alive = attempt.alive()
-            ended = attempt.ended() if model.attempt.stage is Stage.RUNNING and not alive else None
+            ended = attempt.ended() if model.attempt.stage is AttemptStage.RUNNING and not alive else None
             if ended is not None:
                 self._read_reports(to_the_end=True)
                 status = None if ended.status == UNKNOWN_STATUS else ended.status

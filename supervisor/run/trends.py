@@ -34,7 +34,7 @@ class Member(NamedTuple):
     rank: int | None = None
 
 
-class View(IntEnum):
+class MemoryScope(IntEnum):
     """How a series counts its bytes, from the innermost view to the outermost. Growth seen in one
     view shows in all views outside it too; only the innermost is reported."""
 
@@ -46,15 +46,15 @@ class View(IntEnum):
 
     @property
     def by_update(self) -> bool:
-        return self in (View.ALLOCATED, View.RESERVED, View.ANONYMOUS)
+        return self in (MemoryScope.ALLOCATED, MemoryScope.RESERVED, MemoryScope.ANONYMOUS)
 
 
 _KINDS = {
-    View.ALLOCATED: TrendKind.GPU_ALLOCATED,
-    View.RESERVED: TrendKind.GPU_RESERVED,
-    View.USED: TrendKind.GPU_USED,
-    View.ANONYMOUS: TrendKind.HOST_ANONYMOUS,
-    View.ANONYMOUS_BY_TIME: TrendKind.HOST_ANONYMOUS,
+    MemoryScope.ALLOCATED: TrendKind.GPU_ALLOCATED,
+    MemoryScope.RESERVED: TrendKind.GPU_RESERVED,
+    MemoryScope.USED: TrendKind.GPU_USED,
+    MemoryScope.ANONYMOUS: TrendKind.HOST_ANONYMOUS,
+    MemoryScope.ANONYMOUS_BY_TIME: TrendKind.HOST_ANONYMOUS,
 }
 
 
@@ -63,7 +63,7 @@ class Key(NamedTuple):
 
     pool: str
     """`host`, the key of a GPU, or a placeholder for the GPU of a rank that is not known yet."""
-    view: View
+    view: MemoryScope
     rank: int | None = None
     role: str | None = None
 
@@ -107,11 +107,11 @@ class TrendWatch:
             self._update = update
         gpu = self._gpu_of.get(rank, _gpu_of_rank(rank))
         allocated, reserved = report.allocated_bytes, report.reserved_bytes
-        self._add(Key(gpu, View.ALLOCATED, rank), update, time, allocated)
-        self._add(Key(gpu, View.RESERVED, rank), update, time, reserved)
+        self._add(Key(gpu, MemoryScope.ALLOCATED, rank), update, time, allocated)
+        self._add(Key(gpu, MemoryScope.RESERVED, rank), update, time, reserved)
         if report.anonymous_bytes is not None:
             self._reporting.add(rank)
-            self._add(Key(_HOST, View.ANONYMOUS, rank), update, time, report.anonymous_bytes)
+            self._add(Key(_HOST, MemoryScope.ANONYMOUS, rank), update, time, report.anonymous_bytes)
         if reserved is not None and allocated is not None:
             self._cached[rank] = reserved - allocated
 
@@ -129,11 +129,11 @@ class TrendWatch:
         members = list(members)
         workers = [member.pid for member in members if member.role == "loader worker"]
         if workers:
-            key = Key(_HOST, View.ANONYMOUS, role="loader worker")
+            key = Key(_HOST, MemoryScope.ANONYMOUS, role="loader worker")
             self._add(key, self._update, time, _total(anonymous, workers))
         for member in members:
             if member.rank is not None and member.rank not in self._reporting:
-                self._add(Key(_HOST, View.ANONYMOUS, member.rank), self._update, time, anonymous.get(member.pid))
+                self._add(Key(_HOST, MemoryScope.ANONYMOUS, member.rank), self._update, time, anonymous.get(member.pid))
         self._judge()
 
     def sample(
@@ -159,7 +159,7 @@ class TrendWatch:
             self.swap_in.add(host.swap_in_bytes_per_second)
         if not loading:
             for role, size in held.items():
-                self._add(Key(_HOST, View.ANONYMOUS_BY_TIME, role=role), time, time, size)
+                self._add(Key(_HOST, MemoryScope.ANONYMOUS_BY_TIME, role=role), time, time, size)
         lines = [self._danger(_HOST, "host RAM", time, host.band, host.used_fraction, _host_parts(host, held))]
         rank_of = {member.pid: member.rank for member in members if member.rank is not None}
         pids = {member.pid for member in members}
@@ -171,7 +171,7 @@ class TrendWatch:
             self._pools[key] = Pool(name=f"GPU {gpu.index}", left_bytes=gpu.free_bytes)
             self._place(key, [rank_of[rank.pid] for rank in here if rank.pid in rank_of])
             if not loading:
-                self._add(Key(key, View.USED), time, time, gpu.used_bytes)
+                self._add(Key(key, MemoryScope.USED), time, time, gpu.used_bytes)
             parts = _gpu_parts(vram_parts(gpu, here, own_pids=pids, base_bytes=bases.get(key)))
             lines.append(self._danger(key, f"GPU {gpu.index}", time, gpu.band, gpu.used_fraction, parts))
         self._judge()
@@ -204,7 +204,7 @@ class TrendWatch:
         for key, slope in sorted(leaking.items(), key=lambda item: item[0].view):
             if any(_same_bytes(key, other) for other in leaking if other.view < key.view):
                 continue
-            spare = self._cached.get(key.rank or 0, 0) if key.view is View.ALLOCATED else 0
+            spare = self._cached.get(key.rank or 0, 0) if key.view is MemoryScope.ALLOCATED else 0
             found.append(Leak(self._subject(key), key.pool, slope, key.view.by_update, spare))
         growing = trends(found, self._pools, self._update)
         outside = (TrendKind.GPU_USED, TrendKind.GPU_RESERVED)
@@ -246,9 +246,9 @@ def _same_bytes(key: Key, other: Key) -> bool:
     """Whether the bytes of the outer view `key` include those of the inner view `other`."""
     if key.pool != other.pool:
         return False
-    if key.view is View.ANONYMOUS_BY_TIME:
+    if key.view is MemoryScope.ANONYMOUS_BY_TIME:
         return key.role == ("rank" if other.rank is not None else other.role)
-    return key.view is View.USED or key.rank == other.rank
+    return key.view is MemoryScope.USED or key.rank == other.rank
 
 
 def _total(sizes: Mapping[int, int], pids: Iterable[int]) -> int | None:

@@ -37,7 +37,7 @@ from memtop.supervisor.run.trial_state import (
     RequestRestart,
     Result,
     RunFacts,
-    Stage,
+    TrialStage,
     TrialState,
     Trouble,
 )
@@ -53,8 +53,8 @@ RECONNECT_SECONDS = 10.0
 _ORPHANED = "its supervisor ended in the middle of it"
 
 
-_MEASURING = (Stage.MEASURING_BEFORE, Stage.MEASURING_AFTER)
-_UNDO = (Stage.UNDOING, Stage.UNDO_RESTARTING, Stage.SETTLING, Stage.WAITING_FOR_END)
+_MEASURING = (TrialStage.MEASURING_BEFORE, TrialStage.MEASURING_AFTER)
+_UNDO = (TrialStage.UNDOING, TrialStage.UNDO_RESTARTING, TrialStage.SETTLING, TrialStage.WAITING_FOR_END)
 
 
 # --- what may be tried ---------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def begin(
     if not title:
         raise UsageError("nothing changes: the run has these settings")
     state = TrialState(
-        stage=Stage.MEASURING_BEFORE,
+        stage=TrialStage.MEASURING_BEFORE,
         trial=Trial(title=title, started=time, state="measuring before"),
         change=replace(change, reason=f"trial of {title}"),
         undo=Change(configuration=facts.configuration, reason=f"trial undone: {title}"),
@@ -111,7 +111,7 @@ def begin(
 
 def step_reported(state: TrialState, facts: RunFacts, report: reports.Step) -> Result:
     """Rank 0 has done an update."""
-    if state.stage is Stage.SETTLING and report.update >= state.since:
+    if state.stage is TrialStage.SETTLING and report.update >= state.since:
         state = replace(state, settled=True)
     return _guarded(state, facts, lambda: _advance(_measure(state, facts, report), facts))
 
@@ -158,9 +158,9 @@ def attempt_begun(state: TrialState, facts: RunFacts, change: Change) -> Result:
 
 def restart_refused(state: TrialState, facts: RunFacts, why: str) -> Result:
     """The restart that the trial has requested could not be started."""
-    if state.stage is Stage.RESTARTING:
+    if state.stage is TrialStage.RESTARTING:
         return _guarded(state, facts, lambda: _give_up(state, facts, why))
-    if state.stage is Stage.UNDO_RESTARTING:
+    if state.stage is TrialStage.UNDO_RESTARTING:
         return _guarded(state, facts, lambda: _wait_for_end(state, facts, why))
     return state, ()
 
@@ -181,7 +181,7 @@ def taken_over(data: dict[str, Any], facts: RunFacts) -> Result | str:
         return state, ()
     if not state.unproven:
         return _give_up(state, facts, _ORPHANED)
-    state = replace(state, stage=Stage.TAKEN_OVER, attempt=facts.attempt, client=None, deadline=None, reason=_ORPHANED)
+    state = replace(state, stage=TrialStage.TAKEN_OVER, attempt=facts.attempt, client=None, deadline=None, reason=_ORPHANED)
     return _guarded(state, facts, lambda: _advance(state, facts))
 
 
@@ -225,7 +225,7 @@ def _edited(state: TrialState, facts: RunFacts) -> TrialState:
 def _measure(state: TrialState, facts: RunFacts, report: reports.Step) -> TrialState:
     if state.stage not in _MEASURING or report.update < state.since:
         return state
-    settings = state.before if state.stage is Stage.MEASURING_BEFORE else state.after
+    settings = state.before if state.stage is TrialStage.MEASURING_BEFORE else state.after
     if report.batch is not None and report.batch != settings.batch:
         return _troubled(state, Trouble("the settings were changed meanwhile"))
     if not report.step_seconds:
@@ -251,27 +251,27 @@ def _troubled(state: TrialState, trouble: Trouble) -> TrialState:
 def _advance(state: TrialState, facts: RunFacts) -> Result:
     """Go on as far as the run allows."""
     match state.stage:
-        case Stage.MEASURING_BEFORE | Stage.MEASURING_AFTER:
+        case TrialStage.MEASURING_BEFORE | TrialStage.MEASURING_AFTER:
             trouble = state.trouble_in(facts)
             if trouble is not None:
                 return _give_up(state, facts, trouble.reason, undo=trouble.undo)
             return _measured(state, facts) if len(state.updates) >= UPDATES else (state, ())
-        case Stage.SAVING | Stage.CHANGING:
+        case TrialStage.SAVING | TrialStage.CHANGING:
             # Once asked, the agent may do it: wait for its answer unless the program has ended.
             gone = facts.died or facts.phase.final or facts.attempt != state.attempt
             trouble = state.trouble_in(facts) if gone else None
             return (state, ()) if trouble is None else _give_up(state, facts, trouble.reason, undo=trouble.undo)
-        case Stage.RESTARTING | Stage.UNDO_RESTARTING:
+        case TrialStage.RESTARTING | TrialStage.UNDO_RESTARTING:
             return _after_restart(state, facts)
-        case Stage.TAKEN_OVER:
+        case TrialStage.TAKEN_OVER:
             return _take_back(state, facts)
-        case Stage.UNDOING if facts.died or facts.phase.final:
+        case TrialStage.UNDOING if facts.died or facts.phase.final:
             return _undo_by_restart(state, facts)
-        case Stage.SETTLING if (state.confirmed or state.settled) and state.is_gone(facts.settings):
+        case TrialStage.SETTLING if (state.confirmed or state.settled) and state.is_gone(facts.settings):
             return _finish(state, "failed" if state.failed else "undone", state.reason)
-        case Stage.UNDOING if not state.unproven:
+        case TrialStage.UNDOING if not state.unproven:
             return _after_end(state, facts)
-        case Stage.SETTLING | Stage.WAITING_FOR_END:
+        case TrialStage.SETTLING | TrialStage.WAITING_FOR_END:
             return _after_end(state, facts)
     return state, ()
 
@@ -279,33 +279,33 @@ def _advance(state: TrialState, facts: RunFacts) -> Result:
 def _measured(state: TrialState, facts: RunFacts) -> Result:
     """All updates are measured: before the change, make it; after it, keep it or undo it."""
     found, state = measured(state.updates), replace(state, updates=())
-    if state.stage is Stage.MEASURING_AFTER:
+    if state.stage is TrialStage.MEASURING_AFTER:
         state = replace(state, trial=replace(state.trial, after=found))
         kept, reason = verdict(state.trial.before, found)
         return _finish(state, "kept", reason) if kept else _give_up(state, facts, reason)
     state = replace(state, trial=replace(state.trial, before=found))
     if facts.saves_on_request and facts.connected:
-        return replace(state, stage=Stage.SAVING), (AskSave(),)
+        return replace(state, stage=TrialStage.SAVING), (AskSave(),)
     return _change(state, facts)
 
 
 def _after_answer(state: TrialState, facts: RunFacts, problem: str | None, update: int | None) -> Result:
     match state.stage:
-        case Stage.SAVING if problem is not None:
+        case TrialStage.SAVING if problem is not None:
             return _give_up(state, facts, f"the state could not be saved before the change: {problem}", undo=False)
-        case Stage.SAVING:
+        case TrialStage.SAVING:
             trouble = state.trouble_in(facts)
             return _change(state, facts) if trouble is None else _give_up(state, facts, trouble.reason, undo=trouble.undo)
-        case Stage.CHANGING if problem is not None:
+        case TrialStage.CHANGING if problem is not None:
             return _give_up(state, facts, state.dying or problem)
-        case Stage.CHANGING:
-            state = replace(state, stage=Stage.MEASURING_AFTER, since=(update or 0) + WARM_UP)
+        case TrialStage.CHANGING:
+            state = replace(state, stage=TrialStage.MEASURING_AFTER, since=(update or 0) + WARM_UP)
             return _advance(state, facts)
-        case Stage.UNDOING if problem is not None:
+        case TrialStage.UNDOING if problem is not None:
             # The running program does not accept them.
             return _undo_by_restart(state, facts)
-        case Stage.UNDOING:
-            return _advance(replace(state, stage=Stage.SETTLING, since=update or 0), facts)
+        case TrialStage.UNDOING:
+            return _advance(replace(state, stage=TrialStage.SETTLING, since=update or 0), facts)
     return state, ()
 
 
@@ -314,19 +314,19 @@ def _change(state: TrialState, facts: RunFacts) -> Result:
     state, recorded = _record(replace(state, requested=True, unproven=True), "measuring after")
     values = facts.live_values(state.after)
     if values is not None:
-        return replace(state, stage=Stage.CHANGING), (*recorded, AskChange(values))
+        return replace(state, stage=TrialStage.CHANGING), (*recorded, AskChange(values))
     refused = facts.why_no_restart()
     if refused is not None:
         state, actions = _wait_for_end(replace(state, reason=refused), facts, None)
     else:
-        state = replace(state, stage=Stage.RESTARTING, attempt=facts.attempt)
+        state = replace(state, stage=TrialStage.RESTARTING, attempt=facts.attempt)
         actions = (RequestRestart(state.change),)
     return state, (*recorded, *actions)
 
 
 def _after_restart(state: TrialState, facts: RunFacts) -> Result:
     """A restart was requested: go on when the program trains again."""
-    undoing = state.stage is Stage.UNDO_RESTARTING
+    undoing = state.stage is TrialStage.UNDO_RESTARTING
     if facts.attempt == state.attempt or facts.phase is Phase.STARTING:
         if facts.is_over and facts.attempt == state.attempt and not facts.restart_requested:
             why = f"the run is {facts.phase.value}"
@@ -336,9 +336,9 @@ def _after_restart(state: TrialState, facts: RunFacts) -> Result:
         return _wait_for_end(state, facts, RESTARTED) if undoing else _give_up(state, facts, RESTARTED, undo=False)
     state = replace(state, attempt=facts.attempt)
     if undoing:
-        return _advance(replace(state, stage=Stage.SETTLING, settled=True), facts)
+        return _advance(replace(state, stage=TrialStage.SETTLING, settled=True), facts)
     since = facts.start_update + 1 + WARM_UP
-    return _advance(replace(state, stage=Stage.MEASURING_AFTER, since=since), facts)
+    return _advance(replace(state, stage=TrialStage.MEASURING_AFTER, since=since), facts)
 
 
 def _take_back(state: TrialState, facts: RunFacts) -> Result:
@@ -368,14 +368,14 @@ def _give_up(state: TrialState, facts: RunFacts, reason: str, *, undo: bool = Tr
     values = facts.live_values(state.before)
     if values is None:
         return _undo_by_restart(state, facts)
-    return replace(state, stage=Stage.UNDOING, attempt=facts.attempt), (AskChange(values),)
+    return replace(state, stage=TrialStage.UNDOING, attempt=facts.attempt), (AskChange(values),)
 
 
 def _undo_by_restart(state: TrialState, facts: RunFacts) -> Result:
     refused = facts.why_no_restart(dying=state.dying is not None)
     if refused is not None:
         return _wait_for_end(state, facts, refused)
-    state = replace(state, stage=Stage.UNDO_RESTARTING, attempt=facts.attempt)
+    state = replace(state, stage=TrialStage.UNDO_RESTARTING, attempt=facts.attempt)
     # A waiting restart can be cancelled, and waits until the memory of the dead program is free.
     waiting = facts.restart_waiting
     return state, (ReplaceRestart(state.undo) if waiting else RequestRestart(state.undo),)
@@ -385,7 +385,7 @@ def _wait_for_end(state: TrialState, facts: RunFacts, why: str | None) -> Result
     """The settings cannot be changed back now; `why` if the reason of the trial's end does not say
     it."""
     reason = state.reason if why is None else f"{state.reason}; not undone at once: {why}" if state.reason else why
-    state = replace(state, stage=Stage.WAITING_FOR_END, reason=reason)
+    state = replace(state, stage=TrialStage.WAITING_FOR_END, reason=reason)
     recorded: tuple[Action, ...] = ()
     if state.failed and why is not None:
         state, recorded = _record(state, "measuring after", reason)
@@ -404,7 +404,7 @@ def _after_end(state: TrialState, facts: RunFacts) -> Result:
 
 
 def _finish(state: TrialState, outcome: str, reason: str | None) -> Result:
-    return _record(replace(state, stage=Stage.OVER, unproven=False), outcome, reason)
+    return _record(replace(state, stage=TrialStage.OVER, unproven=False), outcome, reason)
 
 
 def _record(state: TrialState, name: str, reason: str | None = None) -> Result:

@@ -14,14 +14,14 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery.batch_trial import Update
-from memtop.supervisor.run.change import live_values
+from memtop.supervisor.recovery.configuration import live_values
 from memtop.supervisor.wire import Change, Phase, Trial
 
 AT_THE_END = "the run is at its last update"
 RESTARTED = "the run was restarted meanwhile"
 
 
-class Stage(str, Enum):
+class TrialStage(str, Enum):
     """What a trial waits for."""
 
     MEASURING_BEFORE = "measuring before"
@@ -126,7 +126,7 @@ class Trouble(msgspec.Struct, frozen=True):
 class TrialState(msgspec.Struct, frozen=True, kw_only=True):
     """One trial."""
 
-    stage: Stage
+    stage: TrialStage
     trial: Trial
     change: Change
     """What is tried."""
@@ -161,7 +161,7 @@ class TrialState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def running(self) -> bool:
-        return self.stage is not Stage.OVER
+        return self.stage is not TrialStage.OVER
 
     @property
     def changed(self) -> list[str]:

@@ -8,8 +8,7 @@ import pytest
 
 from memtop.supervisor.diagnosis.diagnose import diagnose
 from memtop.supervisor.diagnosis.log import PATTERNS
-from memtop.supervisor.diagnosis.sentences import REASONS
-from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind
+from memtop.supervisor.diagnosis.values import REASONS, Diagnosis, Evidence, Kind
 from tests.diagnosis import logs
 from tests.diagnosis.logs import Log
 

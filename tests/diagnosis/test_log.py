@@ -6,10 +6,9 @@ import pytest
 
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.finding import parse_size
-from memtop.supervisor.diagnosis.sentences import size
-from memtop.supervisor.diagnosis.values import Kind
-from memtop.supervisor.recovery.external_command import remedies_for_command
+from memtop.supervisor.diagnosis.values import Kind, size
 from memtop.supervisor.recovery.policy import SURE
+from memtop.supervisor.recovery.remedies import remedies_for_command
 from tests.diagnosis.logs import GIB, MESSAGE, RAISED, STEPS, of
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memtop.supervisor.diagnosis import allocator, frames, log, text
+from memtop.supervisor.diagnosis import allocator, log, text
 from memtop.supervisor.diagnosis.diagnose import diagnose
 from memtop.supervisor.diagnosis.finding import Pattern, compiled
 from memtop.supervisor.diagnosis.log import PATTERNS
@@ -27,7 +27,7 @@ OF_A_VIEW = [
     log.VICTIM,
 ]
 # Tried at every position of a line.
-SEARCHED = [text.RIGHT_BORDER, text.BAR, text.COLOUR, *(pattern for _, pattern in frames.RULES)]
+SEARCHED = [text.RIGHT_BORDER, text.BAR, text.COLOUR, *(pattern for _, pattern in log.RULES)]
 
 
 # --- what the compiled form means -------------------------------------------------------------------

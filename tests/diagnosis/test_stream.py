@@ -6,9 +6,10 @@ import os
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from tests.diagnosis import logs
 from tests.diagnosis.logs import MESSAGE, RAISED
 
 LOGS = logs.read("failure_logs.jsonl")
+Result = TypeVar("Result")
 STEP = b"step 1/9000 | loss 2.1 | lr 1e-4 | 3.1 it/s\n"
 BAR = "\rEpoch 3:  37%|███▋      | 1110/3000 [06:11<10:33,  2.98it/s, loss=2.31]".encode()
 
@@ -89,15 +91,23 @@ def test_the_first_and_the_last_of_thousands_are_kept() -> None:
     "unit", [b"a", b"Killed ", BAR, STEP, b"\x00", b"\xff\xfe", MESSAGE.encode() + b"\n"], ids=lambda unit: repr(unit[:8])
 )
 def test_memory_is_bounded_whatever_the_lines(unit: bytes) -> None:
+    """The excerpt of a stream has a fixed size, and a diagnosis takes a fixed multiple of its text."""
     chunk = (unit * (1 << 16))[: 1 << 16]
+    kept, peak = traced(lambda: sum(len(piece.data) for piece in excerpt(chunk for _ in range(120))))
+    assert kept < 2 << 20
+    assert peak < 16 << 20
     diagnose([chunk])
+    _, peak = traced(lambda: diagnose([chunk]))
+    assert peak < 24 * len(chunk)
+
+
+def traced(work: Callable[[], Result]) -> tuple[Result, int]:
+    """The result, and the most memory that Python objects took meanwhile, in bytes."""
     tracemalloc.start()
     try:
-        diagnose(chunk for _ in range(120))
-        peak = tracemalloc.get_traced_memory()[1]
+        return work(), tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 64 << 20
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8-sig", "latin-1"])

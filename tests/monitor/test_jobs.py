@@ -1,11 +1,10 @@
-"""Which processes form a job, and which part each has: over tables of rows as real launchers leave them."""
+"""Which processes form a job, and the role of each, in process tables of real launchers."""
 
 from __future__ import annotations
 
 import pytest
 
-from memtop.supervisor.monitor.processes import roles
-from memtop.supervisor.monitor.processes.jobs import Grouping, JobDraft, Program, read_program
+from memtop.supervisor.monitor.processes.jobs import Grouping, JobDraft, Program, job_name, program, read_program
 from memtop.supervisor.monitor.processes.proc import ProcessId, ProcessStat
 
 TRAIN = "/venv/bin/python -u train.py --lr 1"
@@ -42,7 +41,7 @@ class Table:
         **marks: str,
     ) -> Table:
         words = tuple(command.split()) if isinstance(command, str) else command
-        comm = comm or roles.program(words)[:15]
+        comm = comm or program(words)[:15]
         self.rows[pid] = ProcessStat(ProcessId(pid, pid * 10), comm, dead, parent, session, 1, 0, 0, 1, uid)
         self.programs[pid] = read_program(words, comm, marks, run)
         if gpu:
@@ -91,7 +90,7 @@ def test_launchers(command: str) -> None:
     table = Table().add(10, 1, command).add(20, 10, TRAIN, gpu=True).add(21, 10, TRAIN, gpu=True)
     job = table.only()
     assert job.leader == 10
-    # None tells its number: launchers start them in order.
+    # None reports its rank: launchers start them in order.
     assert job.roles == {10: "launcher", 20: "rank 0", 21: "rank 1"}
 
 
@@ -152,7 +151,7 @@ def test_another_users_launcher_does_not_lead() -> None:
 
 
 def test_a_run_holds_together_by_its_marker() -> None:
-    """The launcher of the first rank has died; the second lies in the run's session, and a worker is an orphan."""
+    """The launcher of the first rank has died, the second rank is in another session, a worker is an orphan."""
     run = ("/runs/a", 2)
     table = Table().add(9, 1, "python shim.py").add(10, 9, "bash train.sh", run=run, session=10)
     table.add(11, 10, TRAIN, gpu=True, run=run, session=10).add(12, 1, TRAIN, gpu=True, run=run, session=12)
@@ -209,4 +208,4 @@ def test_a_zombie_is_no_member_and_a_circle_ends() -> None:
     ],
 )
 def test_names(command: str, name: str) -> None:
-    assert roles.job_name(tuple(command.split()), "comm") == name
+    assert job_name(tuple(command.split()), "comm") == name

@@ -1,4 +1,4 @@
-"""The slow values of a GPU: every field, its reasons, and what is never asked twice."""
+"""The slow values of a GPU: every field, its reasons, and which ones are read only once."""
 
 from __future__ import annotations
 
@@ -9,23 +9,47 @@ import pynvml
 import pytest
 
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
-from memtop.supervisor.monitor.nvml.details import (
-    _CODECS,
-    _FIXED,
-    _SENSORS,
-    PCIE_FIELDS,
-    Detail,
-    _value_of,
-    recovery_words,
-    throttle_words,
-)
+from memtop.supervisor.monitor.nvml.details import PCIE_FIELDS, FieldReader, recovery_words, throttle_words
+from memtop.supervisor.monitor.nvml.query import NOT_REPORTED, Query
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
-from memtop.supervisor.monitor.values import GpuDetails, GpuSample
-from tests.monitor.conftest import Clock
+from memtop.supervisor.monitor.values import GpuDetails
+from tests.monitor.conftest import GIB, Clock, one
 from tests.nvml_double.double import Script
 
-GIB = 1024**3
 ALL_LINKS = 2**32 - 1
+
+FIXED = {
+    "slowdown_temperature_celsius": "nvmlDeviceGetTemperatureThreshold",
+    "sm_clock_limit_megahertz": "nvmlDeviceGetMaxClockInfo",
+    "memory_clock_limit_megahertz": "nvmlDeviceGetMaxClockInfo",
+    "pcie_generation_limit": "nvmlDeviceGetMaxPcieLinkGeneration",
+    "pcie_width_limit": "nvmlDeviceGetMaxPcieLinkWidth",
+    "compute_capability": "nvmlDeviceGetCudaComputeCapability",
+    "device_minor": "nvmlDeviceGetMinorNumber",
+}
+SENSORS = (
+    "nvmlDeviceGetFanSpeed",
+    "nvmlDeviceGetClockInfo",
+    "nvmlDeviceGetPerformanceState",
+    "nvmlDeviceGetCurrentClocksEventReasons",
+    "nvmlDeviceGetCurrentClocksThrottleReasons",
+    "nvmlDeviceGetEccMode",
+    "nvmlDeviceGetTotalEccErrors",
+    "nvmlDeviceGetRemappedRows",
+    "nvmlDeviceGetCurrPcieLinkGeneration",
+    "nvmlDeviceGetCurrPcieLinkWidth",
+    "nvmlDeviceGetBAR1MemoryInfo",
+    "nvmlDeviceGetTotalEnergyConsumption",
+    "nvmlDeviceGetPersistenceMode",
+    "nvmlDeviceGetComputeMode",
+    "nvmlDeviceGetDisplayMode",
+    "nvmlDeviceGetDisplayActive",
+    "nvmlDeviceGetEncoderUtilization",
+    "nvmlDeviceGetDecoderUtilization",
+    "nvmlDeviceGetFieldValues",
+    "nvmlGpmQueryDeviceSupport",
+    "nvmlDeviceGetMigMode",
+)
 
 EVERY_VALUE: dict[str, Any] = {
     "memory_temperature_celsius": 71.0,
@@ -85,18 +109,13 @@ def rich(driver: Script, sent: int, received: int) -> Script:
     return driver.write()
 
 
-def one(reader: NvmlReader) -> GpuSample:
-    (gpu,) = reader.read().gpus
-    return gpu
-
-
 def test_every_value(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     for sent, received in ((10, 20), (2**33, 20), (2**33 + 1000, 520)):
         rich(driver, sent, received)
         details = one(reader).details
         clock.pass_(5.0)
-    told = {field: getattr(details, field) for field in details.__struct_fields__ if field != "unknown"}
-    assert told == EVERY_VALUE | dict.fromkeys(PCIE_FIELDS)
+    found = {field: getattr(details, field) for field in details.__struct_fields__ if field != "unknown"}
+    assert found == EVERY_VALUE | dict.fromkeys(PCIE_FIELDS)
     assert details.unknown == dict.fromkeys(PCIE_FIELDS, "read only while GPU details are displayed")
 
 
@@ -107,10 +126,7 @@ def missing(details: GpuDetails) -> set[str]:
 @pytest.mark.parametrize("code", [3, 4, 13, 27, 999])
 def test_every_value_that_the_driver_refuses_has_a_reason(driver: Script, reader: NvmlReader, code: int) -> None:
     driver.gpu(0, total=GIB)
-    for row in (*_FIXED, *_SENSORS, *_CODECS):
-        for call in row.call:
-            driver.fail(call, 0, code)
-    for call in ("nvmlDeviceGetFieldValues", "nvmlGpmQueryDeviceSupport", "nvmlDeviceGetMigMode"):
+    for call in (*FIXED.values(), *SENSORS):
         driver.fail(call, 0, code)
     driver.write()
     gpu = one(reader)
@@ -122,9 +138,7 @@ def test_every_value_that_the_driver_refuses_has_a_reason(driver: Script, reader
     assert set(words.values()) == {nvml_errors.words(code)}
 
 
-def test_what_is_not_supported_is_not_asked_again_but_other_failures_are(
-    driver: Script, reader: NvmlReader, clock: Clock
-) -> None:
+def test_unsupported_values_are_not_read_again_but_failed_ones_are(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     driver.gpu(0, total=GIB).fail("nvmlDeviceGetFanSpeed", 0, 3).missing("nvmlDeviceGetEccMode")
     driver.fail("nvmlDeviceGetPerformanceState", 0, 999).fail("nvmlDeviceGetUtilizationRates", 0, 3).write()
     names = ("nvmlDeviceGetFanSpeed", "nvmlDeviceGetEccMode", "nvmlDeviceGetPerformanceState", "nvmlDeviceGetUtilizationRates")
@@ -149,7 +163,7 @@ def test_fields_fail_each_for_themselves(driver: Script, reader: NvmlReader, clo
     clock.pass_(5.0)
     details = one(reader).details
     assert (details.memory_temperature_celsius, details.retired_pages) == (61.0, 1)
-    assert details.recovery_action is None, "said to be unknown to this driver: not asked again"
+    assert details.recovery_action is None, "this driver does not know it: not read again"
 
 
 def test_a_healthy_card_needs_nothing(driver: Script, reader: NvmlReader) -> None:
@@ -160,7 +174,7 @@ def test_a_healthy_card_needs_nothing(driver: Script, reader: NvmlReader) -> Non
 
 
 @pytest.mark.parametrize("action", range(9))
-def test_recovery_words_say_what_to_do(action: int) -> None:
+def test_recovery_actions_have_messages(action: int) -> None:
     assert (recovery_words(action) is None) == (action == 0)
 
 
@@ -223,7 +237,7 @@ def test_without_nvlink(driver: Script, reader: NvmlReader) -> None:
     ("field", "script"),
     [("encoder_fraction", {"encoder": 101}), ("performance_state", {"pstate": 32}), ("compute_mode", {"compute_mode": 9})],
 )
-def test_what_is_no_value_is_unknown(driver: Script, reader: NvmlReader, field: str, script: dict[str, int | str]) -> None:
+def test_values_out_of_range_are_unknown(driver: Script, reader: NvmlReader, field: str, script: dict[str, int | str]) -> None:
     driver.gpu(0, total=GIB, **script).write()
     details = one(reader).details
     assert getattr(details, field) is None
@@ -299,7 +313,7 @@ def test_half_of_a_sum_is_no_sum(driver: Script, reader: NvmlReader, clock: Cloc
         details = reader.read().gpus[0].details
         clock.pass_(5.0)
         assert details.retired_pages is None
-        assert details.unknown["retired_pages"] == nvml_errors.words(3), "still said when it is no longer asked"
+        assert details.unknown["retired_pages"] == nvml_errors.words(3), "the reason stays when it is no longer read"
     assert details.nvlink_links is None
     assert details.unknown["nvlink_links"] == nvml_errors.words(999)
 
@@ -316,26 +330,28 @@ def test_one_direction_of_nvlink_that_cannot_be_read(driver: Script, reader: Nvm
         assert details.unknown[field] == nvml_errors.words(10)
 
 
-def test_bindings_that_do_not_know_the_newest_kind_of_number() -> None:
+def test_bindings_that_do_not_know_the_newest_number_type(monkeypatch: pytest.MonkeyPatch) -> None:
     class Union(ctypes.Union):
         _fields_ = (("ullVal", ctypes.c_ulonglong), ("uiVal", ctypes.c_uint))
 
     class Answer(ctypes.Structure):
-        _fields_ = (("valueType", ctypes.c_uint), ("value", Union))
+        _fields_ = (("nvmlReturn", ctypes.c_uint), ("valueType", ctypes.c_uint), ("value", Union))
 
-    answer = Answer(6)
-    answer.value.ullVal = 0xFFFF_0007
-    assert _value_of(answer) == 7
-    answer.valueType = 1
-    answer.value.ullVal = 2**32 - 1
-    assert _value_of(answer) is None, "stands for unknown"
+    def answer(handle: object, keys: list[tuple[int, int]]) -> list[Answer]:
+        number, unknown = Answer(0, 6), Answer(0, 1)
+        number.value.ullVal, unknown.value.ullVal = 0xFFFF_0007, 2**32 - 1
+        return [number if key == (82, 0) else unknown for key in keys]
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetFieldValues", answer)
+    query = Query(None)
+    assert FieldReader(query).read(0.0) == {"memory_temperature_celsius": 7.0}
+    assert query.reasons()["recovery_action"] == NOT_REPORTED, "the largest number stands for unknown"
 
 
-@pytest.mark.parametrize("row", _FIXED, ids=lambda row: row.fields[0])
-def test_a_fixed_value_that_failed_once_is_asked_again_and_then_no_more(
-    driver: Script, reader: NvmlReader, clock: Clock, row: Detail
+@pytest.mark.parametrize(("field", "call"), FIXED.items())
+def test_a_fixed_value_that_failed_once_is_read_again_until_it_is_known(
+    driver: Script, reader: NvmlReader, clock: Clock, field: str, call: str
 ) -> None:
-    (field,), (call,) = row.fields, row.call
     driver.gpu(0, total=GIB).fail(call, 0, 10).write()
     details = one(reader).details
     assert getattr(details, field) is None
@@ -351,15 +367,15 @@ def test_a_fixed_value_that_failed_once_is_asked_again_and_then_no_more(
     assert driver.calls(call) == asked
 
 
-def test_a_value_that_was_told_before_is_not_given_up(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+def test_a_sensor_that_was_read_before_is_read_again(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     """Twice "not supported" of what came before: of a sensor, of a numbered field, and of GPM's samples."""
     for _ in range(2):
         driver.clear().gpu(0, total=GIB, fan=40, gpm=1).field(0, 82, 70).write()
         for _ in range(2):
             details = one(reader).details
             clock.pass_(5.0)
-        told = details.fan_fraction, details.memory_temperature_celsius, details.sm_active_fraction
-        assert told == (0.4, 70.0, 0.6)
+        found = details.fan_fraction, details.memory_temperature_celsius, details.sm_active_fraction
+        assert found == (0.4, 70.0, 0.6)
         driver.clear().gpu(0, total=GIB, gpm=0).fail("nvmlDeviceGetFanSpeed", 0, 3).write()
         details = one(reader).details
         clock.pass_(5.0)

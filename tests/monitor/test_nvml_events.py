@@ -1,4 +1,4 @@
-"""What the driver announces, and GPUs that go and come back."""
+"""The driver's events, and GPUs that are lost and return."""
 
 from __future__ import annotations
 
@@ -7,35 +7,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
+import pynvml
 import pytest
 
 from memtop.supervisor.monitor.nvml.errors import xid_words
+from memtop.supervisor.monitor.nvml.events import AGAIN_SECONDS
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
-from memtop.supervisor.monitor.values import GpuSample
-from tests.monitor.conftest import Clock
+from tests.monitor.conftest import GIB, Clock, eventually, one
 from tests.nvml_double.double import Script
-
-GIB = 1024**3
-Value = TypeVar("Value")
-
-
-def one(reader: NvmlReader) -> GpuSample:
-    (gpu,) = reader.read().gpus
-    return gpu
-
-
-def eventually(look: Callable[[], Value], good: Callable[[Value], bool]) -> Value:
-    """Look until it is good; another thread brings it about."""
-    for _ in range(2000):
-        value = look()
-        if good(value):
-            return value
-        time.sleep(0.01)
-    raise AssertionError(f"still {value}")
 
 
 def names() -> list[str]:
@@ -141,7 +122,7 @@ def test_a_gpu_without_events_is_not_ill(driver: Script, reader: NvmlReader, how
         clock.pass_(1.0)
     assert (gpu.error, gpu.troubles, gpu.total_bytes) == (None, (), GIB)
     assert names() == []
-    assert driver.calls("nvmlEventSetCreate") - before == 1, "asked once"
+    assert driver.calls("nvmlEventSetCreate") - before == 1, "tried once"
 
 
 def test_the_thread_ends_with_close(driver: Script, reader: NvmlReader) -> None:
@@ -156,7 +137,7 @@ def test_the_thread_ends_with_close(driver: Script, reader: NvmlReader) -> None:
 
 @pytest.mark.parametrize("code", [1, 9, 999])
 def test_a_driver_that_goes_away_ends_the_thread_and_no_more(
-    driver: Script, reader: NvmlReader, monkeypatch: pytest.MonkeyPatch, code: int
+    driver: Script, reader: NvmlReader, clock: Clock, code: int
 ) -> None:
     driver.gpu(0, total=GIB).write()
     one(reader)
@@ -166,7 +147,7 @@ def test_a_driver_that_goes_away_ends_the_thread_and_no_more(
     for _ in range(3):
         assert one(reader).error is None
     assert driver.calls("nvmlEventSetCreate") == before, "not tried again at every read"
-    monkeypatch.setattr(reader._events, "_again", 0.0)
+    clock.pass_(AGAIN_SECONDS)
     driver.clear().gpu(0, total=GIB).write()
     one(reader)
     driver.event(0, 0x8, 31).write()
@@ -176,7 +157,7 @@ def test_a_driver_that_goes_away_ends_the_thread_and_no_more(
 def test_one_lost_gpu_does_not_end_the_events_of_the_others(
     driver: Script, reader: NvmlReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memtop.supervisor.monitor.nvml.events._LOST_SECONDS", 0.01)
+    monkeypatch.setattr("memtop.supervisor.monitor.nvml.events.LOST_SECONDS", 0.01)
     driver.gpu(0, total=GIB).write()
     one(reader)
     driver.fail("nvmlEventSetWait_v2", -1, 15).write()
@@ -193,7 +174,7 @@ def test_a_gpu_that_is_lost_and_returns(driver: Script, reader: NvmlReader, cloc
     for _ in range(3):
         clock.pass_(1.0)
         lost = one(reader)
-    assert [(trouble.kind, trouble.message) for trouble in lost.troubles] == [("lost", lost.error)], "said once"
+    assert [(trouble.kind, trouble.message) for trouble in lost.troubles] == [("lost", lost.error)], "reported once"
     driver.clear().gpu(0, total=GIB).write()
     clock.pass_(12.0)
     assert [trouble.kind for trouble in one(reader).troubles] == ["lost", "returned"]
@@ -214,7 +195,7 @@ def test_a_gpu_that_is_no_longer_listed_and_returns(driver: Script, reader: Nvml
     assert [trouble.kind for trouble in back.troubles] == ["lost", "returned"]
 
 
-def test_a_gpu_that_tells_its_uuid_late_keeps_its_troubles(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+def test_a_gpu_whose_uuid_is_known_late_keeps_its_troubles(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     driver.gpu(0, total=GIB).fail("nvmlDeviceGetUUID", 0, 10).write()
     one(reader)
     driver.clear().gpu(0, total=GIB, error=15).write()
@@ -253,7 +234,7 @@ def test_a_gpu_that_never_could_be_read_was_not_lost(driver: Script, reader: Nvm
 
 
 def test_the_threads_do_not_keep_a_program_from_ending(nvml_library: Path, tmp_path: Path) -> None:
-    """Not even with the driver asleep in a call: no close, a wait that lasts an hour."""
+    """Not even without `close`, while a call into the driver blocks for an hour."""
     script = Script(tmp_path / "script").gpu(0, total=GIB).delay(3_600_000, "nvmlEventSetWait_v2")
     script.delay(3_600_000, "nvmlDeviceGetPcieThroughput").write()
     program = (
@@ -268,25 +249,25 @@ def test_the_threads_do_not_keep_a_program_from_ending(nvml_library: Path, tmp_p
     assert done.stdout == "2\n"
 
 
-def test_an_announcement_belongs_to_the_gpu_that_had_the_place_then(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+def test_an_event_belongs_to_the_gpu_that_had_the_index_when_it_arrived(
+    driver: Script, reader: NvmlReader, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event arrives after the reader has taken the events, and before it notices that the GPUs have changed places."""
     driver.gpu(0, total=GIB, uuid="GPU-a").gpu(1, total=GIB, uuid="GPU-b").write()
     reader.read()
-    driver.event(0, 0x8, 79).write()
-    eventually(lambda: len(reader._events._events), bool)
-    driver.clear().gpu(0, total=GIB, uuid="GPU-b").gpu(1, total=GIB, uuid="GPU-a").write()
-    # It comes in after the read has looked for announcements, and before it sees that the GPUs have changed places.
-    kept = list(reader._events._events)
-    reader._events._events.clear()
-    take, replace = reader._events.take, reader._replace
+    count = pynvml.nvmlDeviceGetCount
 
-    def late(count: int, now: float) -> None:
-        reader._events._events.extend(kept)
-        replace(count, now)
+    def arrive() -> int:
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", count)
+        driver.event(0, 0x8, 79).write()
+        waits = driver.calls("nvmlEventSetWait_v2")
+        eventually(lambda: driver.calls("nvmlEventSetWait_v2"), lambda calls: calls > waits + 2)
+        driver.clear().gpu(0, total=GIB, uuid="GPU-b").gpu(1, total=GIB, uuid="GPU-a").write()
+        return int(count())
 
-    reader._replace = late  # type: ignore[method-assign]
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", arrive)
     clock.pass_(11.0)
     reader.read()
     clock.pass_(1.0)
     troubles = {gpu.uuid: [trouble.code for trouble in gpu.troubles] for gpu in reader.read().gpus}
     assert troubles == {"GPU-a": [79], "GPU-b": []}
-    assert take() == []

@@ -49,7 +49,7 @@ def test_a_driver_that_answers_gives_the_reading_of_this_moment(driver: Script) 
     thread.close()
 
 
-def test_before_the_first_answer_the_note_says_for_how_long(gated: Gated, clock: Clock) -> None:
+def test_before_the_first_answer_the_note_has_the_waiting_time(gated: Gated, clock: Clock) -> None:
     thread = DriverThread(gated, patience=0, monotonic=clock)
     assert thread.read().reading.note == "waiting for the NVIDIA driver"
     clock.pass_(12)

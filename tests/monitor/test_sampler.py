@@ -20,14 +20,11 @@ from memtop.supervisor.monitor.processes import facts, proc
 from memtop.supervisor.monitor.processes.facts import ProcessDescriber
 from memtop.supervisor.monitor.processes.proc import read_stat
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
-from memtop.supervisor.monitor.snapshots import only_gpus
 from memtop.supervisor.monitor.strays import KnownRun
-from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.values import Band, only_gpus
 from memtop.supervisor.monitor.vram import vram_parts
-from tests.monitor.conftest import Clock, Start
+from tests.monitor.conftest import GIB, Clock, Start, ended
 from tests.nvml_double.double import Script
-
-GIB = 1024**3
 
 GPU_KEYS = {
     *("index", "uuid", "name", "total_bytes", "used_bytes", "free_bytes", "reserved_bytes", "used_fraction", "band"),
@@ -41,8 +38,8 @@ HOST_KEYS = {
 }
 
 
-def sampler(reader: NvmlReader, runs: Sequence[KnownRun] = ()) -> Sampler:
-    return Sampler(lambda: runs, nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True))
+def sampler(reader: NvmlReader, runs: Sequence[KnownRun] = (), **options: Any) -> Sampler:
+    return Sampler(lambda: runs, nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), **options)
 
 
 def test_the_document_has_the_public_fields(driver: Script, reader: NvmlReader) -> None:
@@ -56,10 +53,7 @@ def test_the_document_has_the_public_fields(driver: Script, reader: NvmlReader) 
 
 
 def test_every_value_of_a_process_that_is_none_has_its_reason(driver: Script, reader: NvmlReader, start: Start) -> None:
-    ended = start()
-    ended.kill()
-    ended.wait()
-    driver.gpu(0, total=GIB).process(0, pid=ended.pid, used=None).process(0, pid=start().pid, used=5).write()
+    driver.gpu(0, total=GIB).process(0, pid=ended(start).pid, used=None).process(0, pid=start().pid, used=5).write()
     snapshot = sampler(reader).sample()
     # One that is no run's has no run, one that runs plainly has no container and no MIG instance; the driver's own
     # values are tested where they are read.
@@ -73,7 +67,7 @@ def test_every_value_of_a_process_that_is_none_has_its_reason(driver: Script, re
 
 
 def test_a_process_is_choosable_on_all_of_its_gpus_or_on_none(driver: Script, reader: NvmlReader, start: Start) -> None:
-    """Also for whoever is shown one of the GPUs only."""
+    """Also in a view of only one of the GPUs."""
     process = start()
     driver.gpu(0, total=GIB).gpu(1, total=GIB).process(0, pid=process.pid, used=9)
     driver.process(1, pid=process.pid, used=8, kind="graphics").write()
@@ -202,9 +196,7 @@ def test_neither_torch_nor_textual_is_loaded() -> None:
 def test_memory_under_an_ended_process_is_called_gone_at_the_second_look(
     driver: Script, reader: NvmlReader, clock: Clock, start: Start
 ) -> None:
-    process = start()
-    process.kill()
-    process.wait()
+    process = ended(start)
     driver.gpu(0, total=GIB, used=GIB // 2).process(0, pid=process.pid, used=GIB // 2).write()
     describer = ProcessDescriber(same_namespace=lambda: True, sees_all=lambda: True)
     watcher = Sampler(nvml=reader, describer=describer, monotonic=clock)
@@ -221,7 +213,7 @@ def test_memory_under_an_ended_process_is_called_gone_at_the_second_look(
 
 
 @pytest.mark.parametrize(("same_namespace", "sees_all"), [(True, False), (False, False), (False, True)])
-def test_where_not_all_is_seen_nobody_is_called_gone(
+def test_no_process_is_called_gone_unless_all_are_visible(
     driver: Script,
     reader: NvmlReader,
     clock: Clock,
@@ -231,9 +223,7 @@ def test_where_not_all_is_seen_nobody_is_called_gone(
     sees_all: bool,
 ) -> None:
     monkeypatch.delenv(proc.TRUST_VARIABLE, raising=False)
-    process = start()
-    process.kill()
-    process.wait()
+    process = ended(start)
     driver.gpu(0, total=GIB).process(0, pid=process.pid, used=9).write()
     describer = ProcessDescriber(same_namespace=lambda: same_namespace, sees_all=lambda: sees_all)
     watcher = Sampler(nvml=reader, describer=describer, monotonic=clock)
@@ -250,7 +240,7 @@ def test_a_zombie_is_gone_and_named_with_the_parent_that_must_collect_it(
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     driver.gpu(0, total=GIB, used=GIB // 2).process(0, pid=child.pid, used=GIB // 4).write()
-    watcher = Sampler(nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), monotonic=clock)
+    watcher = sampler(reader, monotonic=clock)
     for gone in (False, True, True):
         gpu = watcher.sample().gpus[0]
         (row,) = gpu.processes
@@ -284,14 +274,14 @@ def test_host_memory_and_cpu(driver: Script, reader: NvmlReader, clock: Clock, s
         start(),
     )
     driver.gpu(0, total=GIB).process(0, pid=busy.pid, used=9).process(0, pid=idle.pid, used=8).write()
-    watcher = Sampler(nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), monotonic=clock)
+    watcher = sampler(reader, monotonic=clock)
     for row in watcher.sample().gpus[0].processes:
         assert row.host_cpu_fraction is None
         assert "two samples" in row.unknown["host_cpu_fraction"]
         assert row.host_rss_bytes is not None
         assert row.host_rss_bytes > 1024**2
         assert row.parent_pid == os.getpid()
-    # The clock is turned by hand, the work is real: wait until it is done, then say that two seconds have passed.
+    # The clock is manual, but the work is real: wait for it, then advance the clock by two seconds.
     before = cpu_ticks(busy.pid)
     while cpu_ticks(busy.pid) < before + 20:
         pass
@@ -311,7 +301,7 @@ def cpu_ticks(pid: int) -> int:
 
 def test_the_same_rows_until_the_lists_are_read_again(driver: Script, reader: NvmlReader, clock: Clock, start: Start) -> None:
     driver.gpu(0, total=GIB).process(0, pid=start().pid, used=9).write()
-    watcher = Sampler(nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), monotonic=clock)
+    watcher = sampler(reader, monotonic=clock)
     first = watcher.sample()
     clock.pass_(1.0)
     second = watcher.sample()
@@ -365,7 +355,7 @@ def test_a_program_that_becomes_another_is_described_anew(
     become = f"os.execve(sys.executable, [sys.executable, '-S', '-E', '-c', {code!r}], {{'MEMTOP_RUN': '/runs/r'}})"
     process = start(f"signal.signal(signal.SIGUSR1, lambda *_: {become})")
     driver.gpu(0, total=GIB).process(0, pid=process.pid, used=9).write()
-    watcher = Sampler(nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), monotonic=clock)
+    watcher = sampler(reader, monotonic=clock)
     assert watcher.sample().gpus[0].processes[0].run is None
     process.send_signal(signal.SIGUSR1)
     assert process.stdout is not None
@@ -395,7 +385,7 @@ def test_the_marker_of_a_containers_run_is_no_proof(driver: Script, reader: Nvml
     assert "of its container" in (row.reason or "")
 
 
-def test_bytes_that_are_no_letters_can_be_sent_and_shown(driver: Script, reader: NvmlReader, tmp_path: Path) -> None:
+def test_bytes_that_are_not_utf_8_can_be_sent_and_shown(driver: Script, reader: NvmlReader, tmp_path: Path) -> None:
     """File names of old locales, in the command line and in the variables that are shown."""
     command: list[str | bytes] = [sys.executable, "-S", "-E", "-c", "import time; time.sleep(60)", b"/data/caf\xe9.txt"]
     marks = {b"MEMTOP_RUN": os.fsencode(tmp_path) + b"/caf\xe9", b"MEMTOP_ATTEMPT": b"9" * 5000, b"SLURM_JOB_ID": b"7\xe9"}

@@ -12,8 +12,7 @@ from msgspec.structs import replace
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.presets.host_memory import host_plan
 from memtop.presets.schema import Settings, Zero
-from memtop.supervisor.monitor.bands import band_of
-from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.values import Band, band_of
 from memtop.supervisor.recovery.batch_trial import Split, Update, measured, split_refusal
 from memtop.supervisor.recovery.bottleneck import Measured, advise, loader_processes, ram_band
 from memtop.supervisor.recovery.values import Forecast

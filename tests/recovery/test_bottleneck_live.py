@@ -15,7 +15,7 @@ from memtop.supervisor.errors import MemtopError, RefusedError, UsageError
 from memtop.supervisor.monitor.host import HostReader
 from memtop.supervisor.recovery.bottleneck import Measured, advise
 from memtop.supervisor.recovery.trend import Sustained
-from memtop.supervisor.run.clients.client import ask
+from memtop.supervisor.run.client import ask
 from memtop.supervisor.run.record.folder import find_run
 from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import Change, Try

@@ -12,18 +12,18 @@ from msgspec.structs import replace
 from memtop.presets.schema import Lora, Zero
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.configuration import settings_key
-from memtop.supervisor.recovery.forecast import Line, forecast, line_through, peaks_of
+from memtop.supervisor.recovery.forecast import PeakLine, forecast, line_through, peaks_of
 from memtop.supervisor.recovery.values import Forecast, Peak
 from tests.recovery.support import CARD, FIRST, GIB, LORA, T5, gib, measured, peak
 
 
-def line(*points: tuple[int, float] | tuple[int, float, bool], base: float | None = None) -> Line:
+def line(*points: tuple[int, float] | tuple[int, float, bool], base: float | None = None) -> PeakLine:
     found = why(*points, base=base)
-    assert isinstance(found, Line), found
+    assert isinstance(found, PeakLine), found
     return found
 
 
-def why(*points: Any, base: float | None = None) -> Line | str:
+def why(*points: Any, base: float | None = None) -> PeakLine | str:
     peaks = [Peak(batch=b, bytes=gib(size), updates=9, failed=bool(rest)) for b, size, *rest in points]
     return line_through(peaks, base_bytes=None if base is None else gib(base))
 
@@ -168,7 +168,7 @@ def test_a_forecast_is_never_below_a_failure_and_grows_with_the_batch(
     for batch, size in failures:
         if batch > beyond:
             assert found.at(batch) >= gib(size) - 2
-    if isinstance(clean, Line) and len(clean.measured) >= 2:
+    if isinstance(clean, PeakLine) and len(clean.measured) >= 2:
         assert all(found.at(batch) >= clean.at(batch) - 2 for batch in range(1, 300)), "a failure lowered the line"
 
 

@@ -16,8 +16,7 @@ from memtop.presets.schema import Lora, Zero
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.values import Band
 from memtop.supervisor.recovery.configuration import applied, configuration_key
-from memtop.supervisor.recovery.external_command import remedies_for_command
-from memtop.supervisor.recovery.remedies import remedies
+from memtop.supervisor.recovery.remedies import remedies, remedies_for_command
 from memtop.supervisor.recovery.situation import HostFacts, situation_of
 from memtop.supervisor.recovery.values import Remedy
 from tests.recovery.support import (

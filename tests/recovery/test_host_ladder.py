@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from memtop.presets.schema import Zero
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.recovery.configuration import applied
-from memtop.supervisor.recovery.situation import HostFacts, KeptState
-from memtop.supervisor.recovery.suggested_commands import suggestions
+from memtop.supervisor.recovery.situation import HostFacts, KeptState, suggestions
 from tests.recovery.support import CARD, FIRST, GIB, LORA, T5, climb, died, gib, ids, named, peak, why_not
 
 GPU_RUN = replace(T5, workers=4, device="cuda")

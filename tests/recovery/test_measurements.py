@@ -6,8 +6,8 @@ from typing import Any
 
 from memtop.supervisor.monitor.values import GpuDetails, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.recovery.bottleneck import Measured
-from memtop.supervisor.run.measurements import Measurements
 from memtop.supervisor.run.reports import Step
+from memtop.supervisor.run.sensors import Measurements
 from memtop.supervisor.wire import RoleMemory
 
 GIB = 1 << 30

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memtop.supervisor.errors import RefusedError
-from memtop.supervisor.run.clients.client import ask
+from memtop.supervisor.run.client import ask
 from memtop.supervisor.run.record.folder import find_run
 from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import Change, Outcome, Trial, Try

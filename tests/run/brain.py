@@ -9,12 +9,12 @@ from msgspec.structs import replace
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.presets.schema import Settings
 from memtop.supervisor.run.effects import AddEvent, Effect, Reply
-from memtop.supervisor.run.events import Now, Occurrence, Opened, Replayed, Reported, States, Tick
-from memtop.supervisor.run.model import Attempt, Model, Run
+from memtop.supervisor.run.events import Now, Occurrence, Replayed, Reported, States, SupervisorStarted, Tick
+from memtop.supervisor.run.model import CurrentAttempt, Model, Run
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.configurations import Configurations
 from memtop.supervisor.run.record.folder import StateFile
-from memtop.supervisor.run.record.ledger import Attempt as Row
+from memtop.supervisor.run.record.ledger import Attempt
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.run.step import step
 from memtop.supervisor.wire import Answer, Checkpoint, Phase, RunState
@@ -81,7 +81,7 @@ def training(update: int = 7, *, settings: Settings | None = SETTINGS, **values:
         "run": replace(RUN, settings=settings),
         "phase": Phase.TRAINING,
         "settings": settings,
-        "attempt": Attempt(number=1, started=START),
+        "attempt": CurrentAttempt(number=1, started=START),
         "alive": True,
         "newest_number": 1,
         "configurations": begun,
@@ -97,16 +97,16 @@ def state_of(phase: Phase, attempt: int = 1, reason: str | None = None, **values
     return StateFile(run=run, socket="", **values)
 
 
-def row(number: int = 1, settings: Settings | None = SETTINGS, **values: Any) -> Row:
-    return Row(
+def row(number: int = 1, settings: Settings | None = SETTINGS, **values: Any) -> Attempt:
+    return Attempt(
         number=number, reason=values.pop("reason", "start"), settings=settings, started=values.pop("started", 9.0), **values
     )
 
 
-def taken_over(*rows: Row, reports: tuple[dict[str, Any], ...] = (), **values: Any) -> Brain:
+def taken_over(*rows: Attempt, reports: tuple[dict[str, Any], ...] = (), **values: Any) -> Brain:
     """A new supervisor of the run that the ledger has these attempts of; `reports`: read by the one before it."""
     brain = Brain(Model(run=RUN, settings=SETTINGS, supervisor_pid=7))
-    brain.tell(Opened(attempts=rows, **values))
+    brain.tell(SupervisorStarted(attempts=rows, **values))
     for one in reports:
         brain.tell(Reported(rank=0, report=reported(one), replayed=True))
     brain.tell(Replayed())

@@ -1,14 +1,15 @@
-"""A training program of its own: reports updates through its journal the way the agent does, at a pace it is told.
+"""An external command that reports updates through its journal as the agent does.
 
-usage: program.py UPDATES SECONDS_PER_UPDATE [leave-worker] [ignore-int] [silent-agent]
+usage: program.py UPDATES|go SECONDS_PER_UPDATE [leave-worker] [silent-agent]
 
-silent-agent: connected and offering to stop, but it never answers.
+go: it trains until there is a file of that name in its folder. silent-agent: it is connected and offers
+to stop, but it never answers.
 """
 
+import itertools
 import json
 import os
 import pathlib
-import signal
 import socket
 import subprocess
 import sys
@@ -22,8 +23,6 @@ def report(**values):
         file.write(json.dumps({"time": time.time(), **values}) + "\n")
 
 
-if "ignore-int" in sys.argv:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 if "leave-worker" in sys.argv:
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 silent = "silent-agent" in sys.argv
@@ -32,7 +31,10 @@ if silent:
     agent = socket.socket(socket.AF_UNIX)
     agent.connect(os.environ["MEMTOP_SOCKET"])
     agent.sendall(json.dumps({"type": "agent", "attempt": int(os.environ["MEMTOP_ATTEMPT"]), "rank": 0}).encode() + b"\n")
-for update in range(1, int(sys.argv[1]) + 1):
+last = None if sys.argv[1] == "go" else int(sys.argv[1])
+for update in itertools.count(1):
+    if pathlib.Path("go").exists() if last is None else update > last:
+        break
     time.sleep(float(sys.argv[2]))
     print("update", update, flush=True)
     report(type="step", update=update, samples_seen=update * 4, loss=5 / update, step_seconds=float(sys.argv[2]))

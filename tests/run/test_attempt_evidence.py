@@ -11,8 +11,7 @@ import pytest
 from memtop.supervisor.monitor.cgroup import KillCount, kill_counts
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.run.post_mortem import evidence as witness
-from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence, Baseline, gpus_without
-from memtop.supervisor.run.post_mortem.kernel_log import kernel_lines
+from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence, Baseline, gpus_without, kernel_lines
 from memtop.supervisor.run.record.folder import write_json
 
 

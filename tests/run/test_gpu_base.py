@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot, MigInstance
 from memtop.supervisor.monitor.vram import RankMemory
-from memtop.supervisor.run.processes.gpu_base import GpuBase
+from memtop.supervisor.run.machine_watch import GpuBase
 from memtop.supervisor.run.progress import Progress
 from tests.run.reported import heard, reported
 

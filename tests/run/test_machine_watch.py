@@ -20,7 +20,7 @@ async def test_a_reading_that_failed_is_no_change_of_a_band(
     driver: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Timed out once, or for a while: only what is known is compared."""
-    monkeypatch.setattr(machine_watch, "_SAMPLE_SECONDS", 0.1)
+    monkeypatch.setattr(machine_watch, "SAMPLE_SECONDS", 0.1)
     failed = object()
     script = (19, failed, 19, failed, failed, 4, 4, failed, 4)
     watch = MachineWatch(tmp_path, list, lambda: (1, ()))

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import signal
 import sqlite3
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,10 @@ from msgspec.structs import replace
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.clients.server import socket_path
+from memtop.supervisor.run.client import socket_path
 from memtop.supervisor.run.post_mortem.log_end import LogEnd, read_log_end
 from memtop.supervisor.run.processes import shim
-from memtop.supervisor.run.processes.launch import allocator_environment
+from memtop.supervisor.run.processes.attempt import allocator_environment
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.checkpoints import newest_checkpoint, read_checkpoint
 from memtop.supervisor.run.record.folder import (
@@ -38,7 +40,7 @@ from memtop.supervisor.run.record.folder import (
     list_runs,
     write_json,
 )
-from memtop.supervisor.run.record.journal import Journal
+from memtop.supervisor.run.record.journal import JournalReader
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import End, Step
 from memtop.supervisor.run.view import known_runs, read_run, read_state, show
@@ -180,7 +182,7 @@ def test_a_damaged_run_json_hides_no_other_run(tmp_path: Path) -> None:
 def test_only_whole_lines_are_read_and_damaged_ones_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.jsonl"
     path.write_text('{"type": "step", "update": 1}\n{"upd\n{"type": "step", "update": 2}\n{"type": "step", "update": 3')
-    journal = Journal(path)
+    journal = JournalReader(path)
     reports, end = journal.read_new()
     assert reports == [Step(update=1), Step(update=2)]
     journal.offset = end
@@ -233,16 +235,24 @@ def test_reports_read_twice_count_once_and_the_offset_goes_with_them(tmp_path: P
     assert ledger.journal_offset(1, 0) == 64
 
 
+@contextmanager
+def no_file_grows() -> Iterator[None]:
+    """Every write to a file of this process fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_a_full_disk_leaves_the_ledger_as_it_was(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.add_attempt(1, "start", None, 1.0)
-    pages = ledger._db.execute("PRAGMA page_count").fetchone()[0]
-    ledger._db.execute(f"PRAGMA max_page_count={pages}")
     many = [replace(steps(n), sample_digest="x" * 500) for n in range(200)]
-    with pytest.raises(sqlite3.OperationalError, match="full"):
+    with no_file_grows(), pytest.raises(sqlite3.OperationalError, match="disk"):
         ledger.add_reports(1, 0, many, 9000)
     assert ledger.journal_offset(1, 0) == 0
-    ledger._db.execute("PRAGMA max_page_count=100000")
     ledger.add_reports(1, 0, many, 9000)
     assert len(ledger.metrics()) == 200
 
@@ -288,7 +298,7 @@ def test_speed_is_that_of_the_newest_updates() -> None:
 def test_the_shim_tells_how_the_program_ended(tmp_path: Path, program: str, status: int) -> None:
     command = {"argv": [sys.executable, "-c", program], "cwd": str(tmp_path), "environment": {"MARK": "1"}}
     (tmp_path / "command.json").write_text(json.dumps(command))
-    subprocess.run([sys.executable, "-I", "-S", shim.__file__, str(tmp_path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-I", "-S", shim.__file__, str(tmp_path)], check=True, timeout=120)
     assert json.loads((tmp_path / "exit.json").read_text())["status"] == status
     assert json.loads((tmp_path / "process.json").read_text())["pid"] > 0
 
@@ -296,7 +306,7 @@ def test_the_shim_tells_how_the_program_ended(tmp_path: Path, program: str, stat
 def test_a_program_that_does_not_exist_is_named_in_its_output(tmp_path: Path) -> None:
     command = {"argv": ["no-such-program"], "cwd": str(tmp_path), "environment": {}}
     (tmp_path / "command.json").write_text(json.dumps(command))
-    subprocess.run([sys.executable, "-I", "-S", shim.__file__, str(tmp_path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-I", "-S", shim.__file__, str(tmp_path)], check=True, timeout=120)
     assert json.loads((tmp_path / "exit.json").read_text())["status"] == 127
     assert "no-such-program: cannot be started" in (tmp_path / "output.log").read_text()
 

@@ -15,9 +15,8 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.run.post_mortem import evidence as witness
 from memtop.supervisor.run.post_mortem import examine as autopsy
-from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
+from memtop.supervisor.run.post_mortem.evidence import RELATED_SECONDS, AttemptEvidence
 from memtop.supervisor.run.post_mortem.examine import AttemptEnd, evidence_of, examine
-from memtop.supervisor.run.post_mortem.oom_kills import RELATED_SECONDS
 from memtop.supervisor.run.reports import Oom
 from tests.conftest import Runs
 

@@ -25,7 +25,7 @@ def begin(runs: Runs, group: MemoryGroup, program: str) -> dict[str, Any]:
         env=runs.environment,
         stdin=subprocess.DEVNULL,
         check=True,
-        timeout=60,
+        timeout=120,
     )
     state = runs.wait("a", lambda d: d["trainer_pid"] in group.pids())
     baseline = runs.path / "a/attempts/0001/baseline.json"
@@ -46,7 +46,7 @@ def test_a_stranger_that_the_kernel_kills_is_not_the_program_that_fails_next(run
     assert stranger.stdout is not None
     assert stranger.stdout.readline() == "ready\n"
     group.make_the_kernel_kill(stranger.pid, runs.root / "enough")
-    assert stranger.wait(timeout=30) == -9
+    assert stranger.wait(timeout=120) == -9
     (runs.root / "go").touch()
     diagnosis = ended(runs)
     assert (diagnosis["kind"], diagnosis["reason"]) == ("not_memory", "python_error")

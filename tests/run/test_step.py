@@ -27,11 +27,11 @@ from memtop.supervisor.run.events import (
     AgentAnswer,
     Answered,
     Examined,
-    Facts,
     Launched,
     LaunchRefused,
     LeftoversCleared,
     ProgramEnded,
+    RemedyFacts,
     Requested,
     Sampled,
     SamplingFailed,
@@ -39,7 +39,7 @@ from memtop.supervisor.run.events import (
     StateHeld,
     StoodStill,
 )
-from memtop.supervisor.run.model import Attempt, Model, Stage, move
+from memtop.supervisor.run.model import AttemptStage, CurrentAttempt, Model, move
 from memtop.supervisor.run.pending_restart import PendingRestart, Waiting
 from memtop.supervisor.run.post_mortem.log_end import LogEnd
 from memtop.supervisor.run.progress import Progress
@@ -198,10 +198,10 @@ def end(brain: Brain, status: int | None = 0, *kept: int) -> None:
     brain.tell(LeftoversCleared(log=LogEnd(lines=("boom",)), states=states(*kept) if kept else brain.model.states))
 
 
-def die(brain: Brain, kind: Kind = Kind.GPU_OOM, facts: Facts | None = None, problem: str | None = None) -> None:
+def die(brain: Brain, kind: Kind = Kind.GPU_OOM, facts: RemedyFacts | None = None, problem: str | None = None) -> None:
     end(brain, 1)
     found = Diagnosis(kind=kind, confidence=0.97, summary=f"it died of {kind.value}")
-    brain.tell(Examined(diagnosis=found, facts=facts or Facts(), problem=problem))
+    brain.tell(Examined(diagnosis=found, facts=facts or RemedyFacts(), problem=problem))
 
 
 def test_what_a_live_run_becomes_counts_from_where_it_will_stop() -> None:
@@ -244,7 +244,9 @@ def test_a_change_that_turns_out_impossible_leaves_a_stopped_run() -> None:
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_an_attempt_that_cannot_be_started_changes_nothing(recorded: bool) -> None:
-    brain = training(phase=Phase.FAILED, reason="died", attempt=Attempt(number=1, started=1.0, stage=Stage.OVER, exit_status=3))
+    brain = training(
+        phase=Phase.FAILED, reason="died", attempt=CurrentAttempt(number=1, started=1.0, stage=AttemptStage.OVER, exit_status=3)
+    )
     before = brain.model
     restart(brain, Change(assignments={"batch": "2"}))
     brain.tell(LaunchRefused(number=2, why="no space", recorded=recorded))
@@ -256,7 +258,7 @@ def test_an_attempt_that_cannot_be_started_changes_nothing(recorded: bool) -> No
 
 
 def test_a_restart_says_what_becomes_of_the_effective_batch() -> None:
-    brain = training(phase=Phase.STOPPED, attempt=Attempt(number=1, started=1.0, stage=Stage.OVER))
+    brain = training(phase=Phase.STOPPED, attempt=CurrentAttempt(number=1, started=1.0, stage=AttemptStage.OVER))
     restart(brain, Change(assignments={"batch": "1"}))
     assert brain.answers() == [], "it is accepted once it has begun"
     brain.tell(Launched(number=2, started=5.0, states=states(5)))
@@ -313,7 +315,9 @@ def test_what_is_held_is_released_when_the_run_does_not_go_back(then: str) -> No
 
 
 def test_updates_are_counted_from_the_state_that_is_gone_back_to() -> None:
-    brain = training(40, phase=Phase.STOPPED, states=states(40, 30), attempt=Attempt(number=1, started=1.0, stage=Stage.OVER))
+    brain = training(
+        40, phase=Phase.STOPPED, states=states(40, 30), attempt=CurrentAttempt(number=1, started=1.0, stage=AttemptStage.OVER)
+    )
     restart(brain, Change(state_before=30, max_updates=20))
     assert brain.answers()[-1].usage
     restart(brain, Change(state_before=30, max_updates=35))
@@ -352,7 +356,7 @@ def test_a_post_mortem_that_fails_does_not_keep_the_end_from_being_recorded() ->
     end(brain, -9)
     assert brain.asked(Examine)
     nothing = Diagnosis(kind=Kind.NOT_MEMORY, reason="no_evidence", confidence=0.0, summary="why is not known")
-    brain.tell(Examined(diagnosis=nothing, facts=Facts(), problem="why is not known"))
+    brain.tell(Examined(diagnosis=nothing, facts=RemedyFacts(), problem="why is not known"))
     values = brain.asked(UpdateAttempt)[-1].values
     assert (values["outcome"], values["exit_status"], values["diagnosis"]["reason"]) == ("failed", -9, "no_evidence")
     assert (brain.model.phase, brain.model.reason) == (
@@ -365,7 +369,7 @@ def test_a_post_mortem_that_fails_does_not_keep_the_end_from_being_recorded() ->
 @pytest.mark.parametrize("external", [False, True])
 def test_a_full_disk_is_waited_for_unless_the_command_would_begin_anew(external: bool) -> None:
     brain = training(settings=None if external else SETTINGS)
-    die(brain, Kind.DISK_FULL, Facts(disk_free_bytes=0))
+    die(brain, Kind.DISK_FULL, RemedyFacts(disk_free_bytes=0))
     if external:
         assert (brain.model.restart, brain.model.phase) == (None, Phase.FAILED)
         assert "would begin anew" in brain.messages("remedy")[0]
@@ -378,7 +382,7 @@ def test_a_full_disk_is_waited_for_unless_the_command_would_begin_anew(external:
     assert launch.settings == SETTINGS
     brain.tell(Launched(number=2, started=brain.now, states=states(5)))
     # It had waited already, and nothing newer was saved: a person is asked.
-    die(brain, Kind.DISK_FULL, Facts(disk_free_bytes=0))
+    die(brain, Kind.DISK_FULL, RemedyFacts(disk_free_bytes=0))
     assert (brain.model.restart, brain.model.phase) == (None, Phase.FAILED)
     assert "has waited for space on the disk before" in brain.messages("remedy")[-1]
 
@@ -396,7 +400,7 @@ def test_a_death_in_a_stop_is_not_followed_by_a_restart() -> None:
     brain = training()
     stop(brain)
     brain.report({"type": "end", "time": 999.0, "outcome": "stopped", "saved": False, "message": "not saved: disk full"})
-    die(brain, Kind.DISK_FULL, Facts(disk_free_bytes=0))
+    die(brain, Kind.DISK_FULL, RemedyFacts(disk_free_bytes=0))
     assert (brain.model.phase, brain.model.reason, brain.model.restart) == (Phase.FAILED, "not saved: disk full", None)
     assert brain.answers()[-1].outcome is Outcome.FAILED
 
@@ -510,7 +514,7 @@ def test_where_nothing_may_be_done_by_itself_a_leak_is_only_reported(
 
 def test_the_wait_for_memory_is_announced_once() -> None:
     waiting = Waiting(change=Change(assignments={"batch": "1"}), disk_bytes=GIB)
-    over = Attempt(number=1, started=1.0, stage=Stage.OVER)
+    over = CurrentAttempt(number=1, started=1.0, stage=AttemptStage.OVER)
     restart_ = PendingRestart(waiting=waiting, began=0.0)
     brain = training(phase=Phase.RESTARTING, attempt=over, restart=restart_)
     for free in (MIB, 2 * MIB, 3 * MIB):

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import pytest
 from memtop.supervisor.errors import NotRunningError
 from memtop.supervisor.monitor.processes.proc import identify, is_alive
 from memtop.supervisor.monitor.processes.table import run_processes
-from memtop.supervisor.run.clients.client import AsyncRunClient, ask
+from memtop.supervisor.run.client import AsyncRunClient, ask
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run, find_run, move_aside
 from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import (
@@ -33,7 +32,8 @@ from memtop.supervisor.wire import (
     Stop,
     Subscribe,
 )
-from tests.conftest import Runs
+from tests.conftest import Runs, wait_for_file
+from tests.forking import Program
 
 PROGRAM = str(Path(__file__).with_name("program.py"))
 
@@ -44,29 +44,35 @@ import asyncio, pathlib, signal, sys
 from memtop.supervisor.run.stop_ladder import Waits
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.supervisor import Supervisor
-waits = Waits(graceful=1, interrupt=float(sys.argv[2]), terminate=float(sys.argv[3]), kill=5)
+waits = Waits(graceful=0.3, interrupt=float(sys.argv[2]), terminate=float(sys.argv[3]), kill=5)
 asyncio.run(Supervisor(RunFolder(pathlib.Path(sys.argv[1])), waits=waits).run(None))
 """
 
 
 @contextlib.contextmanager
-def hasty(runs: Runs, name: str, *command: str, interrupt: float = 1, terminate: float = 1) -> Iterator[None]:
+def hasty(runs: Runs, name: str, *command: str, interrupt: float = 0.3, terminate: float = 0.3) -> Iterator[None]:
     """A run of that program under a supervisor with short waits, until it is over."""
     spec = RunSpec(name=name, created=1.0, settings=None, command=command, cwd=str(runs.root), memtop_version="0")
     folder = create_run(runs.path, spec, fresh=False)
     arguments = [str(folder.path), str(interrupt), str(terminate)]
-    supervisor = subprocess.Popen([sys.executable, "-c", HASTY, *arguments], env=runs.environment, stdin=subprocess.DEVNULL)
+    supervisor = Program([sys.executable, "-c", HASTY, *arguments], env=runs.environment, stdin=subprocess.DEVNULL)
     yield
-    assert supervisor.wait(timeout=60) == 0
+    assert supervisor.wait(timeout=120) == 0
 
 
-def start(runs: Runs, name: str, updates: int, seconds: float, *extra: str) -> None:
-    command = [sys.executable, PROGRAM, str(updates), str(seconds), *extra]
+def start(runs: Runs, updates: int | None = None, *extra: str, name: str = "a") -> None:
+    """A run of `program.py`: so many updates, or until `finish`."""
+    command = [sys.executable, PROGRAM, str(updates or "go"), "0.02" if updates else "0.05", *extra]
     assert runs.memtop("train", "--detach", "--name", name, "--", *command).stdout == f"{name}\n"
 
 
+def finish(runs: Runs) -> None:
+    """Let the program train no further."""
+    (runs.root / "go").touch()
+
+
 def test_a_program_runs_to_its_end_and_all_is_remembered(runs: Runs) -> None:
-    start(runs, "a", 12, 0.02)
+    start(runs, 12)
     runs.wait("a", lambda d: d["state"] == "finished")
     document = runs.show("a", metrics=True)
     assert [row["update"] for row in document["metrics"]] == list(range(1, 13))
@@ -90,21 +96,25 @@ def test_a_failing_program_fails_the_command_with_its_last_words(runs: Runs) -> 
 
 
 def test_a_killed_supervisor_is_replaced_and_nothing_is_lost(runs: Runs) -> None:
-    start(runs, "a", 60, 0.3)
+    start(runs)
     before = runs.wait("a", lambda d: (d["updates"] or 0) >= 3)
     runs.kill(before["supervisor_pid"])
     orphaned = runs.wait("a", lambda d: d["supervisor_pid"] is None)
     assert (orphaned["alive"], orphaned["state"]) == (True, "training")
     (row,) = json.loads(runs.memtop("watch", "--once", "--json").stdout)["runs"]
     assert (row["alive"], row["adopted"], row["trainer_pid"]) == (True, True, before["trainer_pid"])
+    runs.wait("a", lambda d: d["updates"] > orphaned["updates"])
+    finish(runs)
     runs.wait("a", lambda d: d["state"] == "finished")
     document = runs.show("a", metrics=True)
-    assert [row["update"] for row in document["metrics"]] == list(range(1, 61))
+    last = (runs.path / "a/attempts/0001/output.log").read_text().splitlines()[-1]
+    assert last == f"update {document['updates']}"
+    assert [row["update"] for row in document["metrics"]] == list(range(1, document["updates"] + 1))
     assert document["attempts"][0]["exit_status"] == 0
 
 
 def test_looking_read_only_starts_nothing(runs: Runs) -> None:
-    start(runs, "a", 600, 0.1)
+    start(runs)
     before = runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
     runs.kill(before["supervisor_pid"])
     runs.wait("a", lambda d: d["supervisor_pid"] is None)
@@ -113,9 +123,10 @@ def test_looking_read_only_starts_nothing(runs: Runs) -> None:
 
 
 def test_the_end_is_known_although_no_supervisor_saw_it(runs: Runs) -> None:
-    start(runs, "a", 80, 0.1)
+    start(runs)
     before = runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
     runs.kill(before["supervisor_pid"])
+    finish(runs)
     runs.wait("a", lambda d: not d["alive"])
     assert runs.show("a")["state"] == "failed"
     runs.memtop("restart", "a", "--detach")
@@ -124,7 +135,7 @@ def test_the_end_is_known_although_no_supervisor_saw_it(runs: Runs) -> None:
 
 
 def test_a_killed_program_fails_the_run_and_can_be_restarted(runs: Runs) -> None:
-    start(runs, "a", 600, 0.05)
+    start(runs)
     before = runs.wait("a", lambda d: (d["updates"] or 0) >= 2)
     runs.kill(before["trainer_pid"])
     after = runs.wait("a", lambda d: d["state"] == "failed")
@@ -135,15 +146,16 @@ def test_a_killed_program_fails_the_run_and_can_be_restarted(runs: Runs) -> None
 
 
 def test_a_killed_shim_hides_nothing_while_the_supervisor_lives(runs: Runs) -> None:
-    start(runs, "a", 25, 0.1)
+    start(runs)
     runs.wait("a", lambda d: (d["updates"] or 0) >= 2)
     runs.kill(json.loads((runs.path / "a/attempts/0001/process.json").read_text())["shim_pid"])
+    finish(runs)
     document = runs.wait("a", lambda d: not d["alive"] and d["state"] != "training")
     assert (document["state"], document["exit_status"]) == ("finished", 0)
 
 
 def test_stop_climbs_to_the_signal_that_helps(runs: Runs) -> None:
-    start(runs, "a", 600, 0.05)
+    start(runs)
     runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
     done = runs.memtop("stop", "a")
     assert done.stdout == "stopped: killed by signal 2 (SIGINT)\n"
@@ -153,7 +165,7 @@ def test_stop_climbs_to_the_signal_that_helps(runs: Runs) -> None:
 
 @pytest.mark.parametrize("command", ["stop", "restart"])
 def test_a_program_that_hangs_when_asked_is_ended_all_the_same(runs: Runs, command: str) -> None:
-    with hasty(runs, "a", sys.executable, PROGRAM, "600", "0.05", "silent-agent"):
+    with hasty(runs, "a", sys.executable, PROGRAM, "go", "0.05", "silent-agent"):
         runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
         trainer = runs.show("a")["trainer_pid"]
         os.kill(trainer, signal.SIGSTOP)
@@ -182,13 +194,6 @@ time.sleep(600)
 """
 
 
-def until(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} never came"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize(
     "script",
     [
@@ -201,11 +206,11 @@ def until(path: Path) -> None:
 def test_a_wrapped_program_is_interrupted_too_and_may_save(runs: Runs, script: str) -> None:
     (runs.root / "saves.py").write_text(SAVES_SLOWLY)
     with hasty(runs, "a", "bash", "-c", script, interrupt=60):
-        until(runs.root / "ready")
-        asked = subprocess.Popen([sys.executable, "-m", "memtop", "stop", "a"], cwd=runs.root, env=runs.environment)
-        until(runs.root / "asked")
+        wait_for_file(runs.root / "ready")
+        asked = runs.start("stop", "a")
+        wait_for_file(runs.root / "asked")
         (runs.root / "go").touch()
-        assert asked.wait(timeout=60) == 0
+        assert asked.wait(timeout=120) == 0
     assert (runs.root / "saved").exists()
     assert runs.show("a")["state"] == "stopped"
 
@@ -215,38 +220,32 @@ def test_a_program_whose_wrapper_was_terminated_is_given_its_time(runs: Runs) ->
     # It must not be reached by SIGINT: a session of its own, as torchrun gives its ranks.
     inner = f"setsid --wait '{sys.executable}' saves.py term"
     with hasty(runs, "a", "bash", "-c", f"trap '' INT; {inner}; true", interrupt=0.5, terminate=60):
-        until(runs.root / "ready")
-        asked = subprocess.Popen([sys.executable, "-m", "memtop", "stop", "a"], cwd=runs.root, env=runs.environment)
-        until(runs.root / "asked")
+        wait_for_file(runs.root / "ready")
+        asked = runs.start("stop", "a")
+        wait_for_file(runs.root / "asked")
         runs.wait("a", lambda d: d["trainer_pid"] is None)
         (runs.root / "go").touch()
-        assert asked.wait(timeout=60) == 0
+        assert asked.wait(timeout=120) == 0
     assert (runs.root / "saved").exists()
 
 
 def test_workers_left_behind_are_ended(runs: Runs) -> None:
-    start(runs, "a", 3, 0.05, "leave-worker")
+    start(runs, 3, "leave-worker")
     runs.wait("a", lambda d: d["state"] == "finished")
     assert run_processes(str(runs.path / "a")) == []
 
 
 def test_a_run_cannot_be_started_twice_nor_under_a_taken_name(runs: Runs) -> None:
-    start(runs, "a", 600, 0.05)
+    start(runs)
     again = runs.memtop("train", "--name", "a", "--detach", "--", "true", status=1)
     assert "memtop restart a" in again.stderr
-    second = subprocess.run(
-        [sys.executable, "-m", "memtop.supervisor", str(runs.path / "a")],
-        env=runs.environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    second = runs.start(str(runs.path / "a"), module="memtop.supervisor", stderr=subprocess.PIPE)
+    assert "in use by another supervisor" in second.communicate(timeout=120)[1]
     assert second.returncode == 1
-    assert "in use by another supervisor" in second.stderr
 
 
 def test_a_socket_whose_owner_died_is_one_clear_line(runs: Runs) -> None:
-    start(runs, "a", 600, 0.05)
+    start(runs)
     state = runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
     runs.kill(state["trainer_pid"])
     runs.kill(state["supervisor_pid"])
@@ -260,7 +259,7 @@ def test_a_socket_whose_owner_died_is_one_clear_line(runs: Runs) -> None:
 def test_another_shell_with_another_socket_folder_finds_the_supervisor(
     runs: Runs, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(runs, "a", 600, 0.05)
+    start(runs)
     runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
     elsewhere = tmp_path_factory.mktemp("s")
     elsewhere.chmod(0o700)
@@ -270,10 +269,10 @@ def test_another_shell_with_another_socket_folder_finds_the_supervisor(
 
 def test_a_run_moved_aside_does_not_reach_its_successor(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
-    start(runs, "a", 3, 0.02)
+    start(runs, 3)
     runs.wait("a", lambda d: d["state"] == "finished" and d["supervisor_pid"] is None)
     aside = RunFolder(move_aside(find_run("a", runs.path)))
-    start(runs, "a", 600, 0.05)
+    start(runs)
     with pytest.raises(NotRunningError):
         ask(aside, lambda number: Stop(id=number))
     state = read_state(aside)
@@ -288,7 +287,7 @@ def test_a_run_moved_aside_does_not_reach_its_successor(runs: Runs, monkeypatch:
 def test_settings_of_an_own_program_are_not_memtops_to_change(runs: Runs) -> None:
     refused = runs.memtop("train", "--batch", "4", "--", "true", status=2)
     assert "--batch 4: memtop does not set the options of your own program" in refused.stderr
-    start(runs, "a", 600, 0.05)
+    start(runs)
     runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
     refused = runs.memtop("restart", "a", "--batch", "4", "--detach", status=2)
     assert "not memtop's to change" in refused.stderr
@@ -296,34 +295,27 @@ def test_settings_of_an_own_program_are_not_memtops_to_change(runs: Runs) -> Non
 
 
 def test_a_refused_restart_leaves_an_ended_run_as_it_was(runs: Runs) -> None:
-    start(runs, "a", 5, 0.02)
+    start(runs, 5)
     before = runs.wait("a", lambda d: d["state"] == "finished" and d["supervisor_pid"] is None)
     assert "not memtop's to change" in runs.memtop("restart", "a", "--batch", "4", "--detach", status=2).stderr
     assert runs.show("a") == before
 
 
 def test_ctrl_c_in_a_headless_run_stops_it(runs: Runs) -> None:
-    command = [sys.executable, PROGRAM, "600", "0.05"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "memtop", "train", "--name", "a", "--", *command],
-        cwd=runs.root,
-        env=runs.environment,
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, PROGRAM, "go", "0.05"]
+    process = runs.start("train", "--name", "a", "--", *command, stderr=subprocess.PIPE)
     assert process.stderr is not None
     while "attempt 1" not in (line := process.stderr.readline()):
         assert line, "the run did not start"
     process.send_signal(signal.SIGINT)
-    _, rest = process.communicate(timeout=60)
+    _, rest = process.communicate(timeout=120)
     assert process.returncode == 130, rest
     assert runs.show("a")["state"] == "stopped"
 
 
 async def test_two_viewers_see_the_same_and_commands_are_answered(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
-    await asyncio.to_thread(start, runs, "a", 600, 0.05)
+    await asyncio.to_thread(start, runs)
     await asyncio.to_thread(runs.wait, "a", lambda d: (d["updates"] or 0) >= 3)
     viewers = [await AsyncRunClient.connect(runs.path / "a") for _ in range(2)]
     for viewer in viewers:
@@ -361,7 +353,7 @@ async def test_two_viewers_see_the_same_and_commands_are_answered(runs: Runs, mo
 
 async def test_nonsense_on_the_socket_is_refused_and_harms_nobody(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
-    await asyncio.to_thread(start, runs, "a", 600, 0.05)
+    await asyncio.to_thread(start, runs)
     path = json.loads((runs.path / "a/state.json").read_text())["socket"]
     assert Path(path).stat().st_mode & 0o777 == 0o600
     reader, writer = await asyncio.open_unix_connection(path)

@@ -17,26 +17,25 @@ from msgspec.structs import replace
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.recovery.policy import decide
-from memtop.supervisor.run.clients.client import ask
-from memtop.supervisor.run.clients.publish import Publisher
-from memtop.supervisor.run.clients.server import ControlServer
+from memtop.supervisor.run.client import ask
 from memtop.supervisor.run.effects import AddEvent, CloseUnstarted, DropRows, GiveUp, Launch, Signal
 from memtop.supervisor.run.events import Launched, Reported
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, Waiting
 from memtop.supervisor.run.processes.attempt import ProcessFile
 from memtop.supervisor.run.record.configurations import Configurations, ConfigurationStart
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, StateFile, create_run, write_json
-from memtop.supervisor.run.record.intake import Intake
-from memtop.supervisor.run.record.ledger import Ledger
-from memtop.supervisor.run.record.outbox import Outbox
+from memtop.supervisor.run.record.journal import Intake
+from memtop.supervisor.run.record.ledger import Ledger, Outbox
 from memtop.supervisor.run.reports import Report, Step
-from memtop.supervisor.run.rules.proposal import tried
+from memtop.supervisor.run.rules.survival import tried
+from memtop.supervisor.run.server import ControlServer, Publisher
 from memtop.supervisor.run.state import run_state, state_file
 from memtop.supervisor.run.view import known_runs, needs_supervisor, read_state
 from memtop.supervisor.wire import Change, Event, Phase, RunState, Stop
-from tests.conftest import Runs
+from tests.conftest import UNTIL_GO, Runs
+from tests.forking import run
 from tests.run.brain import HALF, MIB, SETTINGS, row, state_of, taken_over
-from tests.run.test_deaths import FRAGMENTED
+from tests.run.test_memory_failures import FRAGMENTED
 
 # --- killed for real ------------------------------------------------------------------------------------------------------
 
@@ -60,11 +59,11 @@ asyncio.run(Supervisor(RunFolder(pathlib.Path(sys.argv[1]))).run(None))
 
 
 def test_a_program_whose_supervisor_died_before_it_told_of_it_is_found(runs: Runs) -> None:
-    program = (sys.executable, "-c", "import time; time.sleep(20)")
+    program = (sys.executable, "-c", UNTIL_GO)
     spec = RunSpec(name="a", created=1.0, settings=None, command=program, cwd=str(runs.root), memtop_version="0")
     folder = create_run(runs.path, spec, fresh=False)
     command = [sys.executable, "-c", KILLED, str(folder.path), "1"]
-    assert subprocess.run(command, env=runs.environment, check=False, timeout=60).returncode == -signal.SIGKILL
+    assert run(command, env=runs.environment, timeout=120).returncode == -signal.SIGKILL
     assert not folder.state_path.exists()
     document = runs.wait("a", lambda d: d["alive"])
     assert (document["supervisor_pid"], document["state"]) == (None, "starting")
@@ -74,6 +73,7 @@ def test_a_program_whose_supervisor_died_before_it_told_of_it_is_found(runs: Run
     (known,) = known_runs(runs.path)
     assert (known.alive, known.attempt, known.recorded[0].over) == (True, 1, False)
     runs.memtop("watch", "a", "--once")
+    (runs.root / "go").touch()
     document = runs.wait("a", lambda d: d["state"] == "finished")
     assert (document["exit_status"], len(document["attempts"]), len(document["configurations"])) == (0, 1, 1)
 
@@ -81,7 +81,7 @@ def test_a_program_whose_supervisor_died_before_it_told_of_it_is_found(runs: Run
 def waits_for_its_restart(runs: Runs) -> tuple[RunFolder, int]:
     """A run that died of a fragmented allocator and is to come back in a moment; its supervisor."""
     runs.memtop("train", "--name", "a", "--detach", "--", sys.executable, "-c", FRAGMENTED)
-    folder, deadline = RunFolder(runs.path / "a"), time.monotonic() + 60
+    folder, deadline = RunFolder(runs.path / "a"), time.monotonic() + 120
     while (state := folder.state()) is None or state.waiting is None:
         assert time.monotonic() < deadline, state
         time.sleep(0.02)
@@ -126,17 +126,18 @@ def test_what_was_called_off_is_not_taken_up(runs: Runs) -> None:
 
 def test_a_remedy_that_was_just_begun_is_not_begun_twice(runs: Runs) -> None:
     """The supervisor dies after it has started the second attempt and before it has told of it."""
-    program = (sys.executable, "-c", FRAGMENTED.replace('print("done")', "__import__('time').sleep(20)"))
+    program = (sys.executable, "-c", FRAGMENTED.replace('print("done")', f"exec({UNTIL_GO!r})"))
     spec = RunSpec(name="a", created=1.0, settings=None, command=program, cwd=str(runs.root), on_oom="auto", memtop_version="0")
     folder = create_run(runs.path, spec, fresh=False)
     command = [sys.executable, "-c", KILLED, str(folder.path), "2"]
-    assert subprocess.run(command, env=runs.environment, check=False, timeout=60).returncode == -signal.SIGKILL
+    assert run(command, env=runs.environment, timeout=120).returncode == -signal.SIGKILL
     left = folder.state()
     assert left is not None
     assert (left.run.attempt, left.waiting is not None) == (1, True)
     document = runs.wait("a", lambda d: d["alive"])
     assert document["state"] == "starting"
     runs.memtop("watch", "a", "--once")
+    (runs.root / "go").touch()
     document = runs.wait("a", lambda d: d["state"] == "finished" and d["supervisor_pid"] is None)
     assert [attempt["outcome"] for attempt in document["attempts"]] == ["failed", "finished"]
     assert [row["outcome"] for row in document["configurations"]] == ["gpu_oom_fragmented", "finished"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import sqlite3
 import time
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import msgspec
@@ -14,11 +16,11 @@ import pytest
 
 from memtop.supervisor.monitor.history import HOST, History
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
-from memtop.supervisor.run.clients.publish import Publisher
-from memtop.supervisor.run.clients.server import ControlServer
 from memtop.supervisor.run.record import tiers
 from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.server import ControlServer, Publisher
 from memtop.supervisor.wire import HistoryRows, Phase, RunState
+from tests.run.test_pieces import no_file_grows
 
 DAY = 86_400
 # A multiple of ten minutes.
@@ -37,8 +39,10 @@ def record(ledger: Ledger, *snapshots: MachineSnapshot, write_every: int = 1) ->
             ledger.recorder.write(one, 1)
 
 
-def count(ledger: Ledger, table: str, where: str = "") -> int:
-    return int(ledger._db.execute(f"SELECT count(*) FROM {table} {where}").fetchone()[0])
+def rows(path: Path, query: str, *values: object) -> list[tuple[Any, ...]]:
+    """What a reader of the ledger's file sees."""
+    with closing(sqlite3.connect(path)) as database:
+        return database.execute(query, values).fetchall()
 
 
 def test_least_mean_and_most_of_every_stretch(tmp_path: Path) -> None:
@@ -65,27 +69,26 @@ def test_the_next_supervisor_adds_to_the_stretch_that_was_not_over(tmp_path: Pat
         ledger = Ledger(path)
         record(ledger, *(snapshot(START + s, used) for s in seconds))
         ledger.close()
-    rows = Ledger(path, read_only=True)._db.execute(
-        "SELECT seconds FROM history JOIN sources ON source = id WHERE key = 'GPU-a'"
-    )
-    assert sorted(rows) == [(10,), (60,), (600,)]
+    tiers_written = rows(path, "SELECT seconds FROM history JOIN sources ON source = id WHERE key = 'GPU-a'")
+    assert sorted(tiers_written) == [(10,), (60,), (600,)]
     (bucket,) = Ledger(path, read_only=True).history("GPU-a", START, START + 10)["used_bytes"]
     assert (bucket.low, bucket.mean, bucket.high) == (10, 40, 60)
 
 
 def test_the_older_the_coarser_and_no_full_snapshots_beyond_an_hour(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.sqlite")
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
     # One sample every 10 min for 9 days, then one every 5 s for two hours; a peak in the first night.
     early = range(0, 9 * DAY, 600)
     late = range(9 * DAY, 9 * DAY + 7200, 5)
     record(ledger, *(snapshot(START + s, 999 if s == 6000 else 100) for s in (*early, *late)))
     ledger.recorder.flush()
     end = START + late[-1]
-    assert count(ledger, "samples") == tiers.SNAPSHOTS_KEPT
+    assert rows(path, "SELECT count(*) FROM samples") == [(tiers.SNAPSHOTS_KEPT,)]
     assert ledger.snapshot(end + 3, end - 5) == snapshot(end)
     assert ledger.snapshot(START + 10, START) is None
     for seconds, kept in tiers.TIERS[:2]:
-        (first,) = ledger._db.execute("SELECT min(time) FROM history WHERE seconds = ?", (seconds,)).fetchone()
+        ((first,),) = rows(path, "SELECT min(time) FROM history WHERE seconds = ?", seconds)
         assert end - kept - 1200 < first <= end - kept
     whole = ledger.history("GPU-a", START, end)["used_bytes"]
     assert [b.time for b in whole if b.high == 999] == [START + 6000]
@@ -121,18 +124,18 @@ def test_the_hour_comes_back_into_memory_with_its_peaks(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_delays_and_loses_nothing(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.sqlite")
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
     record(ledger, snapshot(START))
-    ledger._db.execute("PRAGMA query_only=ON")
-    for second in range(1, 60):
-        ledger.recorder.add(snapshot(START + second, second), None)
-        with pytest.raises(sqlite3.OperationalError):
-            ledger.recorder.write(snapshot(START + second), 1)
-    ledger._db.execute("PRAGMA query_only=OFF")
+    with no_file_grows():
+        for second in range(1, 60):
+            ledger.recorder.add(snapshot(START + second, second), None)
+            with pytest.raises(sqlite3.OperationalError, match="disk"):
+                ledger.recorder.write(snapshot(START + second), 1)
     record(ledger, snapshot(START + 60))
     buckets = ledger.history("GPU-a", START, START + 60)["used_bytes"]
     assert [b.high for b in buckets] == [100, 19, 29, 39, 49, 59]
-    assert count(ledger, "history", "WHERE seconds = 60") == 2
+    assert rows(path, "SELECT count(*) FROM history WHERE seconds = 60") == [(2,)]
 
 
 async def test_a_new_subscriber_gets_the_hour_unless_it_wants_no_rows(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from memtop.supervisor.run.trial_state import (
     PutBack,
     Record,
     ReplaceRestart,
-    Stage,
+    TrialStage,
 )
 from memtop.supervisor.wire import Change, Phase
 from tests.run.trial_world import BEFORE, LIVE, World
@@ -93,7 +93,7 @@ def on_trial(**world: bool) -> World:
     found.begin(live=True)
     found.go_on(UPDATES + 8)
     assert found.trial is not None
-    assert found.trial.stage is Stage.MEASURING_AFTER
+    assert found.trial.stage is TrialStage.MEASURING_AFTER
     assert found.facts.settings is not None
     assert found.facts.settings.workers == found.tried
     return found
@@ -119,7 +119,7 @@ def test_a_faster_change_is_kept() -> None:
 def test_updates_right_after_the_change_are_not_measured() -> None:
     world = World()
     world.begin(live=True)
-    while world.trial is not None and world.trial.stage is not Stage.MEASURING_AFTER:
+    while world.trial is not None and world.trial.stage is not TrialStage.MEASURING_AFTER:
         world.go_on(1)
     assert world.trial is not None
     assert world.trial.since == world.update + WARM_UP
@@ -192,7 +192,7 @@ def test_what_disturbs_a_trial_ends_it(happens: Callable[[World], None], state: 
     if happens is World.reach_the_end:
         # Neither asked nor restarted: what could not be saved yet is only in the program's memory.
         assert world.trial is not None
-        assert world.trial.stage is Stage.WAITING_FOR_END
+        assert world.trial.stage is TrialStage.WAITING_FOR_END
         assert (world.facts.phase, names(world.asked)[-1]) == (Phase.TRAINING, "AskChange")
         world.finish()
         world.tick()
@@ -275,7 +275,7 @@ def test_an_unfinished_trial_of_a_dead_supervisor_is_undone() -> None:
     world.replace_supervisor()
     world.tick()
     assert world.trial is not None
-    assert world.trial.stage is Stage.TAKEN_OVER  # until the agent is connected again
+    assert world.trial.stage is TrialStage.TAKEN_OVER  # until the agent is connected again
     world.connect()
     world.go_on(3)
     assert outcome(world) == ("undone", "its supervisor ended in the middle of it")

@@ -18,7 +18,7 @@ from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, Waiting
 from memtop.supervisor.run.record.configurations import Configurations
 from memtop.supervisor.run.rules.attempts import foreseen
 from memtop.supervisor.run.state import run_state, state_file
-from memtop.supervisor.run.trial_state import Stage, TrialState
+from memtop.supervisor.run.trial_state import TrialStage, TrialState
 from memtop.supervisor.wire import Change, Phase, Proposal, Stop, Trial
 from tests.run.brain import SETTINGS, Brain, row, state_of, states, taken_over
 
@@ -27,7 +27,7 @@ TRIED = replace(SETTINGS, batch=1, accumulation=SETTINGS.batch * SETTINGS.accumu
 TRIAL = Trial(title="batch changes", started=1.0, state="measuring after")
 UNDO = Change(configuration=1, reason="trial undone: batch changes")
 STATE = TrialState(
-    stage=Stage.MEASURING_AFTER,
+    stage=TrialStage.MEASURING_AFTER,
     trial=TRIAL,
     change=Change(reason="trial of batch changes"),
     undo=UNDO,

@@ -22,12 +22,11 @@ from memtop.supervisor.recovery.configuration import configuration_key as key_of
 from memtop.supervisor.run import effects as do
 from memtop.supervisor.run import events as on
 from memtop.supervisor.run import reports as said
-from memtop.supervisor.run.model import Cause, Model, Run, Stage
+from memtop.supervisor.run.model import AttemptStage, Cause, Model, Run
 from memtop.supervisor.run.record.checkpoints import newest_until
 from memtop.supervisor.run.record.configurations import ConfigurationRecord
 from memtop.supervisor.run.record.folder import StateFile
-from memtop.supervisor.run.record.ledger import Attempt
-from memtop.supervisor.run.record.outbox import Outbox
+from memtop.supervisor.run.record.ledger import Attempt, Outbox
 from memtop.supervisor.run.rules.taking_over import newest_started
 from memtop.supervisor.run.state import state_file
 from memtop.supervisor.run.step import step
@@ -147,7 +146,7 @@ class World:
             if newest is not None and event.attempt == newest.number and event.data.get("time") is not None
         }
         trials = [event.data for event in self.ledger.events if event.kind == "trial"]
-        opened = on.Opened(
+        opened = on.SupervisorStarted(
             attempts=rows,
             unstarted=unstarted,
             state=self.state,
@@ -329,7 +328,7 @@ class World:
             self.allocators.add(program.allocator)
         diagnosis = Diagnosis(kind=kind, confidence=0.99, summary=f"it died of {kind.value}", source="record")
         free = 0 if self.disk_full else 100 * GIB
-        facts = on.Facts(kept_states=self.states().kept, disk_free_bytes=free, deepspeed=True)
+        facts = on.RemedyFacts(kept_states=self.states().kept, disk_free_bytes=free, deepspeed=True)
         return on.Examined(diagnosis=diagnosis, facts=facts)
 
     def tick(self) -> None:
@@ -342,9 +341,9 @@ class World:
             if self.outbox.problem != self.model.warnings.get("ledger"):
                 self._handle(on.WriteChecked(topic="ledger", problem=self.outbox.problem))
             attempt, program = self.model.attempt, self.program
-            if attempt is not None and attempt.stage is not Stage.OVER and program is not None:
+            if attempt is not None and attempt.stage is not AttemptStage.OVER and program is not None:
                 self._read_reports()
-                if attempt.stage is Stage.RUNNING and not program.alive:
+                if attempt.stage is AttemptStage.RUNNING and not program.alive:
                     self._handle(on.ProgramEnded(ended=program.ended, status=program.status))
             model = self.model
             waits = model.restart is not None and model.restart.waiting.disk_bytes is not None
@@ -386,8 +385,10 @@ class World:
         if model is None or model.phase.final or model.opening is not None or model.phase is Phase.CREATED:
             return
         program = self.program
-        assert model.attempt is None or model.attempt.stage is not Stage.OVER or model.restart or model.launching, model.phase
-        if model.attempt is not None and model.attempt.stage is Stage.RUNNING and model.launching is None:
+        assert model.attempt is None or model.attempt.stage is not AttemptStage.OVER or model.restart or model.launching, (
+            model.phase
+        )
+        if model.attempt is not None and model.attempt.stage is AttemptStage.RUNNING and model.launching is None:
             assert program is not None
             assert program.number == model.attempt.number
 

@@ -14,7 +14,7 @@ from torch.utils.cpp_extension import get_default_build_root
 
 from memtop.presets import Settings
 from memtop.presets.schema import Zero
-from memtop.supervisor.run.processes.launch import launcher
+from memtop.supervisor.run.processes.attempt import launcher
 from tests.forking import run
 
 # Another cache for memtop's own files must not make DeepSpeed compile its parts again, for minutes,

@@ -215,7 +215,7 @@ for update in range(1, 20):
     written.set()
     writing.clear()
 """
-    run(code, tmp_path, timeout=30)
+    run(code, tmp_path, timeout=120)
     assert [report.get("update") for report in reports(tmp_path)] == [None, *range(20)]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import LONG
 from tests.forking import run as run_forked
 from tests.forking import runs_torch
 from tests.train.test_agent import AGENT, TORCH, run
@@ -82,18 +83,22 @@ if __name__ == "__main__":
 )
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_ranks_that_the_program_starts_write_separate_journals(tmp_path: Path, method: str) -> None:
-    """No variable has their ranks: only `init_process_group` knows them."""
-    found = program(tmp_path, SPAWN.replace("METHOD", method))
+@pytest.mark.parametrize(
+    ("method", "launcher"),
+    [
+        ("fork", {}),
+        ("fork", {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
+        ("forkserver", {}),
+        pytest.param("spawn", {}, marks=LONG),
+        ("spawn", {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
+    ],
+)
+def test_ranks_that_the_program_starts_write_separate_journals(tmp_path: Path, method: str, launcher: dict[str, str]) -> None:
+    """Only `init_process_group` knows their ranks: variables have none, or those of another launcher."""
+    found = program(tmp_path, SPAWN.replace("METHOD", method), **launcher)
     assert {number: updates(reports) for number, reports in found.items()} == {0: [1, 2, 3], 1: [1, 2, 3, 4]}
     assert [row[:3] + row[4:] for row in hellos(found)] == [(0, 0, 0, 2), (1, 1, 1, 2)]
     assert len({report["pid"] for reports in found.values() for report in reports if "pid" in report}) == 2
-
-
-def test_torchs_rank_outranks_the_launchers(tmp_path: Path) -> None:
-    found = program(tmp_path, SPAWN.replace("METHOD", "spawn"), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    assert {number: updates(reports) for number, reports in found.items()} == {0: [1, 2, 3], 1: [1, 2, 3, 4]}
 
 
 @pytest.mark.parametrize(

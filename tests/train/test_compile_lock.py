@@ -182,7 +182,7 @@ def test_several_processes_remove_a_stale_lock_once(lock: Path, capsys: pytest.C
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=120)
     assert not any(thread.is_alive() for thread in threads)
     assert not lock.exists()
     assert capsys.readouterr().out.count("removed") == 1

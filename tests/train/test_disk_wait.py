@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from memtop.presets import Settings
-from memtop.supervisor.run.processes.launch import launcher
+from memtop.supervisor.run.processes.attempt import launcher
 from memtop.train import checkpoint, state_files
 from memtop.train.checkpoint import DiskWait
 from memtop.train.state_files import newest_update, read_manifest
@@ -246,7 +246,7 @@ def test_two_ranks_wait_together(tmp_path: Path, small_disk: Path, room: bool) -
         filler.unlink()
     else:
         process.send_signal(signal.SIGTERM)
-    status = process.wait(timeout=90)
+    status = process.wait(timeout=120)
     log = (tmp_path / "log").read_text()
     ends = [reports(tmp_path, rank)[-1] for rank in (0, 1)]
     assert [end["type"] for end in ends] == ["end", "end"], log[-3000:]
@@ -265,7 +265,7 @@ def test_a_process_that_is_interrupted_while_it_waits_ends_with_status_1(tmp_pat
     process = start(tmp_path, small_disk / "state", edited(), tmp_path / "log")
     wait_for_the_wait(tmp_path, process)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=120) == 1
     last = (tmp_path / "log").read_text().splitlines()[-1]
     assert last.startswith("memtop: finished update 10, not saved: 2 MiB needed, 0 MiB free in ")
 
@@ -289,6 +289,6 @@ def test_training_continues_when_the_log_cannot_be_written(tmp_path: Path, small
     wait_for_the_wait(tmp_path, process)
     assert log.stat().st_size == os.sysconf("SC_PAGE_SIZE")
     filler.unlink()
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=120) == 0
     assert read_manifest(small_disk / "state").updates == 10
     assert log.read_text().splitlines()[-1] == "memtop: finished"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from memtop.presets import Settings
-from memtop.supervisor.run.processes.launch import launcher
+from memtop.supervisor.run.processes.attempt import launcher
 from memtop.train.data import open_data
 from memtop.train.data.tokens import ByteTokens
 from memtop.train.order import SampleOrder, plan_updates, sample_digest
@@ -104,7 +104,7 @@ def kill_everything_at(process: subprocess.Popen[str], update: int, folder: Path
     if world > 1:
         for rank in range(world):
             os.kill([report["pid"] for report in reports(folder, rank) if "pid" in report][-1], signal.SIGKILL)
-    process.wait(timeout=60)
+    process.wait(timeout=120)
     process.stdout.close()
     assert process.stderr is not None
     process.stderr.close()

@@ -22,7 +22,7 @@ import pytest
 from memtop.presets import Settings
 from memtop.supervisor.run.explain import outcome
 from memtop.supervisor.run.post_mortem.log_end import first_dead_rank, read_log_end
-from memtop.supervisor.run.processes.launch import launcher
+from memtop.supervisor.run.processes.attempt import launcher
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.wire import Phase
 from tests.forking import Program, run, runs_torch
@@ -164,7 +164,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path) -> None:
             os.kill(reports(tmp_path, 1)[0]["pid"], signal.SIGKILL)
             break
     # torchrun gives the remaining ranks 30 s.
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 1
     log = tmp_path / "output.log"
     log.write_text(out + err)
@@ -235,7 +235,7 @@ def test_a_journal_that_cannot_be_written_does_not_disturb_the_program(tmp_path:
 def test_a_full_queue_drops_the_oldest_and_counts_them(tmp_path: Path) -> None:
     code = """
 import json, os, memtop_agent.journal as j
-journal = j.Journal(PATH + "/not/there", capacity=10)
+journal = j.JournalWriter(PATH + "/not/there", capacity=10)
 for n in range(25):
     journal.put({"n": n})
 journal.flush()
@@ -252,7 +252,7 @@ def listener() -> Iterator[socket.socket]:
     with tempfile.TemporaryDirectory(prefix="memtop-") as folder, socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{folder}/s")
         server.listen()
-        server.settimeout(60)
+        server.settimeout(120)
         yield server
 
 

@@ -15,7 +15,7 @@ import torch
 
 from memtop.presets import Settings, SettingsError
 from memtop.presets.schema import Lora, Zero
-from memtop.train.requests import edit_live
+from memtop.train.channel import edit_live
 from tests.forking import Program
 from tests.train.failing import fresh, small, splits_of
 from tests.train.support import Training, edited

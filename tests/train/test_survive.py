@@ -16,8 +16,8 @@ import torch
 from memtop.train import TrainingError
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.auto_batch import OomGuard, larger_split, smaller_split
+from memtop.train.channel import Unsupervised
 from memtop.train.engine import GradientSum, PlainEngine
-from memtop.train.reporting import Unsupervised
 from tests.train.failing import (
     TOO_MUCH,
     Failing,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 from textual.app import App
 from textual.pilot import Pilot
+from textual.widget import Widget
 
 from memtop.presets.schema import Settings
 from memtop.supervisor import units, wire
@@ -14,7 +16,7 @@ from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSample, MachineSnapshot
 from memtop.tui.app import DashboardApp
 from memtop.tui.dashboard.screen import DashboardResult
-from memtop.tui.feed import Connected, FeedMessage
+from memtop.tui.feed import Connected, Feed, FeedMessage
 from memtop.tui.processes.actions import EndingReport
 
 GIB = units.GIB
@@ -182,5 +184,40 @@ async def settle(pilot: Pilot[DashboardResult]) -> None:
         await pilot.pause()
 
 
-def dashboard(feed: RecordingFeed, process_actions: RecordingProcessActions | None = None) -> DashboardApp:
+async def press(pilot: Pilot[DashboardResult], *keys: str) -> None:
+    """Press keys, one after the other, and let what they cause be laid out."""
+    await pilot.press(*keys)
+    await settle(pilot)
+
+
+async def click(pilot: Pilot[DashboardResult], widget: Widget | str, offset: tuple[int, int] = (0, 0)) -> None:
+    """Click on a widget and let what this causes be laid out."""
+    await pilot.click(widget, offset=offset)
+    await settle(pilot)
+
+
+async def resize(pilot: Pilot[DashboardResult], columns: int, rows: int) -> None:
+    """Give the terminal another size."""
+    await pilot.resize_terminal(columns, rows)
+    await settle(pilot)
+
+
+def dashboard(feed: Feed, process_actions: RecordingProcessActions | None = None) -> DashboardApp:
     return DashboardApp(feed, process_actions=process_actions or RecordingProcessActions())
+
+
+@asynccontextmanager
+async def opened(
+    feed: Feed,
+    *keys: str,
+    size: tuple[int, int] = (120, 40),
+    actions: RecordingProcessActions | None = None,
+    notifications: bool = False,
+) -> AsyncIterator[tuple[DashboardApp, Pilot[DashboardResult]]]:
+    """A dashboard that has drawn what the feed reports, after these keys were pressed."""
+    app = dashboard(feed, actions)
+    async with app.run_test(size=size, notifications=notifications) as pilot:
+        await settle(pilot)
+        if keys:
+            await press(pilot, *keys)
+        yield app, pilot

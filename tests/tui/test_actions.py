@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from textual.pilot import Pilot
 from textual.widgets import Button, DataTable, Input, Select
 
 from memtop.presets import edit_settings, load_presets, load_recipes, resolve
 from memtop.supervisor import wire
 from memtop.supervisor.wire import Change, CheckpointNow, FreeCache, Restart, Stop
 from memtop.tui.dashboard.footer import ActionButton
+from memtop.tui.dashboard.screen import DashboardResult
 from memtop.tui.help import HelpDialog
 from memtop.tui.keymap import ACTIONS, BAR
 from memtop.tui.presets import PresetDialog
@@ -20,15 +22,16 @@ from tests.tui.support import (
     SETTINGS,
     RecordingFeed,
     RecordingProcessActions,
-    dashboard,
+    click,
     gpu,
+    opened,
+    press,
     process,
+    resize,
     running,
     screen_text,
     settle,
 )
-
-SIZE = (120, 40)
 
 
 def training_feed(**kwargs: object) -> RecordingFeed:
@@ -40,182 +43,129 @@ def test_no_key_is_used_twice() -> None:
     assert len(keys) == len(set(keys))
 
 
-@pytest.mark.parametrize(("key", "request_type"), [("f", FreeCache), ("c", CheckpointNow)])
-@pytest.mark.parametrize("by_button", [False, True])
-async def test_actions_without_a_question(key: str, request_type: type[wire.Request], by_button: bool) -> None:
-    feed = training_feed()
-    app = dashboard(feed)
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
-        if by_button:
-            await pilot.click("#action-free" if key == "f" else "#action-checkpoint")
-        else:
-            await pilot.press(key)
-        await settle(pilot)
-        assert [type(r) for r in feed.requests] == [request_type]
-        assert "✓ Freed 1.1 GiB on the device, 0.3 GiB to the system" in screen_text(app)
+async def act(pilot: Pilot[DashboardResult], by: str) -> None:
+    """Press this key, or the button with this selector."""
+    await (click(pilot, by) if by.startswith("#") else press(pilot, by))
 
 
-async def test_a_refusal_is_shown_as_one() -> None:
+async def test_actions_without_a_question() -> None:
     feed = training_feed()
-    feed.answers = ((wire.Outcome.REFUSED, "no training process is connected yet"),)
-    app = dashboard(feed)
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
-        await pilot.press("f")
-        await settle(pilot)
+    async with opened(feed) as (app, pilot):
+        for number, (by, request) in enumerate(
+            (("f", FreeCache), ("#action-free", FreeCache), ("c", CheckpointNow), ("#action-checkpoint", CheckpointNow)), 1
+        ):
+            app.dashboard.say("")
+            await act(pilot, by)
+            assert feed.requests[number - 1 :] == [request(id=number)]
+            assert "✓ Freed 1.1 GiB on the device, 0.3 GiB to the system" in screen_text(app)
+        app.dashboard.query_one("#action-checkpoint", ActionButton).focus()
+        await press(pilot, "enter")
+        assert feed.requests[4:] == [CheckpointNow(id=5)]
+        feed.answers = ((wire.Outcome.REFUSED, "no training process is connected yet"),)
+        await press(pilot, "f")
         assert "✗ no training process is connected yet" in screen_text(app)
 
 
-async def test_a_button_can_be_pressed_with_the_keyboard() -> None:
+async def test_stop_asks_with_the_focus_on_cancel() -> None:
     feed = training_feed()
-    app = dashboard(feed)
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
-        app.dashboard.query_one("#action-checkpoint", ActionButton).focus()
-        await pilot.press("enter")
-        await settle(pilot)
-        assert [type(r) for r in feed.requests] == [CheckpointNow]
-
-
-@pytest.mark.parametrize("by_button", [False, True])
-async def test_stop_asks_with_the_focus_on_cancel(by_button: bool) -> None:
-    feed = training_feed()
-    app = dashboard(feed)
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
-        await (pilot.click("#action-stop") if by_button else pilot.press("s"))
-        await settle(pilot)
-        assert isinstance(app.screen, ConfirmDialog)
-        assert app.focused is not None
-        assert app.focused.id == "cancel"
-        await pilot.press("enter")
-        await settle(pilot)
-        assert feed.requests == []
-        await pilot.press("s")
-        await settle(pilot)
-        await pilot.click("#confirm")
-        await settle(pilot)
-        assert [type(r) for r in feed.requests] == [Stop]
+    async with opened(feed) as (app, pilot):
+        for by in ("s", "#action-stop"):
+            await act(pilot, by)
+            assert isinstance(app.screen, ConfirmDialog)
+            assert app.focused is not None
+            assert app.focused.id == "cancel"
+            await press(pilot, "enter")
+            assert feed.requests == []
+        await press(pilot, "s")
+        await click(pilot, "#confirm")
+        assert feed.requests == [Stop(id=1)]
 
 
 async def test_escape_leaves_every_dialog_without_a_request() -> None:
     feed = training_feed()
-    app = dashboard(feed)
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
+    async with opened(feed) as (app, pilot):
         for key in ("s", "r", "k", "1", "question_mark"):
-            await pilot.press(key)
-            await settle(pilot)
+            await press(pilot, key)
             assert app.screen is not app.dashboard
-            await pilot.press("escape")
-            await settle(pilot)
+            await press(pilot, "escape")
             assert app.screen is app.dashboard
         assert feed.requests == []
 
 
 async def test_two_quick_presses_open_one_dialog() -> None:
-    app = dashboard(training_feed())
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
+    async with opened(training_feed()) as (app, pilot):
         app.dashboard.action_do("stop", "s")
         app.dashboard.action_do("restart", "r")
         await settle(pilot)
         assert len(app.screen_stack) == 2
 
 
-@pytest.mark.parametrize("by_button", [False, True])
-async def test_restart_sends_the_edited_change(by_button: bool) -> None:
-    feed = training_feed()
-    app = dashboard(feed)
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
-        await (pilot.click("#action-restart") if by_button else pilot.press("r"))
-        await settle(pilot)
-        assert isinstance(app.screen, RestartDialog)
-        app.screen.query_one("#batch", Input).value = "2"
-        app.screen.query_one("#accumulation", Input).value = "16"
-        await settle(pilot)
-        assert "effective batch 32 -> 32: training is unchanged" in screen_text(app)
-        await pilot.click("#confirm")
-        await settle(pilot)
-        assert feed.requests == [Restart(id=1, change=Change(assignments={"batch": "2", "accumulation": "16"}))]
+async def type_in(pilot: Pilot[DashboardResult], **values: str) -> None:
+    """Fill in fields of the restart form."""
+    for name, value in values.items():
+        pilot.app.screen.query_one(f"#{name}", Input).value = value
+    await settle(pilot)
 
 
-async def test_restart_refuses_nonsense_while_typing() -> None:
+async def test_restart_sends_the_edited_change() -> None:
     feed = training_feed()
-    app = dashboard(feed)
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
-        await pilot.press("r")
-        await settle(pilot)
-        app.screen.query_one("#batch", Input).value = "0"
-        await settle(pilot)
-        assert "✗ batch 0: must be at least 1" in screen_text(app)
-        assert app.screen.query_one("#confirm", Button).disabled
-        app.screen.query_one("#batch", Input).value = "4"
-        await settle(pilot)
-        assert not app.screen.query_one("#confirm", Button).disabled
-        assert feed.requests == []
+    async with opened(feed) as (app, pilot):
+        for by in ("r", "#action-restart"):
+            feed.requests.clear()
+            await act(pilot, by)
+            assert isinstance(app.screen, RestartDialog)
+            await type_in(pilot, batch="0")
+            assert "✗ batch 0: must be at least 1" in screen_text(app)
+            assert app.screen.query_one("#confirm", Button).disabled
+            await type_in(pilot, batch="2", accumulation="16")
+            assert "effective batch 32 -> 32: training is unchanged" in screen_text(app)
+            assert not app.screen.query_one("#confirm", Button).disabled
+            assert feed.requests == []
+            await click(pilot, "#confirm")
+            assert feed.requests == [Restart(id=1, change=Change(assignments={"batch": "2", "accumulation": "16"}))]
 
 
 async def test_a_preset_in_the_form_fills_the_fields() -> None:
     feed = training_feed()
-    app = dashboard(feed)
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
-        await pilot.press("r")
-        await settle(pilot)
+    async with opened(feed, "r") as (app, pilot):
         app.screen.query_one("#preset", Select).value = "extreme"
         await settle(pilot)
         assert app.screen.query_one("#batch", Input).value == "1"
         assert app.screen.query_one("#accumulation", Input).value == "32"
-        await pilot.click("#confirm")
-        await settle(pilot)
+        await click(pilot, "#confirm")
         assert feed.requests == [Restart(id=1, change=Change(preset="extreme"))]
 
 
-async def test_a_program_of_the_users_own_restarts_unchanged() -> None:
+async def test_an_external_command_restarts_unchanged() -> None:
     feed = RecordingFeed(running(gpu(), settings=None, command=("python", "mine.py")))
-    app = dashboard(feed)
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
-        await pilot.press("2")
-        await settle(pilot)
+    async with opened(feed, "2") as (app, pilot):
         assert "presets need a built-in recipe" in screen_text(app)
-        await pilot.press("r")
-        await settle(pilot)
+        await press(pilot, "r")
         assert "python mine.py" in screen_text(app)
-        await pilot.click("#confirm")
-        await settle(pilot)
+        await click(pilot, "#confirm")
         assert feed.requests == [Restart(id=1)]
 
 
-@pytest.mark.parametrize(("key", "name"), [("2", "stage2_offload"), ("6", "low"), ("7", "extreme")])
-async def test_a_digit_shows_the_preset_and_enter_applies_it(key: str, name: str) -> None:
+async def test_a_digit_shows_the_preset_and_enter_applies_it() -> None:
     feed = training_feed()
-    app = dashboard(feed)
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
-        await pilot.press(key)
-        await settle(pilot)
-        assert isinstance(app.screen, PresetDialog)
-        assert app.screen.query_one(DataTable).cursor_row == int(key) - 1
-        assert "4 x 8 x 1" in screen_text(app)
-        await pilot.press("enter")
-        await settle(pilot)
-        assert feed.requests == [Restart(id=1, change=Change(preset=name))]
+    async with opened(feed) as (app, pilot):
+        for number, (key, name) in enumerate((("2", "stage2_offload"), ("6", "low"), ("7", "extreme")), 1):
+            await press(pilot, key)
+            assert isinstance(app.screen, PresetDialog)
+            assert app.screen.query_one(DataTable).cursor_row == int(key) - 1
+            assert "4 x 8 x 1" in screen_text(app)
+            await press(pilot, "enter")
+            assert feed.requests[number - 1 :] == [Restart(id=number, change=Change(preset=name))]
+        await press(pilot, "9")
+        assert "no preset of the recipe first-run has key 9: there are 1 deepspeed, 2 stage2_offload" in screen_text(app)
 
 
-async def test_the_table_says_what_a_switch_keeps_and_what_a_new_run_would_take() -> None:
+async def test_the_table_shows_what_a_switch_keeps_and_what_a_new_run_would_take() -> None:
     recipe = load_recipes()["sft-qlora"]
     settings = resolve(recipe, preset=load_presets()["qlora-16g-safe"], whole=False)
-    app = dashboard(RecordingFeed(running(gpu(0), settings=settings)))
-    async with app.run_test(size=(160, 50)) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(running(gpu(0), settings=settings)), size=(160, 50)) as (app, pilot):
         assert "1-9 Preset" in screen_text(app)
-        await pilot.press("9")
-        await settle(pilot)
+        await press(pilot, "9")
         table = app.screen.query_one(DataTable)
         names = [str(table.get_cell_at((row, 2))) for row in range(table.row_count)]
         assert names[:4] == ["deepspeed", "stage2_offload", "stage3", "minimal"]
@@ -224,58 +174,37 @@ async def test_the_table_says_what_a_switch_keeps_and_what_a_new_run_would_take(
         assert "t5-balanced" not in text
         assert "Switch: resumes, workers 2 -> 1" in text
         assert "Whole (new run, memtop train --fresh --preset qlora-16g-min): T 1024 -> 512" in text
-        await pilot.press("3")
-        await settle(pilot)
+        await press(pilot, "3")
         assert "Switch: refused, zero.stage 3: a 4-bit base cannot be sharded" in screen_text(app)
-
-
-async def test_key_0_is_the_tenth_preset() -> None:
-    settings = resolve(load_recipes()["pretrain-t5"], preset=load_presets()["t5-balanced"])
-    feed = RecordingFeed(running(gpu(0), settings=settings))
-    app = dashboard(feed)
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
-        assert "1-0 Preset" in screen_text(app)
-        await pilot.press("0", "enter")
-        await settle(pilot)
-        assert feed.requests == [Restart(id=1, change=Change(preset="t5-aggressive"))]
-
-
-async def test_a_preset_that_cannot_be_is_refused_in_the_form() -> None:
-    settings = resolve(load_recipes()["sft-qlora"], preset=load_presets()["qlora-16g-safe"], whole=False)
-    app = dashboard(RecordingFeed(running(gpu(0), settings=settings)))
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
-        await pilot.press("r")
-        await settle(pilot)
+        await press(pilot, "escape", "r")
         app.screen.query_one("#preset", Select).value = "minimal"
         await settle(pilot)
         assert "a 4-bit base cannot be sharded" in screen_text(app)
         assert app.screen.query_one("#confirm", Button).disabled
 
 
-async def test_the_preset_button_points_at_the_present_one_which_is_not_applied_again() -> None:
+async def test_key_0_is_the_tenth_preset() -> None:
+    settings = resolve(load_recipes()["pretrain-t5"], preset=load_presets()["t5-balanced"])
+    feed = RecordingFeed(running(gpu(0), settings=settings))
+    async with opened(feed) as (app, pilot):
+        assert "1-0 Preset" in screen_text(app)
+        await press(pilot, "0", "enter")
+        assert feed.requests == [Restart(id=1, change=Change(preset="t5-aggressive"))]
+
+
+async def test_the_preset_button_opens_the_table_at_the_current_one() -> None:
     feed = training_feed()
-    app = dashboard(feed)
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
-        await pilot.click("#action-preset")
-        await settle(pilot)
+    async with opened(feed) as (app, pilot):
+        await click(pilot, "#action-preset")
         assert "is on now" in screen_text(app)
-        await pilot.press("enter")
-        await settle(pilot)
+        await press(pilot, "enter")
         assert feed.requests == []
         assert "the run already uses preset standard" in screen_text(app)
-
-
-async def test_the_runs_own_preset_can_be_applied_again_after_another_split() -> None:
-    settings = edit_settings(SETTINGS, assignments={"batch": "1", "accumulation": "2"})
-    feed = RecordingFeed(running(gpu(0), settings=settings))
-    app = dashboard(feed)
-    async with app.run_test(size=SIZE) as pilot:
+        # After another split it can be applied again.
+        settings = edit_settings(SETTINGS, assignments={"batch": "1", "accumulation": "2"})
+        feed.say(running(gpu(0), settings=settings))
         await settle(pilot)
-        await pilot.click("#action-preset")
-        await settle(pilot)
+        await click(pilot, "#action-preset")
         table = app.screen.query_one(DataTable)
         row = [str(cell) for cell in table.get_row_at(table.cursor_row)]
         assert (row[0], row[2]) == ("▸", settings.preset)
@@ -283,21 +212,11 @@ async def test_the_runs_own_preset_can_be_applied_again_after_another_split() ->
         assert row[5] == "resumes"
         assert "is on now" not in screen_text(app)
         assert "Switch: resumes, split 1 x 2 x 1 -> " in screen_text(app)
-        await pilot.press("enter")
-        await settle(pilot)
+        await press(pilot, "enter")
         assert feed.requests == [Restart(id=1, change=Change(preset=settings.preset))]
-        # The supervisor makes of it what the table said.
+        # The supervisor makes of it what the table has shown.
         after = edit_settings(settings, preset=settings.preset, updates_done=1)
         assert f"{after.batch} x {after.accumulation} x 1" == row[3]
-
-
-async def test_a_digit_without_a_preset_says_which_there_are() -> None:
-    app = dashboard(training_feed())
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
-        await pilot.press("9")
-        await settle(pilot)
-        assert "no preset of the recipe first-run has key 9: there are 1 deepspeed, 2 stage2_offload" in screen_text(app)
 
 
 STRAY = process(51, stray=True, reason="left over from run old, which ended", used_bytes=5 << 30)
@@ -305,79 +224,59 @@ FOREIGN = process(52, user="grace", choosable=False, reason="belongs to grace")
 OWN_RUN = process(53, run="tiny", choosable=False)
 
 
-@pytest.mark.parametrize("by_button", [False, True])
-async def test_kill_names_each_process_and_asks_twice(by_button: bool) -> None:
-    feed = RecordingFeed(running(gpu(processes=(STRAY, FOREIGN, OWN_RUN))))
+async def test_kill_names_each_process_and_asks_twice() -> None:
     actions = RecordingProcessActions()
-    app = dashboard(feed, actions)
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(running(gpu(processes=(STRAY, FOREIGN, OWN_RUN)))), actions=actions) as (app, pilot):
         assert "k Kill strays (1)" in screen_text(app)
-        await (pilot.click("#action-kill") if by_button else pilot.press("k"))
-        await settle(pilot)
-        assert isinstance(app.screen, KillDialog)
-        text = screen_text(app)
-        assert "! stray: left over from run old, which ended" in text
-        assert "[ ]       51  ada" in text
-        assert "cannot be chosen: belongs to grace" in text
-        assert "job-53" not in text
-        assert app.screen.query_one("#confirm", Button).disabled
-        await pilot.press("space")
-        await settle(pilot)
-        assert "[x]       51  ada" in screen_text(app)
-        await pilot.click("#confirm")
-        await settle(pilot)
-        assert isinstance(app.screen, ConfirmDialog)
-        assert app.focused is not None
-        assert app.focused.id == "cancel"
-        text = screen_text(app)
-        for expected in ("51", "ada", "5.0 GiB", "python job-51.py"):
-            assert expected in text
-        assert actions.ended == []
-        await pilot.click("#confirm")
-        await settle(pilot)
-        assert actions.ended == [51]
-        assert "✓ 1 processes ended, 7.8 GiB returned" in screen_text(app)
+        for by in ("k", "#action-kill"):
+            actions.ended.clear()
+            await act(pilot, by)
+            assert isinstance(app.screen, KillDialog)
+            text = screen_text(app)
+            assert "! stray: left over from run old, which ended" in text
+            assert "[ ]       51  ada" in text
+            assert "cannot be chosen: belongs to grace" in text
+            assert "job-53" not in text
+            assert app.screen.query_one("#confirm", Button).disabled
+            await press(pilot, "space")
+            assert "[x]       51  ada" in screen_text(app)
+            await click(pilot, "#confirm")
+            assert isinstance(app.screen, ConfirmDialog)
+            assert app.focused is not None
+            assert app.focused.id == "cancel"
+            text = screen_text(app)
+            for expected in ("51", "ada", "5.0 GiB", "python job-51.py"):
+                assert expected in text
+            assert actions.ended == []
+            await click(pilot, "#confirm")
+            assert actions.ended == [51]
+            assert "✓ 1 processes ended, 7.8 GiB returned" in screen_text(app)
 
 
-async def test_other_users_processes_cannot_be_ticked() -> None:
-    feed = RecordingFeed(running(gpu(processes=(FOREIGN, STRAY))))
-    app = dashboard(feed)
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
-        await pilot.press("k")
-        await settle(pilot)
+async def test_other_users_processes_cannot_be_ticked_and_enter_closes_a_list_of_them_alone() -> None:
+    feed, actions = RecordingFeed(running(gpu(processes=(FOREIGN, STRAY)))), RecordingProcessActions()
+    async with opened(feed, "k", actions=actions) as (app, pilot):
         rows = app.screen.query_one(TickList)
         for _ in range(3):
             await pilot.press("down", "space")
         await settle(pilot)
         assert {holder.process.pid for holder in rows.chosen} <= {51}
         assert rows.get_option_at_index(1).disabled
-
-
-async def test_with_nothing_to_choose_enter_closes() -> None:
-    actions = RecordingProcessActions()
-    app = dashboard(RecordingFeed(running(gpu(processes=(FOREIGN,)))), actions)
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
-        await pilot.press("k")
-        await settle(pilot)
+        feed.say(running(gpu(processes=(FOREIGN,))))
+        await press(pilot, "escape")
+        await press(pilot, "k")
         assert app.focused is not None
         assert app.focused.id == "cancel"
-        await pilot.press("enter")
-        await settle(pilot)
+        await press(pilot, "enter")
         assert app.screen is app.dashboard
         assert actions.ended == []
 
 
-@pytest.mark.parametrize("press", ["d", "q", "ctrl+q", "button"])
-async def test_detach_leaves_the_run_alone(press: str) -> None:
+@pytest.mark.parametrize("by", ["d", "q", "ctrl+q", "#action-detach"])
+async def test_detach_leaves_the_run_alone(by: str) -> None:
     feed = training_feed()
-    app = dashboard(feed)
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
-        await (pilot.click("#action-detach") if press == "button" else pilot.press(press))
-        await settle(pilot)
+    async with opened(feed) as (app, pilot):
+        await act(pilot, by)
     assert app.return_value is not None
     assert app.return_value.action == "detach"
     assert "tiny continues" in app.return_value.message
@@ -385,132 +284,95 @@ async def test_detach_leaves_the_run_alone(press: str) -> None:
 
 
 async def test_leaving_a_run_that_is_over() -> None:
-    app = dashboard(RecordingFeed(running(gpu(), state=wire.Phase.FINISHED, alive=False)))
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(running(gpu(), state=wire.Phase.FINISHED, alive=False))) as (app, pilot):
         assert "d Quit" in screen_text(app)
         await pilot.press("d")
     assert app.return_value is not None
     assert app.return_value.action == "ended"
 
 
-async def test_the_interrupt_key_only_says_what_to_press() -> None:
-    app = dashboard(training_feed())
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
-        await pilot.press("ctrl+c")
-        await settle(pilot)
-        assert "d closes the dashboard, the run continues; s stops the run" in screen_text(app)
-
-
-@pytest.mark.parametrize("by_button", [False, True])
-async def test_help_lists_every_action(by_button: bool) -> None:
-    app = dashboard(training_feed())
-    async with app.run_test(size=(120, 72)) as pilot:
-        await settle(pilot)
-        await (pilot.click("#action-help") if by_button else pilot.press("question_mark"))
-        await settle(pilot)
+async def test_help_lists_every_action_and_opens_at_its_beginning_with_at_most_one_scroll_bar() -> None:
+    async with opened(training_feed(), size=(120, 72)) as (app, pilot):
+        await click(pilot, "#action-help")
         assert isinstance(app.screen, HelpDialog)
         text = screen_text(app)
         for action in ACTIONS:
-            if action.group in ("replay", "demo"):
-                assert action.label not in text
-                continue
-            assert action.label.rstrip("…") in text
+            assert (action.label.rstrip("…") in text) is (action.group not in ("replay", "demo")), action
+        await press(pilot, "escape")
+        for size in ((80, 24), (60, 15), (120, 72)):
+            await resize(pilot, *size)
+            await press(pilot, "question_mark")
+            text = screen_text(app)
+            assert "The run" in text
+            assert "Close" in text
+            bars = [widget for widget in app.screen.query("*") if widget.show_vertical_scrollbar]
+            assert len(bars) == (size[1] < 72)
+            await press(pilot, "end")
+            text = screen_text(app)
+            assert "Curves" in text
+            assert "Close" in text
+            await press(pilot, "enter")
+            assert app.screen is app.dashboard
+        await press(pilot, "ctrl+c")
+        assert "d closes the dashboard, the run continues; s stops the run" in screen_text(app)
 
 
-@pytest.mark.parametrize("size", [(80, 24), (60, 15), (120, 72)])
-async def test_help_opens_at_its_beginning_with_at_most_one_scroll_bar(size: tuple[int, int]) -> None:
-    app = dashboard(training_feed())
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
-        await pilot.press("question_mark")
-        await settle(pilot)
-        text = screen_text(app)
-        assert "The run" in text
-        assert "Close" in text
-        bars = [widget for widget in app.screen.query("*") if widget.show_vertical_scrollbar]
-        assert len(bars) == (size[1] < 72)
-        await pilot.press("end")
-        await settle(pilot)
-        text = screen_text(app)
-        assert "Curves" in text
-        assert "Close" in text
-        await pilot.press("enter")
-        await settle(pilot)
-        assert app.screen is app.dashboard
-
-
-@pytest.mark.parametrize("size", [(80, 24), (60, 15)])
-async def test_what_is_said_takes_the_lines_that_it_needs_and_no_toast(size: tuple[int, int]) -> None:
+async def test_a_message_takes_the_lines_that_it_needs_and_no_toast() -> None:
     feed = training_feed()
-    app = dashboard(feed)
-    width = size[0] - 4
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
-        for length, lines in ((width, 1), (width + 20, 2), (10 * width, 3 if size[1] > 20 else 2)):
-            words = ("of " * length)[: length - 4].strip() + " end"
-            feed.answers = ((wire.Outcome.DONE, words),)
-            await pilot.press("f")
+    async with opened(feed, notifications=True) as (app, pilot):
+        panel = app.dashboard.query_one("#flash")
+        for columns, rows, most in ((80, 24, 3), (60, 15, 2)):
+            await resize(pilot, columns, rows)
+            width = columns - 4
+            for length, lines in ((width, 1), (width + 20, 2), (10 * width, most)):
+                words = ("of " * length)[: length - 4].strip() + " end"
+                feed.answers = ((wire.Outcome.DONE, words),)
+                await press(pilot, "f")
+                assert panel.size.height == lines
+                shown = " ".join(" ".join(screen_text(app).splitlines()[panel.region.y : panel.region.bottom]).split())
+                assert shown == f"✓ {words}" if length < 5 * width else shown.endswith("…")
+                assert "f Free" in screen_text(app)
+            assert not app.screen.query("Toast")
+            # After a while it gives the log its lines back.
+            app.dashboard.flash.fold()
             await settle(pilot)
-            panel = app.dashboard.query_one("#flash")
-            assert panel.size.height == lines
-            rows = screen_text(app).splitlines()[panel.region.y : panel.region.bottom]
-            told = " ".join(" ".join(rows).split())
-            assert told == f"✓ {words}" if length < 5 * width else told.endswith("…")
-            assert "f Free" in screen_text(app)
-        assert not app._notifications
-        # After a while it gives the log its lines back.
-        app.dashboard.flash.fold()
-        await settle(pilot)
-        assert panel.size.height == 1
+            assert panel.size.height == 1
 
 
-async def test_what_is_said_under_another_screen_is_a_toast() -> None:
+async def test_a_message_under_another_screen_is_a_toast() -> None:
     feed = training_feed()
-    app = dashboard(feed)
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
-        await pilot.press("o")
-        await settle(pilot)
+    async with opened(feed, "o", notifications=True) as (app, pilot):
         assert isinstance(app.screen, ProcessesScreen)
         app.dashboard.say("checkpoint at update 40", "good")
         await settle(pilot)
-        assert [one.message for one in app._notifications] == ["checkpoint at update 40"]
+        assert len(app.screen.query("Toast")) == 1
+        assert "checkpoint at update 40" in screen_text(app)
 
 
-@pytest.mark.parametrize("size", [(80, 24), (160, 50)])
-async def test_what_a_program_cannot_be_asked_for_has_no_button_and_its_key_says_why(size: tuple[int, int]) -> None:
+async def test_what_an_external_command_does_not_offer_has_no_button_and_its_key_shows_why() -> None:
     feed = RecordingFeed(running(gpu(), settings=None, offers=("free_cache",)))
-    app = dashboard(feed)
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
-        shown = {action.id for action in BAR if app.dashboard.query_one(f"#action-{action.id}").display}
-        assert not {"preset", "checkpoint"} & shown
-        assert {"free", "stop", "restart"} <= shown
-        await pilot.press("c")
-        await settle(pilot)
+    async with opened(feed, size=(160, 50)) as (app, pilot):
+        for size in ((160, 50), (80, 24)):
+            await resize(pilot, *size)
+            shown = {action.id for action in BAR if app.dashboard.query_one(f"#action-{action.id}").display}
+            assert not {"preset", "checkpoint"} & shown
+            assert {"free", "stop", "restart"} <= shown
+        await press(pilot, "c")
         assert "only the built-in trainer can save on request" in screen_text(app)
-        await pilot.press("1")
-        await settle(pilot)
+        await press(pilot, "1")
         assert "presets need a built-in recipe" in screen_text(app)
         assert feed.requests == []
-        # A program that says that it can is asked.
+        # A program that offers it is asked.
         feed.say(running(gpu(), settings=None, offers=("checkpoint", "free_cache")))
         await settle(pilot)
         assert app.dashboard.query_one("#action-checkpoint").display
-        await pilot.press("c")
-        await settle(pilot)
+        await press(pilot, "c")
         assert [type(one) for one in feed.requests] == [wire.CheckpointNow]
 
 
 async def test_an_action_that_makes_no_sense_now_says_why() -> None:
     feed = RecordingFeed(running(gpu(), state=wire.Phase.STOPPED, alive=False))
-    app = dashboard(feed)
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
-        await pilot.press("s")
-        await settle(pilot)
+    async with opened(feed, "s") as (app, _):
         assert app.screen is app.dashboard
         assert "✗ Stop: the run is stopped" in screen_text(app)
         assert app.dashboard.query_one("#action-stop").has_class("-unavailable")
@@ -518,9 +380,7 @@ async def test_an_action_that_makes_no_sense_now_says_why() -> None:
 
 async def test_read_only_has_no_actions() -> None:
     feed = training_feed(read_only=True)
-    app = dashboard(feed)
-    async with app.run_test(size=SIZE) as pilot:
-        await settle(pilot)
+    async with opened(feed) as (app, pilot):
         text = screen_text(app)
         assert "read-only" in text
         shown = {action.id for action in BAR if app.dashboard.query_one(f"#action-{action.id}").display}
@@ -528,7 +388,6 @@ async def test_read_only_has_no_actions() -> None:
         assert shown == {action.id for action in BAR if action.group not in ("run", "machine")} - nothing_to_show
         assert {"detach", "help", "processes"} <= shown
         for key in ("f", "k", "r", "1", "c", "s"):
-            await pilot.press(key)
-            await settle(pilot)
+            await press(pilot, key)
             assert app.screen is app.dashboard
         assert feed.requests == []

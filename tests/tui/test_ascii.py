@@ -11,7 +11,7 @@ from memtop.tui.ascii import to_ascii, wanted
 from memtop.tui.demo import RECORDING
 from memtop.tui.recovery import OomCard
 from memtop.tui.replay import StreamRecording
-from tests.tui.support import RecordingFeed, dashboard, screen_text, settle
+from tests.tui.support import RecordingFeed, dashboard, press, screen_text, settle
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,11 @@ async def test_every_screen_is_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
         await settle(pilot)
         check("dashboard")
         for keys in SCREENS:
-            await pilot.press(*keys)
-            await settle(pilot)
+            await press(pilot, *keys)
             assert app.screen is not app.dashboard, keys
             check(keys)
             while app.screen is not app.dashboard:
-                await pilot.press("escape")
-                await settle(pilot)
+                await press(pilot, "escape")
         feed.say(*recording.between(failed - 1, failed))
         await settle(pilot)
         assert isinstance(app.screen, OomCard)

@@ -12,7 +12,7 @@ from memtop.tui.app import DashboardApp
 from memtop.tui.demo import RECORDING, demo_feed
 from memtop.tui.recovery import OomCard
 from memtop.tui.replay import Clock, ReplayFeed, StreamRecording
-from tests.tui.support import screen_text, settle
+from tests.tui.support import press, screen_text, settle
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +72,8 @@ async def test_the_failure_in_the_demo_has_its_recovery_card_and_its_configurati
     async with app.run_test(size=(120, 40)) as pilot:
         while app.dashboard.store.proposal is None:
             await pilot.pause(0.05)
-        await pilot.press("space", "w")
-        await settle(pilot)
+        await press(pilot, "space", "w")
         assert isinstance(app.screen, OomCard)
         assert "What can be done" in screen_text(app)
-        await pilot.press("escape", "u")
-        await settle(pilot)
+        await press(pilot, "escape", "u")
         assert "Configurations of tiny-llama" in screen_text(app)

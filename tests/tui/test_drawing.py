@@ -22,7 +22,7 @@ from memtop.tui.dashboard.training import (
     draw_training,
     notice,
 )
-from memtop.tui.feed import Connected, Disconnected, Followed, Replayed
+from memtop.tui.feed import Connected, Disconnected, Followed, ReplayPosition
 from memtop.tui.line import fit, join_fitting, line, plain, spread, width_of, wrap
 from memtop.tui.machine.gpu import draw_gpu, draw_gpu_note, draw_gpu_row, draw_gpu_table, gpu_title
 from memtop.tui.machine.host import draw_host
@@ -35,13 +35,12 @@ from tests.tui.support import (
     HOST,
     NOW,
     RecordingFeed,
-    dashboard,
     gpu,
     machine,
+    opened,
     process,
     run_state,
     running,
-    settle,
 )
 
 
@@ -317,9 +316,10 @@ def test_why_a_run_has_ended_goes_on_below_itself() -> None:
 
 async def test_why_a_run_has_ended_has_the_lines_it_needs_on_the_wide_panel() -> None:
     why = "runs/tiny/train_latest_state: not saved: 16 MiB needed, 3 MiB free; the state before is kept, free some space"
-    app = dashboard(RecordingFeed(running(gpu(), state=wire.Phase.FAILED, alive=False, reason=why)))
-    async with app.run_test(size=(160, 50)) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(running(gpu(), state=wire.Phase.FAILED, alive=False, reason=why)), size=(160, 50)) as (
+        app,
+        _,
+    ):
         panel = app.dashboard.query_one("#training", LinePanel)
         text = " ".join(" ".join(plain(one) for one in panel.lines).split())
         assert why in text
@@ -530,7 +530,7 @@ def test_a_mig_gpu_shows_its_instances() -> None:
 @pytest.mark.parametrize("name", ["tiny", "a-run-with-a-name-that-takes-the-whole-line-of-a-small-terminal"])
 def test_a_replay_never_looks_live(width: int, name: str) -> None:
     update = running(gpu(), name=name, attempt=12, state=wire.Phase.RESTARTING)
-    played = Replayed("replay, 00:03:11 of 00:41:02, 60x", "replay 60x")
+    played = ReplayPosition("replay, 00:03:11 of 00:41:02, 60x", "replay 60x")
     (header,) = draw_header(dataclasses.replace(store_of(update, played), read_only=True), width, 1)
     assert "replay" in plain(header)
     assert "60x" in plain(header)

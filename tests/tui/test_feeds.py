@@ -12,8 +12,8 @@ import pytest
 from memtop.supervisor import wire
 from memtop.supervisor.errors import NotRunningError
 from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.run import client as client_module
 from memtop.supervisor.run import view as view_module
-from memtop.supervisor.run.clients import client as client_module
 from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LocalFeed, RunFeed
 from tests.tui.support import gpu, machine, run_state, running
 

@@ -10,10 +10,10 @@ from memtop.supervisor.monitor.history import Bucket, History
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
 from memtop.supervisor.run.record.folder import create_run
 from memtop.supervisor.run.record.ledger import Ledger
-from memtop.tui.history import Curve, HistoryScreen, View, draw, reading
+from memtop.tui.history import Curve, HistoryScreen, HistoryView, draw, reading
 from memtop.tui.line import plain
 from tests.run.test_pieces import spec
-from tests.tui.support import RecordingFeed, dashboard, run_state, screen_text, settle
+from tests.tui.support import RecordingFeed, click, opened, press, run_state, screen_text, settle
 
 START = 1_760_000_400.0
 
@@ -25,7 +25,7 @@ def values(*spans: tuple[float, float, float]) -> list[Bucket]:
 def test_a_gap_is_empty_and_a_peak_is_a_dot_at_its_height() -> None:
     peak = Bucket(START + 80, 10, 0.1, 0.2, 1.0)
     curve = Curve("VRAM GPU 0", "memory", [*values((0, 40, 0.5)), peak])
-    lines = draw([curve], View(START, START + 100), 59, 13)
+    lines = draw([curve], HistoryView(START, START + 100), 59, 13)
     rows = [plain(one)[:50] for one in lines[2:-2]]
     assert {row[20:40].strip("┄ ") for row in rows} == {""}
     # Ten rows: half of them filled on the left, the peak in the top one.
@@ -37,10 +37,10 @@ def test_a_gap_is_empty_and_a_peak_is_a_dot_at_its_height() -> None:
 
 def test_the_cursor_reads_least_mean_and_most() -> None:
     curve = Curve("swap", "bytes", [Bucket(START, 50, 0, 1024, 2048), *values((50, 50, 5.0))])
-    view = View(START, START + 100, cursor=START + 20)
+    view = HistoryView(START, START + 100, cursor=START + 20)
     assert plain(reading(curve, view, 59)) == "mean 1 KiB  least 0 B  most 2 KiB"
-    assert plain(reading(curve, View(START, START + 100), 59)) == "5 B"
-    assert plain(reading(curve, View(START, START + 200), 59)) == "not known"
+    assert plain(reading(curve, HistoryView(START, START + 100), 59)) == "5 B"
+    assert plain(reading(curve, HistoryView(START, START + 200), 59)) == "not known"
 
 
 def test_attempts_and_events_are_marked_at_their_moments() -> None:
@@ -48,7 +48,7 @@ def test_attempts_and_events_are_marked_at_their_moments() -> None:
         wire.Event(id=n, time=START + moment, attempt=1, kind=kind, message=f"{kind}!")
         for n, (moment, kind) in enumerate(((0, "attempt"), (50, "band"), (60, "memory")))
     ]
-    view = View(START, START + 100, cursor=START + 45, events=events)
+    view = HistoryView(START, START + 100, cursor=START + 45, events=events)
     lines = [plain(one) for one in draw([Curve("RAM", "memory", values((0, 100, 0.5)))], view, 59, 12)]
     assert (lines[0][0], lines[0][25]) == ("┊", "▾")
     assert lines[0].count("▾") == 1
@@ -60,33 +60,35 @@ def machine(moment: float, fraction: float) -> MachineSnapshot:
     return MachineSnapshot(time=START + moment, gpus=(gpu,), host=HostSample(used_fraction=0.5))
 
 
-async def test_without_a_run_it_shows_what_the_dashboard_has_seen_and_says_so() -> None:
-    feed = RecordingFeed(*(machine(second, 0.25) for second in range(5)))
-    app = dashboard(feed)
-    async with app.run_test(size=(100, 30)) as pilot:
-        await settle(pilot)
-        await pilot.press("h")
-        await settle(pilot)
+async def test_without_a_run_it_shows_the_samples_of_this_dashboard() -> None:
+    feed = RecordingFeed(machine(0, 0.25))
+    async with opened(feed, "h", size=(100, 30)) as (app, pilot):
         text = screen_text(app)
+        assert "25.0 %" in text, "a single value is shown at once"
+        assert "last 5 min" in text, "a young dashboard begins close"
         assert "since this dashboard started" in text
         assert "VRAM GPU 0" in text
-        assert "25.0 %" in text
         assert "power" in text
         assert "power GPU 0" not in text
-        await pilot.press("w", "v", "minus", "minus", "minus")
+        assert "cursor " not in text.replace("← → cursor ", "")
+        feed.say(*(machine(second, 0.25) for second in range(1, 5)))
         await settle(pilot)
+        await click(pilot, "#history", offset=(70, 5))
+        assert "cursor " in screen_text(app).replace("← → cursor ", "")
+        await press(pilot, "question_mark")
+        assert "Keys of this screen" in screen_text(app)
+        await press(pilot, "escape")
+        await press(pilot, "w", "v", "minus", "minus", "minus")
         text = screen_text(app)
         assert "power GPU 0" in text
         assert "200 W" in text
         assert "VRAM GPU 0" not in text
-        # Nothing beyond the hour without a ledger.
-        assert "last hour" in text
-        await pilot.press("escape")
-        await settle(pilot)
+        assert "last hour" in text, "without a ledger there is no more"
+        await press(pilot, "escape")
         assert not isinstance(app.screen, HistoryScreen)
 
 
-async def test_of_a_run_it_reads_the_ledger_beyond_what_was_seen_here(tmp_path: Path) -> None:
+async def test_for_a_run_it_reads_older_values_from_the_ledger(tmp_path: Path) -> None:
     folder = create_run(tmp_path, spec("tiny", START), fresh=False)
     ledger = Ledger(folder.ledger_path)
     for second in range(-7200, -3600, 10):
@@ -94,41 +96,38 @@ async def test_of_a_run_it_reads_the_ledger_beyond_what_was_seen_here(tmp_path: 
         ledger.recorder.write(machine(second, 0.5), 1)
     ledger.close()
     run = run_state(name="tiny", folder=str(folder.path), attempt=1)
-    app = dashboard(RecordingFeed(wire.StateUpdate(run=run, machine=machine(0, 0.25))))
-    async with app.run_test(size=(100, 30)) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(wire.StateUpdate(run=run, machine=machine(0, 0.25))), size=(100, 30)) as (app, pilot):
         await pilot.press("H")
         screen = app.screen
         assert isinstance(screen, HistoryScreen)
         await pilot.press("minus", "minus", "minus")
-        while not screen._stored:
-            await asyncio.sleep(0.01)
+        while max(bucket.high for bucket in screen.curves()[0].buckets) < 0.94:
+            await asyncio.sleep(0.01)  # the ledger is read in a thread
         (curve, *_) = screen.curves()
         assert curve.title == "VRAM GPU 0"
-        assert max(bucket.high for bucket in curve.buckets) > 0.94
         assert curve.buckets[-1].mean == 0.25
         await settle(pilot)
         assert "whole run" in screen_text(app)
-        await pilot.press("home")
-        await settle(pilot)
+        await press(pilot, "home")
         text = screen_text(app)
         assert "50.0 %" in text
         assert "cursor " in text
 
 
-async def test_the_hour_of_the_supervisor_is_taken_over() -> None:
+async def test_the_last_hour_comes_from_the_supervisor() -> None:
     ring = History()
     for second in range(10):
         ring.append(machine(second, 0.75))
     rows = [wire.HistoryRows(key=k, gpu_index=n, label="", times=t, columns=c) for k, n, t, c in ring.dump()]
-    app = dashboard(RecordingFeed(*rows, wire.StateUpdate(run=run_state(), machine=machine(10, 0.25))))
-    async with app.run_test(size=(100, 30)) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(*rows, wire.StateUpdate(run=run_state(), machine=machine(10, 0.25))), size=(100, 30)) as (
+        app,
+        _,
+    ):
         found = app.dashboard.history.series("GPU-a", "used_fraction")
         assert [value for _, value in found] == [0.75] * 10 + [0.25]
 
 
-async def test_several_gpus_have_their_mean_as_a_curve_of_its_own() -> None:
+async def test_several_gpus_have_a_curve_of_their_mean() -> None:
     def two(moment: float) -> MachineSnapshot:
         gpus = tuple(
             GpuSample(index=n, uuid=f"GPU-{n}", used_fraction=share, utilization_fraction=share, power_watts=9.0)
@@ -136,41 +135,9 @@ async def test_several_gpus_have_their_mean_as_a_curve_of_its_own() -> None:
         )
         return MachineSnapshot(time=START + moment, gpus=gpus, host=HostSample(used_fraction=0.5))
 
-    app = dashboard(RecordingFeed(*(two(second) for second in range(5))))
-    async with app.run_test(size=(100, 40)) as pilot:
-        await settle(pilot)
-        await pilot.press("h", "u", "w")
-        await settle(pilot)
+    async with opened(RecordingFeed(*(two(second) for second in range(5))), "h", "u", "w", size=(100, 40)) as (app, _):
         screen = app.screen
         assert isinstance(screen, HistoryScreen)
         titles = [curve.title for curve in screen.curves()]
         assert [title for title in titles if "all 2 GPUs" in title] == ["VRAM of all 2 GPUs, mean", "use of all 2 GPUs, mean"]
         assert "mean 50.0 %  least 25.0 %  most 75.0 %" in screen_text(app)
-
-
-async def test_a_young_dashboard_begins_close_and_a_click_sets_the_cursor() -> None:
-    app = dashboard(RecordingFeed(*(machine(second, 0.25) for second in range(5))))
-    async with app.run_test(size=(100, 30)) as pilot:
-        await settle(pilot)
-        await pilot.press("h")
-        await settle(pilot)
-        assert "last 5 min" in screen_text(app)
-        assert "cursor " not in screen_text(app).replace("← → cursor ", "")
-        await pilot.click("#history", offset=(70, 5))
-        await settle(pilot)
-        assert "cursor " in screen_text(app).replace("← → cursor ", "")
-        await pilot.press("question_mark")
-        await settle(pilot)
-        assert "Keys of this screen" in screen_text(app)
-        await pilot.press("escape", "escape")
-        await settle(pilot)
-        assert not isinstance(app.screen, HistoryScreen)
-
-
-async def test_a_single_value_is_seen_at_once() -> None:
-    app = dashboard(RecordingFeed(machine(0, 0.25)))
-    async with app.run_test(size=(100, 30)) as pilot:
-        await settle(pilot)
-        await pilot.press("h")
-        await settle(pilot)
-        assert "25.0 %" in screen_text(app)

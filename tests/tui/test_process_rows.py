@@ -7,7 +7,7 @@ import pytest
 from memtop.supervisor.monitor.values import GpuProcess, Job, MachineSnapshot
 from memtop.tui.line import plain
 from memtop.tui.processes.filter import Filter, parse
-from memtop.tui.processes.rows import Order, ProcessRow, View, arranged, rows_of
+from memtop.tui.processes.rows import Order, ProcessRow, ProcessView, arranged, rows_of
 from memtop.tui.processes.table import columns_for, draw_row, heading, roles_in_words
 from memtop.tui.processes.trails import KEPT, Trails, trail_key
 from tests.tui.support import GIB, HOST, NOW, gpu, process
@@ -51,7 +51,7 @@ def pids(rows: list[ProcessRow]) -> list[int]:
 
 
 def test_a_job_stands_above_its_processes_with_its_sums() -> None:
-    rows = arranged(rows_of(snapshot()), View.JOBS, Order())
+    rows = arranged(rows_of(snapshot()), ProcessView.JOBS, Order())
     assert [(row.pid, row.depth) for row in rows] == [(50, 0), (90, 0), (101, 1), (100, 1), (60, 0)]
     head = rows[1]
     assert head.number("vram") == 3 * GIB
@@ -60,21 +60,21 @@ def test_a_job_stands_above_its_processes_with_its_sums() -> None:
 
 
 def test_a_folded_job_keeps_its_row_only() -> None:
-    rows = arranged(rows_of(snapshot()), View.JOBS, Order(), folded={"run a"})
+    rows = arranged(rows_of(snapshot()), ProcessView.JOBS, Order(), folded={"run a"})
     assert pids(rows) == [50, 90, 60]
     assert rows[1].folded is True
 
 
 def test_the_tree_puts_a_launcher_without_a_gpu_above_its_ranks() -> None:
     child = process(51, parent_pid=50, used_bytes=GIB)
-    rows = arranged(rows_of(snapshot(child)), View.TREE, Order())
+    rows = arranged(rows_of(snapshot(child)), ProcessView.TREE, Order())
     assert [(row.pid, row.depth) for row in rows] == [(50, 0), (51, 1), (90, 0), (101, 1), (100, 1), (60, 0)]
 
 
 def test_parents_that_go_in_circles_lose_nobody() -> None:
     odd = (process(7, parent_pid=8), process(8, parent_pid=7), process(9, parent_pid=9))
     machine = MachineSnapshot(time=NOW, gpus=(gpu(0, processes=odd),), host=HOST)
-    assert sorted(pids(arranged(rows_of(machine), View.TREE, Order()))) == [7, 8, 9]
+    assert sorted(pids(arranged(rows_of(machine), ProcessView.TREE, Order()))) == [7, 8, 9]
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,14 @@ def test_parents_that_go_in_circles_lose_nobody() -> None:
     ],
 )
 def test_sorting_puts_what_is_not_known_last(order: Order, expected: list[int]) -> None:
-    assert pids(arranged(rows_of(snapshot()), View.FLAT, order)) == expected
+    assert pids(arranged(rows_of(snapshot()), ProcessView.FLAT, order)) == expected
 
 
 def test_a_frozen_order_stays_and_takes_newcomers_at_its_end() -> None:
-    before = arranged(rows_of(snapshot()), View.FLAT, Order())
+    before = arranged(rows_of(snapshot()), ProcessView.FLAT, Order())
     keys = [row.key for row in before]
     giant = process(70, used_bytes=99 * GIB)
-    after = arranged(rows_of(snapshot(giant)), View.FLAT, Order(), frozen=keys)
+    after = arranged(rows_of(snapshot(giant)), ProcessView.FLAT, Order(), frozen=keys)
     assert pids(after) == [*pids(before), 70]
 
 
@@ -155,7 +155,7 @@ def test_a_filter_that_is_not_understood_says_what_there_is(text: str, words: st
 
 @pytest.mark.parametrize("width", [60, 80, 120, 160])
 def test_columns_leave_room_for_the_command(width: int) -> None:
-    rows = arranged(rows_of(snapshot()), View.JOBS, Order())
+    rows = arranged(rows_of(snapshot()), ProcessView.JOBS, Order())
     columns = columns_for(width, rows)
     head, places = heading(columns, Order(), width)
     assert sum(column.width + 1 for column in columns) + 2 <= width - 24

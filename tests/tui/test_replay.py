@@ -17,11 +17,11 @@ from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import Event, Phase
 from memtop.tui.app import DashboardApp
-from memtop.tui.feed import Disconnected, FeedMessage, Replayed
+from memtop.tui.feed import Disconnected, FeedMessage, ReplayPosition
 from memtop.tui.replay import Clock, FolderRecording, ReplayFeed
 from memtop.tui.store import Store, fold
 from tests.run.test_pieces import SETTINGS, spec
-from tests.tui.support import screen_text, settle
+from tests.tui.support import press, screen_text, settle
 
 START = 1_760_000_400.0
 
@@ -152,7 +152,7 @@ async def test_to_the_end_and_back_everything_comes_in_its_order_and_goes_again(
     assert "lines have no times" in at_end.events[0].message
     assert at_end.label == "replay, 02:01:40 of 02:01:40, at its end"
     assert at_end.replaying
-    assert next(message for message in heard if isinstance(message, Replayed)).rewound
+    assert next(message for message in heard if isinstance(message, ReplayPosition)).rewound
     back, _ = await play(replay(over), lambda s: s.run is not None and s.run.state is Phase.CREATED, "end", "start")
     assert back.metrics == ()
     assert [event.kind for event in back.events] == ["warning"]
@@ -224,13 +224,11 @@ async def test_a_death_of_memory_and_the_configurations_are_replayed_and_change_
             await asyncio.sleep(0.01)
             await settle(pilot)
         assert app.screen is app.dashboard, "a replay opens no card by itself"
-        await pilot.press("w")
-        await settle(pilot)
+        await press(pilot, "w")
         text = screen_text(app)
         assert "GPU 0 ran out of memory." in text
         assert "a replay is read-only" in text
-        await pilot.press("enter", "escape", "u", "enter")
-        await settle(pilot)
+        await press(pilot, "enter", "escape", "u", "enter")
         assert "read-only: nothing can be changed from here" in screen_text(app)
         # Back before it, the card's key has nothing to show.
         await pilot.press("escape", "home")

@@ -3,182 +3,161 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from memtop.supervisor import wire
 from memtop.tui.dashboard.log import LogPanel
 from memtop.tui.feed import Connected, Disconnected, LogLines
-from tests.tui.support import RecordingFeed, dashboard, gpu, machine, process, running, screen_text, settle
+from tests.tui.support import (
+    RecordingFeed,
+    dashboard,
+    gpu,
+    machine,
+    opened,
+    press,
+    process,
+    resize,
+    run_state,
+    running,
+    screen_text,
+    settle,
+)
 
 
-@pytest.mark.parametrize("size", [(80, 24), (160, 50), (120, 40), (60, 15), (200, 20), (70, 60)])
-@pytest.mark.parametrize("gpus", [1, 2, 8, 16])
-async def test_any_number_of_gpus_fits(size: tuple[int, int], gpus: int) -> None:
-    app = dashboard(RecordingFeed(running(*(gpu(n, 0.4 + n / 40) for n in range(gpus)))))
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
-        text = screen_text(app)
-        assert "tiny" in text
-        assert "40.0" in text
-        if size[1] > 20:
-            # The lowest terminals may not have a line for each of 16.
-            assert f"{(0.4 + (gpus - 1) / 40) * 100:.1f}" in text
-            assert "24 / 60" in text
-        assert "Help" in text
+async def test_any_number_of_gpus_fits_on_any_terminal_also_when_they_come_and_go() -> None:
+    feed = RecordingFeed()
+    async with opened(feed) as (app, pilot):
+        for columns, rows in ((80, 24), (160, 50), (120, 40), (60, 15), (200, 20), (70, 60)):
+            await resize(pilot, columns, rows)
+            for count in (1, 2, 8, 16, 0):
+                note = None if count else "no NVIDIA GPU: libnvidia-ml not found"
+                shown = machine(*(gpu(n, 0.4 + n / 40) for n in range(count)), note=note)
+                feed.say(wire.StateUpdate(run=run_state(), machine=shown))
+                await settle(pilot)
+                text, where = screen_text(app), (columns, rows, count)
+                assert "tiny" in text, where
+                assert "Help" in text, where
+                why = "no NVIDIA GPU: libnvidia-ml not found - training" + " on CPU" * (columns >= 80)
+                assert (why in text) is (count == 0), where
+                # The lowest terminals may not have a line for each of 16.
+                seen = range(count) if rows > 20 else range(min(count, 1))
+                assert all(f"{40 + 2.5 * n:.1f}" in text for n in seen), where
+                if rows > 20:
+                    assert "24 / 60" in text, where
+                    assert count or "24.0 / 32.0 GiB" in text, where
 
 
-async def test_every_key_has_its_button_at_80x24() -> None:
-    app = dashboard(RecordingFeed(running(gpu())))
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
+async def test_every_key_has_its_button_at_80x24_and_wide_terminals_have_every_panel() -> None:
+    async with opened(RecordingFeed(running(gpu(0), gpu(1))), size=(80, 24)) as (app, pilot):
         bottom = screen_text(app).splitlines()[-1]
         for words in ("f Free", "k Kill (0)", "r Restart", "1-7 Preset", "c Save", "s Stop", "d Detach", "? Help"):
             assert words in bottom
-
-
-async def test_wide_panels() -> None:
-    app = dashboard(RecordingFeed(running(gpu(0), gpu(1))))
-    async with app.run_test(size=(160, 50)) as pilot:
-        await settle(pilot)
+        await resize(pilot, 160, 50)
         text = screen_text(app)
         for title in ("GPU 0  RTX A4500", "GPU 1  RTX A4500", "Host memory", "Training", "Loss", "Events", "Log"):
             assert title in text
 
 
 async def test_many_gpus_share_a_panel_and_the_selected_one_has_details() -> None:
-    app = dashboard(RecordingFeed(running(*(gpu(n, 0.1 + n / 20) for n in range(8)))))
-    async with app.run_test(size=(160, 50)) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(running(*(gpu(n, 0.1 + n / 20) for n in range(8)))), size=(160, 50)) as (app, pilot):
         assert "▸ 0" in screen_text(app)
-        await pilot.press("down", "down")
-        await settle(pilot)
+        await press(pilot, "down", "down")
         text = screen_text(app)
         assert "▸ 2" in text
         assert "GPU 2  RTX A4500" in text
 
 
-@pytest.mark.parametrize("size", [(80, 24), (160, 50)])
-async def test_without_a_gpu(size: tuple[int, int]) -> None:
-    app = dashboard(RecordingFeed(running()))
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
-        text = screen_text(app)
-        assert "no NVIDIA GPU: libnvidia-ml not found - training on CPU" in text
-        assert "24.0 / 32.0 GiB" in text
-
-
-@pytest.mark.parametrize("size", [(80, 24), (160, 50)])
-async def test_without_a_run_the_machine_and_its_processes(size: tuple[int, int]) -> None:
-    feed = RecordingFeed(machine(gpu(processes=(process(77),))))
-    app = dashboard(feed)
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
-        text = screen_text(app)
-        assert "this machine" in text
-        assert "job-77" in text
-        assert "Kill" in text
-        assert "Restart" not in text
-        assert "Loss" not in text
-        await pilot.press("r")
-        await settle(pilot)
-        assert app.screen is app.dashboard
+async def test_without_a_run_the_machine_and_its_processes() -> None:
+    async with opened(RecordingFeed(machine(gpu(processes=(process(77),)))), size=(80, 24)) as (app, pilot):
+        for size in ((80, 24), (160, 50)):
+            await resize(pilot, *size)
+            text = screen_text(app)
+            for words in ("this machine", "job-77", "Kill"):
+                assert words in text
+            for words in ("Restart", "Loss"):
+                assert words not in text
+            await press(pilot, "r")
+            assert app.screen is app.dashboard
 
 
 async def test_too_small_says_so_and_recovers() -> None:
-    app = dashboard(RecordingFeed(running(gpu())))
-    async with app.run_test(size=(58, 12)) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(running(gpu())), size=(58, 12)) as (app, pilot):
         assert "terminal too small: 58x12" in screen_text(app)
         assert "memtop needs 60x15" in screen_text(app)
-        await pilot.resize_terminal(80, 24)
-        await settle(pilot)
+        await resize(pilot, 80, 24)
         assert "too small" not in screen_text(app)
         assert "tiny" in screen_text(app)
-        await pilot.resize_terminal(40, 10)
-        await settle(pilot)
+        await resize(pilot, 40, 10)
         assert "40x10" in screen_text(app)
         await pilot.press("q")
     assert app.return_value is not None
 
 
-@pytest.mark.parametrize("size", [(80, 24), (160, 50)])
-async def test_a_lost_supervisor_is_a_worded_state(size: tuple[int, int]) -> None:
+async def test_a_lost_supervisor_is_a_worded_state() -> None:
     feed = RecordingFeed(running(gpu()))
-    app = dashboard(feed)
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
+    async with opened(feed, size=(80, 24)) as (app, pilot):
         feed.say(Disconnected("supervisor is gone - reconnecting"))
         await settle(pilot)
-        assert "! supervisor is gone - reconnecting" in screen_text(app)
-        assert "loss 1.842" in screen_text(app)
-        await pilot.press("f")
-        await settle(pilot)
-        assert feed.requests == []
+        for size in ((80, 24), (160, 50)):
+            await resize(pilot, *size)
+            assert "! supervisor is gone - reconnecting" in screen_text(app)
+            assert "loss 1.842" in screen_text(app)
+            await press(pilot, "f")
+            assert feed.requests == []
         feed.say(Connected(), running(gpu()))
         await settle(pilot)
         assert "! supervisor is gone" not in screen_text(app)
 
 
-async def test_old_values_are_marked_as_old() -> None:
-    app = dashboard(RecordingFeed(running(gpu())))
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
-        app.dashboard._heard -= 30
-        app.dashboard._check_quiet()
-        await settle(pilot)
+async def test_old_values_are_marked_as_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("memtop.tui.dashboard.screen.time", SimpleNamespace(monotonic=lambda: clock.now))
+    async with opened(RecordingFeed(running(gpu())), size=(80, 24)) as (app, pilot):
+        clock.now += 30.0
+        while "no data" not in screen_text(app):
+            await pilot.pause(0.05)
         assert "! no data for 30 s" in screen_text(app)
 
 
 async def test_a_failed_run_says_why() -> None:
     reason = "out of memory on GPU 0: 2.1 GiB asked, 0.9 GiB free"
-    app = dashboard(RecordingFeed(running(gpu(), state=wire.Phase.FAILED, alive=False, reason=reason)))
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(running(gpu(), state=wire.Phase.FAILED, alive=False, reason=reason))) as (app, _):
         assert "✗ failed" in screen_text(app)
         assert reason in screen_text(app)
 
 
 async def test_the_log_follows_holds_still_and_is_searched() -> None:
     feed = RecordingFeed(running(gpu()), LogLines(tuple(f"[rank 0] line {n}" for n in range(200))))
-    app = dashboard(feed)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
+    async with opened(feed, size=(80, 24)) as (app, pilot):
         assert "line 199" in screen_text(app)
         await pilot.press("l")
         feed.say(LogLines(("[rank 0] the newest line",)))
         await settle(pilot)
         assert "not following" in screen_text(app)
         assert "newest" not in screen_text(app)
-        await pilot.press("l")
-        await settle(pilot)
+        await press(pilot, "l")
         assert "newest" in screen_text(app)
-        await pilot.press("slash", *"line 42", "enter")
-        await settle(pilot)
+        await press(pilot, "slash", *"line 42", "enter")
         assert "1 lines with 'line 42'" in screen_text(app)
         assert "[rank 0] line 42" in screen_text(app)
-        await pilot.press("pageup")
-        await settle(pilot)
+        await press(pilot, "pageup")
         assert "[rank 0] line 42" not in screen_text(app)
 
 
 async def test_events_take_the_logs_place_on_a_small_terminal() -> None:
     event = wire.Event(id=1, time=0.0, attempt=1, kind="attempt", message="attempt 1 started")
-    app = dashboard(RecordingFeed(running(gpu()), wire.EventRows(rows=(event,))))
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(running(gpu()), wire.EventRows(rows=(event,))), size=(80, 24)) as (app, pilot):
         assert "attempt 1 started" not in screen_text(app)
-        await pilot.press("e")
-        await settle(pilot)
+        await press(pilot, "e")
         assert "attempt 1 started" in screen_text(app)
         assert not app.dashboard.query_one("#log", LogPanel).display
 
 
 async def test_a_tick_without_news_repaints_nothing() -> None:
     feed = RecordingFeed(running(gpu()))
-    app = dashboard(feed)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
+    async with opened(feed) as (app, pilot):
         panel = app.dashboard.query_one("#training")
         before = panel.lines  # type: ignore[attr-defined]
         feed.say(running(gpu()))

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-HEAVY = ("torch", "transformers", "memtop.train", "memtop.supervisor.run.clients.client", "pynvml")
+HEAVY = ("torch", "transformers", "memtop.train", "memtop.supervisor.run.client", "pynvml")
 RARE = ("memtop.tui.processes.kill", "memtop.tui.restart", "memtop.tui.presets", "memtop.tui.help")
 
 

@@ -7,14 +7,14 @@ from msgspec.structs import replace
 
 from memtop.supervisor import wire
 from memtop.tui.dashboard.training import draw_compact_training, draw_events, draw_notice, notice
-from memtop.tui.feed import Connected, Replayed
+from memtop.tui.feed import Connected, ReplayPosition
 from memtop.tui.keymap import BY_ID, obstacle, offered
 from memtop.tui.line import Line, plain
 from memtop.tui.machine.gpu import draw_gpu
 from memtop.tui.machine.host import draw_host
 from memtop.tui.store import Store, fold
 from tests.tui.failed_runs import CONFIGURATIONS, PROPOSAL, dead
-from tests.tui.support import NOW, RecordingFeed, dashboard, gpu, running, screen_text, settle
+from tests.tui.support import NOW, RecordingFeed, gpu, opened, running, screen_text
 
 RESERVED = wire.TrendSubject(kind=wire.TrendKind.GPU_RESERVED, gpu_index=0, rank=0)
 LEAK = wire.Trend(
@@ -117,11 +117,10 @@ def test_a_notice_of_a_trend_is_never_cut() -> None:
 
 @pytest.mark.parametrize("size", [(80, 24), (160, 50)])
 async def test_the_most_urgent_one_is_in_the_notice(size: tuple[int, int]) -> None:
-    app = dashboard(
-        RecordingFeed(running(gpu(), total_updates=10_000, trends=(WORKERS, LEAK, SWAP), warnings=("an old warning",)))
-    )
-    async with app.run_test(size=size) as pilot:
-        await settle(pilot)
+    async with opened(
+        RecordingFeed(running(gpu(), total_updates=10_000, trends=(WORKERS, LEAK, SWAP), warnings=("an old warning",))),
+        size=size,
+    ) as (app, _):
         assert (
             screen_text(app).splitlines()[1].strip().startswith("^ GPU 0 reserved: full in 14 min (update 1 520) at this rate")
         )
@@ -181,7 +180,7 @@ def test_the_store_keeps_the_newest_telling_of_all_configurations_and_forgets_it
     assert store.configurations == CONFIGURATIONS.rows
     fewer = fold(store, wire.ConfigurationRows(rows=CONFIGURATIONS.rows[:1]))
     assert len(fewer.configurations) == 1
-    assert fold(store, Replayed("replay", "replay", rewound=True)).configurations == ()
+    assert fold(store, ReplayPosition("replay", "replay", rewound=True)).configurations == ()
 
 
 def test_a_proposal_counts_only_while_the_run_lies_dead_or_waits() -> None:

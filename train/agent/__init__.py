@@ -53,8 +53,7 @@ from typing import Any
 
 from . import failures, memory
 from .hooks import StepWatch
-from .journal import Journal, find_place, launcher_variables
-from .link import Link
+from .journal import JournalWriter, Link, find_place, launcher_variables
 
 AGENT_COMMANDS = ("free_cache",)
 
@@ -80,7 +79,7 @@ class Agent:
         self.attempt = _number("MEMTOP_ATTEMPT")
         self._pid = os.getpid()
         self._beginning = threading.RLock()
-        self._journal: Journal | None = None
+        self._journal: JournalWriter | None = None
         self._link: Link | None = None
         self._offers = list(AGENT_COMMANDS)
         self._reports_steps = False
@@ -137,7 +136,7 @@ class Agent:
     def _greet(self, folder: str) -> None:
         # Only at the first report: by then the process group exists and the rank is known.
         place = find_place(self._launcher)
-        journal = Journal(folder, place.rank, place.world_size)
+        journal = JournalWriter(folder, place.rank, place.world_size)
         # If the file can only be opened later, it may get another number; then the file's name is
         # right.
         journal.claim()

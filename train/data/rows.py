@@ -1,6 +1,6 @@
 """Rows of text from a file of any size, read one at a time, in any order, in little memory.
 
-`.parquet` is read by row groups (`parquet.py`), `.jsonl`, `.ndjson` and `.json` by lines,
+`.parquet` is read by row groups (`files.py`), `.jsonl`, `.ndjson` and `.json` by lines,
 everything else as text with one row per line. For a file of lines, one pass finds where each line
 begins and checks it, so that a run does not fail hours later at line 700 000. After that, a row is
 one read at its offset. Blank lines are skipped.
@@ -21,7 +21,7 @@ import platformdirs
 
 from memtop.presets.schema import HostLevel
 from memtop.train import BadInputError
-from memtop.train.data.files import Source, built_once, fingerprint
+from memtop.train.data.files import DataFile, built_once, fingerprint
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -34,7 +34,7 @@ class LineRows:
 
     _kind: ClassVar[str]
 
-    def __init__(self, source: Source, cache_dir: Path | None) -> None:
+    def __init__(self, source: DataFile, cache_dir: Path | None) -> None:
         self._source = source
         self._stamp = source.stamp(source.path)
         self._index: Path | None = None
@@ -133,7 +133,7 @@ class TextRows(LineRows):
 
     _kind = "text"
 
-    def __init__(self, source: Source, cache_dir: Path | None) -> None:
+    def __init__(self, source: DataFile, cache_dir: Path | None) -> None:
         source.check_columns(["text"])
         super().__init__(source, cache_dir)
 
@@ -198,12 +198,12 @@ def open_rows(
     """
     path = Path(path).expanduser()
     roles = dict(columns) if isinstance(columns, Mapping) else {name: name for name in columns}
-    source = Source(setting, path.absolute(), roles)
+    source = DataFile(setting, path.absolute(), roles)
     _check_readable(source)
     kind = path.suffix.lower()
     if kind == ".parquet":
         # Arrow is slow to load, and not every run needs it.
-        from memtop.train.data.parquet import open_parquet
+        from memtop.train.data.files import open_parquet
 
         return open_parquet(source, GROUPS_KEPT[level], cache_dir or platformdirs.user_cache_path("memtop"))
     return JsonRows(source, cache_dir) if kind in _LINES else TextRows(source, cache_dir)
@@ -225,7 +225,7 @@ def window_order(sizes: Sequence[int], window: int, generator: np.random.Generat
     return np.concatenate(parts)
 
 
-def _check_readable(source: Source) -> None:
+def _check_readable(source: DataFile) -> None:
     path = source.path
     try:
         with path.open("rb") as file:

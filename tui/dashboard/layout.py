@@ -24,7 +24,7 @@ _EVENTS_LOWEST, _EVENTS_AT_EASE = 6, 8
 
 
 @dataclass(frozen=True)
-class Plan:
+class DashboardLayout:
     """Heights by selector (0 hides), and which other widgets are shown."""
 
     compact: bool
@@ -32,7 +32,7 @@ class Plan:
     shown: dict[str, bool]
 
 
-def plan(store: Store, width: int, height: int, *, notice: bool) -> Plan:
+def plan(store: Store, width: int, height: int, *, notice: bool) -> DashboardLayout:
     """The layout for this store on a terminal of this size."""
     compact = width < _WIDE_FROM[0] or height < _WIDE_FROM[1]
     has_run = store.run is not None
@@ -49,7 +49,7 @@ def plan(store: Store, width: int, height: int, *, notice: bool) -> Plan:
     }
     # Header, flash line and buttons.
     body = height - 3 - notice - (width < 80)
-    return Plan(compact, _compact(store, body) if compact else _wide(store, width, body), shown)
+    return DashboardLayout(compact, _compact(store, body) if compact else _wide(store, width, body), shown)
 
 
 def _host_height(store: Store, room: int) -> int:

@@ -29,10 +29,10 @@ from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.tui.dashboard import overview as machine_drawing
 from memtop.tui.dashboard import training as training_drawing
 from memtop.tui.dashboard.footer import ActionBar, ActionButton, FlashPanel
-from memtop.tui.dashboard.layout import GPU_PANELS, Plan, plan
+from memtop.tui.dashboard.layout import GPU_PANELS, DashboardLayout, plan
 from memtop.tui.dashboard.log import LogPanel
 from memtop.tui.dashboard.training import draw_notice, notice
-from memtop.tui.feed import Controlled, DetailedFeed, Feed, FeedMessage, LocalFeed, Replayed, RunFeed
+from memtop.tui.feed import Controlled, DetailedFeed, Feed, FeedMessage, LocalFeed, ReplayPosition, RunFeed
 from memtop.tui.keymap import ACTIONS, BY_ID, obstacle, offered
 from memtop.tui.line import Line
 from memtop.tui.machine import gpu as gpu_drawing
@@ -126,7 +126,7 @@ class DashboardScreen(Dashboard):
         self._log_shown = 0
         self._hand_down_due = False
         self._bands: dict[str, Band] = {}
-        self._plan: Plan | None = None
+        self._plan: DashboardLayout | None = None
         self._card_shown: tuple[str, int] | None = None
         """The run and the attempt whose recovery card has opened by itself."""
         self._dialog_open = False
@@ -178,7 +178,7 @@ class DashboardScreen(Dashboard):
         if machine is not None:
             self.trails.take(machine)
         self._record(message.content)
-        if isinstance(message.content, Replayed) and not self.flash.has_message:
+        if isinstance(message.content, ReplayPosition) and not self.flash.has_message:
             self.say("replay: Space pauses or continues, < > speed, ← → a minute, Home End start and end")
         self.store = fold(self.store, message.content)
 
@@ -189,7 +189,7 @@ class DashboardScreen(Dashboard):
             self.history.append(content.machine, content.run.run_rss_bytes)
         elif isinstance(content, MachineSnapshot):
             self.history.append(content)
-        elif isinstance(content, Replayed) and content.rewound:
+        elif isinstance(content, ReplayPosition) and content.rewound:
             self.history = History()
 
     def watch_store(self) -> None:

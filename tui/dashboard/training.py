@@ -9,14 +9,13 @@ from pathlib import PurePath
 from rich.cells import cell_len
 
 from memtop.supervisor import units
-from memtop.supervisor.monitor.bands import mark
-from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.values import Band, mark
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.wire import Event, Phase, RunState
 from memtop.tui.charts import Point, curve, progress_bar
 from memtop.tui.line import MUTED, STRONG, Line, cropped, fact, fit, grid, join, join_fitting, line, spread, width_of, wrap
 from memtop.tui.machine.gpu import driver_silence
-from memtop.tui.store import Link, Store
+from memtop.tui.store import ConnectionState, Store
 from memtop.tui.trends import before_the_end, first_full, sentence
 from memtop.tui.words import BOTTLENECKS, age, in_words
 
@@ -379,14 +378,14 @@ def notice(store: Store, width: int = 160) -> str:
     none.
     """
     run = store.run
-    if store.proposal is not None and store.link in (Link.CONNECTED, Link.ENDED):
+    if store.proposal is not None and store.link in (ConnectionState.CONNECTED, ConnectionState.ENDED):
         what, key = store.proposal.diagnosis.summary.rstrip("."), " (w: what can be done)"
         # The key is more important than the end of the summary.
         room = max(0, width - len(key) - 2)
         return f"! {what if cell_len(what) <= room else cropped(what, room)}{key}"
-    if store.link in (Link.GONE, Link.ENDED):
-        return f"! {store.link_reason}" if store.link is Link.GONE else store.link_reason
-    if store.link is Link.WAITING:
+    if store.link in (ConnectionState.GONE, ConnectionState.ENDED):
+        return f"! {store.link_reason}" if store.link is ConnectionState.GONE else store.link_reason
+    if store.link is ConnectionState.WAITING:
         return f"… {store.link_reason}"
     if store.quiet_seconds > 0:
         return f"! no data for {store.quiet_seconds:.0f} s, these are the last known values"

@@ -22,7 +22,7 @@ class Group(NamedTuple):
     lines: list[Line]
 
 
-class Facts:
+class FactGroup:
     """Lines of one group. `unknown` holds the sample's reasons for missing values."""
 
     def __init__(self, title: str, width: int, *unknown: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ from memtop.supervisor.monitor.history import gpu_key
 from memtop.supervisor.monitor.values import GpuSample
 from memtop.tui.charts import banded
 from memtop.tui.line import MUTED, STRONG, Line, dimmed, fit, join, line, width_of, wrap
-from memtop.tui.machine.facts import LABEL, Facts, Group, column_width, flow, laid_out, number, share, size, yes
+from memtop.tui.machine.facts import LABEL, FactGroup, Group, column_width, flow, laid_out, number, share, size, yes
 from memtop.tui.machine.gpu import cuda_name, driver_silence, trouble_words
 from memtop.tui.machine.vram import all_parts, mig_row, step_peak, vram_bar
 from memtop.tui.store import Store
@@ -46,7 +46,7 @@ def _head(store: Store, gpu: GpuSample, width: int) -> Line:
 
 
 def _memory(store: Store, gpu: GpuSample, width: int) -> Group:
-    facts = Facts("Memory", width, gpu.unknown, gpu.details.unknown)
+    facts = FactGroup("Memory", width, gpu.unknown, gpu.details.unknown)
     total = units.gib(gpu.total_bytes)
     used = None if gpu.used_bytes is None else f"{units.gib(gpu.used_bytes)} of {total} GiB"
     facts.add("used", used, "used_bytes")
@@ -67,7 +67,7 @@ def _memory(store: Store, gpu: GpuSample, width: int) -> Group:
 
 
 def _mig(gpu: GpuSample, width: int) -> Group:
-    facts = Facts("MIG instances", width)
+    facts = FactGroup("MIG instances", width)
     for instance in gpu.mig:
         facts.add_line(mig_row(instance, width))
         if instance.error:
@@ -77,7 +77,7 @@ def _mig(gpu: GpuSample, width: int) -> Group:
 
 def _load(gpu: GpuSample, width: int) -> Group:
     details = gpu.details
-    facts = Facts("Load", width, gpu.unknown, details.unknown)
+    facts = FactGroup("Load", width, gpu.unknown, details.unknown)
     facts.add("utilisation", share(gpu.utilization_fraction), "utilization_fraction")
     facts.add("memory bandwidth", share(gpu.memory_utilization_fraction), "memory_utilization_fraction")
     facts.add("SMs active", share(details.sm_active_fraction), "sm_active_fraction")
@@ -89,7 +89,7 @@ def _load(gpu: GpuSample, width: int) -> Group:
 
 def _clocks(gpu: GpuSample, width: int) -> Group:
     details = gpu.details
-    facts = Facts("Clocks", width, details.unknown)
+    facts = FactGroup("Clocks", width, details.unknown)
     facts.add("SM", _of(details.sm_clock_megahertz, details.sm_clock_limit_megahertz, "MHz"), "sm_clock_megahertz")
     facts.add(
         "memory", _of(details.memory_clock_megahertz, details.memory_clock_limit_megahertz, "MHz"), "memory_clock_megahertz"
@@ -110,7 +110,7 @@ def _of(value: float | None, limit: float | None, unit: str) -> str | None:
 
 def _heat(gpu: GpuSample, width: int) -> Group:
     details = gpu.details
-    facts = Facts("Heat and power", width, gpu.unknown, details.unknown)
+    facts = FactGroup("Heat and power", width, gpu.unknown, details.unknown)
     core, slow = gpu.temperature_celsius, details.slowdown_temperature_celsius
     warm = core is not None and slow is not None and core >= slow - _WARM_BELOW_SLOWDOWN
     words = number(core, "°C")
@@ -127,7 +127,7 @@ def _heat(gpu: GpuSample, width: int) -> Group:
 
 def _health(store: Store, gpu: GpuSample, width: int) -> Group:
     details = gpu.details
-    facts = Facts("Health", width, gpu.unknown, details.unknown)
+    facts = FactGroup("Health", width, gpu.unknown, details.unknown)
     facts.add("ECC", details.ecc_mode, "ecc_mode")
     for label, value, field in (
         ("corrected errors", details.ecc_corrected_errors, "ecc_corrected_errors"),
@@ -148,12 +148,12 @@ def _health(store: Store, gpu: GpuSample, width: int) -> Group:
 
 
 def _troubles(store: Store, gpu: GpuSample, width: int) -> Group:
-    facts = Facts("Troubles", width)
+    facts = FactGroup("Troubles", width)
     _add_troubles(facts, store, gpu)
     return facts.group()
 
 
-def _add_troubles(facts: Facts, store: Store, gpu: GpuSample) -> None:
+def _add_troubles(facts: FactGroup, store: Store, gpu: GpuSample) -> None:
     if not gpu.troubles:
         facts.add("troubles", "none since memtop started")
     for trouble in reversed(gpu.troubles):
@@ -174,7 +174,7 @@ def _alarm(value: bool | None) -> str:
 
 def _link(gpu: GpuSample, width: int) -> Group:
     details = gpu.details
-    facts = Facts("Link", width, details.unknown)
+    facts = FactGroup("Link", width, details.unknown)
     facts.add("PCIe generation", _of(details.pcie_generation, details.pcie_generation_limit, ""), "pcie_generation")
     facts.add("PCIe lanes", _of(details.pcie_width, details.pcie_width_limit, ""), "pcie_width")
     facts.add("PCIe from the GPU", flow(details.pcie_sent_bytes_per_second), "pcie_sent_bytes_per_second")
@@ -187,13 +187,13 @@ def _link(gpu: GpuSample, width: int) -> Group:
 
 
 def _identity(store: Store, gpu: GpuSample, width: int) -> Group:
-    facts = Facts("Card", width, gpu.unknown)
+    facts = FactGroup("Card", width, gpu.unknown)
     _add_identity(facts, gpu)
     facts.add("highest VRAM seen", size(store.gpu_peak_bytes.get(gpu_key(gpu))))
     return facts.group()
 
 
-def _add_identity(facts: Facts, gpu: GpuSample) -> None:
+def _add_identity(facts: FactGroup, gpu: GpuSample) -> None:
     facts.add("model", gpu.name, "name")
     facts.add("UUID", gpu.uuid, "uuid")
     facts.add("bus", gpu.pci_bus_id, "pci_bus_id")
@@ -201,7 +201,7 @@ def _add_identity(facts: Facts, gpu: GpuSample) -> None:
 
 def _card(store: Store, gpu: GpuSample, width: int) -> Group:
     details, machine = gpu.details, store.machine
-    facts = Facts("Card", width, gpu.unknown, details.unknown)
+    facts = FactGroup("Card", width, gpu.unknown, details.unknown)
     _add_identity(facts, gpu)
     if gpu.visible_index is not None:
         facts.add("CUDA calls it", cuda_name(gpu) or f"cuda:{gpu.visible_index}")

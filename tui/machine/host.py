@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from memtop.supervisor import units, wire
-from memtop.supervisor.monitor.bands import EDGE_FROM
-from memtop.supervisor.monitor.values import HostSample
+from memtop.supervisor.monitor.values import EDGE_FROM, HostSample
 from memtop.tui import trends
 from memtop.tui.charts import ROLES, Share, banded, history, memory_bar, padded_tag
 from memtop.tui.line import MUTED, STRONG, Line, fact, fit, join, join_fitting, line, spread, width_of, wrap
-from memtop.tui.machine.facts import Facts, Group, column_width, flow, laid_out, share, size
+from memtop.tui.machine.facts import FactGroup, Group, column_width, flow, laid_out, share, size
 from memtop.tui.machine.gpu import LABEL
 from memtop.tui.store import Store
 from memtop.tui.words import age
@@ -243,7 +242,7 @@ def draw_host_details(store: Store, width: int) -> list[Line]:
 
 def _memory(store: Store, width: int) -> Group:
     host = store.host
-    facts = Facts("Memory", width, host.unknown)
+    facts = FactGroup("Memory", width, host.unknown)
     facts.add("in the machine", size(host.total_bytes), "total_bytes")
     facts.add("used", size(host.used_bytes), "used_bytes")
     facts.add("available", size(host.available_bytes), "available_bytes")
@@ -266,7 +265,7 @@ def _memory(store: Store, width: int) -> Group:
 
 
 def _roles(run: wire.RunState, width: int) -> Group:
-    facts = Facts(f"The run {run.name}", width)
+    facts = FactGroup(f"The run {run.name}", width)
     facts.add("resident, together", size(run.run_rss_bytes))
     if not run.run_memory:
         facts.add_text("its memory by role has not been read yet", MUTED)
@@ -284,7 +283,7 @@ def _roles(run: wire.RunState, width: int) -> Group:
 
 def _limit(store: Store, width: int) -> Group:
     host = store.host
-    facts = Facts("Limit of the cgroup", width, host.unknown)
+    facts = FactGroup("Limit of the cgroup", width, host.unknown)
     if host.limit_bytes is None:
         reason = host.unknown.get("limit_bytes")
         facts.add("limit", None if reason else "none below the machine's memory", "limit_bytes")
@@ -300,7 +299,7 @@ def _limit(store: Store, width: int) -> Group:
 
 def _swap(store: Store, width: int) -> Group:
     host = store.host
-    facts = Facts("Swap and pressure", width, host.unknown)
+    facts = FactGroup("Swap and pressure", width, host.unknown)
     used = None
     if host.swap_total_bytes is not None:
         used = f"{units.size(host.swap_used_bytes)} of {units.size(host.swap_total_bytes)}" if host.swap_total_bytes else "none"
@@ -314,7 +313,7 @@ def _swap(store: Store, width: int) -> Group:
 
 def _cpu(store: Store, width: int) -> Group:
     host = store.host
-    facts = Facts("Processors", width, host.unknown)
+    facts = FactGroup("Processors", width, host.unknown)
     facts.add("busy", share(host.cpu_fraction), "cpu_fraction")
     facts.add("cores for memtop", None if host.cpu_count is None else str(host.cpu_count), "cpu_count")
     load = host.load_average

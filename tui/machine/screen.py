@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 
 from memtop.supervisor.monitor.history import gpu_key
 from memtop.tui.line import MUTED, Line, join, line
-from memtop.tui.line_list import LineList, Page, text_entry
+from memtop.tui.line_list import LineList, ListContent, text_entry
 from memtop.tui.machine.gpu import draw_gpu_note, gpu_title
 from memtop.tui.machine.gpu_details import draw_gpu_details
 from memtop.tui.machine.host import draw_host_details
@@ -76,7 +76,7 @@ class MachineScreen(FullScreen):
         where = "" if position is None else f"{position + 1} of {len(store.gpus)}"
         return join((named(name), line((where, MUTED))))
 
-    def _draw_page(self, width: int) -> Page:
+    def _draw_page(self, width: int) -> ListContent:
         store = self.dashboard.store
         position = self._position(store)
         if self._key is None:
@@ -87,7 +87,7 @@ class MachineScreen(FullScreen):
             lines = [line((f"! {self._key} is missing at the moment; it is shown again when it returns", "edge"))]
         else:
             lines = draw_gpu_note(store, width, self.size.height)
-        return Page([text_entry(lines)])
+        return ListContent([text_entry(lines)])
 
     def action_subject(self, step: int) -> None:
         gpus = self.dashboard.store.gpus

@@ -15,7 +15,7 @@ RowKey = tuple[str, object, object, object, object]
 """Stays the same while the process (pid and start time) uses the GPU, or while the job exists."""
 
 
-class View(Enum):
+class ProcessView(Enum):
     """How rows are arranged."""
 
     JOBS = "by job"
@@ -160,7 +160,7 @@ def rows_of(machine: MachineSnapshot | None) -> list[ProcessRow]:
 
 def arranged(
     rows: Sequence[ProcessRow],
-    view: View,
+    view: ProcessView,
     order: Order,
     *,
     folded: Set[str] = frozenset(),
@@ -170,9 +170,9 @@ def arranged(
 
     `frozen` is an order to keep: rows that are not in it come last.
     """
-    if view is View.FLAT:
+    if view is ProcessView.FLAT:
         arrangement = _sorted(rows, order)
-    elif view is View.TREE:
+    elif view is ProcessView.TREE:
         arrangement = _tree(rows, order)
     else:
         arrangement = _by_job(rows, order, folded)

@@ -12,23 +12,22 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Input
 
-from memtop.supervisor.monitor.snapshots import why_incomplete
 from memtop.supervisor.monitor.strays import NOT_YOURS, forbidden
 from memtop.supervisor.monitor.strays import rows_of as gpu_rows
-from memtop.supervisor.monitor.values import GpuProcess
+from memtop.supervisor.monitor.values import GpuProcess, why_incomplete
 from memtop.tui.line import MUTED, Line, fact, fit, join, join_fitting, line, spread, width_of
-from memtop.tui.line_list import Entry, LineList, Page
+from memtop.tui.line_list import Entry, LineList, ListContent
 from memtop.tui.panel import LinePanel
 from memtop.tui.processes.details import ProcessScreen, show_environment
 from memtop.tui.processes.filter import Filter, parse
 from memtop.tui.processes.kill import begin_ending
-from memtop.tui.processes.rows import Order, ProcessRow, RowKey, View, arranged, rows_of
+from memtop.tui.processes.rows import Order, ProcessRow, ProcessView, RowKey, arranged, rows_of
 from memtop.tui.processes.table import SORTABLE, columns_for, draw_row, heading, roles_in_words
 from memtop.tui.screen import Dashboard, FullScreen, KeyLine
 from memtop.tui.store import Holder, Store, holders
 from memtop.tui.words import REPORTS, report_lines
 
-_VIEWS = (View.JOBS, View.TREE, View.FLAT)
+_VIEWS = (ProcessView.JOBS, ProcessView.TREE, ProcessView.FLAT)
 
 
 class ProcessesScreen(FullScreen):
@@ -58,7 +57,7 @@ class ProcessesScreen(FullScreen):
     def __init__(self, dashboard: Dashboard, *, filter_text: str = "") -> None:
         super().__init__(dashboard, id="processes-screen")
         self._store: Store = dashboard.store
-        self._view = View.JOBS
+        self._view = ProcessView.JOBS
         self._order = Order()
         self._folded: set[str] = set()
         self.ticked: set[RowKey] = set()
@@ -116,7 +115,7 @@ class ProcessesScreen(FullScreen):
             self.query_one(".title", LinePanel).show(self._store)
             self.show_message()
 
-    def _draw_page(self, width: int) -> Page:
+    def _draw_page(self, width: int) -> ListContent:
         columns = columns_for(width, self.rows)
         head, places = heading(columns, self._order, width)
         followed = self._store.followed.pids if self._store.followed is not None else frozenset()
@@ -127,7 +126,7 @@ class ProcessesScreen(FullScreen):
             )
             for row in self.rows
         ]
-        return Page(entries, head, places)
+        return ListContent(entries, head, places)
 
     def headline(self, store: Store) -> Line:
         shown = sum(row.process is not None for row in self.rows)

@@ -16,7 +16,7 @@ _COMMAND_LOWEST = 24
 _PLURALS = {"process": "processes"}
 
 
-class Column(NamedTuple):
+class ProcessColumn(NamedTuple):
     """One column; on a narrow terminal columns with a high rank are dropped first."""
 
     id: str
@@ -48,21 +48,21 @@ def _time(row: ProcessRow) -> str:
 
 
 COLUMNS = (
-    Column("pid", "pid", 8, 0, lambda row: str(row.pid)),
-    Column("user", "user", 8, 2, lambda row: row.user or units.UNKNOWN, right=False),
-    Column("gpu", "GPU", 4, 1, lambda row: row.where, right=False),
-    Column("vram", "VRAM", 8, 1, _bytes("vram")),
-    Column("sm", "SM", 4, 3, _share("sm")),
-    Column("bw", "BW", 4, 6, _share("bw")),
-    Column("cpu", "CPU", 5, 4, _share("cpu")),
-    Column("rss", "RSS", 8, 5, _bytes("rss")),
-    Column("time", "time", 7, 4, _time),
-    Column("container", "container", 20, 7, lambda row: row.container, right=False),
+    ProcessColumn("pid", "pid", 8, 0, lambda row: str(row.pid)),
+    ProcessColumn("user", "user", 8, 2, lambda row: row.user or units.UNKNOWN, right=False),
+    ProcessColumn("gpu", "GPU", 4, 1, lambda row: row.where, right=False),
+    ProcessColumn("vram", "VRAM", 8, 1, _bytes("vram")),
+    ProcessColumn("sm", "SM", 4, 3, _share("sm")),
+    ProcessColumn("bw", "BW", 4, 6, _share("bw")),
+    ProcessColumn("cpu", "CPU", 5, 4, _share("cpu")),
+    ProcessColumn("rss", "RSS", 8, 5, _bytes("rss")),
+    ProcessColumn("time", "time", 7, 4, _time),
+    ProcessColumn("container", "container", 20, 7, lambda row: row.container, right=False),
 )
 SORTABLE = (*(column.id for column in COLUMNS), "command")
 
 
-def columns_for(width: int, rows: Sequence[ProcessRow]) -> tuple[Column, ...]:
+def columns_for(width: int, rows: Sequence[ProcessRow]) -> tuple[ProcessColumn, ...]:
     """The columns that leave enough room for the command; a column that is empty in all rows is
     dropped.
     """
@@ -77,7 +77,7 @@ def columns_for(width: int, rows: Sequence[ProcessRow]) -> tuple[Column, ...]:
     return tuple(column for column in wanted if column.id in kept)
 
 
-def heading(columns: Sequence[Column], order: Order, width: int) -> tuple[Line, list[Heading]]:
+def heading(columns: Sequence[ProcessColumn], order: Order, width: int) -> tuple[Line, list[Heading]]:
     """The line of column names with an arrow at the sort column, and the cells of each name."""
     spans: list[Span] = [(" " * _MARK_WIDTH, TEXT)]
     places = []
@@ -93,7 +93,7 @@ def heading(columns: Sequence[Column], order: Order, width: int) -> tuple[Line, 
     return fit(tuple(spans), width), places
 
 
-def _padded(text: str, column: Column) -> str:
+def _padded(text: str, column: ProcessColumn) -> str:
     return text.rjust(column.width) if column.right else text.ljust(column.width)
 
 
@@ -105,7 +105,7 @@ def _role(column: str, order: Order) -> str:
     return "heading" if column == order.column else MUTED
 
 
-def draw_row(row: ProcessRow, columns: Sequence[Column], *, ticked: bool, followed: bool, search: str) -> Line:
+def draw_row(row: ProcessRow, columns: Sequence[ProcessColumn], *, ticked: bool, followed: bool, search: str) -> Line:
     """One row: a cell for the cursor, the tick, the columns, then marks and the command."""
     spans: list[Span] = [(" ✓" if ticked else "  ", "accent")]
     quiet = row.process is None

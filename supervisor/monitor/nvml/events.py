@@ -32,8 +32,9 @@ _WANTED = (
 WAIT_MILLISECONDS = 200
 """How long one wait lasts. Stopping can take as long, because the driver's wait cannot be
 interrupted."""
-_LOST_SECONDS = 1.0
-_AGAIN_SECONDS = 10.0
+LOST_SECONDS = 1.0
+"""How long the thread pauses while a wait fails because one GPU is lost."""
+AGAIN_SECONDS = 10.0
 """How long after its start a thread that ended with an error is started again."""
 _STOP_SECONDS = 2.0
 _MOST_EVENTS = 256
@@ -65,7 +66,9 @@ class DriverEvent(NamedTuple):
 class EventWatcher:
     """Waits for events of a set of GPUs. Stop it before NVML is shut down."""
 
-    def __init__(self) -> None:
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        """`monotonic` returns seconds."""
+        self._monotonic = monotonic
         self._events: deque[DriverEvent] = deque(maxlen=_MOST_EVENTS)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -81,12 +84,12 @@ class EventWatcher:
         watched = [(index, address(handle)) for index, handle in handles]
         if watched == self._watched and (self._thread is None or self._thread.is_alive()):
             return
-        if watched == self._tried and time.monotonic() < self._again:
+        if watched == self._tried and self._monotonic() < self._again:
             return
         if not self.stop():
             return
         self._watched = self._tried = watched
-        self._again = time.monotonic() + _AGAIN_SECONDS
+        self._again = self._monotonic() + AGAIN_SECONDS
         if not handles:
             return
         try:
@@ -146,7 +149,7 @@ class EventWatcher:
                         # the driver was unloaded; the reader starts a new watch once it is back
                         return
                     # one GPU is lost, and every wait returns at once: go on with the others
-                    stop.wait(_LOST_SECONDS)
+                    stop.wait(LOST_SECONDS)
                     continue
                 index = indices.get(address(data.device))
                 if index is not None:

@@ -21,8 +21,8 @@ from memtop.supervisor.monitor.nvml.device import Gpu, Host
 from memtop.supervisor.monitor.nvml.environment import ASLEEP, CudaDevice, all_asleep, visible_indices
 from memtop.supervisor.monitor.nvml.events import DriverEvent, EventWatcher, Troubles
 from memtop.supervisor.monitor.nvml.memory import HostRam
-from memtop.supervisor.monitor.nvml.pcie import PcieReader
 from memtop.supervisor.monitor.nvml.query import NoValue, call_first
+from memtop.supervisor.monitor.nvml.rates import PcieReader
 from memtop.supervisor.monitor.processes.proc import in_host_pid_namespace
 from memtop.supervisor.monitor.values import GpuSample
 
@@ -86,7 +86,7 @@ class NvmlReader:
         self._lock = threading.Lock()
         self._gpus: list[Gpu] = []
         self._last: dict[int, tuple[float, GpuSample]] = {}
-        self._events = EventWatcher()
+        self._events = EventWatcher(monotonic)
         self._troubles = Troubles(clock)
         self._readable: list[tuple[int, Any]] = []
         self._pcie = PcieReader(lambda: self._readable, monotonic)

@@ -16,11 +16,8 @@ from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.diagnose import diagnose, diagnose_file
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind, OomRecord
-from memtop.supervisor.run.post_mortem.error_files import error_files
-from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence, MachineMoment
-from memtop.supervisor.run.post_mortem.kernel_log import kernel_lines
-from memtop.supervisor.run.post_mortem.log_end import first_dead_rank
-from memtop.supervisor.run.post_mortem.oom_kills import RELATED_SECONDS
+from memtop.supervisor.run.post_mortem.evidence import RELATED_SECONDS, AttemptEvidence, MachineMoment, kernel_lines
+from memtop.supervisor.run.post_mortem.log_end import error_files, first_dead_rank
 from memtop.supervisor.run.reports import Oom
 
 # With less free space than this, neither output nor the exit file can be written.

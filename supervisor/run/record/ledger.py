@@ -1,17 +1,21 @@
 """A run's ledger in SQLite: attempts, configurations, step reports, events, machine history.
 
-Only the supervisor writes it.
+Only the supervisor writes it. What cannot be written, for example because the disk is full, waits
+in the `Outbox` for the next write.
 """
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.errors import RunFolderError
@@ -19,6 +23,8 @@ from memtop.supervisor.monitor.history import Bucket
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.run import reports
 from memtop.supervisor.run.record import configurations, tiers
+from memtop.supervisor.run.record.configurations import ConfigurationRecord
+from memtop.supervisor.run.reports import Step
 from memtop.supervisor.wire import Change, Event, Metric
 
 _SCHEMA = """
@@ -289,3 +295,89 @@ class Ledger:
         sql = "SELECT machine FROM samples WHERE time <= ? AND time >= ? ORDER BY time DESC LIMIT 1"
         row = self._db.execute(sql, (at, not_before)).fetchone()
         return None if row is None else msgspec.json.decode(row[0], type=MachineSnapshot)
+
+
+# If more events wait, the oldest are dropped.
+_EVENTS_KEPT = 1000
+
+
+class Outbox:
+    """`problem`: why the last write to the ledger failed; None if it succeeded."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.problem: str | None = None
+        self._events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
+        self._attempts: dict[int, dict[str, Any]] = {}
+        self._records: dict[int, ConfigurationRecord] = {}
+        # Viewers identify events by number: it is negative until the ledger has assigned one.
+        self._unnumbered = itertools.count(-1, -1)
+
+    def add_event(self, event: Event) -> Event:
+        """The event with its number."""
+        if not self._events:
+            numbered: list[Event] = []
+            if self.write(lambda: numbered.append(self.ledger.add_event(event))):
+                return numbered[0]
+        kept = replace(event, id=next(self._unnumbered))
+        self._events.append(kept)
+        return kept
+
+    def update_attempt(self, number: int, values: dict[str, Any]) -> None:
+        self._attempts[number] = {**self._attempts.get(number, {}), **values}
+        self._write_attempt(number)
+
+    def close_unstarted(self, number: int, why: str, now: float) -> None:
+        """Close an attempt whose program was never started. It rolled back no updates."""
+        diagnosis = {"summary": why, "evidence": []}
+        ended = {"ended": now, "outcome": "failed", "start_updates": None, "diagnosis": diagnosis, "launched": False}
+        self.update_attempt(number, ended)
+
+    def save_configurations(self, records: tuple[ConfigurationRecord, ...]) -> None:
+        for record in records:
+            self._records[record.configuration.number] = record
+        self._write_records()
+
+    def add_reports(self, attempt: int, rank: int, steps: list[Step], offset: int) -> bool:
+        """Store the reports together with the offset of the journal.
+
+        False if they could not be stored.
+        """
+        return self.write(lambda: self.ledger.add_reports(attempt, rank, steps, offset))
+
+    def retry(self) -> None:
+        """Write everything that could not be written before."""
+        for number in list(self._attempts):
+            if not self._write_attempt(number):
+                return
+        if not self._write_records():
+            return
+        while self._events:
+            event = self._events[0]
+            if not self.write(lambda: self.ledger.add_event(event)):  # noqa: B023 - called at once
+                return
+            self._events.popleft()
+
+    def write(self, write: Callable[[], object]) -> bool:
+        """Whether the ledger could be written."""
+        try:
+            write()
+        except sqlite3.OperationalError as error:
+            self.problem = f"{self.ledger.path}: cannot be written: {error}; free some space"
+            return False
+        self.problem = None
+        return True
+
+    def _write_attempt(self, number: int) -> bool:
+        values = self._attempts[number]
+        if not self.write(lambda: self.ledger.update_attempt(number, **values)):
+            return False
+        del self._attempts[number]
+        return True
+
+    def _write_records(self) -> bool:
+        for number, record in list(self._records.items()):
+            if not self.write(lambda: self.ledger.save_configuration(record)):  # noqa: B023 - called at once
+                return False
+            del self._records[number]
+        return True

@@ -11,8 +11,8 @@ from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery.policy import Decision
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.effects import ClearLeftovers, Examine, SaveState, UpdateAttempt
-from memtop.supervisor.run.events import Examined, Facts, LeftoversCleared, ProgramEnded
-from memtop.supervisor.run.model import Cause, Model, Stage, Verdict, emit, move, note
+from memtop.supervisor.run.events import Examined, LeftoversCleared, ProgramEnded, RemedyFacts
+from memtop.supervisor.run.model import AttemptStage, AttemptVerdict, Cause, Model, emit, move, note
 from memtop.supervisor.run.rules import attempts, survival
 from memtop.supervisor.run.stop_ladder import LEFTOVER_SECONDS
 from memtop.supervisor.wire import Phase
@@ -23,9 +23,9 @@ def program_ended(model: Model, event: ProgramEnded) -> Model:
     memory.
     """
     attempt, ladder = model.attempt, model.ladder
-    if attempt is None or attempt.stage is not Stage.RUNNING:
+    if attempt is None or attempt.stage is not AttemptStage.RUNNING:
         return model
-    attempt = replace(attempt, stage=Stage.CLEARING, ended=event.ended, exit_status=event.status)
+    attempt = replace(attempt, stage=AttemptStage.CLEARING, ended=event.ended, exit_status=event.status)
     # Of a program that was being stopped they may still be saving, and get the time that the
     # program would have had.
     untouched, terminate = (0.0, LEFTOVER_SECONDS) if ladder is None else ladder.patience(model.now.monotonic)
@@ -36,7 +36,7 @@ def program_ended(model: Model, event: ProgramEnded) -> Model:
 def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
     """All that it had to report was read: how did it end?"""
     attempt = model.attempt
-    if attempt is None or attempt.stage is not Stage.CLEARING:
+    if attempt is None or attempt.stage is not AttemptStage.CLEARING:
         return model
     model = replace(model, states=event.states, alive=False, trainer_pid=None)
     progress, status = model.progress, attempt.exit_status
@@ -45,7 +45,7 @@ def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
     )
     if model.stalled is not None and model.pending is None and phase in (Phase.STOPPED, Phase.FINISHED):
         phase, reason = Phase.FAILED, f"stood still after: {model.stalled}"
-    verdict = Verdict(phase=phase, reason=reason, diagnosis=diagnosis)
+    verdict = AttemptVerdict(phase=phase, reason=reason, diagnosis=diagnosis)
     if phase is not Phase.FAILED:
         return _conclude(replace(model, verdict=verdict), None, None)
     stalled = model.stalled is not None
@@ -58,13 +58,13 @@ def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
         stop_requested=stopping or (model.ladder is not None and not stalled),
         settings=model.settings,
     )
-    return emit(replace(model, attempt=replace(attempt, stage=Stage.EXAMINING), verdict=verdict), examine)
+    return emit(replace(model, attempt=replace(attempt, stage=AttemptStage.EXAMINING), verdict=verdict), examine)
 
 
 def examined(model: Model, event: Examined) -> Model:
     """The post-mortem is finished."""
     verdict = model.verdict
-    if model.attempt is None or model.attempt.stage is not Stage.EXAMINING or verdict is None:
+    if model.attempt is None or model.attempt.stage is not AttemptStage.EXAMINING or verdict is None:
         return model
     found = event.diagnosis
     if event.problem is not None:
@@ -78,7 +78,7 @@ def examined(model: Model, event: Examined) -> Model:
     return _conclude(model, found, event.facts)
 
 
-def _conclude(model: Model, found: Diagnosis | None, facts: Facts | None) -> Model:
+def _conclude(model: Model, found: Diagnosis | None, facts: RemedyFacts | None) -> Model:
     """Write the end into the ledger, and go on to what follows."""
     attempt, verdict, progress = model.attempt, model.verdict, model.progress
     assert attempt is not None
@@ -89,7 +89,7 @@ def _conclude(model: Model, found: Diagnosis | None, facts: Facts | None) -> Mod
     decision: Decision | None = None
     if found is not None and facts is not None and _died_by_itself(model, verdict):
         model, decision = survival.decide(model, found, facts)
-    model = replace(model, attempt=replace(attempt, stage=Stage.OVER), ladder=None, verdict=None)
+    model = replace(model, attempt=replace(attempt, stage=AttemptStage.OVER), ladder=None, verdict=None)
     if decision is not None:
         # First: once the ledger has the end, the next supervisor follows state.json.
         model = emit(model, SaveState())
@@ -108,7 +108,7 @@ def _conclude(model: Model, found: Diagnosis | None, facts: Facts | None) -> Mod
     return _over(model, verdict, decision) if model.pending is None else _restart(model)
 
 
-def _died_by_itself(model: Model, verdict: Verdict) -> bool:
+def _died_by_itself(model: Model, verdict: AttemptVerdict) -> bool:
     """Whether it failed without having been stopped, by memtop or from outside, and no restart was
     asked for.
     """
@@ -117,7 +117,7 @@ def _died_by_itself(model: Model, verdict: Verdict) -> bool:
     return verdict.phase is Phase.FAILED and not stopped and model.pending is None
 
 
-def _over(model: Model, verdict: Verdict, decision: Decision | None) -> Model:
+def _over(model: Model, verdict: AttemptVerdict, decision: Decision | None) -> Model:
     """The run is over, unless it is restarted by itself."""
     attempt = model.attempt
     assert attempt is not None

@@ -11,7 +11,7 @@ from memtop.supervisor.monitor.vram import RankMemory, placed, ranks_on
 from memtop.supervisor.recovery.batch_trial import upper_bound
 from memtop.supervisor.recovery.bottleneck import Measured, advise
 from memtop.supervisor.recovery.configuration import configuration_key
-from memtop.supervisor.recovery.forecast import Line, line_through, peaks_of
+from memtop.supervisor.recovery.forecast import PeakLine, line_through, peaks_of
 from memtop.supervisor.recovery.leaks import must_act
 from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.run.events import Answered
@@ -96,7 +96,7 @@ def forecast(model: Model, batch: int) -> Forecast | None:
     # Everything that is taken and not the run's own.
     others = max(0, taken - own.bytes) if own is not None and taken is not None else None
     line = line_through(peaks)
-    if isinstance(line, Line):
+    if isinstance(line, PeakLine):
         return line.forecast(batch, total, others)
     if own is None or total is None:
         return None

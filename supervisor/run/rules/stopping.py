@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from memtop.supervisor.run import stop_ladder
 from memtop.supervisor.run.effects import ReleaseState, SaveState, Signal
 from memtop.supervisor.run.events import Answered, Signalled, StoodStill
-from memtop.supervisor.run.model import Ask, Model, Purpose, Stage, ask, emit, is_connected, move, note, refused
+from memtop.supervisor.run.model import Ask, AttemptStage, Model, Purpose, ask, emit, is_connected, move, note, refused
 from memtop.supervisor.run.rules import survival
 from memtop.supervisor.wire import Phase
 
@@ -25,7 +25,7 @@ def ask_to_stop(model: Model) -> Model:
     """Ask rank 0 to finish its update, save and exit. If it cannot be asked or does not answer,
     signals follow.
     """
-    if model.ladder is not None or model.attempt is None or model.attempt.stage is not Stage.RUNNING:
+    if model.ladder is not None or model.attempt is None or model.attempt.stage is not AttemptStage.RUNNING:
         return model
     asked = is_connected(model, "stop")
     model = begin(model, asked=asked)
@@ -75,7 +75,7 @@ def may_stand_still(model: Model) -> bool:
     """Whether a program from which nothing is heard is to be looked at."""
     return (
         model.attempt is not None
-        and model.attempt.stage is Stage.RUNNING
+        and model.attempt.stage is AttemptStage.RUNNING
         and model.ladder is None
         and not model.phase.final
         and not model.progress.waits_for_space

@@ -13,12 +13,12 @@ from msgspec.structs import replace
 
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.run.effects import CloseUnstarted, GiveUp, SaveState
-from memtop.supervisor.run.events import Opened
-from memtop.supervisor.run.model import Attempt, Cause, Model, Opening, Stage, emit, note
+from memtop.supervisor.run.events import SupervisorStarted
+from memtop.supervisor.run.model import AttemptStage, Cause, CurrentAttempt, Model, Opening, emit, note
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.configurations import Configurations
 from memtop.supervisor.run.record.folder import StateFile
-from memtop.supervisor.run.record.ledger import Attempt as Row
+from memtop.supervisor.run.record.ledger import Attempt
 from memtop.supervisor.run.rules import attempts, configurations, stopping, survival, trials
 from memtop.supervisor.wire import Change, Phase
 
@@ -26,7 +26,7 @@ _FINAL = {phase.value: phase for phase in Phase if phase.final}
 _UNSTARTED = "its supervisor ended before it could start it"
 
 
-def opened(model: Model, event: Opened) -> Model:
+def opened(model: Model, event: SupervisorStarted) -> Model:
     """Know again what an earlier supervisor knew; the reports of the newest attempt are repeated
     next.
     """
@@ -55,7 +55,7 @@ def opened(model: Model, event: Opened) -> Model:
     return replace(model, opening=opening)
 
 
-def newest_started(attempts: tuple[Row, ...], unstarted: Collection[int]) -> Row | None:
+def newest_started(attempts: tuple[Attempt, ...], unstarted: Collection[int]) -> Attempt | None:
     """The attempt that the run is at: the newest whose program was started, or if none was the
     newest; None if there is none.
 
@@ -65,12 +65,12 @@ def newest_started(attempts: tuple[Row, ...], unstarted: Collection[int]) -> Row
     return started[-1] if started else attempts[-1] if attempts else None
 
 
-def _remember(model: Model, row: Row, event: Opened, state: StateFile | None) -> Model:
+def _remember(model: Model, row: Attempt, event: SupervisorStarted, state: StateFile | None) -> Model:
     is_open = row.ended is None
-    attempt = Attempt(
+    attempt = CurrentAttempt(
         number=row.number,
         started=row.started,
-        stage=Stage.RUNNING if is_open else Stage.OVER,
+        stage=AttemptStage.RUNNING if is_open else AttemptStage.OVER,
         ended=row.ended,
         exit_status=row.exit_status,
     )
@@ -92,7 +92,7 @@ def _remember(model: Model, row: Row, event: Opened, state: StateFile | None) ->
     return model if present is None else replace(model, allocator=present.allocator)
 
 
-def _begin_configuration(model: Model, row: Row, state: StateFile | None) -> Model:
+def _begin_configuration(model: Model, row: Attempt, state: StateFile | None) -> Model:
     """An earlier supervisor has started the attempt and was killed before it could write with which
     configuration.
     """

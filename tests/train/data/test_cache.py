@@ -136,7 +136,7 @@ def test_one_of_two_processes_builds(tmp_path: Path) -> None:
     processes = [context.Process(target=build_there, args=(tmp_path, start, answers)) for _ in range(2)]
     for process in processes:
         process.start()
-    found = [answers.get(timeout=60) for _ in processes]
+    found = [answers.get(timeout=120) for _ in processes]
     for process in processes:
         process.join()
     assert sorted(readings for readings, _, _ in found) == [0, 1]

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from memtop.train import BadInputError
-from memtop.train.data.parquet import ParquetRows
+from memtop.train.data.files import ParquetRows
 from memtop.train.data.rows import open_rows, window_order
 from tests.train.data.support import MEASURE_READING, PAIR, in_child, pair, write_lines, write_long, write_pairs
 
@@ -152,7 +152,7 @@ def test_one_of_two_processes_writes_and_both_read(tmp_path: Path, capfd: pytest
     processes = [context.Process(target=open_there, args=(path, tmp_path / "cache", start, answers)) for _ in range(2)]
     for process in processes:
         process.start()
-    found = [answers.get(timeout=60) for _ in processes]
+    found = [answers.get(timeout=120) for _ in processes]
     for process in processes:
         process.join()
     assert found == [(25_000, pair(12_345))] * 2
@@ -174,7 +174,7 @@ def test_rows_are_read_in_loader_workers(tmp_path: Path, method: str, ending: st
     answers = context.Queue()
     process = context.Process(target=read_there, args=(rows, [999, 17, 3], answers))
     process.start()
-    pid, found = answers.get(timeout=60)
+    pid, found = answers.get(timeout=120)
     process.join()
     assert pid != os.getpid()
     assert found == [pair(999), pair(17), pair(3)]

@@ -8,7 +8,7 @@ from memtop.tui.dashboard.screen import DashboardScreen
 from memtop.tui.recovery import OomCard
 from memtop.tui.screen import ClosingScreen
 from tests.tui.failed_runs import CONFIGURATIONS, dead
-from tests.tui.support import RecordingFeed, dashboard, gpu, running, settle
+from tests.tui.support import RecordingFeed, gpu, opened, press, resize, running, settle
 
 ADVICE = wire.Advice(bottleneck="compute", summary="the processor works")
 
@@ -20,9 +20,7 @@ def at_once(app: DashboardApp, *updates: wire.StateUpdate) -> None:
 
 
 async def test_a_card_whose_run_goes_on_closes_once_however_many_updates_say_so() -> None:
-    app = dashboard(RecordingFeed(running(gpu()), dead()))
-    async with app.run_test(size=(160, 50)) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(running(gpu()), dead()), size=(160, 50)) as (app, pilot):
         for attempt, count in enumerate((1, 2, 3, 5), 3):
             assert isinstance(app.screen, OomCard)
             at_once(app, *(running(gpu(), attempt=attempt, updates=30 + number) for number in range(count)))
@@ -36,52 +34,40 @@ async def test_a_card_whose_run_goes_on_closes_once_however_many_updates_say_so(
 
 
 async def test_a_card_under_another_screen_leaves_that_one_alone() -> None:
-    app = dashboard(RecordingFeed(running(gpu()), dead()))
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
+    async with opened(RecordingFeed(running(gpu()), dead()), size=(80, 24)) as (app, pilot):
         card = app.screen
         assert isinstance(card, OomCard)
-        await pilot.resize_terminal(20, 5)
-        await settle(pilot)
+        await resize(pilot, 20, 5)
         assert isinstance(app.screen, TooSmallScreen)
         at_once(app, running(gpu(), updates=30), running(gpu(), updates=31))
         await settle(pilot)
         assert isinstance(app.screen, TooSmallScreen)
-        await pilot.resize_terminal(80, 24)
-        await settle(pilot)
+        await resize(pilot, 80, 24)
         assert app.screen is app.dashboard
         assert card not in app.screen_stack
 
 
 async def test_a_card_waits_for_a_terminal_that_can_show_it() -> None:
-    app = dashboard(RecordingFeed(running(gpu())))
-    async with app.run_test(size=(80, 24)) as pilot:
-        await settle(pilot)
-        await pilot.resize_terminal(20, 5)
-        await settle(pilot)
+    async with opened(RecordingFeed(running(gpu())), size=(80, 24)) as (app, pilot):
+        await resize(pilot, 20, 5)
         at_once(app, dead(), dead())
         await settle(pilot)
         assert isinstance(app.screen, TooSmallScreen)
-        await pilot.resize_terminal(80, 24)
-        await settle(pilot)
+        await resize(pilot, 80, 24)
         assert isinstance(app.screen, OomCard)
-        await pilot.press("escape")
-        await settle(pilot)
+        await press(pilot, "escape")
         assert app.screen is app.dashboard
 
 
 async def test_every_screen_can_be_closed_twice_while_the_run_goes_on() -> None:
     feed = RecordingFeed(running(gpu()), CONFIGURATIONS, running(gpu(), advice=ADVICE))
-    app = dashboard(feed)
-    async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
+    async with opened(feed) as (app, pilot):
         for key in ("u", "b", "o", "g", "m", "h", "r", "s", "k", "1", "U", "question_mark", "w"):
             if key == "w":
                 feed.say(dead())
                 await settle(pilot)
                 await pilot.press("escape")
-            await pilot.press(key)
-            await settle(pilot)
+            await press(pilot, key)
             screen = app.screen
             assert isinstance(screen, ClosingScreen), key
             screen.dismiss(None)
@@ -89,6 +75,5 @@ async def test_every_screen_can_be_closed_twice_while_the_run_goes_on() -> None:
             screen.dismiss(None)
             await settle(pilot)
             assert app.screen is app.dashboard, key
-        await pilot.press("o")
-        await settle(pilot)
+        await press(pilot, "o")
         assert app.screen is not app.dashboard

@@ -1,4 +1,4 @@
-"""Deaths of memory of programs of the user's own, and what the supervisor does about them: real processes and kernel kills."""
+"""Programs that run out of memory, and what the supervisor does about it: real processes and kernel kills."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.view import read_state
-from tests.conftest import Runs
+from tests.conftest import UNTIL_GO, Runs
 from tests.groups import MemoryGroup
 
 # What a program that ran into fragmentation says, unless its allocator's option is set.
@@ -102,8 +102,7 @@ def test_a_kill_by_hand_is_no_reason_to_change_anything(runs: Runs, group: Memor
 def test_a_kill_that_nobody_saw_is_proven_by_the_next_supervisor(runs: Runs, group: MemoryGroup) -> None:
     group.limit(96 << 20)
     # Waits for the supervisor's end before it takes too much.
-    waits = "import os, time\nwhile not os.path.exists('go'):\n    time.sleep(0.02)\n"
-    runs.memtop("train", "--name", "a", "--detach", "--", *group.inside(sys.executable, "-c", waits + GREEDY))
+    runs.memtop("train", "--name", "a", "--detach", "--", *group.inside(sys.executable, "-c", UNTIL_GO + GREEDY))
     state = runs.wait("a", lambda d: d["trainer_pid"] in group.pids())
     baseline = runs.path / "a/attempts/0001/baseline.json"
     runs.wait("a", lambda d: baseline.exists() and str(group.path) in baseline.read_text())
@@ -116,11 +115,11 @@ def test_a_kill_that_nobody_saw_is_proven_by_the_next_supervisor(runs: Runs, gro
 
 
 def test_a_long_log_does_not_keep_the_supervisor_from_answering(runs: Runs) -> None:
-    """200 MB of output: whoever looks on is told every second."""
-    program = "import os\nfor _ in range(200_000):\n    os.write(1, b'step 1 loss 2.0 ' * 64 + b'\\n')\nraise SystemExit(3)"
+    """50 MB of output: the command that follows the run gets its end all the same."""
+    program = "import os\nfor _ in range(50_000):\n    os.write(1, b'step 1 loss 2.0 ' * 64 + b'\\n')\nraise SystemExit(3)"
     done = own(runs, program=(sys.executable, "-c", program), status=1)
     assert "failed (exit status 3" in done.stderr
-    assert os.path.getsize(runs.path / "a/attempts/0001/output.log") > 200_000_000  # noqa: PTH202 - a number, no path
+    assert os.path.getsize(runs.path / "a/attempts/0001/output.log") > 50_000_000  # noqa: PTH202 - a number, no path
     assert runs.show("a")["attempts"][0]["diagnosis"]["kind"] == "not_memory"
 
 

@@ -1,0 +1,242 @@
+"""What several commands share: options and number types, finding runs, and printing.
+
+A run that cannot be read is listed with the reason and hides no other run.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from memtop.presets.fields import FIELDS
+from memtop.supervisor import units
+from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
+from memtop.supervisor.recovery.values import Remedy
+from memtop.supervisor.run import view
+from memtop.supervisor.run.record import folder as folders
+from memtop.supervisor.run.record.folder import RunFolder, default_runs_dir
+from memtop.supervisor.wire import Proposal, RunState
+
+RUN_HELP = "RUN is a run's name, its folder, or `latest`."
+
+
+class _Whole(click.ParamType[int]):
+    """A whole number below 2^53, which JSON and SQLite store exactly."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number", param, ctx)
+        if abs(number) >= 1 << 53:
+            self.fail(f"{value!r} is too large a number", param, ctx)
+        return number
+
+
+class _Seconds(click.ParamType[float]):
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            return float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+
+
+WHOLE, SECONDS, PATH = _Whole(), _Seconds(), click.Path(path_type=Path)
+
+run_argument = click.argument("run_name", metavar="RUN")
+runs_dir_option = click.option(
+    "--runs-dir", type=PATH, metavar="DIR", help="the folder of the runs [MEMTOP_RUNS_DIR or ./runs]"
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="print one JSON document and nothing else")
+headless_option = click.option("--headless", is_flag=True, help="stay in the foreground without the dashboard")
+detach_option = click.option("--detach", is_flag=True, help="start the run, print its name and return")
+_EDITS = (
+    click.option("--preset", metavar="NAME", help="a preset, see `memtop presets`"),
+    click.option("--batch", type=WHOLE, metavar="B", help=FIELDS["batch"].unit),
+    click.option("--accum", type=WHOLE, metavar="A", help=FIELDS["accumulation"].unit),
+    click.option("--seq-len", type=WHOLE, metavar="T", help=FIELDS["seq_len"].unit),
+    click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="any other setting; repeatable"),
+    click.option("--max-updates", type=WHOLE, metavar="N", help="end the run after N updates in total"),
+)
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def edit_options(command: Command) -> Command:
+    """Add the options that `train` and `restart` share."""
+    for option in reversed(_EDITS):
+        command = option(command)
+    return command
+
+
+def assignments_of(texts: Sequence[str], **numbers: int | None) -> dict[str, str]:
+    """The settings that the options name, as text. A setting's own option overrides `--set`."""
+    options = {name: str(number) for name, number in numbers.items() if number is not None}
+    pairs = {}
+    for text in texts:
+        key, sign, value = text.partition("=")
+        if not sign or not key:
+            raise UsageError(f"--set {text!r}: give KEY=VALUE")
+        pairs[key] = value
+    return {**options, **pairs, **options}
+
+
+def refuse_both(headless: bool, detach: bool) -> None:
+    """UsageError if both were given."""
+    if headless and detach:
+        raise UsageError("--headless and --detach: give one of them")
+
+
+class Unreadable(msgspec.Struct, frozen=True, kw_only=True):
+    """A run whose files cannot be read or decoded; `error` is one line."""
+
+    name: str
+    folder: str
+    error: str
+
+
+def find_run(reference: str, runs_dir: Path | None = None) -> RunFolder:
+    """The run with that name or path, or the newest for `latest`.
+
+    `runs_dir` defaults to MEMTOP_RUNS_DIR or ./runs. UsageError if there is no such run,
+    RunFolderError if its place cannot be read.
+    """
+    runs_dir = runs_dir or default_runs_dir()
+    try:
+        return folders.find_run(reference, runs_dir)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise UsageError(f"run {reference!r}: not found in {runs_dir}: no file has so long a name") from None
+        raise RunFolderError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    except MemtopError:
+        _entries(runs_dir)  # If the whole folder cannot be read, that is the reason to report.
+        raise
+
+
+def run_folders(runs_dir: Path) -> list[RunFolder]:
+    """All runs, oldest first, including unreadable ones; RunFolderError if `runs_dir` cannot be
+    read."""
+    found = []
+    for path in _entries(runs_dir):
+        try:
+            written = (path / "run.json").stat().st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            written = 0.0
+        folder = RunFolder(path)
+        try:
+            found.append((folder.spec().created, folder))
+        except MemtopError:
+            found.append((written, folder))
+    return [folder for _, folder in sorted(found, key=lambda item: (item[0], item[1].name))]
+
+
+def state_of(folder: RunFolder) -> RunState | Unreadable:
+    """The run's state, or why it cannot be read."""
+    try:
+        folder.spec()
+        return view.read_state(folder)
+    except MemtopError as error:
+        return _unreadable(folder, str(error))
+    except OSError as error:
+        return _unreadable(folder, f"{error.filename or folder.path}: cannot be read: {error.strerror}")
+
+
+def living_runs(runs_dir: Path) -> list[tuple[RunFolder, RunState]]:
+    """The runs in progress, oldest first."""
+    states = [(folder, state_of(folder)) for folder in run_folders(runs_dir)]
+    return [(folder, state) for folder, state in states if isinstance(state, RunState) and state.alive]
+
+
+@contextmanager
+def readable_ledger(folder: RunFolder) -> Iterator[None]:
+    """Turn the exceptions of a damaged ledger into a RunFolderError of one line."""
+    try:
+        yield
+    except (sqlite3.Error, msgspec.MsgspecError) as error:
+        raise RunFolderError(f"{folder.ledger_path}: cannot be read: {error}") from None
+
+
+def _unreadable(folder: RunFolder, error: str) -> Unreadable:
+    return Unreadable(name=folder.name, folder=str(folder.path), error=" ".join(error.split()))
+
+
+def _entries(runs_dir: Path) -> list[Path]:
+    """The folder's entries, none if it does not exist; RunFolderError if it cannot be read."""
+    try:
+        return list(runs_dir.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunFolderError(f"{runs_dir}: cannot be read: {error.strerror}; give another --runs-dir") from None
+
+
+_EVIDENCE_LINES = 3
+
+
+def print_json(document: Any) -> None:
+    print(json.dumps(document, indent=2, allow_nan=False))
+
+
+def summary(state: RunState | Unreadable) -> dict[str, Any]:
+    """One run as it appears in JSON lists, or why it cannot be read."""
+    return msgspec.structs.asdict(state) if isinstance(state, Unreadable) else view.summary(state)
+
+
+def run_line(state: RunState | Unreadable) -> str:
+    """One run in one line."""
+    if isinstance(state, Unreadable):
+        return f"{state.name:<20} unreadable: {state.error}"
+    total = "" if state.total_updates is None else f"/{state.total_updates}"
+    loss = "" if state.loss is None else f"  loss {state.loss:.4f}"
+    where = "no updates yet" if state.updates is None else f"update {state.updates}{total}{loss}"
+    adopted = "  (adopted)" if state.adopted else ""
+    return f"{state.name:<20} {state.state.value:<10} attempt {state.attempt}  {where}{adopted}"
+
+
+def proposal_lines(proposal: Proposal) -> Iterator[str]:
+    """Why a run ran out of memory, what memtop does about it, and what else can be done."""
+    diagnosis = proposal.diagnosis
+    yield f"{diagnosis.kind.value}: {diagnosis.summary}"
+    for line in diagnosis.evidence[:_EVIDENCE_LINES]:
+        yield f"  evidence: {line.strip()}"
+    yield from proposal.causes
+    if proposal.waiting:
+        yield f"memtop does nothing yet: {proposal.waiting}"
+    elif proposal.begins is not None:
+        yield "memtop applies the first of these"
+    for number, remedy in enumerate(proposal.remedies, start=1):
+        yield f"  {number}. {remedy.title} [{', '.join(_price(remedy))}]"
+        yield f"     {_peak(remedy)}"
+        for line in (remedy.command or "").splitlines():
+            yield f"     {line}"
+    for advice in proposal.last_advice:
+        yield f"  - {advice}"
+
+
+def _price(remedy: Remedy) -> Iterator[str]:
+    yield "training unchanged" if remedy.keeps_math else "changes training"
+    yield "for you to do" if remedy.resumable == "none" else remedy.resumable
+    if remedy.needs_consent and remedy.resumable != "none":
+        yield "needs your consent"
+
+
+def _peak(remedy: Remedy) -> str:
+    forecast = remedy.forecast
+    if forecast is None:
+        return f"peak not known: {remedy.forecast_unknown or 'there are no measurements for a forecast'}"
+    share = "" if forecast.fraction is None else f" of {units.size(forecast.total_bytes)} ({units.percent(forecast.fraction)})"
+    return f"predicted peak {units.size(forecast.peak_bytes)}{share}: {forecast.basis}"
