@@ -92,7 +92,13 @@ def plan(gib: float | None, *, on_gpu: bool = True, **changes: Any) -> HostPlan:
     ("gib", "level", "workers", "pinned"),
     [
         *((0.0, "extreme", 0, False), (7.99, "extreme", 0, False), (8, "low", 2, False)),
-        *((11.99, "low", 2, False), (12, "standard", 8, True), (500, "standard", 8, True)),
+        *(
+            (11.99, "low", 2, False),
+            (12, "standard", 8, True),
+            (12.9, "standard", 8, True),
+            (15.1, "standard", 8, True),
+            (500, "standard", 8, True),
+        ),
     ],
 )
 def test_what_is_available_decides_level_workers_and_pinning(gib: float, level: str, workers: int, pinned: bool) -> None:
