@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
-from memtop.supervisor.monitor.nvml import pcie as nvml_pcie
+from memtop.supervisor.monitor.nvml import rates as nvml_pcie
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.values import GpuDetails
 from tests.monitor.conftest import Clock, eventually

@@ -32,7 +32,7 @@ def test_a_change_carries_what_a_restart_edits() -> None:
 
 
 def test_a_restart_makes_the_same_settings_as_the_remedy() -> None:
-    from memtop.supervisor.run.change import edited
+    from memtop.supervisor.recovery.configuration import edited
 
     for one in remedies(situation_of(T5_OOM, replace(T5, eval_every=10), host=ROOMY)):
         if one.resumable == "resumes":

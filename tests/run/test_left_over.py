@@ -1,4 +1,4 @@
-"""What a run's folder tells once its trainer, or its supervisor, is gone; and ranks that are left over without a marker."""
+"""A run's folder after its trainer or its supervisor has ended, and ranks left over without a marker."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
-from memtop.supervisor.run.change import edited, live_values
+from memtop.supervisor.recovery.configuration import edited, live_values
 from memtop.supervisor.wire import Change
 from memtop.train.channel import edit_live
 from tests.tui.support import SETTINGS

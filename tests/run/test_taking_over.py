@@ -35,7 +35,7 @@ from memtop.supervisor.wire import Change, Event, Phase, RunState, Stop
 from tests.conftest import UNTIL_GO, Runs
 from tests.forking import run
 from tests.run.brain import HALF, MIB, SETTINGS, row, state_of, taken_over
-from tests.run.test_deaths import FRAGMENTED
+from tests.run.test_memory_failures import FRAGMENTED
 
 # --- killed for real ------------------------------------------------------------------------------------------------------
 

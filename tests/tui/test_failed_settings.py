@@ -1,4 +1,4 @@
-"""What a run has died of is said where its settings are changed, and what caused it is said first."""
+"""Where the settings of a failed run are changed, its failure and the cause are shown."""
 
 from __future__ import annotations
 
@@ -22,17 +22,24 @@ def died_at(settings: object, present: object) -> wire.ConfigurationRows:
     return wire.ConfigurationRows(rows=(first, second))
 
 
-async def test_a_preset_that_leads_back_to_a_death_says_so() -> None:
-    async with opened(RecordingFeed(running(gpu(), settings=SHARDED), died_at(SETTINGS, SHARDED)), "5", size=SIZE) as (
-        app,
-        pilot,
-    ):
+async def test_what_leads_back_to_a_failure_is_warned_of_in_the_presets_and_in_the_form() -> None:
+    feed = RecordingFeed(running(gpu(), settings=SHARDED), died_at(SETTINGS, SHARDED))
+    async with opened(feed, "5", size=SIZE) as (app, pilot):
         assert "! the run has died of memory with batch 8: this is the same, and saves nothing more" in screen_text(app)
         await press(pilot, "7")
         assert "has died" not in screen_text(app)
+        await press(pilot, "escape")
+        plain = replace(HALF, gradient_checkpointing=False)
+        feed.say(running(gpu(), settings=plain), died_at(SETTINGS, plain))
+        await settle(pilot)
+        await press(pilot, "r")
+        assert "has died of memory" not in screen_text(app)
+        app.screen.query_one("#batch", Input).value = "9"
+        await settle(pilot)
+        assert "! the run has died of memory with batch 8: this is more than that (9)" in screen_text(app)
 
 
-async def test_a_preset_is_shown_as_it_will_be_taken_after_a_death() -> None:
+async def test_a_preset_is_shown_as_it_will_be_applied_after_a_failure() -> None:
     feed = RecordingFeed(running(gpu(), settings=HALF), died_at(SETTINGS, HALF))
     async with opened(feed, "5", size=SIZE) as (app, pilot):
         cells = [str(cell) for cell in app.screen.query_one(DataTable).get_row("standard")]
@@ -42,16 +49,7 @@ async def test_a_preset_is_shown_as_it_will_be_taken_after_a_death() -> None:
         assert feed.requests == [Restart(id=1, change=Change(preset="standard"))]
 
 
-async def test_numbers_that_lead_back_to_a_death_are_warned_of_while_they_are_typed() -> None:
-    plain = replace(HALF, gradient_checkpointing=False)
-    async with opened(RecordingFeed(running(gpu(), settings=plain), died_at(SETTINGS, plain)), "r", size=SIZE) as (app, pilot):
-        assert "has died of memory" not in screen_text(app)
-        app.screen.query_one("#batch", Input).value = "9"
-        await settle(pilot)
-        assert "! the run has died of memory with batch 8: this is more than that (9)" in screen_text(app)
-
-
-async def test_the_card_tells_the_cause_before_what_can_be_done() -> None:
+async def test_the_card_shows_the_cause_before_what_can_be_done() -> None:
     cause = "anonymous memory of rank 0 grew by 5.0 MiB per update until the end: a leak"
     proposal = replace(PROPOSAL, causes=(cause,))
     feed = RecordingFeed(running(gpu(), state=wire.Phase.FAILED, alive=False, proposal=proposal))

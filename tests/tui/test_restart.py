@@ -1,4 +1,4 @@
-"""The restart form's second way: a change that the trainer takes up while it runs; and the peak that is to be expected."""
+"""The restart form: a change that the trainer applies while it runs, and the expected peak."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from memtop.supervisor import wire
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.recovery.values import Peak
 from memtop.supervisor.wire import Change, Edit, Restart
+from memtop.tui.app import DashboardApp
 from memtop.tui.line import plain
 from memtop.tui.remedies import MeasuredMemory, outlook_of
 from memtop.tui.restart_plan import can_be_live
@@ -23,6 +24,8 @@ from tests.tui.support import (
     click,
     gpu,
     opened,
+    press,
+    resize,
     run_state,
     running,
     screen_text,
@@ -33,26 +36,34 @@ SIZES = [(80, 24), (160, 50)]
 HALF = replace(SETTINGS, batch=4, accumulation=8)
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_another_split_can_be_applied_now_and_the_answer_is_told(size: tuple[int, int]) -> None:
+def words(app: DashboardApp) -> str:
+    return " ".join(screen_text(app).replace("│", " ").split())
+
+
+async def test_another_split_can_be_applied_now_and_the_answer_is_shown() -> None:
     feed = RecordingFeed(running(gpu()))
     feed.answers = ((wire.Outcome.ACCEPTED, "at the next update"), (wire.Outcome.DONE, "changed from update 26 on"))
-    async with opened(feed, "r", size=size) as (app, pilot):
-        live = app.screen.query_one("#live", Button)
-        assert not live.display
-        assert "Apply now" not in screen_text(app)
-        app.screen.query_one("#batch", Input).value = "4"
-        app.screen.query_one("#accumulation", Input).value = "8"
-        await settle(pilot)
-        assert live.display
-        text = " ".join(screen_text(app).replace("│", " ").split())
-        assert "Apply now: from the next update on, without a stop." in text
-        await click(pilot, "#live")
-        assert feed.requests == [Edit(id=1, change=Change(assignments={"batch": "4", "accumulation": "8"}))]
-        assert "✓ changed from update 26 on" in screen_text(app)
+    async with opened(feed, size=(80, 24)) as (app, pilot):
+        for number, size in enumerate(SIZES, 1):
+            await resize(pilot, *size)
+            app.dashboard.say("")
+            await press(pilot, "r")
+            live = app.screen.query_one("#live", Button)
+            assert not live.display
+            assert "Apply now" not in screen_text(app)
+            assert "? VRAM peak cannot be predicted: nothing was measured with these settings yet" in words(app)
+            app.screen.query_one("#batch", Input).value = "4"
+            app.screen.query_one("#accumulation", Input).value = "8"
+            await settle(pilot)
+            assert live.display
+            assert "Apply now: from the next update on, without a stop." in words(app)
+            await click(pilot, "#live")
+            change = Change(assignments={"batch": "4", "accumulation": "8"})
+            assert feed.requests[number - 1 :] == [Edit(id=number, change=change)]
+            assert "✓ changed from update 26 on" in screen_text(app)
 
 
-async def test_a_run_that_begins_to_train_while_the_form_is_open_can_be_changed_live() -> None:
+async def test_a_run_that_begins_to_train_while_the_form_is_open_can_be_changed_live_or_restarted() -> None:
     feed = RecordingFeed(running(gpu(), state=wire.Phase.STARTING))
     async with opened(feed, "r") as (app, pilot):
         app.screen.query_one("#batch", Input).value = "4"
@@ -62,13 +73,6 @@ async def test_a_run_that_begins_to_train_while_the_form_is_open_can_be_changed_
         await settle(pilot)
         assert app.screen.query_one("#live").display
         assert app.screen.query_one("#batch", Input).value == "4"
-
-
-async def test_restart_stays_possible_beside_it() -> None:
-    feed = RecordingFeed(running(gpu()))
-    async with opened(feed, "r") as (app, pilot):
-        app.screen.query_one("#batch", Input).value = "4"
-        await settle(pilot)
         await click(pilot, "#confirm")
         assert feed.requests == [Restart(id=1, change=Change(assignments={"batch": "4"}))]
 
@@ -89,26 +93,20 @@ def test_what_can_be_live(before: Settings, after: Settings, fields: dict[str, o
     assert can_be_live(before, after, run_state(**fields)) is live
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_the_form_says_which_peak_is_to_be_expected(size: tuple[int, int]) -> None:
-    async with opened(RecordingFeed(running(gpu()), CONFIGURATIONS), "r", size=size) as (app, pilot):
-        app.screen.query_one("#batch", Input).value = "2"
-        await settle(pilot)
-        text = screen_text(app)
-        # Peaks of 6, 10 and 18 GiB at 4, 8 and 16: 2 GiB and 1 for each sample.
-        assert "VRAM peak 10.0 GiB measured -> ~4.0 GiB predicted 20.0 % · safe" in text
-        assert "from: line through peaks at B 4 and B 8" in text
-        app.screen.query_one("#batch", Input).value = "16"
-        await settle(pilot)
-        text = screen_text(app)
-        # A look ahead is a prediction, whatever it is made from.
-        assert "-> ~18.0 GiB predicted 90.0 % ^ edge" in text
-        assert "from: measured at B 16" in text
-
-
-async def test_where_no_forecast_is_possible_the_reason_is_given() -> None:
-    async with opened(RecordingFeed(running(gpu())), "r") as (app, _):
-        assert "? VRAM peak cannot be predicted: nothing was measured with these settings yet" in screen_text(app)
+async def test_the_form_shows_the_expected_peak() -> None:
+    async with opened(RecordingFeed(running(gpu()), CONFIGURATIONS), "r", size=(80, 24)) as (app, pilot):
+        for size in SIZES:
+            await resize(pilot, *size)
+            # Peaks of 6, 10 and 18 GiB at 4, 8 and 16: 2 GiB and 1 for each sample.
+            for batch, expected, basis in (
+                ("2", "VRAM peak 10.0 GiB measured -> ~4.0 GiB predicted 20.0 % · safe", "line through peaks at B 4 and B 8"),
+                # A look ahead is a prediction, whatever it is made from.
+                ("16", "-> ~18.0 GiB predicted 90.0 % ^ edge", "measured at B 16"),
+            ):
+                app.screen.query_one("#batch", Input).value = batch
+                await settle(pilot)
+                assert expected in screen_text(app)
+                assert f"from: {basis}" in screen_text(app)
 
 
 def test_of_several_cards_the_smallest_that_the_run_uses_counts() -> None:

@@ -1,4 +1,4 @@
-"""When a restart that waits may begin: the clock is the test's, the machine is what it says."""
+"""When a pending restart may begin. Each test sets the clock and the machine's readings."""
 
 from __future__ import annotations
 

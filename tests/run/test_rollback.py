@@ -1,4 +1,4 @@
-"""Back to an earlier kept state: the right one, nothing deleted, and safe from what the stopping program still saves."""
+"""Return to an earlier kept state: the right one, nothing deleted, and safe from what the stopping program still saves."""
 
 from __future__ import annotations
 

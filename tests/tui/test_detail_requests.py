@@ -1,4 +1,4 @@
-"""What costs the driver much is read while somebody looks at it: from here, and through the supervisor of a run."""
+"""Values that are expensive for the driver are read only while displayed: here, or through the supervisor of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deaths of memory of programs of the user's own, and what the supervisor does about them: real processes and kernel kills."""
+"""Programs that run out of memory, and what the supervisor does about it: real processes and kernel kills."""
 
 from __future__ import annotations
 
