@@ -75,7 +75,7 @@ def test_all_of_them_is_the_same_snapshot() -> None:
     assert only_gpus(bare, {0}) is bare
 
 
-def test_gpus_that_are_gone_are_told() -> None:
+def test_missing_gpus_are_reported() -> None:
     found = only_gpus(three(), {5, 4})
     assert (found.gpus, found.jobs) == ((), ())
     assert found.gpu_note == "GPU 4, 5: the driver does not list it now, only GPU 0, 1, 2"
@@ -85,7 +85,7 @@ def history(index: int | None, key: str) -> HistoryRows:
     return HistoryRows(key=key, gpu_index=index, label="", times=b"", columns={})
 
 
-def test_a_run_and_its_history_are_told_with_the_chosen_gpus_alone() -> None:
+def test_a_run_and_its_history_are_reported_for_the_chosen_gpus_only() -> None:
     turn = choosing({1})
     run = RunState(name="a", folder="f", state=Phase.TRAINING, created=1.0)
     told = turn(StateUpdate(run=run, machine=three()))

@@ -113,7 +113,7 @@ def test_one_byte_below_a_border_is_below_it() -> None:
     assert host_plan(settings, 8 * GIB - 1, on_gpu=True).level == "extreme"
 
 
-def test_host_memory_never_gives_more_than_was_asked_for() -> None:
+def test_the_host_plan_never_exceeds_the_requested_values() -> None:
     assert plan(500, workers=1).workers == 1
     assert plan(500, workers=0).workers == 0
     assert plan(500, host_level="extreme").level == "extreme"
@@ -295,7 +295,7 @@ def test_half_the_processes_take_twice_the_accumulation() -> None:
 # What runs, and what never runs.
 
 
-def test_another_stage_than_asked_for_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_stage_than_requested_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainEngine, "strategy", lambda self: Zero(stage=2))
     with pytest.raises(TrainingError, match="zero: requested plain, but DeepSpeed runs ZeRO-2"):
         Training(tmp_path / "state")

@@ -56,7 +56,7 @@ def test_the_same_settings_go_on_and_others_begin_anew() -> None:
     assert before.number == 1
 
 
-def test_a_failure_survived_in_the_process_is_a_stretch_of_its_own() -> None:
+def test_a_failure_survived_in_the_process_starts_a_new_configuration() -> None:
     all_of_them = Configurations().begin_attempt(1, "start", SETTINGS, 5.0).note_host(500, "key")
     for _ in range(2):  # the second time by a supervisor that reads the report again
         all_of_them = all_of_them.change(

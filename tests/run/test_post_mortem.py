@@ -63,7 +63,7 @@ def oom(**about: Any) -> Oom:
     return Oom(**{"time": 1.0, "error": "torch.OutOfMemoryError", "message": message, "survived": False, **about})
 
 
-def test_what_failed_is_told_with_the_batch_that_it_had(folder: Path) -> None:
+def test_a_failure_is_reported_with_the_batch_that_failed(folder: Path) -> None:
     """The settings may be others by then, and an evaluation's batch is its own: the rank's report knows."""
     told = end_of(folder, settings=settings_of(32), reports=((0, oom(batch=8)),))
     found = examine(told, AttemptEvidence(folder, time.time()))

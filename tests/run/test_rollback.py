@@ -63,7 +63,7 @@ def test_a_state_before_all_kept_ones_is_refused_with_what_there_is(latest: Path
         state_at(latest, 9)
 
 
-def test_a_damaged_state_is_not_gone_back_to(latest: Path) -> None:
+def test_a_damaged_state_is_not_restored(latest: Path) -> None:
     (latest.parent / "train_latest_state.2000" / "weights").write_text("short")
     assert state_at(latest, 25).updates == 10
 
@@ -157,9 +157,7 @@ def test_where_there_are_no_hard_links_a_state_is_held_by_a_copy(
     assert (latest / "weights").read_text() == "weights after 20"
 
 
-def test_a_state_that_cannot_be_held_is_told_in_one_line_and_leaves_nothing(
-    latest: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_cannot_be_held_gives_one_line_and_leaves_nothing(latest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(source: str, target: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", source, None, target)
 

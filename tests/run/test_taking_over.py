@@ -58,7 +58,7 @@ asyncio.run(Supervisor(RunFolder(pathlib.Path(sys.argv[1]))).run(None))
 """
 
 
-def test_a_program_whose_supervisor_died_before_it_told_of_it_is_found(runs: Runs) -> None:
+def test_a_program_whose_supervisor_died_before_recording_it_is_found(runs: Runs) -> None:
     program = (sys.executable, "-c", UNTIL_GO)
     spec = RunSpec(name="a", created=1.0, settings=None, command=program, cwd=str(runs.root), memtop_version="0")
     folder = create_run(runs.path, spec, fresh=False)
@@ -255,7 +255,7 @@ def test_a_death_that_the_ledger_could_not_take_is_no_stop() -> None:
     assert (brain.model.phase, brain.model.ladder, brain.model.pending) == (Phase.TRAINING, None, None)
 
 
-def test_a_restart_that_was_asked_for_is_carried_out_by_the_next() -> None:
+def test_a_requested_restart_is_carried_out_by_the_next_supervisor() -> None:
     """The supervisor was killed after it had written the end of the attempt."""
     state = state_of(Phase.RESTARTING, pending=Change(assignments={"batch": "1"}))
     brain = taken_over(row(ended=10.0, outcome="restarted"), records=BEGUN.records, state=state)

@@ -161,7 +161,7 @@ def test_where_the_state_cannot_be_saved_first_nothing_is_changed() -> None:
     assert world.program == BEFORE
 
 
-def test_a_program_that_refuses_the_change_is_asked_for_the_settings_before() -> None:
+def test_a_program_that_refuses_the_change_gets_the_previous_settings() -> None:
     world = World(saves=False)
     world.begin(live=True)
     while not world.answers:

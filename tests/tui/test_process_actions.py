@@ -86,7 +86,7 @@ async def test_a_stuck_action_does_not_delay_the_end_of_the_program() -> None:
     assert await task is True
 
 
-async def test_what_goes_wrong_beside_is_raised_here() -> None:
+async def test_an_error_in_the_thread_is_raised_to_the_caller() -> None:
     def fail() -> None:
         raise RefusedError("no")
 

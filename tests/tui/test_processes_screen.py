@@ -249,7 +249,7 @@ async def test_one_process_in_detail_until_it_ends() -> None:
         assert "it has already ended" in screen_text(app)
 
 
-async def test_secrets_of_the_environment_are_hidden_until_asked_for() -> None:
+async def test_secrets_of_the_environment_are_hidden_until_requested() -> None:
     actions = RecordingProcessActions()
     async with process_list(small(grown(1, 1)), actions=actions) as (app, pilot, screen):
         await press(pilot, "e")

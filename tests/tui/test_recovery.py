@@ -227,7 +227,7 @@ async def test_it_closes_when_the_run_goes_on_and_opens_after_the_screen_that_is
         card(app)
 
 
-async def test_an_enter_meant_for_what_the_card_covers_applies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_enter_applies_nothing_until_the_card_has_been_visible_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oom, "DELIBERATE_SECONDS", 3600.0)
     feed = RecordingFeed(dead())
     async with opened(feed, "enter", size=(80, 24)) as (app, pilot):
