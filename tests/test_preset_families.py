@@ -70,7 +70,7 @@ def test_a_ladder_preset_taken_whole_has_every_value_of_its_guide(name: str) -> 
         ("qlora-16g-min", (1, 16, 512, 16)),
     ],
 )
-def test_the_other_families_taken_whole(name: str, values: tuple[int, ...]) -> None:
+def test_the_other_families_with_their_batch_and_length(name: str, values: tuple[int, ...]) -> None:
     s = resolve(RECIPES[PRESETS[name].recipes[0]], preset=PRESETS[name])
     assert (s.batch, s.accumulation, s.seq_len, s.effective_batch) == values
 
@@ -137,7 +137,7 @@ def test_cpu_adam_becomes_adamw_without_offload() -> None:
         ({"seed": 1}, "new run", "another order"),
     ],
 )
-def test_what_a_change_means_for_the_state(change: dict[str, Any], fit: str, words: str) -> None:
+def test_the_effect_of_a_change_on_the_state(change: dict[str, Any], fit: str, words: str) -> None:
     found, reason = compatibility(LORA, replace(LORA, **change))
     assert found == fit
     assert words in reason

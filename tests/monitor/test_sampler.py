@@ -99,7 +99,7 @@ def test_another_users_process_is_shown_and_not_choosable(driver: Script, reader
     assert not row.choosable
 
 
-def test_runs_are_asked_for_only_when_a_process_may_be_of_one(driver: Script, reader: NvmlReader) -> None:
+def test_runs_are_read_only_when_a_process_may_belong_to_one(driver: Script, reader: NvmlReader) -> None:
     def ask() -> Sequence[KnownRun]:
         raise AssertionError("no process is this user's")
 
@@ -108,7 +108,7 @@ def test_runs_are_asked_for_only_when_a_process_may_be_of_one(driver: Script, re
     Sampler(ask, nvml=reader, describer=describer, own_uid=os.getuid() + 1).sample()
 
 
-def test_runs_are_asked_for_no_more_often_than_the_lists_are_read(
+def test_runs_are_read_no_more_often_than_the_process_lists(
     driver: Script, reader: NvmlReader, clock: Clock, start: Start
 ) -> None:
     process = start(env={"MEMTOP_RUN": "/runs/r"})

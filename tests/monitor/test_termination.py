@@ -350,7 +350,7 @@ def test_a_driver_that_does_not_answer_holds_up_no_signal(start: Start, driver: 
     assert report.text == "1 process ended, memory returned not known: the driver did not answer in time"
 
 
-def test_a_slow_driver_is_asked_only_for_the_processes_gpus_and_once_per_round(
+def test_a_slow_driver_reads_only_the_processes_gpus_and_once_per_round(
     start: Start, driver: Script, reader: NvmlReader
 ) -> None:
     several = [start() for _ in range(4)]
