@@ -19,7 +19,7 @@ from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.pending_restart import free_bytes
 from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
-from memtop.supervisor.run.post_mortem.stall import StallWatch
+from memtop.supervisor.run.post_mortem.examine import StallWatch
 from memtop.supervisor.run.processes.attempt import RunningAttempt
 from memtop.supervisor.run.processes.host_memory import anonymous_bytes
 from memtop.supervisor.run.record.folder import RunFolder

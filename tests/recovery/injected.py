@@ -67,7 +67,7 @@ PACED = """
 """
 """A model so small that its run would be over before anybody could act on it takes 2 s for 40 updates, and next to no CPU."""
 SOON_STALLED = """
-    import memtop.supervisor.run.post_mortem.stall as stall
+    import memtop.supervisor.run.post_mortem.examine as stall
     stall.SECONDS = stall.FIRST_SECONDS = 3.0
     import functools
     from memtop.supervisor.run import supervisor
