@@ -3,8 +3,8 @@ people.
 
 Fields of nested structs have rows of their own with dotted names (`lora.r`, `zero.stage`). Every
 other module asks this table which settings may change in a running program, which make another run,
-which change training and which shape memory. `check` refuses settings that cannot work, in one line that
-names the field and the value.
+which change training and which shape memory. `check` refuses settings that cannot work; the
+error is one line that names the field and the value.
 """
 
 from __future__ import annotations
