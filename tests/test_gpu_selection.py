@@ -62,7 +62,7 @@ def test_jobs_are_in_the_order_of_their_memory_here() -> None:
     assert [(job.key, job.used_bytes) for job in only_gpus(three(), {1}).jobs] == [("one", 7), ("ddp", 5)]
 
 
-def test_what_is_not_known_here_stays_unknown_with_its_reason() -> None:
+def test_unknown_values_stay_unknown_with_their_reason() -> None:
     for indices in ({2}, {0, 2}):
         (job,) = only_gpus(three(), indices).jobs
         assert (job.used_bytes, job.unknown) == (None, {"used_bytes": "the driver does not say"})
@@ -184,7 +184,7 @@ def test_the_dashboard(machine: Runs) -> None:
         terminal.close()
 
 
-def test_a_gpu_that_is_not_there_is_one_line(machine: Runs) -> None:
+def test_a_missing_gpu_is_one_line(machine: Runs) -> None:
     for form in (["--once"], ["--csv"], ["--json", "--follow"], ["--prometheus", "9400"]):
         done = machine.memtop("watch", *form, "--gpus", "0,7", status=2)
         assert done.stderr == "memtop: --gpus 0,7: this machine has no GPU 7; there are 0, 1, 2\n"

@@ -101,7 +101,7 @@ def plan(gib: float | None, *, on_gpu: bool = True, **changes: Any) -> HostPlan:
         ),
     ],
 )
-def test_what_is_available_decides_level_workers_and_pinning(gib: float, level: str, workers: int, pinned: bool) -> None:
+def test_available_memory_decides_level_workers_and_pinning(gib: float, level: str, workers: int, pinned: bool) -> None:
     found = plan(gib)
     assert (found.level, found.workers, found.pin_memory) == (level, workers, pinned)
     assert found.available_bytes == int(gib * GIB)
@@ -311,7 +311,7 @@ def sources() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("word", ["sudo ", '["sudo"', "fallocate", "mkswap", "swapon", "pip install --force"])
-def test_what_the_guides_run_as_root_or_by_force_is_never_run(word: str) -> None:
+def test_the_guides_root_and_force_commands_are_never_run(word: str) -> None:
     found = sources()
     assert len(found) > 50
     assert [path for path, text in found.items() if word in text] == []

@@ -138,7 +138,7 @@ def test_cpu_adam_becomes_adamw_without_offload() -> None:
         ({"seed": 1}, "new run", "another order"),
     ],
 )
-def test_what_a_change_means_for_the_state(change: dict[str, Any], fit: str, words: str) -> None:
+def test_the_effect_of_a_change_on_the_state(change: dict[str, Any], fit: str, words: str) -> None:
     found, reason = compatibility(LORA, replace(LORA, **change))
     assert found == fit
     assert words in reason

@@ -82,7 +82,7 @@ def test_the_numbers_are_nvidia_smis(sampler: Sampler) -> None:
         assert snapshot.driver_version == driver
 
 
-def test_unknown_values_have_a_reason_and_are_not_zero(sampler: Sampler) -> None:
+def test_an_unknown_value_has_a_reason_and_is_no_zero(sampler: Sampler) -> None:
     for gpu in sampler.sample().gpus:
         for values, skipped in ((gpu, {"error", "visible_index", "other_pool_bytes"}), (gpu.details, {"recovery_action"})):
             names = {name for name in values.__struct_fields__ if getattr(values, name) is None} - skipped

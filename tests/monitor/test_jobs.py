@@ -137,7 +137,7 @@ def test_a_notebook_that_computes_leads_itself_but_not_what_is_started_from_it()
     assert {job.leader: set(job.pids) for job in table.drafts()} == {10: {10, 11, 12}, 13: {13}}
 
 
-def test_what_a_training_program_starts_on_the_gpu_belongs_to_it() -> None:
+def test_gpu_processes_that_a_training_program_starts_belong_to_it() -> None:
     table = (
         Table().add(10, 1, TRAIN, gpu=True, RANK="0").add(11, 10, "sh -c x").add(12, 11, "python eval.py", gpu=True, RANK="0")
     )

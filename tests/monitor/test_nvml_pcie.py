@@ -54,7 +54,7 @@ def test_one_thread_however_often_it_is_wanted(driver: Script, reader: NvmlReade
 
 
 @pytest.mark.parametrize(("code", "again"), [(3, False), (13, False), (999, True), (15, True)])
-def test_what_cannot_be_read(driver: Script, reader: NvmlReader, code: int, again: bool) -> None:
+def test_throughput_that_cannot_be_read(driver: Script, reader: NvmlReader, code: int, again: bool) -> None:
     driver.gpu(0, total=1).gpu(1, total=1, pcie_tx=1).fail(CALL, 0, code).write()
     details(reader)
     reader.want_pcie()

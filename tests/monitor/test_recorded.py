@@ -146,7 +146,7 @@ def test_a_damaged_run_hides_no_other(over: Attempt, tmp_path: Path) -> None:
     assert known_runs(tmp_path / "runs") == []
 
 
-def test_what_changes_is_read_again(over: Attempt, tmp_path: Path) -> None:
+def test_changed_files_are_read_again(over: Attempt, tmp_path: Path) -> None:
     (run,) = known_runs(tmp_path / "runs")
     assert (run.alive, run.attempt, [attempt.over for attempt in run.recorded]) == (False, 1, [True])
     state = over.folder.state()
@@ -156,7 +156,7 @@ def test_what_changes_is_read_again(over: Attempt, tmp_path: Path) -> None:
     assert run.attempt == 2
 
 
-def test_a_run_that_is_taken_up_again_is_no_longer_over(over: Attempt, tmp_path: Path) -> None:
+def test_a_resumed_run_is_no_longer_over(over: Attempt, tmp_path: Path) -> None:
     """The lock is taken before anything is written or started, and makes the cached state
     invalid."""
     assert [run.alive for run in known_runs(tmp_path / "runs")] == [False]

@@ -55,7 +55,7 @@ def test_a_step_is_the_largest_within_a_quarter() -> None:
     assert step == Split(batch=24, accumulation=10)
 
 
-def test_a_batch_that_ran_out_of_memory_is_not_tried_again() -> None:
+def test_a_split_that_ran_out_of_memory_is_not_tried_again() -> None:
     step, refused = next_split(FIRST, small, failed={10})
     assert step is None
     assert "B 10 ran out of memory" in refused[0]
@@ -96,7 +96,7 @@ def test_a_gain_beyond_the_spread_is_kept(gain: float, seed: int) -> None:
 
 
 @given(loss=st.floats(0.3, 1.0), noise=st.floats(0, 0.05), seed=st.integers(0, 9999))
-def test_a_trial_that_is_not_faster_is_undone(loss: float, noise: float, seed: int) -> None:
+def test_a_change_that_is_not_faster_is_undone(loss: float, noise: float, seed: int) -> None:
     before = stretch(100, noise, seed)
     after = {**before, "samples_per_second": before["samples_per_second"] * loss}
     assert not verdict(before, after)[0]

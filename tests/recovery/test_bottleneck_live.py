@@ -41,7 +41,7 @@ def advised(runs: Runs, bottleneck: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["data", "compute"])
-def test_what_an_external_command_spends_its_time_on(runs: Runs, kind: str) -> None:
+def test_the_bottleneck_of_an_external_command(runs: Runs, kind: str) -> None:
     runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, PROGRAM, kind, "100000")
     document = advised(runs, kind)
     assert document["proposals"] == []  # memtop cannot change its settings

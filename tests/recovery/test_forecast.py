@@ -214,7 +214,7 @@ def test_peaks_under_other_settings_are_not_on_the_line(changes: dict[str, Any])
         *({"log_every": 7}, {"warmup_fraction": 0.5}, {"eval_every": 5}),
     ],
 )
-def test_settings_that_do_not_affect_the_peak_are_not_in_the_key(changes: dict[str, Any]) -> None:
+def test_settings_that_do_not_shape_the_peak_are_not_in_the_key(changes: dict[str, Any]) -> None:
     assert settings_key(replace(FIRST, **changes)) == settings_key(FIRST)
 
 

@@ -160,5 +160,5 @@ def test_the_parts_of_an_update_add_up() -> None:
         ),
     ],
 )
-def test_unknown_details_of_a_failure_are_left_out(report: dict[str, Any], words: str) -> None:
+def test_unknown_facts_of_a_failure_are_left_out(report: dict[str, Any], words: str) -> None:
     assert words in explain.oom_text(0, Oom(**report))

@@ -70,7 +70,7 @@ def test_a_failure_survived_in_the_process_starts_a_new_configuration() -> None:
     assert all_of_them.records[1].starts == (ConfigurationStart(attempt=1),)
 
 
-def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:
+def test_rows_that_could_not_be_written_are_written_later(tmp_path: Path) -> None:
     outbox = Outbox(Ledger(tmp_path / "ledger.sqlite"))
     first = Configurations().begin_attempt(1, "start", SETTINGS, 5.0)
     outbox.save_configurations(first.to_save())

@@ -78,7 +78,7 @@ def test_two_ranks_and_a_helper_share_a_gpu() -> None:
     assert base.bytes == {"GPU-a": 6}
 
 
-def test_what_the_driver_or_a_rank_does_not_tell_is_not_made_up() -> None:
+def test_values_that_neither_driver_nor_rank_reports_stay_unknown() -> None:
     base = GpuBase()
     for second in range(8):
         now = float(second)

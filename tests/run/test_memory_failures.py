@@ -123,7 +123,7 @@ def test_a_long_log_does_not_keep_the_supervisor_from_answering(runs: Runs) -> N
     assert runs.show("a")["attempts"][0]["diagnosis"]["kind"] == "not_memory"
 
 
-def test_a_dead_run_keeps_its_proposal_for_who_comes_later(runs: Runs) -> None:
+def test_a_failed_run_keeps_its_proposal_for_later_clients(runs: Runs) -> None:
     own(runs, "--on-oom", "ask", program=(sys.executable, "-c", FRAGMENTED), status=1)
     runs.wait("a", lambda d: d["supervisor_pid"] is None)
     state = read_state(RunFolder(Path(runs.path / "a")))

@@ -378,7 +378,7 @@ def test_a_state_that_could_not_be_saved_is_not_hidden(tmp_path: Path) -> None:
         (None, None, None),
     ],
 )
-def test_what_is_done_again_is_counted(reached: int | None, saved: int | None, words: str | None) -> None:
+def test_repeated_updates_are_counted(reached: int | None, saved: int | None, words: str | None) -> None:
     state = None if saved is None else Checkpoint(path="", updates=saved, complete=True)
     assert explain.done_again(reached, state) == words
 

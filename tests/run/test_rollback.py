@@ -120,7 +120,7 @@ def test_everything_is_moved_back_where_the_start_fails(latest: Path) -> None:
     assert sorted(latest.parent.iterdir()) == folders
 
 
-def test_what_cannot_be_moved_moves_nothing(latest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_rename_changes_nothing(latest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, rename = tree(latest.parent), Path.rename
 
     def refuse(self: Path, target: Path) -> Path:
@@ -134,7 +134,7 @@ def test_what_cannot_be_moved_moves_nothing(latest: Path, monkeypatch: pytest.Mo
     assert tree(latest.parent) == before
 
 
-def test_what_is_let_go_takes_no_room(latest: Path) -> None:
+def test_a_discarded_state_takes_no_space(latest: Path) -> None:
     before = tree(latest.parent)
     hold(latest, 20)
     assert latest.with_name("train_latest_state.held").exists()

@@ -99,7 +99,7 @@ def test_the_program_is_the_rank_until_the_agent_reports(family: Callable[..., F
     assert roles([rank, *workers], ()) == {rank: "rank"} | dict.fromkeys(workers, "loader worker")
 
 
-def test_what_stands_above_a_rank_launches_it(tmp_path: Path, family: Callable[..., Family]) -> None:
+def test_the_parents_of_a_rank_are_its_launchers(tmp_path: Path, family: Callable[..., Family]) -> None:
     torchrun = tmp_path / "torchrun"
     torchrun.write_text("import subprocess, sys\nsubprocess.run(sys.argv[1:])\n")
     launcher, rank, *workers = family(sys.executable, str(torchrun))

@@ -204,7 +204,7 @@ def die(brain: Brain, kind: Kind = Kind.GPU_OOM, facts: RemedyFacts | None = Non
     brain.tell(Examined(diagnosis=found, facts=facts or RemedyFacts(), problem=problem))
 
 
-def test_what_a_live_run_becomes_counts_from_where_it_will_stop() -> None:
+def test_a_forecast_for_a_live_run_starts_where_it_will_stop() -> None:
     model = training().model
     for updates in (1, 6, 7):
         with pytest.raises(UsageError, match=f"max_updates {updates}: the run will have done 8 when it stops"):

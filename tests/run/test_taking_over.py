@@ -115,7 +115,7 @@ def test_a_person_may_have_something_else_done_about_it(runs: Runs) -> None:
     assert told == [("start", "failed"), ("restart", "failed"), ("gpu_oom_fragmented", "finished")]
 
 
-def test_what_was_called_off_is_not_taken_up(runs: Runs) -> None:
+def test_a_cancelled_restart_is_not_resumed(runs: Runs) -> None:
     folder, supervisor = waits_for_its_restart(runs)
     ask(folder, lambda number: Stop(id=number))
     runs.kill(supervisor)
@@ -180,7 +180,7 @@ BEGUN = Configurations().begin_attempt(1, "start", SETTINGS, 9.0)
 DEAD = BEGUN.end("host_oom_killed", 4, 3, died_of_memory=True)
 
 
-def test_what_a_supervisor_had_only_read_is_concluded_by_the_next() -> None:
+def test_reports_that_a_supervisor_had_only_read_are_handled_by_the_next() -> None:
     """Its offset is in the ledger, nothing of what followed from it is."""
     reports = (HELLO, PLAN, OOM, SPLIT, STEP)
     known: dict[str, Any] = {"records": BEGUN.records}

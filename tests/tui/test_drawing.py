@@ -111,7 +111,7 @@ def test_fit_and_spread_count_cells() -> None:
     assert plain(spread(line("abcdef"), line("yz"), 7)) == "abcdef "
 
 
-def test_what_does_not_fit_is_left_out_whole() -> None:
+def test_parts_that_do_not_fit_are_left_out_whole() -> None:
     assert plain(join_fitting([line("alloc 1"), line("cache 2"), line("context 3")], 18)) == "alloc 1  cache 2"
 
 
@@ -358,7 +358,7 @@ def test_events_are_newest_first_and_go_on_below_themselves() -> None:
     assert "attempt 1 started" in text[-1]
 
 
-def test_of_checkpoints_in_a_row_only_the_newest_is_shown() -> None:
+def test_only_the_newest_of_consecutive_checkpoints_is_shown() -> None:
     kinds = ("attempt", "checkpoint", "checkpoint", "warning", "checkpoint", "checkpoint", "checkpoint")
     rows = tuple(
         wire.Event(id=n, time=NOW + n, attempt=1, kind=kind, message=f"{kind} {n}") for n, kind in enumerate(kinds, start=1)
@@ -493,7 +493,7 @@ def test_page_cache_is_the_lightest_part_and_not_in_the_band() -> None:
     assert plain(draw_host(full, 86, 8)[0]).count("┊") == 2
 
 
-def test_what_is_out_of_the_ordinary_comes_before_what_is_not() -> None:
+def test_unusual_values_come_first() -> None:
     host = replace(
         HOST,
         shm_total_bytes=GIB,

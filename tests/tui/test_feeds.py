@@ -208,7 +208,7 @@ async def test_read_only_never_starts_a_supervisor(monkeypatch: pytest.MonkeyPat
     assert messages[4] == Disconnected("supervisor is gone, training continues - reconnecting")
 
 
-async def test_a_run_that_is_over_is_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_that_is_over_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[wire.Change | None] = []
 
     def start(folder: object, change: wire.Change | None = None) -> int:

@@ -41,7 +41,7 @@ async def test_a_process_without_a_start_time_could_be_another() -> None:
         await RealProcessActions().environment_of(process(os.getpid(), started_ticks=None))
 
 
-async def test_what_one_row_forbids_is_not_ended_and_its_neighbour_is() -> None:
+async def test_a_protected_row_is_not_ended_and_its_neighbour_is() -> None:
     """The last check before the signal, whatever the screen has offered."""
     programs = [
         subprocess.Popen([sys.executable, "-S", "-c", WAITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in "ab"
