@@ -181,7 +181,7 @@ def test_growth_is_forecast_only_where_there_is_some() -> None:
     ]
     alone = store_of(*(message.machine for message in messages if message.machine is not None))
     assert "full in" in text_of(draw_gpu(alone, alone.gpus[0], 70, 4))
-    # Of a run its supervisor judges, who tells a warm-up and a sawtooth from a leak.
+    # For a run the supervisor decides: it distinguishes a warm-up and a sawtooth from a leak.
     watched = store_of(*messages)
     assert "full in" not in text_of(draw_gpu(watched, watched.gpus[0], 70, 4))
     still = store_of(*(machine(gpu(), time=NOW + n) for n in range(20)))
@@ -274,7 +274,7 @@ def test_the_header_has_a_word_and_a_mark_for_every_state(phase: wire.Phase) -> 
     assert width_of(draw_header(store, 60, 1)[0]) == 60
 
 
-def test_the_header_tells_a_program_at_its_first_update_from_one_that_loads() -> None:
+def test_the_header_shows_the_first_update() -> None:
     store = store_of(running(gpu(), state=wire.Phase.STARTING, total_updates=60))
     assert "◌ first update…" in plain(draw_header(store, 80, 1)[0])
 
@@ -294,7 +294,7 @@ def test_the_parts_of_an_update_add_up_to_the_update() -> None:
     assert "data 0 %  forward 27 %  backward 48 %  optimizer 1 %  other 24 %" in text
 
 
-def test_small_memories_are_told_in_mib() -> None:
+def test_small_memories_are_in_mib() -> None:
     small = replace(
         HOST, shm_total_bytes=2**20, shm_used_bytes=2**20, shm_fraction=1.0, swap_total_bytes=512 * 2**20, swap_used_bytes=0
     )
@@ -358,7 +358,7 @@ def test_events_are_newest_first_and_go_on_below_themselves() -> None:
     assert "attempt 1 started" in text[-1]
 
 
-def test_of_checkpoints_in_a_row_only_the_newest_is_shown() -> None:
+def test_only_the_newest_of_several_checkpoints_in_a_row_is_shown() -> None:
     kinds = ("attempt", "checkpoint", "checkpoint", "warning", "checkpoint", "checkpoint", "checkpoint")
     rows = tuple(
         wire.Event(id=n, time=NOW + n, attempt=1, kind=kind, message=f"{kind} {n}") for n, kind in enumerate(kinds, start=1)
@@ -422,14 +422,14 @@ def test_other_processes_are_named_by_their_job() -> None:
     assert "█ sweep 5.0" in text_of(draw_gpu(store, card, 70, 5))
 
 
-def test_memory_of_the_dead_and_of_nobody_listed_is_told() -> None:
+def test_memory_held_by_no_living_or_no_listed_process_is_shown() -> None:
     gone = process(8, used_bytes=2 * GIB, gone=True)
     card = gpu(fraction=0.5, processes=(gone, process(9, used_bytes=3 * GIB)), reserved_bytes=GIB)
     store = store_of(machine(card))
     text = text_of(draw_gpu(store, card, 100, 5))
     assert "! held by no living process 2.0" in text
     assert "unlisted 5.0" in text
-    # Where no process of the machine is hidden from us, what none is listed for is nobody's.
+    # If all processes are visible, memory that none is listed for is held by no living process.
     alone = gpu(fraction=0.5, processes=(process(9, used_bytes=3 * GIB),), reserved_bytes=GIB)
     store = dataclasses.replace(store_of(machine(alone)), all_pids_visible=True)
     assert "! held by no living process 7.0" in text_of(draw_gpu(store, alone, 100, 5))
@@ -493,7 +493,7 @@ def test_page_cache_is_the_lightest_part_and_not_in_the_band() -> None:
     assert plain(draw_host(full, 86, 8)[0]).count("┊") == 2
 
 
-def test_what_is_out_of_the_ordinary_comes_before_what_is_not() -> None:
+def test_alarms_come_before_usual_values() -> None:
     host = replace(
         HOST,
         shm_total_bytes=GIB,
@@ -537,12 +537,12 @@ def test_a_replay_never_looks_live(width: int, name: str) -> None:
     assert width_of(header) <= width
 
 
-def test_a_live_run_that_is_only_looked_at_says_so_at_80_columns() -> None:
+def test_a_read_only_live_run_is_marked_at_80_columns() -> None:
     (header,) = draw_header(dataclasses.replace(store_of(running(gpu())), read_only=True), 80, 1)
     assert "read-only" in plain(header)
 
 
-def test_no_process_is_said_only_where_the_driver_lists_none() -> None:
+def test_no_process_is_reported_only_where_the_driver_lists_none() -> None:
     refused = gpu(0, unknown={"processes": "no permission"})
     lost = gpu(1, error="the GPU is lost")
     legend = {one.index: plain(vram_legend(store_of(machine(one)), one, 200)) for one in (refused, gpu(2))}

@@ -75,7 +75,7 @@ def test_what_can_be_done_with_a_run_that_is_over(action: str, possible: bool) -
     assert (obstacle(BY_ID[action], store) is None) is possible
 
 
-def test_a_time_in_which_nobody_looked_stays_a_gap() -> None:
+def test_a_time_without_samples_stays_a_gap() -> None:
     store = Store()
     for moment in (0, 1, 2, 12, 13):
         store = fold(store, machine(gpu(), time=NOW + moment))

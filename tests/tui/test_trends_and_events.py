@@ -64,7 +64,7 @@ def test_the_gpu_that_grows_says_when_it_is_full_and_at_which_update() -> None:
     assert "full in" not in text_of(draw_gpu(one, ten, 100, 8))
 
 
-def test_of_two_trends_of_one_card_the_urgent_one_is_told() -> None:
+def test_the_more_urgent_of_two_trends_of_a_card_is_shown() -> None:
     store = store_of(replace(LEAK, what="GPU 0", full_in_seconds=9000.0), LEAK)
     assert "full in 14 min" in text_of(draw_gpu(store, store.gpus[0], 100, 8))
     endless = store_of(replace(LEAK, full_in_seconds=None))
@@ -81,7 +81,7 @@ def test_the_hosts_trends_are_on_its_panel_even_where_room_is_short(width: int) 
         assert "GPU 0 reserved" not in text
 
 
-def test_what_is_full_only_after_the_runs_end_is_said_to_be_and_is_no_banner() -> None:
+def test_memory_that_is_full_only_after_the_end_of_the_run_is_no_banner() -> None:
     workers = replace(WORKERS, full_at_update=9_000)
     for fields in ({"total_updates": 1_200}, {"total_updates": None, "eta_seconds": 800.0}):
         unknown_update = replace(workers, full_at_update=None) if fields["total_updates"] is None else workers
@@ -93,14 +93,14 @@ def test_what_is_full_only_after_the_runs_end_is_said_to_be_and_is_no_banner() -
             assert "not full before the run ends" in " ".join(text.split())
         assert "full before the run ends" in text_of(draw_gpu(store, store.gpus[0], 100, 8))
         assert "full in" not in text_of(draw_gpu(store, store.gpus[0], 100, 8))
-    # Where nobody knows when the run ends, the leak counts.
+    # If the end of the run is unknown, the leak counts.
     assert "full in 90 min" in notice(store_of(workers, total_updates=None, eta_seconds=None))
-    # At its last update it is not too late to tell.
+    # The last update still counts.
     assert "full in" in notice(store_of(workers, total_updates=9_000))
 
 
 @pytest.mark.parametrize("width", [51, 60, 76])
-def test_a_trends_line_is_said_shorter_or_goes_on_below_but_is_never_cut(width: int) -> None:
+def test_the_line_of_a_trend_is_shortened_or_wrapped_but_never_cut(width: int) -> None:
     long = replace(WORKERS, what="anonymous memory of the run's other processes", full_at_update=9_083)
     text = text_of(draw_host(store_of(long), width, 20))
     assert "…" not in text
@@ -169,13 +169,13 @@ def test_a_save_that_failed_is_a_banner_until_one_succeeds() -> None:
     assert not notice(store_of(LEAK, checkpoint=None)).startswith("! update")
 
 
-def test_kinds_of_failure_are_told_in_words() -> None:
+def test_kinds_of_failure_are_shown_in_words() -> None:
     event = wire.Event(id=1, time=NOW, attempt=1, kind="attempt", message="attempt 2: host_oom_alloc: restart with workers 0")
     (line,) = draw_events(fold(Store(), wire.EventRows(rows=(event,))), 80, 5)
     assert line[-1][0] == "attempt 2: out of host memory: restart with workers 0"
 
 
-def test_the_store_keeps_the_newest_telling_of_all_configurations_and_forgets_it_going_back() -> None:
+def test_the_store_keeps_the_newest_list_of_configurations_until_a_replay_goes_back() -> None:
     store = fold(Store(), CONFIGURATIONS)
     assert store.configurations == CONFIGURATIONS.rows
     fewer = fold(store, wire.ConfigurationRows(rows=CONFIGURATIONS.rows[:1]))
@@ -183,7 +183,7 @@ def test_the_store_keeps_the_newest_telling_of_all_configurations_and_forgets_it
     assert fold(store, ReplayPosition("replay", "replay", rewound=True)).configurations == ()
 
 
-def test_a_proposal_counts_only_while_the_run_lies_dead_or_waits() -> None:
+def test_a_proposal_counts_only_while_the_run_has_failed_or_waits() -> None:
     for state, expected in (
         (wire.Phase.FAILED, True),
         (wire.Phase.RESTARTING, True),
