@@ -61,7 +61,7 @@ _LONG = (
     "tests/test_export_command.py",
     "tests/train/test_recipes.py",
     "tests/train/test_disk_wait.py",
-    "tests/run/test_deaths.py",
+    "tests/run/test_memory_failures.py",
     "tests/train/test_survive.py",
     "tests/tui/test_actions.py",
     "tests/tui/test_processes_screen.py",

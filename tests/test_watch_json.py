@@ -108,7 +108,7 @@ def test_bands_follow_what_can_still_be_allocated(snapshot: dict[str, Any]) -> N
     assert bands == {0: "safe", 1: "safe", 2: "safe", 3: "safe", 4: "safe", 5: "safe", 6: "unknown", 7: "edge"}
 
 
-def test_a_lost_gpu_has_its_error_and_no_zero(snapshot: dict[str, Any]) -> None:
+def test_a_lost_gpu_is_reported_as_lost_and_shows_no_zero(snapshot: dict[str, Any]) -> None:
     lost = snapshot["gpus"][6]
     assert "lost" in lost["error"].lower()
     for field in ("used_bytes", "free_bytes", "used_fraction", "utilization_fraction", "temperature_celsius", "power_watts"):
@@ -116,7 +116,7 @@ def test_a_lost_gpu_has_its_error_and_no_zero(snapshot: dict[str, Any]) -> None:
     assert lost["processes"] == []
 
 
-def test_processes_have_their_users(snapshot: dict[str, Any], own_process: int, others_process: int) -> None:
+def test_processes_are_distinguished_by_user(snapshot: dict[str, Any], own_process: int, others_process: int) -> None:
     rows = {process["pid"]: process for process in snapshot["gpus"][0]["processes"]}
     own, other = rows[own_process], rows[others_process]
     assert own["user"] == pwd.getpwuid(os.getuid()).pw_name

@@ -14,7 +14,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery.batch_trial import Update
-from memtop.supervisor.run.change import live_values
+from memtop.supervisor.recovery.configuration import live_values
 from memtop.supervisor.wire import Change, Phase, Trial
 
 AT_THE_END = "the run is at its last update"

@@ -60,7 +60,7 @@ def test_rates_are_unknown_at_first_and_then_measured(tree: Tree, clock: Clock) 
     assert "cpu_fraction" not in second.unknown
 
 
-def test_a_counter_that_goes_back_gives_no_rate(tree: Tree, clock: Clock) -> None:
+def test_a_counter_that_decreases_gives_no_rate(tree: Tree, clock: Clock) -> None:
     root = tree(HOST)
     reader = HostReader(proc_root=root / "proc", cgroup_root=root / "cgroup", monotonic=clock)
     reader.read()

@@ -76,7 +76,7 @@ def test_an_instance_that_is_destroyed_goes_and_the_others_stay(driver: Script, 
     assert [row.uuid for row in one(reader).mig] == ["MIG-new", "MIG-00000000-5"]
 
 
-def test_instances_are_looked_for_every_ten_seconds(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+def test_instances_are_enumerated_every_ten_seconds(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     cut(driver).write()
     before = driver.calls("nvmlDeviceGetMigDeviceHandleByIndex")
     for _ in range(20):
@@ -204,7 +204,7 @@ def test_utilisation_is_unknown_where_the_instances_refuse_their_lists(driver: S
 
 
 @pytest.mark.parametrize("code", [3, 4, 13, 999])
-def test_one_place_that_cannot_be_looked_at_hides_no_other(driver: Script, reader: NvmlReader, clock: Clock, code: int) -> None:
+def test_an_unreadable_slot_hides_no_other_instance(driver: Script, reader: NvmlReader, clock: Clock, code: int) -> None:
     cut(driver).fail("nvmlDeviceGetMigDeviceHandleByIndex", 0, code).write()
     gpu = one(reader)
     assert (gpu.mig, gpu.unknown["mig"]) == ((), nvml_errors.words(code))

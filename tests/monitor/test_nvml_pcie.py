@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
-from memtop.supervisor.monitor.nvml import pcie as nvml_pcie
+from memtop.supervisor.monitor.nvml import rates as nvml_pcie
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.values import GpuDetails
 from tests.monitor.conftest import Clock, eventually
@@ -54,7 +54,7 @@ def test_one_thread_however_often_it_is_wanted(driver: Script, reader: NvmlReade
 
 
 @pytest.mark.parametrize(("code", "again"), [(3, False), (13, False), (999, True), (15, True)])
-def test_what_cannot_be_read(driver: Script, reader: NvmlReader, code: int, again: bool) -> None:
+def test_throughput_that_cannot_be_read(driver: Script, reader: NvmlReader, code: int, again: bool) -> None:
     driver.gpu(0, total=1).gpu(1, total=1, pcie_tx=1).fail(CALL, 0, code).write()
     details(reader)
     reader.want_pcie()
@@ -62,7 +62,8 @@ def test_what_cannot_be_read(driver: Script, reader: NvmlReader, code: int, agai
     failed, _ = eventually(lambda: details(reader), lambda both: both[0].unknown["pcie_sent_bytes_per_second"] == words)
     assert failed.pcie_sent_bytes_per_second is None
     driver.clear().gpu(0, total=1, pcie_tx=3).gpu(1, total=1, pcie_tx=2).write()
-    # Both are read in turns: two new values of the other GPU mean that this one was read in between.
+    # Both are read in turns: two new values of the other GPU mean that this one was read in
+    # between.
     eventually(lambda: details(reader), lambda both: both[1].pcie_sent_bytes_per_second == 2048.0)
     driver.clear().gpu(0, total=1, pcie_tx=3).gpu(1, total=1, pcie_tx=4).write()
     first, _ = eventually(lambda: details(reader), lambda both: both[1].pcie_sent_bytes_per_second == 4096.0)

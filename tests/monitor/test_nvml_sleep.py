@@ -60,7 +60,7 @@ def test_other_makers_and_other_functions_of_the_card_do_not_count(device: Devic
     assert all_asleep(tmp_path / "sys")
 
 
-def test_a_sleeping_gpu_is_left_alone_and_looked_for_every_ten_seconds(
+def test_a_sleeping_gpu_is_not_woken_and_checked_every_ten_seconds(
     driver: Script, reader: NvmlReader, clock: Clock, device: Device
 ) -> None:
     driver.gpu(0, total=1).write()

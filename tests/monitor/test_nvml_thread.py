@@ -60,7 +60,7 @@ def test_before_the_first_answer_the_note_has_the_waiting_time(gated: Gated, clo
     thread.close()
 
 
-def test_a_hung_driver_leaves_the_last_reading_with_its_age_and_is_not_asked_twice(gated: Gated, clock: Clock) -> None:
+def test_a_hung_driver_leaves_the_last_reading_with_its_age_and_gets_no_second_call(gated: Gated, clock: Clock) -> None:
     gated.gate.set()
     thread = DriverThread(gated, patience=30, monotonic=clock)
     assert thread.read().reading.driver_version == "1"

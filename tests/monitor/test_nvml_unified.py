@@ -128,7 +128,7 @@ def test_whether_memory_is_unified_is_decided_once_it_can_be_read(driver: Script
     assert gpu.total_bytes == TOTAL
 
 
-def test_a_shared_gpu_is_not_asked_for_its_memory_again(driver: Script, reading: Make, clock: Clock) -> None:
+def test_memory_of_a_shared_gpu_is_read_once(driver: Script, reading: Make, clock: Clock) -> None:
     driver.gpu(0, integrated=1).write()
     reader = reading()
     before = driver.calls("nvmlDeviceGetMemoryInfo_v2")

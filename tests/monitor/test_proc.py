@@ -50,7 +50,9 @@ def test_the_environment_of_a_process(start: Start) -> None:
     assert environment_of(identity) == f"process {process.pid} has ended"
 
 
-def test_an_environment_that_changes_hands_while_it_is_read_is_not_shown(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_whose_owner_changes_while_it_is_read_is_not_shown(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     process = start(env={"SECRET": "1"})
     identity = known(process.pid)
     answers = iter([identity, ProcessId(process.pid, identity.started_ticks + 7)])

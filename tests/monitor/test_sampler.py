@@ -55,8 +55,8 @@ def test_the_document_has_the_public_fields(driver: Script, reader: NvmlReader) 
 def test_every_value_of_a_process_that_is_none_has_its_reason(driver: Script, reader: NvmlReader, start: Start) -> None:
     driver.gpu(0, total=GIB).process(0, pid=ended(start).pid, used=None).process(0, pid=start().pid, used=5).write()
     snapshot = sampler(reader).sample()
-    # One that is no run's has no run, one that runs plainly has no container and no MIG instance; the driver's own
-    # values are tested where they are read.
+    # One that is no run's has no run, one that runs plainly has no container and no MIG instance;
+    # the driver's own values are tested where they are read.
     plain = {"run", "container", "mig_instance", "job", "role"}
     driver_says = {"sm_fraction", "memory_bandwidth_fraction", "encoder_fraction", "decoder_fraction"}
     values: list[Any] = [*snapshot.gpus[0].processes, *snapshot.jobs]
@@ -99,7 +99,7 @@ def test_another_users_process_is_shown_and_not_choosable(driver: Script, reader
     assert not row.choosable
 
 
-def test_runs_are_asked_for_only_when_a_process_may_be_of_one(driver: Script, reader: NvmlReader) -> None:
+def test_runs_are_read_only_when_a_process_may_belong_to_one(driver: Script, reader: NvmlReader) -> None:
     def ask() -> Sequence[KnownRun]:
         raise AssertionError("no process is this user's")
 
@@ -108,7 +108,7 @@ def test_runs_are_asked_for_only_when_a_process_may_be_of_one(driver: Script, re
     Sampler(ask, nvml=reader, describer=describer, own_uid=os.getuid() + 1).sample()
 
 
-def test_runs_are_asked_for_no_more_often_than_the_lists_are_read(
+def test_runs_are_read_no_more_often_than_the_process_lists(
     driver: Script, reader: NvmlReader, clock: Clock, start: Start
 ) -> None:
     process = start(env={"MEMTOP_RUN": "/runs/r"})

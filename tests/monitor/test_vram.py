@@ -139,7 +139,7 @@ def test_unified_memory() -> None:
     assert parts.unaccounted_bytes == 0
 
 
-def test_a_mig_instance_has_parts_of_its_own() -> None:
+def test_a_mig_instance_has_separate_parts() -> None:
     mig = MigInstance(position=3, uuid="MIG-b", total_bytes=10 * GIB, used_bytes=6 * GIB, free_bytes=4 * GIB, reserved_bytes=0)
     sample = gpu(20 * GIB, row(1, 6 * GIB, mig_instance=3), row(2, 9 * GIB, mig_instance=4), mig=(mig,))
     ranks = [rank(1, 4 * GIB, 5 * GIB, device_uuid="GPU-b"), rank(2, GIB, GIB, device_uuid="MIG-c")]

@@ -1,4 +1,4 @@
-"""Counts from a configuration against the models themselves."""
+"""Parameter counts from a configuration, compared with the built models."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_adapters_where_keys_are_shared(targets: tuple[str, ...]) -> None:
     assert adapter_parameters(config, Lora(r=4, alpha=8, targets=targets)) == trained
 
 
-def test_what_is_not_known_is_none() -> None:
+def test_unknown_values_are_none() -> None:
     assert model_parameters({"model_type": "mamba", "hidden_size": 8}) is None
     assert model_parameters({"model_type": "t5", "d_model": 8}) is None
     assert model_parameters({**T5_CONFIG, "tie_word_embeddings": False}) is None

@@ -1,4 +1,4 @@
-"""What a run's folder tells once its trainer, or its supervisor, is gone; and ranks that are left over without a marker."""
+"""A run's folder after its trainer or its supervisor has ended, and ranks left over without a marker."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def folder_of(path: Path, trainer: ProcessId, supervisor: ProcessId, phase: Phas
 
 @pytest.mark.parametrize(("trains", "supervised"), [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("phase", [Phase.TRAINING, Phase.FINISHED])
-def test_memory_is_told_only_while_somebody_holds_and_somebody_measures_it(
+def test_memory_is_reported_only_while_processes_hold_it_and_a_supervisor_measures_it(
     tmp_path: Path, program: subprocess.Popen[bytes], trains: bool, supervised: bool, phase: Phase
 ) -> None:
     living = identify(program.pid)

@@ -113,7 +113,7 @@ def test_a_killed_supervisor_is_replaced_and_nothing_is_lost(runs: Runs) -> None
     assert document["attempts"][0]["exit_status"] == 0
 
 
-def test_looking_read_only_starts_nothing(runs: Runs) -> None:
+def test_a_read_only_dashboard_starts_nothing(runs: Runs) -> None:
     start(runs)
     before = runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
     runs.kill(before["supervisor_pid"])
@@ -164,7 +164,7 @@ def test_stop_climbs_to_the_signal_that_helps(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("command", ["stop", "restart"])
-def test_a_program_that_hangs_when_asked_is_ended_all_the_same(runs: Runs, command: str) -> None:
+def test_a_program_that_hangs_on_a_stop_request_is_killed(runs: Runs, command: str) -> None:
     with hasty(runs, "a", sys.executable, PROGRAM, "go", "0.05", "silent-agent"):
         runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
         trainer = runs.show("a")["trainer_pid"]
@@ -351,7 +351,9 @@ async def test_two_viewers_see_the_same_and_commands_are_answered(runs: Runs, mo
         await viewer.close()
 
 
-async def test_nonsense_on_the_socket_is_refused_and_harms_nobody(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_invalid_messages_on_the_socket_are_refused_and_harm_no_client(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
     await asyncio.to_thread(start, runs)
     path = json.loads((runs.path / "a/state.json").read_text())["socket"]

@@ -296,7 +296,7 @@ Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."""
         (KeyboardInterrupt(), False),
     ],
 )
-def test_what_counts_as_an_allocation_failure(error: BaseException, memory: bool) -> None:
+def test_errors_that_count_as_an_allocation_failure(error: BaseException, memory: bool) -> None:
     assert is_allocation_failure(error) is memory
 
 

@@ -349,7 +349,7 @@ async def test_a_message_under_another_screen_is_a_toast() -> None:
         assert "checkpoint at update 40" in screen_text(app)
 
 
-async def test_what_an_external_command_does_not_offer_has_no_button_and_its_key_shows_why() -> None:
+async def test_a_command_that_a_program_does_not_support_has_no_button_and_its_key_shows_why() -> None:
     feed = RecordingFeed(running(gpu(), settings=None, offers=("free_cache",)))
     async with opened(feed, size=(160, 50)) as (app, pilot):
         for size in ((160, 50), (80, 24)):

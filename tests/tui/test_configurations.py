@@ -45,7 +45,7 @@ async def test_the_table_begins_with_the_newest_and_the_cursor_on_the_one_before
         assert app.screen is app.dashboard
 
 
-async def test_enter_goes_back_after_a_question_that_names_the_consequences() -> None:
+async def test_enter_rolls_back_after_a_question_that_names_the_consequences() -> None:
     feed = feed_of()
     async with opened(feed, "u", "down", size=(80, 24)) as (app, pilot):
         for size in SIZES:
@@ -71,7 +71,7 @@ async def test_enter_goes_back_after_a_question_that_names_the_consequences() ->
         assert app.screen is app.dashboard
 
 
-async def test_with_its_checkpoint_the_state_goes_back_too() -> None:
+async def test_with_its_checkpoint_the_state_is_restored_too() -> None:
     feed = feed_of()
     async with opened(feed, "u", "up", "enter") as (app, pilot):
         assert "✗ configuration 3 is the current one" in screen_text(app)
@@ -159,7 +159,7 @@ def test_a_rollback_whose_end_is_not_known_cannot_choose_a_checkpoint() -> None:
     assert undone(ROWS[:1]) is None
 
 
-def test_a_survived_failure_is_named_before_going_back_to_it() -> None:
+def test_a_survived_failure_is_named_before_a_rollback_to_it() -> None:
     peak = ROWS[1].peak
     assert peak is not None
     halved = replace(ROWS[1], peak=replace(peak, failed=True))

@@ -68,7 +68,7 @@ def test_a_bar_never_grows_beyond_its_width() -> None:
     assert plain(memory_bar(8, [Share(0.9, "█", "a"), Share(0.9, "░", "b")])) == "███████░"
 
 
-def test_the_peak_mark_lies_beyond_the_filled_part() -> None:
+def test_the_peak_mark_is_beyond_the_filled_part() -> None:
     assert plain(memory_bar(10, [Share(0.2, "█", "a")], peak=0.55, limits=False)) == "██   ┆    "
 
 
@@ -111,7 +111,7 @@ def test_fit_and_spread_count_cells() -> None:
     assert plain(spread(line("abcdef"), line("yz"), 7)) == "abcdef "
 
 
-def test_what_does_not_fit_is_left_out_whole() -> None:
+def test_parts_that_do_not_fit_are_left_out_whole() -> None:
     assert plain(join_fitting([line("alloc 1"), line("cache 2"), line("context 3")], 18)) == "alloc 1  cache 2"
 
 
@@ -193,7 +193,7 @@ def test_without_a_gpu_one_honest_line() -> None:
     assert plain(draw_gpu_note(store, 80, 1)[0]) == "no NVIDIA GPU: libnvidia-ml not found - training on CPU"
 
 
-def test_host_memory_tells_limit_swap_and_pressure() -> None:
+def test_host_memory_shows_limit_swap_and_pressure() -> None:
     import msgspec
 
     limited = msgspec.structs.replace(HOST, limit_bytes=16 * GIB)
@@ -227,7 +227,7 @@ def test_sixteen_gpus_share_eight_lines_when_compact() -> None:
     assert len(draw_compact_machine(store, 78, 20)) == 10
 
 
-def test_gpus_without_a_line_of_their_own_are_summed_up_by_the_fullest() -> None:
+def test_gpus_without_a_line_are_summarised_by_the_fullest() -> None:
     cards = [gpu(n, 0.3) for n in range(15)] + [gpu(15, 0.95, Band.DANGER)]
     rows = [plain(one) for one in draw_compact_machine(store_of(running(*cards)), 60, 5)]
     assert "12 more GPUs, the fullest is 15: 95.0 %   !! danger" in " ".join(rows[2].split(" ")).replace("  95", " 95")
@@ -274,7 +274,7 @@ def test_the_header_has_a_word_and_a_mark_for_every_state(phase: wire.Phase) -> 
     assert width_of(draw_header(store, 60, 1)[0]) == 60
 
 
-def test_the_header_shows_the_first_update() -> None:
+def test_the_header_distinguishes_a_first_update_from_loading() -> None:
     store = store_of(running(gpu(), state=wire.Phase.STARTING, total_updates=60))
     assert "◌ first update…" in plain(draw_header(store, 80, 1)[0])
 
@@ -294,7 +294,7 @@ def test_the_parts_of_an_update_add_up_to_the_update() -> None:
     assert "data 0 %  forward 27 %  backward 48 %  optimizer 1 %  other 24 %" in text
 
 
-def test_small_memories_are_in_mib() -> None:
+def test_small_memories_are_shown_in_mib() -> None:
     small = replace(
         HOST, shm_total_bytes=2**20, shm_used_bytes=2**20, shm_fraction=1.0, swap_total_bytes=512 * 2**20, swap_used_bytes=0
     )
@@ -358,7 +358,7 @@ def test_events_are_newest_first_and_go_on_below_themselves() -> None:
     assert "attempt 1 started" in text[-1]
 
 
-def test_only_the_newest_of_several_checkpoints_in_a_row_is_shown() -> None:
+def test_only_the_newest_of_consecutive_checkpoints_is_shown() -> None:
     kinds = ("attempt", "checkpoint", "checkpoint", "warning", "checkpoint", "checkpoint", "checkpoint")
     rows = tuple(
         wire.Event(id=n, time=NOW + n, attempt=1, kind=kind, message=f"{kind} {n}") for n, kind in enumerate(kinds, start=1)
@@ -422,7 +422,7 @@ def test_other_processes_are_named_by_their_job() -> None:
     assert "█ sweep 5.0" in text_of(draw_gpu(store, card, 70, 5))
 
 
-def test_memory_held_by_no_living_or_no_listed_process_is_shown() -> None:
+def test_memory_of_ended_and_unlisted_processes_is_shown() -> None:
     gone = process(8, used_bytes=2 * GIB, gone=True)
     card = gpu(fraction=0.5, processes=(gone, process(9, used_bytes=3 * GIB)), reserved_bytes=GIB)
     store = store_of(machine(card))
@@ -493,7 +493,7 @@ def test_page_cache_is_the_lightest_part_and_not_in_the_band() -> None:
     assert plain(draw_host(full, 86, 8)[0]).count("┊") == 2
 
 
-def test_alarms_come_before_usual_values() -> None:
+def test_unusual_values_come_first() -> None:
     host = replace(
         HOST,
         shm_total_bytes=GIB,
@@ -537,12 +537,12 @@ def test_a_replay_never_looks_live(width: int, name: str) -> None:
     assert width_of(header) <= width
 
 
-def test_a_read_only_live_run_is_marked_at_80_columns() -> None:
+def test_a_live_run_in_a_read_only_dashboard_says_so_at_80_columns() -> None:
     (header,) = draw_header(dataclasses.replace(store_of(running(gpu())), read_only=True), 80, 1)
     assert "read-only" in plain(header)
 
 
-def test_no_process_is_reported_only_where_the_driver_lists_none() -> None:
+def test_no_process_is_shown_only_where_the_driver_lists_none() -> None:
     refused = gpu(0, unknown={"processes": "no permission"})
     lost = gpu(1, error="the GPU is lost")
     legend = {one.index: plain(vram_legend(store_of(machine(one)), one, 200)) for one in (refused, gpu(2))}

@@ -22,7 +22,7 @@ def died_at(settings: object, present: object) -> wire.ConfigurationRows:
     return wire.ConfigurationRows(rows=(first, second))
 
 
-async def test_what_leads_back_to_a_failure_is_warned_of_in_the_presets_and_in_the_form() -> None:
+async def test_presets_and_form_warn_of_settings_that_have_failed() -> None:
     feed = RecordingFeed(running(gpu(), settings=SHARDED), died_at(SETTINGS, SHARDED))
     async with opened(feed, "5", size=SIZE) as (app, pilot):
         assert "! the run has died of memory with batch 8: this is the same, and saves nothing more" in screen_text(app)

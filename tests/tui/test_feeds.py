@@ -208,7 +208,7 @@ async def test_read_only_never_starts_a_supervisor(monkeypatch: pytest.MonkeyPat
     assert messages[4] == Disconnected("supervisor is gone, training continues - reconnecting")
 
 
-async def test_a_run_that_is_over_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_that_is_over_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[wire.Change | None] = []
 
     def start(folder: object, change: wire.Change | None = None) -> int:
@@ -225,7 +225,7 @@ async def test_a_run_that_is_over_is_restarted(monkeypatch: pytest.MonkeyPatch) 
     assert started == [change]
 
 
-async def test_the_reason_why_a_run_cannot_be_restarted_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_reason_why_a_run_cannot_be_taken_over_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(folder: object, change: wire.Change | None = None) -> int:
         raise NotRunningError("the disk is full")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from memtop.tui.app import terminal_gone
 
 
-def test_a_closed_terminal_is_detected() -> None:
+def test_a_closed_terminal_is_distinguished_from_an_open_one() -> None:
     master, slave = pty.openpty()
     assert not terminal_gone(slave)
     os.close(master)

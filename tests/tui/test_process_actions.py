@@ -41,7 +41,7 @@ async def test_a_process_without_a_start_time_could_be_another() -> None:
         await RealProcessActions().environment_of(process(os.getpid(), started_ticks=None))
 
 
-async def test_a_process_that_one_row_forbids_to_end_is_kept_and_the_other_ends() -> None:
+async def test_a_protected_row_is_not_ended_and_its_neighbour_is() -> None:
     """The last check before the signal, whatever the screen has offered."""
     programs = [
         subprocess.Popen([sys.executable, "-S", "-c", WAITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in "ab"
@@ -86,7 +86,7 @@ async def test_a_stuck_action_does_not_delay_the_end_of_the_program() -> None:
     assert await task is True
 
 
-async def test_an_error_in_the_thread_is_raised_here() -> None:
+async def test_an_error_in_the_thread_is_raised_to_the_caller() -> None:
     def fail() -> None:
         raise RefusedError("no")
 

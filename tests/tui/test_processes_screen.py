@@ -249,7 +249,7 @@ async def test_one_process_in_detail_until_it_ends() -> None:
         assert "it has already ended" in screen_text(app)
 
 
-async def test_secrets_of_the_environment_are_hidden_until_asked_for() -> None:
+async def test_secrets_of_the_environment_are_hidden_until_requested() -> None:
     actions = RecordingProcessActions()
     async with process_list(small(grown(1, 1)), actions=actions) as (app, pilot, screen):
         await press(pilot, "e")
@@ -324,7 +324,7 @@ async def test_ending_goes_on_once_at_a_time_and_is_reported_after_its_screen_wa
             app.dashboard.say("")
 
 
-async def test_what_became_of_an_ending_is_marked_whole_and_stays() -> None:
+async def test_the_result_of_ending_a_process_is_marked_whole_and_stays() -> None:
     words = (
         "no process ended; process 1 does not react even to SIGKILL: it is stuck in the kernel or in the driver, see THE-END"
     )

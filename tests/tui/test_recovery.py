@@ -126,7 +126,7 @@ async def test_another_one_is_applied_by_the_cursor_or_by_a_click_and_the_button
         assert f"▸ 3  {SHORTER.title}" in screen_text(app)
 
 
-async def test_what_changes_training_asks_for_consent_with_the_focus_on_cancel() -> None:
+async def test_a_change_of_training_needs_consent_with_the_focus_on_cancel() -> None:
     feed = RecordingFeed(dead())
     async with opened(feed, "down", "down", "enter") as (app, pilot):
         assert isinstance(app.screen, ConfirmDialog)
@@ -227,7 +227,7 @@ async def test_it_closes_when_the_run_goes_on_and_opens_after_the_screen_that_is
         card(app)
 
 
-async def test_an_enter_meant_for_what_the_card_covers_applies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_enter_applies_nothing_until_the_card_has_been_visible_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oom, "DELIBERATE_SECONDS", 3600.0)
     feed = RecordingFeed(dead())
     async with opened(feed, "enter", size=(80, 24)) as (app, pilot):
@@ -377,7 +377,7 @@ def test_the_last_line_says_what_enter_does_with_the_marked_one() -> None:
         assert line == "· Esc closes; the run stays failed"
 
 
-def test_what_memtop_does_not_do_has_neither_a_forecast_nor_a_question() -> None:
+def test_remedies_for_a_person_have_neither_forecast_nor_question() -> None:
     own = Remedy(
         id="workers",
         title="no data-loader workers, in your program's own options",

@@ -107,7 +107,7 @@ def test_the_run_is_as_it_was_at_every_moment(over: RunFolder) -> None:
     assert (states[-2].exit_status, states[-1].exit_status) == (None, 0)
 
 
-def test_the_machine_is_exact_in_the_last_hour_and_averaged_before(over: RunFolder) -> None:
+def test_the_machine_is_replayed_in_full_for_the_last_hour_and_thinned_out_before(over: RunFolder) -> None:
     recording = FolderRecording(over.path)
     late = recording.machine(START + 7001)
     assert (late.time, late.gpus[0].used_bytes) == (START + 7000, 7000)

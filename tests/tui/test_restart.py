@@ -89,7 +89,7 @@ async def test_a_run_that_begins_to_train_while_the_form_is_open_can_be_changed_
         (SETTINGS, HALF, {"state": wire.Phase.STARTING}, False),
     ],
 )
-def test_what_can_be_live(before: Settings, after: Settings, fields: dict[str, object], live: bool) -> None:
+def test_settings_that_may_change_live(before: Settings, after: Settings, fields: dict[str, object], live: bool) -> None:
     assert can_be_live(before, after, run_state(**fields)) is live
 
 
@@ -109,7 +109,7 @@ async def test_the_form_shows_the_expected_peak() -> None:
                 assert f"from: {basis}" in screen_text(app)
 
 
-def test_of_several_cards_the_smallest_that_the_run_uses_counts() -> None:
+def test_the_smallest_card_that_the_run_uses_counts() -> None:
     cards = (gpu(0), gpu(1, total_bytes=12 * GIB), gpu(2, total_bytes=8 * GIB))
     ranks = tuple(RankMemory(rank=n, pid=n, connected=True, device_uuid=cards[n].uuid) for n in (0, 1))
     store = fold(Store(), running(*cards, ranks=ranks))

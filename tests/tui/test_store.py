@@ -68,7 +68,7 @@ def test_run_actions_need_a_run_and_a_link(action: str) -> None:
 
 
 @pytest.mark.parametrize(("action", "possible"), [("free", False), ("stop", False), ("restart", True), ("kill", True)])
-def test_what_can_be_done_with_a_run_that_is_over(action: str, possible: bool) -> None:
+def test_commands_for_a_run_that_is_over(action: str, possible: bool) -> None:
     from memtop.tui.feed import Connected
 
     store = fold(fold(Store(), Connected()), running(gpu(), state=wire.Phase.STOPPED, alive=False))

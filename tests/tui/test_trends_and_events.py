@@ -81,7 +81,7 @@ def test_the_hosts_trends_are_on_its_panel_even_where_room_is_short(width: int) 
         assert "GPU 0 reserved" not in text
 
 
-def test_memory_that_is_full_only_after_the_end_of_the_run_is_no_banner() -> None:
+def test_memory_that_is_full_only_after_the_runs_end_is_noted_without_a_banner() -> None:
     workers = replace(WORKERS, full_at_update=9_000)
     for fields in ({"total_updates": 1_200}, {"total_updates": None, "eta_seconds": 800.0}):
         unknown_update = replace(workers, full_at_update=None) if fields["total_updates"] is None else workers
@@ -100,7 +100,7 @@ def test_memory_that_is_full_only_after_the_end_of_the_run_is_no_banner() -> Non
 
 
 @pytest.mark.parametrize("width", [51, 60, 76])
-def test_the_line_of_a_trend_is_shortened_or_wrapped_but_never_cut(width: int) -> None:
+def test_a_trends_line_is_shortened_or_wrapped_but_never_cut(width: int) -> None:
     long = replace(WORKERS, what="anonymous memory of the run's other processes", full_at_update=9_083)
     text = text_of(draw_host(store_of(long), width, 20))
     assert "…" not in text
@@ -175,7 +175,7 @@ def test_kinds_of_failure_are_shown_in_words() -> None:
     assert line[-1][0] == "attempt 2: out of host memory: restart with workers 0"
 
 
-def test_the_store_keeps_the_newest_list_of_configurations_until_a_replay_goes_back() -> None:
+def test_the_store_keeps_the_newest_list_of_configurations_until_a_replay_rewinds() -> None:
     store = fold(Store(), CONFIGURATIONS)
     assert store.configurations == CONFIGURATIONS.rows
     fewer = fold(store, wire.ConfigurationRows(rows=CONFIGURATIONS.rows[:1]))

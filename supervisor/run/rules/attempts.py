@@ -7,8 +7,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.recovery.configuration import edited
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.change import edited, edited_live
 from memtop.supervisor.run.effects import DropRows, Launch, ReleaseState
 from memtop.supervisor.run.events import Launched
 from memtop.supervisor.run.model import Cause, CurrentAttempt, Launching, Model, emit, move, note, warn
@@ -19,11 +20,19 @@ from memtop.supervisor.wire import Change, Checkpoint, Phase
 
 
 def foreseen(model: Model, change: Change) -> Settings | None:
-    """The settings that a change leads to if it is made now; UsageError if it cannot be made."""
-    rows = model.configurations.rows
+    """The settings that a change leads to if it is made now; UsageError if it cannot be made.
+
+    A run in progress first finishes one more update.
+    """
     if model.phase.final or change.state_before is not None:
         return settings_after(model, change)
-    return edited_live(model.proven, change, model.checkpoint, model.progress, rows)
+    settings, step, reached = model.proven, model.progress.step, model.checkpoint
+    if settings is not None and step is not None:
+        update, seen = step.update + 1, (step.samples_seen or 0) + settings.effective_batch
+        if change.max_updates is not None and 0 < change.max_updates < update:
+            raise UsageError(f"max_updates {change.max_updates}: the run will have done {update} when it stops; give more")
+        reached = Checkpoint(path="", updates=update, samples_seen=seen, complete=True)
+    return edited(settings, change, reached, model.configurations.rows)
 
 
 def settings_after(model: Model, change: Change) -> Settings | None:

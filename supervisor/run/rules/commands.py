@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
+from memtop.supervisor.recovery.configuration import live_values
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.change import live_values
 from memtop.supervisor.run.effects import Reply
 from memtop.supervisor.run.events import AgentAnswer, Answered, Requested
 from memtop.supervisor.run.model import Ask, Cause, Model, Purpose, Waiter, ask, emit, note, refused

@@ -62,7 +62,7 @@ def test_jobs_are_in_the_order_of_their_memory_here() -> None:
     assert [(job.key, job.used_bytes) for job in only_gpus(three(), {1}).jobs] == [("one", 7), ("ddp", 5)]
 
 
-def test_unknown_memory_stays_unknown_with_its_reason() -> None:
+def test_unknown_values_stay_unknown_with_their_reason() -> None:
     for indices in ({2}, {0, 2}):
         (job,) = only_gpus(three(), indices).jobs
         assert (job.used_bytes, job.unknown) == (None, {"used_bytes": "the driver does not say"})
@@ -75,7 +75,7 @@ def test_all_of_them_is_the_same_snapshot() -> None:
     assert only_gpus(bare, {0}) is bare
 
 
-def test_missing_gpus_are_named() -> None:
+def test_missing_gpus_are_reported() -> None:
     found = only_gpus(three(), {5, 4})
     assert (found.gpus, found.jobs) == ((), ())
     assert found.gpu_note == "GPU 4, 5: the driver does not list it now, only GPU 0, 1, 2"
@@ -85,13 +85,13 @@ def history(index: int | None, key: str) -> HistoryRows:
     return HistoryRows(key=key, gpu_index=index, label="", times=b"", columns={})
 
 
-def test_a_run_and_its_history_keep_only_the_chosen_gpus() -> None:
+def test_a_run_and_its_history_are_reported_for_the_chosen_gpus_only() -> None:
     turn = choosing({1})
     run = RunState(name="a", folder="f", state=Phase.TRAINING, created=1.0)
-    kept_update = turn(StateUpdate(run=run, machine=three()))
-    assert isinstance(kept_update, StateUpdate)
-    assert kept_update.machine is not None
-    assert [gpu.index for gpu in kept_update.machine.gpus] == [1]
+    kept = turn(StateUpdate(run=run, machine=three()))
+    assert isinstance(kept, StateUpdate)
+    assert kept.machine is not None
+    assert [gpu.index for gpu in kept.machine.gpus] == [1]
     bare = StateUpdate(run=run)
     assert turn(bare) is bare
     assert turn(history(0, "GPU-a")) is None
@@ -184,7 +184,7 @@ def test_the_dashboard(machine: Runs) -> None:
         terminal.close()
 
 
-def test_a_gpu_that_is_not_there_is_one_line(machine: Runs) -> None:
+def test_a_missing_gpu_is_one_line(machine: Runs) -> None:
     for form in (["--once"], ["--csv"], ["--json", "--follow"], ["--prometheus", "9400"]):
         done = machine.memtop("watch", *form, "--gpus", "0,7", status=2)
         assert done.stderr == "memtop: --gpus 0,7: this machine has no GPU 7; there are 0, 1, 2\n"

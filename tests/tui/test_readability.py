@@ -1,4 +1,4 @@
-"""What a newcomer must be able to read: nothing cut off without need, marks that are explained, colours on any background."""
+"""Readability: nothing is cut off without need, marks are explained, colours work on any background."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_no_value_of_the_details_is_cut_off() -> None:
     assert (both[at][60:] + both[at + 1][60:]).replace(" ", "") == "|UUIDGPU-00000001-0000-0000-0000-000000000000"[1:]
 
 
-def test_a_card_that_cannot_be_read_says_who_it_was_and_what_happened_and_no_more() -> None:
+def test_an_unreadable_card_shows_only_its_name_and_the_reason() -> None:
     trouble = GpuTrouble(time=NOW - 5, kind="lost", message="the GPU is lost")
     lost = gpu(error="the GPU is lost: power the machine off and on", troubles=(trouble,), utilization_fraction=None)
     store = fold(fold(Store(), machine(gpu())), machine(lost, time=NOW + 1))

@@ -1,4 +1,4 @@
-"""Values that cost the driver much are read only while a screen shows them, here and by the supervisor."""
+"""Values that are expensive for the driver are read only while displayed: here, or through the supervisor of a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def until_read(newest: Callable[[], Any]) -> GpuDetails:
         await asyncio.sleep(0.02)
 
 
-async def test_this_machine_is_looked_at_closely_only_on_request(driver: Script) -> None:  # noqa: F811
+async def test_details_of_this_machine_are_read_only_on_request(driver: Script) -> None:  # noqa: F811
     driver.gpu(0, total=24 * GIB, used=GIB, pcie_tx=3, pcie_rx=5).write()
     feed = LocalFeed(interval=0.01)
     assert isinstance(feed, DetailedFeed)
@@ -46,7 +46,7 @@ async def test_this_machine_is_looked_at_closely_only_on_request(driver: Script)
     await stream.aclose()  # type: ignore[attr-defined]
 
 
-async def test_a_supervisor_looks_closely_when_it_is_asked(driver: Script, tmp_path: Path) -> None:  # noqa: F811
+async def test_a_supervisor_reads_details_on_request(driver: Script, tmp_path: Path) -> None:  # noqa: F811
     driver.gpu(0, total=24 * GIB, used=GIB, pcie_tx=3, pcie_rx=5).write()
     watch = MachineWatch(tmp_path, list, lambda: (1, ()))
     watch.look_closely()  # before its first sample
@@ -63,7 +63,7 @@ async def test_a_supervisor_looks_closely_when_it_is_asked(driver: Script, tmp_p
     watch.stop()
 
 
-async def test_a_run_is_asked_now_and_then_not_at_every_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_details_of_a_run_are_not_requested_at_every_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeClient(running(gpu()))
     Supervisors(monkeypatch, client)
     clock = SimpleNamespace(now=100.0)
@@ -90,7 +90,7 @@ async def test_a_run_is_asked_now_and_then_not_at_every_sample(monkeypatch: pyte
         await asyncio.sleep(0.01)  # the request that has had no answer ends with the connection
 
 
-async def test_after_the_runs_end_this_machine_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_after_the_runs_end_this_machine_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     Supervisors(monkeypatch)
     sampler = FakeSampler()
     feed = RunFeed(Path("runs/tiny"), sampler_factory=lambda: sampler, retry_seconds=0.0, interval=0.0)
