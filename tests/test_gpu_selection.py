@@ -88,10 +88,10 @@ def history(index: int | None, key: str) -> HistoryRows:
 def test_a_run_and_its_history_are_reported_for_the_chosen_gpus_only() -> None:
     turn = choosing({1})
     run = RunState(name="a", folder="f", state=Phase.TRAINING, created=1.0)
-    told = turn(StateUpdate(run=run, machine=three()))
-    assert isinstance(told, StateUpdate)
-    assert told.machine is not None
-    assert [gpu.index for gpu in told.machine.gpus] == [1]
+    update = turn(StateUpdate(run=run, machine=three()))
+    assert isinstance(update, StateUpdate)
+    assert update.machine is not None
+    assert [gpu.index for gpu in update.machine.gpus] == [1]
     bare = StateUpdate(run=run)
     assert turn(bare) is bare
     assert turn(history(0, "GPU-a")) is None

@@ -68,13 +68,13 @@ def test_the_numbers_are_nvidia_smis(sampler: Sampler) -> None:
         assert (gpu.index, gpu.uuid) == (int(index), uuid)
         assert gpu.total_bytes is not None
         assert abs(gpu.total_bytes - int(total) * MIB) <= MIB
-        told = (
+        pairs = (
             (reserved, gpu.reserved_bytes, MIB, MIB),
             (limit, gpu.power_limit_watts, 1, 0.1),
             (clock, gpu.details.sm_clock_limit_megahertz, 1, 0),
             (generation, gpu.details.pcie_generation_limit, 1, 0),
         )
-        for words, value, unit, tolerance in told:
+        for words, value, unit, tolerance in pairs:
             # What nvidia-smi does not know (`[N/A]`), memtop does not either.
             known = words.replace(".", "").isdigit()
             assert (value is not None) == known, words

@@ -153,13 +153,13 @@ class RecordingProcessActions:
 
     def __init__(self) -> None:
         self.ended: list[int] = []
-        self.told = EndingReport("{} processes ended, 7.8 GiB returned", good=True)
+        self.report = EndingReport("{} processes ended, 7.8 GiB returned", good=True)
         self.environment: dict[str, str] | None = {"HOME": "/home/ada", "HF_TOKEN": "hf_secret"}
 
     async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> EndingReport:
         self.ended += [one.pid for one in chosen]
         self.seen = machine
-        return self.told._replace(text=self.told.text.format(len(chosen)))
+        return self.report._replace(text=self.report.text.format(len(chosen)))
 
     async def environment_of(self, process: GpuProcess) -> dict[str, str]:
         if self.environment is None:

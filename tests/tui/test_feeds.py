@@ -34,7 +34,7 @@ class FakeSampler:
 
 
 class FakeClient:
-    """A supervisor of three lines: says what it is given, answers what it is told to."""
+    """A supervisor of three lines: sends what it is given and answers as scripted."""
 
     def __init__(self, *messages: wire.Message | None) -> None:
         self.sent: list[wire.Request] = []

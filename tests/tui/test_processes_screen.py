@@ -293,9 +293,9 @@ async def test_the_short_list_opens_the_full_one() -> None:
 class SlowProcessActions(RecordingProcessActions):
     """Ends when the test says so."""
 
-    def __init__(self, told: EndingReport) -> None:
+    def __init__(self, report: EndingReport) -> None:
         super().__init__()
-        self.told = told
+        self.report = report
         self.release = asyncio.Event()
 
     async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> EndingReport:
@@ -329,7 +329,7 @@ async def test_the_result_of_ending_a_process_is_marked_whole_and_stays() -> Non
         "no process ended; process 1 does not react even to SIGKILL: it is stuck in the kernel or in the driver, see THE-END"
     )
     actions = RecordingProcessActions()
-    actions.told = EndingReport(words, good=False)
+    actions.report = EndingReport(words, good=False)
     async with process_list(small(grown(1, 2), grown(2, 1)), actions=actions, size=(80, 24)) as (app, pilot, screen):
         await press(pilot, "k", "y")
         for _ in range(2):
