@@ -138,6 +138,14 @@ def test_without_a_lock_there_is_no_wait(lock: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == ""
 
 
+def test_ninja_is_found_where_only_the_interpreters_folder_has_it(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual environment need not be activated."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert shutil.which("ninja") is None
+    await_compiled("some", what=WHAT)
+    assert shutil.which("ninja") == str(Path(sys.executable).with_name("ninja"))
+
+
 def test_a_wait_that_is_too_long_ends_with_advice(lock: Path) -> None:
     with compiler(lock) as process:
         with pytest.raises(BadInputError) as ended:
