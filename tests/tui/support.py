@@ -1,4 +1,4 @@
-"""A feed that says what a test tells it to and records what is asked of it, and a way to read the screen as text."""
+"""A scripted feed that records its requests, values to show, and dashboards opened and read as text."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def run_state(**fields: object) -> wire.RunState:
 
 
 class RecordingFeed:
-    """Says what is put into it; answers every request with `answers` and keeps the requests."""
+    """Sends the messages of the test, answers every request with `answers` and keeps the requests."""
 
     def __init__(self, *messages: FeedMessage, read_only: bool = False) -> None:
         self.read_only = read_only
@@ -133,7 +133,7 @@ class RecordingFeed:
         for message in (Connected(), *messages):
             self._queue.put_nowait(message)
 
-    def say(self, *messages: FeedMessage) -> None:
+    def send(self, *messages: FeedMessage) -> None:
         for message in messages:
             self._queue.put_nowait(message)
 
@@ -149,7 +149,7 @@ class RecordingFeed:
 
 
 class RecordingProcessActions:
-    """Ends nothing; keeps what it was asked to end. The environment is what the test says, or refused."""
+    """Ends nothing and keeps the processes it should have ended. `environment` None: reading it is refused."""
 
     def __init__(self) -> None:
         self.ended: list[int] = []
@@ -174,7 +174,7 @@ def running(*gpus: GpuSample, **fields: object) -> wire.StateUpdate:
 
 
 def screen_text(app: App[DashboardResult]) -> str:
-    """What is on the terminal now, without colours."""
+    """The text on the terminal now, without colours."""
     return "\n".join(strip.text for strip in app.screen._compositor.render_strips())
 
 
