@@ -1,11 +1,12 @@
 """Records the run that `memtop watch --demo` plays: tui/demo/recording.jsonl.gz.
 
 The run is a real `memtop train` run of a small model on this machine's CPU, in a memory group of
-the kernel with a real limit. The two GPUs are scripted: the driver is the double of the tests, which
-reports the run's processes as if they used the GPUs. The recording holds every message that the
-supervisor sends to a dashboard, with its time, and the lines of the log.
+the kernel with a real limit. The two GPUs are scripted: the driver is the double of the tests,
+which reports the run's processes as if they used the GPUs. The recording holds every message that
+the supervisor sends to a dashboard, with its time, and the lines of the log.
 
-python -m bench.record_demo    (needs gcc, torch and the right to make memory cgroups; takes about 8 minutes)
+python -m bench.record_demo    (needs gcc, torch and the right to make memory cgroups; takes about 8
+minutes)
 """
 
 from __future__ import annotations

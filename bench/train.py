@@ -91,7 +91,8 @@ def samples_of(settings: Settings) -> PackedText:
 
 
 class Meter:
-    """Measures from the end of the warm-up to the last update; `update_done` is called after each."""
+    """Measures from the end of the warm-up to the last update; `update_done` is called after
+    each."""
 
     def __init__(self, settings: Settings, device: str) -> None:
         self._settings = settings

@@ -70,6 +70,8 @@ _LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if missing := [path for path in _LONG if not (Path(__file__).parents[1] / path).exists()]:
+        raise pytest.UsageError(f"tests/conftest.py: _LONG names files that do not exist: {', '.join(missing)}")
     place = {path: number for number, path in enumerate(_LONG)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
 

@@ -19,7 +19,7 @@ from memtop.supervisor.units import GIB
 from memtop.supervisor.wire import HistoryRows, Phase, RunState, StateUpdate
 from memtop.tui.feed import Connected, FeedMessage, LocalFeed, choosing
 from tests.conftest import Runs
-from tests.nvml_double.double import Script, build
+from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
 from tests.terminal import Terminal
 from tests.test_streaming import free_port, scrape, started
 
@@ -88,10 +88,10 @@ def history(index: int | None, key: str) -> HistoryRows:
 def test_a_run_and_its_history_are_reported_for_the_chosen_gpus_only() -> None:
     turn = choosing({1})
     run = RunState(name="a", folder="f", state=Phase.TRAINING, created=1.0)
-    told = turn(StateUpdate(run=run, machine=three()))
-    assert isinstance(told, StateUpdate)
-    assert told.machine is not None
-    assert [gpu.index for gpu in told.machine.gpus] == [1]
+    kept = turn(StateUpdate(run=run, machine=three()))
+    assert isinstance(kept, StateUpdate)
+    assert kept.machine is not None
+    assert [gpu.index for gpu in kept.machine.gpus] == [1]
     bare = StateUpdate(run=run)
     assert turn(bare) is bare
     assert turn(history(0, "GPU-a")) is None
@@ -125,13 +125,13 @@ def program() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def machine(runs: Runs, tmp_path: Path, program: subprocess.Popen[bytes]) -> Runs:
+def machine(runs: Runs, tmp_path: Path, program: subprocess.Popen[bytes], nvml_library: Path) -> Runs:  # noqa: F811
     """Three GPUs; one program on all of them."""
     script = Script(tmp_path / "script")
     for index in range(3):
         script.gpu(index, total=20 * GIB, used=5 * GIB, uuid=f"GPU-{index}", name="A4500")
         script.process(index, pid=program.pid, used=(index + 1) * GIB)
-    runs.environment |= script.write().env(build(tmp_path))
+    runs.environment |= script.write().env(nvml_library)
     runs.environment["CUDA_VISIBLE_DEVICES"] = "2,1"
     return runs
 

@@ -1,4 +1,5 @@
-"""The presets of the guides: their values, what a switch keeps, and which one is chosen automatically."""
+"""The presets of the guides: their values, what a switch keeps, and which one is chosen
+automatically."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ LORA = resolve(RECIPES["sft-lora"], preset=PRESETS["standard"], whole=False)
 QLORA = resolve(RECIPES["sft-qlora"], preset=PRESETS["standard"], whole=False)
 FIRST = resolve(RECIPES["first-run"], preset=PRESETS["standard"])
 
-# name: B, A, T, stage, offloads (optimizer, parameters), r, alpha, targets, lr, warm-up, log, save, limit,
-# best, workers, eval batch
+# name: B, A, T, stage, offloads (optimizer, parameters), r, alpha, targets, lr, warm-up, log, save,
+# limit, best, workers, eval batch
 LADDER = {
     "deepspeed": (4, 4, 2048, 2, False, False, 64, 16, ALL_TARGETS, 1e-4, 100, 10, 500, 3, True, 2, 4),
     "stage2_offload": (3, 6, 1792, 2, True, False, 48, 16, ALL_TARGETS, 1e-4, 100, 15, 500, 2, True, 2, 3),

@@ -1,4 +1,5 @@
-"""Changes that real logs undergo: launcher prefixes, colours, line folding, other encodings, cuts, mixed programs."""
+"""Changes that real logs undergo: launcher prefixes, colours, line folding, other encodings, cuts,
+mixed programs."""
 
 from __future__ import annotations
 

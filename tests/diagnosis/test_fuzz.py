@@ -1,4 +1,5 @@
-"""No log raises anything, however mangled; and a change that leaves its content alone does not change the diagnosis.
+"""No log raises anything, however mangled; and a change that leaves its content alone does not
+change the diagnosis.
 
 1,000 mutations by default; MEMTOP_FUZZ sets another number.
 """

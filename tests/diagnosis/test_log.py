@@ -289,7 +289,8 @@ def test_other_wordings(text: str, kind: Kind, reason: str | None) -> None:
 
 
 def test_a_rank_that_fails_while_another_continues() -> None:
-    """The other rank prints a few steps and then waits: thousands of lines of its watchdog are no progress."""
+    """The other rank prints a few steps and then waits: thousands of lines of its watchdog are no
+    progress."""
     others = "".join(f"[rank0]: step {number}/9 loss 2.0\n" for number in range(4))
     waiting = "[rank0]:[E1003 PG.cpp:607] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)\n" * 300
     found = of(f"[rank1]: Traceback (most recent call last):\n[rank1]: {MESSAGE}\n{others}{waiting}", exit_status=1)

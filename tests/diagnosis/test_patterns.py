@@ -1,4 +1,5 @@
-"""The tables of patterns: which ones `compiled` refuses, and that the cost of each grows only with the text's length."""
+"""The tables of patterns: which ones `compiled` refuses, and that the cost of each grows only with
+the text's length."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ OF_A_VIEW = [
 SEARCHED = [text.RIGHT_BORDER, text.BAR, text.COLOUR, *(pattern for _, pattern in log.RULES)]
 
 
-# --- what the compiled form means -------------------------------------------------------------------
+# --- what the compiled form means -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_no_alternative_of_a_pattern_is_so_short_that_it_matches_anywhere() -> N
     assert {pattern: width for pattern, width in shortest.items() if width < 6} == {}
 
 
-# --- what a pattern costs ---------------------------------------------------------------------------
+# --- what a pattern costs -------------------------------------------------------------------------
 
 
 def endless(tree: Any) -> Iterator[Any]:
@@ -165,7 +166,8 @@ def test_patterns_over_a_text_without_breaks_have_no_endless_repeat() -> None:
 
 @pytest.mark.parametrize("pattern", SEARCHED, ids=lambda pattern: pattern.pattern[:40])
 def test_searched_patterns_do_not_begin_with_an_endless_repeat(pattern: re.Pattern[str]) -> None:
-    """Otherwise a run of the repeated character would be scanned again from each of its positions."""
+    """Otherwise a run of the repeated character would be scanned again from each of its
+    positions."""
     operation, about = _parser.parse(pattern.pattern)[0]
     assert not ("REPEAT" in str(operation) and about[1] is _parser.MAXREPEAT)
 

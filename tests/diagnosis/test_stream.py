@@ -91,7 +91,8 @@ def test_the_first_and_the_last_of_thousands_are_kept() -> None:
     "unit", [b"a", b"Killed ", BAR, STEP, b"\x00", b"\xff\xfe", MESSAGE.encode() + b"\n"], ids=lambda unit: repr(unit[:8])
 )
 def test_memory_is_bounded_whatever_the_lines(unit: bytes) -> None:
-    """The excerpt of a stream has a fixed size, and a diagnosis takes a fixed multiple of its text."""
+    """The excerpt of a stream has a fixed size, and a diagnosis takes a fixed multiple of its
+    text."""
     chunk = (unit * (1 << 16))[: 1 << 16]
     kept, peak = traced(lambda: sum(len(piece.data) for piece in excerpt(chunk for _ in range(120))))
     assert kept < 2 << 20

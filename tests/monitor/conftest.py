@@ -1,4 +1,5 @@
-"""Fixtures of the monitor's tests: the scripted driver, a manual clock, real processes, trees of files."""
+"""Fixtures of the monitor's tests: the scripted driver, a manual clock, real processes, trees of
+files."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def reader(driver: object, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts a Python program and waits until it has printed "ready"; all of them are ended afterwards."""
+    """Starts a Python program and waits until it has printed "ready"; all of them are ended
+    afterwards."""
     started: list[subprocess.Popen[str]] = []
 
     def run(body: str = "", *, env: dict[str, str] | None = None, user: int | None = None) -> subprocess.Popen[str]:

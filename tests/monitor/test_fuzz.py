@@ -1,4 +1,5 @@
-"""Random drivers that change at random: the sampler never raises, and every unknown value is None and has a reason."""
+"""Random drivers that change at random: the sampler never raises, and every unknown value is None
+and has a reason."""
 
 from __future__ import annotations
 

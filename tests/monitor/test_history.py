@@ -1,4 +1,5 @@
-"""One hour of samples in memory: gaps and peaks stay, and a day takes no more memory than an hour."""
+"""One hour of samples in memory: gaps and peaks stay, and a day takes no more memory than an
+hour."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def test_a_day_takes_no_more_room_than_an_hour() -> None:
     history, sizes = History(), []
     machines = [snapshot(0, *range(16))]
     for second in range(86_400):
-        # Making a snapshot costs more than adding it: only its time changes. Most GPUs are left out after two hours.
+        # Making a snapshot costs more than adding it: only its time changes. Most GPUs are left out
+        # after two hours.
         gpus = machines[0].gpus if second < 7200 else machines[0].gpus[:1]
         history.append(MachineSnapshot(time=START + second, gpus=gpus, host=machines[0].host), run_rss_bytes=second)
         if second in (4000, 7000):

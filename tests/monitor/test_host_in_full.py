@@ -1,4 +1,5 @@
-"""Kinds of host memory, shared memory and all cgroup limits, read from trees of files and from this machine."""
+"""Kinds of host memory, shared memory and all cgroup limits, read from trees of files and from this
+machine."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def test_shared_memory_of_this_machine() -> None:
     assert 0 <= host.shm_fraction <= 1
 
 
-# --- what the cgroup limits ---------------------------------------------------------------------------------------------
+# --- what the cgroup limits -----------------------------------------------------------------------
 
 
 def limited(version: int, **files: str) -> dict[str, str]:
@@ -167,7 +168,7 @@ def test_cores_that_the_group_allows(tree: Tree, version: int, quota: str, cores
     assert read(tree(HOST | own | files)).cpu_count == cores
 
 
-# --- where the groups are -----------------------------------------------------------------------------------------------
+# --- where the groups are -------------------------------------------------------------------------
 
 
 def mounted(root: Path, point: str, shown: str, kind: str = "cgroup2", options: str = "rw") -> str:
@@ -177,7 +178,8 @@ def mounted(root: Path, point: str, shown: str, kind: str = "cgroup2", options: 
 @pytest.mark.parametrize(
     ("shown", "own", "below", "limit"),
     [
-        # What is below the host's path belongs to another container, which was started inside this one.
+        # What is below the host's path belongs to another container, which was started inside this
+        # one.
         pytest.param("/docker/outer", "/docker/outer", "/docker/outer", 8 * GIB, id="a container's own part"),
         pytest.param("/docker/outer", "/docker/outer/job", "/job", 2 * GIB, id="below the container's group"),
         pytest.param("/docker/outer", "/../other", "/other", 8 * GIB, id="a path above what is mounted"),
@@ -207,12 +209,13 @@ def test_unknown_machine_memory_and_no_limit_of_version_1(tree: Tree, tmp_path: 
     assert read_cgroup_memory(tmp_path / "proc", tmp_path / "cgroup", None) is None
 
 
-# --- a real group -------------------------------------------------------------------------------------------------------
+# --- a real group ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def real_group() -> Iterator[tuple[Path, str]]:
-    """A memory cgroup of this machine with a limit of 256 MiB, and the name of its file with the limit."""
+    """A memory cgroup of this machine with a limit of 256 MiB, and the name of its file with the
+    limit."""
     name = f"memtop-test-{uuid.uuid4().hex[:8]}"
     for root, limit in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
         folder = root / name

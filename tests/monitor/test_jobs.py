@@ -151,7 +151,8 @@ def test_another_users_launcher_does_not_lead() -> None:
 
 
 def test_a_run_holds_together_by_its_marker() -> None:
-    """The launcher of the first rank has died, the second rank is in another session, a worker is an orphan."""
+    """The launcher of the first rank has died, the second rank is in another session, a worker is
+    an orphan."""
     run = ("/runs/a", 2)
     table = Table().add(9, 1, "python shim.py").add(10, 9, "bash train.sh", run=run, session=10)
     table.add(11, 10, TRAIN, gpu=True, run=run, session=10).add(12, 1, TRAIN, gpu=True, run=run, session=12)

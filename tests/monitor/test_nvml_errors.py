@@ -1,4 +1,5 @@
-"""Every error code at every call: no crash, no 0 for unknown, a readable reason. Old and slow drivers."""
+"""Every error code at every call: no crash, no 0 for unknown, a readable reason. Old and slow
+drivers."""
 
 from __future__ import annotations
 
@@ -226,7 +227,8 @@ def test_more_memory_in_use_than_the_card_has_is_unknown(driver: Script, reader:
 def test_where_no_thread_can_be_started(
     driver: Script, reader: NvmlReader, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pids limit that is reached, as in a container: what needs a thread says so, and comes once there is one."""
+    """A pids limit that is reached, as in a container: what needs a thread says so, and comes once
+    there is one."""
     start = threading.Thread.start
     allowed: list[str] = []
 

@@ -250,7 +250,8 @@ def test_the_threads_do_not_keep_a_program_from_ending(nvml_library: Path, tmp_p
 def test_an_event_belongs_to_the_gpu_that_had_the_index_when_it_arrived(
     driver: Script, reader: NvmlReader, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An event arrives after the reader has taken the events, and before it notices that the GPUs have changed places."""
+    """An event arrives after the reader has taken the events, and before it notices that the GPUs
+    have changed places."""
     driver.gpu(0, total=GIB, uuid="GPU-a").gpu(1, total=GIB, uuid="GPU-b").write()
     reader.read()
     count = pynvml.nvmlDeviceGetCount

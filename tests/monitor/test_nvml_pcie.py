@@ -62,7 +62,8 @@ def test_throughput_that_cannot_be_read(driver: Script, reader: NvmlReader, code
     failed, _ = eventually(lambda: details(reader), lambda both: both[0].unknown["pcie_sent_bytes_per_second"] == words)
     assert failed.pcie_sent_bytes_per_second is None
     driver.clear().gpu(0, total=1, pcie_tx=3).gpu(1, total=1, pcie_tx=2).write()
-    # Both are read in turns: two new values of the other GPU mean that this one was read in between.
+    # Both are read in turns: two new values of the other GPU mean that this one was read in
+    # between.
     eventually(lambda: details(reader), lambda both: both[1].pcie_sent_bytes_per_second == 2048.0)
     driver.clear().gpu(0, total=1, pcie_tx=3).gpu(1, total=1, pcie_tx=4).write()
     first, _ = eventually(lambda: details(reader), lambda both: both[1].pcie_sent_bytes_per_second == 4096.0)

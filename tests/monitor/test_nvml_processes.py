@@ -122,7 +122,8 @@ def test_a_list_that_a_card_does_not_have_is_nothing_missing(
 
 
 def test_the_layout_of_the_first_535_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    """Rows with protected memory at the end: read with the usual layout, every second pid would be garbage."""
+    """Rows with protected memory at the end: read with the usual layout, every second pid would be
+    garbage."""
     script = Script(tmp_path / "script").gpu(0, total=MIB)
     for pid in range(11, 51):
         script.process(0, pid=pid, used=pid)

@@ -1,4 +1,5 @@
-"""The identity of processes, whether they are alive, their description, and signals to exactly them."""
+"""The identity of processes, whether they are alive, their description, and signals to exactly
+them."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ from tests.monitor.conftest import GIB
 from tests.nvml_double.double import Script
 
 PYTHON = [sys.executable, "-S", "-E", "-c"]
-# Its child has no environment, like a program that overwrites it with a title. It writes the child's pid.
+# Its child has no environment, like a program that overwrites it with a title. It writes the
+# child's pid.
 LEAVES_A_CHILD = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, '-S', '-E', '-c', 'import time; time.sleep(120)'], env={}, stdout=2)
@@ -117,7 +118,8 @@ def test_processes_of_a_living_session_are_needed(living: Attempt, row_of: RowOf
 
 
 def test_a_recorded_program_of_a_moved_run_is_needed(living: Attempt, tmp_path: Path, row_of: RowOf) -> None:
-    """Its folder was renamed while it runs without a supervisor; the record moved with the folder."""
+    """Its folder was renamed while it runs without a supervisor; the record moved with the
+    folder."""
     living.folder.path.rename(tmp_path / "runs" / "living.20260101-000000")
     assert row_of(living.program).run == "living.20260101-000000"
     assert not row_of(living.child).choosable
@@ -155,7 +157,8 @@ def test_changed_files_are_read_again(over: Attempt, tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_is_no_longer_over(over: Attempt, tmp_path: Path) -> None:
-    """The lock is taken before anything is written or started, and makes the cached state invalid."""
+    """The lock is taken before anything is written or started, and makes the cached state
+    invalid."""
     assert [run.alive for run in known_runs(tmp_path / "runs")] == [False]
     lock = RunLock(over.folder)
     assert lock.acquire()

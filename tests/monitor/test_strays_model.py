@@ -1,7 +1,9 @@
-"""Ten thousand random machines against an oracle: no wrong process gets a signal, and every provable stray is found.
+"""Ten thousand random machines against an oracle: no wrong process gets a signal, and every
+provable stray is found.
 
-The decisions are the real ones (`judge`, `choose`, `end_processes`). Only the kernel is a model: its processes end, change
-their user, or are replaced under the same pid between the reading and the signal.
+The decisions are the real ones (`judge`, `choose`, `end_processes`). Only the kernel is a model:
+its processes end, change their user, or are replaced under the same pid between the reading and the
+signal.
 """
 
 from __future__ import annotations
@@ -121,8 +123,9 @@ class ModelKernel(Kernel):
     def owners(self, pid: int) -> Owners | None:
         self._happens()
         found = self.table.get(pid)
-        # A moment passes between the answer and its use, in which a process can end but not gain what the kernel
-        # itself would let it keep: no program can detect a change of user after this.
+        # A moment passes between the answer and its use, in which a process can end but not gain
+        # what the kernel itself would let it keep: no program can detect a change of user after
+        # this.
         return None if found is None else Owners(found.real, found.effective)
 
     def own_uid(self) -> int:
@@ -194,7 +197,8 @@ def make_process(dice: random.Random, pid: int, runs: list[TruthRun], own_uid: i
         # Not of the run: another program got the leader's pid and made a new session.
         process.session, process.ticks = leader.pid, end + dice.randrange(100)
         if dice.random() < 0.5:
-            # Or the run was in a container, where the pid belonged to another process at the same time.
+            # Or the run was in a container, where the pid belonged to another process at the same
+            # time.
             process.ticks, process.session_led = leader.started_ticks + dice.randrange(80), True
         return process
     process.run, process.attempt = run.folder, number
@@ -296,7 +300,8 @@ def is_provable(process: Truth, runs: list[TruthRun]) -> bool:
 
 
 def one_machine(seed: str) -> tuple[int, int]:
-    """Judge, choose and signal the processes of one random machine. Returns the numbers of signals and strays."""
+    """Judge, choose and signal the processes of one random machine. Returns the numbers of signals
+    and strays."""
     dice = random.Random(seed)
     own_uid = dice.choice((ME, ME, 0))
     runs = make_runs(dice)

@@ -125,7 +125,8 @@ def test_chosen_twice_is_ended_once(start: Start) -> None:
 
 
 Memory = dict[int, tuple[int, dict[str, int | None]]]
-"""For each GPU: GiB in use, and the GiB of each process; None if the driver does not report them."""
+"""For each GPU: GiB in use, and the GiB of each process; None if the driver does not report
+them."""
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,8 @@ LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 
 
 def take_number(pid: int, start: Start) -> subprocess.Popen[str]:
-    """A new process with this free pid. The kernel assigns the pid after the last one written here."""
+    """A new process with this free pid. The kernel assigns the pid after the last one written
+    here."""
     for _ in range(200):
         LAST_PID.write_text(str(pid - 1))
         process = start()

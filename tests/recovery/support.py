@@ -1,4 +1,4 @@
-"""Runs, failures and peaks as values, with the numbers of real runs."""
+"""Runs, failures and peaks as values, with the measurements of real runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rule by which a trial is kept, and which steps may be tried."""
+"""When a trial is kept, and which steps may be tried."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ def test_a_whole_batch_cannot_grow() -> None:
     assert "whole effective batch" in refused[0]
 
 
-def test_odd_updates_do_not_move_what_is_measured() -> None:
+def test_outliers_do_not_change_the_measurement() -> None:
     updates = [Update(number=at, samples=40, seconds=1.0) for at in range(20)]
     updates[7] = replace(updates[7], seconds=30.0)  # it wrote a checkpoint
     found = measured(updates)
     assert (found["samples_per_second"], found["samples_per_second_spread"]) == (40, 0)
-    assert "peak_bytes" not in found  # not known is left out, not 0
+    assert "peak_bytes" not in found  # unknown values are left out
 
 
 def test_a_spread_is_a_standard_deviation() -> None:

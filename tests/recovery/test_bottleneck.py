@@ -1,4 +1,5 @@
-"""What limits a run with a half-empty GPU, full RAM and swap in use, and what is proposed or refused."""
+"""What limits a run with a half-empty GPU, full RAM and swap in use, and what is proposed or
+refused."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ T5 = replace(
     resolve(load_recipes()["pretrain-t5"], preset=load_presets()["standard"]), batch=16, accumulation=8, world_size=3, workers=0
 )
 
-# Measurements of a real run. The parts of its update are assumed: the loader keeps up, since the GPUs are 100 % busy.
+# Measurements of a real run. The parts of its update are assumed: the loader keeps up, since the
+# GPUs are 100 % busy.
 BUSY = Measured(
     updates=20,
     on_gpu=True,
@@ -81,7 +83,8 @@ def test_utilization_alone_never_decides(busy: float) -> None:
     without_split = replace(BUSY, data_wait_seconds=None, utilization_fraction=busy)
     advice = advise(without_split, T5, line)
     assert (advice.bottleneck, advice.proposals) == ("unknown", ())
-    # A low utilization does not decide either: it does not show how full the kernels are.
+    # A low utilization does not decide either, because it does not show how well kernels use the
+    # GPU.
     kept_up = replace(BUSY, utilization_fraction=min(busy, 0.79), power_fraction=None)
     assert advise(kept_up, T5, line).bottleneck == "unknown"
 
@@ -110,7 +113,7 @@ def test_the_batch_grows_by_a_quarter_at_most_and_keeps_the_effective_batch() ->
     assert remedy.assignments == {"batch": "20", "accumulation": "8"}
     assert remedy.keeps_math
     assert remedy.predicted_peak_bytes == pytest.approx(13.55 * GIB, rel=0.01)
-    # The same without a prediction is not done.
+    # Without a prediction it is not proposed.
     assert "larger_batch" not in ids(ROOMY, run)
     assert any("cannot be predicted yet" in text for text in advise(ROOMY, run).refused)
 
@@ -161,7 +164,8 @@ def test_memory_available_at_the_start_and_now_are_both_shown() -> None:
 
 
 def test_speed_is_compared_in_samples() -> None:
-    # 200 micro-steps in 204 s; a step of twice the size in 0.6 s is not 70 % faster but 3.4 times as fast.
+    # 200 micro-steps in 204 s; a step of twice the size in 0.6 s is not 70 % faster but 3.4 times
+    # as fast.
     before = measured([Update(number=1, samples=16 * 3, seconds=204 / 200)])["samples_per_second"]
     after = measured([Update(number=1, samples=32 * 3, seconds=0.6)])["samples_per_second"]
     assert before == pytest.approx(47.1, abs=0.05)
@@ -232,7 +236,7 @@ def test_on_the_cpu_a_loader_that_keeps_up_means_arithmetic() -> None:
     assert advise(replace(cpu, data_wait_seconds=0.2), T5).bottleneck == "data"
 
 
-def test_too_few_updates_say_nothing() -> None:
+def test_too_few_updates_give_no_advice() -> None:
     advice = advise(replace(BUSY, updates=3), T5, line)
     assert advice.bottleneck == "unknown"
     assert "3 updates" in advice.summary

@@ -90,7 +90,8 @@ def test_an_evaluation_without_its_own_batch_uses_trainings() -> None:
 
 
 def test_a_ladder_never_leads_to_a_configuration_that_failed() -> None:
-    """A run that always fails and always applies the first remedy: no configuration twice, training unchanged."""
+    """A run that always fails and always applies the first remedy: no configuration twice, training
+    unchanged."""
     now, failed = replace(LORA, preset="deepspeed", zero=Zero(stage=2), eval_every=10, loss_chunk=0, batch=8), []
     took: list[str] = []
     for _ in range(60):

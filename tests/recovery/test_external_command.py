@@ -151,7 +151,7 @@ def test_a_command_with_both_options_is_rewritten(command: str, halved: str) -> 
         "python t.py batch_size --gradient_accumulation_steps",
     ],
 )
-def test_a_command_that_cannot_be_rewritten_exactly_is_not(command: str) -> None:
+def test_a_command_that_cannot_be_rewritten_exactly_is_left_alone(command: str) -> None:
     assert half_batch(command.split()) is None
     assert named(remedies_for_command(died(), ExternalCommand(command=tuple(command.split()))), "smaller_batch").command is None
 

@@ -106,7 +106,7 @@ def test_a_forecast_at_a_measured_batch_is_the_measurement() -> None:
 
 
 @pytest.mark.parametrize("stray", [0, 2, 4])
-def test_one_point_that_strays_does_not_move_the_line(stray: int) -> None:
+def test_one_outlier_does_not_move_the_line(stray: int) -> None:
     sizes = {2: 2.0, 4: 3.0, 8: 5.0, 12: 7.0, 16: 9.0}
     sizes[sorted(sizes)[stray]] += 0.8
     found = line(*sizes.items())
@@ -172,7 +172,7 @@ def test_a_forecast_is_never_below_a_failure_and_grows_with_the_batch(
         assert all(found.at(batch) >= clean.at(batch) - 2 for batch in range(1, 300)), "a failure lowered the line"
 
 
-def test_an_estimate_names_itself_one() -> None:
+def test_an_estimate_is_named_as_one() -> None:
     found = line((16, 11.49), (32, 19.73)).with_activations(0.7, "checkpointing")
     assert found.forecast(32, CARD).basis.startswith("estimate: checkpointing")
     assert found.at(32) / GIB == pytest.approx(3.25 + 0.7 * 16.48, abs=0.01)

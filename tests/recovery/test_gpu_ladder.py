@@ -96,7 +96,7 @@ def test_effective_batch_192_on_three_gpus_is_kept_as_16_x_4() -> None:
     ],
 )
 def test_the_largest_exact_divisor_that_fits(batch: int, accumulation: int, world: int, then: tuple[int, int]) -> None:
-    """At most 26 fit: 24 where it divides, never 24 x 2 or 20 x 2 for 64."""
+    """At most 26 samples fit: 24 where it divides the effective batch, otherwise less."""
     before = replace(T5, batch=batch, accumulation=accumulation, world_size=world)
     line = (peak(before, 16, 11.49), peak(before, 32, 19.73))
     split = named(climb(died(total_bytes=CARD), before, peaks=line), "smaller_batch")
@@ -180,7 +180,7 @@ def test_a_remedy_that_is_forecast_to_run_out_again_comes_last_of_those_without_
     assert ids(found) == ["allocator", "checkpointing", "offload_optimizer", "seq_len", "smaller_model"]
     fits = climb(replace(T5_OOM, phase="unknown"), replace(one, batch=2, accumulation=32), host=ROOMY, base_bytes=gib(3))
     assert ids(fits)[:3] == ["allocator", "smaller_batch", "checkpointing"]
-    # Checkpointing alone would take 22 of 19.6 GiB: what may fit is tried before it.
+    # With checkpointing alone the forecast is 22 of 19.6 GiB, so remedies that may fit come first.
     two = replace(T5, batch=2, accumulation=32, eval_every=100)
     tight = climb(
         replace(T5_OOM, phase="unknown"), two, host=ROOMY, peaks=(peak(two, 2, 30.0, failed=True),), base_bytes=gib(3)
@@ -207,7 +207,7 @@ def test_the_whole_ladder_in_order() -> None:
 def test_checkpointing_is_estimated_for_activations_only() -> None:
     found = named(climb(T5_OOM, T5, peaks=measured()), "checkpointing")
     assert found.forecast is not None
-    # 3.25 stay, 30 % of 16.48 go: not 30 % of the peak.
+    # 3.25 GiB stay, and 30 % of the other 16.48 are saved: not 30 % of the peak.
     assert found.forecast.peak_bytes / GIB == pytest.approx(3.25 + 0.7 * 16.48, abs=0.01)
     assert found.forecast.basis.startswith("estimate: base + 70%")
     assert found.speed == 0.75
@@ -303,7 +303,7 @@ def test_a_failed_evaluation_is_not_a_peak_of_training() -> None:
     assert len(situation_of(T5_OOM, evaluating, peaks=trained).peaks) == 3
 
 
-def test_a_model_that_does_not_load_is_not_helped_by_a_smaller_batch() -> None:
+def test_a_smaller_batch_is_not_proposed_for_a_model_that_does_not_load() -> None:
     found = climb(died(phase="load"), T5, host=ROOMY)
     assert not {"smaller_batch", "checkpointing", "chunked_loss", "eval_batch"} & set(ids(found))
     assert why_not(found, "while loading the model")
@@ -499,7 +499,7 @@ def test_memtop_accepts_the_suggested_commands(kind: Kind, now: Settings) -> Non
     for remedy in climb(died(kind, phase="unknown"), busy, host=ROOMY).remedies:
         words = shlex.split(remedy.command or "")
         if words[0] == "memtop":
-            # click refuses an option that there is not, or a value of the wrong type.
+            # click refuses unknown options and values of the wrong type.
             command = app.get_command(click.Context(app), words[1])
             assert command is not None
             command.make_context(words[1], words[2:])

@@ -1,4 +1,4 @@
-"""Counts from a configuration against the models themselves."""
+"""Parameter counts from a configuration, compared with the built models."""
 
 from __future__ import annotations
 

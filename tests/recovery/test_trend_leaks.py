@@ -1,4 +1,5 @@
-"""When growing memory is full, whether to restart the run before that, and why a gauge is in danger."""
+"""When growing memory is full, whether to restart the run before that, and why a gauge is in
+danger."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def trend(seconds: float | None, at: int | None) -> Trend:
         (5, 360, {"start_update": 251, "seconds": 99}, False),
         (5, 360, {"start_update": 250, "seconds": 99}, True),
         (5, 360, {"update": None, "seconds": 99}, False),
-        # A restart saves by itself, so the attempt goes on until half of the memory is used, however rare the saves are.
+        # A restart saves by itself, so the attempt goes on until half of the memory is used,
+        # however rare the saves are.
         (5000, 9000, {"save_every": 1_000_000, "seconds": 4999}, False),
         (5000, 9000, {"save_every": 1_000_000, "seconds": 5000}, True),
     ],
@@ -100,7 +102,8 @@ def test_swap_has_no_end_and_is_never_acted_on() -> None:
 
 
 def danger(samples: list[tuple[Band, int]]) -> list[str]:
-    """The lines for a 10 GiB card, from its band and its cache in MiB at each second. Tensors take 6 GiB."""
+    """The lines for a 10 GiB card, from its band and its cache in MiB at each second. Tensors take
+    6 GiB."""
     watch, lines = DangerWatch("GPU 0"), []
     for second, (band, cache) in enumerate(samples):
         parts = {"tensors": 6 * GIB, "cache": cache * MIB, "other programs": None}

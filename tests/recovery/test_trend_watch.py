@@ -47,7 +47,8 @@ def step(watch: TrendWatch, update: int, time: float | None = None, **sizes: int
 
 
 def train(watch: TrendWatch, updates: int, **grows: int) -> list[tuple[str, dict[str, Any]]]:
-    """Do this many updates, in each of which these sizes grow by these bytes. Returns the events."""
+    """Do this many updates, in each of which these sizes grow by these bytes. Returns the
+    events."""
     events = []
     for update in range(1, updates + 1):
         sizes = {name: GIB + growth * update for name, growth in grows.items()}

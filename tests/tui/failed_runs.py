@@ -1,4 +1,4 @@
-"""A run that has died of memory, as its supervisor tells it, and one that has been through several configurations."""
+"""A run that has run out of memory, as its supervisor reports it, and one with several configurations."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ PROPOSAL = wire.Proposal(diagnosis=DIAGNOSIS, remedies=(SMALLER, ALLOCATOR, SHOR
 
 
 def dead(proposal: wire.Proposal | None = PROPOSAL, **fields: object) -> wire.StateUpdate:
-    """A run that lies dead of memory."""
+    """A run that has failed for lack of memory."""
     known: dict[str, object] = {"state": wire.Phase.FAILED, "alive": False, "on_oom": "ask", "proposal": proposal}
     return running(gpu(), **{**known, **fields})
 

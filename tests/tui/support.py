@@ -1,4 +1,4 @@
-"""A feed that says what a test tells it to and records what is asked of it, and a way to read the screen as text."""
+"""A scripted feed that records its requests, values to show, and dashboards opened and read as text."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def run_state(**fields: object) -> wire.RunState:
 
 
 class RecordingFeed:
-    """Says what is put into it; answers every request with `answers` and keeps the requests."""
+    """Sends the messages of the test, answers every request with `answers` and keeps the requests."""
 
     def __init__(self, *messages: FeedMessage, read_only: bool = False) -> None:
         self.read_only = read_only
@@ -133,7 +133,7 @@ class RecordingFeed:
         for message in (Connected(), *messages):
             self._queue.put_nowait(message)
 
-    def say(self, *messages: FeedMessage) -> None:
+    def send(self, *messages: FeedMessage) -> None:
         for message in messages:
             self._queue.put_nowait(message)
 
@@ -149,17 +149,17 @@ class RecordingFeed:
 
 
 class RecordingProcessActions:
-    """Ends nothing; keeps what it was asked to end. The environment is what the test says, or refused."""
+    """Ends nothing and keeps the processes it should have ended. `environment` None: reading it is refused."""
 
     def __init__(self) -> None:
         self.ended: list[int] = []
-        self.told = EndingReport("{} processes ended, 7.8 GiB returned", good=True)
+        self.report = EndingReport("{} processes ended, 7.8 GiB returned", good=True)
         self.environment: dict[str, str] | None = {"HOME": "/home/ada", "HF_TOKEN": "hf_secret"}
 
     async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> EndingReport:
         self.ended += [one.pid for one in chosen]
         self.seen = machine
-        return self.told._replace(text=self.told.text.format(len(chosen)))
+        return self.report._replace(text=self.report.text.format(len(chosen)))
 
     async def environment_of(self, process: GpuProcess) -> dict[str, str]:
         if self.environment is None:
@@ -174,7 +174,7 @@ def running(*gpus: GpuSample, **fields: object) -> wire.StateUpdate:
 
 
 def screen_text(app: App[DashboardResult]) -> str:
-    """What is on the terminal now, without colours."""
+    """The text on the terminal now, without colours."""
     return "\n".join(strip.text for strip in app.screen._compositor.render_strips())
 
 

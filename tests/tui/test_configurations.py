@@ -88,7 +88,7 @@ async def test_one_key_undoes_after_one_question() -> None:
     async with opened(feed, "U", size=(80, 24)) as (app, pilot):
         assert "✗ Undo: the run has had only one configuration" in screen_text(app)
         assert app.screen is app.dashboard
-        feed.say(CONFIGURATIONS)
+        feed.send(CONFIGURATIONS)
         await settle(pilot)
         for number, keys in enumerate((("U",), ("u", "u")), 1):
             await press(pilot, *keys)
@@ -102,7 +102,7 @@ async def test_a_configuration_that_begins_while_the_table_is_open_is_in_it() ->
     async with opened(feed, size=(80, 24)) as (app, pilot):
         await pilot.press("u")
         ended = replace(ROWS[2], outcome="replaced", until_update=40)
-        feed.say(wire.ConfigurationRows(rows=(*ROWS[:2], ended, configuration(4, 2, outcome=None, until_update=None))))
+        feed.send(wire.ConfigurationRows(rows=(*ROWS[:2], ended, configuration(4, 2, outcome=None, until_update=None))))
         await settle(pilot)
         lines = screen_text(app).splitlines()
         assert lines[2].split()[:2] == ["●", "4"]

@@ -181,7 +181,7 @@ def test_growth_is_forecast_only_where_there_is_some() -> None:
     ]
     alone = store_of(*(message.machine for message in messages if message.machine is not None))
     assert "full in" in text_of(draw_gpu(alone, alone.gpus[0], 70, 4))
-    # Of a run its supervisor judges, who tells a warm-up and a sawtooth from a leak.
+    # For a run the supervisor decides: it distinguishes a warm-up and a sawtooth from a leak.
     watched = store_of(*messages)
     assert "full in" not in text_of(draw_gpu(watched, watched.gpus[0], 70, 4))
     still = store_of(*(machine(gpu(), time=NOW + n) for n in range(20)))
@@ -429,7 +429,7 @@ def test_memory_of_ended_and_unlisted_processes_is_shown() -> None:
     text = text_of(draw_gpu(store, card, 100, 5))
     assert "! held by no living process 2.0" in text
     assert "unlisted 5.0" in text
-    # Where no process of the machine is hidden from us, what none is listed for is nobody's.
+    # If all processes are visible, memory that none is listed for is held by no living process.
     alone = gpu(fraction=0.5, processes=(process(9, used_bytes=3 * GIB),), reserved_bytes=GIB)
     store = dataclasses.replace(store_of(machine(alone)), all_pids_visible=True)
     assert "! held by no living process 7.0" in text_of(draw_gpu(store, alone, 100, 5))

@@ -30,7 +30,7 @@ async def test_presets_and_form_warn_of_settings_that_have_failed() -> None:
         assert "has died" not in screen_text(app)
         await press(pilot, "escape")
         plain = replace(HALF, gradient_checkpointing=False)
-        feed.say(running(gpu(), settings=plain), died_at(SETTINGS, plain))
+        feed.send(running(gpu(), settings=plain), died_at(SETTINGS, plain))
         await settle(pilot)
         await press(pilot, "r")
         assert "has died of memory" not in screen_text(app)

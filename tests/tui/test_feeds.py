@@ -34,7 +34,7 @@ class FakeSampler:
 
 
 class FakeClient:
-    """A supervisor of three lines: says what it is given, answers what it is told to."""
+    """A scripted connection to a supervisor: receives the given messages and keeps what was sent."""
 
     def __init__(self, *messages: wire.Message | None) -> None:
         self.sent: list[wire.Request] = []
@@ -54,7 +54,7 @@ class FakeClient:
 
 
 class Supervisors:
-    """What connecting finds, one after the other; None where nobody listens."""
+    """The clients that connecting finds, one after the other; None where no supervisor listens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *clients: FakeClient | None, revives: bool = False) -> None:
         self.revived = 0
@@ -141,7 +141,7 @@ async def test_a_supervisor_that_dies_is_replaced_while_the_trainer_lives(monkey
     assert supervisors.revived == 1
 
 
-async def test_a_waiting_request_hears_that_the_supervisor_died(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_waiting_request_fails_when_the_supervisor_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeClient(running(gpu()))
     Supervisors(monkeypatch, client)
     feed = run_feed()

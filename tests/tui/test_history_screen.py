@@ -71,7 +71,7 @@ async def test_without_a_run_it_shows_the_samples_of_this_dashboard() -> None:
         assert "power" in text
         assert "power GPU 0" not in text
         assert "cursor " not in text.replace("← → cursor ", "")
-        feed.say(*(machine(second, 0.25) for second in range(1, 5)))
+        feed.send(*(machine(second, 0.25) for second in range(1, 5)))
         await settle(pilot)
         await click(pilot, "#history", offset=(70, 5))
         assert "cursor " in screen_text(app).replace("← → cursor ", "")

@@ -22,7 +22,7 @@ def test_a_closed_terminal_is_distinguished_from_an_open_one() -> None:
 
 def test_the_dashboard_does_not_outlive_its_terminal(tmp_path: Path) -> None:
     master, slave = pty.openpty()
-    # A session without a controlling terminal: nobody sends it a signal.
+    # A session without a controlling terminal gets no signal.
     process = subprocess.Popen(
         [sys.executable, "-m", "memtop", "watch", "--demo"],
         stdin=slave,
@@ -39,7 +39,7 @@ def test_the_dashboard_does_not_outlive_its_terminal(tmp_path: Path) -> None:
             assert select.select([master], [], [], 60)[0], "nothing was painted"
             seen += os.read(master, 65536)
         os.close(master)
-        # 1 where a write to the lost terminal failed before anybody looked.
+        # 1 if a write to the lost terminal failed first.
         assert process.wait(60) in (0, 1)
     finally:
         process.kill()

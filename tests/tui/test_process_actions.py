@@ -56,17 +56,17 @@ async def test_a_protected_row_is_not_ended_and_its_neighbour_is() -> None:
             rows.append(process(program.pid, started_ticks=identity.started_ticks))
         drawing = process(rows[0].pid, choosable=False, kind="graphics", reason="draws on the screen")
         seen = machine(gpu(0, processes=tuple(rows)), gpu(1, processes=(drawing,)))
-        told = await RealProcessActions().end_processes([rows[0]], seen)
-        assert told == EndingReport(f"process {rows[0].pid} cannot be ended from here: draws on the screen", good=False)
+        report = await RealProcessActions().end_processes([rows[0]], seen)
+        assert report == EndingReport(f"process {rows[0].pid} cannot be ended from here: draws on the screen", good=False)
         elsewhere = await RealProcessActions().end_processes([process(1 << 22)], seen)
         assert elsewhere == EndingReport(f"process {1 << 22} is not on a GPU", good=False)
         other = await RealProcessActions().end_processes([process(rows[1].pid, started_ticks=1)], seen)
         assert "its pid was reused" in other.text
         assert programs[1].poll() is None
-        told = await RealProcessActions().end_processes(rows, seen)
-        assert not told.good
-        assert told.text.startswith("1 process ended")
-        assert told.text.endswith("draws on the screen")
+        report = await RealProcessActions().end_processes(rows, seen)
+        assert not report.good
+        assert report.text.startswith("1 process ended")
+        assert report.text.endswith("draws on the screen")
         assert programs[0].poll() is None
         assert programs[1].wait() != 0
     finally:

@@ -130,7 +130,7 @@ async def test_the_whole_reason_why_there_is_no_gpu_is_shown() -> None:
             assert "after installing it" in " ".join(screen_text(app).replace("│", " ").split())
             # Without a run the panel takes the whole width.
             assert (app.screen.query_one("#host-big").size.width > 100) is not has_run
-            feed.say(wire.StateUpdate(run=run_state(), machine=machine(note=NOTE)))
+            feed.send(wire.StateUpdate(run=run_state(), machine=machine(note=NOTE)))
             await settle(pilot)
 
 
@@ -162,7 +162,7 @@ async def test_the_keys_of_other_screens_have_a_button_wherever_there_is_room() 
 
         wanted = {"action-history", "action-processes", "action-gpu", "action-host", "action-help"}
         assert wanted <= await shown_keys(80)
-        feed.say(running(gpu()))
+        feed.send(running(gpu()))
         assert "action-processes" in await shown_keys(120)
         assert "action-history" in await shown_keys(170)
         assert "action-help" in await shown_keys(80)

@@ -104,7 +104,7 @@ async def test_enter_applies_the_first_and_the_answer_is_shown() -> None:
             await resize(pilot, *size)
             assert "✓ attempt 3 trains" in screen_text(app)
         # The same death does not open it once more; the key does.
-        feed.say(dead())
+        feed.send(dead())
         await settle(pilot)
         assert app.screen is app.dashboard
         await press(pilot, "w")
@@ -153,7 +153,7 @@ async def test_a_command_is_shown_to_copy_and_never_run() -> None:
         assert app.clipboard == BY_HAND.command
         # A remedy that begins a new run is one, too.
         new = replace(SMALLER, id="rank", title="LoRA r 32 -> 16", resumable="new run", command="memtop train --set lora.r=16")
-        feed.say(dead(replace(PROPOSAL, remedies=(new,)), attempt=3))
+        feed.send(dead(replace(PROPOSAL, remedies=(new,)), attempt=3))
         await press(pilot, "escape")
         assert "begins a new run: a command to copy" in screen_text(app)
         await press(pilot, "enter")
@@ -183,7 +183,7 @@ async def test_an_announced_restart_counts_down_and_can_be_cancelled(size: tuple
     async with opened(feed, size=size) as (app, pilot):
         assert "remedy 1 begins in 9 s (Enter: ▸ now, s: stay stopped, Esc: close)" in words(app)
         update = dead(auto, state=wire.Phase.RESTARTING, on_oom="auto")
-        feed.say(replace(update, machine=machine(gpu(), time=NOW + 5)))
+        feed.send(replace(update, machine=machine(gpu(), time=NOW + 5)))
         await settle(pilot)
         assert "remedy 1 begins in 4 s" in words(app)
         await (click(pilot, by) if by.startswith("#") else press(pilot, by))
@@ -216,11 +216,11 @@ async def test_it_closes_when_the_run_goes_on_and_opens_after_the_screen_that_is
     async with opened(feed, size=(80, 24)) as (app, pilot):
         card(app)
         # Another dashboard has restarted it; the supervisor drops the proposal only at the first update.
-        feed.say(dead(state=wire.Phase.STARTING, attempt=3, alive=True))
+        feed.send(dead(state=wire.Phase.STARTING, attempt=3, alive=True))
         await settle(pilot)
         assert app.screen is app.dashboard
         await press(pilot, "o")
-        feed.say(dead(attempt=3))
+        feed.send(dead(attempt=3))
         await settle(pilot)
         assert isinstance(app.screen, ProcessesScreen)
         await press(pilot, "escape")
@@ -260,7 +260,7 @@ async def test_without_a_remedy_the_last_advice_is_given_in_order() -> None:
     async with opened(feed, "w", size=(80, 24)) as (app, pilot):
         assert app.screen is app.dashboard
         assert "✗ Recovery: the run has not run out of memory" in screen_text(app)
-        feed.say(dead(replace(PROPOSAL, remedies=(), last_advice=advice)))
+        feed.send(dead(replace(PROPOSAL, remedies=(), last_advice=advice)))
         await settle(pilot)
         text = words(app)
         assert "memtop has no automatic remedy left 1. see who else" in text

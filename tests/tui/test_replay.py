@@ -121,7 +121,7 @@ def test_the_machine_is_replayed_in_full_for_the_last_hour_and_thinned_out_befor
 
 
 async def play(feed: ReplayFeed, until: Callable[[Store], bool], *actions: str) -> tuple[Store, list[FeedMessage]]:
-    """Fold what the feed says, pressing the keys once it stands, until the picture is so."""
+    """Fold the messages of the feed, doing one action after each state, until the condition holds."""
     store, heard, left = Store(), [], list(actions)
     async for message in feed.messages():
         heard.append(message)

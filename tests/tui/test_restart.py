@@ -69,7 +69,7 @@ async def test_a_run_that_begins_to_train_while_the_form_is_open_can_be_changed_
         app.screen.query_one("#batch", Input).value = "4"
         await settle(pilot)
         assert not app.screen.query_one("#live").display
-        feed.say(running(gpu()))
+        feed.send(running(gpu()))
         await settle(pilot)
         assert app.screen.query_one("#live").display
         assert app.screen.query_one("#batch", Input).value == "4"

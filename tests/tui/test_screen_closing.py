@@ -64,7 +64,7 @@ async def test_every_screen_can_be_closed_twice_while_the_run_goes_on() -> None:
     async with opened(feed) as (app, pilot):
         for key in ("u", "b", "o", "g", "m", "h", "r", "s", "k", "1", "U", "question_mark", "w"):
             if key == "w":
-                feed.say(dead())
+                feed.send(dead())
                 await settle(pilot)
                 await pilot.press("escape")
             await press(pilot, key)

@@ -1,4 +1,4 @@
-"""Layouts and states: every size, any number of GPUs, no GPU, no run, nobody at the other end."""
+"""Layouts and states: every size, any number of GPUs, no GPU, no run, no supervisor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_any_number_of_gpus_fits_on_any_terminal_also_when_they_come_and_g
             for count in (1, 2, 8, 16, 0):
                 note = None if count else "no NVIDIA GPU: libnvidia-ml not found"
                 shown = machine(*(gpu(n, 0.4 + n / 40) for n in range(count)), note=note)
-                feed.say(wire.StateUpdate(run=run_state(), machine=shown))
+                feed.send(wire.StateUpdate(run=run_state(), machine=shown))
                 await settle(pilot)
                 text, where = screen_text(app), (columns, rows, count)
                 assert "tiny" in text, where
@@ -98,7 +98,7 @@ async def test_too_small_says_so_and_recovers() -> None:
 async def test_a_lost_supervisor_is_a_worded_state() -> None:
     feed = RecordingFeed(running(gpu()))
     async with opened(feed, size=(80, 24)) as (app, pilot):
-        feed.say(Disconnected("supervisor is gone - reconnecting"))
+        feed.send(Disconnected("supervisor is gone - reconnecting"))
         await settle(pilot)
         for size in ((80, 24), (160, 50)):
             await resize(pilot, *size)
@@ -106,7 +106,7 @@ async def test_a_lost_supervisor_is_a_worded_state() -> None:
             assert "loss 1.842" in screen_text(app)
             await press(pilot, "f")
             assert feed.requests == []
-        feed.say(Connected(), running(gpu()))
+        feed.send(Connected(), running(gpu()))
         await settle(pilot)
         assert "! supervisor is gone" not in screen_text(app)
 
@@ -133,7 +133,7 @@ async def test_the_log_follows_holds_still_and_is_searched() -> None:
     async with opened(feed, size=(80, 24)) as (app, pilot):
         assert "line 199" in screen_text(app)
         await pilot.press("l")
-        feed.say(LogLines(("[rank 0] the newest line",)))
+        feed.send(LogLines(("[rank 0] the newest line",)))
         await settle(pilot)
         assert "not following" in screen_text(app)
         assert "newest" not in screen_text(app)
@@ -160,7 +160,7 @@ async def test_a_tick_without_news_repaints_nothing() -> None:
     async with opened(feed) as (app, pilot):
         panel = app.dashboard.query_one("#training")
         before = panel.lines  # type: ignore[attr-defined]
-        feed.say(running(gpu()))
+        feed.send(running(gpu()))
         await settle(pilot)
         assert panel.lines == before  # type: ignore[attr-defined]
 
@@ -173,11 +173,8 @@ async def test_a_progress_bar_is_one_line_of_the_log_that_moves(tmp_path: Path) 
         rows = app.dashboard.query_one(LogPanel)
 
         async def until(*expected: str) -> None:
-            for _ in range(100):
-                if tuple(rows.rows) == expected:
-                    return
-                await pilot.pause(0.05)
-            assert tuple(rows.rows) == expected
+            while tuple(rows.rows) != expected:
+                await pilot.pause(0.02)
 
         await until("begin", " 10%|#")
         await settle(pilot)

@@ -78,7 +78,7 @@ async def test_enter_tries_the_marked_proposal_and_shows_the_answer() -> None:
     async with opened(feed, "b", size=(80, 24)) as (app, pilot):
         assert app.screen is app.dashboard
         assert "✗ Speed: what limits the speed is not known yet" in screen_text(app)
-        feed.say(running(gpu(), advice=ADVICE))
+        feed.send(running(gpu(), advice=ADVICE))
         await settle(pilot)
         for number, size in enumerate(SIZES, 1):
             await resize(pilot, *size)
@@ -97,7 +97,7 @@ async def test_where_nothing_can_be_tried_the_reason_is_given() -> None:
     feed = RecordingFeed(running(gpu(), advice=ADVICE, state=wire.Phase.STOPPED, alive=False))
     async with opened(feed, "b", "t", size=(80, 24)) as (app, pilot):
         assert "✗ a trial measures a run that trains: this one is stopped" in screen_text(app)
-        feed.say(running(gpu(), advice=replace(ADVICE, proposals=())))
+        feed.send(running(gpu(), advice=replace(ADVICE, proposals=())))
         await press(pilot, "escape")
         await press(pilot, "b", "t")
         assert "✗ there is no proposal to try" in screen_text(app)

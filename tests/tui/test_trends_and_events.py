@@ -93,9 +93,9 @@ def test_memory_that_is_full_only_after_the_runs_end_is_noted_without_a_banner()
             assert "not full before the run ends" in " ".join(text.split())
         assert "full before the run ends" in text_of(draw_gpu(store, store.gpus[0], 100, 8))
         assert "full in" not in text_of(draw_gpu(store, store.gpus[0], 100, 8))
-    # Where nobody knows when the run ends, the leak counts.
+    # If the end of the run is unknown, the leak counts.
     assert "full in 90 min" in notice(store_of(workers, total_updates=None, eta_seconds=None))
-    # At its last update it is not too late to tell.
+    # The last update still counts.
     assert "full in" in notice(store_of(workers, total_updates=9_000))
 
 
