@@ -68,12 +68,12 @@ def test_memory_is_reported_only_while_processes_hold_it_and_a_supervisor_measur
     assert living is not None
     state = read_state(folder_of(tmp_path, living if trains else ended(), living if supervised else ended(), phase))
     (rank,) = state.ranks
-    told = trains and supervised
+    known = trains and supervised
     assert (rank.connected, rank.allocated_bytes, rank.reserved_bytes, rank.rss_bytes) == (
-        (True, 5, 6, 8) if told else (False, None, None, None)
+        (True, 5, 6, 8) if known else (False, None, None, None)
     )
     assert rank.peak_bytes == 7, "that has been"
-    assert (state.run_rss_bytes, len(state.run_memory)) == ((9, 1) if told else (None, 0))
+    assert (state.run_rss_bytes, len(state.run_memory)) == ((9, 1) if known else (None, 0))
     assert state.supervisor_pid == (program.pid if supervised else None)
 
 

@@ -65,8 +65,8 @@ def oom(**about: Any) -> Oom:
 
 def test_a_failure_is_reported_with_the_batch_that_failed(folder: Path) -> None:
     """The settings may be others by then, and an evaluation's batch is its own: the rank's report knows."""
-    told = end_of(folder, settings=settings_of(32), reports=((0, oom(batch=8)),))
-    found = examine(told, AttemptEvidence(folder, time.time()))
+    failure = end_of(folder, settings=settings_of(32), reports=((0, oom(batch=8)),))
+    found = examine(failure, AttemptEvidence(folder, time.time()))
     assert (found.kind, found.requested_for) == (Kind.GPU_OOM, "the logits (B 8 x T 252 x V 40960, fp32)")
     # Where it does not say, those count that the program last reported.
     silent = end_of(folder, settings=settings_of(8), reports=((0, oom(batch=None)),))

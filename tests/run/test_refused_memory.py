@@ -87,7 +87,7 @@ class LeastMemory(threading.Thread):
         self.join()
 
 
-def told(runs: Runs, kind: str) -> str:
+def message_of(runs: Runs, kind: str) -> str:
     """The words of the run's first event of that kind."""
     return runs.events("a", kind)[0].message
 
@@ -121,7 +121,7 @@ def test_the_leak_that_was_seen_is_the_first_thing_said(runs: Runs) -> None:
     (cause,) = proposal["causes"]
     assert cause.startswith("anonymous memory of rank 0 grew by 2.0 MiB per update until the end: a leak")
     assert "a smaller batch does not fix it" in cause
-    assert "the address space (ulimit -v) is full in" in told(runs, "trend")
+    assert "the address space (ulimit -v) is full in" in message_of(runs, "trend")
     assert shown.index(cause) < shown.index("memtop does nothing yet")
     # Whatever else may be had would only put it off.
     assert proposal["remedies"] == []

@@ -26,12 +26,12 @@ own = bytearray(b"x") * (24 << 20)
 batches = mmap.mmap(-1, {SHARED} << 20)
 children = []
 for _ in range(2):
-    ready, told = os.pipe()
+    ready, notify = os.pipe()
     child = os.fork()
     if not child:
         for page in range(0, {SHARED} << 20, 4096):
             batches[page] = 1
-        os.write(told, b"1")
+        os.write(notify, b"1")
         while True: time.sleep(60)
     os.read(ready, 1)
     children.append(child)

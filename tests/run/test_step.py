@@ -136,10 +136,10 @@ def test_a_stop_waits_for_a_save_as_long_as_they_have_taken() -> None:
     assert plain.stretched(5000.0, 1e9).graceful == 30.0 + 2 * 5000.0
 
 
-@pytest.mark.parametrize("told", ["checkpoint", "evaluation"])
-def test_a_trainer_that_saves_for_long_is_not_killed_in_the_middle_of_it(told: str) -> None:
+@pytest.mark.parametrize("work", ["checkpoint", "evaluation"])
+def test_a_trainer_that_saves_for_long_is_not_killed_in_the_middle_of_it(work: str) -> None:
     brain = training(agents=frozenset({0}))
-    if told == "checkpoint":
+    if work == "checkpoint":
         # The supervisor may have begun after the update before it.
         progress = heard(replace(brain.model.progress, step=None), {"type": "checkpoint", "updates": 7, "seconds": 150.0})
     else:

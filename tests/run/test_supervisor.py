@@ -341,12 +341,12 @@ async def test_two_viewers_see_the_same_and_commands_are_answered(runs: Runs, mo
     assert "no training process is connected" in await answer(viewers[0], 7, Outcome.REFUSED)
     await viewers[1].send(Restart(id=8, change=Change()))
     assert await answer(viewers[1], 8, Outcome.DONE) == "attempt 2 started"
-    # The other viewer is told that earlier rows no longer count, and what happened.
-    rows_reset, told = False, False
-    while not (rows_reset and told):
+    # The other viewer learns that earlier rows no longer count, and what happened.
+    rows_reset, explained = False, False
+    while not (rows_reset and explained):
         message = await viewers[0].receive()
         rows_reset |= isinstance(message, MetricRows) and message.reset_from == 1
-        told |= isinstance(message, EventRows) and any(event.message == "attempt 2: restart" for event in message.rows)
+        explained |= isinstance(message, EventRows) and any(event.message == "attempt 2: restart" for event in message.rows)
     for viewer in viewers:
         await viewer.close()
 

@@ -111,8 +111,8 @@ def test_a_person_may_have_something_else_done_about_it(runs: Runs) -> None:
     runs.kill(supervisor)
     runs.memtop("restart", "a", "--headless")
     # As it was, without the remedy: it dies again, and of that it comes back by itself.
-    told = [(attempt["reason"].partition(":")[0], attempt["outcome"]) for attempt in runs.show("a")["attempts"]]
-    assert told == [("start", "failed"), ("restart", "failed"), ("gpu_oom_fragmented", "finished")]
+    attempts = [(attempt["reason"].partition(":")[0], attempt["outcome"]) for attempt in runs.show("a")["attempts"]]
+    assert attempts == [("start", "failed"), ("restart", "failed"), ("gpu_oom_fragmented", "finished")]
 
 
 def test_a_cancelled_restart_is_not_resumed(runs: Runs) -> None:
@@ -125,7 +125,7 @@ def test_a_cancelled_restart_is_not_resumed(runs: Runs) -> None:
 
 
 def test_a_remedy_that_was_just_begun_is_not_begun_twice(runs: Runs) -> None:
-    """The supervisor dies after it has started the second attempt and before it has told of it."""
+    """The supervisor dies after it has started the second attempt and before it has recorded it."""
     program = (sys.executable, "-c", FRAGMENTED.replace('print("done")', f"exec({UNTIL_GO!r})"))
     spec = RunSpec(name="a", created=1.0, settings=None, command=program, cwd=str(runs.root), on_oom="auto", memtop_version="0")
     folder = create_run(runs.path, spec, fresh=False)
@@ -348,7 +348,7 @@ def test_an_older_state_hides_no_living_trainer(tmp_path: Path) -> None:
 
 
 class Heard:
-    """What the rules are told of one attempt, and what its ledger gets."""
+    """The events of one attempt, and what its ledger gets."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "ledger.sqlite"

@@ -253,15 +253,15 @@ def test_a_killed_compilation_does_not_block_the_next_one(tmp_path: Path) -> Non
         assert (folder / "lock").exists()
         for process in compilers:
             process.kill()
-        told, _ = second.communicate(timeout=120)
+        printed, _ = second.communicate(timeout=120)
     finally:
         for process in compilers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         first.kill()
         first.wait()
-    assert told.splitlines()[0] == f"memtop: removed {folder / 'lock'}, left by a compilation that was killed"
-    assert told.splitlines()[-1] == "compiled"
+    assert printed.splitlines()[0] == f"memtop: removed {folder / 'lock'}, left by a compilation that was killed"
+    assert printed.splitlines()[-1] == "compiled"
     assert second.returncode == 0
 
 
