@@ -170,7 +170,7 @@ class TrialState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def proven(self) -> Settings | None:
-        """The settings that changes start from while those on trial are in place; otherwise None."""
+        """The settings that changes start from while those on trial are in place; else None."""
         return self.before if self.unproven else None
 
     def is_gone(self, settings: Settings | None) -> bool:
