@@ -22,8 +22,7 @@ from accelerate.tracking import GeneralTracker
 
 from memtop.presets import Settings, SettingsError
 from memtop.presets.edits import assign
-from memtop.presets.fields import LIVE, differing, not_live
-from memtop.presets.validation import check
+from memtop.presets.fields import LIVE, check, differing, not_live
 from memtop.train import BadInputError
 from memtop.train.engine import Ranks
 

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 
 from memtop.presets import Settings, SettingsError
+from memtop.presets.fields import check
 from memtop.presets.host_memory import HostPlan
-from memtop.presets.validation import check
 from memtop.train import BadInputError, TrainingError, UnsavedError
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.batches import Position, agree_on_host_plan

@@ -1,4 +1,4 @@
-"""Carries out what the rules ask for. The only file that acts on a run."""
+"""Carries out the effects of the rules. No other file acts on a run."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Performer:
         self.attempt: RunningAttempt | None = None
         self.intake: Intake | None = None
         self.failure: MemtopError | None = None
-        """Why this supervisor cannot begin."""
+        """Why this supervisor cannot begin; None if it can."""
         self.clients: dict[int, Peer] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self._folder, self._spec = folder, spec
@@ -152,7 +152,7 @@ class Performer:
         return None
 
     def follow(self, number: int, started: float, shim_pid: int | None = None) -> None:
-        """From here on this is the run's attempt."""
+        """Make this the run's present attempt."""
         self.attempt = RunningAttempt(self._folder, number, shim_pid)
         self.intake = Intake(self.attempt.folder, number, self._outbox, self._publisher.add_steps)
         self._sensors.follow(self.attempt, started, new=shim_pid is not None)
@@ -225,13 +225,13 @@ class Performer:
             effect.terminate_seconds,
             lambda name, count: self._post(LeftoversFound(name=name, count=count)),
         )
-        # Among them may have been the trainer itself, whose launcher had ended: what it still
-        # reported counts.
+        # One of them may have been the trainer itself, whose launcher had ended: its last reports
+        # count.
         self._read_reports()
         self._post(LeftoversCleared(log=read_log_end(attempt.log_path), states=read_states(self._folder)))
 
     async def _examine(self, effect: Examine, model: Model) -> None:
-        """Why the attempt ended. Its log may be large: it is read in a thread."""
+        """Find out why the attempt ended, in a thread, because its log may be large."""
         attempt, progress = self.attempt, model.progress
         assert attempt is not None
         evidence = self._sensors.evidence or AttemptEvidence(attempt.folder, effect.ended)

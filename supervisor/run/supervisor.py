@@ -73,9 +73,7 @@ class Supervisor:
         self._newest_client = 0
 
     async def run(self, change: Change | None) -> None:
-        """Look after the run until it ends. `change` restarts an ended run, or one that is
-        adopted.
-        """
+        """Supervise the run until it ends. `change`: restart it first, with this change."""
         if not self._lock.acquire():
             raise RunFolderError(f"run {self.folder.name!r} is in use by another supervisor: memtop watch {self.folder.name}")
         become_subreaper()
@@ -114,9 +112,7 @@ class Supervisor:
             self._lock.release()
 
     def handle(self, event: Occurrence) -> None:
-        """Give one event to the rules, carry out what they ask for, and then handle what that led
-        to at once.
-        """
+        """Pass an event to the rules, carry out the effects, then handle the events that follow."""
         events = deque([event])
         while events:
             before = self.model
@@ -195,7 +191,7 @@ class Supervisor:
         self._publish()
 
     def _pay(self) -> None:
-        """Give the ledger what it could not take before: the disk may have space again."""
+        """Write what the ledger could not store before: the disk may have space again."""
         if self._performer.intake is not None:
             self._performer.intake.store()
         self._outbox.retry()

@@ -69,7 +69,7 @@ PACED = """
 """
 """40 updates of a small model take 2 s and almost no CPU, so that a test can act before the end."""
 SOON_STALLED = """
-    import memtop.supervisor.run.post_mortem.stall as stall
+    import memtop.supervisor.run.post_mortem.examine as stall
     stall.SECONDS = stall.FIRST_SECONDS = 3.0
     import functools
     from memtop.supervisor.run import supervisor

@@ -7,7 +7,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from memtop.presets import load_presets, load_recipes, resolve
-from memtop.supervisor.run.post_mortem.stall import ASIDE_SECONDS, FIRST_SECONDS, MOST_SECONDS, SECONDS, StallWatch
+from memtop.supervisor.run.post_mortem.examine import ASIDE_SECONDS, FIRST_SECONDS, MOST_SECONDS, SECONDS, StallWatch
 from memtop.supervisor.run.progress import Progress
 from tests.run.reported import reported
 

@@ -1,6 +1,4 @@
-"""How attempts begin: the settings of the next one, its start, and what follows when it cannot be
-started.
-"""
+"""How attempts begin: the settings of the next one, its start, and the model after it."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from memtop.supervisor.wire import Change, Checkpoint, Phase
 
 
 def foreseen(model: Model, change: Change) -> Settings | None:
-    """The settings that a change leads to if it is made now; UsageError if it cannot be made.
+    """The settings that result if this change is made now; UsageError if it is not possible.
 
     A run in progress first finishes one more update.
     """
@@ -36,7 +34,7 @@ def foreseen(model: Model, change: Change) -> Settings | None:
 
 
 def settings_after(model: Model, change: Change) -> Settings | None:
-    """The settings of an attempt that begins with this change; UsageError if it cannot."""
+    """The settings of an attempt that begins with this change; UsageError if it is not possible."""
     return edited(model.proven, change, _resumed_from(model, change), model.configurations.rows)
 
 
@@ -45,10 +43,10 @@ def _resumed_from(model: Model, change: Change) -> Checkpoint | None:
 
 
 def launch(model: Model, change: Change, cause: Cause, *, client: int | None = None, request: int = 0) -> Model:
-    """Start the next attempt from the newest complete state, with the changed settings. UsageError
-    if it cannot be.
+    """Start the next attempt from the newest complete state, with the changed settings.
 
-    Until it has started, everything that is known of the attempt before stays.
+    The model keeps everything about the previous attempt until this one has started. UsageError if
+    the change is not possible.
     """
     settings = settings_after(model, change)
     allocator = change.assignments.get("allocator", model.allocator) if settings is None else ""
@@ -111,7 +109,7 @@ def launched(model: Model, event: Launched) -> Model:
 
 
 def _anew(model: Model, launching: Launching, event: Launched, repeated: str | None) -> Model:
-    """The model at the start of an attempt: what belongs to the attempt before is forgotten."""
+    """The model at the start of an attempt: everything about the previous attempt is reset."""
     return replace(
         model,
         launching=None,
@@ -140,8 +138,10 @@ def _anew(model: Model, launching: Launching, event: Launched, repeated: str | N
 
 
 def _repeated(model: Model, change: Change, checkpoint: Checkpoint | None) -> str | None:
-    """What is lost of the attempt before; nothing is where it went back on purpose. Of an external
-    command it is not known.
+    """Which updates of the previous attempt are repeated, in words.
+
+    None if the run went back to an earlier state on purpose, and for external commands, whose saved
+    state memtop does not know.
     """
     if model.settings is None or change.state_before is not None:
         return None
