@@ -11,8 +11,19 @@ from memtop.tui.configurations import ConfigurationsScreen, consequences, facts,
 from memtop.tui.line import plain
 from memtop.tui.screen import ConfirmDialog
 from memtop.tui.store import Store, fold
-from tests.tui.failed_runs import CONFIGURATIONS, configuration
-from tests.tui.support import GIB, RecordingFeed, gpu, opened, press, resize, running, screen_text, settle
+from tests.tui.support import (
+    CONFIGURATIONS,
+    GIB,
+    RecordingFeed,
+    configuration,
+    gpu,
+    opened,
+    press,
+    resize,
+    running,
+    screen_text,
+    settle,
+)
 
 SIZES = [(80, 24), (160, 50)]
 ROWS = CONFIGURATIONS.rows

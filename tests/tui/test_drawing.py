@@ -41,18 +41,9 @@ from tests.tui.support import (
     process,
     run_state,
     running,
+    store_of,
+    text_of,
 )
-
-
-def text_of(lines: object) -> str:
-    return "\n".join(plain(one) for one in lines)  # type: ignore[attr-defined]
-
-
-def store_of(*messages: object) -> Store:
-    store = Store()
-    for message in (Connected(), *messages):
-        store = fold(store, message)  # type: ignore[arg-type]
-    return store
 
 
 def test_a_bar_has_the_85_and_90_lines_in_its_free_part() -> None:
@@ -194,9 +185,7 @@ def test_without_a_gpu_one_honest_line() -> None:
 
 
 def test_host_memory_shows_limit_swap_and_pressure() -> None:
-    import msgspec
-
-    limited = msgspec.structs.replace(HOST, limit_bytes=16 * GIB)
+    limited = replace(HOST, limit_bytes=16 * GIB)
     store = store_of(wire.StateUpdate(run=run_state(), machine=machine(host=limited)))
     text = text_of(draw_host(store, 60, 12))
     assert "limit 16.0 of 32.0" in text
@@ -207,9 +196,7 @@ def test_host_memory_shows_limit_swap_and_pressure() -> None:
 
 
 def test_a_machine_without_swap_says_none() -> None:
-    import msgspec
-
-    store = store_of(machine(host=msgspec.structs.replace(HOST, swap_total_bytes=0)))
+    store = store_of(machine(host=replace(HOST, swap_total_bytes=0)))
     assert "Swap  none" in text_of(draw_host(store, 60, 5))
 
 

@@ -22,13 +22,19 @@ from memtop.tui.recovery import OomCard, memory_lines, outlook
 from memtop.tui.remedies import predicted_line, remedy_lines
 from memtop.tui.screen import ConfirmDialog
 from memtop.tui.store import Store, fold
-from tests.tui.failed_runs import ALLOCATOR, BY_HAND, DIAGNOSIS, PROPOSAL, SHORTER, SMALLER, dead
 from tests.tui.support import (
+    ALLOCATOR,
+    BY_HAND,
+    DIAGNOSIS,
     GIB,
     HOST,
     NOW,
+    PROPOSAL,
+    SHORTER,
+    SMALLER,
     RecordingFeed,
     click,
+    dead,
     gpu,
     machine,
     opened,

@@ -1,24 +1,26 @@
-"""The restart form: a change that the trainer applies while it runs, and the expected peak."""
+"""The restart form: changes while the run trains, the expected peak, and what has already failed."""
 
 from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
-from textual.widgets import Button, Input
+from textual.widgets import Button, DataTable, Input
 
 from memtop.presets.schema import Settings, Zero
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.recovery.values import Peak
-from memtop.supervisor.wire import Change, Edit, Restart
+from memtop.supervisor.wire import Change, Configuration, Edit, Restart
 from memtop.tui.app import DashboardApp
 from memtop.tui.line import plain
 from memtop.tui.remedies import MeasuredMemory, outlook_of
 from memtop.tui.restart_plan import can_be_live
 from memtop.tui.store import Store, fold
-from tests.tui.failed_runs import CONFIGURATIONS
 from tests.tui.support import (
+    CONFIGURATIONS,
     GIB,
+    NOW,
+    PROPOSAL,
     SETTINGS,
     RecordingFeed,
     click,
@@ -34,6 +36,8 @@ from tests.tui.support import (
 
 SIZES = [(80, 24), (160, 50)]
 HALF = replace(SETTINGS, batch=4, accumulation=8)
+SHARDED = replace(SETTINGS, zero=Zero(stage=2), preset="mine")
+LOW = replace(SETTINGS, batch=4, accumulation=8, gradient_checkpointing=True, preset="low")
 
 
 def words(app: DashboardApp) -> str:
@@ -124,3 +128,46 @@ def test_on_the_cpu_it_is_host_memory_within_its_limit() -> None:
     peaks = (Peak(batch=4, bytes=GIB, updates=9, settings_key="another"),)
     (line,) = MeasuredMemory(peaks, None, 32 * GIB, on_gpu=False).lines(settings, 200)
     assert plain(line) == "? RAM peak cannot be predicted: nothing was measured with these settings yet"
+
+
+def died_at(settings: object, present: object) -> wire.ConfigurationRows:
+    first = Configuration(number=1, attempt=1, started=NOW, reason="start", settings=settings, outcome="gpu_oom")  # type: ignore[arg-type]
+    second = Configuration(number=2, attempt=2, started=NOW, reason="gpu_oom", settings=present)  # type: ignore[arg-type]
+    return wire.ConfigurationRows(rows=(first, second))
+
+
+async def test_presets_and_form_warn_of_settings_that_have_failed() -> None:
+    feed = RecordingFeed(running(gpu(), settings=SHARDED), died_at(SETTINGS, SHARDED))
+    async with opened(feed, "5", size=(160, 50)) as (app, pilot):
+        assert "! the run has died of memory with batch 8: this is the same, and saves nothing more" in screen_text(app)
+        await press(pilot, "7")
+        assert "has died" not in screen_text(app)
+        await press(pilot, "escape")
+        unsaved = replace(LOW, gradient_checkpointing=False)
+        feed.send(running(gpu(), settings=unsaved), died_at(SETTINGS, unsaved))
+        await settle(pilot)
+        await press(pilot, "r")
+        assert "has died of memory" not in screen_text(app)
+        app.screen.query_one("#batch", Input).value = "9"
+        await settle(pilot)
+        assert "! the run has died of memory with batch 8: this is more than that (9)" in screen_text(app)
+
+
+async def test_a_preset_is_shown_as_it_will_be_applied_after_a_failure() -> None:
+    feed = RecordingFeed(running(gpu(), settings=LOW), died_at(SETTINGS, LOW))
+    async with opened(feed, "5", size=(160, 50)) as (app, pilot):
+        cells = [str(cell) for cell in app.screen.query_one(DataTable).get_row("standard")]
+        assert "4 x 8 x 1" in cells
+        assert "checkpointing" not in cells[-1]
+        await press(pilot, "enter")
+        assert feed.requests == [Restart(id=1, change=Change(preset="standard"))]
+
+
+async def test_the_card_shows_the_cause_before_what_can_be_done() -> None:
+    cause = "anonymous memory of rank 0 grew by 5.0 MiB per update until the end: a leak"
+    proposal = replace(PROPOSAL, causes=(cause,))
+    feed = RecordingFeed(running(gpu(), state=wire.Phase.FAILED, alive=False, proposal=proposal))
+    async with opened(feed, size=(160, 50)) as (app, _):
+        text = " ".join(screen_text(app).replace("│", " ").split())
+        assert f"! {cause}" in text
+        assert text.index(cause) < text.index("What can be done")

@@ -11,10 +11,11 @@ from memtop.tui.dashboard.training import draw_compact_training, draw_training
 from memtop.tui.line import plain
 from memtop.tui.speed import SpeedScreen, advice_lines, trial_lines
 from memtop.tui.store import Store, fold
-from tests.tui.failed_runs import BY_HAND, SMALLER
 from tests.tui.support import (
+    BY_HAND,
     GIB,
     NOW,
+    SMALLER,
     RecordingFeed,
     gpu,
     opened,

@@ -8,7 +8,7 @@ from memtop.supervisor import wire
 from memtop.tui.feed import LogLines
 from memtop.tui.keymap import BY_ID, obstacle, offered, stray_count
 from memtop.tui.store import HISTORY_LENGTH, LOG_LINES_KEPT, Store, fold, holders
-from tests.tui.support import GIB, NOW, gpu, machine, process, run_state, running
+from tests.tui.support import GIB, NOW, gpu, machine, process, run_state, running, store_of
 
 
 def rows(*updates: int, attempt: int = 1) -> tuple[wire.Metric, ...]:
@@ -69,9 +69,7 @@ def test_run_actions_need_a_run_and_a_link(action: str) -> None:
 
 @pytest.mark.parametrize(("action", "possible"), [("free", False), ("stop", False), ("restart", True), ("kill", True)])
 def test_commands_for_a_run_that_is_over(action: str, possible: bool) -> None:
-    from memtop.tui.feed import Connected
-
-    store = fold(fold(Store(), Connected()), running(gpu(), state=wire.Phase.STOPPED, alive=False))
+    store = store_of(running(gpu(), state=wire.Phase.STOPPED, alive=False))
     assert (obstacle(BY_ID[action], store) is None) is possible
 
 
