@@ -21,9 +21,9 @@ from memtop.supervisor.monitor.processes.facts import ProcessDescriber
 from memtop.supervisor.monitor.processes.proc import read_stat
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
 from memtop.supervisor.monitor.strays import KnownRun
-from memtop.supervisor.monitor.values import Band, only_gpus
+from memtop.supervisor.monitor.values import Band, MachineSnapshot, only_gpus
 from memtop.supervisor.monitor.vram import vram_parts
-from tests.monitor.conftest import GIB, Clock, Start, ended
+from tests.monitor.conftest import GIB, Clock, Start, ended, eventually
 from tests.nvml_double.double import Script
 
 GPU_KEYS = {
@@ -283,8 +283,7 @@ def test_host_memory_and_cpu(driver: Script, reader: NvmlReader, clock: Clock, s
         assert row.parent_pid == os.getpid()
     # The clock is manual, but the work is real: wait for it, then advance the clock by two seconds.
     before = cpu_ticks(busy.pid)
-    while cpu_ticks(busy.pid) < before + 20:
-        pass
+    eventually(lambda: cpu_ticks(busy.pid), lambda now: now >= before + 20)
     clock.pass_(2.0)
     first, second = watcher.sample().gpus[0].processes
     assert first.host_cpu_fraction is not None
@@ -391,11 +390,13 @@ def test_bytes_that_are_not_utf_8_can_be_sent_and_shown(driver: Script, reader: 
     marks = {b"MEMTOP_RUN": os.fsencode(tmp_path) + b"/caf\xe9", b"MEMTOP_ATTEMPT": b"9" * 5000, b"SLURM_JOB_ID": b"7\xe9"}
     with subprocess.Popen(command, env=marks) as program:
         driver.gpu(0, total=GIB).process(0, pid=program.pid, used=5).write()
-        for _ in range(200):
-            snapshot = sampler(reader).sample()
-            if "caf" in (snapshot.gpus[0].processes[0].command or ""):
-                break
+
+        def look() -> MachineSnapshot:
             reader.refresh()
+            return sampler(reader).sample()
+
+        # The child has this command line only after its exec.
+        snapshot = eventually(look, lambda found: "caf" in (found.gpus[0].processes[0].command or ""))
         program.kill()
     msgspec.json.encode(snapshot)
     (row,) = snapshot.gpus[0].processes

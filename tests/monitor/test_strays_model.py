@@ -1,4 +1,4 @@
-"""Ten thousand random machines against an oracle: no wrong process gets a signal, and every
+"""Thousands of random machines against an oracle: no wrong process gets a signal, and every
 provable stray is found.
 
 The decisions are the real ones (`judge`, `choose`, `end_processes`). Only the kernel is a model:
@@ -23,7 +23,7 @@ from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt, choose, 
 from memtop.supervisor.monitor.termination import end_processes
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 
-TABLES = 10_000
+TABLES = 4_000
 ME, OTHER = 1000, 1001
 NAMES = ("python", "python", "python", "pt_main_thread", "Xorg", "nvidia-cuda-mps-server", "nvidia-cuda-mps")
 KINDS = ("compute", "compute", "compute", "mps", "graphics", "compute+graphics")

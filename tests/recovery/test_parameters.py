@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import ALL_TARGETS, ATTENTION_TARGETS, Lora
 from memtop.supervisor.recovery.configuration import adapter_parameters, model_parameters, smaller_model, trained_parameters
-from tests.recovery.support import FIRST, LORA, T5
+from tests.recovery.support import FIRST, LORA, RECIPES, T5
 
 T5_CONFIG = T5.model["config"]
 QWEN_7B = {
@@ -28,6 +28,7 @@ CONFIGS: list[dict[str, Any]] = [
     T5_CONFIG,
     {**T5_CONFIG, "num_layers": 3, "num_decoder_layers": 2, "feed_forward_proj": "gated-gelu"},
     FIRST.model["config"],
+    RECIPES["pretrain-causal"].model["config"],
     {**SMALL, "model_type": "llama", "num_key_value_heads": 2},
     {**SMALL, "model_type": "mistral", "num_key_value_heads": 1},
     {**SMALL, "model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True},
