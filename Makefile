@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.memtop-installed
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: run test lint types contracts unit long bench screenshots clean help
+.PHONY: run test lint types contracts ops unit long bench screenshots clean help
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -33,10 +33,14 @@ types: $(STAMP)
 contracts: $(STAMP)
 	$(BIN)/lint-imports
 
-unit: $(STAMP)
+ops: $(STAMP)
+	@# DeepSpeed compiles its CPU Adam on first use. The tests start when it is there.
+	-PATH=$$PATH:$(abspath $(BIN)) $(BIN)/python -c 'from deepspeed.ops.op_builder import CPUAdamBuilder as op; op().load(verbose=False)' > /dev/null
+
+unit: $(STAMP) ops
 	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 
-long: $(STAMP) ## the same tests, each program started from scratch (half an hour)
+long: $(STAMP) ops ## the same tests, each program started from scratch (half an hour)
 	MEMTOP_TESTS_EXEC=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 bench: $(STAMP) ## measure; prints JSON

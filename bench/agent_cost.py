@@ -1,9 +1,10 @@
-"""What the agent costs the default recipe: step times with and without it, in turns within one run.
+"""The cost of the agent for the default recipe: step times with and without it, in turns within one
+run.
 
     python -m bench.agent_cost [ROUNDS]
 
-The agent's own work per step (report, readings, commands) is also timed alone, in the same process, since the difference of
-two noisy step times says little about something so small.
+The agent's work per step (report, readings, commands) is also measured alone, because the
+difference of two noisy step times is too inaccurate for so small a cost.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def settings_file(folder: Path) -> Path:
 def environment(folder: Path, *, agent: bool) -> dict[str, str]:
     added = {"HF_HUB_OFFLINE": "1"}
     if agent:
-        # Without a supervisor: the journal is written all the same, the link tries to connect now and then.
+        # Without a supervisor the agent still writes its journal, and sometimes tries to connect.
         added |= {"PYTHONPATH": str(SITE), "MEMTOP_ATTEMPT_DIR": str(folder), "MEMTOP_SOCKET": str(folder / "no.sock")}
     return {**os.environ, **added}
 
@@ -86,8 +87,9 @@ def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     arms: dict[str, list[float]] = {"without": [], "with": [], "control": []}
     for number in range(rounds):
-        # In turns, and in changing order: a drift of the machine's speed hits all. The control arm is another run without
-        # the agent: what it differs by is the noise of the machine.
+        # In turns and in changing order, so that a drift of the machine's speed affects all arms.
+        # The control arm is another run without the agent: its difference is the noise of the
+        # machine.
         order = sorted(arms, reverse=bool(number % 2))
         for arm in order:
             arms[arm].append(step_seconds(agent=arm == "with"))

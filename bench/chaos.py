@@ -1,9 +1,10 @@
-"""Random SIGKILLs over short runs: of the trainer, in the middle of a save too, the supervisor, a follower and a dashboard.
+"""Sends SIGKILL at random times in short runs: to the trainer (also during a save), the supervisor,
+a follower and a dashboard.
 
     python -m bench.chaos [--kills 100] [--seed 23333] [--seconds N] [--folder DIR]
 
-Every run is taken up again until it finishes. Then each of its updates must have used the samples of the undisturbed run's
-(equal digests), each sample once an epoch as that one, and the final state must be its, byte for byte.
+Every run is restarted until it finishes. It must then have used the same samples in each update as
+an undisturbed run (equal digests), and its final state must be equal, byte for byte.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ max_bytes = 8000
 VICTIMS = ("trainer", "mid-save", "supervisor", "both", "follower", "dashboard")
 WEIGHTS = (5, 4, 4, 2, 2, 2)
 _WITHIN_SECONDS = 6.0
-"""A kill comes within so many seconds of the last one (or of the start): loading, training and the end are all hit."""
+"""The most seconds between two kills, so that loading, training and the end are all hit."""
 _MOST_KILLS_A_RUN = 8
 _RUN_SECONDS = 900.0
 
@@ -80,7 +81,7 @@ class Chaos:
         (runs.root / "memtop.toml").write_text(RECIPE)
 
     def reference(self) -> dict[str, Any]:
-        """What a run comes to that nothing disturbs."""
+        """The outcome of an undisturbed run."""
         self.runs.memtop("train", "chaos", "--name", "reference", "--headless", timeout=_RUN_SECONDS)
         return self._outcome("reference")
 
@@ -96,7 +97,7 @@ class Chaos:
         }
 
     def run(self, name: str, kills: int, expected: dict[str, Any]) -> int:
-        """One run with that many kills, as far as it lives long enough for them; how many there were."""
+        """One run with at most this many kills. Returns how many there were before it finished."""
         self.runs.memtop("train", "chaos", "--name", name, "--detach")
         folder, done = RunFolder(self.runs.path / name), 0
         deadline = time.monotonic() + _RUN_SECONDS
@@ -128,7 +129,7 @@ class Chaos:
 
     @staticmethod
     def _after(seconds: float, folder: RunFolder) -> bool:
-        """False if the run has ended meanwhile."""
+        """Wait; False if the run ends meanwhile."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if read_state(folder).state.final:
@@ -138,7 +139,7 @@ class Chaos:
 
     @staticmethod
     def _saving(folder: RunFolder) -> bool:
-        """Wait until a state is being written; False if the run ends before."""
+        """Wait until a state is being written; False if the run ends first."""
         while True:
             for _ in range(200):
                 if any(folder.path.glob("train_latest_state.tmp-*")):
@@ -155,21 +156,21 @@ class Chaos:
         try:
             signal_process(found, signal.SIGKILL)
         except (SignalRefused, ProcessLookupError, MemtopError):
-            return False  # it was quicker
+            return False  # it ended first
         return True
 
     def _both(self, state: RunState) -> bool:
-        # In this order nobody sees the trainer die.
+        # In this order no supervisor sees the trainer end.
         first = self._end(state.supervisor_pid)
         return self._end(state.trainer_pid) and first
 
     def _viewer(self, folder: RunFolder, seconds: float, *, terminal: bool) -> bool:
-        """Look at the run as a person would, and be killed while looking."""
+        """Start a viewer of the run, and kill it."""
         command = [sys.executable, "-m", "memtop", "watch", folder.name]
         if terminal:
             screen = Terminal(command, columns=100, rows=30, cwd=str(self.runs.root), environment=self.runs.environment)
             time.sleep(seconds)
-            screen.close()  # SIGKILL to whoever is still there
+            screen.close()  # sends SIGKILL
             return True
         command = ("watch", folder.name, "--follow", "--json")
         follower = self.runs.start(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -179,7 +180,7 @@ class Chaos:
         return True
 
     def _take_up(self, folder: RunFolder) -> None:
-        """What a person (or a script) does who finds the run dead or without a supervisor."""
+        """Restart a run that has ended or has no supervisor, as a user or a script does."""
         state = read_state(folder)
         if needs_supervisor(folder):
             self.runs.memtop("watch", folder.name, "--once", "--json", status=None)
@@ -199,7 +200,7 @@ class Chaos:
 def torment(
     runs: Runs, kills: int, seed: int, seconds: float = float("inf"), within: float = _WITHIN_SECONDS
 ) -> dict[str, Any]:
-    """So many kills over as many runs as that takes; what came of it."""
+    """This many kills in as many runs as needed. Returns the document to print."""
     chaos, started, number = Chaos(runs, seed, within), time.monotonic(), 0
     expected = chaos.reference()
     if expected["updates"] != list(range(1, UPDATES + 1)):
@@ -229,7 +230,7 @@ def _epochs(runs: Runs) -> float:
 
 @contextlib.contextmanager
 def place(folder: Path | None) -> Iterator[Runs]:
-    """Where the runs lie: a folder of its own that goes, or one that stays."""
+    """The folder of the runs: the given one, or a temporary folder."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         yield from make_runs(folder)

@@ -1,4 +1,4 @@
-"""What all benchmarks share: where they ran, and paired medians."""
+"""Shared by all benchmarks: the machine, and paired medians."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import memtop
 
 
 def machine() -> dict[str, Any]:
-    """The machine in numbers that matter here, without its name."""
+    """The machine, without its name."""
     model = next(
         (
             line.split(":", 1)[1].strip()
@@ -28,7 +28,7 @@ def machine() -> dict[str, Any]:
 
 
 def user_environment() -> dict[str, str]:
-    """The environment as a user's: with compiled modules kept from one start to the next."""
+    """The environment of a user, in which Python keeps compiled modules."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
@@ -54,15 +54,18 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 class Peak:
-    """How far memory rose above what was held when this was made, in bytes, from the last `start` on.
+    """The peak of memory since the last `start`, above the memory at the creation of this object,
+    in bytes.
 
-    On the CPU it is the resident set, whose highest mark Linux keeps (VmHWM); on a GPU what torch has allocated there.
+    On the CPU it is the resident set, whose highest mark Linux keeps (VmHWM); on a GPU what torch
+    has allocated there.
     """
 
     def __init__(self, device: str) -> None:
         self._on_gpu = device == "cuda"
         self.exact = True
-        """False where the kernel would not let the highest mark be lowered: then the peak since the process began counts."""
+        """False if the kernel does not reset the peak: then it counts from the start of the
+        process."""
         self.base = self._gpu().memory_allocated() if self._on_gpu else _status_bytes("VmRSS")
 
     def start(self) -> None:

@@ -137,7 +137,7 @@ def lines_without_end() -> dict[str, dict[str, float]]:
     for unit in ("1", " ", "line1", "│ ", "step 1 ", "Killed ", "CUDA out of memory", "Aa.", "pid=1 ", "Tried to allocate 2"):
         spent = []
         for size in (1_000_000, 2_000_000):
-            part = unit * (60_000 // len(unit)) + "\nKilled by nobody line"
+            part = unit * (60_000 // len(unit)) + "\nKilled by a line"
             started = time.process_time()
             diagnose([(part * (size // len(part))).encode()], Evidence(exit_status=1))
             spent.append(time.process_time() - started)

@@ -1,8 +1,9 @@
-"""What each call into this machine's driver costs, and what one reading of all its GPUs costs. Needs a GPU.
+"""The cost of each call into this machine's driver, and of one reading of all its GPUs. Needs a
+GPU.
 
     python -m bench.driver_calls [ROUNDS]
 
-Microseconds per call, medians; the first call of each is left out. A call that this GPU does not support says so.
+Median microseconds per call, without the first call of each. Unsupported calls are marked.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _CALLS: dict[str, Callable[[Any], Any]] = {
 
 
 def microseconds(call: Callable[[], Any], rounds: int) -> dict[str, float] | str:
-    """Per call, or why there is none."""
+    """The median per call, or why the call failed."""
     try:
-        # Not found: no process was busy in the last second, an answer like any other.
+        # "Not found" means that no process was busy in the last second, and is a valid answer.
         with contextlib.suppress(pynvml.NVMLError_NotFound):
             call()
     except pynvml.NVMLError as error:

@@ -1,4 +1,5 @@
-"""Measures of the code base itself: size, import cycles, duplicated names, private accesses from tests.
+"""Measures of the code base itself: size, import cycles, duplicated names, private accesses from
+tests.
 
 Run it at the top of a checkout. `--at FOLDER` measures another checkout, so that two versions can
 be compared. A code line is a line that holds a token other than a comment or a docstring.
@@ -55,7 +56,8 @@ def code_lines(source: str) -> int:
 
 
 def _docstring_lines(tree: ast.AST) -> set[int]:
-    """Lines of string expressions, which hold the docstrings of modules, classes, functions and fields."""
+    """Lines of string expressions, which hold the docstrings of modules, classes, functions and
+    fields."""
     lines: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -82,7 +84,8 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def import_graph(root: Path) -> dict[str, set[str]]:
-    """Each product module with those that it imports, also inside functions and under TYPE_CHECKING."""
+    """Each product module with those that it imports, also inside functions and under
+    TYPE_CHECKING."""
     files = {module_name(path, root): path for path in python_files(root, _PRODUCT)}
     graph: dict[str, set[str]] = {}
     for name, path in files.items():
@@ -107,7 +110,8 @@ def _base(node: ast.ImportFrom, name: str, *, is_package: bool) -> str:
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of modules that import each other (strongly connected components of two or more), by Tarjan's algorithm."""
+    """Groups of modules that import each other (strongly connected components of two or more), by
+    Tarjan's algorithm."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -206,7 +210,8 @@ def measure_tests(root: Path) -> dict[str, Any]:
 
 
 def _private_accesses(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """The private names that this node accesses, each with the first name of the expression that it belongs to."""
+    """The private names that this node accesses, each with the first name of the expression that it
+    belongs to."""
     if isinstance(node, ast.Attribute):
         owner = ast.unparse(node.value)
         if _is_private(node.attr) and owner not in ("self", "cls"):

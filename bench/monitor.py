@@ -1,15 +1,17 @@
-"""What watching costs, beside nvitop on the same scripted driver in the same run.
+"""The cost of watching, compared with nvitop on the same scripted driver in the same run.
 
     python -m bench.monitor [--nvitop COMMAND] [--seconds N] [--rounds N] [--only NAME ...]
 
-    load        CPU and memory of both at 1, 8 and 16 GPUs with 8 processes each: nvitop, `memtop watch`, the sampler alone
+    load        CPU and memory of nvitop, `memtop watch` and the sampler alone, at 1, 8 and 16 GPUs
+                with 8 processes each
     fast        the same at four samples a second
     calls       calls into the driver per second and GPU, by function
-    once        `watch --once` beside `nvitop -1`
+    once        `watch --once` and `nvitop -1`
     slow        key press to screen while each driver call takes 0.5, 5 and 20 ms
     day         memory over a simulated day of samples
 
-nvitop (1.7 or newer) is not a dependency: install it where you like and name its command. Without it that column is absent.
+nvitop (1.7 or newer) is not a dependency: install it anywhere and pass its command. Without it,
+that column is absent.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from tests.nvml_double.double import Script, build
 PROCESSES_PER_GPU = 8
 SIZE = (160, 50)
 _WARM_UP_SECONDS = 4.0
-# A program that only samples, as the supervisor does beside a run.
+# A program that only samples, as the supervisor does during a run.
 _SAMPLER = """
 import signal, sys, time
 from memtop.supervisor.monitor.sampler import Sampler
@@ -57,7 +59,7 @@ while True:
 
 
 class Screen:
-    """A program on a terminal whose output is read and thrown away; what it drew last can be waited for."""
+    """A program on a terminal. Its output is discarded, but a benchmark can wait for a text."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], *, leave: str | None = "q") -> None:
         self._master, slave = pty.openpty()
@@ -93,7 +95,8 @@ class Screen:
         os.write(self._master, key.encode())
 
     def close(self) -> None:
-        """Leave by the program's own key or by SIGINT, so that it ends in good order and its driver calls are written down."""
+        """Quit with the program's key or with SIGINT, so that it exits normally and writes its
+        driver calls."""
         if self._leave is None:
             self.process.send_signal(signal.SIGINT)
         else:
@@ -123,7 +126,7 @@ class Screen:
 
 
 class Machine:
-    """Scripted GPUs with real processes on them."""
+    """Scripted GPUs with real processes."""
 
     def __init__(self, folder: Path, gpus: int) -> None:
         self.gpus = gpus
@@ -180,7 +183,7 @@ def sampler_alone(made: Machine, interval: float) -> Screen:
 
 def nvitop(command: str) -> Program:
     def start(made: Machine, interval: float) -> Screen:
-        # Its own default is one second for the devices and two for the processes.
+        # Its default is one second for the devices and two for the processes.
         rate = [] if interval == 1.0 else ["--interval", str(interval)]
         return Screen([command, *rate], made.environment)
 
@@ -188,7 +191,7 @@ def nvitop(command: str) -> Program:
 
 
 def used(screen: Screen, seconds: float) -> dict[str, float]:
-    """What the program takes in steady state: CPU as a share of one core, memory in bytes, output in bytes per second."""
+    """Steady state: CPU as a fraction of one core, memory in bytes, output in bytes per second."""
     time.sleep(_WARM_UP_SECONDS)
     process = psutil.Process(screen.process.pid)
     before, written, started = sum(process.cpu_times()[:2]), screen.bytes, time.monotonic()
@@ -206,7 +209,7 @@ def used(screen: Screen, seconds: float) -> dict[str, float]:
 def side_by_side(
     programs: dict[str, Program], made: Machine, *, interval: float, seconds: float, rounds: int
 ) -> dict[str, Any]:
-    """All programs in turns, several rounds; medians, and ratios of the same round."""
+    """Several rounds of all programs in turns; medians, and ratios within a round."""
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in programs}
     for _ in range(rounds):
         for name, start in programs.items():
@@ -240,7 +243,8 @@ def fast(programs: dict[str, Program], options: argparse.Namespace) -> dict[str,
 
 
 def calls(programs: dict[str, Program], options: argparse.Namespace) -> dict[str, Any]:
-    """Calls per second and GPU in steady state: of two stretches of different length, the difference."""
+    """Calls per second and GPU in steady state: the difference of a long and a short
+    measurement."""
     gpus, lengths = 8, (8.0, 8.0 + options.seconds)
     found: dict[str, Any] = {}
     with machine(gpus) as made:
@@ -278,7 +282,7 @@ def once(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def slow(options: argparse.Namespace) -> dict[str, Any]:
-    """A key must act at once however slow the driver is."""
+    """The time from a key press to its effect, with slow drivers."""
     found: dict[str, Any] = {}
     for delay in (0.0, 0.5, 5.0, 20.0):
         with machine(8) as made:
@@ -296,7 +300,8 @@ def slow(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def day(options: argparse.Namespace) -> dict[str, Any]:
-    """A day of samples as fast as they come, through sampler, dashboard and history; resident bytes along the way."""
+    """A day of samples at full speed through sampler, dashboard and history; resident bytes
+    meanwhile."""
     with machine(2) as made:
         program = [sys.executable, "-m", "bench.monitor", "--simulate-day"]
         done = subprocess.run(program, env=made.environment, check=True, capture_output=True, text=True)

@@ -1,10 +1,12 @@
-"""Every recipe under every preset that it can use, trained for some updates through the real launch command; JSON lines.
+"""Trains every recipe with every preset that it can use, for some updates, with the real launch
+command; prints JSON lines.
 
     python -m bench.recipes_and_presets [--device cpu|cuda] [--updates N] [--only RECIPE]
 
-On the CPU the models are tiny, on a GPU of a size that fills something (weights are drawn in both cases, text comes from the
-machine). A line per pair: strategy as read back, split, first and last loss, samples per second, peak bytes where they are
-known; `refused` where memtop refuses the pair before it starts, `failed` with the last line of output where it fails.
+On the CPU the models are tiny, on a GPU larger (in both cases with random weights, and text from
+the machine). Each line has the strategy that the trainer reports, the split, the first and last
+loss, samples per second, and the peak in bytes if known. `refused`: memtop refused the pair before
+the start. `failed`: the last line of its output.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def main() -> None:
 
 
 def _overrides(recipe: str, device: str, data: Path, llama: Path) -> Change:
-    """What stands in for data and models that have to be given, and makes models small enough."""
+    """Settings that replace the data and models a recipe needs, and make models small enough."""
     common: Change = {"device": device, "save_every": 1000}
     if recipe == "first-run":
         return common

@@ -1,11 +1,12 @@
 """Records the run that `memtop watch --demo` plays: tui/demo/recording.jsonl.gz.
 
 The run is a real `memtop train` run of a small model on this machine's CPU, in a memory group of
-the kernel with a real limit. The two GPUs are scripted: the driver is the double of the tests, which
-reports the run's processes as if they used the GPUs. The recording holds every message that the
-supervisor sends to a dashboard, with its time, and the lines of the log.
+the kernel with a real limit. The two GPUs are scripted: the driver is the double of the tests,
+which reports the run's processes as if they used the GPUs. The recording holds every message that
+the supervisor sends to a dashboard, with its time, and the lines of the log.
 
-python -m bench.record_demo    (needs gcc, torch and the right to make memory cgroups; takes about 8 minutes)
+python -m bench.record_demo    (needs gcc, torch and the right to make memory cgroups; takes about 8
+minutes)
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from memtop.presets import edit_settings, load_presets, load_recipes
 from memtop.presets.edits import resolve
 from memtop.supervisor import wire
 from memtop.supervisor.recovery.configuration import change_for
-from memtop.supervisor.run.clients.client import AsyncRunClient
+from memtop.supervisor.run.client import AsyncRunClient
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run
 from memtop.tui.replay import LogRow, Recorded
 from tests.groups import MemoryGroup, memory_group

@@ -1,10 +1,12 @@
-"""Random events through the rules of a run, with the supervisor killed at random points: what happened, and how fast it is.
+"""Sends random events through the rules of a run and kills the supervisor at random points; counts
+events, and their rate.
 
     python -m bench.run_rules [EVENTS]
 
-Stops with an error where an invariant does not hold (`tests/run/world.py` has them): never two programs at once, no
-configuration that ran out of memory tried again by itself, a stop always ends, an accepted restart happens once or is
-called off by name, an external command never started again unchanged by itself.
+Stops with an error if an invariant of `tests/run/world.py` does not hold: never two programs at
+once; a configuration that ran out of memory is not tried again automatically; a stop always ends;
+an accepted restart happens once or is cancelled; an external command is never restarted unchanged
+automatically.
 """
 
 from __future__ import annotations

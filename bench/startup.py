@@ -1,4 +1,5 @@
-"""How long memtop takes to answer: `--help`, `watch --once`, and the first paint of `memtop watch` in a terminal.
+"""Start-up times of memtop: `--help`, `watch --once`, and the first screen of `memtop watch` in a
+terminal.
 
 python -m bench.startup
 """
@@ -27,7 +28,8 @@ def seconds_of(*arguments: str) -> float:
 
 
 def first_paint_seconds() -> float:
-    """From the start of the process until the action bar's last word is on the terminal."""
+    """Seconds from the start of the process until the last word of the action bar is on the
+    terminal."""
     master, slave = pty.openpty()
     os.set_blocking(master, False)
     terminal = {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}

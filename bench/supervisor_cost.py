@@ -1,9 +1,10 @@
-"""What the supervisor costs beside a run: CPU share at its 1 Hz, with and without a viewer, and its memory.
+"""The cost of the supervisor of a run: its CPU share at 1 Hz, with and without a viewer, and its
+memory.
 
     python -m bench.supervisor_cost [SECONDS]
 
-The run under it only sleeps, so that all CPU time of the supervisor is its own. With a C compiler at hand the machine has
-eight scripted GPUs with eight processes each; otherwise it is measured as it is.
+The run only sleeps. With a C compiler, the machine has eight scripted GPUs with eight processes
+each; otherwise the real machine is measured.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from typing import Any
 import psutil
 
 from bench.common import report
-from memtop.supervisor.run.clients.client import AsyncRunClient
+from memtop.supervisor.run.client import AsyncRunClient
 from memtop.supervisor.units import GIB
 from memtop.supervisor.wire import Subscribe
 from tests.nvml_double.double import Script, available, build
 
-# Two reports a second, as a training with steps of half a second writes them.
+# Two reports per second, as of a training with steps of half a second.
 _PROGRAM = """
 import json, os, time
 path = os.environ["MEMTOP_ATTEMPT_DIR"] + "/rank-0.jsonl"

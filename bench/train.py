@@ -29,12 +29,11 @@ import torch
 
 from bench.common import Peak, report, spread
 from memtop.presets import Settings, edit_settings, load_presets, load_recipes, resolve
+from memtop.train.channel import Control, Unsupervised
 from memtop.train.data.samples import PackedText
 from memtop.train.data.tokens import ByteTokens, TokenStore
 from memtop.train.model import build_model, model_config
 from memtop.train.order import SampleOrder
-from memtop.train.reporting import Unsupervised
-from memtop.train.requests import Control
 from memtop.train.run import open_accelerator, open_engine
 from memtop.train.state_files import Cut
 from memtop.train.trainer import Trainer
@@ -92,7 +91,8 @@ def samples_of(settings: Settings) -> PackedText:
 
 
 class Meter:
-    """Measures from the end of the warm-up to the last update; `update_done` is called after each."""
+    """Measures from the end of the warm-up to the last update; `update_done` is called after
+    each."""
 
     def __init__(self, settings: Settings, device: str) -> None:
         self._settings = settings

@@ -5,9 +5,9 @@ Imports nothing else of memtop.
 
 from memtop.presets.comparison import compatibility
 from memtop.presets.edits import apply_preset, edit_settings, resolve, take_whole
+from memtop.presets.fields import SettingsError
 from memtop.presets.files import PresetFileError, choose_by_memory, load_presets, load_recipes, presets_for
 from memtop.presets.schema import Preset, Recipe, Settings
-from memtop.presets.validation import SettingsError
 
 __all__ = [
     "Preset",

@@ -9,9 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 from memtop.presets.edits import apply_preset, take_whole
-from memtop.presets.fields import FIELDS, differing, saves_memory, value_of
+from memtop.presets.fields import FIELDS, SettingsError, check, differing, saves_memory, value_of
 from memtop.presets.schema import Optimizer, Preset, Settings, nearest_splits
-from memtop.presets.validation import SettingsError, check
 
 Fit = Literal["resumes", "converts", "new run"]
 

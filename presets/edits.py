@@ -15,10 +15,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec.structs import replace
 
-from memtop.presets.fields import FIELDS, MOST_UPDATES, row_of, value_of
+from memtop.presets.fields import FIELDS, MOST_UPDATES, SettingsError, check, check_bounds, did_you_mean, row_of, value_of
 from memtop.presets.files import load_presets, load_recipes, presets_for
 from memtop.presets.schema import Guide, Lora, Preset, Recipe, Settings, Zero, split_below
-from memtop.presets.validation import SettingsError, check, check_bounds, did_you_mean
 
 # --- a new run ------------------------------------------------------------------------------------
 

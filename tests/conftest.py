@@ -62,7 +62,7 @@ _LONG = (
     "tests/test_export_command.py",
     "tests/train/test_recipes.py",
     "tests/train/test_disk_wait.py",
-    "tests/run/test_deaths.py",
+    "tests/run/test_memory_failures.py",
     "tests/train/test_survive.py",
     "tests/tui/test_actions.py",
     "tests/tui/test_processes_screen.py",
@@ -71,6 +71,8 @@ _LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if missing := [path for path in _LONG if not (Path(__file__).parents[1] / path).exists()]:
+        raise pytest.UsageError(f"tests/conftest.py: _LONG names files that do not exist: {', '.join(missing)}")
     place = {path: number for number, path in enumerate(_LONG)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
 

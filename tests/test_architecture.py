@@ -41,7 +41,7 @@ def loaded_after(code: str, runs_dir: Path) -> set[str]:
         "from memtop.cli import run; assert run(['presets']) == 0",
         "from memtop.cli import run; assert run(['doctor']) == 0",
         "import memtop.supervisor.__main__",
-        "import memtop.supervisor.run.clients.client",
+        "import memtop.supervisor.run.client",
         "import memtop.cli.foreground",
     ],
 )

@@ -299,7 +299,7 @@ def test_a_supervisor_that_exits_during_a_request_is_reported(
     def ask(*arguments: object, **options: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("memtop.supervisor.run.clients.client.ask", ask)
+    monkeypatch.setattr("memtop.supervisor.run.client.ask", ask)
     assert run(["stop", "a", "--runs-dir", str(runs.path)]) == 1
     assert capsys.readouterr().err == "memtop: the supervisor of run 'a' ended: memtop watch a starts a new one\n"
 

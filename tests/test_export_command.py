@@ -40,7 +40,7 @@ def test_an_adapter_is_exported_alone_or_merged(runs: Runs, tmp_path: Path) -> N
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in merged.iterdir()}
 
 
-def test_what_was_not_trained_here_cannot_be_exported(runs: Runs) -> None:
+def test_a_run_of_an_external_command_cannot_be_exported(runs: Runs) -> None:
     runs.memtop("train", "--headless", "--name", "own", "--", sys.executable, "-c", "pass")
     assert runs.memtop("export", "own", "model", status=2).stderr == (
         "memtop: RUN own: is your own program: memtop does not know how it saves its model\n"

@@ -17,9 +17,9 @@ from memtop.presets.comparison import describe_split, effective_change, outlook
 from memtop.presets.host_memory import HostPlan, host_plan
 from memtop.presets.schema import ALL_TARGETS, Lora, Zero
 from memtop.train import BadInputError, TrainingError, batches, run
+from memtop.train.channel import RECORD_EVERY, MemoryRecorder
 from memtop.train.engine import PlainEngine
 from memtop.train.objective import CHUNK_BYTES, Objective
-from memtop.train.reporting import RECORD_EVERY, MemoryRecorder
 from tests.train.support import TINY, Recorder, Training
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,10 +92,16 @@ def plan(gib: float | None, *, on_gpu: bool = True, **changes: Any) -> HostPlan:
     ("gib", "level", "workers", "pinned"),
     [
         *((0.0, "extreme", 0, False), (7.99, "extreme", 0, False), (8, "low", 2, False)),
-        *((11.99, "low", 2, False), (12, "standard", 8, True), (500, "standard", 8, True)),
+        *(
+            (11.99, "low", 2, False),
+            (12, "standard", 8, True),
+            (12.9, "standard", 8, True),
+            (15.1, "standard", 8, True),
+            (500, "standard", 8, True),
+        ),
     ],
 )
-def test_what_is_available_decides_level_workers_and_pinning(gib: float, level: str, workers: int, pinned: bool) -> None:
+def test_available_memory_decides_level_workers_and_pinning(gib: float, level: str, workers: int, pinned: bool) -> None:
     found = plan(gib)
     assert (found.level, found.workers, found.pin_memory) == (level, workers, pinned)
     assert found.available_bytes == int(gib * GIB)
@@ -107,7 +113,7 @@ def test_one_byte_below_a_border_is_below_it() -> None:
     assert host_plan(settings, 8 * GIB - 1, on_gpu=True).level == "extreme"
 
 
-def test_host_memory_never_gives_more_than_was_asked_for() -> None:
+def test_the_host_plan_never_exceeds_the_requested_values() -> None:
     assert plan(500, workers=1).workers == 1
     assert plan(500, workers=0).workers == 0
     assert plan(500, host_level="extreme").level == "extreme"
@@ -289,7 +295,7 @@ def test_half_the_processes_take_twice_the_accumulation() -> None:
 # What runs, and what never runs.
 
 
-def test_another_stage_than_asked_for_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_stage_than_requested_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainEngine, "strategy", lambda self: Zero(stage=2))
     with pytest.raises(TrainingError, match="zero: requested plain, but DeepSpeed runs ZeRO-2"):
         Training(tmp_path / "state")
@@ -305,7 +311,7 @@ def sources() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("word", ["sudo ", '["sudo"', "fallocate", "mkswap", "swapon", "pip install --force"])
-def test_what_the_guides_run_as_root_or_by_force_is_never_run(word: str) -> None:
+def test_the_guides_root_and_force_commands_are_never_run(word: str) -> None:
     found = sources()
     assert len(found) > 50
     assert [path for path, text in found.items() if word in text] == []

@@ -96,9 +96,9 @@ def test_earlier_events_are_not_printed(follow: Callable[..., int], capsys: pyte
         Event(time=20.0, attempt=2, kind="attempt", message="attempt 2 started"),
     )
     assert follow(Connection(EventRows(rows=events), FINISHED), since=10.0) == 0
-    told = capsys.readouterr().err
-    assert "attempt 2 started" in told
-    assert "first attempt" not in told
+    printed = capsys.readouterr().err
+    assert "attempt 2 started" in printed
+    assert "first attempt" not in printed
 
 
 def test_the_death_of_the_supervisor_does_not_end_the_command(runs: Runs) -> None:
@@ -108,7 +108,7 @@ def test_the_death_of_the_supervisor_does_not_end_the_command(runs: Runs) -> Non
         runs.kill(runs.wait("a", lambda d: d["supervisor_pid"] is not None)["supervisor_pid"])
         runs.memtop("watch", "--once")
         (runs.root / "go").touch()
-        _, told = follower.communicate(timeout=120)
-    assert follower.returncode == 0, told
-    assert "run a: finished" in told
+        _, printed = follower.communicate(timeout=120)
+    assert follower.returncode == 0, printed
+    assert "run a: finished" in printed
     assert runs.show("a")["state"] == "finished"

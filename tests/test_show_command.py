@@ -89,8 +89,8 @@ def dead(runs: Runs) -> RunFolder:
 
 def test_show_lists_what_can_be_done(runs: Runs, dead: RunFolder) -> None:
     lines = [line.strip() for line in runs.memtop("show", "a").stdout.splitlines()]
-    told = lines[lines.index("what can be done") + 1 :]
-    assert told == [
+    shown = lines[lines.index("what can be done") + 1 :]
+    assert shown == [
         "host_oom_alloc: 14 MiB was refused.",
         "evidence: Error code 12",
         "anonymous memory of rank 0 grew by 5.0 MiB per update",

@@ -37,15 +37,15 @@ from memtop.supervisor.run.record.folder import RunFolder, StateFile, write_json
 from memtop.supervisor.units import GIB
 from memtop.supervisor.wire import Phase, RoleMemory, RunState
 from tests.conftest import Runs
-from tests.nvml_double.double import Script, build
+from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
 from tests.run.test_pieces import spec
 
 
 @pytest.fixture
-def two_gpus(runs: Runs, tmp_path: Path) -> Runs:
+def two_gpus(runs: Runs, tmp_path: Path, nvml_library: Path) -> Runs:  # noqa: F811
     script = Script(tmp_path / "script").gpu(0, total=20 * GIB, used=5 * GIB, uuid="GPU-a", name="A4500", util=50, temp=40)
     script.gpu(1, total=20 * GIB, used=0, uuid="GPU-b", name="A4500", error=15).write()
-    runs.environment |= script.env(build(tmp_path))
+    runs.environment |= script.env(nvml_library)
     return runs
 
 

@@ -1,4 +1,4 @@
-"""Real deaths of memory under `memtop train`, on the CPU: each told from the others, each with its own remedy."""
+"""Real deaths of memory under `memtop train`, on the CPU: each is distinguished from the others and has its own remedy."""
 
 from __future__ import annotations
 

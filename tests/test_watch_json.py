@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from memtop.supervisor.units import GIB
-from tests.conftest import Runs
-from tests.nvml_double.double import Script, build
+from tests.conftest import Runs, make_runs
+from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
 
 GPU_FIELDS = {
     *("index", "uuid", "name", "total_bytes", "used_bytes", "free_bytes", "reserved_bytes", "used_fraction", "band"),
@@ -29,20 +29,20 @@ HOST_FIELDS = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def others_process() -> Iterator[int]:
-    """A process of another user: one of nobody's where we may start one, else the system's first."""
+    """A process of another user: of the user nobody if this user may start one, else process 1."""
     if os.getuid() != 0:
         yield 1
         return
-    # A shell, not our interpreter: nobody may not be allowed to read the folder that it lies in.
+    # The user nobody may not be allowed to read the folder of our interpreter.
     process = subprocess.Popen(["/bin/sleep", "600"], user=pwd.getpwnam("nobody").pw_uid, cwd="/")
     yield process.pid
     process.kill()
     process.wait()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own_process() -> Iterator[int]:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     yield process.pid
@@ -60,13 +60,25 @@ def gpu_rows(script: Script) -> Script:
     return script
 
 
-@pytest.fixture
-def snapshot(runs: Runs, tmp_path: Path, own_process: int, others_process: int) -> dict[str, Any]:
-    script = gpu_rows(Script(tmp_path / "script"))
+@pytest.fixture(scope="module")
+def machine(
+    tmp_path_factory: pytest.TempPathFactory,
+    nvml_library: Path,  # noqa: F811
+    own_process: int,
+    others_process: int,
+) -> Iterator[Runs]:
+    folder = tmp_path_factory.mktemp("machine")
+    script = gpu_rows(Script(folder / "script"))
     script.process(0, pid=own_process, used=GIB).process(0, pid=others_process, used=GIB // 2)
     script.process(1, pid=own_process, used=None).write()
-    runs.environment |= script.env(build(tmp_path))
-    return dict(json.loads(runs.memtop("watch", "--once", "--json").stdout))
+    for runs in make_runs(folder):
+        runs.environment |= script.env(nvml_library)
+        yield runs
+
+
+@pytest.fixture(scope="module")
+def snapshot(machine: Runs) -> dict[str, Any]:
+    return dict(json.loads(machine.memtop("watch", "--once", "--json").stdout))
 
 
 def test_every_field_of_the_contract_is_there(snapshot: dict[str, Any]) -> None:
@@ -96,7 +108,7 @@ def test_bands_follow_what_can_still_be_allocated(snapshot: dict[str, Any]) -> N
     assert bands == {0: "safe", 1: "safe", 2: "safe", 3: "safe", 4: "safe", 5: "safe", 6: "unknown", 7: "edge"}
 
 
-def test_a_lost_gpu_is_said_to_be_lost_and_shows_no_zero(snapshot: dict[str, Any]) -> None:
+def test_a_lost_gpu_is_reported_as_lost_and_shows_no_zero(snapshot: dict[str, Any]) -> None:
     lost = snapshot["gpus"][6]
     assert "lost" in lost["error"].lower()
     for field in ("used_bytes", "free_bytes", "used_fraction", "utilization_fraction", "temperature_celsius", "power_watts"):
@@ -104,7 +116,7 @@ def test_a_lost_gpu_is_said_to_be_lost_and_shows_no_zero(snapshot: dict[str, Any
     assert lost["processes"] == []
 
 
-def test_processes_are_told_apart_by_user(snapshot: dict[str, Any], own_process: int, others_process: int) -> None:
+def test_processes_are_distinguished_by_user(snapshot: dict[str, Any], own_process: int, others_process: int) -> None:
     rows = {process["pid"]: process for process in snapshot["gpus"][0]["processes"]}
     own, other = rows[own_process], rows[others_process]
     assert own["user"] == pwd.getpwuid(os.getuid()).pw_name
@@ -117,15 +129,14 @@ def test_processes_are_told_apart_by_user(snapshot: dict[str, Any], own_process:
     assert snapshot["gpus"][1]["processes"][0]["used_bytes"] is None
 
 
-def test_another_users_process_is_never_ended(runs: Runs, snapshot: dict[str, Any], others_process: int) -> None:
-    assert snapshot["gpus"]
-    done = runs.memtop("strays", "--kill", str(others_process), status=1)
+def test_another_users_process_is_never_ended(machine: Runs, others_process: int) -> None:
+    done = machine.memtop("strays", "--kill", str(others_process), status=1)
     assert f"--kill {others_process}: you cannot end it" in done.stderr
     assert Path(f"/proc/{others_process}").exists()
 
 
-def test_an_own_process_is_ended_when_named(runs: Runs, snapshot: dict[str, Any], own_process: int) -> None:
-    assert snapshot["gpus"]
-    done = runs.memtop("strays", "--kill", str(own_process), status=None)
+def test_an_own_process_is_ended_when_named(machine: Runs, snapshot: dict[str, Any], own_process: int) -> None:
+    assert snapshot["gpus"], "read while the process lived"
+    done = machine.memtop("strays", "--kill", str(own_process), status=None)
     assert "1 process ended" in done.stdout
     assert Path(f"/proc/{own_process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"

@@ -18,7 +18,7 @@ from memtop.presets import Settings
 from memtop.presets.schema import exact_splits, split_below
 from memtop.train import TrainingError
 from memtop.train.agent.failures import is_allocation_failure
-from memtop.train.reporting import Channel
+from memtop.train.channel import Channel
 
 PATIENCE = 50
 """Updates without failure or pressure before the batch may grow; doubled after a failed growth."""

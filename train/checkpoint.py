@@ -21,8 +21,8 @@ import torch
 
 from memtop.presets import Settings
 from memtop.train import DISK_FULL, BadInputError
+from memtop.train.channel import Channel
 from memtop.train.engine import Engine, Ranks, trained_parameters
-from memtop.train.reporting import Channel
 from memtop.train.state_files import (
     MANIFEST_NAME,
     SHARD_BYTES,

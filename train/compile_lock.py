@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,15 @@ def extension_folder(name: str) -> Path:
     return Path(where(name, verbose=False))
 
 
+def _find_ninja() -> None:
+    """Append the interpreter's folder to PATH: torch runs `ninja`, which may be installed only
+    there."""
+    folder = str(Path(sys.executable).parent)
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    if folder not in folders:
+        os.environ["PATH"] = os.pathsep.join([*folders, folder])
+
+
 def await_compiled(
     name: str, *, what: str, longest: float = LONGEST_SECONDS, sleep: Callable[[float], None] = time.sleep
 ) -> None:
@@ -47,6 +57,7 @@ def await_compiled(
 
     BadInputError after `longest` seconds.
     """
+    _find_ninja()
     lock = extension_folder(name) / "lock"
     before, notified, waited = None, False, 0.0
     while (found := unused_lock(lock)) is not None:

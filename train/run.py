@@ -13,19 +13,18 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 
 from memtop.presets import Settings, SettingsError
+from memtop.presets.fields import check
 from memtop.presets.host_memory import HostPlan
-from memtop.presets.validation import check
 from memtop.train import BadInputError, TrainingError, UnsavedError
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.batches import Position, agree_on_host_plan
+from memtop.train.channel import Channel, Control, MemoryRecorder, Tracking, open_channel, tracking_options
 from memtop.train.checkpoint import load_weights
 from memtop.train.data import OpenedData, open_data
 from memtop.train.engine import Engine, PlainEngine, trained_parameters
 from memtop.train.model import build_model, tokens_and_config
 from memtop.train.objective import Objective
 from memtop.train.optimizers import build_optimizer
-from memtop.train.reporting import Channel, MemoryRecorder, Tracking, open_channel, tracking_options
-from memtop.train.requests import Control
 from memtop.train.state_files import BrokenStateError, Cut, Manifest, ShardReader, newest_complete
 from memtop.train.trainer import Trainer
 from memtop.train.zero import ZeroEngine, open_deepspeed

@@ -31,6 +31,7 @@ from memtop.train.auto_batch import (
     smaller_split,
 )
 from memtop.train.batches import Batch, Batches, Position, agree_on_host_plan
+from memtop.train.channel import RECORD_EVERY, Channel, Control, MemoryRecorder, Stopwatch, Tracking, edit_live
 from memtop.train.checkpoint import ROUND_SECONDS, DiskWait, SavedProgress, StateSaver
 from memtop.train.data.samples import PackedText, RowSamples
 from memtop.train.engine import Engine, Ranks
@@ -39,8 +40,6 @@ from memtop.train.model import set_checkpointing
 from memtop.train.objective import predicted_tokens
 from memtop.train.optimizers import learning_rate
 from memtop.train.order import SampleOrder, Samples, UpdatePlan, sample_digest
-from memtop.train.reporting import RECORD_EVERY, Channel, MemoryRecorder, Stopwatch, Tracking
-from memtop.train.requests import Control, edit_live
 
 
 class Gradients(msgspec.Struct, frozen=True):

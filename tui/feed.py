@@ -20,8 +20,7 @@ import msgspec
 from memtop.supervisor import wire
 from memtop.supervisor.errors import MemtopError
 from memtop.supervisor.monitor.history import HOST
-from memtop.supervisor.monitor.snapshots import only_gpus
-from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.monitor.values import MachineSnapshot, only_gpus
 from memtop.supervisor.wire import HistoryRows, StateUpdate
 
 # A request to look closely lasts 10 s; it is repeated before that.
@@ -238,7 +237,7 @@ def follow(pid: int) -> Followed:
 
 
 class Client(Protocol):
-    """The part of `supervisor.run.clients.client.AsyncRunClient` that feeds use."""
+    """The part of `supervisor.run.client.AsyncRunClient` that feeds use."""
 
     async def send(self, request: wire.Request) -> None: ...
 
@@ -346,7 +345,7 @@ class RunFeed:
         if not isinstance(request, wire.Restart) or not self._ended:
             yield _refusal(request.id, "the supervisor is gone")
             return
-        from memtop.supervisor.run.clients.client import start_supervisor
+        from memtop.supervisor.run.client import start_supervisor
         from memtop.supervisor.run.record.folder import RunFolder
 
         yield wire.Answer(id=request.id, outcome=wire.Outcome.ACCEPTED, message="starting a supervisor for the run")
@@ -358,7 +357,7 @@ class RunFeed:
         yield wire.Answer(id=request.id, outcome=wire.Outcome.DONE, message="the run resumes")
 
     async def _connect(self) -> Client | None:
-        from memtop.supervisor.run.clients.client import AsyncRunClient
+        from memtop.supervisor.run.client import AsyncRunClient
 
         try:
             return await AsyncRunClient.connect(self._folder)
@@ -382,7 +381,7 @@ class RunFeed:
         """Check a run without a supervisor: start a supervisor if it still trains, else show how it
         ended.
         """
-        from memtop.supervisor.run.clients.client import revive
+        from memtop.supervisor.run.client import revive
 
         try:
             if not self.read_only and await asyncio.to_thread(revive, self._folder):

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 from rich.segment import Segment
 from textual.binding import Binding, BindingType
 from textual.events import Click, MouseScrollDown, MouseScrollUp, Resize
-from textual.geometry import Region
+from textual.geometry import Region, Size
 from textual.message import Message
 from textual.strip import Strip
 
@@ -100,6 +100,7 @@ class LineList(RoleStyles, can_focus=True):
         self._cursor: Hashable | None = None
         self._offset = 0
         self._painted: list[Line] = []
+        self._painted_size = Size(0, 0)
 
     @property
     def cursor(self) -> Hashable | None:
@@ -168,8 +169,8 @@ class LineList(RoleStyles, can_focus=True):
         self._repaint()
 
     def render_line(self, y: int) -> Strip:
-        if y >= len(self._painted):
-            # A line may be wanted before the first resize event.
+        if self.size != self._painted_size:
+            # Textual renders lines of the new size before it sends the resize event.
             self.redraw()
         width = self.size.width
         painted = self._painted[y] if y < len(self._painted) else fit((), width)
@@ -180,7 +181,7 @@ class LineList(RoleStyles, can_focus=True):
         width, height = self.size
         painted = [self._line(y, width, height) for y in range(height)]
         changed = [y for y, new in enumerate(painted) if y >= len(self._painted) or self._painted[y] != new]
-        self._painted = painted
+        self._painted, self._painted_size = painted, self.size
         if changed:
             self.refresh(*(Region(0, y, width, 1) for y in changed))
 

@@ -17,8 +17,8 @@ from memtop.supervisor.diagnosis.diagnose import diagnose as diagnosis_of
 from memtop.supervisor.diagnosis.text import why_no_text
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, size
 from memtop.supervisor.errors import UsageError
-from memtop.supervisor.recovery.external_command import remedies_for_command
 from memtop.supervisor.recovery.policy import SURE
+from memtop.supervisor.recovery.remedies import remedies_for_command
 from memtop.supervisor.recovery.values import Remedy
 
 _CONFIDENCE = (

@@ -21,7 +21,7 @@ from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.processes.proc import sees_all_pids
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import MachineSnapshot
-from memtop.supervisor.run.clients.server import socket_path
+from memtop.supervisor.run.client import socket_path
 from memtop.supervisor.run.record.folder import default_runs_dir
 
 _TRAINING = ("torch", "transformers", "accelerate", "safetensors")

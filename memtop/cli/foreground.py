@@ -12,7 +12,7 @@ from memtop.cli.common import proposal_lines
 from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError, RunFolderError
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
-from memtop.supervisor.run.clients import client
+from memtop.supervisor.run import client
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import EventRows, Phase, RunState, StateUpdate, Stop, Subscribe

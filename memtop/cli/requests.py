@@ -25,10 +25,8 @@ from memtop.cli.common import (
 from memtop.cli.foreground import stay
 from memtop.presets.comparison import risk
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
-from memtop.supervisor.recovery.configuration import failed_settings
-from memtop.supervisor.run import explain
-from memtop.supervisor.run.change import edited
-from memtop.supervisor.run.clients import client
+from memtop.supervisor.recovery.configuration import edited, failed_settings
+from memtop.supervisor.run import client, explain
 from memtop.supervisor.run.record.configurations import before_the_present, same
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.view import needs_supervisor, read_configurations, read_state

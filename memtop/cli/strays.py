@@ -19,10 +19,9 @@ from memtop.supervisor.monitor.nvml.environment import ASLEEP
 from memtop.supervisor.monitor.nvml.thread import ONCE_SECONDS
 from memtop.supervisor.monitor.processes.proc import ProcessId
 from memtop.supervisor.monitor.sampler import Sampler
-from memtop.supervisor.monitor.snapshots import why_incomplete, why_incomplete_on
 from memtop.supervisor.monitor.strays import choose, forbidden, rows_of
 from memtop.supervisor.monitor.termination import end_and_measure
-from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot
+from memtop.supervisor.monitor.values import GpuProcess, MachineSnapshot, why_incomplete, why_incomplete_on
 from memtop.supervisor.run.record.folder import default_runs_dir
 from memtop.supervisor.run.view import known_runs
 

@@ -21,10 +21,9 @@ from memtop.cli.common import run_folders, state_of, summary
 from memtop.cli.dashboard import WatchOptions
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
-from memtop.supervisor.monitor.snapshots import only_gpus
-from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.monitor.values import MachineSnapshot, only_gpus
 from memtop.supervisor.run import view
-from memtop.supervisor.run.clients.client import revive
+from memtop.supervisor.run.client import revive
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.wire import RunState
 

@@ -93,7 +93,7 @@ def train(
     """
     from memtop.cli import gpus as gpu_choice
     from memtop.cli.foreground import stay
-    from memtop.supervisor.run.clients.client import start_supervisor
+    from memtop.supervisor.run.client import start_supervisor
 
     begun = time.time()
     refuse_both(headless, detach)

@@ -23,7 +23,7 @@ class Reading:
     cause: Finding | None
     """What ended the program, as far as the log says."""
     survived: tuple[tuple[Finding, str], ...]
-    """The failures after which the program went on, each with a reason of `sentences.REASONS`."""
+    """The failures after which the program went on, each with a reason of `values.REASONS`."""
     findings: tuple[Finding, ...]
 
 

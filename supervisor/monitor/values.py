@@ -1,15 +1,18 @@
 """One sample of the machine. The field names are the public JSON of `memtop watch --once --json`.
 
 Units: bytes, seconds, watts, degrees Celsius, megahertz, fractions 0-1. An unknown value is None,
-never 0, and `unknown` maps the name of its field to the reason. The safety bands are here too, with
-the hysteresis that keeps a value near a border from flickering.
+never 0, and `unknown` maps the name of its field to the reason. The safety bands are here too, and
+questions about a whole snapshot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
 
 import msgspec
+
+from memtop.supervisor import units
 
 
 class Band(str, Enum):
@@ -343,17 +346,6 @@ EDGE_FROM = 0.85
 DANGER_ABOVE = 0.90
 """Highest fraction of the edge band (inclusive). Above it is danger."""
 
-MARGIN = 0.01
-"""How far a value must be past a border for the band to change at once, as a fraction."""
-STAY_SAMPLES = 3
-"""After this many samples in a row past a border, the band changes even within the margin."""
-
-_ORDER = (Band.SAFE, Band.EDGE, Band.DANGER)
-_BORDERS = (EDGE_FROM, DANGER_ABOVE)
-# 0.91 - 0.90 is 0.010000000000000009 and 0.90 - 0.89 is 0.0099999...: both must count as one
-# percentage point.
-_ROUNDING = 1e-9
-
 _MARKS = {Band.SAFE: "·", Band.EDGE: "^", Band.DANGER: "!!", Band.UNKNOWN: "?"}
 
 
@@ -371,47 +363,59 @@ def mark(band: Band) -> str:
     return _MARKS[band]
 
 
-class Hysteresis:
-    """The band of one gauge over time.
+def only_gpus(snapshot: MachineSnapshot, indices: Collection[int]) -> MachineSnapshot:
+    """The snapshot with only these GPUs, the processes on them, and the jobs of these processes.
 
-    The band changes if the value is at least one percentage point past a border, or if it stays on
-    the other side for three samples. For a missing value it is unknown; the band before it is
-    remembered.
+    A job that also uses other GPUs keeps only the GPU memory that it holds on these. Its processes
+    and its host memory stay complete, because they cannot be divided among GPUs.
     """
-
-    def __init__(self) -> None:
-        self._band = Band.UNKNOWN
-        self._beyond = 0
-
-    def update(self, fraction: float | None) -> Band:
-        """Add a sample (0-1, None if unknown). Returns the band to show."""
-        raw = band_of(fraction)
-        if fraction is None or raw is Band.UNKNOWN:
-            return Band.UNKNOWN
-        if self._band is Band.UNKNOWN or raw is self._band:
-            return self._settle(raw)
-        reached = _well_past(self._band, raw, fraction)
-        if reached is not self._band:
-            # A jump may be well past one border but only just past the next, which then needs more
-            # samples.
-            self._beyond = 0 if reached is raw else 1
-            self._band = reached
-            return reached
-        self._beyond += 1
-        return self._settle(raw) if self._beyond >= STAY_SAMPLES else self._band
-
-    def _settle(self, band: Band) -> Band:
-        self._band = band
-        self._beyond = 0
-        return band
+    gpus = tuple(gpu for gpu in snapshot.gpus if gpu.index in indices)
+    if len(gpus) == len(snapshot.gpus):
+        return snapshot
+    held: dict[str, list[GpuProcess]] = {}
+    for gpu in gpus:
+        for process in gpu.processes:
+            if process.job is not None:
+                held.setdefault(process.job, []).append(process)
+    jobs = [_part_of(job, held[job.key], indices) for job in snapshot.jobs if job.key in held]
+    jobs.sort(key=lambda job: (-(job.used_bytes or 0), job.key))
+    note = snapshot.gpu_note
+    if not gpus:
+        listed = ", ".join(str(gpu.index) for gpu in snapshot.gpus)
+        note = f"GPU {', '.join(map(str, sorted(indices)))}: the driver does not list it now, only GPU {listed}"
+    return msgspec.structs.replace(snapshot, gpus=gpus, jobs=tuple(jobs), gpu_note=note)
 
 
-def _well_past(current: Band, raw: Band, fraction: float) -> Band:
-    """The furthest band from `current` towards `raw` whose border the value has passed by at least
-    the margin."""
-    here, goal = _ORDER.index(current), _ORDER.index(raw)
-    while here < goal and fraction - _BORDERS[here] >= MARGIN - _ROUNDING:
-        here += 1
-    while here > goal and _BORDERS[here - 1] - fraction >= MARGIN - _ROUNDING:
-        here -= 1
-    return _ORDER[here]
+def _part_of(job: Job, rows: list[GpuProcess], indices: Collection[int]) -> Job:
+    here = tuple(index for index in job.gpu_indices if index in indices)
+    if here == job.gpu_indices:
+        return job
+    sizes = [row.used_bytes for row in rows if row.used_bytes is not None]
+    unknown = {name: reason for name, reason in job.unknown.items() if name != "used_bytes"}
+    if len(sizes) == len(rows):
+        return msgspec.structs.replace(job, gpu_indices=here, used_bytes=sum(sizes), unknown=unknown)
+    reasons = (row.unknown.get("used_bytes") for row in rows)
+    unknown["used_bytes"] = next(filter(None, reasons), "the driver does not report all of it")
+    return msgspec.structs.replace(job, gpu_indices=here, used_bytes=None, unknown=unknown)
+
+
+def why_incomplete(machine: MachineSnapshot) -> list[str]:
+    """Why GPU processes may be missing from the snapshot, one sentence for each reason.
+
+    Empty if all are listed.
+    """
+    if not machine.gpus:
+        return [machine.gpu_note or "no GPU"]
+    found = [f"GPU {gpu.index}: {why}" for gpu in machine.gpus if (why := why_incomplete_on(gpu))]
+    if machine.gpu_age_seconds is not None:
+        age = units.duration(machine.gpu_age_seconds)
+        found.append(f"the driver has not answered for {age}: the list is that old")
+    return found
+
+
+def why_incomplete_on(gpu: GpuSample) -> str:
+    """Why processes may be missing from one GPU's list. Empty if the list is complete."""
+    if gpu.error:
+        return f"its processes are not known: {gpu.error}"
+    reason = gpu.unknown.get("processes")
+    return f"not all of its processes are known: {reason}" if reason else ""

@@ -27,7 +27,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
     number: int
     reason: str
     change: Change
-    """What the attempt begins with."""
+    """The change with which the attempt begins."""
     settings: Settings | None
     """None for an external command."""
     allocator: str = ""
@@ -40,10 +40,9 @@ class Target(str, Enum):
     """Who gets a signal."""
 
     GROUP = "group"
-    """The program and what it started in its own process group: what Ctrl-C in a terminal reaches.
-    """
+    """The program's process group, which Ctrl-C in a terminal reaches."""
     PROGRAM = "program"
-    """The program alone: launchers pass the signal on to their ranks."""
+    """The program alone. Launchers forward the signal to their ranks."""
     ALL = "all"
     """All processes of the attempt."""
 
@@ -57,12 +56,12 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True, tag="signal"):
 
 
 class ClearLeftovers(msgspec.Struct, frozen=True, kw_only=True, tag="clear_leftovers"):
-    """End what a program left behind. Answered by `LeftoversCleared`."""
+    """End the processes that a program left behind. Answered by `LeftoversCleared`."""
 
     untouched_seconds: float
-    """How long processes that were interrupted together with the program may still save."""
+    """Time to save for processes that were interrupted together with the program."""
     terminate_seconds: float
-    """How long all of them have after SIGTERM."""
+    """Time for all of them after SIGTERM."""
 
 
 class Examine(msgspec.Struct, frozen=True, kw_only=True, tag="examine"):
@@ -71,7 +70,7 @@ class Examine(msgspec.Struct, frozen=True, kw_only=True, tag="examine"):
     ended: float
     """Seconds since the epoch."""
     status: int | None
-    """None also where the status would prove nothing."""
+    """None if unknown, or if the status proves nothing."""
     stop_requested: bool
     settings: Settings | None
 
@@ -81,13 +80,15 @@ class ReadStates(msgspec.Struct, frozen=True, tag="read_states"):
 
 
 class HoldState(msgspec.Struct, frozen=True, tag="hold_state"):
-    """Protect the state that will be gone back to from later saves. Answered by `StateHeld`."""
+    """Keep the state to which the run will return: later saves do not remove it. Answered by
+    `StateHeld`.
+    """
 
     update: int
 
 
 class ReleaseState(msgspec.Struct, frozen=True, tag="release_state"):
-    """Give up what was held: the run does not go back any more."""
+    """End the protection of a held state: the run will not return to it."""
 
 
 class AskRanks(msgspec.Struct, frozen=True, kw_only=True, tag="ask_ranks"):
@@ -105,8 +106,8 @@ class SaveState(msgspec.Struct, frozen=True, tag="save_state"):
 
 
 class CloseUnstarted(msgspec.Struct, frozen=True, kw_only=True, tag="close_unstarted"):
-    """Mark an attempt in the ledger whose program was never started: it took back none of the
-    updates before it.
+    """Mark an attempt in the ledger whose program was never started, so that it discards no
+    updates.
     """
 
     number: int
@@ -114,7 +115,7 @@ class CloseUnstarted(msgspec.Struct, frozen=True, kw_only=True, tag="close_unsta
 
 
 class AddEvent(msgspec.Struct, frozen=True, tag="add_event"):
-    """Write a line of the run's log into the ledger and send it to the viewers."""
+    """Write an event into the ledger and send it to the dashboards."""
 
     event: Event
 
@@ -133,24 +134,24 @@ class SaveConfigurations(msgspec.Struct, frozen=True, tag="save_configurations")
 
 
 class NotifyConfigurations(msgspec.Struct, frozen=True, tag="notify_configurations"):
-    """Send the configurations to the viewers: one has begun or ended."""
+    """Send the configurations to the dashboards: one has begun or ended."""
 
 
 class DropRows(msgspec.Struct, frozen=True, tag="drop_rows"):
-    """Viewers drop the metric rows from this update on: a restart resumed before it."""
+    """Dashboards discard the metric rows from this update on: a restart resumed before it."""
 
     update: int
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
-    """Answer a client; nothing happens if it is gone."""
+    """Answer a client. Ignored if it has disconnected."""
 
     client: int
     answer: Answer
 
 
 class GiveUp(msgspec.Struct, frozen=True, kw_only=True, tag="give_up"):
-    """This supervisor cannot begin with what it was asked for: it ends with this error."""
+    """The supervisor cannot do what it was started for: it exits with this error."""
 
     why: str
     usage: bool = False

@@ -27,14 +27,14 @@ class Now(msgspec.Struct, frozen=True):
     time: float
     """Seconds since the epoch."""
     monotonic: float
-    """Seconds of a clock that is never set back: waits are measured with it."""
+    """Seconds of the monotonic clock, with which waits are measured."""
 
 
 class States(msgspec.Struct, frozen=True, kw_only=True):
     """The saved states in the run's folder."""
 
     newest: Checkpoint | None = None
-    """`train_latest_state` if it is complete, else the one before it; the broken one where neither
+    """`train_latest_state` if it is complete, else the one before it; the broken one if neither
     is complete.
     """
     kept: tuple[Checkpoint, ...] = ()
@@ -45,9 +45,9 @@ class RemedyFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What remedies depend on, read when an attempt has ended."""
 
     gpu_used_before_bytes: dict[str, int] = {}
-    """By GPU uuid, what was taken before the run took its part."""
+    """By GPU uuid, the bytes used before the run began."""
     in_own_group: bool = False
-    """The program's memory was limited by a cgroup that holds nothing else."""
+    """Whether a cgroup with only this program limited its memory."""
     host_limit_bytes: int | None = None
     kept_states: tuple[Checkpoint, ...] = ()
     disk_free_bytes: int | None = None
@@ -57,7 +57,7 @@ class RemedyFacts(msgspec.Struct, frozen=True, kw_only=True):
     inherited_allocator: str = ""
     """Allocator options in the supervisor's own environment."""
     model_config: dict[str, Any] | None = None
-    """None where only the trainer can know it."""
+    """None if only the trainer knows it."""
     has_loader_workers: bool = False
 
 
@@ -80,22 +80,21 @@ class SupervisorStarted(msgspec.Struct, frozen=True, kw_only=True, tag="opened")
 
     attempts: tuple[Attempt, ...] = ()
     unstarted: frozenset[int] = frozenset()
-    """The attempts that are open in the ledger and whose program was never started."""
+    """Attempts that are open in the ledger and whose program was never started."""
     state: StateFile | None = None
     records: tuple[ConfigurationRecord, ...] = ()
     announced: frozenset[tuple[str, float]] = frozenset()
-    """Events of the newest attempt that came of a report: their kind, and the time of the report.
-    """
+    """Events of the newest attempt that follow from a report: their kind, and the report's time."""
     best_loss: float | None = None
     trial: dict[str, Any] | None = None
     """The data of the newest event of the kind `trial`."""
     states: States = States()
     change: Change | None = None
-    """The restart that a person asked this supervisor for."""
+    """The restart for which this supervisor was started."""
 
 
 class Replayed(msgspec.Struct, frozen=True, tag="replayed"):
-    """All reports that an earlier supervisor had read have been repeated."""
+    """All reports that an earlier supervisor had read have been replayed."""
 
 
 # --- the program ----------------------------------------------------------------------------------
@@ -110,7 +109,7 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True, tag="launched"):
     states: States = States()
     """The newest is the state that it resumes from."""
     set_aside: str | None = None
-    """The folder that now holds the states after the one that was gone back to."""
+    """The folder into which newer states were moved when the run returned to an earlier one."""
 
 
 class LaunchRefused(msgspec.Struct, frozen=True, kw_only=True, tag="launch_refused"):
@@ -119,9 +118,9 @@ class LaunchRefused(msgspec.Struct, frozen=True, kw_only=True, tag="launch_refus
     number: int
     why: str
     usage: bool = False
-    """The fault lies with what was asked for."""
+    """Whether the request was invalid."""
     recorded: bool = False
-    """The ledger has the attempt, as one that never began: its number is taken."""
+    """Whether the ledger has the attempt, as one that never began. Its number is used up."""
 
 
 class Reported(msgspec.Struct, frozen=True, kw_only=True, tag="reported"):
@@ -130,7 +129,7 @@ class Reported(msgspec.Struct, frozen=True, kw_only=True, tag="reported"):
     rank: int
     report: Report
     replayed: bool = False
-    """An earlier supervisor had read it."""
+    """Whether an earlier supervisor had already read it."""
 
 
 class StatesRead(msgspec.Struct, frozen=True, tag="states_read"):
@@ -145,11 +144,11 @@ class ProgramEnded(msgspec.Struct, frozen=True, kw_only=True, tag="program_ended
     ended: float
     """Seconds since the epoch."""
     status: int | None
-    """Negative for a signal; None where it could not be collected."""
+    """Negative for a signal; None if it could not be collected."""
 
 
 class LeftoversCleared(msgspec.Struct, frozen=True, kw_only=True, tag="leftovers_cleared"):
-    """No process of the attempt is left, and what they still reported was read."""
+    """No process of the attempt is left, and their last reports were read."""
 
     log: LogEnd
     states: States
@@ -161,11 +160,11 @@ class Examined(msgspec.Struct, frozen=True, kw_only=True, tag="examined"):
     diagnosis: Diagnosis
     facts: RemedyFacts
     problem: str | None = None
-    """What went wrong with the post-mortem itself."""
+    """Why the post-mortem itself failed; None if it did not."""
 
 
 class StoodStill(msgspec.Struct, frozen=True, tag="stood_still"):
-    """After these words in its output nothing was heard from the program for too long."""
+    """The program has reported nothing for too long after these words in its output."""
 
     words: str
 
@@ -199,13 +198,13 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
     gpu_base_bytes: dict[str, int] = {}
     """By GPU uuid, the least that the run held outside torch's allocator in this attempt."""
     crossings: tuple[str, ...] = ()
-    """Gauges that changed their band, a line each."""
+    """One line for each gauge that changed its band."""
     dangers: tuple[str, ...] = ()
-    """Gauges that have stayed in their danger band, a line each."""
+    """One line for each gauge that has stayed in its danger band."""
     measured: Measured | None = None
-    """The newest updates and samples as medians, every few samples."""
+    """Medians of the newest updates and samples, every few samples."""
     keep: bool = False
-    """True now and then: this one goes into the ledger."""
+    """Whether this sample goes into the ledger."""
 
 
 class SamplingFailed(msgspec.Struct, frozen=True, tag="sampling_failed"):
@@ -213,7 +212,7 @@ class SamplingFailed(msgspec.Struct, frozen=True, tag="sampling_failed"):
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
-    """A fifth of a second has passed, and all new reports were taken in."""
+    """A fifth of a second has passed, and all new reports have been read."""
 
     watched: bool = False
     """A dashboard shows the run."""
@@ -221,13 +220,13 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True, tag="tick"):
     """The training program exists."""
     trainer_pid: int | None = None
     trends: tuple[Trend, ...] = ()
-    """Everything that grows steadily; what is full first comes first."""
+    """All steady growth; memory that will be full first comes first."""
     own_trends: tuple[Trend, ...] = ()
-    """Those that a restart of the run would end."""
+    """The trends that a restart of the run would end."""
     trend_news: tuple[tuple[str, dict[str, Any]], ...] = ()
     """What has begun or stopped growing, as messages and data."""
     disk_free: int | str | None = None
-    """Bytes free on the run's disk, or why that cannot be read; None: not read, since no rule waits
+    """Bytes free on the run's disk, or why they cannot be read; None: not read, since no rule waits
     for it.
     """
 
@@ -240,7 +239,7 @@ Command = FreeCache | CheckpointNow | Stop | Restart | Edit | Try
 
 
 class Requested(msgspec.Struct, frozen=True, kw_only=True, tag="requested"):
-    """A client asks for something."""
+    """A client sent a request."""
 
     client: int
     request: Command
@@ -256,7 +255,7 @@ class AgentGone(msgspec.Struct, frozen=True, tag="agent_gone"):
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True, tag="answered"):
-    """All ranks that were asked have answered or are gone; empty where none of them was
+    """All ranks have answered or are gone; empty if none of them was
     connected.
     """
 
@@ -268,7 +267,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True, tag="answered"):
 
 
 class StateHeld(msgspec.Struct, frozen=True, kw_only=True, tag="state_held"):
-    """The state to go back to is protected from later saves; `problem`: why it could not be."""
+    """The earlier state is protected from later saves; `problem`: why that was not possible."""
 
     problem: str | None = None
 

@@ -1,5 +1,5 @@
-"""What happened, in words: how an attempt ended, why one begins, which band a gauge is in. Decides
-nothing, touches nothing.
+"""What happened, in words: how an attempt ended, why one begins, which band a gauge is in. Pure
+functions that decide nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memtop.supervisor.wire import Change, Checkpoint, Configuration, Phase
 def outcome(
     log: LogEnd, end: End | None, status: int | None, phase: Phase, *, external: bool, end_rank: int = 0
 ) -> tuple[Phase, str | None, dict[str, Any] | None]:
-    """How an attempt ended: the run's next phase, the reason in one line, and a diagnosis where it
+    """How an attempt ended: the run's next phase, the reason in one line, and a diagnosis if it
     failed.
 
     `end`: the program's last report, by rank `end_rank`; `status`: its exit status (negative for a
@@ -61,8 +61,8 @@ def with_cause(examined: Diagnosis, ending: dict[str, Any] | None, reason: str |
     """The ledger's diagnosis and the run's reason, from the evidence (`examined`) and from the end
     of the program (`ending`).
 
-    A death of memory is described by its evidence; any other by the end of the program, with the
-    last lines of its log.
+    A failure for lack of memory is described by its evidence, any other by the end of the program,
+    with the last lines of its log.
     """
     values: dict[str, Any] = msgspec.to_builtins(examined)
     if examined.of_memory and examined.confidence >= SURE:
@@ -81,7 +81,7 @@ def oom_text(rank: int, report: Oom) -> str:
 
 
 def decided(decision: Decision) -> str:
-    """What follows a death of memory, in one line."""
+    """What follows a failure for lack of memory, in one line."""
     words = {"restart": "it goes on with", "wait": "it waits", "ask": "nothing is done by itself", "stop": "nothing is done"}
     return f"{words[decision.action]}: {decision.why}"
 
@@ -94,8 +94,8 @@ def settings_text(before: Settings, after: Settings, report: SettingsChanged) ->
 
 
 def not_saved(end: End | None) -> str | None:
-    """Why a program that finished or was stopped could not save its state, in its own words; None
-    if it could, or does not report it.
+    """Why a program that finished or was stopped could not save its state, as it reported. None if
+    it saved, or reported nothing.
     """
     if end is None or end.outcome not in ("finished", "stopped") or end.saved:
         return None
@@ -152,18 +152,14 @@ def restart_reason(change: Change) -> str:
 
 
 def split_change(before: Settings | None, after: Settings | None) -> str:
-    """What a restart makes of the effective batch, to be put behind another text; empty where
-    nothing of it changes.
-    """
+    """How a restart changes the effective batch, as the end of a sentence; empty if it does not."""
     if before is None or after is None or _split(before) == _split(after):
         return ""
     return f"; {describe_split(before, after)}"
 
 
 def risk_of(after: Settings | None, rows: Iterable[Configuration]) -> str:
-    """That a person's change leads to what has died of memory, to be put behind another text; empty
-    where it does not.
-    """
+    """A warning if these settings ran out of memory before, as the end of a sentence."""
     found = None if after is None else risk(after, failed_settings(rows))
     return f"; ! {found}" if found else ""
 

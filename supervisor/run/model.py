@@ -1,4 +1,4 @@
-"""The run as one frozen value, and the few helpers with which rules change it.
+"""The run as one frozen value, and the helpers with which rules change it.
 
 A rule is a function from a model to a model. It asks for effects with `emit`, `note`, `ask` and
 `move`; `step` hands them out. Rules never read a file, a clock or a process: what they need is in
@@ -28,7 +28,7 @@ _NEXT: dict[Phase, frozenset[Phase]] = {
     Phase.CREATED: frozenset({Phase.STARTING, Phase.FAILED, Phase.STOPPED}),
     Phase.STARTING: frozenset({Phase.TRAINING, Phase.STOPPING, Phase.RESTARTING, Phase.FINISHED, Phase.STOPPED, Phase.FAILED}),
     Phase.TRAINING: frozenset({Phase.STOPPING, Phase.RESTARTING, Phase.FINISHED, Phase.STOPPED, Phase.FAILED}),
-    # A stop may come while a restart waits for the program to end, and the other way round.
+    # A stop may be requested while a restart waits for the program to end, and vice versa.
     Phase.STOPPING: frozenset({Phase.RESTARTING, Phase.FINISHED, Phase.STOPPED, Phase.FAILED}),
     # A restart may turn out to be impossible when the program has stopped.
     Phase.RESTARTING: frozenset({Phase.STARTING, Phase.STOPPING, Phase.STOPPED, Phase.FAILED}),
@@ -40,13 +40,13 @@ _NEXT: dict[Phase, frozenset[Phase]] = {
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """What never changes about a run."""
+    """The properties of a run that never change."""
 
     name: str
     folder: str
     created: float
     settings: Settings | None = None
-    """Those that the run was created with."""
+    """The settings with which the run was created."""
     command: tuple[str, ...] = ()
     """The external command; empty for the built-in trainer."""
     on_oom: str = "stop"
@@ -54,11 +54,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptStage(str, Enum):
-    """Where an attempt is."""
+    """The stage of an attempt."""
 
     RUNNING = "running"
     CLEARING = "clearing"
-    """The program has ended; what it left behind is being ended."""
+    """The program has ended; leftover processes are being ended."""
     EXAMINING = "examining"
     """The post-mortem reads its log."""
     OVER = "over"
@@ -76,7 +76,7 @@ class CurrentAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Purpose(str, Enum):
-    """Why the ranks were asked to do something."""
+    """Why a command was sent to the ranks."""
 
     STOP = "stop"
     FREE = "free"
@@ -85,11 +85,11 @@ class Purpose(str, Enum):
     LEAK = "leak"
     """Save before the restart that ends a leak."""
     TRIAL = "trial"
-    """Save before a trial, or change the settings for it, or back."""
+    """Save before a trial, change the settings for it, or change them back."""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """A command that ranks were asked to carry out and have not answered."""
+    """A command that was sent to ranks and not answered yet."""
 
     purpose: Purpose
     attempt: int
@@ -98,18 +98,18 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cause(str, Enum):
-    """Who wants an attempt to be started."""
+    """Why an attempt is started."""
 
     START = "start"
     """The run begins, or its supervisor was started in order to restart it."""
     REQUEST = "request"
-    """A client asked for the restart of a run that is not running."""
+    """A client requested the restart of a run that is not running."""
     PENDING = "pending"
-    """A restart that was asked for while the program ran."""
+    """A restart was requested while the program ran."""
     INHERITED = "inherited"
-    """The same, asked of an earlier supervisor, which did not get to it."""
+    """The same, requested from an earlier supervisor, which ended before it could restart."""
     DEATH = "death"
-    """The program died of memory and is restarted with a remedy."""
+    """The program ran out of memory and is restarted with a remedy."""
     TRIAL = "trial"
 
 
@@ -127,7 +127,7 @@ class Launching(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """A restart that begins as soon as the state that it goes back to is protected."""
+    """A restart that begins as soon as the state to which it returns is protected."""
 
     change: Change
     client: int | None = None
@@ -135,7 +135,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
-    """What a supervisor found and still has to act on when all reports have been repeated."""
+    """What a new supervisor found, and acts on when all reports have been replayed."""
 
     change: Change | None
     state: StateFile | None
@@ -148,7 +148,7 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """How an attempt ended, by its own reports, its exit status and its last lines."""
+    """How an attempt ended, according to its reports, its exit status and its last lines."""
 
     phase: Phase
     reason: str | None = None
@@ -156,7 +156,7 @@ class AttemptVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Waiter(msgspec.Struct, frozen=True, kw_only=True):
-    """A client that waits for the end of what it asked for."""
+    """A client that waits for its request to be completed."""
 
     client: int
     request: int
@@ -165,21 +165,17 @@ class Waiter(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 0
     """The attempt at the time of the request."""
     accepts: str | None = None
-    """The answer that the client gets as soon as the restart can certainly begin; None once it was
-    sent.
-    """
+    """The answer to send as soon as the restart can certainly begin; None once it was sent."""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the supervisor knows of a run, at one moment."""
+    """All that the supervisor knows about a run at one moment."""
 
     run: Run
     supervisor_pid: int = 0
     now: Now = Now(0.0, 0.0)
     effects: tuple[Effect, ...] = ()
-    """What the rules have asked for since the event came in; `step` hands it out and leaves it
-    empty.
-    """
+    """The effects that rules have requested for this event. `step` returns and removes them."""
     phase: Phase = Phase.CREATED
     reason: str | None = None
     settings: Settings | None = None
@@ -202,22 +198,22 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     verdict: AttemptVerdict | None = None
     """Of the attempt whose end is being examined."""
     repeated: str | None = None
-    """The updates that the present attempt repeats because they were not saved, for a person."""
+    """Which updates the present attempt repeats because they were not saved, in words."""
     waits: Waits = Waits()
     ladder: StopLadder | None = None
     """While the attempt is being stopped."""
     restart: PendingRestart | None = None
-    """A restart after a death, which waits for its moment."""
+    """A restart after a failure, which has not begun yet."""
     waited_at: int | None = None
     """The newest saved update when a restart last had space on the disk again; None if none has
     waited for that.
     """
     holding: Holding | None = None
     pending: Change | None = None
-    """A restart that was asked for; it begins when the program has ended."""
+    """A requested restart; it begins when the program has ended."""
     proposal: Proposal | None = None
     stalled: str | None = None
-    """The words after which the program stood still, where it is being ended for that."""
+    """If the program is being ended because it hangs: the words after which it hung."""
     allocator: str = ""
     """Allocator options that memtop gives to an external command."""
     agents: frozenset[int] = frozenset()
@@ -226,23 +222,23 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     newest_ask: int = 0
     waiters: tuple[Waiter, ...] = ()
     sample: Sampled | None = None
-    """The machine, as it was last sampled."""
+    """The newest sample of the machine."""
     resident_bytes: int | None = None
-    """The host memory that the processes of this attempt were last known to hold."""
+    """The last known host memory of this attempt's processes, in bytes."""
     trends: tuple[Trend, ...] = ()
     own_trends: tuple[Trend, ...] = ()
     leak_handled: bool = False
-    """A leak of this attempt was acted on."""
+    """Whether memtop has acted on a leak of this attempt."""
     leak_reason: str = ""
     advice: Advice | None = None
     trial: TrialState | None = None
-    """The newest one."""
+    """The newest trial."""
     shape_key: tuple[Settings | None, bool, str] = (None, False, "")
     """`forecast.settings_key` of these settings, on a GPU or not."""
     warnings: dict[str, str] = {}
     """By topic."""
     announced: frozenset[tuple[str, float]] = frozenset()
-    """Events that an earlier supervisor made of this attempt's reports: their kind, and the
+    """Events that an earlier supervisor added for this attempt's reports: their kind, and the
     report's time.
     """
 
@@ -268,28 +264,24 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def proven(self) -> Settings | None:
-        """The settings that every change starts from: the run's, or while others are on trial those
-        before them.
-        """
+        """The settings that every change starts from: during a trial those before it."""
         on_trial = self.trial.proven if self.trial is not None else None
         return on_trial or self.settings
 
 
 def emit(model: Model, *effects: Effect) -> Model:
-    """Ask for effects, to be performed in this order."""
+    """Request effects, which are carried out in this order."""
     return replace(model, effects=(*model.effects, *effects))
 
 
 def note(model: Model, kind: str, message: str, data: dict[str, Any] | None = None) -> Model:
-    """Write a line of the run's log and send it to the viewers."""
+    """Add an event to the run's log and send it to the dashboards."""
     number = model.attempt.number if model.attempt is not None else 0
     return emit(model, AddEvent(Event(time=model.now.time, attempt=number, kind=kind, message=message, data=data or {})))
 
 
 def move(model: Model, phase: Phase, reason: str | None = None) -> Model:
-    """Go to the next phase and write it to state.json: what was decided outlives this
-    supervisor.
-    """
+    """Enter a phase and write it to state.json, where the next supervisor finds it."""
     assert phase in _NEXT[model.phase], f"{model.phase.value} cannot become {phase.value}"
     return emit(replace(model, phase=phase, reason=reason), SaveState())
 
@@ -304,8 +296,8 @@ def ask(
     client: int | None = None,
     request: int = 0,
 ) -> Model:
-    """Send a command to the agents of these ranks; `Answered` comes back with the number of the
-    ask.
+    """Send a command to the agents of these ranks; the event `Answered` has the same
+    number.
     """
     assert model.attempt is not None
     number = model.newest_ask + 1
@@ -315,7 +307,7 @@ def ask(
 
 
 def warn(model: Model, topic: str, text: str | None) -> Model:
-    """Set the warning of a topic, or take it away."""
+    """Set or remove the warning of a topic."""
     if model.warnings.get(topic) == text:
         return model
     others = {name: words for name, words in model.warnings.items() if name != topic}
@@ -323,12 +315,12 @@ def warn(model: Model, topic: str, text: str | None) -> Model:
 
 
 def is_connected(model: Model, command: str) -> bool:
-    """Whether rank 0 can be asked for this command now."""
+    """Whether this command can be sent to rank 0 now."""
     return 0 in model.agents and (model.progress.offers is None or command in model.progress.offers)
 
 
 def refused(answers: tuple[AgentAnswer, ...]) -> str | None:
-    """Why what was asked for was not done; None where it was."""
+    """Why a command was not carried out; None if it was."""
     if not answers:
         return "the training process is gone"
     return next((answer.message for answer in answers if not answer.ok), None)

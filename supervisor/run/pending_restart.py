@@ -1,5 +1,5 @@
-"""A restart that waits: for a time in which it can be cancelled, for memory that the dead program
-still holds, or for space on the disk. Then it begins, or reports why it cannot.
+"""A restart that waits: so that it can be cancelled, for the memory of the dead program, or for
+disk space. Then it begins, or reports why it cannot.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from memtop.supervisor.recovery.values import Forecast
 from memtop.supervisor.wire import Change
 
 NOTICE_SECONDS = 3.0
-"""Time to cancel it."""
+"""Time in which the restart can be cancelled."""
 WATCHED_NOTICE_SECONDS = 10.0
-"""The same where a dashboard shows it: a person may want to read the screen first."""
+"""The same if a dashboard is open: a person may want to read the screen first."""
 VRAM_SECONDS = 50.0
-"""Drivers need a while to release the memory of a killed process; a process that holds it after
-that will go on holding it.
+"""Drivers need a while to release the memory of a killed process; a process that still holds it
+after this time will not release it.
 """
 DISK_SECONDS = 24 * 3600.0
 _TOLERANCE_BYTES = 64 << 20
@@ -37,30 +37,30 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 
     change: Change
     gpus_before: dict[str, int] = {}
-    """By uuid, bytes that were taken of the run's GPUs before the run took its part."""
+    """By uuid, the used bytes of the run's GPUs before the run began."""
     forecast: Forecast | None = None
     disk_bytes: int | None = None
-    """What must be free on the run's disk first; None: it waits for no space."""
+    """Bytes that must be free on the run's disk; None: the restart does not wait for space."""
 
 
 class PendingRestart(msgspec.Struct, frozen=True, kw_only=True):
-    """One that waits. A new supervisor begins its waiting anew: it can be cancelled once more."""
+    """A restart that waits. A new supervisor begins the wait again: it can be cancelled again."""
 
     waiting: Waiting
     began: float
     """On the monotonic clock."""
     notice_seconds: float = NOTICE_SECONDS
     problem: str | None = None
-    """What prevents it, for a person."""
+    """What prevents the restart, in words."""
     announced: str | None = None
-    """The problem that the run's log already has."""
+    """The problem that is already in the run's log."""
 
     @property
     def change(self) -> Change:
         return self.waiting.change
 
     def with_change(self, change: Change) -> PendingRestart:
-        """Wait as before, then restart with this change, of which no peak is forecast."""
+        """Wait as before, then restart with this change, whose peak is not forecast."""
         return replace(self, waiting=replace(self.waiting, change=change, forecast=None))
 
     def look(
@@ -90,7 +90,7 @@ class PendingRestart(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, problem=problem), "go"
 
     def _still_taken(self, machine: MachineSnapshot | None) -> list[tuple[GpuSample, int]]:
-        """The run's GPUs of which more is taken than before the run, and how much more."""
+        """The run's GPUs that are fuller than before the run, and by how many bytes."""
         found = []
         for gpu in machine.gpus if machine is not None else ():
             before = self.waiting.gpus_before.get(gpu.uuid or "")

@@ -1,4 +1,4 @@
-"""Carries out what the rules ask for. The only file that acts on a run."""
+"""Carries out the effects of the rules. No other file acts on a run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from msgspec.structs import replace
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import MemtopError, RunFolderError, UsageError
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify
-from memtop.supervisor.run.clients.agents import Agents
-from memtop.supervisor.run.clients.publish import Publisher
-from memtop.supervisor.run.clients.server import Peer
 from memtop.supervisor.run.effects import (
     AddEvent,
     AskRanks,
@@ -66,6 +63,7 @@ from memtop.supervisor.run.record.folder import RunFolder, RunSpec, write_json
 from memtop.supervisor.run.record.journal import Intake
 from memtop.supervisor.run.record.ledger import Outbox
 from memtop.supervisor.run.sensors import Sensors
+from memtop.supervisor.run.server import Agents, Peer, Publisher
 from memtop.supervisor.run.state import state_file
 
 Post = Callable[[Occurrence], None]
@@ -93,7 +91,7 @@ class Performer:
         self.attempt: RunningAttempt | None = None
         self.intake: Intake | None = None
         self.failure: MemtopError | None = None
-        """Why this supervisor cannot begin."""
+        """Why this supervisor cannot begin; None if it can."""
         self.clients: dict[int, Peer] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self._folder, self._spec = folder, spec
@@ -154,7 +152,7 @@ class Performer:
         return None
 
     def follow(self, number: int, started: float, shim_pid: int | None = None) -> None:
-        """From here on this is the run's attempt."""
+        """Make this the run's present attempt."""
         self.attempt = RunningAttempt(self._folder, number, shim_pid)
         self.intake = Intake(self.attempt.folder, number, self._outbox, self._publisher.add_steps)
         self._sensors.follow(self.attempt, started, new=shim_pid is not None)
@@ -227,13 +225,13 @@ class Performer:
             effect.terminate_seconds,
             lambda name, count: self._post(LeftoversFound(name=name, count=count)),
         )
-        # Among them may have been the trainer itself, whose launcher had ended: what it still
-        # reported counts.
+        # One of them may have been the trainer itself, whose launcher had ended: its last reports
+        # count.
         self._read_reports()
         self._post(LeftoversCleared(log=read_log_end(attempt.log_path), states=read_states(self._folder)))
 
     async def _examine(self, effect: Examine, model: Model) -> None:
-        """Why the attempt ended. Its log may be large: it is read in a thread."""
+        """Find out why the attempt ended, in a thread, because its log may be large."""
         attempt, progress = self.attempt, model.progress
         assert attempt is not None
         evidence = self._sensors.evidence or AttemptEvidence(attempt.folder, effect.ended)

@@ -38,7 +38,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     device_uuid: str | None = None
     """The GPU that it trains on; None on the CPU, or until a report names it."""
     step: Step | None = None
-    """Its newest update."""
+    """The rank's newest update."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +54,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int | None = None
     phase: str | None = None
     unsaved: str | None = None
-    """Why the newest save failed; None where it did not."""
+    """Why the newest save failed; None if it did not."""
     waits_for_space: bool = False
     """All updates are done, and the last save waits for space on the disk."""
     heard: int = 0
@@ -76,10 +76,10 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Allocations that failed, with their ranks."""
     ranks: dict[int, Rank] = {}
     recent: tuple[tuple[float, int, int], ...] = ()
-    """Of the newest updates the time, the samples seen, and the tokens."""
+    """Time, samples seen and tokens of the newest updates."""
 
     def after(self, rank: int, report: Report) -> Progress:
-        """The progress once this report is counted in."""
+        """The progress after this report."""
         progress = replace(self, heard=self.heard + 1)
         if rank == 0 and report.time is not None:
             pause = report.time - self.last_heard if self.step is not None and self.last_heard is not None else 0.0
@@ -205,7 +205,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         return {number: rank.device_uuid for number, rank in self.ranks.items() if rank.device_uuid}
 
     def rank_memory(self, connected: frozenset[int] | set[int] = frozenset()) -> tuple[RankMemory, ...]:
-        """The ranks by number, with what they hold; `connected`: those whose agent is connected."""
+        """The memory of each rank, by number. `connected`: the ranks whose agent is connected."""
         found = []
         for number, rank in sorted(self.ranks.items()):
             if rank.pid is not None:

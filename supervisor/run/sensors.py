@@ -19,7 +19,7 @@ from memtop.supervisor.run.machine_watch import MachineWatch
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.pending_restart import free_bytes
 from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence
-from memtop.supervisor.run.post_mortem.stall import StallWatch
+from memtop.supervisor.run.post_mortem.examine import StallWatch
 from memtop.supervisor.run.processes.attempt import RunningAttempt
 from memtop.supervisor.run.processes.host_memory import anonymous_bytes
 from memtop.supervisor.run.record.folder import RunFolder
@@ -35,7 +35,7 @@ _SILENT_SECONDS = 600.0
 
 
 class Sensors:
-    """Of one supervisor; every attempt begins anew."""
+    """The sensors of one supervisor; they are reset for each attempt."""
 
     def __init__(self, folder: RunFolder, model: Callable[[], Model], monotonic: Callable[[], float]) -> None:
         """`model` returns the present model of the run."""
@@ -50,7 +50,7 @@ class Sensors:
         self._samples = 0
 
     def follow(self, attempt: RunningAttempt, started: float, *, new: bool) -> None:
-        """From here on this attempt is watched; `new`: it was started just now."""
+        """Watch this attempt from now on. `new`: it was started just now."""
         self.attempt = attempt
         self.evidence = AttemptEvidence(attempt.folder, started, self.machine_watch.machine if new else None)
         self._stall = StallWatch(attempt.log_path, self._monotonic)
@@ -89,7 +89,7 @@ class Sensors:
         )
 
     def sampled(self, *, keep: bool) -> Sampled:
-        """The newest sample, taken in; `keep`: it goes into the ledger."""
+        """The event for the newest sample. `keep`: it goes into the ledger."""
         model, watch = self._model(), self.machine_watch
         machine = watch.machine
         assert machine is not None
@@ -121,7 +121,7 @@ class Sensors:
         )
 
     def stood_still(self) -> StoodStill | None:
-        """The words after which a program that ran out of memory neither went on nor ended."""
+        """The event of a program that ran out of memory and hangs, or None."""
         model = self._model()
         if self._stall is None or not stopping.may_stand_still(model):
             return None
@@ -135,8 +135,8 @@ class Sensors:
         return StoodStill(words) if words is not None and self._stall.is_of_memory() else None
 
     def _is_loading(self, model: Model) -> bool:
-        """Before its first update; a program that reports none is assumed to be at work after a
-        while.
+        """Whether the program has not done an update yet. If it reports none, assume after a while
+        that it trains.
         """
         if model.phase is Phase.TRAINING:
             return False

@@ -1,4 +1,4 @@
-"""How a program is ended: ask it, then SIGINT, SIGTERM, SIGKILL, each with its wait."""
+"""How a program is ended: a request, then SIGINT, SIGTERM and SIGKILL, with a wait after each."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ from msgspec.structs import replace
 from memtop.supervisor.run.effects import Target
 
 LEFTOVER_SECONDS = 3.0
-"""What a program that ended by itself left behind gets SIGTERM, this time, SIGKILL, and as much
-again.
-"""
+"""Time for leftover processes of a program that ended by itself, after SIGTERM and SIGKILL each."""
 # A program that hangs is ended after this, no matter how long its saves and evaluations have taken.
 _MOST_ASIDE_SECONDS = 1800.0
 
 
 class Waits(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that each rung of the ladder is given before the next."""
+    """Seconds between each step of the ladder and the next."""
 
     graceful: float = 60.0
     """The program was asked to finish its update, save and exit."""
     interrupt: float = 15.0
-    """SIGINT, for programs that cannot be asked: many save on it."""
+    """SIGINT, for programs without an agent: many save on it."""
     terminate: float = 40.0
     """SIGTERM; longer than torchrun's own 30 s."""
     kill: float = 5.0
     why: str = ""
-    """Why the program is given longer than others, for a person; empty where it is not."""
+    """Why the program gets more time than others, in words; empty if it does not."""
 
     def stretched(self, update_seconds: float, aside_seconds: float = 0.0, *, saves_on_sigterm: bool = False) -> Waits:
         """The waits for a program whose updates take `update_seconds`, and its saves and
@@ -70,13 +68,13 @@ class StopLadder(msgspec.Struct, frozen=True, kw_only=True):
     interrupted_until: float = 0.0
 
     def declined(self, now: float) -> StopLadder:
-        """The program will not stop when it is asked, or is gone: the signals begin at once."""
+        """The program refused the request or is gone: the signals begin at once."""
         if not self.asking:
             return self
         return replace(self, asking=False, rungs=(_interrupt(self.waits), *self.rungs), deadline=now)
 
     def next(self, now: float) -> tuple[StopLadder, Rung | None]:
-        """The rung that is due now, if one is."""
+        """The rung that is due now, or None."""
         if now < self.deadline or not self.rungs:
             return self, None
         rung, *left = self.rungs
@@ -85,14 +83,12 @@ class StopLadder(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, asking=False, rungs=tuple(left), deadline=until, interrupted_until=interrupted), rung
 
     def patience(self, now: float) -> tuple[float, float]:
-        """Seconds for what the program left behind: its group without a signal, then everything
-        after SIGTERM.
-        """
+        """Seconds for leftover processes: its group without a signal, then all after SIGTERM."""
         return max(0.0, self.interrupted_until - now), self.waits.terminate
 
 
 def begin(waits: Waits, now: float, *, asked: bool) -> StopLadder:
-    """The whole ladder. `asked`: the program is being asked to stop; else a signal comes first."""
+    """The whole ladder. `asked`: a request to stop was sent; otherwise a signal comes first."""
     rungs = (Rung("SIGTERM", Target.PROGRAM, waits.terminate), Rung("SIGKILL", Target.ALL, waits.kill))
     if asked:
         return StopLadder(rungs=rungs, deadline=now + waits.graceful, waits=waits, asking=True)

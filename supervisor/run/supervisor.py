@@ -12,9 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memtop.supervisor.errors import RunFolderError
-from memtop.supervisor.run.clients.agents import Agents
-from memtop.supervisor.run.clients.publish import Publisher
-from memtop.supervisor.run.clients.server import ControlServer, Peer, socket_path
+from memtop.supervisor.run.client import socket_path
 from memtop.supervisor.run.events import (
     AgentConnected,
     AgentGone,
@@ -36,6 +34,7 @@ from memtop.supervisor.run.record.ledger import Outbox, open_for_writing
 from memtop.supervisor.run.reports import Report
 from memtop.supervisor.run.rules.taking_over import newest_started
 from memtop.supervisor.run.sensors import Sensors
+from memtop.supervisor.run.server import Agents, ControlServer, Peer, Publisher
 from memtop.supervisor.run.state import run_state
 from memtop.supervisor.run.step import step
 from memtop.supervisor.run.stop_ladder import Waits
@@ -74,9 +73,7 @@ class Supervisor:
         self._newest_client = 0
 
     async def run(self, change: Change | None) -> None:
-        """Look after the run until it ends. `change` restarts an ended run, or one that is
-        adopted.
-        """
+        """Supervise the run until it ends. `change`: restart it first, with this change."""
         if not self._lock.acquire():
             raise RunFolderError(f"run {self.folder.name!r} is in use by another supervisor: memtop watch {self.folder.name}")
         become_subreaper()
@@ -115,9 +112,7 @@ class Supervisor:
             self._lock.release()
 
     def handle(self, event: Occurrence) -> None:
-        """Give one event to the rules, carry out what they ask for, and then handle what that led
-        to at once.
-        """
+        """Pass an event to the rules, carry out the effects, then handle the events that follow."""
         events = deque([event])
         while events:
             before = self.model
@@ -196,7 +191,7 @@ class Supervisor:
         self._publish()
 
     def _pay(self) -> None:
-        """Give the ledger what it could not take before: the disk may have space again."""
+        """Write what the ledger could not store before: the disk may have space again."""
         if self._performer.intake is not None:
             self._performer.intake.store()
         self._outbox.retry()

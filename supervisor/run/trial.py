@@ -61,7 +61,7 @@ _UNDO = (TrialStage.UNDOING, TrialStage.UNDO_RESTARTING, TrialStage.SETTLING, Tr
 
 
 def check_request(run: str, facts: RunFacts, present: TrialState | None) -> None:
-    """MemtopError (UsageError) where the run cannot begin a trial now."""
+    """MemtopError (UsageError) if the run cannot begin a trial now."""
     if facts.settings is None:
         raise UsageError("this run executes an external command: memtop cannot change its settings")
     if facts.phase is not Phase.TRAINING:
@@ -82,7 +82,7 @@ def begin(
     client: int | None = None,
     request: int = 0,
 ) -> Result:
-    """Begin a trial after `check_request`; UsageError if the change changes nothing.
+    """Begin a trial after `check_request`; UsageError if the change has no effect.
 
     `after`: the settings that the change leads to; `refused`: why it must not be tried, see
     `refusal`. A refused trial is over at once.
@@ -257,7 +257,8 @@ def _advance(state: TrialState, facts: RunFacts) -> Result:
                 return _give_up(state, facts, trouble.reason, undo=trouble.undo)
             return _measured(state, facts) if len(state.updates) >= UPDATES else (state, ())
         case TrialStage.SAVING | TrialStage.CHANGING:
-            # Once asked, the agent may do it: wait for its answer unless the program has ended.
+            # The agent may carry out a command that was sent: wait for its answer, unless the
+            # program has ended.
             gone = facts.died or facts.phase.final or facts.attempt != state.attempt
             trouble = state.trouble_in(facts) if gone else None
             return (state, ()) if trouble is None else _give_up(state, facts, trouble.reason, undo=trouble.undo)
@@ -342,13 +343,13 @@ def _after_restart(state: TrialState, facts: RunFacts) -> Result:
 
 
 def _take_back(state: TrialState, facts: RunFacts) -> Result:
-    """Undo what an earlier supervisor tried, once the agent can be asked."""
+    """Undo the trial of an earlier supervisor, once the agent is connected."""
     if not state.unproven or facts.is_over:
         return _wait_for_end(state, facts, None)
     if facts.restart_waiting:
         return _undo_by_restart(state, facts)
     if facts.phase is not Phase.TRAINING or facts.restart_requested:
-        # It loads, or somebody has stopped or restarted it.
+        # It loads, or a person has stopped or restarted it.
         return state, ()
     deadline = facts.monotonic + RECONNECT_SECONDS if state.deadline is None else state.deadline
     if not facts.connected and facts.monotonic <= deadline:

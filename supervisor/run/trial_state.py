@@ -1,5 +1,5 @@
-"""The values of a trial: its state, what it must know about the run, and the actions that it asks
-for. `trial.py` has the rules."""
+"""The values of a trial: its state, what it must know about the run, and the actions that it
+requests. `trial.py` has the rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery.batch_trial import Update
-from memtop.supervisor.run.change import live_values
+from memtop.supervisor.recovery.configuration import live_values
 from memtop.supervisor.wire import Change, Phase, Trial
 
 AT_THE_END = "the run is at its last update"
@@ -26,9 +26,9 @@ class TrialStage(str, Enum):
 
     MEASURING_BEFORE = "measuring before"
     SAVING = "saving"
-    """The agent was asked to save, so that nothing is lost if the change ends the program."""
+    """A save was requested, so that nothing is lost if the change ends the program."""
     CHANGING = "changing"
-    """The agent was asked to change the settings."""
+    """The change of the settings was requested from the agent."""
     RESTARTING = "restarting"
     """The change needs a restart, which was requested."""
     MEASURING_AFTER = "measuring after"
@@ -36,7 +36,7 @@ class TrialStage(str, Enum):
     """A new supervisor has taken over the run: the trial is undone as soon as the agent can be
     asked."""
     UNDOING = "undoing"
-    """The agent was asked to change the settings back."""
+    """Changing the settings back was requested from the agent."""
     UNDO_RESTARTING = "undo restarting"
     """The settings can only be changed back by a restart, which was requested."""
     SETTLING = "settling"
@@ -66,10 +66,10 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     at_the_end: bool = False
     """No update is left to begin."""
     connected: bool = False
-    """The agent of rank 0 can be asked."""
+    """The agent of rank 0 is connected."""
     saves_on_request: bool = False
     died_of: Kind | None = None
-    """The kind of failure that the run's proposal is about; None where there is no proposal."""
+    """The kind of failure that the run's proposal is about; None if there is no proposal."""
     host_bytes: int | None = None
     """Resident memory of the run's processes."""
     swap_bytes: int | None = None
@@ -86,8 +86,8 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
         return self.phase.final and not self.restart_waiting
 
     def live_values(self, wanted: Settings) -> dict[str, object] | None:
-        """What the agent must set for the running program to have these settings; None where that
-        takes a restart."""
+        """What the agent must set for the running program to have these settings; None if that
+        needs a restart."""
         if self.phase is not Phase.TRAINING or self.restart_requested or not self.connected or self.settings is None:
             return None
         wanted = replace(wanted, target_samples=self.settings.target_samples, epochs=self.settings.epochs)
@@ -119,8 +119,8 @@ class Trouble(msgspec.Struct, frozen=True):
 
     reason: str
     undo: bool = True
-    """The supervisor may still change the settings back; False where somebody else has decided
-    about the run."""
+    """The supervisor may still change the settings back; False if a person has decided about
+    the run meanwhile."""
 
 
 class TrialState(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,8 +170,7 @@ class TrialState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def proven(self) -> Settings | None:
-        """The settings that changes start from while the trial's own are in place; None where the
-        run's own are."""
+        """The settings that changes start from while those on trial are in place; else None."""
         return self.before if self.unproven else None
 
     def is_gone(self, settings: Settings | None) -> bool:

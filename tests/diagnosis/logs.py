@@ -1,4 +1,4 @@
-"""The failure logs of the tests and the benchmark, each with the diagnosis that is expected of it."""
+"""The failure logs of the tests and the benchmark, each with its expected diagnosis."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Log(msgspec.Struct, frozen=True):
         return _PHASES.get(self.expected.phase, self.expected.phase)
 
     def wrong_bytes(self, found: Diagnosis) -> list[str]:
-        """The byte fields that differ from what is printed by more than its two decimals leave open."""
+        """The byte fields that differ from the printed size by more than its rounding."""
         wrong = []
         for name in BYTES:
             found_bytes, wanted = getattr(found, name), getattr(self.expected, name)

@@ -1,4 +1,5 @@
-"""Logs as they reach people: prefixed by launchers, coloured, folded by terminals, saved in other encodings, cut, mixed."""
+"""Changes that real logs undergo: launcher prefixes, colours, line folding, other encodings, cuts,
+mixed programs."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def cut(text: str, rng: Random) -> bytes:
 
 
 def bars(text: str, rng: Random) -> bytes:
-    """A progress bar that shares lines with whatever is written between its frames."""
+    """A progress bar that shares lines with the text between its frames."""
     rows = []
     for line in text.split("\n"):
         if rng.random() < 0.4:
@@ -68,7 +69,7 @@ def bars(text: str, rng: Random) -> bytes:
 
 
 def interleave(text: str, rng: Random, other: str = "") -> bytes:
-    """Two programs that write to one file, line by line, each in its own order."""
+    """Two programs that write lines to one file, in random turns."""
     queues = [text.split("\n"), other.split("\n")]
     rows = []
     while any(queues):
@@ -94,13 +95,13 @@ HARMLESS: dict[str, Callable[[str, Random], bytes]] = {
     "re-encode": re_encode,
     "line ends": windows_ends,
 }
-"""What changes nothing of what a log says."""
+"""Changes that leave the content of a log alone."""
 
 HARMFUL: dict[str, Callable[[str, Random], bytes]] = {"cut": cut, "bars": bars, "scramble": scramble}
 
 
 def mutate(texts: list[str], index: int, rng: Random) -> tuple[str, bytes]:
-    """One mutation of log `index`, or several on top of each other; and the names of what was done."""
+    """Log `index` after one or several mutations, and their names."""
     text = texts[index]
     names = []
     for _ in range(rng.randrange(1, 4)):

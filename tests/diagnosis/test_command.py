@@ -11,6 +11,7 @@ import random
 import sqlite3
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from tests.conftest import Runs
 from tests.diagnosis.logs import MESSAGE, RAISED
 from tests.test_architecture import HEAVY, loaded_after
 
-# design: the public JSON.
+# The public JSON.
 KEYS = {
     *(
         "kind",
@@ -34,15 +35,8 @@ KEYS = {
         "free_bytes",
         "process_bytes",
     ),
-    *(
-        "allocated_bytes",
-        "reserved_unallocated_bytes",
-        "context_bytes",
-        "other_process_bytes",
-        "other_process_pids",
-        "evidence",
-    ),
-    "remedies",
+    *("allocated_bytes", "reserved_unallocated_bytes", "context_bytes", "other_process_bytes", "other_process_pids"),
+    *("evidence", "remedies"),
 }
 REMEDY_KEYS = {"id", "title", "keeps_math", "resumable", "predicted_peak_bytes", "predicted_band", "command"}
 
@@ -54,9 +48,20 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
-def test_json(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["diagnose", str(log), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+@pytest.fixture
+def diagnose(log: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs the command on a log with this content; returns its output."""
+
+    def command(content: str | bytes, *options: str) -> str:
+        log.write_bytes(content.encode() if isinstance(content, str) else content)
+        assert run(["diagnose", str(log), *options]) == 0
+        return capsys.readouterr().out
+
+    return command
+
+
+def test_json(diagnose: Callable[..., str]) -> None:
+    document = json.loads(diagnose(RAISED, "--json"))
     assert set(document) >= KEYS
     assert document["kind"] == "gpu_oom_fragmented"
     assert document["reason"] is None
@@ -65,9 +70,8 @@ def test_json(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(set(remedy) >= REMEDY_KEYS for remedy in document["remedies"])
 
 
-def test_text(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["diagnose", str(log)]) == 0
-    out = capsys.readouterr().out
+def test_text(diagnose: Callable[..., str]) -> None:
+    out = diagnose(RAISED)
     assert out.startswith("gpu_oom_fragmented\nGPU 0 ran out of memory: it requested 1.23 GiB")
     assert "19.58 GiB: tensors 14.94 GiB (76.3 %) | cached 3.18 GiB (16.2 %) | context 389 MiB (1.9 %)" in out
     assert MESSAGE in out
@@ -82,26 +86,16 @@ def test_standard_input(words: list[str], capsys: pytest.CaptureFixture[str], mo
     assert json.loads(capsys.readouterr().out)["kind"] == "gpu_oom_fragmented"
 
 
-def test_the_exit_status_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "empty.log"
-    path.touch()
-    for status, kind, reason in (
-        ("137", "not_memory", "killed_by_something"),
-        ("271", "not_memory", "sigterm"),
-        ("0", "not_memory", "finished"),
-        ("-15", "not_memory", "sigterm"),
-    ):
-        assert run(["diagnose", str(path), "--exit-code", status, "--json"]) == 0
-        document = json.loads(capsys.readouterr().out)
-        assert (document["kind"], document["reason"]) == (kind, reason)
-        assert document["remedies"] == [] or kind != "not_memory"
+@pytest.mark.parametrize(
+    ("status", "reason"), [("137", "killed_by_something"), ("271", "sigterm"), ("0", "finished"), ("-15", "sigterm")]
+)
+def test_the_exit_status_counts(diagnose: Callable[..., str], status: str, reason: str) -> None:
+    document = json.loads(diagnose("", "--exit-code", status, "--json"))
+    assert (document["kind"], document["reason"], document["remedies"]) == ("not_memory", reason, [])
 
 
-def test_a_program_that_failed_for_another_reason_gets_no_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "train.log"
-    path.write_text("Traceback (most recent call last):\nKeyError: 'labels'\n")
-    assert run(["diagnose", str(path)]) == 0
-    out = capsys.readouterr().out
+def test_a_program_that_failed_for_another_reason_gets_no_remedy(diagnose: Callable[..., str]) -> None:
+    out = diagnose("Traceback (most recent call last):\nKeyError: 'labels'\n")
     assert out.startswith("not_memory: python_error\nThe program raised an exception: KeyError: 'labels'.\n")
     assert "What can be done" not in out
 
@@ -132,10 +126,6 @@ def test_a_file_of_another_user(runs: Runs, log: Path) -> None:
     assert "cannot be read: Permission denied" in runs.memtop("diagnose", str(log), status=2).stderr
 
 
-def _packed(pattern: str, values: list[float]) -> bytes:
-    return struct.pack(f"<{len(values)}{pattern}", *values)
-
-
 @pytest.mark.parametrize("name", ["machine code", "floats", "database", "gzip", "xz"])
 def test_a_binary_file_is_refused(name: str, tmp_path: Path, runs: Runs) -> None:
     rng = random.Random(3)
@@ -150,7 +140,7 @@ def test_a_binary_file_is_refused(name: str, tmp_path: Path, runs: Runs) -> None
     else:
         data = {
             "machine code": Path(sys.executable).resolve().read_bytes()[: 1 << 20],
-            "floats": _packed("f", [rng.gauss(0, 1) for _ in range(20_000)]),
+            "floats": struct.pack("<20000f", *(rng.gauss(0, 1) for _ in range(20_000))),
             "gzip": gzip.compress(RAISED.encode()),
             "xz": lzma.compress(RAISED.encode()),
         }[name]
@@ -161,12 +151,11 @@ def test_a_binary_file_is_refused(name: str, tmp_path: Path, runs: Runs) -> None
     assert len(document.stderr.splitlines()) == 1
 
 
-# Of two bytes each; of a device's text as of any other.
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-le", "utf-16-be", "utf-8-sig"])
 @pytest.mark.parametrize(
     "name", ["plain", "a crash's NULs", "NULs first", "NULs only after", "colours", "bars", "a control byte"]
 )
-def test_a_log_in_any_state_is_read(name: str, encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_in_any_state_is_read(diagnose: Callable[..., str], name: str, encoding: str) -> None:
     steps = "".join(f"step {number}/9000 | loss 2.{number}\n" for number in range(200))
     nuls = "\0" * 4096
     text = {
@@ -179,40 +168,32 @@ def test_a_log_in_any_state_is_read(name: str, encoding: str, tmp_path: Path, ca
         "a control byte": "GPU \x01 has what it has\n" * 3 + RAISED,
     }[name]
     if name == "NULs first" and encoding in ("utf-16-le", "utf-16-be"):
-        pytest.skip("nothing tells two-byte text without its mark behind thousands of NULs")
-    path = tmp_path / "train.log"
-    path.write_bytes(text.encode(encoding))
-    assert run(["diagnose", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["kind"] == "gpu_oom_fragmented"
+        pytest.skip("UTF-16 without its mark cannot be recognized behind thousands of NULs")
+    assert json.loads(diagnose(text.encode(encoding), "--json"))["kind"] == "gpu_oom_fragmented"
 
 
-@pytest.mark.parametrize("encoding", ["cp1251", "koi8-r", "cp932", "gb18030", "latin-1"])
-def test_bytes_of_another_alphabet_are_text(encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = {"cp932": "学習を開始しました\n", "gb18030": "训练已经开始\n", "latin-1": "é à ü ß\n"}.get(
-        encoding, "Обучение началось\n"
-    )
-    path = tmp_path / "train.log"
-    path.write_bytes((words * 300 + RAISED).encode(encoding))
-    assert run(["diagnose", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["kind"] == "gpu_oom_fragmented"
+@pytest.mark.parametrize(
+    ("encoding", "words"),
+    [
+        *(("cp1251", "Обучение началось"), ("koi8-r", "Обучение началось"), ("cp932", "学習を開始しました")),
+        *(("gb18030", "训练已经开始"), ("latin-1", "é à ü ß")),
+    ],
+)
+def test_bytes_of_another_alphabet_are_text(diagnose: Callable[..., str], encoding: str, words: str) -> None:
+    document = json.loads(diagnose((f"{words}\n" * 300 + RAISED).encode(encoding), "--json"))
+    assert document["kind"] == "gpu_oom_fragmented"
 
 
-def test_each_line_of_a_command_is_indented(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "train.log"
-    path.write_text("Unable to allocate 728. TiB for an array with shape (1,) and data type float64\n")
-    assert run(["diagnose", str(path)]) == 0
-    out = capsys.readouterr().out
+def test_each_line_of_a_command_is_indented(diagnose: Callable[..., str]) -> None:
+    out = diagnose("Unable to allocate 728. TiB for an array with shape (1,) and data type float64\n")
     assert out.splitlines()[1] == "An allocation of 728.0 TiB of host memory failed."
     advice = out.partition("What can be done")[2].splitlines()[1:]
     assert sum("swap" in line for line in advice) > 3
     assert all(line.startswith("  ") for line in advice)
 
 
-def test_a_log_without_evidence_gives_no_guess(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "train.log"
-    path.write_text("step 1/9 loss 2.0\n")
-    assert run(["diagnose", str(path)]) == 0
-    out = capsys.readouterr().out
+def test_a_log_without_evidence_gives_no_guess(diagnose: Callable[..., str]) -> None:
+    out = diagnose("step 1/9 loss 2.0\n")
     assert "No sign of a lack of memory was found; why the program ended is unknown." in out
     assert "guess" not in out
 

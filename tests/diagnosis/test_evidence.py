@@ -1,4 +1,4 @@
-"""Evidence of the supervisor outranks the log: record, error file, kernel, samples, log, exit status."""
+"""The order of evidence: record, error file, kernel, log, samples, exit status."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from memtop.supervisor.diagnosis.diagnose import diagnose
 from memtop.supervisor.diagnosis.values import Evidence, Kind, OomRecord
-from memtop.supervisor.recovery.external_command import remedies_for_command
 from memtop.supervisor.recovery.policy import SURE
+from memtop.supervisor.recovery.remedies import remedies_for_command
 from tests.diagnosis.logs import GIB, of
 
 DISK = "OSError: [Errno 28] No space left on device: '/data/x'\n"
@@ -104,7 +104,7 @@ COMPILER = (
     ],
 )
 def test_a_compiler_that_was_killed_is_a_suspicion_that_evidence_settles(text: str) -> None:
-    """It is SIGKILL, not SIGTERM, and comes before what could not be built for it."""
+    """It was SIGKILL, not SIGTERM, and it precedes the failure of the build."""
     alone = of(text, exit_status=1)
     assert (alone.kind, alone.source, alone.confidence < SURE) == (Kind.HOST_OOM_KILLED, "words", True)
     counted = of(text, exit_status=1, cgroup_oom_kills=1, cgroup_killed_near_end=True)
@@ -230,7 +230,7 @@ PEER = (
     ],
 )
 def test_an_earlier_kill_is_not_the_cause_of_the_end(text: str, status: int, reason: str) -> None:
-    """The counter rose an hour ago: a helper, or another program of a shared group. Whose the group is makes no difference."""
+    """The counter rose an hour ago, for a helper or for another program of a shared group."""
     for own in (False, True):
         found = of(text, exit_status=status, cgroup_oom_kills=2, cgroup_killed_near_end=False, in_own_group=own)
         assert (found.kind, found.reason) == (Kind.NOT_MEMORY, reason)
@@ -238,7 +238,8 @@ def test_an_earlier_kill_is_not_the_cause_of_the_end(text: str, status: int, rea
 
 @pytest.mark.parametrize(("text", "status"), [("", -9), ("Killed\n", 137), (WORKER, 1), (PEER, 1), ("", 1), (RAISED, -9)])
 def test_a_kill_shortly_before_an_end_that_fits_is_proven(text: str, status: int) -> None:
-    """A loader's worker and one rank of two as well: the program ends by itself, seconds later."""
+    """Also if only a loader worker or one rank was killed: the program ends by itself seconds
+    later."""
     found = of(text, exit_status=status, cgroup_oom_kills=1, cgroup_killed_near_end=True, host_peak_fraction=0.4)
     assert (found.kind, found.source, found.confidence) == (Kind.HOST_OOM_KILLED, "kernel", 0.98)
     assert "shortly before the end" in found.evidence[0]
@@ -254,11 +255,12 @@ def test_a_kill_shortly_before_an_end_that_fits_is_proven(text: str, status: int
     ],
 )
 def test_an_end_with_its_own_cause_is_not_blamed_on_a_kill(text: str, status: int, reason: str) -> None:
-    """In a group that others share the kill may have been theirs; in the run's own, or by its pid, it was the run's."""
+    """In a shared group the kill may concern another program; in the run's group, or with its pid,
+    it was the run's."""
     near: dict[str, Any] = {"exit_status": status, "cgroup_oom_kills": 1, "cgroup_killed_near_end": True}
     found = of(text, **near)
     assert (found.kind, found.reason) == (Kind.NOT_MEMORY, reason)
-    assert any("the kernel killed 1 process" in line for line in found.evidence), "a person may know better"
+    assert any("the kernel killed 1 process" in line for line in found.evidence), "a person can decide"
     assert of(text, **near, in_own_group=True).kind is Kind.HOST_OOM_KILLED
     line = "Memory cgroup out of memory: Killed process 30211 (python3) total-vm:118220340kB"
     assert of(text, **near, kernel_lines=(line,), member_pids=frozenset({30211})).kind is Kind.HOST_OOM_KILLED
@@ -284,7 +286,7 @@ def test_a_suspicion_in_an_error_file_stays_one(message: str) -> None:
 
 
 def test_samples_are_weighed_against_an_error_file() -> None:
-    """A writer that failed, on a disk with room: words alone would be a full disk."""
+    """A writer failed although the disk has room: the message alone would mean a full disk."""
     file = (error_file("RuntimeError: PytorchStreamWriter failed writing file data/3: file write failed"),)
     assert of(error_files=file, exit_status=1, disk_free_bytes=900 * GIB).confidence < 0.5
     full = of(error_files=file, exit_status=1, disk_free_bytes=0)
@@ -299,7 +301,7 @@ def test_samples_are_weighed_against_an_error_file() -> None:
 
 
 def test_the_context_of_the_process_is_not_another_process() -> None:
-    """20 GiB, 0.5 free, 18 reserved: what is missing is the process's own context, and no other program."""
+    """20 GiB, 0.5 free, 18 reserved: the rest is the process's context, not another program."""
     figures = {"total_bytes": 20 * GIB, "free_bytes": GIB // 2, "allocated_bytes": 17 * GIB, "reserved_bytes": 18 * GIB}
     found = of(records=(record(**figures),))
     assert (found.kind, found.other_process_bytes) == (Kind.GPU_OOM, None)
@@ -315,7 +317,7 @@ def test_the_runs_other_ranks_on_the_gpu_are_not_other_processes() -> None:
     assert (strangers.kind, strangers.other_process_bytes) == (Kind.GPU_OOM_OTHER_PROCESS, 12 * GIB)
 
 
-def test_processes_that_a_message_names_can_be_the_runs() -> None:
+def test_processes_in_a_message_can_belong_to_the_run() -> None:
     text = (
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
         "24.00 GiB of which 1.00 GiB is free. Process 77 has 16.00 GiB memory in use. Including non-PyTorch memory, this "
@@ -329,7 +331,7 @@ def test_processes_that_a_message_names_can_be_the_runs() -> None:
 
 
 def test_the_batch_of_the_work_that_failed_names_the_logits() -> None:
-    """The run's settings can differ: an evaluation has its own batch."""
+    """The run's settings can differ: an evaluation has another batch."""
     known: dict[str, Any] = {"batch": 32, "seq_len": 252, "vocabulary": 40960}
     request = record(message="CUDA out of memory. Tried to allocate 315.00 MiB.", batch=8)
     assert of(records=(request,), **known).requested_for == "the logits (B 8 x T 252 x V 40960, fp32)"

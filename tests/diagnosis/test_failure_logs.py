@@ -1,4 +1,4 @@
-"""Every log of the data files: what it says must be understood, whether or not the exit status is known."""
+"""Every log of the data files has its diagnosis, whether or not the exit status is known."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ LOGS = [*logs.read("failure_logs.jsonl"), *logs.read("more_logs.jsonl")]
 
 
 def check(log: Log, found: Diagnosis) -> None:
+    assert found.reason is None or found.reason in REASONS
     assert found.kind.value == log.kind, found
     assert log.wrong_bytes(found) == []
     assert found.device_index == log.expected.device_index
@@ -44,8 +45,8 @@ def test_log_alone(log: Log) -> None:
 
 
 @pytest.mark.parametrize("log", LOGS, ids=[log.id for log in LOGS])
-def test_the_evidence_stands_in_the_log(log: Log) -> None:
-    """Each line that is shown as proof stands in the log (or is the exit status)."""
+def test_the_evidence_is_in_the_log(log: Log) -> None:
+    """Each line of evidence is in the log, or is the exit status."""
     found = diagnose([log.data], Evidence(exit_status=log.exit_code))
     squeezed = "".join(re.sub(r"\x1b\[[\d;]*m", "", log.text).split())
     for line in found.evidence:
@@ -55,18 +56,17 @@ def test_the_evidence_stands_in_the_log(log: Log) -> None:
 
 
 def test_sigkill_alone_stays_a_suspicion() -> None:
-    for log in LOGS:
+    bare = [
+        log for log in LOGS if "SIGKILL alone" in log.text or log.id in ("elastic-sigkill-vila", "re-deepspeed-launcher-minus9")
+    ]
+    assert len(bare) >= 2
+    for log in bare:
         found = diagnose([log.data], Evidence(exit_status=log.exit_code))
-        bare = "SIGKILL alone" in log.text or log.id in ("elastic-sigkill-vila", "re-deepspeed-launcher-minus9")
-        if bare:
-            assert found.kind is Kind.HOST_OOM_KILLED
-            assert found.confidence < 0.5
-            assert "by hand" in found.summary
+        assert found.kind is Kind.HOST_OOM_KILLED
+        assert found.confidence < 0.5
+        assert "by hand" in found.summary
 
 
 def test_every_reason_has_its_sentence() -> None:
     reasons = {pattern.reason for pattern in PATTERNS if pattern.reason is not None}
     assert reasons <= set(REASONS)
-    for log in LOGS:
-        found = diagnose([log.data], Evidence(exit_status=log.exit_code))
-        assert found.reason is None or found.reason in REASONS

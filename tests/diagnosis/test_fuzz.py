@@ -1,6 +1,7 @@
-"""No log, however mangled, raises anything; and what changes nothing of what it says does not change the diagnosis.
+"""No log raises anything, however mangled; and a change that leaves its content alone does not
+change the diagnosis.
 
-4 000 mutations by default; MEMTOP_FUZZ=20000 takes as many (`bench/diagnose.py` does).
+1,000 mutations by default; MEMTOP_FUZZ sets another number.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from tests.diagnosis import logs
 from tests.diagnosis.mutations import HARMLESS, mutate
 
 LOGS = logs.read("failure_logs.jsonl")
-MUTATIONS = int(os.environ.get("MEMTOP_FUZZ", "4000"))
+MUTATIONS = int(os.environ.get("MEMTOP_FUZZ", "1000"))
 
 
 def valid(found: Diagnosis) -> None:
-    """As it will be sent and stored."""
+    """Check it after a round trip through JSON, as it is sent and stored."""
     assert msgspec.json.decode(msgspec.json.encode(found), type=Diagnosis) == found
     assert 0 < found.confidence < 1
     assert found.summary
@@ -48,13 +49,13 @@ def test_mutations_raise_nothing() -> None:
 @pytest.mark.parametrize("name", sorted(HARMLESS))
 def test_harmless_mutations_keep_the_kind(name: str) -> None:
     wrong = []
-    for seed in range(3):
+    for seed in range(2):
         rng = random.Random(seed)
         for log in LOGS:
             found = diagnose([HARMLESS[name](log.text, rng)], Evidence(exit_status=log.exit_code))
             if found.kind.value != log.kind:
                 wrong.append(f"{log.id} (seed {seed}): {found.kind.value}, {found.reason}")
-    assert len(wrong) <= 3 * len(LOGS) * 0.03, wrong
+    assert len(wrong) <= 2 * len(LOGS) * 0.03, wrong
 
 
 @settings(max_examples=150, deadline=None)

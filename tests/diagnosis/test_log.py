@@ -1,4 +1,4 @@
-"""What is easily misread in a log, mostly next to its opposite."""
+"""Lines of logs that are easily misread, most of them next to their opposite."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.finding import parse_size
 from memtop.supervisor.diagnosis.values import Kind, size
-from memtop.supervisor.recovery.external_command import remedies_for_command
 from memtop.supervisor.recovery.policy import SURE
+from memtop.supervisor.recovery.remedies import remedies_for_command
 from tests.diagnosis.logs import GIB, MESSAGE, RAISED, STEPS, of
 
 
@@ -164,7 +164,7 @@ def test_the_kernels_victim_can_be_another_program() -> None:
     line = "Out of memory: Killed process 4167877 ({name}) total-vm:78782016kB, anon-rss:49186560kB\n"
     assert of(STEPS + line.format(name="MATLAB")).reason == "oom_kill_of_other_process"
     assert of(STEPS + line.format(name="python3")).kind is Kind.HOST_OOM_KILLED
-    # By pid where the run's are known: the name says nothing then.
+    # Where the run's pids are known, they decide, not the name.
     assert of(line.format(name="python3"), member_pids=frozenset({12})).reason == "oom_kill_of_other_process"
     assert of(line.format(name="trn"), member_pids=frozenset({4167877})).kind is Kind.HOST_OOM_KILLED
 
@@ -198,7 +198,7 @@ def test_a_complete_message_of_a_run_that_went_on() -> None:
     assert of(f"{RAISED}{STEPS}").reason == "oom_handled", "a traceback was logged, and 20 kB of steps follow"
     assert of(f"{RAISED}Decreasing batch size to: 16\n{STEPS}").reason == "oom_retried"
     assert of(RAISED, exit_status=0).reason == "oom_handled"
-    # It is the end where the same happens again and nothing follows.
+    # The same failure again, with nothing after it, ended the program.
     assert of(f"{RAISED}{STEPS}{RAISED}").kind is Kind.GPU_OOM_FRAGMENTED
     assert of(f"{RAISED}Decreasing batch size to: 1\n{RAISED}").kind is Kind.GPU_OOM_FRAGMENTED
     gave_up = "RuntimeError: No executable batch size found, reached zero.\n"
@@ -289,7 +289,8 @@ def test_other_wordings(text: str, kind: Kind, reason: str | None) -> None:
 
 
 def test_a_rank_that_fails_while_another_continues() -> None:
-    """The others print a few steps and then wait: thousands of lines of their watchdog are no progress."""
+    """The other rank prints a few steps and then waits: thousands of lines of its watchdog are no
+    progress."""
     others = "".join(f"[rank0]: step {number}/9 loss 2.0\n" for number in range(4))
     waiting = "[rank0]:[E1003 PG.cpp:607] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)\n" * 300
     found = of(f"[rank1]: Traceback (most recent call last):\n[rank1]: {MESSAGE}\n{others}{waiting}", exit_status=1)
@@ -297,7 +298,7 @@ def test_a_rank_that_fails_while_another_continues() -> None:
 
 
 def test_a_lost_connection_of_the_other_rank_is_not_the_cause() -> None:
-    """The shape that knows the words wins over "some exception", although it weighs less."""
+    """The pattern of this message wins over "some exception", although it has less weight."""
     lost = (
         "[rank0]: RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] "
         "Connection closed by peer [127.0.0.1]:5321\n"
@@ -312,7 +313,7 @@ def test_a_lost_connection_of_the_other_rank_is_not_the_cause() -> None:
 
 @pytest.mark.parametrize("count", [1, 19, 25, 100, 300])
 def test_the_last_of_many_failures_ended_the_program(count: int) -> None:
-    """Only some of them are read: the first ones and the last ones."""
+    """Only the first and the last of them are read."""
     tried = f"[WARNING] skipping this batch: {MESSAGE}\n{STEPS[:300]}" * count
     deadly = MESSAGE.replace("1.23 GiB", "7.77 GiB")
     found = of(f"{tried}Traceback (most recent call last):\n{deadly}\n", exit_status=1)
@@ -320,7 +321,7 @@ def test_the_last_of_many_failures_ended_the_program(count: int) -> None:
 
 
 def test_mentions_do_not_use_up_what_is_read() -> None:
-    """Lines that only speak of it, many of them, around the one that says it."""
+    """Many lines that only mention a lack of memory, around the one that reports it."""
     mentions = "try a smaller batch to avoid CUDA out of memory in the next run\n" * 200
     assert of(f"{mentions}RuntimeError: CUDA out of memory\n{mentions}", exit_status=1).kind is Kind.GPU_OOM
     assert of(f"{mentions}KeyError: 'x'\n", exit_status=1).reason == "python_error"
@@ -345,7 +346,7 @@ def test_a_failure_that_was_logged_before_a_good_end_is_no_proof(end: str) -> No
     assert end.strip() in found.summary
     well = of(CAUGHT + end, exit_status=0)
     assert (well.kind, well.reason) == (Kind.NOT_MEMORY, "oom_handled")
-    # It failed: that is known, and nothing else says of what.
+    # The program failed, and the log has no other cause.
     assert of(CAUGHT + end, exit_status=1).confidence > 0.9
 
 
@@ -354,14 +355,14 @@ def test_a_failure_that_was_logged_before_a_good_end_is_no_proof(end: str) -> No
     [
         (RAISED, True),
         ("epoch 1 done\nTraining complete\n" + RAISED, True),
-        # What standard output still held comes after the error.
+        # Standard output is flushed after the error.
         (RAISED + "epoch 1 done\n", True),
         (RAISED + "Training complete\n", False),
         ("OSError: [Errno 28] No space left on device\nTraining complete\n", False),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.batch.\nTraining complete\n", True),
     ],
 )
-def test_a_failure_that_the_program_can_have_survived(text: str, sure: bool) -> None:
+def test_a_failure_that_the_program_may_have_survived(text: str, sure: bool) -> None:
     assert (of(text).confidence >= SURE) is sure
 
 

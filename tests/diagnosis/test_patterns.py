@@ -1,4 +1,5 @@
-"""The tables of patterns: what is refused when one is compiled, and that none costs more than a text's length."""
+"""The tables of patterns: which ones `compiled` refuses, and that the cost of each grows only with
+the text's length."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from memtop.supervisor.diagnosis.finding import Pattern, compiled
 from memtop.supervisor.diagnosis.log import PATTERNS
 from memtop.supervisor.diagnosis.values import Evidence, Kind
 
-# Public only since Python 3.11, and not under a name of its own.
+# The parser of regular expressions has no public name.
 _parser: Any = importlib.import_module("re._parser" if hasattr(re, "_parser") else "sre_parse")
 
-# Searched in the text of all lines without white space: it can be a megabyte without a break.
+# Searched in the text of all lines without white space, which can be a megabyte without a break.
 OF_A_VIEW = [
     *(pattern.regex for pattern in PATTERNS),
     *(value for value in vars(allocator).values() if isinstance(value, re.Pattern)),
@@ -30,7 +31,7 @@ OF_A_VIEW = [
 SEARCHED = [text.RIGHT_BORDER, text.BAR, text.COLOUR, *(pattern for _, pattern in log.RULES)]
 
 
-# --- what the compiled form means -------------------------------------------------------------------
+# --- what the compiled form means -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_a_model_name_is_not_a_signal(name: str) -> None:
         ("class HTTPErrorHandler registered", "not_memory", "no_evidence"),
     ],
 )
-def test_words_that_are_written_apart_or_end_a_line_are_found(line: str, kind: str, reason: str | None) -> None:
+def test_words_with_hyphens_or_at_the_end_of_a_line_are_found(line: str, kind: str, reason: str | None) -> None:
     found = diagnose([f"{line}\n".encode()], Evidence(exit_status=1))
     assert (found.kind.value, found.reason) == (kind, reason)
 
@@ -130,7 +131,7 @@ def test_no_alternative_of_a_pattern_is_so_short_that_it_matches_anywhere() -> N
     assert {pattern: width for pattern, width in shortest.items() if width < 6} == {}
 
 
-# --- what a pattern costs ---------------------------------------------------------------------------
+# --- what a pattern costs -------------------------------------------------------------------------
 
 
 def endless(tree: Any) -> Iterator[Any]:
@@ -164,8 +165,9 @@ def test_patterns_over_a_text_without_breaks_have_no_endless_repeat() -> None:
 
 
 @pytest.mark.parametrize("pattern", SEARCHED, ids=lambda pattern: pattern.pattern[:40])
-def test_what_is_searched_for_does_not_begin_with_an_endless_repeat(pattern: re.Pattern[str]) -> None:
-    """Otherwise a run of the repeated character would be scanned again from each of its positions."""
+def test_searched_patterns_do_not_begin_with_an_endless_repeat(pattern: re.Pattern[str]) -> None:
+    """Otherwise a run of the repeated character would be scanned again from each of its
+    positions."""
     operation, about = _parser.parse(pattern.pattern)[0]
     assert not ("REPEAT" in str(operation) and about[1] is _parser.MAXREPEAT)
 
@@ -174,4 +176,4 @@ def test_what_is_searched_for_does_not_begin_with_an_endless_repeat(pattern: re.
 def test_a_megabyte_on_one_line_is_read(unit: str) -> None:
     """Time that grows with the square of the length would be hours."""
     line = "line" + unit * (1_000_000 // len(unit))
-    assert diagnose([f"{line} Killed by nobody\nValueError: x\n".encode()]).reason == "python_error"
+    assert diagnose([f"{line} Killed by X\nValueError: x\n".encode()]).reason == "python_error"

@@ -1,4 +1,4 @@
-"""Logs of any length, in pieces of any size, in any encoding: the same diagnosis, in bounded memory."""
+"""Logs of any length and encoding, in chunks of any size: the same diagnosis, in bounded memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import os
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from tests.diagnosis import logs
 from tests.diagnosis.logs import MESSAGE, RAISED
 
 LOGS = logs.read("failure_logs.jsonl")
+Result = TypeVar("Result")
 STEP = b"step 1/9000 | loss 2.1 | lr 1e-4 | 3.1 it/s\n"
 BAR = "\rEpoch 3:  37%|███▋      | 1110/3000 [06:11<10:33,  2.98it/s, loss=2.31]".encode()
 
@@ -37,7 +39,7 @@ def pieces(data: bytes, cuts: list[int]) -> Iterator[bytes]:
 
 @settings(max_examples=120, deadline=None)
 @given(index=st.integers(0, len(LOGS) - 1), cuts=st.lists(st.integers(0, 10**6), max_size=40))
-def test_pieces_do_not_matter(index: int, cuts: list[int]) -> None:
+def test_the_sizes_of_the_chunks_do_not_matter(index: int, cuts: list[int]) -> None:
     evidence = Evidence(exit_status=LOGS[index].exit_code)
     whole = diagnose([LOGS[index].data], evidence)
     assert diagnose(pieces(LOGS[index].data, cuts), evidence) == whole
@@ -46,7 +48,7 @@ def test_pieces_do_not_matter(index: int, cuts: list[int]) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(place=st.integers(0, 5 * BLOCK // 2), cuts=st.lists(st.integers(0, 10**8), max_size=12))
-def test_pieces_of_a_long_log_do_not_matter(place: int, cuts: list[int]) -> None:
+def test_the_sizes_of_the_chunks_of_a_long_log_do_not_matter(place: int, cuts: list[int]) -> None:
     data = filler(place) + b"\n" + RAISED.encode() + filler(5 * BLOCK // 2 - place)[:4000]
     whole = excerpt([data])
     assert excerpt(pieces(data, cuts)) == whole
@@ -57,7 +59,7 @@ def test_pieces_of_a_long_log_do_not_matter(place: int, cuts: list[int]) -> None
     "place", [0, HEAD, BLOCK - 30, BLOCK - 1, BLOCK, BLOCK + AFTER - 5, 2 * BLOCK - AFTER - 40, 3 * BLOCK + 17]
 )
 def test_a_failure_anywhere_in_a_long_log_is_found(place: int) -> None:
-    """Also across the borders of what is read at a time."""
+    """Also across the borders of the blocks."""
     disk = b"OSError: [Errno 28] No space left on device: '/data/step_1.pt'\n"
     data = filler(place) + b"\n" + disk + b"[rank1]: nothing\n" * ((TAIL + 3 * BLOCK) // 17)
     assert diagnose([data]).kind is Kind.DISK_FULL
@@ -89,15 +91,24 @@ def test_the_first_and_the_last_of_thousands_are_kept() -> None:
     "unit", [b"a", b"Killed ", BAR, STEP, b"\x00", b"\xff\xfe", MESSAGE.encode() + b"\n"], ids=lambda unit: repr(unit[:8])
 )
 def test_memory_is_bounded_whatever_the_lines(unit: bytes) -> None:
+    """The excerpt of a stream has a fixed size, and a diagnosis takes a fixed multiple of its
+    text."""
     chunk = (unit * (1 << 16))[: 1 << 16]
+    kept, peak = traced(lambda: sum(len(piece.data) for piece in excerpt(chunk for _ in range(120))))
+    assert kept < 2 << 20
+    assert peak < 16 << 20
     diagnose([chunk])
+    _, peak = traced(lambda: diagnose([chunk]))
+    assert peak < 24 * len(chunk)
+
+
+def traced(work: Callable[[], Result]) -> tuple[Result, int]:
+    """The result, and the most memory that Python objects took meanwhile, in bytes."""
     tracemalloc.start()
     try:
-        diagnose(chunk for _ in range(120))
-        peak = tracemalloc.get_traced_memory()[1]
+        return work(), tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 64 << 20
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8-sig", "latin-1"])

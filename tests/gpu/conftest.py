@@ -1,4 +1,5 @@
-"""Tests that need a real NVIDIA GPU, its driver and a torch that can use it. Elsewhere they are skipped with the reason."""
+"""Tests that need a real NVIDIA GPU, its driver and a torch that can use it. Elsewhere they are
+skipped with the reason."""
 
 from __future__ import annotations
 

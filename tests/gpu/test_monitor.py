@@ -1,4 +1,4 @@
-"""What the monitor says of a real GPU, beside nvidia-smi and beside what torch knows."""
+"""The monitor's values of a real GPU, compared with those of nvidia-smi and torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sampler() -> Iterator[Sampler]:
 
 @pytest.fixture
 def holder() -> Iterator[tuple[subprocess.Popen[str], int, str]]:
-    """A program that holds 2 GiB; its reserved bytes as torch tells them, and the GPU's UUID."""
+    """A program that holds 2 GiB; the bytes that torch has reserved, and the GPU's UUID."""
     command = [sys.executable, "-c", _HOLDER, str(2 * GIB)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -59,30 +59,30 @@ def test_the_numbers_are_nvidia_smis(sampler: Sampler) -> None:
     if shutil.which("nvidia-smi") is None:
         pytest.skip("nvidia-smi is not here to compare with")
     fields = "index,uuid,memory.total,memory.reserved,enforced.power.limit,clocks.max.sm,pcie.link.gen.max,driver_version"
-    asked = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    said = subprocess.run(asked, check=True, capture_output=True, text=True).stdout
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     snapshot = sampler.sample()
-    rows = [[word.strip() for word in line.split(",")] for line in said.splitlines()]
+    rows = [[word.strip() for word in line.split(",")] for line in output.splitlines()]
     assert len(rows) == len(snapshot.gpus)
     for (index, uuid, total, reserved, limit, clock, generation, driver), gpu in zip(rows, snapshot.gpus, strict=True):
         assert (gpu.index, gpu.uuid) == (int(index), uuid)
         assert gpu.total_bytes is not None
         assert abs(gpu.total_bytes - int(total) * MIB) <= MIB
-        told = (
+        expected = (
             (reserved, gpu.reserved_bytes, MIB, MIB),
             (limit, gpu.power_limit_watts, 1, 0.1),
             (clock, gpu.details.sm_clock_limit_megahertz, 1, 0),
             (generation, gpu.details.pcie_generation_limit, 1, 0),
         )
-        for words, value, unit, tolerance in told:
-            # What nvidia-smi does not know (`[N/A]`), memtop does not either.
+        for words, value, unit, tolerance in expected:
+            # A value that nvidia-smi does not know (`[N/A]`) is unknown to memtop, too.
             known = words.replace(".", "").isdigit()
             assert (value is not None) == known, words
             assert value is None or abs(value - float(words) * unit) <= tolerance
         assert snapshot.driver_version == driver
 
 
-def test_what_is_not_known_has_a_reason_and_is_no_zero(sampler: Sampler) -> None:
+def test_an_unknown_value_has_a_reason_and_is_no_zero(sampler: Sampler) -> None:
     for gpu in sampler.sample().gpus:
         for values, skipped in ((gpu, {"error", "visible_index", "other_pool_bytes"}), (gpu.details, {"recovery_action"})):
             names = {name for name in values.__struct_fields__ if getattr(values, name) is None} - skipped
@@ -97,7 +97,7 @@ def test_a_programs_memory_is_found_under_its_name(sampler: Sampler, holder: tup
     row = row_of(gpu, process.pid)
     if row.used_bytes is None:
         pytest.skip(row.unknown["used_bytes"])
-    # The CUDA context comes on top: some hundred MiB, on no card more than 2 GiB.
+    # The CUDA context adds some hundred MiB, on no card more than 2 GiB.
     assert reserved < row.used_bytes < reserved + 2 * GIB
     assert row.command is not None
     assert row.choosable

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memtop.supervisor.monitor.values import Band, Hysteresis, band_of, mark
+from memtop.supervisor.monitor.sampler import Hysteresis
+from memtop.supervisor.monitor.values import Band, band_of, mark
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_one_percentage_point_changes_the_band_at_once() -> None:
     assert bands(0.88, 0.84) == ["edge", "safe"]
 
 
-def test_a_jump_over_both_borders_is_shown_as_what_it_is() -> None:
+def test_a_jump_over_both_borders_changes_the_band_at_once() -> None:
     assert bands(0.2, 0.99) == ["safe", "danger"]
     assert bands(0.99, 0.2) == ["danger", "safe"]
 
@@ -72,7 +73,7 @@ def test_a_missing_sample_is_unknown_and_the_band_is_remembered() -> None:
 
 
 @given(st.lists(st.floats(0, 1), min_size=1), st.floats(0, 1))
-def test_what_stays_is_shown_as_it_is_after_three_samples(before: list[float], value: float) -> None:
+def test_a_steady_value_has_its_band_after_three_samples(before: list[float], value: float) -> None:
     assert bands(*before, value, value, value)[-1] == band_of(value).value
 
 

@@ -1,4 +1,4 @@
-"""Names of containers, pods and batch jobs from cgroup paths as they are found on real machines."""
+"""Names of containers, pods and batch jobs from the cgroup paths of real machines."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ POD_PATH = f"0::/kubepods.slice/kubepods-pod{LOW}.slice/cri-containerd-{ID}.scop
             {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "sft"},
             "slurm job 7 (sft) step 0",
         ),
-        # A program that was started from another job's shell carries that job's name along.
+        # A program started from another job's shell inherits that job's name.
         (
             "0::/system.slice/slurmstepd.scope/job_7/step_0",
             {"SLURM_JOB_ID": "6", "SLURM_JOB_NAME": "old"},

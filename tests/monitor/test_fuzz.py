@@ -1,4 +1,5 @@
-"""Random drivers that change under the sampler: nothing may be raised, and what is not known has a reason and is no number."""
+"""Random drivers that change at random: the sampler never raises, and every unknown value is None
+and has a reason."""
 
 from __future__ import annotations
 
@@ -14,10 +15,9 @@ from memtop.supervisor.monitor.nvml import errors as nvml_errors
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler
 from memtop.supervisor.monitor.values import MachineSnapshot
-from tests.monitor.conftest import Clock
+from tests.monitor.conftest import GIB, Clock
 from tests.nvml_double.double import Script
 
-GIB = 2**30
 ROUNDS = int(os.environ.get("MEMTOP_FUZZ_ROUNDS", "250"))
 CODES = (*sorted(nvml_errors.CODE_WORDS), 5, 22, 23, 24, 26, 29, 12345)
 FUNCTIONS = (

@@ -9,9 +9,8 @@ import pytest
 
 from memtop.supervisor.monitor.host import HostReader
 from memtop.supervisor.monitor.values import Band, HostSample, band_of
-from tests.monitor.conftest import Clock, Tree
+from tests.monitor.conftest import GIB, Clock, Tree
 
-GIB = 1024**3
 KIB = 1024
 MEMINFO = "MemTotal: 16777216 kB\nMemFree: 100 kB\nMemAvailable: 4194304 kB\nSwapTotal: 8388608 kB\nSwapFree: 6291456 kB\n"
 NO_SWAP = MEMINFO.replace("8388608", "0").replace("6291456", "0")
@@ -61,7 +60,7 @@ def test_rates_are_unknown_at_first_and_then_measured(tree: Tree, clock: Clock) 
     assert "cpu_fraction" not in second.unknown
 
 
-def test_a_counter_that_goes_back_gives_no_rate(tree: Tree, clock: Clock) -> None:
+def test_a_counter_that_decreases_gives_no_rate(tree: Tree, clock: Clock) -> None:
     root = tree(HOST)
     reader = HostReader(proc_root=root / "proc", cgroup_root=root / "cgroup", monotonic=clock)
     reader.read()
@@ -163,20 +162,20 @@ def test_in_a_container_the_mount_point_is_our_group(tree: Tree) -> None:
     assert host.limit_bytes == 4 * GIB
 
 
-def test_version_2_beside_version_1(tree: Tree) -> None:
+def test_version_2_mounted_next_to_version_1(tree: Tree) -> None:
     own = {"proc/self/cgroup": "4:memory:/job\n0::/job\n", "cgroup/unified/job/cgroup.procs": ""}
     host = read(tree(HOST | own | group(1, "/job", str(4 * GIB), GIB)))
     assert host.limit_bytes == 4 * GIB
 
 
-def test_an_unreadable_limit_is_said(tree: Tree) -> None:
+def test_an_unreadable_limit_is_reported(tree: Tree) -> None:
     host = read(tree(HOST | {"proc/self/cgroup": SELF[2]} | group(2, "/job/step", "rubbish", GIB)))
     assert host.limit_bytes is None
     assert "cannot read the memory limit" in host.unknown["limit_bytes"]
     assert host.used_bytes == 12 * GIB
 
 
-def test_a_limit_without_statistics_is_said_and_not_dropped(tree: Tree) -> None:
+def test_a_limit_without_statistics_is_reported(tree: Tree) -> None:
     files = group(2, "/job/step", str(8 * GIB), GIB)
     del files["cgroup/job/step/memory.stat"]
     host = read(tree(HOST | {"proc/self/cgroup": SELF[2]} | files))

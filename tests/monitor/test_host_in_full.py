@@ -1,4 +1,5 @@
-"""The kinds of host memory, shared memory, and all that a cgroup may limit, read from written trees and from this machine."""
+"""Kinds of host memory, shared memory and all cgroup limits, read from trees of files and from this
+machine."""
 
 from __future__ import annotations
 
@@ -15,10 +16,9 @@ import pytest
 from memtop.supervisor.monitor.cgroup import CgroupMemory, read_cgroup_memory
 from memtop.supervisor.monitor.host import SLOW_SECONDS, HostReader
 from memtop.supervisor.monitor.values import Band, HostSample, band_of
-from tests.monitor.conftest import Clock, Tree
-from tests.monitor.test_host import GIB, HOST, MEMINFO, SELF, group, read
+from tests.monitor.conftest import GIB, MIB, Clock, Tree
+from tests.monitor.test_host import HOST, MEMINFO, SELF, group, read
 
-MIB = 1024**2
 KINDS = (
     "Buffers: 1024 kB\nCached: 8192 kB\nSwapCached: 7 kB\nMlocked: 16 kB\nDirty: 20 kB\nWriteback: 4 kB\nShmem: 2048 kB\n"
     "ShmemHugePages: 99 kB\nHugePages_Total: 3\nHugePages_Free: 1\nHugepagesize: 2048 kB\nHugetlb: 6144 kB\n"
@@ -27,20 +27,20 @@ KINDS = (
 
 def test_kinds_of_memory(tree: Tree) -> None:
     host = read(tree(HOST | {"proc/meminfo": MEMINFO + KINDS}))
-    # Shared memory is counted as cached by the kernel, but is not the kernel's to give back.
+    # The kernel counts shared memory as cached, but cannot free it.
     assert (host.cached_bytes, host.shared_bytes) == (7 * MIB, 2 * MIB)
     assert (host.dirty_bytes, host.locked_bytes) == (24 * 1024, 16 * 1024)
     assert (host.huge_pages_total_bytes, host.huge_pages_free_bytes) == (6 * MIB, 2 * MIB)
 
 
-def test_huge_pages_of_several_sizes_are_counted_and_their_rest_is_not_made_up(tree: Tree) -> None:
+def test_free_huge_pages_of_several_sizes_are_unknown(tree: Tree) -> None:
     host = read(tree(HOST | {"proc/meminfo": MEMINFO + KINDS.replace("6144", "1054720")}))
     assert host.huge_pages_total_bytes == 1030 * MIB
     assert host.huge_pages_free_bytes is None
     assert "several sizes" in host.unknown["huge_pages_free_bytes"]
 
 
-def test_a_kernel_that_does_not_tell_the_kinds(tree: Tree) -> None:
+def test_a_kernel_that_does_not_report_the_kinds(tree: Tree) -> None:
     host = read(tree(HOST))
     for field in ("cached_bytes", "dirty_bytes", "shared_bytes", "locked_bytes", "huge_pages_total_bytes"):
         assert getattr(host, field) is None
@@ -54,7 +54,7 @@ def test_full_pressure_load_and_uptime(tree: Tree) -> None:
     assert host.uptime_seconds == 3600.5
 
 
-def test_what_is_read_now_and_then_does_not_stand_still(tree: Tree, clock: Clock) -> None:
+def test_slow_values_are_updated_between_their_readings(tree: Tree, clock: Clock) -> None:
     root = tree(HOST | {"proc/loadavg": "1.0 1.0 1.0 2/400 9\n", "proc/uptime": "100.0 1.0\n"} | group(2, "/", "max", 0))
     roots = {"proc_root": root / "proc", "cgroup_root": root / "cgroup", "shm_root": root}
     reader = HostReader(**roots, monotonic=clock)
@@ -68,7 +68,7 @@ def test_what_is_read_now_and_then_does_not_stand_still(tree: Tree, clock: Clock
     assert host.limit_bytes == 8 * GIB
 
 
-def test_rates_go_on_after_the_counters_began_anew(tree: Tree, clock: Clock) -> None:
+def test_rates_continue_after_the_counters_were_reset(tree: Tree, clock: Clock) -> None:
     root = tree(HOST)
     reader = HostReader(proc_root=root / "proc", cgroup_root=root / "cgroup", monotonic=clock)
     reader.read()
@@ -79,13 +79,13 @@ def test_rates_go_on_after_the_counters_began_anew(tree: Tree, clock: Clock) -> 
 
 
 def test_shared_memory_of_this_machine() -> None:
-    host, told = HostReader().read(), os.statvfs("/dev/shm")
-    assert host.shm_total_bytes == told.f_blocks * told.f_frsize
+    host, expected = HostReader().read(), os.statvfs("/dev/shm")
+    assert host.shm_total_bytes == expected.f_blocks * expected.f_frsize
     assert host.shm_fraction is not None
     assert 0 <= host.shm_fraction <= 1
 
 
-# --- what the cgroup limits ---------------------------------------------------------------------------------------------
+# --- what the cgroup limits -----------------------------------------------------------------------
 
 
 def limited(version: int, **files: str) -> dict[str, str]:
@@ -122,7 +122,7 @@ def test_a_group_that_may_not_swap(tree: Tree) -> None:
     assert host.unknown["swap_fraction"] == "the cgroup allows no swap"
 
 
-def test_swap_that_is_allowed_beyond_what_there_is(tree: Tree) -> None:
+def test_a_swap_limit_above_the_machines_swap(tree: Tree) -> None:
     host = read(tree(limited(2, memory__swap__max=str(64 * GIB), memory__swap__current="0")))
     assert host.limit_swap_bytes is None
     assert (host.swap_total_bytes, host.swap_fraction) == (8 * GIB, 0.25)
@@ -147,7 +147,7 @@ def test_kills_are_those_of_the_group_with_the_limit(tree: Tree) -> None:
     assert read(tree(files)).oom_kills == 5
 
 
-def test_kills_that_nobody_counts(tree: Tree) -> None:
+def test_kills_that_the_kernel_does_not_count(tree: Tree) -> None:
     host = read(tree(HOST))
     assert host.oom_kills is None
     assert "does not count OOM kills" in host.unknown["oom_kills"]
@@ -168,59 +168,54 @@ def test_cores_that_the_group_allows(tree: Tree, version: int, quota: str, cores
     assert read(tree(HOST | own | files)).cpu_count == cores
 
 
-# --- where the groups are -----------------------------------------------------------------------------------------------
+# --- where the groups are -------------------------------------------------------------------------
 
 
 def mounted(root: Path, point: str, shown: str, kind: str = "cgroup2", options: str = "rw") -> str:
     return f"35 31 0:29 {shown} {root / point} rw,relatime shared:9 - {kind} cgroup {options}\n"
 
 
-def container(tree: Tree, mountinfo: str, own: str, files: dict[str, str]) -> HostSample:
-    return read(tree(HOST | {"proc/self/cgroup": own, "proc/self/mountinfo": mountinfo} | files))
-
-
-def test_a_container_sees_only_its_own_part(tree: Tree, tmp_path: Path) -> None:
-    # What lies under the machine's path in here is another container's, started inside of this one.
-    files = group(2, "", str(8 * GIB), GIB) | group(2, "/docker/outer", str(GIB), GIB)
-    host = container(tree, mounted(tmp_path, "cgroup", "/docker/outer"), "0::/docker/outer\n", files)
-    assert host.limit_bytes == 8 * GIB
-
-
-def test_a_group_below_the_containers_own(tree: Tree, tmp_path: Path) -> None:
-    files = group(2, "", str(8 * GIB), GIB) | group(2, "/job", str(2 * GIB), GIB)
-    host = container(tree, mounted(tmp_path, "cgroup", "/docker/outer"), "0::/docker/outer/job\n", files)
-    assert host.limit_bytes == 2 * GIB
-
-
-@pytest.mark.parametrize("own", ["0::/../other\n", "0::/elsewhere\n"])
-def test_a_path_outside_of_what_is_mounted(tree: Tree, tmp_path: Path, own: str) -> None:
-    files = group(2, "", str(8 * GIB), GIB) | group(2, "/other", str(GIB), GIB)
-    assert container(tree, mounted(tmp_path, "cgroup", "/docker/outer"), own, files).limit_bytes == 8 * GIB
-
-
-def test_a_cgroup_namespace(tree: Tree, tmp_path: Path) -> None:
-    host = container(tree, mounted(tmp_path, "cgroup", "/"), "0::/\n", group(2, "", str(8 * GIB), GIB))
-    assert host.limit_bytes == 8 * GIB
+@pytest.mark.parametrize(
+    ("shown", "own", "below", "limit"),
+    [
+        # What is below the host's path belongs to another container, which was started inside this
+        # one.
+        pytest.param("/docker/outer", "/docker/outer", "/docker/outer", 8 * GIB, id="a container's own part"),
+        pytest.param("/docker/outer", "/docker/outer/job", "/job", 2 * GIB, id="below the container's group"),
+        pytest.param("/docker/outer", "/../other", "/other", 8 * GIB, id="a path above what is mounted"),
+        pytest.param("/docker/outer", "/elsewhere", "/other", 8 * GIB, id="a path next to what is mounted"),
+        pytest.param("/", "/", "/other", 8 * GIB, id="a cgroup namespace"),
+    ],
+)
+def test_the_group_in_a_container(tree: Tree, tmp_path: Path, shown: str, own: str, below: str, limit: int) -> None:
+    """8 GiB at the mount point, 2 GiB in a group below it."""
+    files = {"proc/self/cgroup": f"0::{own}\n", "proc/self/mountinfo": mounted(tmp_path, "cgroup", shown)}
+    host = read(tree(HOST | files | group(2, "", str(8 * GIB), GIB) | group(2, below, str(2 * GIB), GIB)))
+    assert host.limit_bytes == limit
 
 
 def test_a_hybrid_machine(tree: Tree, tmp_path: Path) -> None:
     mounts = mounted(tmp_path, "cgroup/unified", "/") + mounted(tmp_path, "cgroup/memory", "/", "cgroup", "rw,memory")
-    files = group(1, "/job", str(8 * GIB), GIB) | {"cgroup/unified/job/cgroup.procs": ""}
-    host = container(tree, mounts, "4:memory:/job\n0::/job\n", files)
-    assert host.limit_bytes == 8 * GIB
+    files = {
+        "proc/self/cgroup": "4:memory:/job\n0::/job\n",
+        "proc/self/mountinfo": mounts,
+        "cgroup/unified/job/cgroup.procs": "",
+    }
+    assert read(tree(HOST | files | group(1, "/job", str(8 * GIB), GIB))).limit_bytes == 8 * GIB
 
 
-def test_nobody_knows_the_machines_memory_and_version_1_has_no_limit(tree: Tree, tmp_path: Path) -> None:
+def test_unknown_machine_memory_and_no_limit_of_version_1(tree: Tree, tmp_path: Path) -> None:
     tree({"proc/self/cgroup": SELF[1]} | group(1, "/job/step", str(2**63 - 4096), GIB))
     assert read_cgroup_memory(tmp_path / "proc", tmp_path / "cgroup", None) is None
 
 
-# --- a real group -------------------------------------------------------------------------------------------------------
+# --- a real group ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def real_group() -> Iterator[tuple[Path, str]]:
-    """A memory cgroup of this machine with a limit of 256 MiB, and the name of its file with the limit."""
+    """A memory cgroup of this machine with a limit of 256 MiB, and the name of its file with the
+    limit."""
     name = f"memtop-test-{uuid.uuid4().hex[:8]}"
     for root, limit in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
         folder = root / name

@@ -1,4 +1,4 @@
-"""Which processes form a job, and which part each has: over tables of rows as real launchers leave them."""
+"""Which processes form a job, and the role of each, in process tables of real launchers."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_launchers(command: str) -> None:
     table = Table().add(10, 1, command).add(20, 10, TRAIN, gpu=True).add(21, 10, TRAIN, gpu=True)
     job = table.only()
     assert job.leader == 10
-    # None tells its number: launchers start them in order.
+    # None reports its rank: launchers start them in order.
     assert job.roles == {10: "launcher", 20: "rank 0", 21: "rank 1"}
 
 
@@ -102,7 +102,7 @@ def test_launchers(command: str) -> None:
         *("containerd-shim-runc-v2 -id 1", "accelerate config", "/venv/bin/python sweep.py", "sudo -u me bash"),
     ],
 )
-def test_what_never_leads(command: str) -> None:
+def test_programs_that_never_lead(command: str) -> None:
     table = Table().add(10, 1, command).add(20, 10, TRAIN, gpu=True).add(21, 10, "python other.py", gpu=True)
     assert {job.leader: job.roles for job in table.drafts()} == {20: {20: "process"}, 21: {21: "process"}}
 
@@ -137,7 +137,7 @@ def test_a_notebook_that_computes_leads_itself_but_not_what_is_started_from_it()
     assert {job.leader: set(job.pids) for job in table.drafts()} == {10: {10, 11, 12}, 13: {13}}
 
 
-def test_what_a_training_program_starts_on_the_gpu_belongs_to_it() -> None:
+def test_gpu_processes_that_a_training_program_starts_belong_to_it() -> None:
     table = (
         Table().add(10, 1, TRAIN, gpu=True, RANK="0").add(11, 10, "sh -c x").add(12, 11, "python eval.py", gpu=True, RANK="0")
     )
@@ -151,7 +151,8 @@ def test_another_users_launcher_does_not_lead() -> None:
 
 
 def test_a_run_holds_together_by_its_marker() -> None:
-    """The launcher of the first rank has died; the second lies in the run's session, and a worker is an orphan."""
+    """The launcher of the first rank has died, the second rank is in another session, a worker is
+    an orphan."""
     run = ("/runs/a", 2)
     table = Table().add(9, 1, "python shim.py").add(10, 9, "bash train.sh", run=run, session=10)
     table.add(11, 10, TRAIN, gpu=True, run=run, session=10).add(12, 1, TRAIN, gpu=True, run=run, session=12)
@@ -160,7 +161,7 @@ def test_a_run_holds_together_by_its_marker() -> None:
     assert (job.leader, set(job.pids), job.run) == (10, {10, 11, 12, 13}, run)
 
 
-def test_attempts_of_a_run_are_jobs_of_their_own() -> None:
+def test_attempts_of_a_run_are_separate_jobs() -> None:
     table = Table().add(10, 1, TRAIN, gpu=True, run=("/runs/a", 1)).add(11, 1, TRAIN, gpu=True, run=("/runs/a", 2))
     assert [job.run for job in table.drafts()] == [("/runs/a", 1), ("/runs/a", 2)]
 
@@ -174,7 +175,7 @@ def test_a_slurm_step_of_several_tasks() -> None:
     assert (job.key, job.roles) == ("slurm 7.0", {20: "rank 0", 21: "rank 1", 22: "rank 2"})
 
 
-def test_programs_in_an_interactive_allocation_are_jobs_of_their_own() -> None:
+def test_programs_in_an_interactive_allocation_are_separate_jobs() -> None:
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_PROCID": "0", "SLURM_PTY_PORT": "9"}
     table = Table().add(10, 1, "bash").add(20, 10, TRAIN, gpu=True, **step).add(21, 10, TRAIN, gpu=True, **step)
     assert [job.roles for job in table.drafts()] == [{20: "process"}, {21: "process"}]

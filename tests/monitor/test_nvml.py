@@ -1,4 +1,4 @@
-"""GPUs through the real bindings and a scripted driver library."""
+"""GPUs, read through the real bindings from a scripted driver library."""
 
 from __future__ import annotations
 
@@ -14,16 +14,8 @@ import pytest
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
 from memtop.supervisor.monitor.nvml.reader import MISSING_SECONDS, NvmlReader
 from memtop.supervisor.monitor.values import Band, GpuSample, band_of
-from tests.monitor.conftest import Clock
+from tests.monitor.conftest import GIB, MIB, Clock, one
 from tests.nvml_double.double import Script
-
-GIB = 1024**3
-MIB = 1024**2
-
-
-def one(reader: NvmlReader) -> GpuSample:
-    (gpu,) = reader.read().gpus
-    return gpu
 
 
 @pytest.mark.parametrize("count", [0, 1, 8, 16])
@@ -70,24 +62,12 @@ def test_every_field(driver: Script, reader: NvmlReader) -> None:
     )
 
 
-@pytest.mark.parametrize("code", sorted(nvml_errors.CODE_WORDS))
-def test_every_error_at_the_start_is_a_normal_state(driver: Script, reader: NvmlReader, clock: Clock, code: int) -> None:
-    driver.init_error(code).gpu(0, total=GIB).write()
-    reading = reader.read()
-    assert reading.gpus == ()
-    assert reading.note is not None
-    assert reading.note.startswith("no NVIDIA GPU: ")
-    driver.clear().gpu(0, total=GIB).write()
-    clock.pass_(10.0)
-    assert len(reader.read().gpus) == 1, "the driver came, without a restart"
-
-
 def test_an_error_without_words_keeps_its_number() -> None:
     assert nvml_errors.words(12345) == "the driver reported error 12345"
 
 
 @pytest.mark.parametrize(("code", "advice"), [(18, "reboot"), (999, "recreate it"), (9, "modprobe"), (17, "/dev/nvidia")])
-def test_words_say_what_to_do(code: int, advice: str) -> None:
+def test_messages_name_the_remedy(code: int, advice: str) -> None:
     assert advice in nvml_errors.words(code)
 
 
@@ -212,28 +192,20 @@ def test_a_field_that_comes_back_loses_its_reason(driver: Script, reader: NvmlRe
     assert (gpu.power_watts, gpu.unknown) == (5.0, {})
 
 
-def test_processes_are_merged(driver: Script, reader: NvmlReader) -> None:
-    driver.gpu(0, total=GIB)
-    driver.process(0, pid=11, used=5 * MIB).process(0, pid=12, used=9 * MIB)
-    driver.process(0, pid=12, used=9 * MIB, kind="graphics").process(0, pid=13, used=MIB, kind="graphics").write()
-    rows = [(row.pid, row.kind, row.used_bytes) for row in one(reader).processes]
-    assert rows == [(12, "compute+graphics", 9 * MIB), (11, "compute", 5 * MIB), (13, "graphics", MIB)]
-
-
-def test_memory_that_the_driver_does_not_tell(driver: Script, reader: NvmlReader) -> None:
+def test_memory_that_the_driver_does_not_report(driver: Script, reader: NvmlReader) -> None:
     driver.gpu(0, total=GIB).process(0, pid=11, used=None).write()
     (row,) = one(reader).processes
     assert row.used_bytes is None
     assert "does not report" in row.unknown["used_bytes"]
 
 
-def test_pids_that_cannot_exist_are_dropped_and_said(driver: Script, reader: NvmlReader) -> None:
-    driver.gpu(0, total=GIB).process(0, pid=11, used=MIB)
+def test_impossible_pids_are_dropped_and_reported(driver: Script, reader: NvmlReader) -> None:
+    driver.gpu(0, total=GIB).process(0, pid=11, used=MIB, sm=20)
     for pid in (0, 4294967295, 2**22 + 1):
-        driver.process(0, pid=pid, used=MIB)
+        driver.process(0, pid=pid, used=MIB, sm=10)
     driver.write()
     gpu = one(reader)
-    assert [row.pid for row in gpu.processes] == [11]
+    assert [(row.pid, row.sm_fraction) for row in gpu.processes] == [(11, 0.2)]
     assert "0, 4194305, 4294967295" in gpu.unknown["processes"]
 
 
@@ -267,34 +239,6 @@ def test_gpus_come_and_go(driver: Script, reader: NvmlReader, clock: Clock) -> N
     assert reader.read().gpus == ()
 
 
-def test_gpus_that_change_places(driver: Script, reader: NvmlReader, clock: Clock) -> None:
-    driver.gpu(0, total=GIB, uuid="GPU-a", name="A").gpu(1, total=2 * GIB, uuid="GPU-b", name="B").write()
-    reader.read()
-    driver.clear().gpu(0, total=2 * GIB, uuid="GPU-b", name="B").gpu(1, total=GIB, uuid="GPU-a", name="A").write()
-    clock.pass_(10.0)
-    assert [(gpu.uuid, gpu.name) for gpu in reader.read().gpus] == [("GPU-b", "B"), ("GPU-a", "A")]
-
-
-def test_call_budget(driver: Script, reader: NvmlReader, clock: Clock) -> None:
-    """Twenty ticks of one second: memory and utilisation each time, lists every 2 s, sensors every 5 s, names once."""
-    driver.gpu(0, total=GIB).write()
-    names = {
-        "nvmlDeviceGetMemoryInfo_v2": 20,
-        "nvmlDeviceGetUtilizationRates": 20,
-        "nvmlDeviceGetComputeRunningProcesses_v3": 10,
-        "nvmlDeviceGetGraphicsRunningProcesses_v3": 10,
-        "nvmlDeviceGetTemperature": 4,
-        "nvmlDeviceGetPowerUsage": 4,
-        "nvmlDeviceGetName": 1,
-        "nvmlInitWithFlags": 1,
-    }
-    before = {name: driver.calls(name) for name in names}
-    for _ in range(20):
-        reader.read()
-        clock.pass_(1.0)
-    assert {name: driver.calls(name) - before[name] for name in names} == names
-
-
 def test_with_no_gpu_left_to_disturb_the_library_is_started_afresh_sooner(
     driver: Script, reader: NvmlReader, clock: Clock
 ) -> None:
@@ -320,8 +264,8 @@ MEMORY = ("total_bytes", "used_bytes", "free_bytes", "used_fraction")
 
 
 @pytest.mark.parametrize("how", ["total 0", "not supported", "too old"])
-def test_one_odd_answer_does_not_blind(driver: Script, reader: NvmlReader, clock: Clock, how: str) -> None:
-    """Whether it is the first answer or comes after good ones, which prove that the card can tell."""
+def test_one_wrong_answer_is_read_again(driver: Script, reader: NvmlReader, clock: Clock, how: str) -> None:
+    """As the first answer, and after good ones, which prove that the card supports the call."""
     odd = {"not supported": 3, "too old": 13}
     for before in range(2):
         if before:
@@ -330,7 +274,7 @@ def test_one_odd_answer_does_not_blind(driver: Script, reader: NvmlReader, clock
             assert (gpu.used_bytes, gpu.utilization_fraction, gpu.unknown) == (MIB, 0.07, {})
             clock.pass_(1.0)
         elif how != "total 0":
-            continue  # a card that says so from the start means it
+            continue  # as the first answer it is final
         driver.clear().gpu(0, total=GIB if how in odd else 0, util=7)
         for function in ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetUtilizationRates"):
             if how in odd:
@@ -350,7 +294,7 @@ def test_one_odd_answer_does_not_blind(driver: Script, reader: NvmlReader, clock
     ("function", "field"),
     [("nvmlDeviceGetUUID", "uuid"), ("nvmlDeviceGetName", "name"), ("nvmlDeviceGetPciInfo_v3", "pci_bus_id")],
 )
-def test_who_it_is_is_asked_again_until_it_is_told(
+def test_the_identity_is_read_until_it_is_known(
     driver: Script, reader: NvmlReader, clock: Clock, function: str, field: str
 ) -> None:
     driver.gpu(0, total=GIB).fail(function, 0, 10).write()
@@ -366,7 +310,7 @@ def test_who_it_is_is_asked_again_until_it_is_told(
     assert driver.calls(function) - before == (function == "nvmlDeviceGetUUID"), "only whether the GPUs have changed places"
 
 
-def test_texts_that_are_none(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+def test_bytes_that_are_not_text_are_unknown(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     driver.driver("550\udcff").gpu(0, total=GIB, used=MIB, name="Bad\udcff", uuid="GPU-\udcfe", bus="\udcfd").write()
     for _ in range(12):
         reading = reader.read()
@@ -384,8 +328,8 @@ def two(driver: Script, *names: str) -> None:
     driver.write()
 
 
-def told(reader: NvmlReader) -> list[tuple[int, str | None, str | None]]:
-    """Place, name, and what is wrong; nothing of what cannot be read has a number."""
+def listed(reader: NvmlReader) -> list[tuple[int, str | None, str | None]]:
+    """Index, name and error of each row. Rows that cannot be read have no values."""
     gpus = reader.read().gpus
     for gpu in gpus:
         if gpu.error is not None:
@@ -408,17 +352,17 @@ def test_a_gpu_that_the_driver_does_not_list_any_more_keeps_a_row(driver: Script
     reader.read()
     two(driver, "A", "B")
     clock.pass_(10.0)
-    assert told(reader) == [(0, "A", None), (1, "B", None), (2, "C", missing(2))]
+    assert listed(reader) == [(0, "A", None), (1, "B", None), (2, "C", missing(2))]
     two(driver, "B")
     clock.pass_(10.0)
     rows = [(0, "B", None), (1, "A", missing(0)), (2, "C", missing(2))]
-    assert told(reader) == rows, "the driver counts anew: nothing has the number of another"
+    assert listed(reader) == rows, "the driver renumbers the GPUs: each row keeps its identity"
     two(driver, "C", "B")
     clock.pass_(10.0)
-    assert told(reader) == [(0, "C", None), (1, "B", None), (2, "A", missing(0))]
+    assert listed(reader) == [(0, "C", None), (1, "B", None), (2, "A", missing(0))]
     two(driver, "A", "B", "C")
     clock.pass_(10.0)
-    assert told(reader) == [(0, "A", None), (1, "B", None), (2, "C", None)]
+    assert listed(reader) == [(0, "A", None), (1, "B", None), (2, "C", None)]
 
 
 def test_a_card_that_was_exchanged_is_missing(driver: Script, reader: NvmlReader, clock: Clock) -> None:
@@ -426,22 +370,22 @@ def test_a_card_that_was_exchanged_is_missing(driver: Script, reader: NvmlReader
     reader.read()
     two(driver, "A", "X")
     clock.pass_(10.0)
-    assert told(reader) == [(0, "A", None), (1, "X", None), (2, "B", missing(1))]
+    assert listed(reader) == [(0, "A", None), (1, "X", None), (2, "B", missing(1))]
 
 
-def test_a_missing_gpu_is_told_of_for_a_day(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+def test_a_missing_gpu_keeps_its_row_for_a_day(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     two(driver, "A", "B")
     reader.read()
     two(driver, "A")
     clock.pass_(10.0)
     reader.read()
     clock.pass_(MISSING_SECONDS - 1)
-    assert len(told(reader)) == 2
+    assert len(listed(reader)) == 2
     clock.pass_(1.0)
-    assert told(reader) == [(0, "A", None)]
+    assert listed(reader) == [(0, "A", None)]
 
 
-def test_with_no_gpu_at_all_the_note_says_it_and_rows_come_with_the_others(
+def test_without_any_gpu_there_is_a_note_and_missing_rows_return_with_the_others(
     driver: Script, reader: NvmlReader, clock: Clock
 ) -> None:
     two(driver, "A", "B")
@@ -454,15 +398,15 @@ def test_with_no_gpu_at_all_the_note_says_it_and_rows_come_with_the_others(
     assert "not loaded" in (reading.note or "")
     two(driver, "B")
     clock.pass_(10.0)
-    assert told(reader) == [(0, "B", None), (1, "A", missing(0))]
+    assert listed(reader) == [(0, "B", None), (1, "A", missing(0))]
 
 
-def test_who_may_be_the_missing_one_is_not_told_of_twice(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+def test_an_unidentified_gpu_that_may_be_the_missing_one_has_one_row(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     two(driver, "A", "B", "C")
     reader.read()
     driver.clear().gpu(0, total=GIB, uuid="GPU-A", name="A").gpu(1, total=GIB, uuid="GPU-C", name="C", error=15).write()
     clock.pass_(10.0)
-    assert told(reader) == [(0, "A", None), (1, None, nvml_errors.words(15))]
+    assert listed(reader) == [(0, "A", None), (1, None, nvml_errors.words(15))]
     two(driver, "A", "C")
     clock.pass_(10.0)
-    assert told(reader) == [(0, "A", None), (1, "C", None), (2, "B", missing(1))]
+    assert listed(reader) == [(0, "A", None), (1, "C", None), (2, "B", missing(1))]

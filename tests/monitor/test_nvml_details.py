@@ -1,4 +1,4 @@
-"""The slow values of a GPU: every field, its reasons, and what is never asked twice."""
+"""The slow values of a GPU: every field, its reasons, and which ones are read only once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from memtop.supervisor.monitor.nvml import errors as nvml_errors
 from memtop.supervisor.monitor.nvml.details import PCIE_FIELDS, FieldReader, recovery_words, throttle_words
 from memtop.supervisor.monitor.nvml.query import NOT_REPORTED, Query
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
-from memtop.supervisor.monitor.values import GpuDetails, GpuSample
-from tests.monitor.conftest import Clock
+from memtop.supervisor.monitor.values import GpuDetails
+from tests.monitor.conftest import GIB, Clock, one
 from tests.nvml_double.double import Script
 
-GIB = 1024**3
 ALL_LINKS = 2**32 - 1
 
 FIXED = {
@@ -110,18 +109,13 @@ def rich(driver: Script, sent: int, received: int) -> Script:
     return driver.write()
 
 
-def one(reader: NvmlReader) -> GpuSample:
-    (gpu,) = reader.read().gpus
-    return gpu
-
-
 def test_every_value(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     for sent, received in ((10, 20), (2**33, 20), (2**33 + 1000, 520)):
         rich(driver, sent, received)
         details = one(reader).details
         clock.pass_(5.0)
-    told = {field: getattr(details, field) for field in details.__struct_fields__ if field != "unknown"}
-    assert told == EVERY_VALUE | dict.fromkeys(PCIE_FIELDS)
+    found = {field: getattr(details, field) for field in details.__struct_fields__ if field != "unknown"}
+    assert found == EVERY_VALUE | dict.fromkeys(PCIE_FIELDS)
     assert details.unknown == dict.fromkeys(PCIE_FIELDS, "read only while GPU details are displayed")
 
 
@@ -144,9 +138,7 @@ def test_every_value_that_the_driver_refuses_has_a_reason(driver: Script, reader
     assert set(words.values()) == {nvml_errors.words(code)}
 
 
-def test_what_is_not_supported_is_not_asked_again_but_other_failures_are(
-    driver: Script, reader: NvmlReader, clock: Clock
-) -> None:
+def test_unsupported_values_are_not_read_again_but_failed_ones_are(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     driver.gpu(0, total=GIB).fail("nvmlDeviceGetFanSpeed", 0, 3).missing("nvmlDeviceGetEccMode")
     driver.fail("nvmlDeviceGetPerformanceState", 0, 999).fail("nvmlDeviceGetUtilizationRates", 0, 3).write()
     names = ("nvmlDeviceGetFanSpeed", "nvmlDeviceGetEccMode", "nvmlDeviceGetPerformanceState", "nvmlDeviceGetUtilizationRates")
@@ -171,7 +163,7 @@ def test_fields_fail_each_for_themselves(driver: Script, reader: NvmlReader, clo
     clock.pass_(5.0)
     details = one(reader).details
     assert (details.memory_temperature_celsius, details.retired_pages) == (61.0, 1)
-    assert details.recovery_action is None, "said to be unknown to this driver: not asked again"
+    assert details.recovery_action is None, "this driver does not know it: not read again"
 
 
 def test_a_healthy_card_needs_nothing(driver: Script, reader: NvmlReader) -> None:
@@ -182,7 +174,7 @@ def test_a_healthy_card_needs_nothing(driver: Script, reader: NvmlReader) -> Non
 
 
 @pytest.mark.parametrize("action", range(9))
-def test_recovery_words_say_what_to_do(action: int) -> None:
+def test_recovery_actions_have_messages(action: int) -> None:
     assert (recovery_words(action) is None) == (action == 0)
 
 
@@ -245,7 +237,7 @@ def test_without_nvlink(driver: Script, reader: NvmlReader) -> None:
     ("field", "script"),
     [("encoder_fraction", {"encoder": 101}), ("performance_state", {"pstate": 32}), ("compute_mode", {"compute_mode": 9})],
 )
-def test_what_is_no_value_is_unknown(driver: Script, reader: NvmlReader, field: str, script: dict[str, int | str]) -> None:
+def test_values_out_of_range_are_unknown(driver: Script, reader: NvmlReader, field: str, script: dict[str, int | str]) -> None:
     driver.gpu(0, total=GIB, **script).write()
     details = one(reader).details
     assert getattr(details, field) is None
@@ -294,7 +286,8 @@ def test_cuda_version(driver: Script, reader: NvmlReader) -> None:
 
 
 def test_call_budget_of_eight_gpus(driver: Script, reader: NvmlReader, clock: Clock) -> None:
-    """Ten seconds: memory and utilisation each tick, lists every 2 s, sensors every 5 s, fixed values once, PCIe never."""
+    """Ten seconds: memory and utilisation each tick, lists every 2 s, sensors every 5 s, fixed
+    values once, PCIe never."""
     for index in range(8):
         driver.gpu(index, total=GIB, gpm=1).field(index, 82, 60)
         for pid in range(101, 109):
@@ -315,13 +308,14 @@ def test_call_budget_of_eight_gpus(driver: Script, reader: NvmlReader, clock: Cl
 
 
 def test_half_of_a_sum_is_no_sum(driver: Script, reader: NvmlReader, clock: Clock) -> None:
-    """The driver has the one count and not the other; likewise one link of several that cannot be read."""
+    """The driver has the one count and not the other; likewise one link of several that cannot be
+    read."""
     driver.gpu(0, total=1).field(0, 29, 3).field(0, 91, 2).field(0, 165, 1).field(0, 165, 1, scope=1, status=999).write()
     for _ in range(4):
         details = reader.read().gpus[0].details
         clock.pass_(5.0)
         assert details.retired_pages is None
-        assert details.unknown["retired_pages"] == nvml_errors.words(3), "still said when it is no longer asked"
+        assert details.unknown["retired_pages"] == nvml_errors.words(3), "the reason stays when it is no longer read"
     assert details.nvlink_links is None
     assert details.unknown["nvlink_links"] == nvml_errors.words(999)
 
@@ -357,7 +351,7 @@ def test_bindings_that_do_not_know_the_newest_number_type(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("field", "call"), FIXED.items())
-def test_a_fixed_value_that_failed_once_is_asked_again_and_then_no_more(
+def test_a_fixed_value_that_failed_once_is_read_again_until_it_is_known(
     driver: Script, reader: NvmlReader, clock: Clock, field: str, call: str
 ) -> None:
     driver.gpu(0, total=GIB).fail(call, 0, 10).write()
@@ -369,21 +363,22 @@ def test_a_fixed_value_that_failed_once_is_asked_again_and_then_no_more(
     details = one(reader).details
     assert getattr(details, field) is not None
     assert field not in details.unknown
-    asked = driver.calls(call)
+    calls = driver.calls(call)
     clock.pass_(5.0)
     one(reader)
-    assert driver.calls(call) == asked
+    assert driver.calls(call) == calls
 
 
-def test_a_value_that_was_told_before_is_not_given_up(driver: Script, reader: NvmlReader, clock: Clock) -> None:
-    """Twice "not supported" of what came before: of a sensor, of a numbered field, and of GPM's samples."""
+def test_a_sensor_that_was_read_before_is_read_again(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+    """Twice "not supported" of what came before: of a sensor, of a numbered field, and of GPM's
+    samples."""
     for _ in range(2):
         driver.clear().gpu(0, total=GIB, fan=40, gpm=1).field(0, 82, 70).write()
         for _ in range(2):
             details = one(reader).details
             clock.pass_(5.0)
-        told = details.fan_fraction, details.memory_temperature_celsius, details.sm_active_fraction
-        assert told == (0.4, 70.0, 0.6)
+        found = details.fan_fraction, details.memory_temperature_celsius, details.sm_active_fraction
+        assert found == (0.4, 70.0, 0.6)
         driver.clear().gpu(0, total=GIB, gpm=0).fail("nvmlDeviceGetFanSpeed", 0, 3).write()
         details = one(reader).details
         clock.pass_(5.0)

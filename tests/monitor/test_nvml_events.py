@@ -1,4 +1,4 @@
-"""What the driver announces, and GPUs that go and come back."""
+"""The driver's events, and GPUs that are lost and return."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import pynvml
 import pytest
@@ -18,56 +16,33 @@ from memtop.supervisor.monitor.nvml.errors import xid_words
 from memtop.supervisor.monitor.nvml.events import AGAIN_SECONDS
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.values import GpuSample
-from tests.monitor.conftest import Clock
+from tests.monitor.conftest import GIB, Clock, eventually, one
 from tests.nvml_double.double import Script
-
-GIB = 1024**3
-Value = TypeVar("Value")
-
-
-def one(reader: NvmlReader) -> GpuSample:
-    (gpu,) = reader.read().gpus
-    return gpu
-
-
-def eventually(look: Callable[[], Value], good: Callable[[Value], bool]) -> Value:
-    """Look until it is good; another thread brings it about."""
-    for _ in range(2000):
-        value = look()
-        if good(value):
-            return value
-        time.sleep(0.01)
-    raise AssertionError(f"still {value}")
 
 
 def names() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("memtop-nvml")]
 
 
+def troubled(reader: NvmlReader, count: int = 1) -> GpuSample:
+    """The sample of the only GPU, once it has this many troubles."""
+    return eventually(lambda: one(reader), lambda gpu: len(gpu.troubles) == count)
+
+
 @pytest.mark.parametrize(
     ("code", "of_program", "word"),
     [
-        (13, True, "invalid access"),
-        (31, True, "page fault"),
-        (43, True, "stopped"),
-        (45, True, "discarded"),
-        (48, False, "double-bit"),
-        (63, False, "spare"),
-        (64, False, "replaced"),
-        (74, False, "NVLink"),
-        (79, False, "fallen off the bus"),
-        (94, False, "contained"),
-        (95, False, "uncontained"),
-        (119, False, "firmware"),
-        (120, False, "firmware"),
-        (777, False, "dmesg"),
+        *((13, True, "invalid access"), (31, True, "page fault"), (43, True, "stopped"), (45, True, "discarded")),
+        *((48, False, "double-bit"), (63, False, "spare"), (64, False, "replaced"), (74, False, "NVLink")),
+        *((79, False, "fallen off the bus"), (94, False, "contained"), (95, False, "uncontained")),
+        *((119, False, "firmware"), (120, False, "firmware"), (777, False, "dmesg")),
     ],
 )
 def test_xids_in_plain_words(driver: Script, reader: NvmlReader, code: int, of_program: bool, word: str) -> None:
     driver.gpu(0, total=GIB).write()
     one(reader)
     driver.event(0, 0x8, code).write()
-    (trouble,) = eventually(lambda: one(reader), lambda gpu: bool(gpu.troubles)).troubles
+    (trouble,) = troubled(reader).troubles
     assert (trouble.kind, trouble.code, trouble.fault_of_program) == ("xid", code, of_program)
     assert trouble.message == xid_words(code)
     assert word in trouble.message
@@ -77,21 +52,16 @@ def test_xids_in_plain_words(driver: Script, reader: NvmlReader, code: int, of_p
 @pytest.mark.parametrize(
     ("kind", "name", "word"),
     [
-        (0x2, "ecc", "double-bit"),
-        (0x200, "ecc", "corrected"),
-        (0x400, "ecc", "out of use"),
-        (0x800, "ecc", "replaced"),
-        (0x1000, "ecc", "bad"),
-        (0x2000, "ecc", "spread"),
-        (0x4000, "recovery", "cannot be used"),
-        (0x8000, "recovery", "nvidia-smi -q"),
+        *((0x2, "ecc", "double-bit"), (0x200, "ecc", "corrected"), (0x400, "ecc", "out of use")),
+        *((0x800, "ecc", "replaced"), (0x1000, "ecc", "bad"), (0x2000, "ecc", "spread")),
+        *((0x4000, "recovery", "cannot be used"), (0x8000, "recovery", "nvidia-smi -q")),
     ],
 )
 def test_other_events(driver: Script, reader: NvmlReader, kind: int, name: str, word: str) -> None:
     driver.gpu(0, total=GIB).write()
     one(reader)
     driver.event(0, kind).write()
-    (trouble,) = eventually(lambda: one(reader), lambda gpu: bool(gpu.troubles)).troubles
+    (trouble,) = troubled(reader).troubles
     assert (trouble.kind, trouble.code) == (name, None)
     assert word in trouble.message
 
@@ -100,11 +70,11 @@ def test_a_recovery_action_is_read_when_it_is_announced(driver: Script, reader: 
     driver.gpu(0, total=GIB).field(0, 230, 0).write()
     assert one(reader).details.recovery_action is None
     driver.clear().gpu(0, total=GIB).field(0, 230, 2).event(0, 0x8000).write()
-    gpu = eventually(lambda: one(reader), lambda gpu: bool(gpu.troubles))
+    gpu = troubled(reader)
     assert gpu.troubles[0].message == "reboot the machine"
     assert gpu.details.recovery_action == "reboot the machine"
     driver.clear().gpu(0, total=GIB).field(0, 230, 0).event(0, 0x8000).write()
-    gpu = eventually(lambda: one(reader), lambda gpu: len(gpu.troubles) == 2)
+    gpu = troubled(reader, 2)
     assert "needs no recovery" in gpu.troubles[1].message
 
 
@@ -125,7 +95,7 @@ def test_events_from_before_are_not_seen(driver: Script, reader: NvmlReader) -> 
     driver.gpu(0, total=GIB).event(0, 0x8, 79).write()
     one(reader)
     driver.event(0, 0x8, 13).write()
-    (trouble,) = eventually(lambda: one(reader), lambda gpu: bool(gpu.troubles)).troubles
+    (trouble,) = troubled(reader).troubles
     assert trouble.code == 13
 
 
@@ -143,7 +113,7 @@ def test_a_gpu_without_events_is_not_ill(driver: Script, reader: NvmlReader, how
         clock.pass_(1.0)
     assert (gpu.error, gpu.troubles, gpu.total_bytes) == (None, (), GIB)
     assert names() == []
-    assert driver.calls("nvmlEventSetCreate") - before == 1, "asked once"
+    assert driver.calls("nvmlEventSetCreate") - before == 1, "tried once"
 
 
 def test_the_thread_ends_with_close(driver: Script, reader: NvmlReader) -> None:
@@ -157,9 +127,7 @@ def test_the_thread_ends_with_close(driver: Script, reader: NvmlReader) -> None:
 
 
 @pytest.mark.parametrize("code", [1, 9, 999])
-def test_a_driver_that_goes_away_ends_the_thread_and_no_more(
-    driver: Script, reader: NvmlReader, clock: Clock, code: int
-) -> None:
+def test_an_unloaded_driver_ends_only_the_event_thread(driver: Script, reader: NvmlReader, clock: Clock, code: int) -> None:
     driver.gpu(0, total=GIB).write()
     one(reader)
     driver.fail("nvmlEventSetWait_v2", -1, code).write()
@@ -172,7 +140,7 @@ def test_a_driver_that_goes_away_ends_the_thread_and_no_more(
     driver.clear().gpu(0, total=GIB).write()
     one(reader)
     driver.event(0, 0x8, 31).write()
-    assert eventually(lambda: one(reader), lambda gpu: bool(gpu.troubles)).troubles[0].code == 31
+    assert troubled(reader).troubles[0].code == 31
 
 
 def test_one_lost_gpu_does_not_end_the_events_of_the_others(
@@ -185,7 +153,7 @@ def test_one_lost_gpu_does_not_end_the_events_of_the_others(
     before = driver.calls("nvmlEventSetWait_v2")
     eventually(lambda: driver.calls("nvmlEventSetWait_v2"), lambda calls: calls > before + 3)
     driver.clear().gpu(0, total=GIB).event(0, 0x8, 31).write()
-    assert eventually(lambda: one(reader), lambda gpu: bool(gpu.troubles)).troubles[0].code == 31
+    assert troubled(reader).troubles[0].code == 31
 
 
 def test_a_gpu_that_is_lost_and_returns(driver: Script, reader: NvmlReader, clock: Clock) -> None:
@@ -195,7 +163,7 @@ def test_a_gpu_that_is_lost_and_returns(driver: Script, reader: NvmlReader, cloc
     for _ in range(3):
         clock.pass_(1.0)
         lost = one(reader)
-    assert [(trouble.kind, trouble.message) for trouble in lost.troubles] == [("lost", lost.error)], "said once"
+    assert [(trouble.kind, trouble.message) for trouble in lost.troubles] == [("lost", lost.error)], "reported once"
     driver.clear().gpu(0, total=GIB).write()
     clock.pass_(12.0)
     assert [trouble.kind for trouble in one(reader).troubles] == ["lost", "returned"]
@@ -216,7 +184,7 @@ def test_a_gpu_that_is_no_longer_listed_and_returns(driver: Script, reader: Nvml
     assert [trouble.kind for trouble in back.troubles] == ["lost", "returned"]
 
 
-def test_a_gpu_that_tells_its_uuid_late_keeps_its_troubles(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+def test_a_gpu_whose_uuid_is_known_late_keeps_its_troubles(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     driver.gpu(0, total=GIB).fail("nvmlDeviceGetUUID", 0, 10).write()
     one(reader)
     driver.clear().gpu(0, total=GIB, error=15).write()
@@ -243,7 +211,7 @@ def test_a_driver_that_is_reloaded_is_a_loss_and_a_return(driver: Script, reader
     clock.pass_(10.0)
     assert [trouble.kind for trouble in one(reader).troubles] == ["lost", "returned"]
     driver.event(0, 0x8, 43).write()
-    gpu = eventually(lambda: one(reader), lambda gpu: len(gpu.troubles) == 3)
+    gpu = troubled(reader, 3)
     assert gpu.troubles[-1].code == 43, "the events come again"
 
 
@@ -255,7 +223,7 @@ def test_a_gpu_that_never_could_be_read_was_not_lost(driver: Script, reader: Nvm
 
 
 def test_the_threads_do_not_keep_a_program_from_ending(nvml_library: Path, tmp_path: Path) -> None:
-    """Not even with the driver asleep in a call: no close, a wait that lasts an hour."""
+    """Not even without `close`, while a call into the driver blocks for an hour."""
     script = Script(tmp_path / "script").gpu(0, total=GIB).delay(3_600_000, "nvmlEventSetWait_v2")
     script.delay(3_600_000, "nvmlDeviceGetPcieThroughput").write()
     program = (
@@ -273,7 +241,8 @@ def test_the_threads_do_not_keep_a_program_from_ending(nvml_library: Path, tmp_p
 def test_an_event_belongs_to_the_gpu_that_had_the_index_when_it_arrived(
     driver: Script, reader: NvmlReader, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An event arrives after the reader has taken the events, and before it notices that the GPUs have changed places."""
+    """An event arrives after the reader has taken the events, and before it notices that the GPUs
+    have changed places."""
     driver.gpu(0, total=GIB, uuid="GPU-a").gpu(1, total=GIB, uuid="GPU-b").write()
     reader.read()
     count = pynvml.nvmlDeviceGetCount

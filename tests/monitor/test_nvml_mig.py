@@ -7,17 +7,9 @@ import pytest
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.sampler import Sampler
-from memtop.supervisor.monitor.values import Band, GpuSample, band_of
-from tests.monitor.conftest import Clock
+from memtop.supervisor.monitor.values import Band, band_of
+from tests.monitor.conftest import GIB, MIB, Clock, eventually, one
 from tests.nvml_double.double import Script
-
-GIB = 1024**3
-MIB = 1024**2
-
-
-def one(reader: NvmlReader) -> GpuSample:
-    (gpu,) = reader.read().gpus
-    return gpu
 
 
 def cut(driver: Script) -> Script:
@@ -47,7 +39,7 @@ def test_instances_behind_gaps(driver: Script, reader: NvmlReader) -> None:
     assert gpu.details.mig_mode is True
 
 
-def test_no_utilisation_is_told_and_none_is_asked_for(driver: Script, reader: NvmlReader) -> None:
+def test_no_utilisation_is_read_or_reported(driver: Script, reader: NvmlReader) -> None:
     names = ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetProcessUtilization", "nvmlDeviceGetEncoderUtilization")
     before = [driver.calls(name) for name in names]
     cut(driver).process(0, pid=11, used=MIB, mig=1).write()
@@ -84,7 +76,7 @@ def test_an_instance_that_is_destroyed_goes_and_the_others_stay(driver: Script, 
     assert [row.uuid for row in one(reader).mig] == ["MIG-new", "MIG-00000000-5"]
 
 
-def test_instances_are_looked_for_every_ten_seconds(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+def test_instances_are_enumerated_every_ten_seconds(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     cut(driver).write()
     before = driver.calls("nvmlDeviceGetMigDeviceHandleByIndex")
     for _ in range(20):
@@ -101,7 +93,7 @@ def test_mig_that_is_switched_off_and_on(driver: Script, reader: NvmlReader, clo
     clock.pass_(10.0)
     gpu = one(reader)
     assert (gpu.mig, gpu.utilization_fraction, gpu.unknown) == ((), 0.3, {})
-    assert gpu.details.fan_fraction == 0.2, "what was not supported with MIG is asked anew"
+    assert gpu.details.fan_fraction == 0.2, "values that MIG did not support are read again"
     cut(driver).write()
     clock.pass_(10.0)
     gpu = one(reader)
@@ -123,20 +115,18 @@ def test_an_instance_whose_memory_cannot_be_read(driver: Script, reader: NvmlRea
 
 def test_the_change_is_announced(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     """With the driver's event nothing waits for the ten seconds."""
-    from tests.monitor.test_nvml_events import eventually
-
     driver.gpu(0, total=80 * GIB, mig=0).write()
     assert one(reader).mig == ()
     cut(driver).event(0, 0x100).write()
     gpu = eventually(lambda: one(reader), lambda gpu: len(gpu.mig) == 3)
-    assert gpu.troubles == (), "somebody's will, no trouble"
+    assert gpu.troubles == (), "it was intended and is no trouble"
 
 
 COMPUTE = "nvmlDeviceGetComputeRunningProcesses_v3"
 GRAPHICS = "nvmlDeviceGetGraphicsRunningProcesses_v3"
 
 
-def test_the_gpus_own_list_where_no_instance_tells_its_processes(driver: Script, reader: NvmlReader) -> None:
+def test_the_gpus_list_is_used_if_no_instance_has_a_process_list(driver: Script, reader: NvmlReader) -> None:
     cut(driver).process(0, pid=11, used=MIB).process(0, pid=12, used=GIB)
     for position in (1, 2, 5):
         driver.fail(COMPUTE, 0, 3, mig=position)
@@ -146,7 +136,7 @@ def test_the_gpus_own_list_where_no_instance_tells_its_processes(driver: Script,
     assert "processes" not in gpu.unknown
 
 
-def test_one_instance_that_tells_is_enough_to_believe_the_instances(driver: Script, reader: NvmlReader) -> None:
+def test_one_instance_with_a_process_list_is_enough_to_use_the_instances(driver: Script, reader: NvmlReader) -> None:
     cut(driver).process(0, pid=11, used=MIB).process(0, pid=12, used=GIB, mig=2)
     driver.fail(COMPUTE, 0, 4, mig=1).fail(COMPUTE, 0, 4, mig=5).write()
     gpu = one(reader)
@@ -154,7 +144,7 @@ def test_one_instance_that_tells_is_enough_to_believe_the_instances(driver: Scri
     assert gpu.unknown["processes"] == nvml_errors.words(4)
 
 
-def test_rows_of_the_gpus_own_list_go_to_the_instance_that_they_name(driver: Script, reader: NvmlReader) -> None:
+def test_rows_of_the_gpus_list_belong_to_the_instance_that_they_name(driver: Script, reader: NvmlReader) -> None:
     driver.gpu(0, total=80 * GIB, mig=1)
     for position, compute in ((4, 0), (5, 1)):
         driver.mig(0, position, total=10 * GIB, gi=7, ci=compute)
@@ -165,7 +155,7 @@ def test_rows_of_the_gpus_own_list_go_to_the_instance_that_they_name(driver: Scr
     assert found == {1: (5, "compute"), 2: (None, "compute"), 3: (4, "graphics")}
 
 
-def test_nobody_tells_the_processes(driver: Script, reader: NvmlReader) -> None:
+def test_no_process_list_can_be_read(driver: Script, reader: NvmlReader) -> None:
     cut(driver).fail(COMPUTE, -1, 4).write()
     gpu = one(reader)
     assert gpu.processes == ()
@@ -184,7 +174,7 @@ def test_a_gpu_that_is_cut_while_its_memory_may_not_be_read_keeps_the_reason(
     assert gpu.unknown["total_bytes"] == nvml_errors.words(4)
 
 
-def test_bands_of_instances_do_not_flicker_and_old_instances_are_forgotten(
+def test_bands_of_instances_have_hysteresis_and_destroyed_instances_are_forgotten(
     driver: Script, reader: NvmlReader, clock: Clock
 ) -> None:
     watcher = Sampler(nvml=reader)
@@ -200,10 +190,10 @@ def test_bands_of_instances_do_not_flicker_and_old_instances_are_forgotten(
     assert bands == [Band.SAFE, Band.SAFE, Band.SAFE, Band.SAFE, Band.EDGE]
     assert band_at(84.5, "MIG-a") == Band.EDGE, "just below the edge: it stays"
     assert band_at(50, "MIG-b") == Band.SAFE
-    assert band_at(84.5, "MIG-a") == Band.SAFE, "the instance was away and starts anew"
+    assert band_at(84.5, "MIG-a") == Band.SAFE, "the destroyed instance was forgotten"
 
 
-def test_no_use_is_made_up_where_the_instances_refuse_their_lists(driver: Script, reader: NvmlReader) -> None:
+def test_utilisation_is_unknown_where_the_instances_refuse_their_lists(driver: Script, reader: NvmlReader) -> None:
     cut(driver).process(0, pid=11, used=MIB)
     for position in (1, 2, 5):
         driver.fail(COMPUTE, 0, 4, mig=position)
@@ -214,7 +204,7 @@ def test_no_use_is_made_up_where_the_instances_refuse_their_lists(driver: Script
 
 
 @pytest.mark.parametrize("code", [3, 4, 13, 999])
-def test_one_place_that_cannot_be_looked_at_hides_no_other(driver: Script, reader: NvmlReader, clock: Clock, code: int) -> None:
+def test_an_unreadable_slot_hides_no_other_instance(driver: Script, reader: NvmlReader, clock: Clock, code: int) -> None:
     cut(driver).fail("nvmlDeviceGetMigDeviceHandleByIndex", 0, code).write()
     gpu = one(reader)
     assert (gpu.mig, gpu.unknown["mig"]) == ((), nvml_errors.words(code))
@@ -225,7 +215,7 @@ def test_one_place_that_cannot_be_looked_at_hides_no_other(driver: Script, reade
     assert "mig" not in gpu.unknown
 
 
-def test_the_number_of_places_that_cannot_be_told(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+def test_the_number_of_places_cannot_be_read(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     cut(driver).fail("nvmlDeviceGetMaxMigDeviceCount", 0, 10).write()
     assert one(reader).unknown["mig"] == nvml_errors.words(10)
     cut(driver).write()

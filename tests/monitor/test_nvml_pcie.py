@@ -1,15 +1,15 @@
-"""PCIe throughput: only while it is wanted, never on the tick."""
+"""PCIe throughput: read in a thread, and only while it is wanted."""
 
 from __future__ import annotations
 
 import pytest
 
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
-from memtop.supervisor.monitor.nvml import pcie as nvml_pcie
+from memtop.supervisor.monitor.nvml import rates as nvml_pcie
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.values import GpuDetails
-from tests.monitor.conftest import Clock
-from tests.monitor.test_nvml_events import eventually, names
+from tests.monitor.conftest import Clock, eventually
+from tests.monitor.test_nvml_events import names
 from tests.nvml_double.double import Script
 
 THREAD = "memtop-nvml-pcie"
@@ -38,7 +38,7 @@ def test_while_it_is_wanted(driver: Script, reader: NvmlReader, clock: Clock) ->
     assert "pcie_sent_bytes_per_second" not in first.unknown
     clock.pass_(nvml_pcie.WANTED_SECONDS + 1)
     first, _ = details(reader)
-    assert first.pcie_sent_bytes_per_second is None, "what nobody looks at grows old"
+    assert first.pcie_sent_bytes_per_second is None, "it is no longer wanted"
     assert first.unknown["pcie_sent_bytes_per_second"] == "read only while GPU details are displayed"
     eventually(names, lambda running: THREAD not in running)
 
@@ -54,22 +54,23 @@ def test_one_thread_however_often_it_is_wanted(driver: Script, reader: NvmlReade
 
 
 @pytest.mark.parametrize(("code", "again"), [(3, False), (13, False), (999, True), (15, True)])
-def test_what_cannot_be_read(driver: Script, reader: NvmlReader, code: int, again: bool) -> None:
+def test_throughput_that_cannot_be_read(driver: Script, reader: NvmlReader, code: int, again: bool) -> None:
     driver.gpu(0, total=1).gpu(1, total=1, pcie_tx=1).fail(CALL, 0, code).write()
     details(reader)
     reader.want_pcie()
     words = nvml_errors.words(code)
-    told, _ = eventually(lambda: details(reader), lambda both: both[0].unknown["pcie_sent_bytes_per_second"] == words)
-    assert told.pcie_sent_bytes_per_second is None
+    failed, _ = eventually(lambda: details(reader), lambda both: both[0].unknown["pcie_sent_bytes_per_second"] == words)
+    assert failed.pcie_sent_bytes_per_second is None
     driver.clear().gpu(0, total=1, pcie_tx=3).gpu(1, total=1, pcie_tx=2).write()
-    # Both are read in turn: once the other one's new number is there, a full round later this one's turn was had.
+    # Both are read in turns: two new values of the other GPU mean that this one was read in
+    # between.
     eventually(lambda: details(reader), lambda both: both[1].pcie_sent_bytes_per_second == 2048.0)
     driver.clear().gpu(0, total=1, pcie_tx=3).gpu(1, total=1, pcie_tx=4).write()
     first, _ = eventually(lambda: details(reader), lambda both: both[1].pcie_sent_bytes_per_second == 4096.0)
     assert first.pcie_sent_bytes_per_second == (3072.0 if again else None)
 
 
-def test_what_was_told_before_is_asked_again(driver: Script, reader: NvmlReader) -> None:
+def test_a_value_that_was_read_before_is_read_again(driver: Script, reader: NvmlReader) -> None:
     driver.gpu(0, total=1, pcie_tx=1).write()
     details(reader)
     reader.want_pcie()

@@ -13,10 +13,9 @@ from memtop.supervisor.monitor.nvml.processes import UtilizationReader
 from memtop.supervisor.monitor.nvml.query import Query
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
 from memtop.supervisor.monitor.values import GpuProcess
-from tests.monitor.conftest import Clock
+from tests.monitor.conftest import MIB, Clock
 from tests.nvml_double.double import Script, build, in_process
 
-MIB = 1024**2
 SHARES = ("sm_fraction", "memory_bandwidth_fraction", "encoder_fraction", "decoder_fraction")
 
 
@@ -41,7 +40,7 @@ def test_shares(driver: Script, reader: NvmlReader) -> None:
     assert found[11].unknown == found[12].unknown == {}
 
 
-def test_nobody_busy(driver: Script, reader: NvmlReader) -> None:
+def test_no_process_is_busy(driver: Script, reader: NvmlReader) -> None:
     driver.gpu(0, total=MIB).process(0, pid=11, used=MIB).write()
     assert shares(rows(reader)[11]) == (0.0, 0.0, 0.0, 0.0)
 
@@ -77,7 +76,7 @@ def test_old_samples_are_not_counted_again(driver: Script, reader: NvmlReader, c
     assert rows(reader)[11].sm_fraction == 0.0, "nothing new since the sample that was seen"
 
 
-def test_samples_from_long_ago_say_nothing_of_now(driver: Script, reader: NvmlReader) -> None:
+def test_old_samples_do_not_count(driver: Script, reader: NvmlReader) -> None:
     stamp = int((time.time() - 60) * 1e6)
     driver.gpu(0, total=MIB).process(0, pid=11, used=MIB).busy(0, pid=11, sm=70, stamp=stamp).write()
     assert rows(reader)[11].sm_fraction == 0.0
@@ -101,15 +100,17 @@ def test_more_processes_than_the_buffer_holds(driver: Script, reader: NvmlReader
 
 
 def test_all_three_lists(driver: Script, reader: NvmlReader) -> None:
+    """A process on two lists is one row; the largest comes first."""
     driver.gpu(0, total=MIB).process(0, pid=11, used=1).process(0, pid=12, used=2, kind="graphics")
     driver.process(0, pid=13, used=3, kind="mps").process(0, pid=11, used=1, kind="graphics").write()
-    assert {pid: row.kind for pid, row in rows(reader).items()} == {11: "compute+graphics", 12: "graphics", 13: "mps"}
+    found = [(row.pid, row.kind, row.used_bytes) for row in rows(reader).values()]
+    assert found == [(13, "mps", 3), (12, "graphics", 2), (11, "compute+graphics", 1)]
 
 
 @pytest.mark.parametrize("kind", ["Graphics", "MPSCompute"])
-@pytest.mark.parametrize(("code", "said"), [(3, False), (13, False), (4, True), (999, True)])
+@pytest.mark.parametrize(("code", "reported"), [(3, False), (13, False), (4, True), (999, True)])
 def test_a_list_that_a_card_does_not_have_is_nothing_missing(
-    driver: Script, reader: NvmlReader, kind: str, code: int, said: bool
+    driver: Script, reader: NvmlReader, kind: str, code: int, reported: bool
 ) -> None:
     driver.gpu(0, total=MIB).process(0, pid=11, used=MIB)
     for version in (2, 3):
@@ -117,11 +118,12 @@ def test_a_list_that_a_card_does_not_have_is_nothing_missing(
     driver.write()
     (gpu,) = reader.read().gpus
     assert [row.pid for row in gpu.processes] == [11]
-    assert ("processes" in gpu.unknown) == said
+    assert ("processes" in gpu.unknown) == reported
 
 
 def test_the_layout_of_the_first_535_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    """Rows with protected memory at the end: read with the usual layout, every second pid would be garbage."""
+    """Rows with protected memory at the end: read with the usual layout, every second pid would be
+    garbage."""
     script = Script(tmp_path / "script").gpu(0, total=MIB)
     for pid in range(11, 51):
         script.process(0, pid=pid, used=pid)
@@ -134,7 +136,7 @@ def test_the_layout_of_the_first_535_drivers(tmp_path: Path, monkeypatch: pytest
     assert {pid: row.used_bytes for pid, row in found.items()} == {pid: pid for pid in range(11, 51)}
 
 
-def test_a_clock_that_is_set_back_makes_nobody_idle(driver: Script) -> None:
+def test_a_clock_that_is_set_back_makes_no_process_idle(driver: Script) -> None:
     now = time.time()
     pynvml.nvmlInit()
     driver.gpu(0, total=MIB).busy(0, pid=11, sm=70, mem=35, stamp=int((now + 3600) * 1e6)).write()
@@ -153,9 +155,7 @@ def test_a_sound_sample_counts_more_than_one_above_100(driver: Script, reader: N
 
 
 @pytest.mark.parametrize("order", [(MIB, None), (None, MIB), (MIB, None, MIB)])
-def test_a_sum_with_a_row_that_is_not_told_is_not_known(
-    driver: Script, reader: NvmlReader, order: tuple[int | None, ...]
-) -> None:
+def test_a_sum_with_an_unreported_row_is_unknown(driver: Script, reader: NvmlReader, order: tuple[int | None, ...]) -> None:
     driver.gpu(0, total=MIB).process(0, pid=12, used=5)
     for used in order:
         driver.process(0, pid=11, used=used)
@@ -165,7 +165,7 @@ def test_a_sum_with_a_row_that_is_not_told_is_not_known(
     assert found[11].unknown["used_bytes"] == "the driver does not report all of this process's memory"
 
 
-def test_a_list_that_was_told_before_is_not_given_up(driver: Script, reader: NvmlReader, clock: Clock) -> None:
+def test_a_list_that_was_read_before_is_read_again(driver: Script, reader: NvmlReader, clock: Clock) -> None:
     for _ in range(2):
         driver.clear().gpu(0, total=MIB).process(0, pid=11, used=MIB, sm=30).write()
         assert {pid: row.sm_fraction for pid, row in rows(reader).items()} == {11: 0.3}

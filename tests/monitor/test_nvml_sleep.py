@@ -1,4 +1,4 @@
-"""GPUs of laptops that sleep: nothing that memtop asks may wake them."""
+"""Sleeping GPUs of laptops: watching must not wake them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def reader(driver: Script, tmp_path: Path, clock: Clock, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("status", ["active", "resuming", "suspending", "error", None])
-def test_only_what_is_suspended_sleeps(device: Device, tmp_path: Path, status: str | None) -> None:
+def test_only_suspended_devices_sleep(device: Device, tmp_path: Path, status: str | None) -> None:
     device("0000:01:00.0", "suspended")
     assert all_asleep(tmp_path / "sys")
     device("0000:02:00.0", status, kind="0x030200")
@@ -60,7 +60,7 @@ def test_other_makers_and_other_functions_of_the_card_do_not_count(device: Devic
     assert all_asleep(tmp_path / "sys")
 
 
-def test_a_sleeping_gpu_is_left_alone_and_looked_for_every_ten_seconds(
+def test_a_sleeping_gpu_is_not_woken_and_checked_every_ten_seconds(
     driver: Script, reader: NvmlReader, clock: Clock, device: Device
 ) -> None:
     driver.gpu(0, total=1).write()
@@ -78,7 +78,7 @@ def test_a_sleeping_gpu_is_left_alone_and_looked_for_every_ten_seconds(
 
 
 def test_a_gpu_that_is_being_read_is_not_let_go(driver: Script, reader: NvmlReader, clock: Clock, device: Device) -> None:
-    """Its own report may be late; and whoever reads it keeps it awake."""
+    """Its status can be outdated, and reading the GPU keeps it awake."""
     driver.gpu(0, total=1).write()
     reader.read()
     device("0000:01:00.0", "suspended")
@@ -86,7 +86,7 @@ def test_a_gpu_that_is_being_read_is_not_let_go(driver: Script, reader: NvmlRead
     assert len(reader.read().gpus) == 1
 
 
-def test_whoever_is_about_to_use_the_gpus_wakes_them(driver: Script, clock: Clock, tmp_path: Path, device: Device) -> None:
+def test_a_reader_that_will_use_the_gpus_wakes_them(driver: Script, clock: Clock, tmp_path: Path, device: Device) -> None:
     driver.gpu(0, total=1).write()
     device("0000:01:00.0", "suspended")
     reader = NvmlReader(monotonic=clock, environment={}, sys_root=tmp_path / "sys", wake=True)
@@ -94,7 +94,7 @@ def test_whoever_is_about_to_use_the_gpus_wakes_them(driver: Script, clock: Cloc
     reader.close()
 
 
-def test_the_choice_of_gpus_for_a_run_wakes_them_and_a_look_does_not(driver: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_gpus_for_a_run_wakes_them_and_watching_does_not(driver: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.gpu(0, total=1).write()
     monkeypatch.setattr("memtop.supervisor.monitor.nvml.reader.all_asleep", lambda root: True)
     assert len(gpus.sample().gpus) == 1

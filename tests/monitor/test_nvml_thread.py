@@ -49,7 +49,7 @@ def test_a_driver_that_answers_gives_the_reading_of_this_moment(driver: Script) 
     thread.close()
 
 
-def test_before_the_first_answer_the_note_says_for_how_long(gated: Gated, clock: Clock) -> None:
+def test_before_the_first_answer_the_note_has_the_waiting_time(gated: Gated, clock: Clock) -> None:
     thread = DriverThread(gated, patience=0, monotonic=clock)
     assert thread.read().reading.note == "waiting for the NVIDIA driver"
     clock.pass_(12)
@@ -60,7 +60,7 @@ def test_before_the_first_answer_the_note_says_for_how_long(gated: Gated, clock:
     thread.close()
 
 
-def test_a_hung_driver_leaves_the_last_reading_with_its_age_and_is_not_asked_twice(gated: Gated, clock: Clock) -> None:
+def test_a_hung_driver_leaves_the_last_reading_with_its_age_and_gets_no_second_call(gated: Gated, clock: Clock) -> None:
     gated.gate.set()
     thread = DriverThread(gated, patience=30, monotonic=clock)
     assert thread.read().reading.driver_version == "1"

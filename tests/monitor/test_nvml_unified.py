@@ -1,4 +1,4 @@
-"""GPUs that share the machine's RAM, and discrete ones that only look like it."""
+"""GPUs that share the machine's RAM, and discrete GPUs that resemble them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import pytest
 from memtop.supervisor.monitor.nvml import errors as nvml_errors
 from memtop.supervisor.monitor.nvml import events as nvml_events
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
-from memtop.supervisor.monitor.values import Band, GpuSample, band_of
-from tests.monitor.conftest import Clock, Tree
+from memtop.supervisor.monitor.values import Band, band_of
+from tests.monitor.conftest import GIB, Clock, Tree, one
 from tests.nvml_double.double import Script
 
-GIB = 1024**3
 TOTAL, AVAILABLE = 128 * GIB, 16 * GIB
 MEMINFO = f"MemTotal: {TOTAL // 1024} kB\nMemFree: 1 kB\nMemAvailable: {AVAILABLE // 1024} kB\nSwapTotal: 0 kB\n"
 
-Make = Callable[[str | None], NvmlReader]
+Make = Callable[..., NvmlReader]
 
 
 @pytest.fixture
@@ -36,11 +35,6 @@ def reading(driver: Script, clock: Clock, tree: Tree, monkeypatch: pytest.Monkey
         reader.close()
 
 
-def one(reader: NvmlReader) -> GpuSample:
-    (gpu,) = reader.read().gpus
-    return gpu
-
-
 @pytest.mark.parametrize("how", ["not supported", "total is 0", "total is that of the machine", "all ones"])
 def test_one_pool_in_three_parts(driver: Script, reading: Make, how: str) -> None:
     fields = {
@@ -50,7 +44,7 @@ def test_one_pool_in_three_parts(driver: Script, reading: Make, how: str) -> Non
     }
     driver.gpu(0, integrated=1, util=40, **fields.get(how, {}))
     driver.process(0, pid=11, used=30 * GIB).process(0, pid=12, used=10 * GIB).write()
-    gpu = one(reading(MEMINFO))
+    gpu = one(reading())
     assert gpu.unified
     assert gpu.error is None
     assert (gpu.total_bytes, gpu.free_bytes, gpu.used_bytes) == (TOTAL, AVAILABLE, 40 * GIB)
@@ -62,20 +56,17 @@ def test_one_pool_in_three_parts(driver: Script, reading: Make, how: str) -> Non
     assert set(gpu.unknown) == {"reserved_bytes"}
 
 
-def test_a_process_whose_memory_is_not_told(driver: Script, reading: Make) -> None:
-    driver.gpu(0, integrated=1).process(0, pid=11, used=GIB).process(0, pid=12, used=None).write()
-    gpu = one(reading(MEMINFO))
+@pytest.mark.parametrize("how", ["a process without its memory", "no process list"])
+def test_memory_of_processes_that_is_not_reported(driver: Script, reading: Make, how: str) -> None:
+    driver.gpu(0, integrated=1).process(0, pid=11, used=GIB).process(0, pid=12, used=None)
+    if how == "no process list":
+        driver.fail("nvmlDeviceGetComputeRunningProcesses_v3", 0, 4)
+    driver.write()
+    gpu = one(reading())
     assert (gpu.total_bytes, band_of(gpu.used_fraction)) == (TOTAL, Band.EDGE)
-    assert gpu.used_bytes is gpu.other_pool_bytes is None
-    assert gpu.unknown["used_bytes"]
-    assert gpu.unknown["other_pool_bytes"]
-
-
-def test_process_lists_that_cannot_be_read_are_not_no_memory(driver: Script, reading: Make) -> None:
-    driver.gpu(0, integrated=1).fail("nvmlDeviceGetComputeRunningProcesses_v3", 0, 4).write()
-    gpu = one(reading(MEMINFO))
-    assert gpu.used_bytes is gpu.other_pool_bytes is None
-    assert gpu.total_bytes == TOTAL
+    for field in ("used_bytes", "other_pool_bytes"):
+        assert getattr(gpu, field) is None
+        assert gpu.unknown[field]
 
 
 @pytest.mark.parametrize("meminfo", [None, "MemTotal: x kB\n", "MemTotal: 5 kB\n", "MemTotal:\n", "garbage\n"])
@@ -92,27 +83,27 @@ def test_without_meminfo(driver: Script, reading: Make, meminfo: str | None) -> 
 def test_a_big_card_in_a_small_machine_is_no_unified_one(driver: Script, reading: Make, evidence: str) -> None:
     none = {"bus_width": 0, "memory_limit": 0, "bar1_total": 0}
     driver.gpu(0, total=141 * GIB, used=GIB, **(none | {evidence: 1})).write()
-    gpu = one(reading(MEMINFO))
+    gpu = one(reading())
     assert not gpu.unified
     assert (gpu.total_bytes, gpu.used_bytes, gpu.other_pool_bytes) == (141 * GIB, GIB, None)
 
 
 @pytest.mark.parametrize(("name", "unified"), [("NVIDIA GB10", True), ("Orin (nvgpu)", True), ("NVIDIA GB102", False)])
-@pytest.mark.parametrize("told", [True, False])
-def test_some_are_known_by_name(driver: Script, reading: Make, name: str, unified: bool, told: bool) -> None:
-    """Even where the driver tells a memory bus."""
+@pytest.mark.parametrize("reported", [True, False])
+def test_some_are_known_by_name(driver: Script, reading: Make, name: str, unified: bool, reported: bool) -> None:
+    """Even where the driver reports a memory bus."""
     driver.gpu(0, total=125 * GIB, used=GIB, name=name, bus_width=256)
-    if not told:
+    if not reported:
         driver.fail("nvmlDeviceGetMemoryInfo_v2", 0, 3)
     driver.write()
-    gpu = one(reading(MEMINFO))
+    gpu = one(reading())
     assert gpu.unified == unified
-    assert gpu.total_bytes == (TOTAL if unified else 125 * GIB if told else None)
+    assert gpu.total_bytes == (TOTAL if unified else 125 * GIB if reported else None)
 
 
-def test_a_discrete_card_that_does_not_tell_its_memory(driver: Script, reading: Make, clock: Clock) -> None:
+def test_a_discrete_card_that_does_not_report_its_memory(driver: Script, reading: Make, clock: Clock) -> None:
     driver.gpu(0, total=24 * GIB).fail("nvmlDeviceGetMemoryInfo_v2", 0, 3).write()
-    reader = reading(MEMINFO)
+    reader = reading()
     before = driver.calls("nvmlDeviceGetMemoryInfo_v2")
     for _ in range(3):
         gpu = one(reader)
@@ -123,9 +114,9 @@ def test_a_discrete_card_that_does_not_tell_its_memory(driver: Script, reading: 
     assert driver.calls("nvmlDeviceGetMemoryInfo_v2") - before == 1
 
 
-def test_what_cannot_be_settled_now_is_settled_later(driver: Script, reading: Make, clock: Clock) -> None:
+def test_whether_memory_is_unified_is_decided_once_it_can_be_read(driver: Script, reading: Make, clock: Clock) -> None:
     driver.gpu(0, integrated=1).fail("nvmlDeviceGetBAR1MemoryInfo", 0, 999).write()
-    reader = reading(MEMINFO)
+    reader = reading()
     gpu = one(reader)
     assert not gpu.unified
     assert gpu.total_bytes is None
@@ -137,9 +128,9 @@ def test_what_cannot_be_settled_now_is_settled_later(driver: Script, reading: Ma
     assert gpu.total_bytes == TOTAL
 
 
-def test_a_shared_gpu_is_not_asked_for_its_memory_again(driver: Script, reading: Make, clock: Clock) -> None:
+def test_memory_of_a_shared_gpu_is_read_once(driver: Script, reading: Make, clock: Clock) -> None:
     driver.gpu(0, integrated=1).write()
-    reader = reading(MEMINFO)
+    reader = reading()
     before = driver.calls("nvmlDeviceGetMemoryInfo_v2")
     for _ in range(5):
         one(reader)
@@ -149,7 +140,7 @@ def test_a_shared_gpu_is_not_asked_for_its_memory_again(driver: Script, reading:
 
 def test_a_shared_gpu_that_is_lost(driver: Script, reading: Make, clock: Clock) -> None:
     driver.gpu(0, integrated=1).write()
-    reader = reading(MEMINFO)
+    reader = reading()
     one(reader)
     driver.clear().gpu(0, integrated=1, error=15).write()
     clock.pass_(1.0)

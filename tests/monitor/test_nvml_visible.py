@@ -1,4 +1,4 @@
-"""What CUDA calls each GPU under CUDA_VISIBLE_DEVICES."""
+"""The index that CUDA gives each GPU under CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 

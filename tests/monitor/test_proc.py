@@ -16,26 +16,19 @@ from memtop.supervisor.monitor.processes.proc import (
     environment_of,
     full_name,
     hidepid,
-    identify,
     read_stat,
 )
 from memtop.supervisor.monitor.processes.table import CpuMeter, ProcessTable, resident_bytes
-from tests.monitor.conftest import Start, Tree
+from tests.monitor.conftest import Start, Tree, known
 
 MOUNTS = "22 1 0:20 / /proc rw,relatime shared:5 - proc proc rw"
-
-
-def known(pid: int) -> ProcessId:
-    found = identify(pid)
-    assert found is not None
-    return found
 
 
 def row(pid: int, parent: int, *, session: int = 0, ticks: int = 0, cpu: int = 0) -> ProcessStat:
     return ProcessStat(ProcessId(pid, ticks or pid), "x", False, parent, session, 1, cpu, 0, 0, 0)
 
 
-def test_a_row_says_what_the_kernel_says(start: Start) -> None:
+def test_a_row_has_the_kernels_values(start: Start) -> None:
     process = start()
     found = read_stat(process.pid)
     assert found is not None
@@ -57,7 +50,9 @@ def test_the_environment_of_a_process(start: Start) -> None:
     assert environment_of(identity) == f"process {process.pid} has ended"
 
 
-def test_an_environment_that_changes_hands_while_it_is_read_is_not_shown(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_whose_owner_changes_while_it_is_read_is_not_shown(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     process = start(env={"SECRET": "1"})
     identity = known(process.pid)
     answers = iter([identity, ProcessId(process.pid, identity.started_ticks + 7)])
@@ -67,7 +62,7 @@ def test_an_environment_that_changes_hands_while_it_is_read_is_not_shown(start: 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can look as another user")
 def test_the_environment_of_another_users_process_is_not_shown() -> None:
-    """Seen by nobody, from a process of its own: becoming nobody cannot be undone."""
+    """Read in a subprocess, as the user nobody: a process cannot change back."""
     program = (
         "import os, sys; from memtop.supervisor.monitor.processes.proc import environment_of, identify; os.setuid(65534);"
         f"print(environment_of(identify({os.getpid()})))"
@@ -96,7 +91,7 @@ def test_hidepid(tree: Tree, tmp_path: Path, options: str, mode: str | None) -> 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can mount /proc")
 def test_a_real_proc_that_hides(start: Start, tmp_path: Path) -> None:
-    """In a mount namespace of its own: what nobody sees of it is not all."""
+    """In a separate mount namespace, the user nobody does not see all processes."""
     program = (
         "import ctypes, os, subprocess, sys\n"
         "from memtop.supervisor.monitor.processes.proc import hidepid, in_host_pid_namespace, read_stat, sees_all_pids\n"

@@ -1,4 +1,5 @@
-"""Who processes are, whether they live, what may be known of them, and signals to them and no others."""
+"""The identity of processes, whether they are alive, their description, and signals to exactly
+them."""
 
 from __future__ import annotations
 
@@ -15,13 +16,7 @@ from memtop.supervisor.monitor.processes.facts import ProcessDescriber
 from memtop.supervisor.monitor.processes.proc import ProcessId, identify, is_alive
 from memtop.supervisor.monitor.processes.signals import ProcessGone, SignalRefused, signal_process
 from memtop.supervisor.monitor.processes.table import process_tree, run_processes
-from tests.monitor.conftest import Start
-
-
-def known(pid: int) -> ProcessId:
-    found = identify(pid)
-    assert found is not None
-    return found
+from tests.monitor.conftest import Start, ended, known
 
 
 def test_identity_is_pid_and_start(start: Start) -> None:
@@ -87,17 +82,14 @@ def test_description(start: Start, tmp_path: Path) -> None:
     assert facts.unknown == {}
 
 
-def test_nobody_of_that_number(start: Start) -> None:
-    process = start()
-    process.kill()
-    process.wait()
-    facts = ProcessDescriber(same_namespace=lambda: True).describe(process.pid)
+def test_no_process_has_the_pid(start: Start) -> None:
+    facts = ProcessDescriber(same_namespace=lambda: True).describe(ended(start).pid)
     assert facts.identity is None
     assert "ended" in facts.unknown["command"]
 
 
 @pytest.mark.parametrize(("holds", "described"), [(True, True), (False, False), (None, False)])
-def test_in_a_container_only_a_process_that_holds_the_gpu_is_meant(
+def test_in_a_container_only_a_process_that_holds_the_gpu_is_described(
     start: Start, monkeypatch: pytest.MonkeyPatch, holds: bool | None, described: bool
 ) -> None:
     monkeypatch.delenv(proc.TRUST_VARIABLE, raising=False)
@@ -136,21 +128,21 @@ def test_the_mapped_driver_is_seen(tmp_path: Path) -> None:
     assert proc.holds_gpu(7, proc_root=tmp_path) is True
 
 
-def test_what_may_not_be_read_is_not_known(tmp_path: Path) -> None:
+def test_without_permission_it_is_unknown(tmp_path: Path) -> None:
     assert proc.holds_gpu(7, proc_root=tmp_path) is None
 
 
 def test_a_description_is_made_once_per_process(start: Start) -> None:
-    asked: list[int] = []
+    checked: list[int] = []
 
     def holds(pid: int, minors: frozenset[int]) -> bool:
-        asked.append(pid)
+        checked.append(pid)
         return True
 
     process = start()
     describer = ProcessDescriber(holds=holds, same_namespace=lambda: False)
     assert describer.describe(process.pid) is describer.describe(process.pid)
-    assert len(asked) <= 1
+    assert len(checked) <= 1
 
 
 def test_a_signal_reaches_the_process(start: Start) -> None:
@@ -168,15 +160,11 @@ def test_a_number_that_was_used_again_is_refused(start: Start) -> None:
 
 
 def test_a_process_that_is_gone(start: Start) -> None:
-    process = start()
-    identity = known(process.pid)
-    process.kill()
-    process.wait()
     with pytest.raises(ProcessGone, match="already ended"):
-        signal_process(identity, signal.SIGTERM)
+        signal_process(ended(start), signal.SIGTERM)
 
 
-def test_the_kernels_refusal_is_told(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_refusal_is_reported(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, number: int) -> None:
         raise PermissionError(1, "Operation not permitted")
 

@@ -1,4 +1,4 @@
-"""What runs have written down of their processes, as proof: real shims, real sessions, real run folders."""
+"""The processes that runs have recorded, as evidence: real shims, sessions and run folders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -23,11 +23,12 @@ from memtop.supervisor.run.processes import shim
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, write_json
 from memtop.supervisor.run.view import known_runs
 from memtop.supervisor.wire import Phase, RunState
+from tests.monitor.conftest import GIB
 from tests.nvml_double.double import Script
 
-GIB = 1024**3
 PYTHON = [sys.executable, "-S", "-E", "-c"]
-# Its child throws its environment away, as programs do that write their own title over it; then it says both pids.
+# Its child has no environment, like a program that overwrites it with a title. It writes the
+# child's pid.
 LEAVES_A_CHILD = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, '-S', '-E', '-c', 'import time; time.sleep(120)'], env={}, stdout=2)
@@ -89,49 +90,51 @@ def living(tmp_path: Path) -> Iterator[Attempt]:
     attempt.end()
 
 
-def row_of(pid: int, runs: Path, driver: Script, reader: NvmlReader) -> GpuProcess:
-    driver.clear().gpu(0, total=24 * GIB, used=8 * GIB).process(0, pid=pid, used=4 * GIB).write()
-    describer = ProcessDescriber(same_namespace=lambda: True)
-    return Sampler(lambda: known_runs(runs), nvml=reader, describer=describer).sample().gpus[0].processes[0]
+RowOf = Callable[[int], GpuProcess]
 
 
-def test_an_orphan_without_a_marker_is_proven_by_its_session(
-    over: Attempt, tmp_path: Path, driver: Script, reader: NvmlReader
-) -> None:
-    row = row_of(over.child, tmp_path / "runs", driver, reader)
+@pytest.fixture
+def row_of(tmp_path: Path, driver: Script, reader: NvmlReader) -> RowOf:
+    """Samples a GPU on which this process is listed; returns its row."""
+
+    def sample(pid: int) -> GpuProcess:
+        driver.clear().gpu(0, total=24 * GIB, used=8 * GIB).process(0, pid=pid, used=4 * GIB).write()
+        describer = ProcessDescriber(same_namespace=lambda: True)
+        return Sampler(lambda: known_runs(tmp_path / "runs"), nvml=reader, describer=describer).sample().gpus[0].processes[0]
+
+    return sample
+
+
+def test_an_orphan_without_a_marker_is_proven_by_its_session(over: Attempt, row_of: RowOf) -> None:
+    row = row_of(over.child)
     assert (row.run, row.stray, row.choosable) == ("over", True, True)
     assert row.reason == "left over from attempt 1 of run over, which is over: in the session that the run created"
 
 
-def test_one_of_a_living_session_is_needed(living: Attempt, tmp_path: Path, driver: Script, reader: NvmlReader) -> None:
+def test_processes_of_a_living_session_are_needed(living: Attempt, row_of: RowOf) -> None:
     for pid in (living.child, living.program):
-        row = row_of(pid, tmp_path / "runs", driver, reader)
+        row = row_of(pid)
         assert (row.run, row.stray, row.choosable) == ("living", False, False)
 
 
-def test_a_recorded_program_of_a_moved_run_is_needed(
-    living: Attempt, tmp_path: Path, driver: Script, reader: NvmlReader
-) -> None:
-    """Its folder was moved aside while it runs on without a supervisor: the record went with the folder."""
+def test_a_recorded_program_of_a_moved_run_is_needed(living: Attempt, tmp_path: Path, row_of: RowOf) -> None:
+    """Its folder was renamed while it runs without a supervisor; the record moved with the
+    folder."""
     living.folder.path.rename(tmp_path / "runs" / "living.20260101-000000")
-    assert row_of(living.program, tmp_path / "runs", driver, reader).run == "living.20260101-000000"
-    assert not row_of(living.child, tmp_path / "runs", driver, reader).choosable
+    assert row_of(living.program).run == "living.20260101-000000"
+    assert not row_of(living.child).choosable
 
 
-def test_records_of_another_boot_or_machine_prove_nothing(
-    over: Attempt, tmp_path: Path, driver: Script, reader: NvmlReader
-) -> None:
+def test_records_of_another_boot_or_machine_prove_nothing(over: Attempt, row_of: RowOf) -> None:
     before = over.process_path.stat().st_mtime - 3600
     os.utime(over.process_path, (before, before))
-    row = row_of(over.child, tmp_path / "runs", driver, reader)
+    row = row_of(over.child)
     assert (row.run, row.stray, row.choosable) == (None, False, True)
 
 
-def test_without_an_exit_file_the_session_proves_nothing(
-    over: Attempt, tmp_path: Path, driver: Script, reader: NvmlReader
-) -> None:
+def test_without_an_exit_file_the_session_proves_nothing(over: Attempt, row_of: RowOf) -> None:
     (over.folder.attempt(1) / "exit.json").unlink()
-    assert not row_of(over.child, tmp_path / "runs", driver, reader).stray
+    assert not row_of(over.child).stray
 
 
 def test_a_damaged_run_hides_no_other(over: Attempt, tmp_path: Path) -> None:
@@ -143,7 +146,7 @@ def test_a_damaged_run_hides_no_other(over: Attempt, tmp_path: Path) -> None:
     assert known_runs(tmp_path / "runs") == []
 
 
-def test_what_changes_is_read_again(over: Attempt, tmp_path: Path) -> None:
+def test_changed_files_are_read_again(over: Attempt, tmp_path: Path) -> None:
     (run,) = known_runs(tmp_path / "runs")
     assert (run.alive, run.attempt, [attempt.over for attempt in run.recorded]) == (False, 1, [True])
     state = over.folder.state()
@@ -153,8 +156,9 @@ def test_what_changes_is_read_again(over: Attempt, tmp_path: Path) -> None:
     assert run.attempt == 2
 
 
-def test_a_run_that_is_taken_up_again_is_no_longer_over(over: Attempt, tmp_path: Path) -> None:
-    """It is locked before anything is written or started; what was remembered of it must not outlive that."""
+def test_a_resumed_run_is_no_longer_over(over: Attempt, tmp_path: Path) -> None:
+    """The lock is taken before anything is written or started, and makes the cached state
+    invalid."""
     assert [run.alive for run in known_runs(tmp_path / "runs")] == [False]
     lock = RunLock(over.folder)
     assert lock.acquire()

@@ -20,14 +20,11 @@ from memtop.supervisor.monitor.processes import facts, proc
 from memtop.supervisor.monitor.processes.facts import ProcessDescriber
 from memtop.supervisor.monitor.processes.proc import read_stat
 from memtop.supervisor.monitor.sampler import Sampler, snapshot_json
-from memtop.supervisor.monitor.snapshots import only_gpus
 from memtop.supervisor.monitor.strays import KnownRun
-from memtop.supervisor.monitor.values import Band
+from memtop.supervisor.monitor.values import Band, MachineSnapshot, only_gpus
 from memtop.supervisor.monitor.vram import vram_parts
-from tests.monitor.conftest import Clock, Start
+from tests.monitor.conftest import GIB, Clock, Start, ended, eventually
 from tests.nvml_double.double import Script
-
-GIB = 1024**3
 
 GPU_KEYS = {
     *("index", "uuid", "name", "total_bytes", "used_bytes", "free_bytes", "reserved_bytes", "used_fraction", "band"),
@@ -41,8 +38,8 @@ HOST_KEYS = {
 }
 
 
-def sampler(reader: NvmlReader, runs: Sequence[KnownRun] = ()) -> Sampler:
-    return Sampler(lambda: runs, nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True))
+def sampler(reader: NvmlReader, runs: Sequence[KnownRun] = (), **options: Any) -> Sampler:
+    return Sampler(lambda: runs, nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), **options)
 
 
 def test_the_document_has_the_public_fields(driver: Script, reader: NvmlReader) -> None:
@@ -56,13 +53,10 @@ def test_the_document_has_the_public_fields(driver: Script, reader: NvmlReader) 
 
 
 def test_every_value_of_a_process_that_is_none_has_its_reason(driver: Script, reader: NvmlReader, start: Start) -> None:
-    ended = start()
-    ended.kill()
-    ended.wait()
-    driver.gpu(0, total=GIB).process(0, pid=ended.pid, used=None).process(0, pid=start().pid, used=5).write()
+    driver.gpu(0, total=GIB).process(0, pid=ended(start).pid, used=None).process(0, pid=start().pid, used=5).write()
     snapshot = sampler(reader).sample()
-    # One that is no run's has no run, one that runs plainly has no container and no MIG instance; the driver's own
-    # values are tested where they are read.
+    # One that is no run's has no run, one that runs plainly has no container and no MIG instance;
+    # the driver's own values are tested where they are read.
     plain = {"run", "container", "mig_instance", "job", "role"}
     driver_says = {"sm_fraction", "memory_bandwidth_fraction", "encoder_fraction", "decoder_fraction"}
     values: list[Any] = [*snapshot.gpus[0].processes, *snapshot.jobs]
@@ -73,7 +67,7 @@ def test_every_value_of_a_process_that_is_none_has_its_reason(driver: Script, re
 
 
 def test_a_process_is_choosable_on_all_of_its_gpus_or_on_none(driver: Script, reader: NvmlReader, start: Start) -> None:
-    """Also for whoever is shown one of the GPUs only."""
+    """Also in a view of only one of the GPUs."""
     process = start()
     driver.gpu(0, total=GIB).gpu(1, total=GIB).process(0, pid=process.pid, used=9)
     driver.process(1, pid=process.pid, used=8, kind="graphics").write()
@@ -105,7 +99,7 @@ def test_another_users_process_is_shown_and_not_choosable(driver: Script, reader
     assert not row.choosable
 
 
-def test_runs_are_asked_for_only_when_a_process_may_be_of_one(driver: Script, reader: NvmlReader) -> None:
+def test_runs_are_read_only_when_a_process_may_belong_to_one(driver: Script, reader: NvmlReader) -> None:
     def ask() -> Sequence[KnownRun]:
         raise AssertionError("no process is this user's")
 
@@ -114,22 +108,22 @@ def test_runs_are_asked_for_only_when_a_process_may_be_of_one(driver: Script, re
     Sampler(ask, nvml=reader, describer=describer, own_uid=os.getuid() + 1).sample()
 
 
-def test_runs_are_asked_for_no_more_often_than_the_lists_are_read(
+def test_runs_are_read_no_more_often_than_the_process_lists(
     driver: Script, reader: NvmlReader, clock: Clock, start: Start
 ) -> None:
     process = start(env={"MEMTOP_RUN": "/runs/r"})
     driver.gpu(0, total=GIB).process(0, pid=process.pid, used=9).write()
-    asked: list[float] = []
+    read_at: list[float] = []
 
     def ask() -> Sequence[KnownRun]:
-        asked.append(clock())
+        read_at.append(clock())
         return ()
 
     watcher = Sampler(ask, nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True))
     for _ in range(4):
         assert watcher.sample().gpus[0].processes[0].run == "r"
         clock.pass_(1.0)
-    assert len(asked) == 2
+    assert len(read_at) == 2
 
 
 def test_verdicts_follow_the_runs(driver: Script, reader: NvmlReader, clock: Clock, start: Start) -> None:
@@ -202,9 +196,7 @@ def test_neither_torch_nor_textual_is_loaded() -> None:
 def test_memory_under_an_ended_process_is_called_gone_at_the_second_look(
     driver: Script, reader: NvmlReader, clock: Clock, start: Start
 ) -> None:
-    process = start()
-    process.kill()
-    process.wait()
+    process = ended(start)
     driver.gpu(0, total=GIB, used=GIB // 2).process(0, pid=process.pid, used=GIB // 2).write()
     describer = ProcessDescriber(same_namespace=lambda: True, sees_all=lambda: True)
     watcher = Sampler(nvml=reader, describer=describer, monotonic=clock)
@@ -221,7 +213,7 @@ def test_memory_under_an_ended_process_is_called_gone_at_the_second_look(
 
 
 @pytest.mark.parametrize(("same_namespace", "sees_all"), [(True, False), (False, False), (False, True)])
-def test_where_not_all_is_seen_nobody_is_called_gone(
+def test_no_process_is_called_gone_unless_all_are_visible(
     driver: Script,
     reader: NvmlReader,
     clock: Clock,
@@ -231,9 +223,7 @@ def test_where_not_all_is_seen_nobody_is_called_gone(
     sees_all: bool,
 ) -> None:
     monkeypatch.delenv(proc.TRUST_VARIABLE, raising=False)
-    process = start()
-    process.kill()
-    process.wait()
+    process = ended(start)
     driver.gpu(0, total=GIB).process(0, pid=process.pid, used=9).write()
     describer = ProcessDescriber(same_namespace=lambda: same_namespace, sees_all=lambda: sees_all)
     watcher = Sampler(nvml=reader, describer=describer, monotonic=clock)
@@ -250,7 +240,7 @@ def test_a_zombie_is_gone_and_named_with_the_parent_that_must_collect_it(
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     driver.gpu(0, total=GIB, used=GIB // 2).process(0, pid=child.pid, used=GIB // 4).write()
-    watcher = Sampler(nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), monotonic=clock)
+    watcher = sampler(reader, monotonic=clock)
     for gone in (False, True, True):
         gpu = watcher.sample().gpus[0]
         (row,) = gpu.processes
@@ -284,17 +274,16 @@ def test_host_memory_and_cpu(driver: Script, reader: NvmlReader, clock: Clock, s
         start(),
     )
     driver.gpu(0, total=GIB).process(0, pid=busy.pid, used=9).process(0, pid=idle.pid, used=8).write()
-    watcher = Sampler(nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), monotonic=clock)
+    watcher = sampler(reader, monotonic=clock)
     for row in watcher.sample().gpus[0].processes:
         assert row.host_cpu_fraction is None
         assert "two samples" in row.unknown["host_cpu_fraction"]
         assert row.host_rss_bytes is not None
         assert row.host_rss_bytes > 1024**2
         assert row.parent_pid == os.getpid()
-    # The clock is turned by hand, the work is real: wait until it is done, then say that two seconds have passed.
+    # The clock is manual, but the work is real: wait for it, then advance the clock by two seconds.
     before = cpu_ticks(busy.pid)
-    while cpu_ticks(busy.pid) < before + 20:
-        pass
+    eventually(lambda: cpu_ticks(busy.pid), lambda now: now >= before + 20)
     clock.pass_(2.0)
     first, second = watcher.sample().gpus[0].processes
     assert first.host_cpu_fraction is not None
@@ -311,7 +300,7 @@ def cpu_ticks(pid: int) -> int:
 
 def test_the_same_rows_until_the_lists_are_read_again(driver: Script, reader: NvmlReader, clock: Clock, start: Start) -> None:
     driver.gpu(0, total=GIB).process(0, pid=start().pid, used=9).write()
-    watcher = Sampler(nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), monotonic=clock)
+    watcher = sampler(reader, monotonic=clock)
     first = watcher.sample()
     clock.pass_(1.0)
     second = watcher.sample()
@@ -365,7 +354,7 @@ def test_a_program_that_becomes_another_is_described_anew(
     become = f"os.execve(sys.executable, [sys.executable, '-S', '-E', '-c', {code!r}], {{'MEMTOP_RUN': '/runs/r'}})"
     process = start(f"signal.signal(signal.SIGUSR1, lambda *_: {become})")
     driver.gpu(0, total=GIB).process(0, pid=process.pid, used=9).write()
-    watcher = Sampler(nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True), monotonic=clock)
+    watcher = sampler(reader, monotonic=clock)
     assert watcher.sample().gpus[0].processes[0].run is None
     process.send_signal(signal.SIGUSR1)
     assert process.stdout is not None
@@ -395,17 +384,19 @@ def test_the_marker_of_a_containers_run_is_no_proof(driver: Script, reader: Nvml
     assert "of its container" in (row.reason or "")
 
 
-def test_bytes_that_are_no_letters_can_be_sent_and_shown(driver: Script, reader: NvmlReader, tmp_path: Path) -> None:
+def test_bytes_that_are_not_utf_8_can_be_sent_and_shown(driver: Script, reader: NvmlReader, tmp_path: Path) -> None:
     """File names of old locales, in the command line and in the variables that are shown."""
     command: list[str | bytes] = [sys.executable, "-S", "-E", "-c", "import time; time.sleep(60)", b"/data/caf\xe9.txt"]
     marks = {b"MEMTOP_RUN": os.fsencode(tmp_path) + b"/caf\xe9", b"MEMTOP_ATTEMPT": b"9" * 5000, b"SLURM_JOB_ID": b"7\xe9"}
     with subprocess.Popen(command, env=marks) as program:
         driver.gpu(0, total=GIB).process(0, pid=program.pid, used=5).write()
-        for _ in range(200):
-            snapshot = sampler(reader).sample()
-            if "caf" in (snapshot.gpus[0].processes[0].command or ""):
-                break
+
+        def look() -> MachineSnapshot:
             reader.refresh()
+            return sampler(reader).sample()
+
+        # The child has this command line only after its exec.
+        snapshot = eventually(look, lambda found: "caf" in (found.gpus[0].processes[0].command or ""))
         program.kill()
     msgspec.json.encode(snapshot)
     (row,) = snapshot.gpus[0].processes

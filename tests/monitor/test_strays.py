@@ -141,7 +141,7 @@ process_tables = st.builds(
 
 @given(process_tables, st.sampled_from(["compute", "graphics", "compute+graphics"]), st.sampled_from([0, ME]))
 def test_no_wrong_kill(process: ProcessFacts, kind: str, own_uid: int) -> None:
-    """Whatever the table: only own, visible, plain compute processes may be chosen; only proven ones are strays."""
+    """Only the user's visible compute processes can be chosen; only proven ones are strays."""
     found = verdict(process, kind, own_uid)
     if found.choosable:
         assert process.uid == own_uid

@@ -1,7 +1,9 @@
-"""Ten thousand random machines against an oracle: no wrong process is ever signalled, and every provable stray is found.
+"""Thousands of random machines against an oracle: no wrong process gets a signal, and every
+provable stray is found.
 
-The decisions under test are the real ones (`judge`, `choose`, `end_processes`); only the kernel is a model, with processes
-that end, are replaced under the same number or change their user between the look and the signal.
+The decisions are the real ones (`judge`, `choose`, `end_processes`). Only the kernel is a model:
+its processes end, change their user, or are replaced under the same pid between the reading and the
+signal.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt, choose, 
 from memtop.supervisor.monitor.termination import end_processes
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
 
-TABLES = 10_000
+TABLES = 4_000
 ME, OTHER = 1000, 1001
 NAMES = ("python", "python", "python", "pt_main_thread", "Xorg", "nvidia-cuda-mps-server", "nvidia-cuda-mps")
 KINDS = ("compute", "compute", "compute", "mps", "graphics", "compute+graphics")
@@ -29,7 +31,7 @@ KINDS = ("compute", "compute", "compute", "mps", "graphics", "compute+graphics")
 
 @dataclass(eq=False)
 class Truth:
-    """A process as it really is, whatever may be seen of it. The oracle decides over this and nothing else."""
+    """The true state of a process. The oracle decides by this alone."""
 
     pid: int
     ticks: int
@@ -40,16 +42,16 @@ class Truth:
     attempt: int = 0
     marker_tells_attempt: bool = True
     is_of_it: bool = True
-    """It was started for the run of that folder here, not for a container's or an earlier one of that name."""
+    """It belongs to this run, not to a container's or an earlier run with the same folder name."""
     elsewhere: bool = False
     in_session: bool = False
-    """It is in the session that the attempt's leader made, not in a later one of that number."""
+    """It is in the session of the attempt's leader, not in a later session with the same number."""
     session_led: bool = False
     session: int = 0
     recorded: bool = False
     marker_readable: bool = True
     visible: bool = True
-    """False for a host pid that means nothing here."""
+    """False for a pid of the host that does not exist in this container."""
     kernel: bool = False
     family: bool = False
     sent: list[signal.Signals] = field(default_factory=list)
@@ -75,7 +77,7 @@ class TruthRun:
 
 
 class ModelKernel(Kernel):
-    """Pids and descriptors over a table that changes under the caller's hands, at random moments."""
+    """Pids and descriptors of a table that changes at random moments."""
 
     def __init__(self, table: dict[int, Truth], own_uid: int, dice: random.Random) -> None:
         self.table = table
@@ -87,7 +89,7 @@ class ModelKernel(Kernel):
         self._next = 100
 
     def _happens(self) -> None:
-        """Now and then, between any two calls: one ends, its number goes to another, or one changes its user."""
+        """Between two calls, sometimes a process ends, changes its user, or its pid is reused."""
         if self.dice.random() > 0.15 or not self.table:
             return
         pid = self.dice.choice(list(self.table))
@@ -121,8 +123,9 @@ class ModelKernel(Kernel):
     def owners(self, pid: int) -> Owners | None:
         self._happens()
         found = self.table.get(pid)
-        # A moment passes between the answer and its use, in which a process can end but not gain what the kernel
-        # itself would let it keep: a change of user after this is beyond anybody's reach.
+        # A moment passes between the answer and its use, in which a process can end but not gain
+        # what the kernel itself would let it keep: no program can detect a change of user after
+        # this.
         return None if found is None else Owners(found.real, found.effective)
 
     def own_uid(self) -> int:
@@ -191,10 +194,11 @@ def make_process(dice: random.Random, pid: int, runs: list[TruthRun], own_uid: i
     process.marker_readable = dice.random() < 0.6
     fate = dice.random()
     if fate < 0.1 and end is not None:
-        # Nobody's of the run: the leader's number went to another program, which made a session of its own.
+        # Not of the run: another program got the leader's pid and made a new session.
         process.session, process.ticks = leader.pid, end + dice.randrange(100)
         if dice.random() < 0.5:
-            # Or the run was in a container, where the same number meant another process at the same time.
+            # Or the run was in a container, where the pid belonged to another process at the same
+            # time.
             process.ticks, process.session_led = leader.started_ticks + dice.randrange(80), True
         return process
     process.run, process.attempt = run.folder, number
@@ -211,7 +215,7 @@ def make_process(dice: random.Random, pid: int, runs: list[TruthRun], own_uid: i
 
 
 def look(process: Truth, runs: list[TruthRun]) -> ProcessFacts:
-    """What the monitor gets to see of it."""
+    """What the monitor can see of the process."""
     if not process.visible:
         return ProcessFacts(pid=process.pid, unknown={"name": "not visible from this container"})
     marked = process.run is not None and process.marker_readable
@@ -264,14 +268,14 @@ def as_known(run: TruthRun, table: dict[int, Truth]) -> KnownRun:
 
 
 def run_of(process: Truth, runs: list[TruthRun]) -> TruthRun | None:
-    """The run that the process really is of."""
+    """The run that the process really belongs to."""
     return next((run for run in runs if run.folder == process.run and process.is_of_it), None)
 
 
 def must_live(process: Truth, runs: list[TruthRun], own_uid: int, kinds: set[str]) -> bool:
-    """True where no signal may ever reach it."""
+    """Whether no signal may ever reach it."""
     run = run_of(process, runs)
-    # One that carries no sign of its run at all cannot be told from a program of the user's own.
+    # A process without any sign of its run looks like any other program of the user.
     evident = process.marker_readable or process.in_session or process.recorded
     needed = run is not None and evident and not run.is_over(process.attempt)
     service = process.name in ("Xorg", "nvidia-cuda-mps-server", "nvidia-cuda-mps")
@@ -296,7 +300,8 @@ def is_provable(process: Truth, runs: list[TruthRun]) -> bool:
 
 
 def one_machine(seed: str) -> tuple[int, int]:
-    """One machine, looked at, chosen from at random and with open eyes, and signalled. Numbers of signals and strays."""
+    """Judge, choose and signal the processes of one random machine. Returns the numbers of signals
+    and strays."""
     dice = random.Random(seed)
     own_uid = dice.choice((ME, ME, 0))
     runs = make_runs(dice)
@@ -324,16 +329,16 @@ def one_machine(seed: str) -> tuple[int, int]:
         try:
             chosen += choose(snapshot, [pid])
         except RefusedError:
-            # Refused rightly or not: those that may be ended and are provably stray must not be among them.
+            # A provable stray that may be ended must not be refused.
             on_gpu = bool(kinds[pid])
             wanted = is_provable(table[pid], runs) and not must_live(table[pid], runs, own_uid, kinds[pid])
             assert not (on_gpu and wanted), f"{seed}: {table[pid]} was refused"
     picked = {identity: seen[identity.pid] for identity in chosen}
     spared = {id(process) for process in seen.values() if must_live(process, runs, own_uid, kinds[process.pid])}
     kernel = ModelKernel(table, own_uid, dice)
-    # Whoever picks by number may also have an old list in hand.
+    # A choice by pid can come from an old list.
     stale = [ProcessId(identity.pid, identity.started_ticks - 1) for identity in chosen if dice.random() < 0.1]
-    # Even one that nobody could have chosen is refused where it is memtop's own.
+    # memtop's own processes are refused, too.
     stale += [process.identity for process in seen.values() if process.family]
     end_processes([*chosen, *stale], waits=(0.0, 0.0, 0.0), kernel=kernel)
     for process, owners in kernel.signalled:
@@ -352,6 +357,6 @@ def test_no_wrong_signal_and_every_provable_stray_is_found() -> None:
         sent, found = one_machine(f"{base}-{number}")
         signals += sent
         strays += found
-    # The machines are not so tame that nothing was tried.
+    # The random machines did have strays, and signals were sent.
     assert signals > TABLES / 2
     assert strays > TABLES / 2

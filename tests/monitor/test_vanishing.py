@@ -1,4 +1,4 @@
-"""A process that ends at every moment at which it is looked at: before each file of it that is opened."""
+"""A process ends while it is read: before each of its files is opened, one after the other."""
 
 from __future__ import annotations
 
@@ -58,4 +58,4 @@ def test_a_process_may_vanish_at_any_moment(nvml_library: Path, tmp_path: Path) 
             timeout=120,
         )
         assert done.returncode == 0, done.stderr
-        assert int(done.stdout) > 8, "as many files at least are read of a new process on a GPU"
+        assert int(done.stdout) > 8, "at least as many files are read for a new process on a GPU"

@@ -1,4 +1,4 @@
-"""Where the memory of a GPU went: parts that add up, whatever the sources say."""
+"""The parts of a GPU's memory, which always add up to its total."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MigInstance
 from memtop.supervisor.monitor.vram import JobVram, RankMemory, VramParts, placed, ranks_on, step_peak_bytes, vram_parts
+from tests.monitor.conftest import GIB
 
-GIB = 1024**3
 BYTES = (
     *("free_bytes", "allocated_bytes", "cached_bytes", "context_bytes", "other_own_bytes", "driver_reserved_bytes"),
     *("gone_bytes", "unlisted_bytes", "unaccounted_bytes", "rest_of_machine_bytes"),
@@ -45,7 +45,7 @@ def checked(parts: VramParts) -> VramParts:
     return parts
 
 
-def test_a_run_beside_another_job() -> None:
+def test_a_run_and_another_job() -> None:
     sample = gpu(16 * GIB, row(1, 10 * GIB), row(7, 3 * GIB, job="pid 7@1"), row(8, 2 * GIB, job="pid 7@1"))
     parts = checked(vram_parts(sample, [rank(1, 6 * GIB, 8 * GIB)], base_bytes=GIB // 2, job_names={"pid 7@1": "serve.py"}))
     assert (parts.allocated_bytes, parts.cached_bytes) == (6 * GIB, 2 * GIB)
@@ -63,7 +63,7 @@ def test_two_ranks_and_a_helper_of_the_run_on_one_gpu() -> None:
     assert parts.jobs == ()
 
 
-def test_a_base_that_is_not_measured_yet_is_not_made_up() -> None:
+def test_a_base_that_is_not_measured_yet_is_unknown() -> None:
     parts = checked(vram_parts(gpu(10 * GIB, row(1, 10 * GIB)), [rank(1, 6 * GIB, 8 * GIB)]))
     assert parts.context_bytes is None
     assert parts.other_own_bytes == 2 * GIB
@@ -78,18 +78,18 @@ def test_a_program_without_the_agent() -> None:
 def test_memory_of_processes_that_have_ended() -> None:
     parts = checked(vram_parts(gpu(10 * GIB, row(9, 4 * GIB, gone=True, started_ticks=None)), all_pids_visible=True))
     assert (parts.gone_bytes, parts.unlisted_bytes) == (4 * GIB, 6 * GIB)
-    # While the list itself cannot be trusted, the rest is not said to be nobody's.
+    # A list with an ended process is unreliable, so the rest may have an owner.
     assert not parts.unlisted_has_no_owner
 
 
 @pytest.mark.parametrize("visible", [True, False])
-def test_memory_that_is_listed_under_nobody(visible: bool) -> None:
+def test_memory_without_a_listed_process(visible: bool) -> None:
     parts = checked(vram_parts(gpu(10 * GIB, row(7, 4 * GIB)), all_pids_visible=visible))
     assert parts.unlisted_bytes == 6 * GIB
     assert parts.unlisted_has_no_owner is visible
 
 
-def test_a_report_that_is_older_than_what_the_driver_says() -> None:
+def test_a_report_older_than_the_drivers_values() -> None:
     parts = checked(vram_parts(gpu(3 * GIB, row(1, 3 * GIB)), [rank(1, 6 * GIB, 8 * GIB)], base_bytes=GIB))
     assert (parts.allocated_bytes, parts.cached_bytes, parts.context_bytes) == (3 * GIB, 0, 0)
     assert any("older" in note for note in parts.notes)
@@ -101,7 +101,7 @@ def test_a_process_list_that_is_older_than_the_totals() -> None:
     assert any("process list" in note for note in parts.notes)
 
 
-def test_wsl_tells_no_memory_per_process() -> None:
+def test_wsl_reports_no_memory_per_process() -> None:
     parts = checked(vram_parts(gpu(10 * GIB, row(1, None), row(7, None)), [rank(1, 6 * GIB, 8 * GIB)], base_bytes=GIB))
     assert (parts.allocated_bytes, parts.cached_bytes) == (6 * GIB, 2 * GIB)
     assert parts.other_own_bytes is parts.unlisted_bytes is None
@@ -112,14 +112,14 @@ def test_wsl_tells_no_memory_per_process() -> None:
 def test_in_a_container_the_drivers_pids_are_not_ours() -> None:
     hidden = [row(40001, 9 * GIB, started_ticks=None), row(40002, 3 * GIB, started_ticks=None)]
     parts = checked(vram_parts(gpu(13 * GIB, *hidden), [rank(1, 6 * GIB, 8 * GIB)]))
-    # One of the two is our rank: its 8 GiB are not counted again, and the others' 4 GiB are put down to nobody.
+    # One of the two is our rank. Its 8 GiB count once; the other 4 GiB have no known owner.
     assert (parts.allocated_bytes, parts.cached_bytes, parts.unaccounted_bytes) == (6 * GIB, 2 * GIB, 4 * GIB)
     assert parts.unlisted_bytes == GIB
     assert parts.jobs == ()
     assert "container" in parts.unknown["jobs"]
 
 
-def test_in_a_container_the_driver_may_list_nobody() -> None:
+def test_in_a_container_the_driver_may_list_no_process() -> None:
     parts = checked(vram_parts(gpu(13 * GIB), [rank(1, 6 * GIB, 8 * GIB)], all_pids_visible=True))
     assert parts.unlisted_bytes == 5 * GIB
     assert not parts.unlisted_has_no_owner
@@ -139,7 +139,7 @@ def test_unified_memory() -> None:
     assert parts.unaccounted_bytes == 0
 
 
-def test_a_mig_instance_has_parts_of_its_own() -> None:
+def test_a_mig_instance_has_separate_parts() -> None:
     mig = MigInstance(position=3, uuid="MIG-b", total_bytes=10 * GIB, used_bytes=6 * GIB, free_bytes=4 * GIB, reserved_bytes=0)
     sample = gpu(20 * GIB, row(1, 6 * GIB, mig_instance=3), row(2, 9 * GIB, mig_instance=4), mig=(mig,))
     ranks = [rank(1, 4 * GIB, 5 * GIB, device_uuid="GPU-b"), rank(2, GIB, GIB, device_uuid="MIG-c")]
@@ -208,7 +208,7 @@ gpus = st.builds(
 
 
 @given(sample=gpus, here=st.lists(ranks, max_size=3), base=maybe, run=st.sampled_from([None, "mine"]), seen=st.booleans())
-def test_the_parts_add_up_whatever_the_sources_say(
+def test_the_parts_always_add_up(
     sample: GpuSample, here: list[RankMemory], base: int | None, run: str | None, seen: bool
 ) -> None:
     known = placed(here, [sample])

@@ -93,7 +93,7 @@ int nvmlDeviceGetBAR1MemoryInfo(struct gpu *g, u64 *info) {
     return OK;
 }
 
-/* The driver tells no utilisation and no sensors for MIG instances, and no utilisation for a GPU that is cut into them. */
+/* The driver reports no utilisation and no sensors for MIG instances, and no utilisation for a GPU with instances. */
 #define WHOLE(g) do { if ((g)->parent >= 0) return NOT_SUPPORTED; } while (0)
 #define UNCUT(g) do { if ((g)->parent >= 0 || value(g, "mig")) return NOT_SUPPORTED; } while (0)
 int nvmlDeviceGetUtilizationRates(struct gpu *g, unsigned *rates) {

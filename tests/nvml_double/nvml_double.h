@@ -45,12 +45,12 @@ extern char driver[80];
 extern int cuda;
 extern pthread_mutex_t lock;
 
-/* The value of the script's `key=`, or what a common data-centre card would say. */
+/* The value of `key=` in the script, or the value of a common data-centre card. */
 u64 value(const struct gpu *g, const char *key);
 int known(const struct gpu *g, const char *key);
 void read_script(void);
 int rule_for(const char *name, const struct gpu *g, int otherwise);
 
-/* Counts the call, waits, and gives the code that the script says, or OK. `g` is NULL for functions without a device. */
+/* Counts the call, waits, and returns the script's code, or OK. `g` is NULL for functions without a device. */
 int enter(int *slot, const char *name, struct gpu *g);
 #define ENTER(g) do { static int slot = -1; int code = enter(&slot, __func__, g); if (code) return code; } while (0)

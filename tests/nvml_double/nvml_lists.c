@@ -146,7 +146,7 @@ static int next(struct event_set *set, struct event_data *data) {
 }
 int nvmlEventSetWait_v2(struct event_set *set, struct event_data *data, unsigned milliseconds) {
     ENTER(NULL);
-    /* Looking at the script often would be charged to the program that waits: rarely, where it waits long. */
+    /* Reading the script costs CPU time of the waiting program: during a long wait, read it rarely. */
     unsigned step = milliseconds >= 100 ? 100 : 5;
     for (unsigned waited = 0;; waited += step) {
         int code = next(set, data);

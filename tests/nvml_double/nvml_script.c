@@ -1,4 +1,4 @@
-/* The script of the driver library: read anew whenever the file named by NVML_DOUBLE_SCRIPT changes. See double.py.
+/* The script of the driver library: read again whenever the file named by NVML_DOUBLE_SCRIPT changes. See double.py.
  *
  *   init error=9                     nvmlInit fails with this code
  *   driver 550.54.14
@@ -167,7 +167,7 @@ void read_script(void) {
     const char *path = getenv("NVML_DOUBLE_SCRIPT");
     struct stat now;
     if (!path || stat(path, &now)) {
-        /* Without a script there is no GPU; the next script starts from nothing. */
+        /* Without a script there is no GPU; the next script starts empty. */
         forget();
         read_inode = 0;
         return;
@@ -184,7 +184,7 @@ void read_script(void) {
 }
 
 int rule_for(const char *name, const struct gpu *g, int otherwise) {
-    int index = -1, mig = -1; /* by address: what is gone from the script says nothing of itself */
+    int index = -1, mig = -1; /* found by address: the script does not describe a removed device */
     if (g >= gpus && g < gpus + GPUS) index = (int)(g - gpus);
     else if (g >= &children[0][0] && g < &children[0][0] + GPUS * MIGS) {
         index = (int)((g - &children[0][0]) / MIGS);
@@ -204,7 +204,7 @@ static void count_call(int *slot, const char *name) {
     if (*slot >= 0) calls[*slot].count++;
 }
 
-/* A handle is good as long as its GPU or MIG instance is in the script. */
+/* A handle is valid while its GPU or MIG instance is in the script. */
 static int state_of(const struct gpu *g) {
     if (g >= gpus && g < gpus + GPUS) return !g->present ? GPU_GONE : g->error;
     if (g >= &children[0][0] && g < &children[0][0] + GPUS * MIGS)
@@ -233,7 +233,7 @@ unsigned long nvmlDoubleCalls(const char *name) {
     return count;
 }
 
-/* How often each function was called, as JSON, when the program ends in good order. */
+/* The number of calls of each function, written as JSON when the program exits normally. */
 __attribute__((destructor)) static void write_counts(void) {
     const char *path = getenv("NVML_DOUBLE_COUNTS");
     FILE *file = path ? fopen(path, "w") : NULL;

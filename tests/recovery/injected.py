@@ -1,4 +1,5 @@
-"""Injects faults into the built-in trainer: a `sitecustomize` that takes effect in that process only."""
+"""Injects faults into the built-in trainer, with a `sitecustomize` that affects only that
+process."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ LEAK = """
     kept = []
     register_optimizer_step_post_hook(lambda *_: kept.append(bytearray(b"x") * (8 << 20)))
 """
-"""8 MiB more after each update."""
+"""Each update leaks 8 MiB."""
 TOO_LARGE = """
     plain = torch.nn.Embedding.forward
     def forward(self, ids):
@@ -28,7 +29,7 @@ TOO_LARGE = """
         return plain(self, ids)
     torch.nn.Embedding.forward = forward
 """
-"""A micro-batch of ten and more asks for more memory than there is."""
+"""A micro-batch of ten or more requests more memory than the machine has."""
 
 _SMALL = {
     "hidden_size": 32,
@@ -38,11 +39,11 @@ _SMALL = {
     "num_key_value_heads": 2,
 }
 TINY = [word for key, value in _SMALL.items() for word in ("--set", f"model.config.{key}={value}")]
-"""The first run's model so small that an update takes little more than its bookkeeping."""
+"""Makes the model of the recipe first-run so small that its computing time is negligible."""
 
 
 def inject(runs: Runs, fault: str, supervisor: str = "    pass") -> None:
-    """From now on, trainers that these commands start have the fault, and supervisors the change."""
+    """Trainers that these runs start from now on have the fault, and supervisors the change."""
     folder = Path(runs.root) / "site"
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(_TRAINER + fault + _SUPERVISOR + supervisor)
@@ -58,16 +59,17 @@ FATAL = """
     torch.nn.Embedding.forward = forward
     register_optimizer_step_pre_hook(lambda *_: torch.empty(1 << 46) if seen[0] >= 10 else None)
 """
-"""With a micro-batch of ten and more the optimizer's step asks for too much: nothing to be survived in the process."""
+"""With a micro-batch of ten or more the optimizer step runs out of memory, which ends the
+process."""
 
 PACED = """
     import time
     from torch.optim.optimizer import register_optimizer_step_post_hook
     register_optimizer_step_post_hook(lambda *_: time.sleep(0.05))
 """
-"""A model so small that its run would be over before anybody could act on it takes 2 s for 40 updates, and next to no CPU."""
+"""40 updates of a small model take 2 s and almost no CPU, so that a test can act before the end."""
 SOON_STALLED = """
-    import memtop.supervisor.run.post_mortem.stall as stall
+    import memtop.supervisor.run.post_mortem.examine as stall
     stall.SECONDS = stall.FIRST_SECONDS = 1.5
     import functools
     from memtop.supervisor.run import supervisor
@@ -75,7 +77,8 @@ SOON_STALLED = """
     short = Waits(graceful=1.5, interrupt=1.5, terminate=1.5)
     supervisor.Supervisor.__init__ = functools.partialmethod(supervisor.Supervisor.__init__, waits=short)
 """
-"""A program that is silent after words of missing memory is ended after seconds, and has seconds to react to each signal."""
+"""A program that is silent after a message about memory is ended after seconds instead of
+minutes."""
 
 SLOW = """
     import time
@@ -86,4 +89,4 @@ SLOW = """
         return plain(self, ids)
     torch.nn.Embedding.forward = forward
 """
-"""A micro-batch of ten and more takes so long that a trial of it can be disturbed before it is over."""
+"""A micro-batch of ten or more is so slow that a test can interrupt its trial."""

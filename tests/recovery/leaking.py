@@ -2,8 +2,8 @@
 
 usage: leaking.py KIND UPDATES SECONDS_PER_UPDATE
 
-KIND: leak (each update keeps 1 MiB, and the loader worker keeps 1 MiB of each batch), sawtooth (each update keeps
-1 MiB, and every 40 updates all of it is freed).
+KIND: leak (each update keeps 1 MiB, and the loader worker keeps 1 MiB of each batch), sawtooth
+(each update keeps 1 MiB, and every 40 updates all of it is freed).
 """
 
 import os
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 class Batches(Dataset):
-    """One per update; in the worker process it may keep what it made."""
+    """One batch per update. The worker process may keep its batches."""
 
     def __init__(self, kind: str, updates: int) -> None:
         self.kind, self.updates = kind, updates

@@ -1,4 +1,4 @@
-"""The rule by which a trial is kept, and which steps may be tried."""
+"""When a trial is kept, and which steps may be tried."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_step_is_the_largest_within_a_quarter() -> None:
     assert step == Split(batch=24, accumulation=10)
 
 
-def test_what_ran_out_is_not_tried_again() -> None:
+def test_a_split_that_ran_out_of_memory_is_not_tried_again() -> None:
     step, refused = next_split(FIRST, small, failed={10})
     assert step is None
     assert "B 10 ran out of memory" in refused[0]
@@ -75,12 +75,12 @@ def test_a_whole_batch_cannot_grow() -> None:
     assert "whole effective batch" in refused[0]
 
 
-def test_odd_updates_do_not_move_what_is_measured() -> None:
+def test_outliers_do_not_change_the_measurement() -> None:
     updates = [Update(number=at, samples=40, seconds=1.0) for at in range(20)]
     updates[7] = replace(updates[7], seconds=30.0)  # it wrote a checkpoint
     found = measured(updates)
     assert (found["samples_per_second"], found["samples_per_second_spread"]) == (40, 0)
-    assert "peak_bytes" not in found  # not known is left out, not 0
+    assert "peak_bytes" not in found  # unknown values are left out
 
 
 def test_a_spread_is_a_standard_deviation() -> None:
@@ -96,7 +96,7 @@ def test_a_gain_beyond_the_spread_is_kept(gain: float, seed: int) -> None:
 
 
 @given(loss=st.floats(0.3, 1.0), noise=st.floats(0, 0.05), seed=st.integers(0, 9999))
-def test_what_is_not_faster_is_undone(loss: float, noise: float, seed: int) -> None:
+def test_a_change_that_is_not_faster_is_undone(loss: float, noise: float, seed: int) -> None:
     before = stretch(100, noise, seed)
     after = {**before, "samples_per_second": before["samples_per_second"] * loss}
     assert not verdict(before, after)[0]
@@ -115,7 +115,7 @@ def test_less_than_a_percent_is_not_worth_it() -> None:
 BEFORE = replace(FIRST, batch=4, accumulation=4)
 
 
-def test_what_must_not_be_tried() -> None:
+def test_changes_that_must_not_be_tried() -> None:
     def unknown(_: int) -> None:
         return None
 

@@ -1,4 +1,5 @@
-"""Real runs on the CPU: the advice tells waiting for data, computing and swapping apart, and a larger batch is tried."""
+"""Real runs on the CPU: the advice distinguishes waiting for data, computing and swapping, and a
+larger batch is tried."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from memtop.supervisor.errors import MemtopError, RefusedError, UsageError
 from memtop.supervisor.monitor.host import HostReader
 from memtop.supervisor.recovery.bottleneck import Measured, advise
 from memtop.supervisor.recovery.trend import Sustained
-from memtop.supervisor.run.clients.client import ask
+from memtop.supervisor.run.client import ask
 from memtop.supervisor.run.record.folder import find_run
 from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import Change, Try
@@ -40,7 +41,7 @@ def advised(runs: Runs, bottleneck: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["data", "compute"])
-def test_what_an_external_command_spends_its_time_on(runs: Runs, kind: str) -> None:
+def test_the_bottleneck_of_an_external_command(runs: Runs, kind: str) -> None:
     runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, PROGRAM, kind, "100000")
     document = advised(runs, kind)
     assert document["proposals"] == []  # memtop cannot change its settings
@@ -58,14 +59,15 @@ def test_a_program_that_swaps(runs: Runs, group: MemoryGroup) -> None:
         pytest.skip("this machine has less than 768 MiB of free swap")
     runs.memtop("train", "--detach", "--name", "a", "--", *group.inside(sys.executable, PROGRAM, "swap", "100000"))
     runs.wait("a", lambda document: (document["updates"] or 0) > 10)
-    group.squeeze(320 << 20)  # torch itself holds some 200 MiB that are never read again
+    group.squeeze(320 << 20)  # torch holds about 200 MiB that are never read again
     document = advised(runs, "swap")
     assert any("swap" in text for text in document["evidence"])
     runs.kill(read_state(find_run("a", runs.path)).trainer_pid or 0)
 
 
 def test_swapping_is_neither_waiting_for_data_nor_computing(tmp_path: Path) -> None:
-    """For machines without swap: the real reader reads a /proc/vmstat that counts 3000 pages per second."""
+    """For machines without swap: the real reader reads a /proc/vmstat that counts 3000 pages per
+    second."""
     now, pages = [0.0], 0
     for name in ("meminfo", "stat", "loadavg", "uptime"):
         (tmp_path / name).write_text(Path("/proc", name).read_text())
@@ -120,7 +122,7 @@ def test_a_larger_batch_is_tried_measured_and_kept_or_undone(runs: Runs) -> None
     assert show["effective_batch"] == 40
     assert len(show["attempts"]) == 1  # nothing was restarted
     assert [row["state"] for row in trials(runs)][-3:] == ["measuring before", "measuring after", trial["state"]]
-    # state.json is written a moment later.
+    # state.json is written later.
     runs.wait("a", lambda _: msgspec.to_builtins(read_state(find_run("a", runs.path)).trial) == trials(runs)[-1])
     text = runs.memtop("advise", "a").stdout
     assert "trial of batch 8 -> 10, accumulation 5 -> 4" in text

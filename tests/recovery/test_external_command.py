@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from memtop.supervisor.diagnosis.values import Kind, Logits
 from memtop.supervisor.recovery.configuration import change_for, changes_nothing
-from memtop.supervisor.recovery.external_command import (
+from memtop.supervisor.recovery.remedies import (
     ExternalCommand,
     half_batch,
     remedies_for_command,
@@ -39,12 +39,12 @@ def test_the_failed_request_at_a_smaller_batch(batch: int, size: float) -> None:
 
 @pytest.mark.parametrize(("batch", "length", "size"), [(2, 2048, 2.32), (1, 2048, 1.16), (1, 1024, 0.58), (1, 512, 0.29)])
 def test_the_logits_of_a_request_at_other_batches_and_lengths(batch: int, length: int, size: float) -> None:
-    asked = died(
+    failed = died(
         requested_bytes=2 * length * 151936 * 4,
         requested_logits=Logits(2, length, 151936, 4),
         phase="forward",
     )
-    found = requested_at(asked, batch)
+    found = requested_at(failed, batch)
     assert found is not None
     assert round(found / GIB, 2) == size
 
@@ -151,7 +151,7 @@ def test_a_command_with_both_options_is_rewritten(command: str, halved: str) -> 
         "python t.py batch_size --gradient_accumulation_steps",
     ],
 )
-def test_a_command_that_cannot_be_rewritten_exactly_is_not(command: str) -> None:
+def test_a_command_that_cannot_be_rewritten_exactly_is_left_alone(command: str) -> None:
     assert half_batch(command.split()) is None
     assert named(remedies_for_command(died(), ExternalCommand(command=tuple(command.split()))), "smaller_batch").command is None
 

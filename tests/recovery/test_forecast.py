@@ -94,11 +94,11 @@ def test_an_end_before_the_first_update_is_not_a_peak() -> None:
     assert isinstance(line_through([real[0], loading]), str)
 
 
-def test_nothing_measured_is_said() -> None:
+def test_without_a_measurement_the_reason_is_given() -> None:
     assert why() == "nothing was measured with these settings yet"
 
 
-def test_what_was_measured_is_what_is_told_there() -> None:
+def test_a_forecast_at_a_measured_batch_is_the_measurement() -> None:
     found = line((4, 3.0), (8, 5.0), (16, 9.4))
     assert found.at(8) == gib(5.0)
     assert found.forecast(8, CARD).basis == "measured at B 8"
@@ -106,7 +106,7 @@ def test_what_was_measured_is_what_is_told_there() -> None:
 
 
 @pytest.mark.parametrize("stray", [0, 2, 4])
-def test_one_point_that_strays_does_not_move_the_line(stray: int) -> None:
+def test_one_outlier_does_not_move_the_line(stray: int) -> None:
     sizes = {2: 2.0, 4: 3.0, 8: 5.0, 12: 7.0, 16: 9.0}
     sizes[sorted(sizes)[stray]] += 0.8
     found = line(*sizes.items())
@@ -172,7 +172,7 @@ def test_a_forecast_is_never_below_a_failure_and_grows_with_the_batch(
         assert all(found.at(batch) >= clean.at(batch) - 2 for batch in range(1, 300)), "a failure lowered the line"
 
 
-def test_an_estimate_names_itself_one() -> None:
+def test_an_estimate_is_named_as_one() -> None:
     found = line((16, 11.49), (32, 19.73)).with_activations(0.7, "checkpointing")
     assert found.forecast(32, CARD).basis.startswith("estimate: checkpointing")
     assert found.at(32) / GIB == pytest.approx(3.25 + 0.7 * 16.48, abs=0.01)
@@ -214,7 +214,7 @@ def test_peaks_under_other_settings_are_not_on_the_line(changes: dict[str, Any])
         *({"log_every": 7}, {"warmup_fraction": 0.5}, {"eval_every": 5}),
     ],
 )
-def test_what_does_not_shape_the_peak_is_not_in_the_key(changes: dict[str, Any]) -> None:
+def test_settings_that_do_not_shape_the_peak_are_not_in_the_key(changes: dict[str, Any]) -> None:
     assert settings_key(replace(FIRST, **changes)) == settings_key(FIRST)
 
 

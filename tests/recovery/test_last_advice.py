@@ -30,7 +30,7 @@ def test_the_last_advice_in_order_with_estimates() -> None:
     assert evaluation.endswith("`memtop restart night --set eval_every=0 --set load_best_at_end=false`")
 
 
-def test_advice_that_is_followed_already_says_so() -> None:
+def test_advice_that_is_already_followed_is_marked() -> None:
     others, _, shorter, evaluation = last_advice(situation(replace(T5_OOM, other_process_bytes=0)))
     assert others == "no other process used the GPU: this run used all of it"
     assert shorter == "use sequences of at most 512 tokens: T is already 256"
@@ -53,5 +53,5 @@ def test_other_failures_have_their_own_last_advice() -> None:
     assert last_advice(situation(died(Kind.NOT_MEMORY, reason="python_error"))) == ()
 
 
-def test_the_measured_run_has_estimates_everywhere() -> None:
+def test_the_measured_run_has_an_estimate_on_every_line() -> None:
     assert len(last_advice(situation(T5_OOM, T5, peaks=measured()))) == 4

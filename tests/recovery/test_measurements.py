@@ -1,4 +1,4 @@
-"""How updates and samples become the medians that are judged."""
+"""From updates and samples to the medians that the advice uses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_first_updates_and_the_odd_one_do_not_count() -> None:
     assert (found.updates, found.step_seconds, found.wait_fraction) == (5, 1.0, 0.25)
 
 
-def test_after_a_change_it_begins_anew() -> None:
+def test_after_a_change_it_starts_again() -> None:
     measurements = Measurements()
     for _ in range(15):
         measurements.step(update())

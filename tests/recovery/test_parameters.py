@@ -1,4 +1,4 @@
-"""Counts from a configuration against the models themselves."""
+"""Parameter counts from a configuration, compared with the built models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import ALL_TARGETS, ATTENTION_TARGETS, Lora
 from memtop.supervisor.recovery.configuration import adapter_parameters, model_parameters, smaller_model, trained_parameters
-from tests.recovery.support import FIRST, LORA, T5
+from tests.recovery.support import FIRST, LORA, RECIPES, T5
 
 T5_CONFIG = T5.model["config"]
 QWEN_7B = {
@@ -28,6 +28,7 @@ CONFIGS: list[dict[str, Any]] = [
     T5_CONFIG,
     {**T5_CONFIG, "num_layers": 3, "num_decoder_layers": 2, "feed_forward_proj": "gated-gelu"},
     FIRST.model["config"],
+    RECIPES["pretrain-causal"].model["config"],
     {**SMALL, "model_type": "llama", "num_key_value_heads": 2},
     {**SMALL, "model_type": "mistral", "num_key_value_heads": 1},
     {**SMALL, "model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True},
@@ -94,7 +95,7 @@ def test_adapters_where_keys_are_shared(targets: tuple[str, ...]) -> None:
     assert adapter_parameters(config, Lora(r=4, alpha=8, targets=targets)) == trained
 
 
-def test_what_is_not_known_is_none() -> None:
+def test_unknown_values_are_none() -> None:
     assert model_parameters({"model_type": "mamba", "hidden_size": 8}) is None
     assert model_parameters({"model_type": "t5", "d_model": 8}) is None
     assert model_parameters({**T5_CONFIG, "tie_word_embeddings": False}) is None

@@ -1,4 +1,5 @@
-"""The sentences and remedies after a failure: they state what is known and offer only what can apply."""
+"""Sentences and remedies after a failure: they state known facts and offer only applicable
+remedies."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from msgspec.structs import replace
 
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.recovery.bottleneck import Measured, advise
-from memtop.supervisor.recovery.external_command import ExternalCommand, remedies_for_command
 from memtop.supervisor.recovery.host_ladder import beyond_all_memory
 from memtop.supervisor.recovery.leaks import cause_of_death, describe
 from memtop.supervisor.recovery.policy import Candidate, decide
+from memtop.supervisor.recovery.remedies import ExternalCommand, remedies_for_command
 from memtop.supervisor.recovery.situation import HostFacts
 from memtop.supervisor.run import explain
 from memtop.supervisor.run.reports import Oom
@@ -41,7 +42,7 @@ def trend(subject: TrendSubject, per_update: float | None = 5.0 * (1 << 20)) -> 
     )
 
 
-# --- a leak -------------------------------------------------------------------------------------------------------------
+# --- a leak ---------------------------------------------------------------------------------------
 
 
 def test_the_leak_that_filled_the_memory_is_the_cause() -> None:
@@ -61,7 +62,7 @@ def test_a_leaking_program_is_offered_fewer_workers_only_if_they_leak() -> None:
     assert ids(remedies_for_command(REFUSED, workers)) == ["workers"]
 
 
-# --- what a program does not have is not offered --------------------------------------------------------------------------
+# --- only remedies for parts that a program has ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -83,14 +84,14 @@ def test_a_lora_rank_is_only_for_programs_with_adapters() -> None:
     assert "lora_rank" in ids(remedies_for_command(T5_OOM, ExternalCommand(command=("python", "t.py", "--lora_r", "16"))))
 
 
-# --- a limit of address space, and more than all memory --------------------------------------------------------------------
+# --- a limit of address space, and more than all memory -------------------------------------------
 
 
 def test_a_limit_of_address_space_is_raised_and_no_swap_is_added() -> None:
     found = climb(LIMITED, CPU_RUN, host=HostFacts(limit_bytes=24 * GIB, in_cgroup=True), peaks=(peak(CPU_RUN, 4, 2.0),))
     assert named(found, "address_space").command == "ulimit -v unlimited"
     assert not {"swap", "memory_limit", "workers"} & set(ids(found))
-    # The share of the machine's memory says nothing about a full address space.
+    # The fraction of host memory in use does not matter for a full address space.
     assert all(one.forecast is None or one.forecast.fraction is None for one in found.remedies)
     assert ids(remedies_for_command(LIMITED, ExternalCommand())) == ["host_level", "address_space"]
 
@@ -101,19 +102,19 @@ def test_a_request_larger_than_all_memory_is_not_about_settings(requested: int |
     assert (beyond_all_memory(diagnosis, HOST) is not None) is expected
     assert ("swap" in ids(climb(diagnosis, CPU_RUN, host=HOST))) is not expected
     assert (remedies_for_command(diagnosis, ExternalCommand(host=HOST)) == ()) is expected
-    # Of our own trainer it may be the batch that is too large.
+    # In the built-in trainer the batch may be too large.
     assert "smaller_batch" in ids(climb(diagnosis, CPU_RUN, host=HOST))
 
 
-def test_an_unknown_machine_is_not_mentioned() -> None:
+def test_unknown_host_memory_is_not_mentioned() -> None:
     assert beyond_all_memory(replace(REFUSED, requested_bytes=1 << 60), None) is None
     assert beyond_all_memory(replace(T5_OOM, requested_bytes=1 << 60), HOST) is None
 
 
-# --- reasons ------------------------------------------------------------------------------------------------------------
+# --- reasons --------------------------------------------------------------------------------------
 
 
-def test_the_reason_for_doing_nothing_is_the_callers() -> None:
+def test_the_caller_gives_the_reason_for_doing_nothing() -> None:
     candidates = [Candidate(remedy=one, key=None) for one in remedies_for_command(REFUSED, ExternalCommand())]
     assert all(one.remedy.keeps_math for one in candidates)
     decision = decide(REFUSED, (), candidates, "auto", otherwise="it is an external command")
@@ -159,5 +160,5 @@ def test_the_parts_of_an_update_add_up() -> None:
         ),
     ],
 )
-def test_what_is_not_known_of_a_failure_is_left_out(report: dict[str, Any], words: str) -> None:
+def test_unknown_facts_of_a_failure_are_left_out(report: dict[str, Any], words: str) -> None:
     assert words in explain.oom_text(0, Oom(**report))

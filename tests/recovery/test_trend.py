@@ -1,4 +1,5 @@
-"""A leak is reported soon and measured well. A series that only resembles one is not reported, whatever its noise."""
+"""A leak is reported soon and measured well. A series that only resembles one is not reported,
+whatever its noise."""
 
 from __future__ import annotations
 
@@ -147,7 +148,8 @@ def test_memory_is_bounded() -> None:
 
 
 def test_only_some_updates_are_seen() -> None:
-    """The supervisor reads five times per second, which is every fortieth of these quick updates."""
+    """The supervisor reads five times per second, which is every fortieth of these quick
+    updates."""
     growth = Growth()
     for update in range(1, 4000, 40):
         growth.add(update, update / 200, update * MIB)

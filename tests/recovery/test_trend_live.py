@@ -1,4 +1,4 @@
-"""External commands: the one that leaks is reported, with its process, and the sawtooth is not."""
+"""External commands: a leak is reported with its process, and a sawtooth is not reported."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def start(runs: Runs, kind: str, updates: int, seconds: float = 0.1) -> None:
     runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, PROGRAM, kind, str(updates), str(seconds))
 
 
-def test_two_leaks_are_named_within_100_updates(runs: Runs) -> None:
+def test_two_leaks_are_reported_within_100_updates(runs: Runs) -> None:
     """The rank and its loader worker each keep 1 MiB per update."""
-    # The workers' memory is read once a second: at this pace five updates pass between two readings.
+    # The workers' memory is read once per second, which is every fifth of these updates.
     start(runs, "leak", 600, 0.2)
     folder = find_run("a", runs.path)
     runs.wait("a", lambda _: len({trend.subject for trend in read_state(folder).trends} & {RANK, WORKERS}) == 2)
@@ -41,14 +41,14 @@ def test_two_leaks_are_named_within_100_updates(runs: Runs) -> None:
         trend = next(trend for trend in state.trends if trend.subject == subject)
         assert recorded[subject.rank, subject.role]["update"] <= 100
         assert trend.bytes_per_update == pytest.approx(MIB, rel=0.2)
-        # Both fill the memory together: compare with what the machine has left now.
+        # Both fill the memory together: compare with the memory that is available now.
         assert trend.full_at_update is not None
         assert trend.full_at_update - state.updates == pytest.approx(left / (2 * MIB), rel=0.2)
         assert "is full in" in trend.message
     runs.kill(state.trainer_pid or 0)
 
 
-def test_a_sawtooth_is_not_named(runs: Runs) -> None:
+def test_a_sawtooth_is_not_reported(runs: Runs) -> None:
     start(runs, "sawtooth", 400, 0.025)
     runs.wait("a", lambda document: document["state"] == "finished")
     assert runs.events("a", "trend") == []

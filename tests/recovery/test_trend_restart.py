@@ -1,4 +1,5 @@
-"""A leak in the built-in trainer that would fill the memory before the next save: it saves and restarts by itself.
+"""A leak in the built-in trainer that would fill the memory before the next save: it saves and
+restarts automatically.
 
 `tests/run/test_step.py` has the runs that are not restarted."""
 
@@ -12,7 +13,7 @@ SELDOM = ("--save-every", "1000000", "--max-updates", "2000000")
 
 
 def start(runs: Runs, group: MemoryGroup) -> None:
-    """Supervisor and trainer in a group whose memory the leak fills in about 250 updates."""
+    """Start supervisor and trainer in a memory group that the leak fills in about 250 updates."""
     runs.environment["OMP_NUM_THREADS"] = "1"
     inject(runs, LEAK)
     group.limit(5 << 29)
@@ -29,11 +30,11 @@ def test_it_saves_and_restarts_with_the_same_settings(runs: Runs, group: MemoryG
     document = runs.wait("a", lambda d: len(d["attempts"]) == 2 and d["state"] == "training", seconds=200)
     first, second = document["attempts"]
     assert second["settings"] == first["settings"]
-    assert second["start_updates"] == first["updates"] >= 100  # saved at the boundary: nothing was lost
+    assert second["start_updates"] == first["updates"] >= 100  # saved after the last update: nothing was lost
     assert "leak: anonymous memory of rank 0 grows by" in second["reason"]
     assert first["outcome"] == "restarted"
     (line,) = leaks(runs)
     assert line.endswith("saving and restarting with the same settings before that")
-    # A configuration that leaks is the same one after it: nothing is counted as a failure.
+    # The restart keeps the configuration and does not count as its failure.
     assert [row["outcome"] for row in document["configurations"]] == [None]
     runs.memtop("stop", "a")

@@ -1,5 +1,4 @@
-"""What a run's series make of reports and samples: each leak once, under the name of whoever holds
-it."""
+"""From reports and samples to the leaks of a run: each is reported once, with its process."""
 
 from __future__ import annotations
 
@@ -42,38 +41,43 @@ def machine(time: float, *gpus: GpuSample, swap: float | None = None) -> Machine
     return MachineSnapshot(time=time, gpus=gpus, host=host)
 
 
+def step(watch: TrendWatch, update: int, time: float | None = None, **sizes: int) -> None:
+    """Rank 0 reports an update, one second after the one before."""
+    watch.step(0, reported({"type": "step", "update": update, "time": time or 1000.0 + update, **sizes}))
+
+
 def train(watch: TrendWatch, updates: int, **grows: int) -> list[tuple[str, dict[str, Any]]]:
-    """So many updates, one a second, in which these numbers grow by so much each; what is told of
-    them."""
-    told = []
+    """Do this many updates, in each of which these sizes grow by these bytes. Returns the
+    events."""
+    events = []
     for update in range(1, updates + 1):
-        values = {name: GIB + step * update for name, step in grows.items()}
-        watch.step(0, reported({"type": "step", "update": update, "time": 1000.0 + update, **values}))
-        used = values.get("reserved_bytes")
+        sizes = {name: GIB + growth * update for name, growth in grows.items()}
+        step(watch, update, **sizes)
+        used = sizes.get("reserved_bytes")
         gpus = () if used is None else (card(used + GIB),)
         ranks = [RankMemory(rank=0, pid=ME, device_uuid="GPU-a", reserved_bytes=used)]
         watch.sample(machine(1000.0 + update, *gpus), [RANK], ranks, {}, NOTHING)
         watch.read(1000.0 + update, [RANK], {})
-        told += watch.news()
-    return told
+        events += watch.news()
+    return events
 
 
-def test_one_leak_of_a_card_is_named_once_by_who_allocates() -> None:
+def test_a_leak_of_a_card_is_reported_once_with_the_rank_that_allocates() -> None:
     watch = TrendWatch()
-    told = train(watch, 1000, allocated_bytes=MIB, reserved_bytes=MIB, anonymous_bytes=0)
+    events = train(watch, 1000, allocated_bytes=MIB, reserved_bytes=MIB, anonymous_bytes=0)
     assert [trend.what for trend in watch.trends] == ["GPU 0 allocated by rank 0"]
-    assert [data["what"] for _, data in told] == ["GPU 0 allocated by rank 0"]
+    assert [data["what"] for _, data in events] == ["GPU 0 allocated by rank 0"]
     (trend,) = watch.trends
-    # 10 GiB less what the run has taken, 2.98 GiB by now.
+    # The card has 10 GiB, of which about 3 are in use.
     assert trend.full_at_update is not None
     assert abs(trend.full_at_update - (1000 + 8 * 1024 - 1000)) < 100
 
 
-def test_a_growing_cache_is_named_as_such() -> None:
+def test_a_growing_cache_is_reported_as_reserved_memory() -> None:
     watch = TrendWatch()
     train(watch, 150, allocated_bytes=0, reserved_bytes=MIB)
     assert [trend.what for trend in watch.trends] == ["GPU 0 reserved by rank 0"]
-    assert watch.own == ()  # it is given back before anything fails
+    assert watch.own == (), "the allocator frees it before an allocation fails"
 
 
 def test_host_memory_of_a_rank() -> None:
@@ -86,7 +90,7 @@ def test_host_memory_of_a_rank() -> None:
     assert watch.own == watch.trends
 
 
-def test_growth_of_another_process_is_reported_but_is_not_the_runs() -> None:
+def test_growth_of_another_process_is_reported_but_not_as_the_runs() -> None:
     watch = TrendWatch()
     for second in range(1, 700):
         ranks = [RankMemory(rank=0, pid=ME, device_uuid="GPU-a", reserved_bytes=GIB)]
@@ -95,7 +99,7 @@ def test_growth_of_another_process_is_reported_but_is_not_the_runs() -> None:
     assert watch.own == ()
 
 
-def test_what_grows_while_the_program_loads_is_what_it_loads() -> None:
+def test_growth_while_the_program_loads_is_no_leak() -> None:
     watch = TrendWatch()
     for second in range(1, 700):
         watch.sample(machine(1000.0 + second, card(GIB + 4 * MIB * second)), [RANK], [], {}, NOTHING, loading=True)
@@ -103,32 +107,29 @@ def test_what_grows_while_the_program_loads_is_what_it_loads() -> None:
 
 
 def test_swapping_is_reported_while_it_lasts() -> None:
-    watch = TrendWatch()
-    told = []
+    watch, messages = TrendWatch(), []
     for second in range(120):
         swap = 5.0 * MIB if 20 <= second < 70 else 0.0
         watch.sample(machine(1000.0 + second, swap=swap), [RANK], [], {}, NOTHING)
-        told += [message for message, _ in watch.news()]
-    assert [message[:40] for message in told] == ["5.0 MiB/s are read back from swap, in 53", "swapping in has ended"]
+        messages += [message for message, _ in watch.news()]
+    assert [message[:40] for message in messages] == ["5.0 MiB/s are read back from swap, in 53", "swapping in has ended"]
 
 
-def test_a_leak_that_was_none_is_withdrawn_once() -> None:
-    watch = TrendWatch()
-    told = []
+def test_a_leak_that_ends_is_withdrawn_once() -> None:
+    watch, messages = TrendWatch(), []
     for update in range(1, 800):
-        values = {"anonymous_bytes": GIB + MIB * min(update, 150)}
-        watch.step(0, reported({"type": "step", "update": update, "time": 1000.0 + update, **values}))
+        step(watch, update, anonymous_bytes=GIB + MIB * min(update, 150))
         watch.read(1000.0 + update, [RANK], {})
-        told += [message for message, _ in watch.news()]
-    assert len(told) == 2
-    assert told[1] == "anonymous memory of rank 0 has stopped growing: it was not a leak, or the leak has ended"
+        messages += [message for message, _ in watch.news()]
+    assert len(messages) == 2
+    assert messages[1] == "anonymous memory of rank 0 has stopped growing: it was not a leak, or the leak has ended"
     assert watch.trends == ()
 
 
 def test_a_rank_that_does_not_report_its_memory_is_read() -> None:
     watch = TrendWatch()
     for update in range(1, 101):
-        watch.step(0, reported({"type": "step", "update": update, "time": 1000.0 + update}))
+        step(watch, update)
         assert watch.wants_reading
         watch.read(1000.0 + update, [RANK], {ME: GIB + update * MIB})
         assert not watch.wants_reading
@@ -139,32 +140,30 @@ def test_a_rank_that_does_not_report_its_memory_is_read() -> None:
 def test_loader_workers_are_read_together() -> None:
     watch, workers = TrendWatch(), [Member(5, "loader worker"), Member(6, "loader worker")]
     for update in range(1, 101):
-        watch.step(0, reported({"type": "step", "update": update, "time": 1000.0 + update, "anonymous_bytes": GIB}))
+        step(watch, update, anonymous_bytes=GIB)
         watch.read(1000.0 + update, [RANK, *workers], {5: GIB + update * MIB, 6: GIB + update * MIB, ME: update * GIB})
     (trend,) = watch.trends
     assert (trend.what, trend.bytes_per_update) == ("anonymous memory of the loader workers", 2 * MIB)
 
 
-def test_a_program_that_counts_from_one_again_begins_anew() -> None:
+def test_a_series_begins_again_when_the_program_counts_from_one_again() -> None:
     """torchrun starts its processes again within an attempt."""
     watch = TrendWatch()
     for start in (0, 60):
         for update in range(1, 61):
-            held = GIB + MIB * (start + update)
-            report = {"type": "step", "update": update, "time": 1000.0 + start + update, "anonymous_bytes": held}
-            watch.step(0, reported(report))
+            step(watch, update, 1000.0 + start + update, anonymous_bytes=GIB + MIB * (start + update))
             watch.read(1000.0 + start + update, [RANK], {})
     assert watch.trends == ()
 
 
 def test_danger_of_a_gpu_is_explained() -> None:
-    watch, told = TrendWatch(), []
+    watch, lines = TrendWatch(), []
     for second in range(60):
         reserved = 5 * GIB + min(second, 40) * 100 * MIB
         ranks = [RankMemory(rank=0, pid=ME, device_uuid="GPU-a", allocated_bytes=5 * GIB, reserved_bytes=reserved)]
         band = Band.DANGER if second >= 40 else Band.SAFE
-        told += watch.sample(machine(1000.0 + second, card(reserved + 256 * MIB, band=band)), [RANK], ranks, {}, NOTHING)
-    (line,) = told
+        lines += watch.sample(machine(1000.0 + second, card(reserved + 256 * MIB, band=band)), [RANK], ranks, {}, NOTHING)
+    (line,) = lines
     assert line.startswith("GPU 0 stays in danger")
     assert "cache grew 3.9 GiB in 3" in line
 

@@ -1,5 +1,6 @@
-"""Trials of the built-in trainer: one that runs out of memory is undone and not tried again, and settings on trial outlive no
-supervisor, stop, restart or death. `tests/run/test_trial.py` has all other cases."""
+"""Trials of the built-in trainer. A trial that runs out of memory is undone and not repeated. When
+the supervisor or the program ends, stops or restarts, the settings before the trial return.
+`tests/run/test_trial.py` has all other cases."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from memtop.supervisor.errors import RefusedError
-from memtop.supervisor.run.clients.client import ask
+from memtop.supervisor.run.client import ask
 from memtop.supervisor.run.record.folder import find_run
 from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import Change, Outcome, Trial, Try
@@ -20,12 +21,12 @@ def start(runs: Runs) -> None:
     runs.environment["OMP_NUM_THREADS"] = "1"
     split = ("--batch", "8", "--accum", "5", "--seq-len", "32", "--save-every", "1000", "--max-updates", "100000")
     runs.memtop("train", "--detach", "--name", "a", *split, *TINY)
-    # A peak must have been measured: without one nothing says that the step fits.
+    # Without a measured peak it is unknown whether the step fits.
     runs.wait("a", lambda d: (d["updates"] or 0) >= 10 and d["configurations"][-1]["peak"] is not None)
 
 
 def trial_that_is(runs: Runs, state: str) -> Trial:
-    """The newest trial when it is in that state."""
+    """The newest trial, once it is in that state."""
     folder = find_run("a", runs.path)
 
     def there(_: object) -> bool:
@@ -61,7 +62,7 @@ def split(document: dict[str, Any]) -> tuple[int, int]:
 
 
 def try_until_changed(runs: Runs) -> None:
-    """Begin a trial, and wait until the program works with the settings on trial."""
+    """Begin a trial, and wait until the program uses its settings."""
     ask(find_run("a", runs.path), lambda number: Try(id=number, change=GROW), until=Outcome.ACCEPTED)
     runs.wait("a", lambda d: split(d) == (10, 4))
 
@@ -97,7 +98,7 @@ def test_a_program_that_dies_in_a_trial_goes_on_with_the_settings_before(runs: R
     document = runs.wait("a", lambda d: len(d["attempts"]) == 2 and d["state"] == "training")
     assert (document["settings"]["batch"], document["settings"]["accumulation"]) == (8, 5)
     assert "trial undone" in document["attempts"][1]["reason"]
-    # The state was saved before the change: what was learnt before it is not lost.
+    # The state was saved before the change, so that no training is lost.
     assert document["attempts"][1]["start_updates"] >= 20
     with pytest.raises(RefusedError, match="B 10 ran out of memory in this run"):
         ask(find_run("a", runs.path), lambda number: Try(id=number, change=GROW))

@@ -2,8 +2,8 @@
 
 usage: waiting.py data|compute|swap UPDATES
 
-data: each batch takes the loader 50 ms, training next to nothing; compute: the other way round; swap: every update reads
-384 MiB that were written once, which is no work where they are in memory.
+data: each batch takes the loader 50 ms, training next to nothing; compute: the other way round;
+swap: every update reads 384 MiB that were written once, which is no work where they are in memory.
 """
 
 import sys

@@ -42,7 +42,7 @@ class Life(World):
         self.tick()
 
     def act_result(self, number: int) -> None:
-        """Something that was begun comes to its end, and may be told twice."""
+        """Something that has begun ends, and may be reported twice."""
         if self.model is None or not self.later:
             return
         self.later.rotate(-(number % len(self.later)))

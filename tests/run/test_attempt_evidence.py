@@ -10,7 +10,7 @@ import pytest
 
 from memtop.supervisor.monitor.cgroup import KillCount, kill_counts
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, HostSample, MachineSnapshot
-from memtop.supervisor.run.post_mortem import evidence as witness
+from memtop.supervisor.run.post_mortem import evidence as evidence_files
 from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence, Baseline, gpus_without, kernel_lines
 from memtop.supervisor.run.record.folder import write_json
 
@@ -24,8 +24,8 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for path, kills in (("all", 5), ("all/run", 2)):
         (root / path).mkdir(parents=True)
         (root / path / "memory.events").write_text(f"low 0\noom 9\noom_kill {kills}\n")
-    monkeypatch.setattr(witness, "PROC", proc)
-    monkeypatch.setattr(witness, "CGROUPS", root)
+    monkeypatch.setattr(evidence_files, "PROC", proc)
+    monkeypatch.setattr(evidence_files, "CGROUPS", root)
     return root
 
 
@@ -113,7 +113,7 @@ def test_when_a_kill_was_that_an_earlier_supervisor_missed_is_not_known(groups: 
     assert later.killed_near(begun + 400) is False, "it was before this supervisor came"
 
 
-def test_what_others_were_killed_before_is_not_the_end_of_a_group_that_goes(groups: Path, tmp_path: Path) -> None:
+def test_earlier_kills_of_other_programs_do_not_explain_a_removed_group(groups: Path, tmp_path: Path) -> None:
     """A scope ends with its program; the one above had counted strangers all the while."""
     seen, begun = AttemptEvidence(attempt(tmp_path), time.time()), time.time()
     seen.look(77)
@@ -138,7 +138,7 @@ def test_a_rise_in_one_of_several_groups_is_seen(groups: Path, tmp_path: Path) -
     assert (seen.kills(), seen.killed_near(begun + 1002)) == (5, True)
 
 
-def test_what_the_run_itself_held_of_each_gpu_is_kept(tmp_path: Path) -> None:
+def test_the_runs_part_of_each_gpu_is_kept(tmp_path: Path) -> None:
     seen = AttemptEvidence(attempt(tmp_path), 0.0)
     seen.sample(snapshot(1.0, 0.5, 0), (7,), None)
     assert seen.moments[-1].gpu_run_bytes == {"GPU-0": 30}
@@ -165,7 +165,7 @@ def test_the_last_half_minute_is_kept(tmp_path: Path) -> None:
     assert seen.baseline.gpu_used_bytes == {"GPU-0": 40}
 
 
-def test_what_the_run_itself_holds_is_not_the_level_before_it() -> None:
+def test_the_runs_memory_is_not_the_level_before_it() -> None:
     assert gpus_without(snapshot(1.0, 0.5, 0), {7}) == {"GPU-0": 10}
 
 

@@ -56,7 +56,7 @@ def test_the_same_settings_go_on_and_others_begin_anew() -> None:
     assert before.number == 1
 
 
-def test_a_failure_survived_in_the_process_is_a_stretch_of_its_own() -> None:
+def test_a_failure_survived_in_the_process_starts_a_new_configuration() -> None:
     all_of_them = Configurations().begin_attempt(1, "start", SETTINGS, 5.0).note_host(500, "key")
     for _ in range(2):  # the second time by a supervisor that reads the report again
         all_of_them = all_of_them.change(
@@ -70,7 +70,7 @@ def test_a_failure_survived_in_the_process_is_a_stretch_of_its_own() -> None:
     assert all_of_them.records[1].starts == (ConfigurationStart(attempt=1),)
 
 
-def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:
+def test_rows_that_could_not_be_written_are_written_later(tmp_path: Path) -> None:
     outbox = Outbox(Ledger(tmp_path / "ledger.sqlite"))
     first = Configurations().begin_attempt(1, "start", SETTINGS, 5.0)
     outbox.save_configurations(first.to_save())

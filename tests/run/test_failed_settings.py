@@ -10,9 +10,8 @@ from msgspec.structs import replace
 from memtop.presets import Settings, apply_preset, load_presets
 from memtop.presets.comparison import outlook, risk
 from memtop.presets.schema import Zero
-from memtop.supervisor.recovery.configuration import failed_settings
+from memtop.supervisor.recovery.configuration import edited, failed_settings
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.change import edited
 from memtop.supervisor.wire import Change, Configuration
 from memtop.tui.restart_plan import restart_plan
 from tests.tui.support import SETTINGS

@@ -27,7 +27,7 @@ def steady(base: GpuBase, held: int, *, start: float = 0.0, seconds: int = 8, at
         base.update(attempt, machine(now, (1, held)), [report(1, reserved, now - 0.1)], {1})
 
 
-def test_the_least_beside_a_steady_allocator_is_kept() -> None:
+def test_the_minimum_outside_a_steady_allocator_is_kept() -> None:
     base = GpuBase()
     steady(base, 10)
     assert base.bytes == {"GPU-a": 2}
@@ -78,7 +78,7 @@ def test_two_ranks_and_a_helper_share_a_gpu() -> None:
     assert base.bytes == {"GPU-a": 6}
 
 
-def test_what_the_driver_or_a_rank_does_not_tell_is_not_made_up() -> None:
+def test_values_that_neither_driver_nor_rank_reports_stay_unknown() -> None:
     base = GpuBase()
     for second in range(8):
         now = float(second)
@@ -95,7 +95,7 @@ def test_an_instance_of_a_divided_gpu() -> None:
     assert base.bytes == {"MIG-b": 2}
 
 
-def test_what_the_ranks_said_comes_out_of_the_reports() -> None:
+def test_rank_memory_is_read_from_the_reports() -> None:
     progress = Progress()
     progress = heard(progress, {"type": "hello", "pid": 11})
     assert progress.rank_memory() == (RankMemory(rank=0, pid=11),)

@@ -1,4 +1,4 @@
-"""What a run's folder tells once its trainer, or its supervisor, is gone; and ranks that are left over without a marker."""
+"""A run's folder after its trainer or its supervisor has ended, and ranks left over without a marker."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ def folder_of(path: Path, trainer: ProcessId, supervisor: ProcessId, phase: Phas
 
 @pytest.mark.parametrize(("trains", "supervised"), [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("phase", [Phase.TRAINING, Phase.FINISHED])
-def test_memory_is_told_only_while_somebody_holds_and_somebody_measures_it(
+def test_memory_is_reported_only_while_processes_hold_it_and_a_supervisor_measures_it(
     tmp_path: Path, program: subprocess.Popen[bytes], trains: bool, supervised: bool, phase: Phase
 ) -> None:
     living = identify(program.pid)
     assert living is not None
     state = read_state(folder_of(tmp_path, living if trains else ended(), living if supervised else ended(), phase))
     (rank,) = state.ranks
-    told = trains and supervised
+    known = trains and supervised
     assert (rank.connected, rank.allocated_bytes, rank.reserved_bytes, rank.rss_bytes) == (
-        (True, 5, 6, 8) if told else (False, None, None, None)
+        (True, 5, 6, 8) if known else (False, None, None, None)
     )
     assert rank.peak_bytes == 7, "that has been"
-    assert (state.run_rss_bytes, len(state.run_memory)) == ((9, 1) if told else (None, 0))
+    assert (state.run_rss_bytes, len(state.run_memory)) == ((9, 1) if known else (None, 0))
     assert state.supervisor_pid == (program.pid if supervised else None)
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
-from memtop.supervisor.run.change import edited, live_values
+from memtop.supervisor.recovery.configuration import edited, live_values
 from memtop.supervisor.wire import Change
-from memtop.train.requests import edit_live
+from memtop.train.channel import edit_live
 from tests.tui.support import SETTINGS
 
 
@@ -55,7 +55,7 @@ def test_it_is_what_a_restart_would_make(b: int, a: int, batch: int | None, accu
         assert taken_up(before, change) == after
 
 
-def test_the_split_that_was_told_comes_even_if_the_program_has_another_by_then() -> None:
+def test_the_requested_split_is_applied_even_if_the_program_has_changed_its_own() -> None:
     """It may have halved its micro-batch after an allocation failure that was not reported yet."""
     before = replace(SETTINGS, batch=8, accumulation=2)
     values = live_values(before, edited(before, Change(assignments={"accumulation": "4"}), None))

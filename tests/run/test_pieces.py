@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from memtop.presets import load_presets, load_recipes, resolve
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.clients.server import socket_path
+from memtop.supervisor.run.client import socket_path
 from memtop.supervisor.run.post_mortem.log_end import LogEnd, read_log_end
 from memtop.supervisor.run.processes import shim
 from memtop.supervisor.run.processes.attempt import allocator_environment
@@ -97,7 +97,7 @@ def test_a_run_in_use_is_not_moved(tmp_path: Path) -> None:
     assert not RunLock(folder).is_held()
 
 
-def test_a_look_at_a_run_keeps_nobody_from_taking_it(tmp_path: Path) -> None:
+def test_reading_a_run_does_not_lock_it(tmp_path: Path) -> None:
     folder = create_run(tmp_path, spec("a"), fresh=False)
     folder.lock_path.touch()
     descriptor = os.open(folder.lock_path, os.O_RDONLY)
@@ -215,12 +215,12 @@ def test_updates_that_a_restart_took_back_do_not_count(tmp_path: Path) -> None:
     assert [(row.update, row.attempt) for row in rows] == [(n, 1) for n in range(1, 6)] + [(n, 2) for n in range(6, 10)]
 
 
-def test_until_a_restart_has_said_where_it_resumes_the_old_rows_stand(tmp_path: Path) -> None:
+def test_old_rows_stay_until_a_restart_reports_where_it_resumes(tmp_path: Path) -> None:
     rows = ledger_with_two_attempts(tmp_path, resumed_at=None).metrics()
     assert [row.update for row in rows] == list(range(1, 8))
 
 
-def test_rows_taken_back_stay_away_although_the_new_attempt_is_not_there_yet(tmp_path: Path) -> None:
+def test_rows_after_the_resumed_update_are_dropped_before_the_new_attempt_reports(tmp_path: Path) -> None:
     ledger = ledger_with_two_attempts(tmp_path, resumed_at=None)
     ledger.update_attempt(2, start_updates=3)
     assert [row.update for row in ledger.metrics()] == [1, 2, 3]
@@ -295,7 +295,7 @@ def test_speed_is_that_of_the_newest_updates() -> None:
         ("import os; assert os.getsid(0) == os.getpid()", 0),
     ],
 )
-def test_the_shim_tells_how_the_program_ended(tmp_path: Path, program: str, status: int) -> None:
+def test_the_shim_records_how_the_program_ended(tmp_path: Path, program: str, status: int) -> None:
     command = {"argv": [sys.executable, "-c", program], "cwd": str(tmp_path), "environment": {"MARK": "1"}}
     (tmp_path / "command.json").write_text(json.dumps(command))
     subprocess.run([sys.executable, "-I", "-S", shim.__file__, str(tmp_path)], check=True, timeout=120)
@@ -378,12 +378,12 @@ def test_a_state_that_could_not_be_saved_is_not_hidden(tmp_path: Path) -> None:
         (None, None, None),
     ],
 )
-def test_what_is_done_again_is_counted(reached: int | None, saved: int | None, words: str | None) -> None:
+def test_repeated_updates_are_counted(reached: int | None, saved: int | None, words: str | None) -> None:
     state = None if saved is None else Checkpoint(path="", updates=saved, complete=True)
     assert explain.done_again(reached, state) == words
 
 
-def test_of_a_state_that_is_not_whole_nobody_knows_what_is_done_again() -> None:
+def test_repeated_updates_are_unknown_for_an_incomplete_state() -> None:
     assert explain.done_again(12, Checkpoint(path="", updates=None, complete=False)) is None
 
 
@@ -438,7 +438,7 @@ def saved(folder: Path, updates: int, size: int = 4) -> Path:
     return folder
 
 
-def test_a_complete_checkpoint_is_told_from_a_broken_one(tmp_path: Path) -> None:
+def test_complete_and_broken_checkpoints_are_distinguished(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path / "train_latest_state") is None
     good = read_checkpoint(saved(tmp_path / "good", 7))
     assert good is not None

@@ -32,7 +32,7 @@ def test_the_first_remedy_that_may_be_is_applied() -> None:
 
 
 @pytest.mark.parametrize("resumable", ["none", "new run", "converts"])
-def test_what_loses_something_or_is_for_a_person_is_not_done_by_itself(resumable: str) -> None:
+def test_remedies_that_lose_something_or_need_a_person_are_not_automatic(resumable: str) -> None:
     assert decide(OOM, [died("whole")], [candidate("a", resumable=resumable)], "auto").action == "ask"
 
 
@@ -55,7 +55,7 @@ def test_two_restarts_without_a_newer_saved_update_end_in_a_question() -> None:
     assert decide(OOM, [first, second, moved_on], [candidate("eighth")], "auto").action == "restart"
 
 
-def test_what_changes_in_the_running_program_is_no_restart() -> None:
+def test_a_change_in_the_running_program_counts_as_no_restart() -> None:
     saved = {"saved_before": 10, "saved_after": 10}
     restarted = died("half", attempt=2, by_memtop=True, **saved)
     smaller = died("quarter", attempt=2, by_memtop=True, **saved)

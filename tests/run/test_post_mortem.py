@@ -13,8 +13,8 @@ import pytest
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
-from memtop.supervisor.run.post_mortem import evidence as witness
-from memtop.supervisor.run.post_mortem import examine as autopsy
+from memtop.supervisor.run.post_mortem import evidence as evidence_files
+from memtop.supervisor.run.post_mortem import examine as examination
 from memtop.supervisor.run.post_mortem.evidence import RELATED_SECONDS, AttemptEvidence
 from memtop.supervisor.run.post_mortem.examine import AttemptEnd, evidence_of, examine
 from memtop.supervisor.run.reports import Oom
@@ -63,10 +63,10 @@ def oom(**about: Any) -> Oom:
     return Oom(**{"time": 1.0, "error": "torch.OutOfMemoryError", "message": message, "survived": False, **about})
 
 
-def test_what_failed_is_told_with_the_batch_that_it_had(folder: Path) -> None:
+def test_a_failure_is_reported_with_the_batch_that_failed(folder: Path) -> None:
     """The settings may be others by then, and an evaluation's batch is its own: the rank's report knows."""
-    told = end_of(folder, settings=settings_of(32), reports=((0, oom(batch=8)),))
-    found = examine(told, AttemptEvidence(folder, time.time()))
+    failure = end_of(folder, settings=settings_of(32), reports=((0, oom(batch=8)),))
+    found = examine(failure, AttemptEvidence(folder, time.time()))
     assert (found.kind, found.requested_for) == (Kind.GPU_OOM, "the logits (B 8 x T 252 x V 40960, fp32)")
     # Where it does not say, those count that the program last reported.
     silent = end_of(folder, settings=settings_of(8), reports=((0, oom(batch=None)),))
@@ -93,7 +93,7 @@ def test_an_error_of_ours_is_a_diagnosis_that_names_it(
     def broken(*_: object) -> None:
         raise ValueError("no such\nshape")
 
-    monkeypatch.setattr(autopsy, "diagnose_file", broken)
+    monkeypatch.setattr(examination, "diagnose_file", broken)
     found = examine(end_of(folder), AttemptEvidence(folder, time.time()))
     assert (found.kind, found.reason) == (Kind.NOT_MEMORY, "not_examined (ValueError: no such shape)")
     assert found.confidence < 0.5
@@ -108,7 +108,7 @@ def test_an_error_of_ours_does_not_end_it_either_where_nothing_can_be_printed(
     def broken(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(autopsy, "evidence_of", broken)
+    monkeypatch.setattr(examination, "evidence_of", broken)
     full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115 - closing it fails, too
     monkeypatch.setattr("sys.stderr", full)
     found = examine(end_of(folder), AttemptEvidence(folder, time.time()))
@@ -124,7 +124,7 @@ def test_a_log_that_is_gone_leaves_the_rest_of_the_evidence(folder: Path) -> Non
     assert (found.kind, found.reason) == (Kind.NOT_MEMORY, "killed_by_something")
 
 
-def test_of_torchruns_tries_only_the_last_one_counts(folder: Path) -> None:
+def test_only_torchruns_last_attempt_counts(folder: Path) -> None:
     """With --max-restarts it goes on after a failure by itself; the folders of all its tries stay."""
     for place, words in (
         ("torchelastic/none_x1/attempt_2/0", "MemoryError: "),
@@ -138,10 +138,10 @@ def test_of_torchruns_tries_only_the_last_one_counts(folder: Path) -> None:
     assert evidence_of(end_of(folder), AttemptEvidence(folder, time.time())).error_files == ()
 
 
-def test_of_the_kernel_s_log_only_the_end_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_end_of_the_kernels_log_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that was killed an hour ago, and replaced, is a member's death as well."""
     asked: list[tuple[float, float]] = []
-    monkeypatch.setattr(autopsy, "kernel_lines", lambda since, until, now: asked.append((since, until)) or ())
+    monkeypatch.setattr(examination, "kernel_lines", lambda since, until, now: asked.append((since, until)) or ())
     ended = time.time()
     evidence_of(end_of(folder, ended=ended), AttemptEvidence(folder, ended - 3600))
     assert asked == [(ended - RELATED_SECONDS, ended)]
@@ -153,8 +153,8 @@ def test_only_a_kill_near_the_end_is_evidence_of_it(folder: Path, monkeypatch: p
     (proc / "77").mkdir(parents=True)
     (proc / "77/cgroup").write_text("0::/all\n")
     (group / "memory.events").write_text("oom_kill 2\n")
-    monkeypatch.setattr(witness, "PROC", proc)
-    monkeypatch.setattr(witness, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(evidence_files, "PROC", proc)
+    monkeypatch.setattr(evidence_files, "CGROUPS", tmp_path / "cgroup")
     seen = AttemptEvidence(folder, time.time())
     seen.look(77)
     (group / "memory.events").write_text("oom_kill 3\n")
@@ -169,10 +169,10 @@ def test_only_a_kill_near_the_end_is_evidence_of_it(folder: Path, monkeypatch: p
 _BROKEN = """
 import sys
 if "memtop.supervisor" in sys.orig_argv:
-    from memtop.supervisor.run.post_mortem import examine as autopsy
+    from memtop.supervisor.run.post_mortem import examine as examination
     def broken(*_):
         raise ValueError("no such shape")
-    autopsy.diagnose_file = broken
+    examination.diagnose_file = broken
 """
 
 

@@ -26,12 +26,12 @@ own = bytearray(b"x") * (24 << 20)
 batches = mmap.mmap(-1, {SHARED} << 20)
 children = []
 for _ in range(2):
-    ready, told = os.pipe()
+    ready, notify = os.pipe()
     child = os.fork()
     if not child:
         for page in range(0, {SHARED} << 20, 4096):
             batches[page] = 1
-        os.write(told, b"1")
+        os.write(notify, b"1")
         while True: time.sleep(60)
     os.read(ready, 1)
     children.append(child)
@@ -94,12 +94,12 @@ def test_shared_batches_are_counted_once(family: Callable[..., Family]) -> None:
     assert abs((workers.shm_bytes or 0) - SHARED * MIB * 2 / 3) < MIB
 
 
-def test_the_program_is_the_rank_until_the_agent_has_said_more(family: Callable[..., Family]) -> None:
+def test_the_program_is_the_rank_until_the_agent_reports(family: Callable[..., Family]) -> None:
     rank, *workers = family()
     assert roles([rank, *workers], ()) == {rank: "rank"} | dict.fromkeys(workers, "loader worker")
 
 
-def test_what_stands_above_a_rank_launches_it(tmp_path: Path, family: Callable[..., Family]) -> None:
+def test_the_parents_of_a_rank_are_its_launchers(tmp_path: Path, family: Callable[..., Family]) -> None:
     torchrun = tmp_path / "torchrun"
     torchrun.write_text("import subprocess, sys\nsubprocess.run(sys.argv[1:])\n")
     launcher, rank, *workers = family(sys.executable, str(torchrun))
@@ -112,7 +112,7 @@ def test_what_stands_above_a_rank_launches_it(tmp_path: Path, family: Callable[.
     assert roles([rank, workers[0]], {workers[0]})[rank] == "launcher"
 
 
-def test_a_second_program_beside_the_rank(family: Callable[..., Family]) -> None:
+def test_a_second_program_next_to_the_rank_has_the_role_other(family: Callable[..., Family]) -> None:
     rank, *workers = family()
     assert roles([*workers, rank], {workers[0]})[workers[1]] == "other"
 

@@ -19,7 +19,7 @@ for update in range(3000):
 """
 
 
-def test_the_state_tells_the_runs_memory_by_role(runs: Runs) -> None:
+def test_the_state_reports_the_runs_memory_by_role(runs: Runs) -> None:
     runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, "-c", PROGRAM)
     folder = find_run("a", runs.path)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from memtop.presets import load_presets, load_recipes, resolve
-from memtop.supervisor.run.post_mortem.stall import ASIDE_SECONDS, FIRST_SECONDS, MOST_SECONDS, SECONDS, StallWatch
+from memtop.supervisor.run.post_mortem.examine import ASIDE_SECONDS, FIRST_SECONDS, MOST_SECONDS, SECONDS, StallWatch
 from memtop.supervisor.run.progress import Progress
 from tests.run.reported import reported
 
@@ -37,7 +37,7 @@ def test_silence_after_such_words_is_a_stall(tmp_path: Path) -> None:
     assert found.startswith("RuntimeError: unable to allocate shared memory")
 
 
-def test_who_goes_on_has_got_over_it(tmp_path: Path) -> None:
+def test_a_rank_that_continues_has_survived_the_message(tmp_path: Path) -> None:
     clock, log = Clock(), tmp_path / "output.log"
     watch = StallWatch(log, clock)
     say(log, "CUDA out of memory, halving the batch")
@@ -102,7 +102,7 @@ def test_words_that_an_earlier_supervisor_has_seen_count_from_the_takeover_on(tm
     assert got_over_it.look(8, 0.5) is None
 
 
-def test_what_takes_longer_than_an_update_is_given_its_time(tmp_path: Path) -> None:
+def test_work_outside_updates_gets_more_time(tmp_path: Path) -> None:
     clock, log = Clock(), tmp_path / "output.log"
     watch = StallWatch(log, clock)
     say(log, "No space left on device: the cache is not written")

@@ -136,10 +136,10 @@ def test_a_stop_waits_for_a_save_as_long_as_they_have_taken() -> None:
     assert plain.stretched(5000.0, 1e9).graceful == 30.0 + 2 * 5000.0
 
 
-@pytest.mark.parametrize("told", ["checkpoint", "evaluation"])
-def test_a_trainer_that_saves_for_long_is_not_killed_in_the_middle_of_it(told: str) -> None:
+@pytest.mark.parametrize("work", ["checkpoint", "evaluation"])
+def test_a_trainer_that_saves_for_long_is_not_killed_in_the_middle_of_it(work: str) -> None:
     brain = training(agents=frozenset({0}))
-    if told == "checkpoint":
+    if work == "checkpoint":
         # The supervisor may have begun after the update before it.
         progress = heard(replace(brain.model.progress, step=None), {"type": "checkpoint", "updates": 7, "seconds": 150.0})
     else:
@@ -204,7 +204,7 @@ def die(brain: Brain, kind: Kind = Kind.GPU_OOM, facts: RemedyFacts | None = Non
     brain.tell(Examined(diagnosis=found, facts=facts or RemedyFacts(), problem=problem))
 
 
-def test_what_a_live_run_becomes_counts_from_where_it_will_stop() -> None:
+def test_a_forecast_for_a_live_run_starts_where_it_will_stop() -> None:
     model = training().model
     for updates in (1, 6, 7):
         with pytest.raises(UsageError, match=f"max_updates {updates}: the run will have done 8 when it stops"):
@@ -287,7 +287,7 @@ def test_a_change_that_cannot_be_is_refused_as_wrong_usage() -> None:
     assert (brain.answers()[-1].outcome, brain.answers()[-1].usage) == (Outcome.REFUSED, False)
 
 
-def test_the_state_to_go_back_to_is_held_before_the_program_is_stopped() -> None:
+def test_the_state_of_a_rollback_is_held_before_the_program_is_stopped() -> None:
     brain = training()
     restart(brain, Change(state_before=4))
     assert (brain.asked(HoldState), brain.model.ladder, brain.answers()) == ([HoldState(4)], None, [])
@@ -300,7 +300,7 @@ def test_the_state_to_go_back_to_is_held_before_the_program_is_stopped() -> None
 
 
 @pytest.mark.parametrize("then", ["stop", "another restart"])
-def test_what_is_held_is_released_when_the_run_does_not_go_back(then: str) -> None:
+def test_a_held_state_is_released_when_the_run_does_not_roll_back(then: str) -> None:
     brain = training()
     restart(brain, Change(state_before=4))
     brain.tell(StateHeld())
@@ -314,7 +314,7 @@ def test_what_is_held_is_released_when_the_run_does_not_go_back(then: str) -> No
     assert brain.model.pending == (None if then == "stop" else Change())
 
 
-def test_updates_are_counted_from_the_state_that_is_gone_back_to() -> None:
+def test_updates_are_counted_from_the_restored_state() -> None:
     brain = training(
         40, phase=Phase.STOPPED, states=states(40, 30), attempt=CurrentAttempt(number=1, started=1.0, stage=AttemptStage.OVER)
     )
@@ -329,7 +329,7 @@ def test_updates_are_counted_from_the_state_that_is_gone_back_to() -> None:
     assert brain.model.repeated is None, "nothing is lost that was not given up on purpose"
 
 
-def test_a_stop_calls_off_a_restart_that_was_asked_of_an_earlier_supervisor() -> None:
+def test_a_stop_cancels_a_restart_requested_from_an_earlier_supervisor() -> None:
     """`memtop restart` had started this supervisor while the program was being stopped."""
     brain = training(phase=Phase.STOPPING, pending=Change(assignments={"batch": "1"}))
     stop(brain)

@@ -17,7 +17,7 @@ import pytest
 from memtop.supervisor.errors import NotRunningError
 from memtop.supervisor.monitor.processes.proc import identify, is_alive
 from memtop.supervisor.monitor.processes.table import run_processes
-from memtop.supervisor.run.clients.client import AsyncRunClient, ask
+from memtop.supervisor.run.client import AsyncRunClient, ask
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run, find_run, move_aside
 from memtop.supervisor.run.view import read_state
 from memtop.supervisor.wire import (
@@ -113,7 +113,7 @@ def test_a_killed_supervisor_is_replaced_and_nothing_is_lost(runs: Runs) -> None
     assert document["attempts"][0]["exit_status"] == 0
 
 
-def test_looking_read_only_starts_nothing(runs: Runs) -> None:
+def test_a_read_only_dashboard_starts_nothing(runs: Runs) -> None:
     start(runs)
     before = runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
     runs.kill(before["supervisor_pid"])
@@ -164,7 +164,7 @@ def test_stop_climbs_to_the_signal_that_helps(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("command", ["stop", "restart"])
-def test_a_program_that_hangs_when_asked_is_ended_all_the_same(runs: Runs, command: str) -> None:
+def test_a_program_that_hangs_on_a_stop_request_is_killed(runs: Runs, command: str) -> None:
     with hasty(runs, "a", sys.executable, PROGRAM, "go", "0.05", "silent-agent"):
         runs.wait("a", lambda d: (d["updates"] or 0) >= 1)
         trainer = runs.show("a")["trainer_pid"]
@@ -341,17 +341,19 @@ async def test_two_viewers_see_the_same_and_commands_are_answered(runs: Runs, mo
     assert "no training process is connected" in await answer(viewers[0], 7, Outcome.REFUSED)
     await viewers[1].send(Restart(id=8, change=Change()))
     assert await answer(viewers[1], 8, Outcome.DONE) == "attempt 2 started"
-    # The other viewer is told that earlier rows no longer count, and what happened.
-    rows_reset, told = False, False
-    while not (rows_reset and told):
+    # The other viewer learns that earlier rows no longer count, and what happened.
+    rows_reset, explained = False, False
+    while not (rows_reset and explained):
         message = await viewers[0].receive()
         rows_reset |= isinstance(message, MetricRows) and message.reset_from == 1
-        told |= isinstance(message, EventRows) and any(event.message == "attempt 2: restart" for event in message.rows)
+        explained |= isinstance(message, EventRows) and any(event.message == "attempt 2: restart" for event in message.rows)
     for viewer in viewers:
         await viewer.close()
 
 
-async def test_nonsense_on_the_socket_is_refused_and_harms_nobody(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_invalid_messages_on_the_socket_are_refused_and_harm_no_client(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEMTOP_SOCKET_DIR", runs.environment["MEMTOP_SOCKET_DIR"])
     await asyncio.to_thread(start, runs)
     path = json.loads((runs.path / "a/state.json").read_text())["socket"]

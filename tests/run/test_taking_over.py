@@ -17,9 +17,7 @@ from msgspec.structs import replace
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.recovery.policy import decide
-from memtop.supervisor.run.clients.client import ask
-from memtop.supervisor.run.clients.publish import Publisher
-from memtop.supervisor.run.clients.server import ControlServer
+from memtop.supervisor.run.client import ask
 from memtop.supervisor.run.effects import AddEvent, CloseUnstarted, DropRows, GiveUp, Launch, Signal
 from memtop.supervisor.run.events import Launched, Reported
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, Waiting
@@ -30,13 +28,14 @@ from memtop.supervisor.run.record.journal import Intake
 from memtop.supervisor.run.record.ledger import Ledger, Outbox
 from memtop.supervisor.run.reports import Report, Step
 from memtop.supervisor.run.rules.survival import tried
+from memtop.supervisor.run.server import ControlServer, Publisher
 from memtop.supervisor.run.state import run_state, state_file
 from memtop.supervisor.run.view import known_runs, needs_supervisor, read_state
 from memtop.supervisor.wire import Change, Event, Phase, RunState, Stop
 from tests.conftest import UNTIL_GO, Runs
 from tests.forking import run
 from tests.run.brain import HALF, MIB, SETTINGS, row, state_of, taken_over
-from tests.run.test_deaths import FRAGMENTED
+from tests.run.test_memory_failures import FRAGMENTED
 
 # --- killed for real ------------------------------------------------------------------------------------------------------
 
@@ -59,7 +58,7 @@ asyncio.run(Supervisor(RunFolder(pathlib.Path(sys.argv[1]))).run(None))
 """
 
 
-def test_a_program_whose_supervisor_died_before_it_told_of_it_is_found(runs: Runs) -> None:
+def test_a_program_whose_supervisor_died_before_recording_it_is_found(runs: Runs) -> None:
     program = (sys.executable, "-c", UNTIL_GO)
     spec = RunSpec(name="a", created=1.0, settings=None, command=program, cwd=str(runs.root), memtop_version="0")
     folder = create_run(runs.path, spec, fresh=False)
@@ -112,11 +111,11 @@ def test_a_person_may_have_something_else_done_about_it(runs: Runs) -> None:
     runs.kill(supervisor)
     runs.memtop("restart", "a", "--headless")
     # As it was, without the remedy: it dies again, and of that it comes back by itself.
-    told = [(attempt["reason"].partition(":")[0], attempt["outcome"]) for attempt in runs.show("a")["attempts"]]
-    assert told == [("start", "failed"), ("restart", "failed"), ("gpu_oom_fragmented", "finished")]
+    attempts = [(attempt["reason"].partition(":")[0], attempt["outcome"]) for attempt in runs.show("a")["attempts"]]
+    assert attempts == [("start", "failed"), ("restart", "failed"), ("gpu_oom_fragmented", "finished")]
 
 
-def test_what_was_called_off_is_not_taken_up(runs: Runs) -> None:
+def test_a_cancelled_restart_is_not_resumed(runs: Runs) -> None:
     folder, supervisor = waits_for_its_restart(runs)
     ask(folder, lambda number: Stop(id=number))
     runs.kill(supervisor)
@@ -126,7 +125,7 @@ def test_what_was_called_off_is_not_taken_up(runs: Runs) -> None:
 
 
 def test_a_remedy_that_was_just_begun_is_not_begun_twice(runs: Runs) -> None:
-    """The supervisor dies after it has started the second attempt and before it has told of it."""
+    """The supervisor dies after it has started the second attempt and before it has recorded it."""
     program = (sys.executable, "-c", FRAGMENTED.replace('print("done")', f"exec({UNTIL_GO!r})"))
     spec = RunSpec(name="a", created=1.0, settings=None, command=program, cwd=str(runs.root), on_oom="auto", memtop_version="0")
     folder = create_run(runs.path, spec, fresh=False)
@@ -181,7 +180,7 @@ BEGUN = Configurations().begin_attempt(1, "start", SETTINGS, 9.0)
 DEAD = BEGUN.end("host_oom_killed", 4, 3, died_of_memory=True)
 
 
-def test_what_a_supervisor_had_only_read_is_concluded_by_the_next() -> None:
+def test_reports_that_a_supervisor_had_only_read_are_handled_by_the_next() -> None:
     """Its offset is in the ledger, nothing of what followed from it is."""
     reports = (HELLO, PLAN, OOM, SPLIT, STEP)
     known: dict[str, Any] = {"records": BEGUN.records}
@@ -256,7 +255,7 @@ def test_a_death_that_the_ledger_could_not_take_is_no_stop() -> None:
     assert (brain.model.phase, brain.model.ladder, brain.model.pending) == (Phase.TRAINING, None, None)
 
 
-def test_a_restart_that_was_asked_for_is_carried_out_by_the_next() -> None:
+def test_a_requested_restart_is_carried_out_by_the_next_supervisor() -> None:
     """The supervisor was killed after it had written the end of the attempt."""
     state = state_of(Phase.RESTARTING, pending=Change(assignments={"batch": "1"}))
     brain = taken_over(row(ended=10.0, outcome="restarted"), records=BEGUN.records, state=state)
@@ -349,7 +348,7 @@ def test_an_older_state_hides_no_living_trainer(tmp_path: Path) -> None:
 
 
 class Heard:
-    """What the rules are told of one attempt, and what its ledger gets."""
+    """The events of one attempt, and what its ledger gets."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "ledger.sqlite"

@@ -16,10 +16,9 @@ import pytest
 
 from memtop.supervisor.monitor.history import HOST, History
 from memtop.supervisor.monitor.values import GpuSample, HostSample, MachineSnapshot
-from memtop.supervisor.run.clients.publish import Publisher
-from memtop.supervisor.run.clients.server import ControlServer
 from memtop.supervisor.run.record import tiers
 from memtop.supervisor.run.record.ledger import Ledger
+from memtop.supervisor.run.server import ControlServer, Publisher
 from memtop.supervisor.wire import HistoryRows, Phase, RunState
 from tests.run.test_pieces import no_file_grows
 
@@ -145,14 +144,14 @@ async def test_a_new_subscriber_gets_the_hour_unless_it_wants_no_rows(tmp_path: 
         ledger.recorder.add(snapshot(START + second, second), None)
     server = ControlServer(tmp_path / "s", on_request=AsyncMock(), on_agent=Mock(), on_gone=Mock())
     state = RunState(name="a", folder="a", state=Phase.TRAINING, created=1.0)
-    told = {}
+    sent = {}
     for rows in (10, 0):
         peer = Mock()
         Publisher(ledger, server).greet(peer, rows, state, None)
-        told[rows] = [call.args[0] for call in peer.send.call_args_list if isinstance(call.args[0], HistoryRows)]
-    assert told[0] == []
+        sent[rows] = [call.args[0] for call in peer.send.call_args_list if isinstance(call.args[0], HistoryRows)]
+    assert sent[0] == []
     history = History()
-    for message in told[10]:
+    for message in sent[10]:
         back = msgspec.json.decode(msgspec.json.encode(message), type=HistoryRows)
         history.load(back.key, back.gpu_index, back.times, back.columns)
     assert history.series("GPU-a", "used_bytes") == [(START + s, s) for s in range(5)]

@@ -161,7 +161,7 @@ def test_where_the_state_cannot_be_saved_first_nothing_is_changed() -> None:
     assert world.program == BEFORE
 
 
-def test_a_program_that_refuses_the_change_is_asked_for_the_settings_before() -> None:
+def test_a_program_that_refuses_the_change_gets_the_previous_settings() -> None:
     world = World(saves=False)
     world.begin(live=True)
     while not world.answers:
@@ -185,7 +185,7 @@ def test_a_program_that_refuses_the_change_is_asked_for_the_settings_before() ->
         (World.edit, "undone", "the settings were changed meanwhile"),
     ],
 )
-def test_what_disturbs_a_trial_ends_it(happens: Callable[[World], None], state: str, reason: str) -> None:
+def test_a_disturbance_ends_a_trial(happens: Callable[[World], None], state: str, reason: str) -> None:
     world = on_trial()
     happens(world)
     world.go_on(3)
@@ -206,7 +206,7 @@ def test_what_disturbs_a_trial_ends_it(happens: Callable[[World], None], state: 
 
 
 @pytest.mark.parametrize("happens", [World.stop, World.restart_by_person, World.crash, World.finish, World.edit])
-def test_what_disturbs_a_trial_before_the_change_ends_it_without_one(happens: Callable[[World], None]) -> None:
+def test_a_disturbance_before_the_change_ends_a_trial_without_it(happens: Callable[[World], None]) -> None:
     world = World()
     world.begin(live=True)
     world.go_on(3)
@@ -292,7 +292,7 @@ def test_a_trial_that_had_changed_nothing_is_over() -> None:
 
 
 @pytest.mark.parametrize("decides", [World.stop, World.restart_by_person])
-def test_what_a_person_has_decided_is_not_overridden(decides: Callable[[World], None]) -> None:
+def test_a_persons_decision_is_not_overridden(decides: Callable[[World], None]) -> None:
     world = on_trial()
     decides(world)
     pending, phase = world.pending, world.facts.phase

@@ -12,8 +12,8 @@ from memtop.presets import load_presets, load_recipes, resolve
 from memtop.presets.schema import Settings
 from memtop.supervisor.diagnosis.values import Kind
 from memtop.supervisor.errors import MemtopError, UsageError
+from memtop.supervisor.recovery.configuration import live_values
 from memtop.supervisor.run import trial
-from memtop.supervisor.run.change import live_values
 from memtop.supervisor.run.record.configurations import same
 from memtop.supervisor.run.reports import Oom, SettingsChanged, Step
 from memtop.supervisor.run.trial import RECONNECT_SECONDS

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
+from memtop.train.channel import Control
 from memtop.train.data.tokens import PAD, ByteTokens
 from memtop.train.engine import Engine
 from memtop.train.model import model_config
-from memtop.train.requests import Control
 from memtop.train.run import open_accelerator, open_engine, read_settings
 from memtop.train.state_files import ShardReader, newest_complete
 from memtop.train.trainer import Trainer

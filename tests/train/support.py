@@ -11,12 +11,11 @@ from accelerate import Accelerator
 
 from memtop.presets import Settings, edit_settings
 from memtop.train.agent.failures import describe, first_reported
+from memtop.train.channel import Control, Unsupervised
 from memtop.train.data import byte_document
 from memtop.train.data.samples import PackedText
 from memtop.train.data.tokens import PAD, VOCABULARY, ByteTokens, TokenStore
 from memtop.train.model import model_config
-from memtop.train.reporting import Unsupervised
-from memtop.train.requests import Control
 from memtop.train.run import open_engine
 from memtop.train.state_files import newest_complete
 from memtop.train.trainer import Trainer

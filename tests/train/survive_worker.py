@@ -47,7 +47,7 @@ def disturbed(folder: Path, dropout: float, count: int, updates: int) -> Trainin
     return training
 
 
-def told(training: Training) -> dict[str, Any]:
+def outcome_of(training: Training) -> dict[str, Any]:
     """What is compared between the ranks and between trainings."""
     digest = hashlib.sha256()
     for name, weight in sorted(training.weights().items()):
@@ -215,21 +215,21 @@ def main() -> None:
     check_connected()
     found: dict[str, Any] = {}
     first = disturbed(folder / "disturbed", 0.1, FAILURES, UPDATES)
-    found["disturbed"] = told(first)
+    found["disturbed"] = outcome_of(first)
     calm = following(folder / "calm", first.settings, splits_of(first.channel))
     if rank:
         # Only the first rank gets commands.
         calm.channel.commands.clear()
     calm.run()
-    found["calm"] = told(calm)
+    found["calm"] = outcome_of(calm)
     for name, count in (("plain-disturbed", FEWER_FAILURES), ("plain", 0)):
         training = disturbed(folder / name, 0.0, count, FEWER_UPDATES)
-        found[name] = told(training)
+        found[name] = outcome_of(training)
         if rank == 0:
             torch.save(training.weights(), folder / f"{name}.pt")
-    found["full"] = told(one_rank_is_full(folder / "full", rank))
-    found["evaluated"] = told(evaluated(folder / "evaluated", rank))
-    found["gaps"] = told(short_of_memory_for_missing(folder / "gaps", rank))
+    found["full"] = outcome_of(one_rank_is_full(folder / "full", rank))
+    found["evaluated"] = outcome_of(evaluated(folder / "evaluated", rank))
+    found["gaps"] = outcome_of(short_of_memory_for_missing(folder / "gaps", rank))
     found["ended"] = nothing_smaller(folder / "ended", rank)
     (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 

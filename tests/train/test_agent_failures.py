@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from memtop.train.agent import link
+from memtop.train.agent import journal
 from memtop.train.agent.failures import device_named, is_allocation_failure, is_lack_of_memory
 from tests.train.test_agent import reports
 from tests.train.test_processes import environment
@@ -144,9 +144,9 @@ def test_an_absent_supervisor_uses_no_descriptors(tmp_path: Path, monkeypatch: p
             enough.set()
             threading.Event().wait()  # forever: the thread is a daemon
 
-    monkeypatch.setattr(link, "time", SimpleNamespace(sleep=wait))
-    monkeypatch.setattr(link, "socket", SimpleNamespace(socket=made, AF_UNIX=socket.AF_UNIX, SOCK_STREAM=socket.SOCK_STREAM))
+    monkeypatch.setattr(journal, "time", SimpleNamespace(sleep=wait))
+    monkeypatch.setattr(journal, "socket", SimpleNamespace(socket=made, AF_UNIX=socket.AF_UNIX, SOCK_STREAM=socket.SOCK_STREAM))
     before = open_sockets()
-    link.Link(str(tmp_path / "nobody.sock"), {}, lambda message: None).start()
+    journal.Link(str(tmp_path / "nobody.sock"), {}, lambda message: None).start()
     assert enough.wait(60)
     assert counted == [before]

@@ -8,11 +8,11 @@ from tests.train.test_agent import CUDA, TORCH, reports, run
 
 TWO = """
 Cuda.allocated, Cuda.reserved = [0, 30], [0, 50]
-def told(self, device):
+def mem_get_info(self, device):
     asked.append(device)
     return (device * 100 + 1, device * 100 + 99)
 asked = []
-Cuda.mem_get_info = told
+Cuda.mem_get_info = mem_get_info
 """
 """Everything is on the second GPU; torch's current device is the first."""
 
@@ -149,8 +149,8 @@ def test_a_torch_without_peaks_leaves_them_unknown(tmp_path: Path) -> None:
 
 
 def test_retries_of_the_allocator_are_reported_and_unknown_without_it(tmp_path: Path) -> None:
-    told = "Cuda.others = {'num_alloc_retries': 4, 'other': 1}\n"
-    run(CUDA + told + TORCH + "optimizer.step()", tmp_path)
+    others = "Cuda.others = {'num_alloc_retries': 4, 'other': 1}\n"
+    run(CUDA + others + TORCH + "optimizer.step()", tmp_path)
     assert [report["allocation_retries"] for report in reports(tmp_path)[1:]] == [4]
     (tmp_path / "none").mkdir()
     run(TORCH + "optimizer.step()", tmp_path / "none")
@@ -194,8 +194,8 @@ def test_offers_after_the_greeting_are_reported(tmp_path: Path) -> None:
     """A trainer reports that it is loading long before it offers commands."""
     code = "import memtop_agent as a\na.report('phase', phase='loading')\na.flush()\na.offer('stop', 'change')"
     run(code, tmp_path)
-    told = [report for report in reports(tmp_path) if "offers" in report]
-    assert [(report["type"], report["offers"]) for report in told] == [
+    offers = [report for report in reports(tmp_path) if "offers" in report]
+    assert [(report["type"], report["offers"]) for report in offers] == [
         ("hello", ["free_cache"]),
         ("offers", ["free_cache", "stop", "change"]),
     ]

@@ -48,7 +48,7 @@ def after(peaks: dict[int, int], *, patience: int = 3) -> AutoBatch:
     return growth
 
 
-def test_the_peak_of_a_larger_batch_lies_on_the_line_through_two() -> None:
+def test_the_peak_of_a_larger_batch_is_on_the_line_through_two() -> None:
     # 100 for the model, 50 for each sample.
     growth = after({2: 200, 4: 300})
     assert growth.share(8) == pytest.approx(0.5)

@@ -138,6 +138,14 @@ def test_without_a_lock_there_is_no_wait(lock: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == ""
 
 
+def test_ninja_is_found_where_only_the_interpreters_folder_has_it(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual environment need not be activated."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert shutil.which("ninja") is None
+    await_compiled("some", what=WHAT)
+    assert shutil.which("ninja") == str(Path(sys.executable).with_name("ninja"))
+
+
 def test_a_wait_that_is_too_long_ends_with_advice(lock: Path) -> None:
     with compiler(lock) as process:
         with pytest.raises(BadInputError) as ended:
@@ -245,15 +253,15 @@ def test_a_killed_compilation_does_not_block_the_next_one(tmp_path: Path) -> Non
         assert (folder / "lock").exists()
         for process in compilers:
             process.kill()
-        told, _ = second.communicate(timeout=120)
+        printed, _ = second.communicate(timeout=120)
     finally:
         for process in compilers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         first.kill()
         first.wait()
-    assert told.splitlines()[0] == f"memtop: removed {folder / 'lock'}, left by a compilation that was killed"
-    assert told.splitlines()[-1] == "compiled"
+    assert printed.splitlines()[0] == f"memtop: removed {folder / 'lock'}, left by a compilation that was killed"
+    assert printed.splitlines()[-1] == "compiled"
     assert second.returncode == 0
 
 

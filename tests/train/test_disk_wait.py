@@ -79,8 +79,8 @@ def test_a_finished_training_waits_for_disk_space(tmp_path: Path, small_disk: Pa
     assert training.digests == undisturbed.digests
     manifest = read_manifest(small_disk / "state")
     assert (manifest.updates, manifest.samples_seen) == (10, 80)
-    told = [(report["update"], report["waiting"]) for report in channel.of("save_failed")]
-    assert told == [(3, False), (6, False), (9, False), (10, True)]
+    failed = [(report["update"], report["waiting"]) for report in channel.of("save_failed")]
+    assert failed == [(3, False), (6, False), (9, False), (10, True)]
     words = [report["message"] for report in channel.of("save_failed")]
     assert words[0].endswith(f"2 MiB needed, 0 MiB free in {small_disk}; nothing saved yet; free some space"), words[0]
     assert words[-1] == (
@@ -90,7 +90,9 @@ def test_a_finished_training_waits_for_disk_space(tmp_path: Path, small_disk: Pa
 
 def test_a_stop_ends_the_wait_and_names_the_unsaved_update(small_disk: Path) -> None:
     fill(small_disk, leave=512 * KIB)
-    channel = Answering(lambda told: told.queued.extend([(1, "change", {"batch": 2}), (2, "checkpoint", {}), (3, "stop", {})]))
+    channel = Answering(
+        lambda answering: answering.queued.extend([(1, "change", {"batch": 2}), (2, "checkpoint", {}), (3, "stop", {})])
+    )
     training = Training(small_disk / "state", channel=channel, wait_for_disk=True)
     assert training.run() == "stopped"
     assert training.trainer.unsaved == (
@@ -107,8 +109,8 @@ def test_a_stop_ends_the_wait_and_names_the_unsaved_update(small_disk: Path) -> 
 def test_a_stop_requested_once_there_is_space_saves(small_disk: Path) -> None:
     filler = fill(small_disk, leave=512 * KIB)
 
-    def both(told: Answering) -> None:
-        told.queued.append((1, "stop", {}))
+    def both(answering: Answering) -> None:
+        answering.queued.append((1, "stop", {}))
         filler.unlink()
 
     training = Training(small_disk / "state", channel=Answering(both), wait_for_disk=True)
@@ -125,7 +127,7 @@ def test_a_stop_in_the_middle_does_not_wait(small_disk: Path) -> None:
     assert training.run() == "stopped"
     assert training.trainer.unsaved is not None
     assert training.trainer.unsaved.startswith("stopped at update 4, not saved: 2 MiB needed")
-    assert [(told["update"], told["waiting"]) for told in channel.of("save_failed")] == [(3, False), (4, False)]
+    assert [(report["update"], report["waiting"]) for report in channel.of("save_failed")] == [(3, False), (4, False)]
 
 
 def test_without_waiting_an_unsaved_end_is_reported_at_once(small_disk: Path) -> None:

@@ -78,15 +78,15 @@ def test_samples_per_update_are_the_same_for_every_split_across_kills(tmp_path: 
     assert last.returncode == 0, out + err
     assert f"at update {saved}, {8 * saved} samples" in out
 
-    told = [report for report in reports(tmp_path) if report["type"] in ("plan", "step")]
-    starts = [i for i, report in enumerate(told) if report["type"] == "plan"]
+    sent = [report for report in reports(tmp_path) if report["type"] in ("plan", "step")]
+    starts = [i for i, report in enumerate(sent) if report["type"] == "plan"]
     assert len(starts) == len(SPLITS)
     digests = expected(settings)
     done = 0
-    for split, start, end in zip(SPLITS, starts, [*starts[1:], len(told)], strict=True):
-        steps = told[start + 1 : end]
+    for split, start, end in zip(SPLITS, starts, [*starts[1:], len(sent)], strict=True):
+        steps = sent[start + 1 : end]
         # The updates after the last save are repeated with the same samples.
-        first = told[start]["updates"] + 1
+        first = sent[start]["updates"] + 1
         assert first <= done + 1, split
         assert [step["update"] for step in steps] == list(range(first, first + len(steps))), split
         assert [step["sample_digest"] for step in steps] == [digests[step["update"] - 1] for step in steps], split

@@ -15,7 +15,7 @@ import torch
 
 from memtop.presets import Settings, SettingsError
 from memtop.presets.schema import Lora, Zero
-from memtop.train.requests import edit_live
+from memtop.train.channel import edit_live
 from tests.forking import Program
 from tests.train.failing import fresh, small, splits_of
 from tests.train.support import Training, edited
@@ -194,8 +194,8 @@ def test_a_running_process_is_changed_over_its_socket(tmp_path: Path, listener: 
     assert answers[1]["ok"]
     assert answers[1]["result"]["changes"] == {"batch": 2}
     assert not answers[2]["ok"]
-    told = whole_reports(tmp_path)
-    (change,) = [report for report in told if report["type"] == "settings"]
+    sent = whole_reports(tmp_path)
+    (change,) = [report for report in sent if report["type"] == "settings"]
     assert change["update"] == answers[1]["result"]["update"]
     saved = msgspec.json.decode((tmp_path / "state" / "manifest.json").read_bytes())
     assert (saved["settings"]["batch"], saved["settings"]["accumulation"]) == (2, settings.accumulation)

@@ -16,8 +16,8 @@ import torch
 from memtop.train import TrainingError
 from memtop.train.agent.failures import is_allocation_failure
 from memtop.train.auto_batch import OomGuard, larger_split, smaller_split
+from memtop.train.channel import Unsupervised
 from memtop.train.engine import GradientSum, PlainEngine
-from memtop.train.reporting import Unsupervised
 from tests.forking import LONG
 from tests.train.failing import (
     TOO_MUCH,
@@ -297,7 +297,7 @@ Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."""
         (KeyboardInterrupt(), False),
     ],
 )
-def test_what_counts_as_an_allocation_failure(error: BaseException, memory: bool) -> None:
+def test_errors_that_count_as_an_allocation_failure(error: BaseException, memory: bool) -> None:
     assert is_allocation_failure(error) is memory
 
 

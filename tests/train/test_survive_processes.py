@@ -40,7 +40,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
 
 
 def test_two_ranks_survive_together(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
-    first, second = (told["disturbed"] for told in ranks[1])
+    first, second = (result["disturbed"] for result in ranks[1])
     failures = first["oom"] + second["oom"]
     assert len(failures) == FAILURES
     assert min(len(first["oom"]), len(second["oom"])) > FAILURES / 4, "both of them fail"
@@ -53,37 +53,37 @@ def test_two_ranks_survive_together(ranks: tuple[Path, list[dict[str, Any]]]) ->
 
 
 def test_two_ranks_end_like_a_run_with_the_same_splits(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
-    for told in ranks[1]:
-        assert told["calm"]["oom"] == []
+    for result in ranks[1]:
+        assert result["calm"]["oom"] == []
         for name in ("weights", "losses", "digests", "splits"):
-            assert told["disturbed"][name] == told["calm"][name], name
+            assert result["disturbed"][name] == result["calm"][name], name
 
 
 def test_two_ranks_without_dropout_end_like_the_undisturbed_run_up_to_rounding(
     ranks: tuple[Path, list[dict[str, Any]]],
 ) -> None:
     folder, both = ranks
-    assert sum(len(told["plain-disturbed"]["oom"]) for told in both) == FEWER_FAILURES
+    assert sum(len(result["plain-disturbed"]["oom"]) for result in both) == FEWER_FAILURES
     assert both[0]["plain-disturbed"]["digests"] == both[0]["plain"]["digests"]
     disturbed, undisturbed = (torch.load(folder / f"{name}.pt") for name in ("plain-disturbed", "plain"))
     assert distance(disturbed, undisturbed) < 1e-5
 
 
 def test_the_fullest_rank_decides_whether_the_batch_grows(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
-    for told in ranks[1]:
-        assert told["full"]["settings"] == [[2, {"batch": 4, "accumulation": 2}, "allocation failure"]]
+    for result in ranks[1]:
+        assert result["full"]["settings"] == [[2, {"batch": 4, "accumulation": 2}, "allocation failure"]]
 
 
 def test_all_ranks_halve_an_evaluation_and_apply_an_edit(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
-    first, second = (told["evaluated"] for told in ranks[1])
+    first, second = (result["evaluated"] for result in ranks[1])
     assert (len(first["oom"]), [phase for _, phase, _ in second["oom"]]) == (0, ["evaluation"])
     changes = [
         [2, {"batch": 2, "accumulation": 4, "gradient_checkpointing": True}, "asked"],
         [4, {"eval_batch": 2}, "allocation failure"],
     ]
-    for told in (first, second):
-        assert sorted(told["settings"][0][1].items()) == sorted(changes[0][1].items())
-        assert told["settings"][1] == changes[1]
+    for result in (first, second):
+        assert sorted(result["settings"][0][1].items()) == sorted(changes[0][1].items())
+        assert result["settings"][1] == changes[1]
     assert first["evaluations"] == second["evaluations"]
     assert len(first["evaluations"]) == 2
     assert first["weights"] == second["weights"]
@@ -92,7 +92,7 @@ def test_all_ranks_halve_an_evaluation_and_apply_an_edit(ranks: tuple[Path, list
 
 
 def test_no_rank_waits_for_one_without_memory_for_missing_gradients(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
-    first, second = (told["gaps"] for told in ranks[1])
+    first, second = (result["gaps"] for result in ranks[1])
     assert first["oom"] == []
     assert second["oom"] == [[2, "backward", True], [2, "backward", True]]
     assert [batch for _, (batch, _) in first["splits"]] == [4, 1, 1, 1]
@@ -101,7 +101,7 @@ def test_no_rank_waits_for_one_without_memory_for_missing_gradients(ranks: tuple
 
 
 def test_all_ranks_end_when_no_smaller_batch_is_left(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
-    (kind, words, nothing), (error, message, records) = (told["ended"] for told in ranks[1])
+    (kind, words, nothing), (error, message, records) = (result["ended"] for result in ranks[1])
     assert (kind, words, nothing) == (
         "TrainingError",
         "update 3: another rank is out of memory, and no smaller batch is left",
@@ -167,14 +167,14 @@ def test_a_batch_that_does_not_fit_under_a_real_limit_is_survived(tmp_path: Path
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]
     done = run(command, env=SURROUNDINGS, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["outcome"] == "finished"
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["outcome"] == "finished"
     # 4 MB for each sample: 64 need 256 MB and 32 half of that, with 192 MB to be had.
-    assert told["records"]
-    assert told["records"][0][:4] == [1, 64, "backward", True]
-    assert "can't allocate memory" in told["records"][0][4]
-    assert {batch for batch, _ in told["splits"].values()} <= {32, 16, 8}
-    assert [int(update) for update in told["splits"]] == [1, 2, 3]
+    assert result["records"]
+    assert result["records"][0][:4] == [1, 64, "backward", True]
+    assert "can't allocate memory" in result["records"][0][4]
+    assert {batch for batch, _ in result["splits"].values()} <= {32, 16, 8}
+    assert [int(update) for update in result["splits"]] == [1, 2, 3]
 
 
 # --- external commands

@@ -11,7 +11,7 @@ import pytest
 from accelerate.tracking import GeneralTracker, on_main_process
 
 from memtop.train import BadInputError, TrainingError
-from memtop.train.reporting import tracking_options
+from memtop.train.channel import tracking_options
 from tests.train.recipes import TINY_LLAMA, Train, documents, settings_of, trainer_in, write_rows
 
 

@@ -212,8 +212,8 @@ def test_a_full_disk_keeps_the_old_state_and_training_continues(
     assert training.trainer.unsaved is not None
     assert training.trainer.unsaved.startswith("finished update 10, not saved: 2 MiB needed, ")
     failed = channel.of("save_failed")
-    assert [(told["update"], told["waiting"]) for told in failed] == [(6, False), (9, False), (10, False)]
-    assert all(told["message"].endswith("; the state of update 3 is kept; free some space") for told in failed)
+    assert [(report["update"], report["waiting"]) for report in failed] == [(6, False), (9, False), (10, False)]
+    assert all(report["message"].endswith("; the state of update 3 is kept; free some space") for report in failed)
 
 
 def test_a_changed_byte_is_detected_and_the_previous_state_is_used(tmp_path: Path) -> None:

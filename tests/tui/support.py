@@ -1,23 +1,30 @@
-"""A feed that says what a test tells it to and records what is asked of it, and a way to read the screen as text."""
+"""A scripted feed that records its requests, values to show, and dashboards opened and read as text."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import reduce
 
+from msgspec.structs import replace
 from textual.app import App
 from textual.pilot import Pilot
 from textual.widget import Widget
 
 from memtop.presets.schema import Settings
 from memtop.supervisor import units, wire
+from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.values import Band, GpuProcess, GpuSample, HostSample, MachineSnapshot
+from memtop.supervisor.recovery.configuration import settings_key
+from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
 from memtop.tui.app import DashboardApp
 from memtop.tui.dashboard.screen import DashboardResult
 from memtop.tui.feed import Connected, Feed, FeedMessage
+from memtop.tui.line import Line, plain
 from memtop.tui.processes.actions import EndingReport
+from memtop.tui.store import Store, fold
 
 GIB = units.GIB
 NOW = 1_760_000_000.0
@@ -119,7 +126,7 @@ def run_state(**fields: object) -> wire.RunState:
 
 
 class RecordingFeed:
-    """Says what is put into it; answers every request with `answers` and keeps the requests."""
+    """Sends the messages of the test, answers every request with `answers` and keeps the requests."""
 
     def __init__(self, *messages: FeedMessage, read_only: bool = False) -> None:
         self.read_only = read_only
@@ -133,7 +140,7 @@ class RecordingFeed:
         for message in (Connected(), *messages):
             self._queue.put_nowait(message)
 
-    def say(self, *messages: FeedMessage) -> None:
+    def send(self, *messages: FeedMessage) -> None:
         for message in messages:
             self._queue.put_nowait(message)
 
@@ -149,17 +156,17 @@ class RecordingFeed:
 
 
 class RecordingProcessActions:
-    """Ends nothing; keeps what it was asked to end. The environment is what the test says, or refused."""
+    """Ends nothing and keeps the processes it should have ended. `environment` None: reading it is refused."""
 
     def __init__(self) -> None:
         self.ended: list[int] = []
-        self.told = EndingReport("{} processes ended, 7.8 GiB returned", good=True)
+        self.report = EndingReport("{} processes ended, 7.8 GiB returned", good=True)
         self.environment: dict[str, str] | None = {"HOME": "/home/ada", "HF_TOKEN": "hf_secret"}
 
     async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> EndingReport:
         self.ended += [one.pid for one in chosen]
         self.seen = machine
-        return self.told._replace(text=self.told.text.format(len(chosen)))
+        return self.report._replace(text=self.report.text.format(len(chosen)))
 
     async def environment_of(self, process: GpuProcess) -> dict[str, str]:
         if self.environment is None:
@@ -173,8 +180,17 @@ def running(*gpus: GpuSample, **fields: object) -> wire.StateUpdate:
     return wire.StateUpdate(run=run_state(**fields), machine=machine(*gpus, note=note))
 
 
+def store_of(*messages: FeedMessage) -> Store:
+    """The dashboard's state after these messages of a connected feed."""
+    return reduce(fold, messages, fold(Store(), Connected()))
+
+
+def text_of(lines: Iterable[Line]) -> str:
+    return "\n".join(plain(one) for one in lines)
+
+
 def screen_text(app: App[DashboardResult]) -> str:
-    """What is on the terminal now, without colours."""
+    """The text on the terminal now, without colours."""
     return "\n".join(strip.text for strip in app.screen._compositor.render_strips())
 
 
@@ -221,3 +237,93 @@ async def opened(
         if keys:
             await press(pilot, *keys)
         yield app, pilot
+
+
+DIAGNOSIS = Diagnosis(
+    kind=Kind.GPU_OOM,
+    confidence=0.99,
+    summary="GPU 0 ran out of memory in the backward pass of update 24: 2.1 GiB asked, 0.5 GiB free.",
+    phase="backward",
+    rank=0,
+    device_index=0,
+    device_uuid="GPU-0000-0000",
+    requested_bytes=int(2.1 * GIB),
+    requested_for="the logits (B 8 x T 128 x V 50 257, fp32)",
+    total_bytes=20 * GIB,
+    free_bytes=GIB // 2,
+    allocated_bytes=17 * GIB,
+    reserved_unallocated_bytes=GIB,
+    context_bytes=GIB // 2,
+    other_process_bytes=GIB,
+    source="record",
+    evidence=("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.10 GiB.", "a second line"),
+)
+SMALLER = Remedy(
+    id="smaller_batch",
+    title="batch 8 -> 4, accumulation 4 -> 8: effective batch stays 32",
+    why="Half the samples at a time, twice as often.",
+    keeps_math=True,
+    resumable="live",
+    assignments={"batch": "4", "accumulation": "8"},
+    forecast=Forecast(
+        peak_bytes=12 * GIB, total_bytes=20 * GIB, fraction=0.6, band=Band.SAFE, basis="line through peaks at B 2 and B 8"
+    ),
+    speed=0.9,
+)
+ALLOCATOR = Remedy(
+    id="allocator",
+    title="allocator: expandable_segments:True",
+    keeps_math=True,
+    resumable="resumes",
+    assignments={"allocator": "expandable_segments:True"},
+    forecast_unknown="the pieces were not counted",
+)
+SHORTER = Remedy(
+    id="seq_len",
+    title="T 128 -> 64",
+    why="Half the tokens of each sample.",
+    keeps_math=False,
+    resumable="resumes",
+    needs_consent=True,
+    assignments={"seq_len": "64"},
+    forecast_unknown="nothing was measured at T 64",
+)
+BY_HAND = Remedy(
+    id="swap",
+    title="more swap",
+    keeps_math=True,
+    resumable="none",
+    command="sudo fallocate -l 8G /swapfile",
+)
+PROPOSAL = wire.Proposal(diagnosis=DIAGNOSIS, remedies=(SMALLER, ALLOCATOR, SHORTER, BY_HAND), waiting="--on-oom ask")
+
+
+def dead(proposal: wire.Proposal | None = PROPOSAL, **fields: object) -> wire.StateUpdate:
+    """A run that has failed for lack of memory."""
+    known: dict[str, object] = {"state": wire.Phase.FAILED, "alive": False, "on_oom": "ask", "proposal": proposal}
+    return running(gpu(), **{**known, **fields})
+
+
+def configuration(number: int, batch: int, **fields: object) -> wire.Configuration:
+    settings = replace(SETTINGS, batch=batch, accumulation=32 // batch)
+    known: dict[str, object] = {
+        "attempt": number,
+        "since_update": 10 * number,
+        "until_update": 10 * number + 10,
+        "started": NOW - 1000 + number,
+        "reason": f"reason {number}",
+        "settings": settings,
+        "peak": Peak(batch=batch, bytes=(2 + batch) * GIB, updates=10, settings_key=settings_key(settings, on_gpu=True)),
+        "samples_per_second": 30.0 + number,
+        "outcome": "replaced",
+    }
+    return wire.Configuration(number=number, **{**known, **fields})  # type: ignore[arg-type]
+
+
+CONFIGURATIONS = wire.ConfigurationRows(
+    rows=(
+        configuration(1, 16, outcome="gpu_oom"),
+        configuration(2, 4),
+        configuration(3, 8, until_update=None, outcome=None, samples_per_second=None),
+    )
+)

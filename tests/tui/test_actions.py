@@ -202,7 +202,7 @@ async def test_the_preset_button_opens_the_table_at_the_current_one() -> None:
         assert "the run already uses preset standard" in screen_text(app)
         # After another split it can be applied again.
         settings = edit_settings(SETTINGS, assignments={"batch": "1", "accumulation": "2"})
-        feed.say(running(gpu(0), settings=settings))
+        feed.send(running(gpu(0), settings=settings))
         await settle(pilot)
         await click(pilot, "#action-preset")
         table = app.screen.query_one(DataTable)
@@ -262,7 +262,7 @@ async def test_other_users_processes_cannot_be_ticked_and_enter_closes_a_list_of
         await settle(pilot)
         assert {holder.process.pid for holder in rows.chosen} <= {51}
         assert rows.get_option_at_index(1).disabled
-        feed.say(running(gpu(processes=(FOREIGN,))))
+        feed.send(running(gpu(processes=(FOREIGN,))))
         await press(pilot, "escape")
         await press(pilot, "k")
         assert app.focused is not None
@@ -349,7 +349,7 @@ async def test_a_message_under_another_screen_is_a_toast() -> None:
         assert "checkpoint at update 40" in screen_text(app)
 
 
-async def test_what_an_external_command_does_not_offer_has_no_button_and_its_key_shows_why() -> None:
+async def test_a_command_that_a_program_does_not_support_has_no_button_and_its_key_shows_why() -> None:
     feed = RecordingFeed(running(gpu(), settings=None, offers=("free_cache",)))
     async with opened(feed, size=(160, 50)) as (app, pilot):
         for size in ((160, 50), (80, 24)):
@@ -363,7 +363,7 @@ async def test_what_an_external_command_does_not_offer_has_no_button_and_its_key
         assert "presets need a built-in recipe" in screen_text(app)
         assert feed.requests == []
         # A program that offers it is asked.
-        feed.say(running(gpu(), settings=None, offers=("checkpoint", "free_cache")))
+        feed.send(running(gpu(), settings=None, offers=("checkpoint", "free_cache")))
         await settle(pilot)
         assert app.dashboard.query_one("#action-checkpoint").display
         await press(pilot, "c")

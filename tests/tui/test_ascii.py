@@ -60,7 +60,7 @@ async def test_every_screen_is_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
             check(keys)
             while app.screen is not app.dashboard:
                 await press(pilot, "escape")
-        feed.say(*recording.between(failed - 1, failed))
+        feed.send(*recording.between(failed - 1, failed))
         await settle(pilot)
         assert isinstance(app.screen, OomCard)
         check("recovery")

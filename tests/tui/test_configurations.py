@@ -1,8 +1,7 @@
-"""The history of configurations: what the table says, going back, with and without the checkpoint, and one key to undo."""
+"""The history of configurations: the table, going back, with and without the checkpoint, and one key to undo."""
 
 from __future__ import annotations
 
-import pytest
 from msgspec.structs import replace
 
 from memtop.supervisor import wire
@@ -12,8 +11,19 @@ from memtop.tui.configurations import ConfigurationsScreen, consequences, facts,
 from memtop.tui.line import plain
 from memtop.tui.screen import ConfirmDialog
 from memtop.tui.store import Store, fold
-from tests.tui.failed_runs import CONFIGURATIONS, configuration
-from tests.tui.support import GIB, RecordingFeed, gpu, opened, press, running, screen_text, settle
+from tests.tui.support import (
+    CONFIGURATIONS,
+    GIB,
+    RecordingFeed,
+    configuration,
+    gpu,
+    opened,
+    press,
+    resize,
+    running,
+    screen_text,
+    settle,
+)
 
 SIZES = [(80, 24), (160, 50)]
 ROWS = CONFIGURATIONS.rows
@@ -23,75 +33,79 @@ def feed_of(*rows: wire.Configuration, **options: bool) -> RecordingFeed:
     return RecordingFeed(running(gpu()), wire.ConfigurationRows(rows=rows or ROWS), **options)
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_the_table_begins_with_the_newest_and_the_cursor_on_the_one_before(
-    size: tuple[int, int],
-) -> None:
-    async with opened(feed_of(), "u", size=size) as (app, pilot):
-        assert isinstance(app.screen, ConfigurationsScreen)
-        lines = screen_text(app).splitlines()
-        assert all(word in lines[1] for word in ("#", "att", "since", "B x A x W", "T", "peak", "samp/s", "outcome", "reason"))
-        assert ("preset" in lines[1]) is (size[0] >= 110)
-        assert lines[2].split()[:2] == ["●", "3"]
-        assert all(word in lines[2] for word in ("8 x 4 x 1", "128", "10.0 GiB", "current"))
-        assert lines[3].startswith("▸   2")
-        assert all(word in lines[3] for word in ("4 x 8 x 1", "6.0 GiB", "32.0", "replaced"))
-        assert all(word in lines[4] for word in ("16 x 2 x 1", "18.0 GiB", "out of VRAM"))
-        text = "\n".join(lines)
-        assert "configuration 2, from update 20  to update 30" in text
-        assert "why: reason 2" in text
-        assert "to go back: split 8 x 4 x 1 -> 4 x 8 x 1" in text
+async def test_the_table_begins_with_the_newest_and_the_cursor_on_the_one_before() -> None:
+    async with opened(feed_of(), "u", size=(80, 24)) as (app, pilot):
+        for size in SIZES:
+            await resize(pilot, *size)
+            assert isinstance(app.screen, ConfigurationsScreen)
+            lines = screen_text(app).splitlines()
+            assert all(
+                word in lines[1] for word in ("#", "att", "since", "B x A x W", "T", "peak", "samp/s", "outcome", "reason")
+            )
+            assert ("preset" in lines[1]) is (size[0] >= 110)
+            assert lines[2].split()[:2] == ["●", "3"]
+            assert all(word in lines[2] for word in ("8 x 4 x 1", "128", "10.0 GiB", "current"))
+            assert lines[3].startswith("▸   2")
+            assert all(word in lines[3] for word in ("4 x 8 x 1", "6.0 GiB", "32.0", "replaced"))
+            assert all(word in lines[4] for word in ("16 x 2 x 1", "18.0 GiB", "out of VRAM"))
+            text = "\n".join(lines)
+            assert "configuration 2, from update 20  to update 30" in text
+            assert "why: reason 2" in text
+            assert "to go back: split 8 x 4 x 1 -> 4 x 8 x 1" in text
         await press(pilot, "escape")
         assert app.screen is app.dashboard
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_enter_goes_back_after_a_question_that_tells_the_consequences(size: tuple[int, int]) -> None:
+async def test_enter_rolls_back_after_a_question_that_names_the_consequences() -> None:
     feed = feed_of()
-    async with opened(feed, "u", "down", "enter", size=size) as (app, pilot):
-        assert isinstance(app.screen, ConfirmDialog)
-        assert app.focused is not None
-        assert app.focused.id == "cancel"
-        text = screen_text(app)
-        for expected in (
-            "with the settings of configuration 1?",
-            "Changes: split 8 x 4 x 1 -> 16 x 2 x 1.",
-            "Effective batch 32 -> 32: training is unchanged.",
-            "Its peak was 18.0 GiB (measured).",
-            "! It ended in gpu_oom: that may happen again.",
-        ):
-            assert expected in text, expected
-        await press(pilot, "enter")
-        assert feed.requests == []
+    async with opened(feed, "u", "down", size=(80, 24)) as (app, pilot):
+        for size in SIZES:
+            await resize(pilot, *size)
+            await press(pilot, "enter")
+            assert isinstance(app.screen, ConfirmDialog)
+            assert app.focused is not None
+            assert app.focused.id == "cancel"
+            text = screen_text(app)
+            for expected in (
+                "with the settings of configuration 1?",
+                "Changes: split 8 x 4 x 1 -> 16 x 2 x 1.",
+                "Effective batch 32 -> 32: training is unchanged.",
+                "Its peak was 18.0 GiB (measured).",
+                "! It ended in gpu_oom: that may happen again.",
+            ):
+                assert expected in text, expected
+            await press(pilot, "enter")
+            assert feed.requests == []
         await press(pilot, "enter")
         await press(pilot, "y")
         assert feed.requests == [Restart(id=1, change=Change(configuration=1))]
         assert app.screen is app.dashboard
 
 
-async def test_with_its_checkpoint_the_state_goes_back_too() -> None:
+async def test_with_its_checkpoint_the_state_is_restored_too() -> None:
     feed = feed_of()
-    async with opened(feed, "u", "c") as (app, pilot):
+    async with opened(feed, "u", "up", "enter") as (app, pilot):
+        assert "✗ configuration 3 is the current one" in screen_text(app)
+        assert feed.requests == []
+        await press(pilot, "down", "c")
         text = " ".join(screen_text(app).replace("│", " ").split())
         assert "newest checkpoint kept at or before update 30" in text
         await press(pilot, "y")
         assert feed.requests == [Restart(id=1, change=Change(configuration=2, state_before=30))]
 
 
-@pytest.mark.parametrize("keys", [("U",), ("u", "u")])
-async def test_one_key_undoes_after_one_question(keys: tuple[str, ...]) -> None:
-    feed = feed_of()
-    async with opened(feed, *keys, size=(80, 24)) as (app, pilot):
-        assert "configuration 2?" in screen_text(app)
-        await press(pilot, "y")
-        assert feed.requests == [Restart(id=1, change=Change(configuration=2))]
-
-
-async def test_the_present_one_is_nothing_to_go_back_to() -> None:
-    feed = feed_of()
-    async with opened(feed, "u", "up", "enter", size=(80, 24)) as (app, _):
-        assert "✗ configuration 3 is the current one" in screen_text(app)
-        assert feed.requests == []
+async def test_one_key_undoes_after_one_question() -> None:
+    feed = feed_of(ROWS[2])
+    async with opened(feed, "U", size=(80, 24)) as (app, pilot):
+        assert "✗ Undo: the run has had only one configuration" in screen_text(app)
+        assert app.screen is app.dashboard
+        feed.send(CONFIGURATIONS)
+        await settle(pilot)
+        for number, keys in enumerate((("U",), ("u", "u")), 1):
+            await press(pilot, *keys)
+            assert "configuration 2?" in screen_text(app)
+            await press(pilot, "y")
+            assert feed.requests[number - 1 :] == [Restart(id=number, change=Change(configuration=2))]
 
 
 async def test_a_configuration_that_begins_while_the_table_is_open_is_in_it() -> None:
@@ -99,7 +113,7 @@ async def test_a_configuration_that_begins_while_the_table_is_open_is_in_it() ->
     async with opened(feed, size=(80, 24)) as (app, pilot):
         await pilot.press("u")
         ended = replace(ROWS[2], outcome="replaced", until_update=40)
-        feed.say(wire.ConfigurationRows(rows=(*ROWS[:2], ended, configuration(4, 2, outcome=None, until_update=None))))
+        feed.send(wire.ConfigurationRows(rows=(*ROWS[:2], ended, configuration(4, 2, outcome=None, until_update=None))))
         await settle(pilot)
         lines = screen_text(app).splitlines()
         assert lines[2].split()[:2] == ["●", "4"]
@@ -107,20 +121,15 @@ async def test_a_configuration_that_begins_while_the_table_is_open_is_in_it() ->
         assert lines[4].startswith("▸   2")
 
 
-async def test_without_a_configuration_before_it_there_is_nothing_to_undo() -> None:
-    feed = feed_of(ROWS[2])
-    async with opened(feed, "U", size=(80, 24)) as (app, _):
-        assert "✗ Undo: the run has had only one configuration" in screen_text(app)
-        assert app.screen is app.dashboard
-
-
-@pytest.mark.parametrize("size", SIZES)
-async def test_read_only_shows_the_table_and_goes_nowhere(size: tuple[int, int]) -> None:
+async def test_read_only_shows_the_table_and_goes_nowhere() -> None:
     feed = feed_of(read_only=True)
-    async with opened(feed, "U", "u", "enter", size=size) as (app, pilot):
-        assert "✗ read-only: nothing can be changed from here" in screen_text(app)
-        await press(pilot, "c", "u")
-        assert isinstance(app.screen, ConfigurationsScreen)
+    async with opened(feed, "U", "u", size=(80, 24)) as (app, pilot):
+        for size in SIZES:
+            await resize(pilot, *size)
+            for keys in (("enter",), ("c", "u")):
+                await press(pilot, *keys)
+                assert "✗ read-only: nothing can be changed from here" in screen_text(app)
+                assert isinstance(app.screen, ConfigurationsScreen)
         assert feed.requests == []
 
 
@@ -142,7 +151,7 @@ def test_columns_stand_below_their_names() -> None:
         assert line[peak.start : peak.end].strip() == "18.0 GiB"
 
 
-def test_of_a_program_of_the_users_own_nothing_is_claimed() -> None:
+def test_the_settings_of_an_external_command_are_unknown() -> None:
     bare = wire.Configuration(number=1, attempt=1, started=0.0, reason="start")
     text = plain(row(bare, 120, present=True))
     assert text.count("–") >= 4
@@ -161,7 +170,7 @@ def test_a_rollback_whose_end_is_not_known_cannot_choose_a_checkpoint() -> None:
     assert undone(ROWS[:1]) is None
 
 
-def test_a_survived_failure_is_named_before_going_back_to_it() -> None:
+def test_a_survived_failure_is_named_before_a_rollback_to_it() -> None:
     peak = ROWS[1].peak
     assert peak is not None
     halved = replace(ROWS[1], peak=replace(peak, failed=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -27,49 +28,35 @@ from memtop.tui.line import fit, join_fitting, line, plain, spread, width_of, wr
 from memtop.tui.machine.gpu import draw_gpu, draw_gpu_note, draw_gpu_row, draw_gpu_table, gpu_title
 from memtop.tui.machine.host import draw_host
 from memtop.tui.machine.vram import vram_legend
-from memtop.tui.panel import LinePanel
 from memtop.tui.store import Store, fold
 from memtop.tui.words import age
 from tests.tui.support import (
     GIB,
     HOST,
     NOW,
-    RecordingFeed,
     gpu,
     machine,
-    opened,
     process,
     run_state,
     running,
+    store_of,
+    text_of,
 )
 
 
-def text_of(lines: object) -> str:
-    return "\n".join(plain(one) for one in lines)  # type: ignore[attr-defined]
-
-
-def store_of(*messages: object) -> Store:
-    store = Store()
-    for message in (Connected(), *messages):
-        store = fold(store, message)  # type: ignore[arg-type]
-    return store
-
-
-def test_a_bar_has_the_85_and_90_lines_in_its_free_part() -> None:
-    assert plain(memory_bar(20, [Share(0.5, "█", "alloc")])) == "██████████       ┊┊ "
-
-
-def test_the_end_of_a_bar_is_where_the_sum_says_and_not_the_sum_of_roundings() -> None:
-    bar = plain(memory_bar(10, [Share(0.14, "█", "a"), Share(0.14, "▓", "b"), Share(0.12, "░", "c")], limits=False))
-    assert bar.rstrip() == "█▓▓░"
-
-
-def test_a_bar_never_grows_beyond_its_width() -> None:
-    assert plain(memory_bar(8, [Share(0.9, "█", "a"), Share(0.9, "░", "b")])) == "███████░"
-
-
-def test_the_peak_mark_lies_beyond_the_filled_part() -> None:
-    assert plain(memory_bar(10, [Share(0.2, "█", "a")], peak=0.55, limits=False)) == "██   ┆    "
+@pytest.mark.parametrize(
+    ("width", "shares", "options", "text"),
+    [
+        pytest.param(20, [(0.5, "█")], {}, "██████████       ┊┊ ", id="lines-at-85-and-90-in-the-free-part"),
+        pytest.param(
+            10, [(0.14, "█"), (0.14, "▓"), (0.12, "░")], {"limits": False}, "█▓▓░      ", id="the-sum-is-rounded-once"
+        ),
+        pytest.param(8, [(0.9, "█"), (0.9, "░")], {}, "███████░", id="never-wider-than-its-width"),
+        pytest.param(10, [(0.2, "█")], {"peak": 0.55, "limits": False}, "██   ┆    ", id="peak-mark-beyond-the-filled-part"),
+    ],
+)
+def test_a_bar(width: int, shares: list[tuple[float, str]], options: dict[str, Any], text: str) -> None:
+    assert plain(memory_bar(width, [Share(part, glyph, "alloc") for part, glyph in shares], **options)) == text
 
 
 @pytest.mark.parametrize(("fraction", "text"), [(None, "────"), (0.0, "────"), (0.5, "━━──"), (0.6, "━━╸─"), (1.0, "━━━━")])
@@ -111,7 +98,7 @@ def test_fit_and_spread_count_cells() -> None:
     assert plain(spread(line("abcdef"), line("yz"), 7)) == "abcdef "
 
 
-def test_what_does_not_fit_is_left_out_whole() -> None:
+def test_parts_that_do_not_fit_are_left_out_whole() -> None:
     assert plain(join_fitting([line("alloc 1"), line("cache 2"), line("context 3")], 18)) == "alloc 1  cache 2"
 
 
@@ -181,7 +168,7 @@ def test_growth_is_forecast_only_where_there_is_some() -> None:
     ]
     alone = store_of(*(message.machine for message in messages if message.machine is not None))
     assert "full in" in text_of(draw_gpu(alone, alone.gpus[0], 70, 4))
-    # Of a run its supervisor judges, who tells a warm-up and a sawtooth from a leak.
+    # For a run the supervisor decides: it distinguishes a warm-up and a sawtooth from a leak.
     watched = store_of(*messages)
     assert "full in" not in text_of(draw_gpu(watched, watched.gpus[0], 70, 4))
     still = store_of(*(machine(gpu(), time=NOW + n) for n in range(20)))
@@ -193,10 +180,8 @@ def test_without_a_gpu_one_honest_line() -> None:
     assert plain(draw_gpu_note(store, 80, 1)[0]) == "no NVIDIA GPU: libnvidia-ml not found - training on CPU"
 
 
-def test_host_memory_tells_limit_swap_and_pressure() -> None:
-    import msgspec
-
-    limited = msgspec.structs.replace(HOST, limit_bytes=16 * GIB)
+def test_host_memory_shows_limit_swap_and_pressure() -> None:
+    limited = replace(HOST, limit_bytes=16 * GIB)
     store = store_of(wire.StateUpdate(run=run_state(), machine=machine(host=limited)))
     text = text_of(draw_host(store, 60, 12))
     assert "limit 16.0 of 32.0" in text
@@ -207,9 +192,7 @@ def test_host_memory_tells_limit_swap_and_pressure() -> None:
 
 
 def test_a_machine_without_swap_says_none() -> None:
-    import msgspec
-
-    store = store_of(machine(host=msgspec.structs.replace(HOST, swap_total_bytes=0)))
+    store = store_of(machine(host=replace(HOST, swap_total_bytes=0)))
     assert "Swap  none" in text_of(draw_host(store, 60, 5))
 
 
@@ -227,7 +210,7 @@ def test_sixteen_gpus_share_eight_lines_when_compact() -> None:
     assert len(draw_compact_machine(store, 78, 20)) == 10
 
 
-def test_gpus_without_a_line_of_their_own_are_summed_up_by_the_fullest() -> None:
+def test_gpus_without_a_line_are_summarised_by_the_fullest() -> None:
     cards = [gpu(n, 0.3) for n in range(15)] + [gpu(15, 0.95, Band.DANGER)]
     rows = [plain(one) for one in draw_compact_machine(store_of(running(*cards)), 60, 5)]
     assert "12 more GPUs, the fullest is 15: 95.0 %   !! danger" in " ".join(rows[2].split(" ")).replace("  95", " 95")
@@ -274,7 +257,7 @@ def test_the_header_has_a_word_and_a_mark_for_every_state(phase: wire.Phase) -> 
     assert width_of(draw_header(store, 60, 1)[0]) == 60
 
 
-def test_the_header_tells_a_program_at_its_first_update_from_one_that_loads() -> None:
+def test_the_header_distinguishes_a_first_update_from_loading() -> None:
     store = store_of(running(gpu(), state=wire.Phase.STARTING, total_updates=60))
     assert "◌ first update…" in plain(draw_header(store, 80, 1)[0])
 
@@ -294,7 +277,7 @@ def test_the_parts_of_an_update_add_up_to_the_update() -> None:
     assert "data 0 %  forward 27 %  backward 48 %  optimizer 1 %  other 24 %" in text
 
 
-def test_small_memories_are_told_in_mib() -> None:
+def test_small_memories_are_shown_in_mib() -> None:
     small = replace(
         HOST, shm_total_bytes=2**20, shm_used_bytes=2**20, shm_fraction=1.0, swap_total_bytes=512 * 2**20, swap_used_bytes=0
     )
@@ -312,18 +295,6 @@ def test_why_a_run_has_ended_goes_on_below_itself() -> None:
     store = store_of(running(gpu(), state=wire.Phase.FAILED, alive=False, reason=why))
     for lines in (draw_training(store, 70, 13), draw_compact_training(store, 80, 3)):
         assert why in " ".join(text_of(lines).split())
-
-
-async def test_why_a_run_has_ended_has_the_lines_it_needs_on_the_wide_panel() -> None:
-    why = "runs/tiny/train_latest_state: not saved: 16 MiB needed, 3 MiB free; the state before is kept, free some space"
-    async with opened(RecordingFeed(running(gpu(), state=wire.Phase.FAILED, alive=False, reason=why)), size=(160, 50)) as (
-        app,
-        _,
-    ):
-        panel = app.dashboard.query_one("#training", LinePanel)
-        text = " ".join(" ".join(plain(one) for one in panel.lines).split())
-        assert why in text
-        assert "checkpoint update 20" in text
 
 
 def test_a_warning_of_a_card_goes_on_below_itself_where_there_is_room() -> None:
@@ -358,7 +329,7 @@ def test_events_are_newest_first_and_go_on_below_themselves() -> None:
     assert "attempt 1 started" in text[-1]
 
 
-def test_of_checkpoints_in_a_row_only_the_newest_is_shown() -> None:
+def test_only_the_newest_of_consecutive_checkpoints_is_shown() -> None:
     kinds = ("attempt", "checkpoint", "checkpoint", "warning", "checkpoint", "checkpoint", "checkpoint")
     rows = tuple(
         wire.Event(id=n, time=NOW + n, attempt=1, kind=kind, message=f"{kind} {n}") for n, kind in enumerate(kinds, start=1)
@@ -422,14 +393,14 @@ def test_other_processes_are_named_by_their_job() -> None:
     assert "█ sweep 5.0" in text_of(draw_gpu(store, card, 70, 5))
 
 
-def test_memory_of_the_dead_and_of_nobody_listed_is_told() -> None:
+def test_memory_of_ended_and_unlisted_processes_is_shown() -> None:
     gone = process(8, used_bytes=2 * GIB, gone=True)
     card = gpu(fraction=0.5, processes=(gone, process(9, used_bytes=3 * GIB)), reserved_bytes=GIB)
     store = store_of(machine(card))
     text = text_of(draw_gpu(store, card, 100, 5))
     assert "! held by no living process 2.0" in text
     assert "unlisted 5.0" in text
-    # Where no process of the machine is hidden from us, what none is listed for is nobody's.
+    # If all processes are visible, memory that none is listed for is held by no living process.
     alone = gpu(fraction=0.5, processes=(process(9, used_bytes=3 * GIB),), reserved_bytes=GIB)
     store = dataclasses.replace(store_of(machine(alone)), all_pids_visible=True)
     assert "! held by no living process 7.0" in text_of(draw_gpu(store, alone, 100, 5))
@@ -493,7 +464,7 @@ def test_page_cache_is_the_lightest_part_and_not_in_the_band() -> None:
     assert plain(draw_host(full, 86, 8)[0]).count("┊") == 2
 
 
-def test_what_is_out_of_the_ordinary_comes_before_what_is_not() -> None:
+def test_unusual_values_come_first() -> None:
     host = replace(
         HOST,
         shm_total_bytes=GIB,
@@ -537,12 +508,12 @@ def test_a_replay_never_looks_live(width: int, name: str) -> None:
     assert width_of(header) <= width
 
 
-def test_a_live_run_that_is_only_looked_at_says_so_at_80_columns() -> None:
+def test_a_live_run_in_a_read_only_dashboard_says_so_at_80_columns() -> None:
     (header,) = draw_header(dataclasses.replace(store_of(running(gpu())), read_only=True), 80, 1)
     assert "read-only" in plain(header)
 
 
-def test_no_process_is_said_only_where_the_driver_lists_none() -> None:
+def test_no_process_is_shown_only_where_the_driver_lists_none() -> None:
     refused = gpu(0, unknown={"processes": "no permission"})
     lost = gpu(1, error="the GPU is lost")
     legend = {one.index: plain(vram_legend(store_of(machine(one)), one, 200)) for one in (refused, gpu(2))}

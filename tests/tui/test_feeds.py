@@ -1,20 +1,26 @@
-"""The feeds: the machine alone, and a run whose supervisor comes, answers, goes and comes back."""
+"""The feeds: the machine alone, and a run whose supervisor starts, answers and ends; requests for expensive details."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from memtop.supervisor import wire
 from memtop.supervisor.errors import NotRunningError
-from memtop.supervisor.monitor.values import MachineSnapshot
+from memtop.supervisor.monitor.values import GpuDetails, MachineSnapshot
+from memtop.supervisor.run import client as client_module
 from memtop.supervisor.run import view as view_module
-from memtop.supervisor.run.clients import client as client_module
-from memtop.tui.feed import Connected, Disconnected, FeedMessage, Followed, LocalFeed, RunFeed
+from memtop.supervisor.run.machine_watch import MachineWatch
+from memtop.supervisor.units import GIB
+from memtop.tui import feed as feed_module
+from memtop.tui.feed import Connected, DetailedFeed, Disconnected, FeedMessage, Followed, LocalFeed, RunFeed
+from tests.nvml_double.double import Script, driver, nvml_library  # noqa: F401 (fixtures)
 from tests.tui.support import gpu, machine, run_state, running
 
 
@@ -34,7 +40,7 @@ class FakeSampler:
 
 
 class FakeClient:
-    """A supervisor of three lines: says what it is given, answers what it is told to."""
+    """A scripted connection to a supervisor: receives the given messages and keeps what was sent."""
 
     def __init__(self, *messages: wire.Message | None) -> None:
         self.sent: list[wire.Request] = []
@@ -54,7 +60,7 @@ class FakeClient:
 
 
 class Supervisors:
-    """What connecting finds, one after the other; None where nobody listens."""
+    """The clients that connecting finds, one after the other; None where no supervisor listens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *clients: FakeClient | None, revives: bool = False) -> None:
         self.revived = 0
@@ -141,7 +147,7 @@ async def test_a_supervisor_that_dies_is_replaced_while_the_trainer_lives(monkey
     assert supervisors.revived == 1
 
 
-async def test_a_waiting_request_hears_that_the_supervisor_died(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_waiting_request_fails_when_the_supervisor_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeClient(running(gpu()))
     Supervisors(monkeypatch, client)
     feed = run_feed()
@@ -208,7 +214,7 @@ async def test_read_only_never_starts_a_supervisor(monkeypatch: pytest.MonkeyPat
     assert messages[4] == Disconnected("supervisor is gone, training continues - reconnecting")
 
 
-async def test_a_run_that_is_over_is_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_that_is_over_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[wire.Change | None] = []
 
     def start(folder: object, change: wire.Change | None = None) -> int:
@@ -225,7 +231,7 @@ async def test_a_run_that_is_over_is_taken_up_again(monkeypatch: pytest.MonkeyPa
     assert started == [change]
 
 
-async def test_what_keeps_a_run_from_being_taken_up_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_reason_why_a_run_cannot_be_taken_over_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(folder: object, change: wire.Change | None = None) -> int:
         raise NotRunningError("the disk is full")
 
@@ -235,3 +241,81 @@ async def test_what_keeps_a_run_from_being_taken_up_is_said(monkeypatch: pytest.
     await take(feed.messages(), 5)
     answers = [a async for a in feed.request(lambda number: wire.Restart(id=number))]
     assert (answers[-1].outcome, answers[-1].message) == (wire.Outcome.FAILED, "the disk is full")
+
+
+async def until_read(newest: Callable[[], Any]) -> GpuDetails:
+    """The details of the first GPU once PCIe throughput is among them."""
+    while True:
+        snapshot = await newest()
+        if isinstance(snapshot, MachineSnapshot) and snapshot.gpus[0].details.pcie_sent_bytes_per_second is not None:
+            return snapshot.gpus[0].details
+        await asyncio.sleep(0.02)
+
+
+async def test_details_of_this_machine_are_read_only_on_request(driver: Script) -> None:  # noqa: F811
+    driver.gpu(0, total=24 * GIB, used=GIB, pcie_tx=3, pcie_rx=5).write()
+    feed = LocalFeed(interval=0.01)
+    assert isinstance(feed, DetailedFeed)
+    feed.look_closely()  # before there is anything to look with
+    stream = feed.messages()
+    *_, before = await take(stream, 5)
+    assert isinstance(before, MachineSnapshot)
+    assert before.gpus[0].details.pcie_sent_bytes_per_second is None
+    assert "pcie_sent_bytes_per_second" in before.gpus[0].details.unknown
+    feed.look_closely()
+    details = await until_read(lambda: anext(stream))
+    assert details.pcie_sent_bytes_per_second == 3 * 1024
+    await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_supervisor_reads_details_on_request(driver: Script, tmp_path: Path) -> None:  # noqa: F811
+    driver.gpu(0, total=24 * GIB, used=GIB, pcie_tx=3, pcie_rx=5).write()
+    watch = MachineWatch(tmp_path, list, lambda: (1, ()))
+    watch.look_closely()  # before its first sample
+    watch.start(lambda keep: None, lambda error: pytest.fail(f"the watch ended: {error}"))
+
+    async def newest() -> MachineSnapshot | None:
+        return watch.machine
+
+    while watch.machine is None:
+        await asyncio.sleep(0.02)
+    assert watch.machine.gpus[0].details.pcie_sent_bytes_per_second is None
+    watch.look_closely()
+    assert (await until_read(newest)).pcie_received_bytes_per_second == 5 * 1024
+    watch.stop()
+
+
+async def test_details_of_a_run_are_not_requested_at_every_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient(running(gpu()))
+    Supervisors(monkeypatch, client)
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(feed_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    feed = RunFeed(Path("runs/tiny"), sampler_factory=FakeSampler, retry_seconds=0.0, interval=0.0)
+    assert isinstance(feed, DetailedFeed)
+    feed.look_closely()  # before the connection
+    stream = feed.messages()
+    await take(stream, 2)
+    before = {task.get_name() for task in asyncio.all_tasks()}
+    for clock.now in (100.0, 101.0, 102.0, 106.0, 107.0):
+        feed.look_closely()
+        for _ in range(10):
+            await asyncio.sleep(0)  # let the request be sent
+    asked = [request for request in client.sent if isinstance(request, wire.Look)]
+    assert len(asked) == 2
+    # An old supervisor does not know the request; neither its refusal nor its end disturbs anything.
+    client.inbox.put_nowait(wire.Answer(id=asked[0].id, outcome=wire.Outcome.REFUSED, message="not understood"))
+    client.inbox.put_nowait(running(gpu()))
+    assert isinstance(await anext(stream), wire.StateUpdate)
+    client.inbox.put_nowait(None)
+    await anext(stream)
+    while {task.get_name() for task in asyncio.all_tasks()} != before:
+        await asyncio.sleep(0.01)  # the request that has had no answer ends with the connection
+
+
+async def test_after_the_runs_end_this_machine_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    Supervisors(monkeypatch)
+    sampler = FakeSampler()
+    feed = RunFeed(Path("runs/tiny"), sampler_factory=lambda: sampler, retry_seconds=0.0, interval=0.0)
+    await take(feed.messages(), 6)
+    feed.look_closely()
+    assert sampler.wishes == 1

@@ -60,27 +60,35 @@ def machine(moment: float, fraction: float) -> MachineSnapshot:
     return MachineSnapshot(time=START + moment, gpus=(gpu,), host=HostSample(used_fraction=0.5))
 
 
-async def test_without_a_run_it_shows_what_the_dashboard_has_seen_and_says_so() -> None:
-    feed = RecordingFeed(*(machine(second, 0.25) for second in range(5)))
+async def test_without_a_run_it_shows_the_samples_of_this_dashboard() -> None:
+    feed = RecordingFeed(machine(0, 0.25))
     async with opened(feed, "h", size=(100, 30)) as (app, pilot):
         text = screen_text(app)
+        assert "25.0 %" in text, "a single value is shown at once"
+        assert "last 5 min" in text, "a young dashboard begins close"
         assert "since this dashboard started" in text
         assert "VRAM GPU 0" in text
-        assert "25.0 %" in text
         assert "power" in text
         assert "power GPU 0" not in text
+        assert "cursor " not in text.replace("← → cursor ", "")
+        feed.send(*(machine(second, 0.25) for second in range(1, 5)))
+        await settle(pilot)
+        await click(pilot, "#history", offset=(70, 5))
+        assert "cursor " in screen_text(app).replace("← → cursor ", "")
+        await press(pilot, "question_mark")
+        assert "Keys of this screen" in screen_text(app)
+        await press(pilot, "escape")
         await press(pilot, "w", "v", "minus", "minus", "minus")
         text = screen_text(app)
         assert "power GPU 0" in text
         assert "200 W" in text
         assert "VRAM GPU 0" not in text
-        # Nothing beyond the hour without a ledger.
-        assert "last hour" in text
+        assert "last hour" in text, "without a ledger there is no more"
         await press(pilot, "escape")
         assert not isinstance(app.screen, HistoryScreen)
 
 
-async def test_of_a_run_it_reads_the_ledger_beyond_what_was_seen_here(tmp_path: Path) -> None:
+async def test_for_a_run_it_reads_older_values_from_the_ledger(tmp_path: Path) -> None:
     folder = create_run(tmp_path, spec("tiny", START), fresh=False)
     ledger = Ledger(folder.ledger_path)
     for second in range(-7200, -3600, 10):
@@ -106,7 +114,7 @@ async def test_of_a_run_it_reads_the_ledger_beyond_what_was_seen_here(tmp_path: 
         assert "cursor " in text
 
 
-async def test_the_hour_of_the_supervisor_is_taken_over() -> None:
+async def test_the_last_hour_comes_from_the_supervisor() -> None:
     ring = History()
     for second in range(10):
         ring.append(machine(second, 0.75))
@@ -119,7 +127,7 @@ async def test_the_hour_of_the_supervisor_is_taken_over() -> None:
         assert [value for _, value in found] == [0.75] * 10 + [0.25]
 
 
-async def test_several_gpus_have_their_mean_as_a_curve_of_its_own() -> None:
+async def test_several_gpus_have_a_curve_of_their_mean() -> None:
     def two(moment: float) -> MachineSnapshot:
         gpus = tuple(
             GpuSample(index=n, uuid=f"GPU-{n}", used_fraction=share, utilization_fraction=share, power_watts=9.0)
@@ -133,20 +141,3 @@ async def test_several_gpus_have_their_mean_as_a_curve_of_its_own() -> None:
         titles = [curve.title for curve in screen.curves()]
         assert [title for title in titles if "all 2 GPUs" in title] == ["VRAM of all 2 GPUs, mean", "use of all 2 GPUs, mean"]
         assert "mean 50.0 %  least 25.0 %  most 75.0 %" in screen_text(app)
-
-
-async def test_a_young_dashboard_begins_close_and_a_click_sets_the_cursor() -> None:
-    async with opened(RecordingFeed(*(machine(second, 0.25) for second in range(5))), "h", size=(100, 30)) as (app, pilot):
-        assert "last 5 min" in screen_text(app)
-        assert "cursor " not in screen_text(app).replace("← → cursor ", "")
-        await click(pilot, "#history", offset=(70, 5))
-        assert "cursor " in screen_text(app).replace("← → cursor ", "")
-        await press(pilot, "question_mark")
-        assert "Keys of this screen" in screen_text(app)
-        await press(pilot, "escape", "escape")
-        assert not isinstance(app.screen, HistoryScreen)
-
-
-async def test_a_single_value_is_seen_at_once() -> None:
-    async with opened(RecordingFeed(machine(0, 0.25)), "h", size=(100, 30)) as (app, _):
-        assert "25.0 %" in screen_text(app)

@@ -139,16 +139,16 @@ async def test_a_card_that_is_lost_or_missing_is_shown_again_when_it_returns() -
     feed = RecordingFeed(machine(gpu(0)), machine(lost))
     async with opened(feed) as (app, pilot):
         assert "GPU is lost: reboot" in screen_text(app)
-        feed.say(machine(gpu(0, 0.6), gpu(1)))
+        feed.send(machine(gpu(0, 0.6), gpu(1)))
         await settle(pilot)
         assert "GPU is lost" not in screen_text(app)
         assert "60.0 %" in screen_text(app)
         await pilot.press("g", "down")
-        feed.say(machine(gpu(0)))
+        feed.send(machine(gpu(0)))
         await settle(pilot)
         assert "is missing at the moment" in screen_text(app)
         # It comes back under another index: it is the same card.
-        feed.say(machine(gpu(0), replace(gpu(1), index=4)))
+        feed.send(machine(gpu(0), replace(gpu(1), index=4)))
         await settle(pilot)
         assert "GPU 4" in screen_text(app)
 
@@ -162,10 +162,10 @@ async def test_a_silent_driver_is_named_and_the_host_stays_live() -> None:
             roles = [role for text, role in app.dashboard.query_one(panel, LinePanel).lines[0] if text.strip()]
             assert set(roles) == {"muted"}
         fuller = replace(HOST, used_bytes=28 * GIB, used_fraction=0.875, band=Band.EDGE)
-        feed.say(replace(machine(gpu(0), host=fuller), gpu_age_seconds=13.0))
+        feed.send(replace(machine(gpu(0), host=fuller), gpu_age_seconds=13.0))
         await settle(pilot)
         assert "87.5 %" in screen_text(app)
-        feed.say(machine(gpu(0)))
+        feed.send(machine(gpu(0)))
         await settle(pilot)
         assert "has not answered" not in screen_text(app)
 
@@ -182,7 +182,7 @@ async def test_the_feed_reads_closely_at_every_sample_while_a_gpu_is_shown() -> 
 
         async def looks_at_a_sample(second: float) -> int:
             before = feed.looks
-            feed.say(machine(gpu(0), time=NOW + second))
+            feed.send(machine(gpu(0), time=NOW + second))
             await settle(pilot)
             return feed.looks - before
 
@@ -216,7 +216,7 @@ async def test_a_click_on_a_panel_or_a_row_of_the_table_opens_it_in_full() -> No
             assert isinstance(app.screen, MachineScreen)
             assert title in screen_text(app).splitlines()[0]
             await press(pilot, "escape")
-        feed.say(machine(*(gpu(n) for n in range(8))))
+        feed.send(machine(*(gpu(n) for n in range(8))))
         await settle(pilot)
         await click(pilot, "#gpu-table", offset=(6, 6))
         assert "GPU 5" in screen_text(app).splitlines()[0]
@@ -228,7 +228,7 @@ async def test_behind_a_full_screen_the_dashboard_is_brought_up_to_date_on_retur
     feed = RecordingFeed(machine(gpu(0, 0.2)))
     async with opened(feed) as (app, pilot):
         await pilot.press("m")
-        feed.say(machine(gpu(0, 0.77)))
+        feed.send(machine(gpu(0, 0.77)))
         await settle(pilot)
         await press(pilot, "escape")
         assert "77.0 %" in screen_text(app)

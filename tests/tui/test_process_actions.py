@@ -41,7 +41,7 @@ async def test_a_process_without_a_start_time_could_be_another() -> None:
         await RealProcessActions().environment_of(process(os.getpid(), started_ticks=None))
 
 
-async def test_what_one_row_forbids_is_not_ended_and_its_neighbour_is() -> None:
+async def test_a_protected_row_is_not_ended_and_its_neighbour_is() -> None:
     """The last check before the signal, whatever the screen has offered."""
     programs = [
         subprocess.Popen([sys.executable, "-S", "-c", WAITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in "ab"
@@ -56,17 +56,17 @@ async def test_what_one_row_forbids_is_not_ended_and_its_neighbour_is() -> None:
             rows.append(process(program.pid, started_ticks=identity.started_ticks))
         drawing = process(rows[0].pid, choosable=False, kind="graphics", reason="draws on the screen")
         seen = machine(gpu(0, processes=tuple(rows)), gpu(1, processes=(drawing,)))
-        told = await RealProcessActions().end_processes([rows[0]], seen)
-        assert told == EndingReport(f"process {rows[0].pid} cannot be ended from here: draws on the screen", good=False)
+        report = await RealProcessActions().end_processes([rows[0]], seen)
+        assert report == EndingReport(f"process {rows[0].pid} cannot be ended from here: draws on the screen", good=False)
         elsewhere = await RealProcessActions().end_processes([process(1 << 22)], seen)
         assert elsewhere == EndingReport(f"process {1 << 22} is not on a GPU", good=False)
         other = await RealProcessActions().end_processes([process(rows[1].pid, started_ticks=1)], seen)
         assert "its pid was reused" in other.text
         assert programs[1].poll() is None
-        told = await RealProcessActions().end_processes(rows, seen)
-        assert not told.good
-        assert told.text.startswith("1 process ended")
-        assert told.text.endswith("draws on the screen")
+        report = await RealProcessActions().end_processes(rows, seen)
+        assert not report.good
+        assert report.text.startswith("1 process ended")
+        assert report.text.endswith("draws on the screen")
         assert programs[0].poll() is None
         assert programs[1].wait() != 0
     finally:
@@ -86,7 +86,7 @@ async def test_a_stuck_action_does_not_delay_the_end_of_the_program() -> None:
     assert await task is True
 
 
-async def test_what_goes_wrong_beside_is_raised_here() -> None:
+async def test_an_error_in_the_thread_is_raised_to_the_caller() -> None:
     def fail() -> None:
         raise RefusedError("no")
 

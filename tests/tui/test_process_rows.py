@@ -71,7 +71,7 @@ def test_the_tree_puts_a_launcher_without_a_gpu_above_its_ranks() -> None:
     assert [(row.pid, row.depth) for row in rows] == [(50, 0), (51, 1), (90, 0), (101, 1), (100, 1), (60, 0)]
 
 
-def test_parents_that_go_in_circles_lose_nobody() -> None:
+def test_a_cycle_of_parents_loses_no_process() -> None:
     odd = (process(7, parent_pid=8), process(8, parent_pid=7), process(9, parent_pid=9))
     machine = MachineSnapshot(time=NOW, gpus=(gpu(0, processes=odd),), host=HOST)
     assert sorted(pids(arranged(rows_of(machine), ProcessView.TREE, Order()))) == [7, 8, 9]

@@ -1,4 +1,4 @@
-"""The process list on the screen: the cursor stays on its process, nothing moves under a question, and what keys do."""
+"""The process list: the cursor stays on its process, the order holds still under a question, and what keys do."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ async def test_the_cursor_stays_on_its_process_when_the_order_changes() -> None:
         assert screen.row.pid == 1
         (marked,) = [row for row in screen_text(app).splitlines() if row.startswith("▸")]
         assert "job-1.py" in marked
-        feed.say(small(grown(1, 9), grown(2, 2), grown(3, 3)))
+        feed.send(small(grown(1, 9), grown(2, 2), grown(3, 3)))
         await settle(pilot)
         assert order_of(app) == [1, 3, 2]
         assert screen.row is not None
         assert screen.row.pid == 1
         # When its process ends, the cursor stays in its place.
-        feed.say(small(grown(2, 2), grown(3, 3)))
+        feed.send(small(grown(2, 2), grown(3, 3)))
         await settle(pilot)
         assert screen.row is not None
         assert screen.row.pid == 3
@@ -116,7 +116,7 @@ async def test_typing_a_filter_holds_the_order_still() -> None:
     feed = RecordingFeed(small(grown(1, 3), grown(2, 2), grown(3, 1)))
     async with process_list(feed) as (app, pilot, screen):
         await pilot.press("f", *"job-")
-        feed.say(small(grown(1, 3), grown(2, 2), grown(3, 9)))
+        feed.send(small(grown(1, 3), grown(2, 2), grown(3, 9)))
         await settle(pilot)
         assert order_of(app) == [1, 2, 3]
         assert "order frozen" in screen_text(app)
@@ -190,7 +190,7 @@ async def test_ending_asks_with_names_and_consequence_and_holds_the_order() -> N
         await press(pilot, "enter")
         assert actions.ended == []
         await press(pilot, "space", "space", "k")
-        feed.say(small(mine, grown(2, 9)))
+        feed.send(small(mine, grown(2, 9)))
         await settle(pilot)
         await press(pilot, "y")
         assert sorted(actions.ended) == [1, 2]
@@ -242,14 +242,14 @@ async def test_one_process_in_detail_until_it_ends() -> None:
         text = screen_text(app)
         for words in ("process 1", "python job-1.py", "VRAM 5.0 GiB", "RSS –", "not known"):
             assert words in text
-        feed.say(small())
+        feed.send(small())
         await settle(pilot)
         assert "it has ended or left the GPU" in screen_text(app)
         await press(pilot, "k")
         assert "it has already ended" in screen_text(app)
 
 
-async def test_secrets_of_the_environment_are_hidden_until_asked_for() -> None:
+async def test_secrets_of_the_environment_are_hidden_until_requested() -> None:
     actions = RecordingProcessActions()
     async with process_list(small(grown(1, 1)), actions=actions) as (app, pilot, screen):
         await press(pilot, "e")
@@ -272,10 +272,10 @@ async def test_a_tick_without_news_repaints_no_row() -> None:
         table = screen.query_one(LineList)
         painted: list[object] = []
         table.refresh = lambda *regions, **kwargs: painted.extend(regions)  # type: ignore[method-assign, assignment]
-        feed.say(small(grown(1, 1), grown(2, 2)))
+        feed.send(small(grown(1, 1), grown(2, 2)))
         await settle(pilot)
         assert painted == []
-        feed.say(small(grown(1, 1.5), grown(2, 2)))
+        feed.send(small(grown(1, 1.5), grown(2, 2)))
         await settle(pilot)
         assert [region.y for region in painted] == [2]  # type: ignore[attr-defined]
 
@@ -291,11 +291,11 @@ async def test_the_short_list_opens_the_full_one() -> None:
 
 
 class SlowProcessActions(RecordingProcessActions):
-    """Ends when the test says so."""
+    """Waits for `release` before it ends anything."""
 
-    def __init__(self, told: EndingReport) -> None:
+    def __init__(self, report: EndingReport) -> None:
         super().__init__()
-        self.told = told
+        self.report = report
         self.release = asyncio.Event()
 
     async def end_processes(self, chosen: Sequence[GpuProcess], machine: MachineSnapshot) -> EndingReport:
@@ -324,12 +324,12 @@ async def test_ending_goes_on_once_at_a_time_and_is_reported_after_its_screen_wa
             app.dashboard.say("")
 
 
-async def test_what_became_of_an_ending_is_marked_whole_and_stays() -> None:
+async def test_the_result_of_ending_a_process_is_marked_whole_and_stays() -> None:
     words = (
         "no process ended; process 1 does not react even to SIGKILL: it is stuck in the kernel or in the driver, see THE-END"
     )
     actions = RecordingProcessActions()
-    actions.told = EndingReport(words, good=False)
+    actions.report = EndingReport(words, good=False)
     async with process_list(small(grown(1, 2), grown(2, 1)), actions=actions, size=(80, 24)) as (app, pilot, screen):
         await press(pilot, "k", "y")
         for _ in range(2):

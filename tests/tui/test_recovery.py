@@ -1,4 +1,4 @@
-"""The card of a death of memory: when it opens, what it shows, and what each of its keys does."""
+"""The recovery card of a run that has run out of memory: when it opens, what it shows, and what its keys do."""
 
 from __future__ import annotations
 
@@ -22,17 +22,24 @@ from memtop.tui.recovery import OomCard, memory_lines, outlook
 from memtop.tui.remedies import predicted_line, remedy_lines
 from memtop.tui.screen import ConfirmDialog
 from memtop.tui.store import Store, fold
-from tests.tui.failed_runs import ALLOCATOR, BY_HAND, DIAGNOSIS, PROPOSAL, SHORTER, SMALLER, dead
 from tests.tui.support import (
+    ALLOCATOR,
+    BY_HAND,
+    DIAGNOSIS,
     GIB,
     HOST,
     NOW,
+    PROPOSAL,
+    SHORTER,
+    SMALLER,
     RecordingFeed,
     click,
+    dead,
     gpu,
     machine,
     opened,
     press,
+    resize,
     running,
     screen_text,
     settle,
@@ -58,49 +65,52 @@ def words(app: DashboardApp) -> str:
     return " ".join(" ".join(row[box.x : box.right] for row in rows).replace("│", " ").replace("▎", " ").split())
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_it_opens_by_itself_and_shows_what_happened_and_what_can_be_done(size: tuple[int, int]) -> None:
-    async with opened(RecordingFeed(running(gpu()), dead()), size=size) as (app, pilot):
-        card(app)
-        text = words(app)
-        for expected in (
-            "Out of GPU memory",
-            "GPU 0 ran out of memory in the backward pass of update 24: 2.1 GiB asked, 0.5 GiB free.",
-            "proven by the program's own record",
-            "GPU 0 at that moment, measured, 20.0 GiB",
-            "█ allocated 17.0 ▓ cached 1.0 ▒ context 0.5 ░ others 1.0 free 0.50 GiB",
-            "asked for 2.1 GiB more: the logits (B 8 x T 128 x V 50 257, fp32)",
-            "torch.OutOfMemoryError: CUDA out of memory.",
-            "memtop does nothing by itself: --on-oom ask",
-            "▸ 1 batch 8 -> 4, accumulation 4 -> 8: effective batch stays 32",
-            "Enter applies ▸, Esc leaves the run failed",
-        ):
-            assert expected in text, expected
-        for _ in range(4):
-            await press(pilot, "down")
-            text += " " + words(app)
-        for expected in (
-            "~12.0 of 20.0 GiB 60.0 % · safe",
-            "training unchanged, resumes, speed about -10 %",
-            "? peak not known: the pieces were not counted",
-            "! needs your consent, changes training, resumes",
-            "does not change the run: a command to copy",
-            "type: sudo fallocate -l 8G /swapfile",
-        ):
-            assert expected in text, expected
+async def test_it_opens_by_itself_and_shows_what_happened_and_what_can_be_done() -> None:
+    async with opened(RecordingFeed(running(gpu()), dead()), size=(80, 24)) as (app, pilot):
+        for size in SIZES:
+            await resize(pilot, *size)
+            await press(pilot, "escape", "w")
+            card(app)
+            text = words(app)
+            for expected in (
+                "Out of GPU memory",
+                "GPU 0 ran out of memory in the backward pass of update 24: 2.1 GiB asked, 0.5 GiB free.",
+                "proven by the program's own record",
+                "GPU 0 at that moment, measured, 20.0 GiB",
+                "█ allocated 17.0 ▓ cached 1.0 ▒ context 0.5 ░ others 1.0 free 0.50 GiB",
+                "asked for 2.1 GiB more: the logits (B 8 x T 128 x V 50 257, fp32)",
+                "torch.OutOfMemoryError: CUDA out of memory.",
+                "memtop does nothing by itself: --on-oom ask",
+                "▸ 1 batch 8 -> 4, accumulation 4 -> 8: effective batch stays 32",
+                "Enter applies ▸, Esc leaves the run failed",
+            ):
+                assert expected in text, (size, expected)
+            for _ in range(4):
+                await press(pilot, "down")
+                text += " " + words(app)
+            for expected in (
+                "~12.0 of 20.0 GiB 60.0 % · safe",
+                "training unchanged, resumes, speed about -10 %",
+                "? peak not known: the pieces were not counted",
+                "! needs your consent, changes training, resumes",
+                "does not change the run: a command to copy",
+                "type: sudo fallocate -l 8G /swapfile",
+            ):
+                assert expected in text, (size, expected)
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_enter_applies_the_first_and_the_answer_is_told(size: tuple[int, int]) -> None:
+async def test_enter_applies_the_first_and_the_answer_is_shown() -> None:
     feed = RecordingFeed(dead())
     feed.answers = ((wire.Outcome.ACCEPTED, "restarting"), (wire.Outcome.DONE, "attempt 3 trains"))
-    async with opened(feed, "enter", size=size) as (app, pilot):
+    async with opened(feed, "enter", size=(80, 24)) as (app, pilot):
         assert feed.requests == [
             Restart(id=1, change=Change(assignments={"batch": "4", "accumulation": "8"}, reason="gpu_oom at update 24"))
         ]
-        assert "✓ attempt 3 trains" in screen_text(app)
+        for size in SIZES:
+            await resize(pilot, *size)
+            assert "✓ attempt 3 trains" in screen_text(app)
         # The same death does not open it once more; the key does.
-        feed.say(dead())
+        feed.send(dead())
         await settle(pilot)
         assert app.screen is app.dashboard
         await press(pilot, "w")
@@ -122,7 +132,7 @@ async def test_another_one_is_applied_by_the_cursor_or_by_a_click_and_the_button
         assert f"▸ 3  {SHORTER.title}" in screen_text(app)
 
 
-async def test_what_changes_the_learning_asks_for_consent_with_the_focus_on_cancel() -> None:
+async def test_a_change_of_training_needs_consent_with_the_focus_on_cancel() -> None:
     feed = RecordingFeed(dead())
     async with opened(feed, "down", "down", "enter") as (app, pilot):
         assert isinstance(app.screen, ConfirmDialog)
@@ -132,7 +142,7 @@ async def test_what_changes_the_learning_asks_for_consent_with_the_focus_on_canc
         assert "changes training" in screen_text(app)
         await press(pilot, "enter")
         assert feed.requests == []
-        # Who declines is back at the card.
+        # After Cancel the card is open again.
         card(app)
         await press(pilot, "down", "down", "enter")
         await press(pilot, "y")
@@ -143,61 +153,48 @@ async def test_what_changes_the_learning_asks_for_consent_with_the_focus_on_canc
 
 async def test_a_command_is_shown_to_copy_and_never_run() -> None:
     feed = RecordingFeed(dead())
-    async with opened(feed, "down", "down", "down", "enter") as (app, _):
+    async with opened(feed, "down", "down", "down", "enter") as (app, pilot):
         card(app)
         assert "memtop does not run this" in screen_text(app)
         assert app.clipboard == BY_HAND.command
-        assert feed.requests == []
-
-
-async def test_a_remedy_that_begins_a_new_run_is_only_told() -> None:
-    new = replace(SMALLER, id="rank", title="LoRA r 32 -> 16", resumable="new run", command="memtop train --set lora.r=16")
-    feed = RecordingFeed(dead(replace(PROPOSAL, remedies=(new,))))
-    async with opened(feed) as (app, pilot):
+        # A remedy that begins a new run is one, too.
+        new = replace(SMALLER, id="rank", title="LoRA r 32 -> 16", resumable="new run", command="memtop train --set lora.r=16")
+        feed.send(dead(replace(PROPOSAL, remedies=(new,)), attempt=3))
+        await press(pilot, "escape")
         assert "begins a new run: a command to copy" in screen_text(app)
         await press(pilot, "enter")
         assert "memtop train --set lora.r=16" in screen_text(app)
         assert feed.requests == []
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_escape_leaves_the_run_failed_and_the_notice_tells_the_key(size: tuple[int, int]) -> None:
+async def test_escape_leaves_the_run_failed_and_the_notice_names_the_key() -> None:
     feed = RecordingFeed(dead())
-    async with opened(feed, "escape", size=size) as (app, _):
+    async with opened(feed, "s", size=(80, 24)) as (app, pilot):
+        # No restart is announced, so there is none to cancel.
+        assert not card(app).query_one("#stay").display
+        await press(pilot, "escape")
         assert app.screen is app.dashboard
+        for size in SIZES:
+            await resize(pilot, *size)
+            notice = screen_text(app).splitlines()[1]
+            assert "GPU 0 ran out of memory in the backward pass" in notice
+            assert "w Recovery" in screen_text(app) or size == (80, 24)
         assert feed.requests == []
-        notice = screen_text(app).splitlines()[1]
-        assert "GPU 0 ran out of memory in the backward pass" in notice
-        assert "w Recovery" in screen_text(app) or size == (80, 24)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("by_click", [False, True])
-async def test_an_announced_restart_counts_down_and_can_be_called_off(size: tuple[int, int], by_click: bool) -> None:
+@pytest.mark.parametrize(("size", "by"), [((80, 24), "s"), ((160, 50), "#stay"), ((80, 24), "#stay")])
+async def test_an_announced_restart_counts_down_and_can_be_cancelled(size: tuple[int, int], by: str) -> None:
     auto = replace(PROPOSAL, waiting=None, begins=NOW + 9)
     feed = RecordingFeed(dead(auto, state=wire.Phase.RESTARTING, on_oom="auto"))
     async with opened(feed, size=size) as (app, pilot):
         assert "remedy 1 begins in 9 s (Enter: ▸ now, s: stay stopped, Esc: close)" in words(app)
         update = dead(auto, state=wire.Phase.RESTARTING, on_oom="auto")
-        feed.say(replace(update, machine=machine(gpu(), time=NOW + 5)))
+        feed.send(replace(update, machine=machine(gpu(), time=NOW + 5)))
         await settle(pilot)
         assert "remedy 1 begins in 4 s" in words(app)
-        if by_click:
-            await pilot.click("#stay")
-        else:
-            await pilot.press("s")
-        await settle(pilot)
+        await (click(pilot, by) if by.startswith("#") else press(pilot, by))
         assert app.screen is app.dashboard
         assert feed.requests == [Stop(id=1)]
-
-
-async def test_where_nothing_is_announced_there_is_nothing_to_call_off() -> None:
-    feed = RecordingFeed(dead())
-    async with opened(feed, size=(80, 24)) as (app, pilot):
-        assert not card(app).query_one("#stay").display
-        await press(pilot, "s")
-        card(app)
-        assert feed.requests == []
 
 
 async def test_its_first_picture_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,30 +217,23 @@ async def test_an_announced_restart_can_be_brought_forward() -> None:
         assert [type(one) for one in feed.requests] == [Restart]
 
 
-async def test_it_leaves_by_itself_when_the_run_goes_on() -> None:
+async def test_it_closes_when_the_run_goes_on_and_opens_after_the_screen_that_is_open() -> None:
     feed = RecordingFeed(dead())
     async with opened(feed, size=(80, 24)) as (app, pilot):
         card(app)
-        # Somebody else has restarted it; the supervisor forgets the proposal with the first update only.
-        feed.say(dead(state=wire.Phase.STARTING, attempt=3, alive=True))
+        # Another dashboard has restarted it; the supervisor drops the proposal only at the first update.
+        feed.send(dead(state=wire.Phase.STARTING, attempt=3, alive=True))
         await settle(pilot)
         assert app.screen is app.dashboard
-        feed.say(dead(attempt=3))
-        await settle(pilot)
-        card(app)
-
-
-async def test_an_open_dialog_or_screen_is_not_covered_and_the_card_comes_after_it() -> None:
-    feed = RecordingFeed(running(gpu()))
-    async with opened(feed, "o", size=(80, 24)) as (app, pilot):
-        feed.say(dead())
+        await press(pilot, "o")
+        feed.send(dead(attempt=3))
         await settle(pilot)
         assert isinstance(app.screen, ProcessesScreen)
         await press(pilot, "escape")
         card(app)
 
 
-async def test_an_enter_meant_for_what_the_card_covers_applies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_enter_applies_nothing_until_the_card_has_been_visible_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oom, "DELIBERATE_SECONDS", 3600.0)
     feed = RecordingFeed(dead())
     async with opened(feed, "enter", size=(80, 24)) as (app, pilot):
@@ -253,14 +243,15 @@ async def test_an_enter_meant_for_what_the_card_covers_applies_nothing(monkeypat
         assert [type(one) for one in feed.requests] == [Restart]
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_read_only_shows_it_and_changes_nothing(size: tuple[int, int]) -> None:
+async def test_read_only_shows_it_and_changes_nothing() -> None:
     feed = RecordingFeed(dead(), read_only=True)
-    async with opened(feed, size=size) as (app, pilot):
-        assert not card(app).query_one("#confirm", Button).display
-        await press(pilot, "enter")
-        assert "read-only: nothing can be changed from here" in screen_text(app)
-        assert feed.requests == []
+    async with opened(feed, size=(80, 24)) as (app, pilot):
+        for size in SIZES:
+            await resize(pilot, *size)
+            assert not card(app).query_one("#confirm", Button).display
+            await press(pilot, "enter")
+            assert "read-only: nothing can be changed from here" in screen_text(app)
+            assert feed.requests == []
 
 
 async def test_it_opens_on_a_run_whose_supervisor_has_left_and_takes_it_up_again() -> None:
@@ -271,17 +262,16 @@ async def test_it_opens_on_a_run_whose_supervisor_has_left_and_takes_it_up_again
 
 async def test_without_a_remedy_the_last_advice_is_given_in_order() -> None:
     advice = ("see who else holds the card: memtop strays", "a smaller model: 46.4 M parameters instead of 196.6 M")
-    async with opened(RecordingFeed(dead(replace(PROPOSAL, remedies=(), last_advice=advice))), size=(80, 24)) as (app, _):
+    feed = RecordingFeed(running(gpu()))
+    async with opened(feed, "w", size=(80, 24)) as (app, pilot):
+        assert app.screen is app.dashboard
+        assert "✗ Recovery: the run has not run out of memory" in screen_text(app)
+        feed.send(dead(replace(PROPOSAL, remedies=(), last_advice=advice)))
+        await settle(pilot)
         text = words(app)
         assert "memtop has no automatic remedy left 1. see who else" in text
         assert "2. a smaller model: 46.4 M" in text
         assert "Enter applies" not in text
-
-
-async def test_a_run_that_is_well_has_no_card() -> None:
-    async with opened(RecordingFeed(running(gpu())), "w", size=(80, 24)) as (app, _):
-        assert app.screen is app.dashboard
-        assert "✗ Recovery: the run has not run out of memory" in screen_text(app)
 
 
 # --- what is drawn ---------------------------------------------------------------------------------------------------
@@ -296,7 +286,7 @@ def test_the_bar_ends_where_the_numbers_do() -> None:
     assert (bar.count("█"), bar.count("▓"), bar.count("▒"), bar.count("░"), bar.count(" ")) == (68, 4, 2, 4, 2)
 
 
-def test_what_nobody_told_of_is_named_and_not_spread_over_the_others() -> None:
+def test_unknown_parts_are_named_and_not_spread_over_the_others() -> None:
     lines = drawn(replace(DIAGNOSIS, context_bytes=None, other_process_bytes=None), width=90)
     assert "▒ context –" in lines[2]
     assert "░ others –" in lines[2]
@@ -325,14 +315,14 @@ def test_a_death_of_host_memory_has_a_bar_of_host_memory() -> None:
     assert lines[0] == "its memory limit at that moment, measured, 16.0 GiB"
     assert (lines[1].count("█"), lines[1].count("░")) == (60, 15)
     assert "this run 12.0  ░ others 3.0  free 1.0 GiB" in lines[2]
-    # Where nothing was told of that moment, what was seen is called that, and its parts are unknown.
+    # Without a report of that moment the line names the highest sample, and the parts are unknown.
     bare = Diagnosis(kind=Kind.HOST_OOM_KILLED, confidence=0.9, summary="killed")
     died = dead(ended=NOW + 5)
     there = fold(fold(fold(Store(), machine(time=NOW)), died), machine(host=replace(HOST, used_fraction=0.1), time=NOW + 9))
     seen = drawn(bare, there, 90)
     assert seen[0] == "host memory, the highest sample in the minute before: 75.0 % of 32.0 GiB"
     assert seen[2] == "? how it was divided is not known"
-    # Who comes later sees a machine that has its memory back: that says nothing of the death.
+    # A dashboard that starts later sees a machine that has its memory back, which proves nothing.
     late = fold(fold(Store(), replace(died, machine=None)), machine(time=NOW + 9))
     assert drawn(bare, late, 100)[0].startswith("? host memory at that moment is not known")
 
@@ -393,7 +383,7 @@ def test_the_last_line_says_what_enter_does_with_the_marked_one() -> None:
         assert line == "· Esc closes; the run stays failed"
 
 
-def test_what_memtop_does_not_do_has_neither_a_forecast_nor_a_question() -> None:
+def test_remedies_for_a_person_have_neither_forecast_nor_question() -> None:
     own = Remedy(
         id="workers",
         title="no data-loader workers, in your program's own options",

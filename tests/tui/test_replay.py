@@ -107,7 +107,7 @@ def test_the_run_is_as_it_was_at_every_moment(over: RunFolder) -> None:
     assert (states[-2].exit_status, states[-1].exit_status) == (None, 0)
 
 
-def test_the_machine_is_told_in_full_in_the_last_hour_and_thinned_out_before(over: RunFolder) -> None:
+def test_the_machine_is_replayed_in_full_for_the_last_hour_and_thinned_out_before(over: RunFolder) -> None:
     recording = FolderRecording(over.path)
     late = recording.machine(START + 7001)
     assert (late.time, late.gpus[0].used_bytes) == (START + 7000, 7000)
@@ -121,7 +121,7 @@ def test_the_machine_is_told_in_full_in_the_last_hour_and_thinned_out_before(ove
 
 
 async def play(feed: ReplayFeed, until: Callable[[Store], bool], *actions: str) -> tuple[Store, list[FeedMessage]]:
-    """Fold what the feed says, pressing the keys once it stands, until the picture is so."""
+    """Fold the messages of the feed, doing one action after each state, until the condition holds."""
     store, heard, left = Store(), [], list(actions)
     async for message in feed.messages():
         heard.append(message)

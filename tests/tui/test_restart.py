@@ -1,28 +1,33 @@
-"""The restart form's second way: a change that the trainer takes up while it runs; and the peak that is to be expected."""
+"""The restart form: changes while the run trains, the expected peak, and what has already failed."""
 
 from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
-from textual.widgets import Button, Input
+from textual.widgets import Button, DataTable, Input
 
 from memtop.presets.schema import Settings, Zero
 from memtop.supervisor import wire
 from memtop.supervisor.monitor.vram import RankMemory
 from memtop.supervisor.recovery.values import Peak
-from memtop.supervisor.wire import Change, Edit, Restart
+from memtop.supervisor.wire import Change, Configuration, Edit, Restart
+from memtop.tui.app import DashboardApp
 from memtop.tui.line import plain
 from memtop.tui.remedies import MeasuredMemory, outlook_of
 from memtop.tui.restart_plan import can_be_live
 from memtop.tui.store import Store, fold
-from tests.tui.failed_runs import CONFIGURATIONS
 from tests.tui.support import (
+    CONFIGURATIONS,
     GIB,
+    NOW,
+    PROPOSAL,
     SETTINGS,
     RecordingFeed,
     click,
     gpu,
     opened,
+    press,
+    resize,
     run_state,
     running,
     screen_text,
@@ -31,44 +36,47 @@ from tests.tui.support import (
 
 SIZES = [(80, 24), (160, 50)]
 HALF = replace(SETTINGS, batch=4, accumulation=8)
+SHARDED = replace(SETTINGS, zero=Zero(stage=2), preset="mine")
+LOW = replace(SETTINGS, batch=4, accumulation=8, gradient_checkpointing=True, preset="low")
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_another_split_can_be_applied_now_and_the_answer_is_told(size: tuple[int, int]) -> None:
+def words(app: DashboardApp) -> str:
+    return " ".join(screen_text(app).replace("│", " ").split())
+
+
+async def test_another_split_can_be_applied_now_and_the_answer_is_shown() -> None:
     feed = RecordingFeed(running(gpu()))
     feed.answers = ((wire.Outcome.ACCEPTED, "at the next update"), (wire.Outcome.DONE, "changed from update 26 on"))
-    async with opened(feed, "r", size=size) as (app, pilot):
-        live = app.screen.query_one("#live", Button)
-        assert not live.display
-        assert "Apply now" not in screen_text(app)
-        app.screen.query_one("#batch", Input).value = "4"
-        app.screen.query_one("#accumulation", Input).value = "8"
-        await settle(pilot)
-        assert live.display
-        text = " ".join(screen_text(app).replace("│", " ").split())
-        assert "Apply now: from the next update on, without a stop." in text
-        await click(pilot, "#live")
-        assert feed.requests == [Edit(id=1, change=Change(assignments={"batch": "4", "accumulation": "8"}))]
-        assert "✓ changed from update 26 on" in screen_text(app)
+    async with opened(feed, size=(80, 24)) as (app, pilot):
+        for number, size in enumerate(SIZES, 1):
+            await resize(pilot, *size)
+            app.dashboard.say("")
+            await press(pilot, "r")
+            live = app.screen.query_one("#live", Button)
+            assert not live.display
+            assert "Apply now" not in screen_text(app)
+            assert "? VRAM peak cannot be predicted: nothing was measured with these settings yet" in words(app)
+            app.screen.query_one("#batch", Input).value = "4"
+            app.screen.query_one("#accumulation", Input).value = "8"
+            await settle(pilot)
+            assert live.display
+            assert "Apply now: from the next update on, without a stop." in words(app)
+            await click(pilot, "#live")
+            change = Change(assignments={"batch": "4", "accumulation": "8"})
+            assert feed.requests[number - 1 :] == [Edit(id=number, change=change)]
+            assert "✓ changed from update 26 on" in screen_text(app)
 
 
-async def test_a_run_that_begins_to_train_while_the_form_is_open_can_be_changed_live() -> None:
+async def test_a_run_that_begins_to_train_while_the_form_is_open_can_be_changed_live_or_restarted() -> None:
     feed = RecordingFeed(running(gpu(), state=wire.Phase.STARTING))
     async with opened(feed, "r") as (app, pilot):
         app.screen.query_one("#batch", Input).value = "4"
         await settle(pilot)
         assert not app.screen.query_one("#live").display
-        feed.say(running(gpu()))
+        feed.send(running(gpu()))
         await settle(pilot)
         assert app.screen.query_one("#live").display
         assert app.screen.query_one("#batch", Input).value == "4"
-
-
-async def test_restart_stays_possible_beside_it() -> None:
-    feed = RecordingFeed(running(gpu()))
-    async with opened(feed, "r") as (app, pilot):
-        app.screen.query_one("#batch", Input).value = "4"
-        await settle(pilot)
         await click(pilot, "#confirm")
         assert feed.requests == [Restart(id=1, change=Change(assignments={"batch": "4"}))]
 
@@ -85,33 +93,27 @@ async def test_restart_stays_possible_beside_it() -> None:
         (SETTINGS, HALF, {"state": wire.Phase.STARTING}, False),
     ],
 )
-def test_what_can_be_live(before: Settings, after: Settings, fields: dict[str, object], live: bool) -> None:
+def test_settings_that_may_change_live(before: Settings, after: Settings, fields: dict[str, object], live: bool) -> None:
     assert can_be_live(before, after, run_state(**fields)) is live
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_the_form_says_which_peak_is_to_be_expected(size: tuple[int, int]) -> None:
-    async with opened(RecordingFeed(running(gpu()), CONFIGURATIONS), "r", size=size) as (app, pilot):
-        app.screen.query_one("#batch", Input).value = "2"
-        await settle(pilot)
-        text = screen_text(app)
-        # Peaks of 6, 10 and 18 GiB at 4, 8 and 16: 2 GiB and 1 for each sample.
-        assert "VRAM peak 10.0 GiB measured -> ~4.0 GiB predicted 20.0 % · safe" in text
-        assert "from: line through peaks at B 4 and B 8" in text
-        app.screen.query_one("#batch", Input).value = "16"
-        await settle(pilot)
-        text = screen_text(app)
-        # A look ahead is a prediction, whatever it is made from.
-        assert "-> ~18.0 GiB predicted 90.0 % ^ edge" in text
-        assert "from: measured at B 16" in text
+async def test_the_form_shows_the_expected_peak() -> None:
+    async with opened(RecordingFeed(running(gpu()), CONFIGURATIONS), "r", size=(80, 24)) as (app, pilot):
+        for size in SIZES:
+            await resize(pilot, *size)
+            # Peaks of 6, 10 and 18 GiB at 4, 8 and 16: 2 GiB and 1 for each sample.
+            for batch, expected, basis in (
+                ("2", "VRAM peak 10.0 GiB measured -> ~4.0 GiB predicted 20.0 % · safe", "line through peaks at B 4 and B 8"),
+                # A look ahead is a prediction, whatever it is made from.
+                ("16", "-> ~18.0 GiB predicted 90.0 % ^ edge", "measured at B 16"),
+            ):
+                app.screen.query_one("#batch", Input).value = batch
+                await settle(pilot)
+                assert expected in screen_text(app)
+                assert f"from: {basis}" in screen_text(app)
 
 
-async def test_where_no_forecast_is_possible_the_reason_is_given() -> None:
-    async with opened(RecordingFeed(running(gpu())), "r") as (app, _):
-        assert "? VRAM peak cannot be predicted: nothing was measured with these settings yet" in screen_text(app)
-
-
-def test_of_several_cards_the_smallest_that_the_run_uses_counts() -> None:
+def test_the_smallest_card_that_the_run_uses_counts() -> None:
     cards = (gpu(0), gpu(1, total_bytes=12 * GIB), gpu(2, total_bytes=8 * GIB))
     ranks = tuple(RankMemory(rank=n, pid=n, connected=True, device_uuid=cards[n].uuid) for n in (0, 1))
     store = fold(Store(), running(*cards, ranks=ranks))
@@ -126,3 +128,46 @@ def test_on_the_cpu_it_is_host_memory_within_its_limit() -> None:
     peaks = (Peak(batch=4, bytes=GIB, updates=9, settings_key="another"),)
     (line,) = MeasuredMemory(peaks, None, 32 * GIB, on_gpu=False).lines(settings, 200)
     assert plain(line) == "? RAM peak cannot be predicted: nothing was measured with these settings yet"
+
+
+def died_at(settings: object, present: object) -> wire.ConfigurationRows:
+    first = Configuration(number=1, attempt=1, started=NOW, reason="start", settings=settings, outcome="gpu_oom")  # type: ignore[arg-type]
+    second = Configuration(number=2, attempt=2, started=NOW, reason="gpu_oom", settings=present)  # type: ignore[arg-type]
+    return wire.ConfigurationRows(rows=(first, second))
+
+
+async def test_presets_and_form_warn_of_settings_that_have_failed() -> None:
+    feed = RecordingFeed(running(gpu(), settings=SHARDED), died_at(SETTINGS, SHARDED))
+    async with opened(feed, "5", size=(160, 50)) as (app, pilot):
+        assert "! the run has died of memory with batch 8: this is the same, and saves nothing more" in screen_text(app)
+        await press(pilot, "7")
+        assert "has died" not in screen_text(app)
+        await press(pilot, "escape")
+        unsaved = replace(LOW, gradient_checkpointing=False)
+        feed.send(running(gpu(), settings=unsaved), died_at(SETTINGS, unsaved))
+        await settle(pilot)
+        await press(pilot, "r")
+        assert "has died of memory" not in screen_text(app)
+        app.screen.query_one("#batch", Input).value = "9"
+        await settle(pilot)
+        assert "! the run has died of memory with batch 8: this is more than that (9)" in screen_text(app)
+
+
+async def test_a_preset_is_shown_as_it_will_be_applied_after_a_failure() -> None:
+    feed = RecordingFeed(running(gpu(), settings=LOW), died_at(SETTINGS, LOW))
+    async with opened(feed, "5", size=(160, 50)) as (app, pilot):
+        cells = [str(cell) for cell in app.screen.query_one(DataTable).get_row("standard")]
+        assert "4 x 8 x 1" in cells
+        assert "checkpointing" not in cells[-1]
+        await press(pilot, "enter")
+        assert feed.requests == [Restart(id=1, change=Change(preset="standard"))]
+
+
+async def test_the_card_shows_the_cause_before_what_can_be_done() -> None:
+    cause = "anonymous memory of rank 0 grew by 5.0 MiB per update until the end: a leak"
+    proposal = replace(PROPOSAL, causes=(cause,))
+    feed = RecordingFeed(running(gpu(), state=wire.Phase.FAILED, alive=False, proposal=proposal))
+    async with opened(feed, size=(160, 50)) as (app, _):
+        text = " ".join(screen_text(app).replace("│", " ").split())
+        assert f"! {cause}" in text
+        assert text.index(cause) < text.index("What can be done")

@@ -1,4 +1,4 @@
-"""Layouts and states: every size, any number of GPUs, no GPU, no run, nobody at the other end."""
+"""Layouts, states and how screens close: every size, any number of GPUs, no GPU, no run, no supervisor."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from textual.geometry import Region
 
 from memtop.supervisor import wire
+from memtop.tui.app import DashboardApp, TooSmallScreen
 from memtop.tui.dashboard.log import LogPanel
+from memtop.tui.dashboard.screen import DashboardScreen
 from memtop.tui.feed import Connected, Disconnected, LogLines
+from memtop.tui.panel import LinePanel
+from memtop.tui.recovery import OomCard
+from memtop.tui.screen import ClosingScreen
 from tests.tui.support import (
+    CONFIGURATIONS,
     RecordingFeed,
     dashboard,
+    dead,
     gpu,
     machine,
     opened,
@@ -23,6 +31,7 @@ from tests.tui.support import (
     running,
     screen_text,
     settle,
+    text_of,
 )
 
 
@@ -34,7 +43,7 @@ async def test_any_number_of_gpus_fits_on_any_terminal_also_when_they_come_and_g
             for count in (1, 2, 8, 16, 0):
                 note = None if count else "no NVIDIA GPU: libnvidia-ml not found"
                 shown = machine(*(gpu(n, 0.4 + n / 40) for n in range(count)), note=note)
-                feed.say(wire.StateUpdate(run=run_state(), machine=shown))
+                feed.send(wire.StateUpdate(run=run_state(), machine=shown))
                 await settle(pilot)
                 text, where = screen_text(app), (columns, rows, count)
                 assert "tiny" in text, where
@@ -98,7 +107,7 @@ async def test_too_small_says_so_and_recovers() -> None:
 async def test_a_lost_supervisor_is_a_worded_state() -> None:
     feed = RecordingFeed(running(gpu()))
     async with opened(feed, size=(80, 24)) as (app, pilot):
-        feed.say(Disconnected("supervisor is gone - reconnecting"))
+        feed.send(Disconnected("supervisor is gone - reconnecting"))
         await settle(pilot)
         for size in ((80, 24), (160, 50)):
             await resize(pilot, *size)
@@ -106,7 +115,7 @@ async def test_a_lost_supervisor_is_a_worded_state() -> None:
             assert "loss 1.842" in screen_text(app)
             await press(pilot, "f")
             assert feed.requests == []
-        feed.say(Connected(), running(gpu()))
+        feed.send(Connected(), running(gpu()))
         await settle(pilot)
         assert "! supervisor is gone" not in screen_text(app)
 
@@ -121,11 +130,14 @@ async def test_old_values_are_marked_as_old(monkeypatch: pytest.MonkeyPatch) -> 
         assert "! no data for 30 s" in screen_text(app)
 
 
-async def test_a_failed_run_says_why() -> None:
-    reason = "out of memory on GPU 0: 2.1 GiB asked, 0.9 GiB free"
-    async with opened(RecordingFeed(running(gpu(), state=wire.Phase.FAILED, alive=False, reason=reason))) as (app, _):
+async def test_the_whole_reason_of_a_failure_is_shown_on_the_wide_panel() -> None:
+    why = "runs/tiny/train_latest_state: not saved: 16 MiB needed, 3 MiB free; the state before is kept, free some space"
+    feed = RecordingFeed(running(gpu(), state=wire.Phase.FAILED, alive=False, reason=why))
+    async with opened(feed, size=(160, 50)) as (app, _):
         assert "✗ failed" in screen_text(app)
-        assert reason in screen_text(app)
+        text = " ".join(text_of(app.dashboard.query_one("#training", LinePanel).lines).split())
+        assert why in text
+        assert "checkpoint update 20" in text
 
 
 async def test_the_log_follows_holds_still_and_is_searched() -> None:
@@ -133,7 +145,7 @@ async def test_the_log_follows_holds_still_and_is_searched() -> None:
     async with opened(feed, size=(80, 24)) as (app, pilot):
         assert "line 199" in screen_text(app)
         await pilot.press("l")
-        feed.say(LogLines(("[rank 0] the newest line",)))
+        feed.send(LogLines(("[rank 0] the newest line",)))
         await settle(pilot)
         assert "not following" in screen_text(app)
         assert "newest" not in screen_text(app)
@@ -148,21 +160,22 @@ async def test_the_log_follows_holds_still_and_is_searched() -> None:
 
 async def test_events_take_the_logs_place_on_a_small_terminal() -> None:
     event = wire.Event(id=1, time=0.0, attempt=1, kind="attempt", message="attempt 1 started")
-    async with opened(RecordingFeed(running(gpu()), wire.EventRows(rows=(event,))), size=(80, 24)) as (app, pilot):
+    feed = RecordingFeed(running(gpu()), wire.EventRows(rows=(event,)))
+    async with opened(feed, size=(80, 24)) as (app, pilot):
         assert "attempt 1 started" not in screen_text(app)
         await press(pilot, "e")
         assert "attempt 1 started" in screen_text(app)
         assert not app.dashboard.query_one("#log", LogPanel).display
-
-
-async def test_a_tick_without_news_repaints_nothing() -> None:
-    feed = RecordingFeed(running(gpu()))
-    async with opened(feed) as (app, pilot):
-        panel = app.dashboard.query_one("#training")
-        before = panel.lines  # type: ignore[attr-defined]
-        feed.say(running(gpu()))
+        # The same values again paint no line anew, another loss only its own.
+        painted: list[Region] = []
+        panel = app.dashboard.query_one("#compact-training", LinePanel)
+        panel.refresh = lambda *regions, **kwargs: painted.extend(regions)  # type: ignore[method-assign, assignment]
+        feed.send(running(gpu()))
         await settle(pilot)
-        assert panel.lines == before  # type: ignore[attr-defined]
+        assert painted == []
+        feed.send(running(gpu(), loss=1.7))
+        await settle(pilot)
+        assert len(painted) == 1
 
 
 async def test_a_progress_bar_is_one_line_of_the_log_that_moves(tmp_path: Path) -> None:
@@ -173,11 +186,8 @@ async def test_a_progress_bar_is_one_line_of_the_log_that_moves(tmp_path: Path) 
         rows = app.dashboard.query_one(LogPanel)
 
         async def until(*expected: str) -> None:
-            for _ in range(100):
-                if tuple(rows.rows) == expected:
-                    return
-                await pilot.pause(0.05)
-            assert tuple(rows.rows) == expected
+            while tuple(rows.rows) != expected:
+                await pilot.pause(0.02)
 
         await until("begin", " 10%|#")
         await settle(pilot)
@@ -188,3 +198,72 @@ async def test_a_progress_bar_is_one_line_of_the_log_that_moves(tmp_path: Path) 
         with log.open("ab") as file:
             file.write(b"\r 99%|####\nend\n")
         await until("begin", " 99%|####", "end")
+
+
+ADVICE = wire.Advice(bottleneck="compute", summary="the processor works")
+
+
+def at_once(app: DashboardApp, *updates: wire.StateUpdate) -> None:
+    """As when the terminal, or the machine, was slow: all are there before the first is drawn."""
+    for update in updates:
+        app.dashboard.post_message(DashboardScreen.FeedReceived(update))
+
+
+async def test_a_card_whose_run_goes_on_closes_once_however_many_updates_say_so() -> None:
+    async with opened(RecordingFeed(running(gpu()), dead()), size=(160, 50)) as (app, pilot):
+        for attempt, count in enumerate((1, 2, 3, 5), 3):
+            assert isinstance(app.screen, OomCard)
+            at_once(app, *(running(gpu(), attempt=attempt, updates=30 + number) for number in range(count)))
+            await settle(pilot)
+            assert app.screen is app.dashboard, count
+            at_once(app, dead(attempt=attempt))
+            await settle(pilot)
+        at_once(app, running(gpu(), attempt=8), dead(attempt=9), running(gpu(), attempt=10), dead(attempt=11))
+        await settle(pilot)
+        assert isinstance(app.screen, OomCard)
+
+
+async def test_a_card_under_another_screen_leaves_that_one_alone() -> None:
+    async with opened(RecordingFeed(running(gpu()), dead()), size=(80, 24)) as (app, pilot):
+        card = app.screen
+        assert isinstance(card, OomCard)
+        await resize(pilot, 20, 5)
+        assert isinstance(app.screen, TooSmallScreen)
+        at_once(app, running(gpu(), updates=30), running(gpu(), updates=31))
+        await settle(pilot)
+        assert isinstance(app.screen, TooSmallScreen)
+        await resize(pilot, 80, 24)
+        assert app.screen is app.dashboard
+        assert card not in app.screen_stack
+
+
+async def test_a_card_waits_for_a_terminal_that_can_show_it() -> None:
+    async with opened(RecordingFeed(running(gpu())), size=(80, 24)) as (app, pilot):
+        await resize(pilot, 20, 5)
+        at_once(app, dead(), dead())
+        await settle(pilot)
+        assert isinstance(app.screen, TooSmallScreen)
+        await resize(pilot, 80, 24)
+        assert isinstance(app.screen, OomCard)
+        await press(pilot, "escape")
+        assert app.screen is app.dashboard
+
+
+async def test_every_screen_can_be_closed_twice_while_the_run_goes_on() -> None:
+    feed = RecordingFeed(running(gpu()), CONFIGURATIONS, running(gpu(), advice=ADVICE))
+    async with opened(feed) as (app, pilot):
+        for key in ("u", "b", "o", "g", "m", "h", "r", "s", "k", "1", "U", "question_mark", "w"):
+            if key == "w":
+                feed.send(dead())
+                await settle(pilot)
+                await pilot.press("escape")
+            await press(pilot, key)
+            screen = app.screen
+            assert isinstance(screen, ClosingScreen), key
+            screen.dismiss(None)
+            at_once(app, running(gpu(), updates=30, advice=ADVICE), running(gpu(), updates=31, advice=ADVICE))
+            screen.dismiss(None)
+            await settle(pilot)
+            assert app.screen is app.dashboard, key
+        await press(pilot, "o")
+        assert app.screen is not app.dashboard

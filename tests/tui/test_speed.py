@@ -11,17 +11,20 @@ from memtop.tui.dashboard.training import draw_compact_training, draw_training
 from memtop.tui.line import plain
 from memtop.tui.speed import SpeedScreen, advice_lines, trial_lines
 from memtop.tui.store import Store, fold
-from tests.tui.failed_runs import BY_HAND, SMALLER
 from tests.tui.support import (
+    BY_HAND,
     GIB,
     NOW,
+    SMALLER,
     RecordingFeed,
     gpu,
     opened,
     press,
+    resize,
     run_state,
     running,
     screen_text,
+    settle,
 )
 
 SIZES = [(80, 24), (160, 50)]
@@ -43,60 +46,63 @@ TRIAL = wire.Trial(
 )
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_the_screen_says_what_bounds_it_what_would_help_and_what_would_not(size: tuple[int, int]) -> None:
-    async with opened(RecordingFeed(running(gpu(), advice=ADVICE, trial=TRIAL)), "b", size=size) as (app, pilot):
-        assert isinstance(app.screen, SpeedScreen)
-        text = screen_text(app)
-        await press(pilot, "pagedown")
-        text += screen_text(app)
-        for expected in (
-            "The run is data-bound",
-            ADVICE.summary,
-            ADVICE.evidence[0],
-            f"▸ 1  {GROW.title}",
-            "~12.0 of 20.0 GiB",
-            "✗ batch 16 -> 32: predicted at 100.8 % of the card",
-            "✓ kept",
-            "30.0 ± 0.6",
-            "33.6 ± 0.5",
-            "+12.0 %",
-            "16.5 GiB",
-        ):
-            assert expected in text, expected
+async def test_the_screen_shows_what_limits_the_speed_what_would_help_and_what_would_not() -> None:
+    async with opened(RecordingFeed(running(gpu(), advice=ADVICE, trial=TRIAL)), "b", size=(80, 24)) as (app, pilot):
+        for size in SIZES:
+            await resize(pilot, *size)
+            assert isinstance(app.screen, SpeedScreen)
+            text = screen_text(app)
+            await press(pilot, "pagedown")
+            text += screen_text(app)
+            await press(pilot, "pageup")
+            for expected in (
+                "The run is data-bound",
+                ADVICE.summary,
+                ADVICE.evidence[0],
+                f"▸ 1  {GROW.title}",
+                "~12.0 of 20.0 GiB",
+                "✗ batch 16 -> 32: predicted at 100.8 % of the card",
+                "✓ kept",
+                "30.0 ± 0.6",
+                "33.6 ± 0.5",
+                "+12.0 %",
+                "16.5 GiB",
+            ):
+                assert expected in text, (size, expected)
         await press(pilot, "escape")
         assert app.screen is app.dashboard
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_enter_tries_the_marked_proposal_and_tells_what_came_of_it(size: tuple[int, int]) -> None:
-    feed = RecordingFeed(running(gpu(), advice=ADVICE))
+async def test_enter_tries_the_marked_proposal_and_shows_the_answer() -> None:
+    feed = RecordingFeed(running(gpu()))
     feed.answers = ((wire.Outcome.ACCEPTED, "measuring before"), (wire.Outcome.DONE, "kept: samples/s rose by 12.0 %"))
-    async with opened(feed, "b", "enter", size=size) as (app, _):
-        assert feed.requests == [Try(id=1, change=Change(assignments={"batch": "10", "accumulation": "4"}))]
+    async with opened(feed, "b", size=(80, 24)) as (app, pilot):
         assert app.screen is app.dashboard
-        assert "✓ kept: samples/s rose by 12.0 %" in screen_text(app)
+        assert "✗ Speed: what limits the speed is not known yet" in screen_text(app)
+        feed.send(running(gpu(), advice=ADVICE))
+        await settle(pilot)
+        for number, size in enumerate(SIZES, 1):
+            await resize(pilot, *size)
+            app.dashboard.say("")
+            await press(pilot, "b", "down", "enter")
+            assert "memtop does not do this itself; type: sudo fallocate" in screen_text(app)
+            assert len(feed.requests) == number - 1
+            await press(pilot, "up", "enter")
+            change = Change(assignments={"batch": "10", "accumulation": "4"})
+            assert feed.requests[number - 1 :] == [Try(id=number, change=change)]
+            assert app.screen is app.dashboard
+            assert "✓ kept: samples/s rose by 12.0 %" in screen_text(app)
 
 
-async def test_what_a_person_must_do_is_only_told() -> None:
-    feed = RecordingFeed(running(gpu(), advice=ADVICE))
-    async with opened(feed, "b", "down", "enter") as (app, _):
-        assert "memtop does not do this itself; type: sudo fallocate" in screen_text(app)
-        assert feed.requests == []
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"state": wire.Phase.STOPPED, "alive": False}, "a trial measures a run that trains: this one is stopped"),
-        ({"advice": replace(ADVICE, proposals=())}, "there is no proposal to try"),
-    ],
-)
-async def test_where_nothing_can_be_tried_the_reason_is_given(fields: dict[str, object], said: str) -> None:
-    feed = RecordingFeed(running(gpu(), **{"advice": ADVICE, **fields}))
-    async with opened(feed, "b", "t", size=(80, 24)) as (app, _):
-        assert f"✗ {said}" in screen_text(app)
-        assert feed.requests == []
+async def test_where_nothing_can_be_tried_the_reason_is_given() -> None:
+    feed = RecordingFeed(running(gpu(), advice=ADVICE, state=wire.Phase.STOPPED, alive=False))
+    async with opened(feed, "b", "t", size=(80, 24)) as (app, pilot):
+        assert "✗ a trial measures a run that trains: this one is stopped" in screen_text(app)
+        feed.send(running(gpu(), advice=replace(ADVICE, proposals=())))
+        await press(pilot, "escape")
+        await press(pilot, "b", "t")
+        assert "✗ there is no proposal to try" in screen_text(app)
+    assert feed.requests == []
 
 
 async def test_read_only_shows_the_advice_and_tries_nothing() -> None:
@@ -104,12 +110,6 @@ async def test_read_only_shows_the_advice_and_tries_nothing() -> None:
     async with opened(feed, "b", "enter", size=(80, 24)) as (app, _):
         assert "✗ read-only: nothing can be changed from here" in screen_text(app)
         assert feed.requests == []
-
-
-async def test_before_anything_was_measured_the_key_says_so() -> None:
-    async with opened(RecordingFeed(running(gpu())), "b") as (app, _):
-        assert app.screen is app.dashboard
-        assert "✗ Speed: what limits the speed is not known yet" in screen_text(app)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_the_training_panel_has_the_word(bottleneck: str, word: str) -> None:
     assert "bound" not in "".join(plain(one) for one in draw_training(unknown, 54, 12))
 
 
-def test_what_is_not_known_of_a_trial_is_a_dash_and_has_no_change() -> None:
+def test_unknown_values_of_a_trial_are_dashes_without_a_change() -> None:
     lines = [plain(one) for one in trial_lines(TRIAL, 80)]
     (swap,) = [one for one in lines if one.startswith("swap")]
     assert swap.split() == ["swap", "0", "B", "–"]
@@ -146,13 +146,13 @@ def test_a_trial_that_still_measures_has_one_side() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bottleneck", "summary", "told"),
+    ("bottleneck", "summary", "shown"),
     [
         ("compute", "compute-bound: only 1% of each update waits for data", "The run is compute-bound Only 1% of each update"),
         ("data", "waiting for data: 40% of each update", "The run is data-bound Waiting for data: 40% of each update"),
         ("unknown", "not known yet: 3 updates measured, 16 are needed", "Not known yet: 3 updates measured"),
     ],
 )
-def test_the_judgement_is_said_once(bottleneck: str, summary: str, told: str) -> None:
+def test_the_judgement_is_shown_once(bottleneck: str, summary: str, shown: str) -> None:
     run = running(gpu(), advice=replace(ADVICE, bottleneck=bottleneck, summary=summary, evidence=())).run
-    assert " ".join(" ".join(plain(one) for one in advice_lines(run, 80)).split()).startswith(told)
+    assert " ".join(" ".join(plain(one) for one in advice_lines(run, 80)).split()).startswith(shown)

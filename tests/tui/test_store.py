@@ -8,7 +8,7 @@ from memtop.supervisor import wire
 from memtop.tui.feed import LogLines
 from memtop.tui.keymap import BY_ID, obstacle, offered, stray_count
 from memtop.tui.store import HISTORY_LENGTH, LOG_LINES_KEPT, Store, fold, holders
-from tests.tui.support import GIB, NOW, gpu, machine, process, run_state, running
+from tests.tui.support import GIB, NOW, gpu, machine, process, run_state, running, store_of
 
 
 def rows(*updates: int, attempt: int = 1) -> tuple[wire.Metric, ...]:
@@ -68,14 +68,12 @@ def test_run_actions_need_a_run_and_a_link(action: str) -> None:
 
 
 @pytest.mark.parametrize(("action", "possible"), [("free", False), ("stop", False), ("restart", True), ("kill", True)])
-def test_what_can_be_done_with_a_run_that_is_over(action: str, possible: bool) -> None:
-    from memtop.tui.feed import Connected
-
-    store = fold(fold(Store(), Connected()), running(gpu(), state=wire.Phase.STOPPED, alive=False))
+def test_commands_for_a_run_that_is_over(action: str, possible: bool) -> None:
+    store = store_of(running(gpu(), state=wire.Phase.STOPPED, alive=False))
     assert (obstacle(BY_ID[action], store) is None) is possible
 
 
-def test_a_time_in_which_nobody_looked_stays_a_gap() -> None:
+def test_a_time_without_samples_stays_a_gap() -> None:
     store = Store()
     for moment in (0, 1, 2, 12, 13):
         store = fold(store, machine(gpu(), time=NOW + moment))

@@ -8,7 +8,7 @@ from pathlib import Path
 from memtop.tui.dashboard.log import FIRST_BYTES, LONGEST_LINE, LogTail, clean
 
 
-def test_a_file_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_a_file_that_does_not_exist_yet(tmp_path: Path) -> None:
     tail = LogTail(tmp_path / "output.log")
     assert tail.read() == []
     (tmp_path / "output.log").write_text("one\n")
@@ -45,7 +45,7 @@ def test_a_rotated_file_is_read_from_its_start(tmp_path: Path) -> None:
     assert tail.read() == ["a much longer first line"]
 
 
-def test_of_a_long_file_only_the_end_in_whole_lines(tmp_path: Path) -> None:
+def test_only_whole_lines_of_the_end_of_a_long_file_are_read(tmp_path: Path) -> None:
     path = tmp_path / "output.log"
     path.write_text("".join(f"line {n:08d}\n" for n in range(FIRST_BYTES // 10)))
     rows = LogTail(path).read()

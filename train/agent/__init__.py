@@ -53,8 +53,7 @@ from typing import Any
 
 from . import failures, memory
 from .hooks import StepWatch
-from .journal import JournalWriter, find_place, launcher_variables
-from .link import Link
+from .journal import JournalWriter, Link, find_place, launcher_variables
 
 AGENT_COMMANDS = ("free_cache",)
 

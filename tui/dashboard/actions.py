@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from memtop.presets import apply_preset, presets_for
 from memtop.supervisor import units, wire
-from memtop.supervisor.monitor.snapshots import why_incomplete
+from memtop.supervisor.monitor.values import why_incomplete
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.wire import Change

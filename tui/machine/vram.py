@@ -8,8 +8,7 @@ from msgspec.structs import replace
 
 from memtop.supervisor import units, wire
 from memtop.supervisor.monitor.history import gpu_key
-from memtop.supervisor.monitor.snapshots import why_incomplete_on
-from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot, MigInstance
+from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot, MigInstance, why_incomplete_on
 from memtop.supervisor.monitor.vram import RankMemory, VramParts, placed, ranks_on, step_peak_bytes
 from memtop.supervisor.monitor.vram import vram_parts as split
 from memtop.tui.charts import ROLES, Share, memory_bar, padded_tag

@@ -12,10 +12,9 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Input
 
-from memtop.supervisor.monitor.snapshots import why_incomplete
 from memtop.supervisor.monitor.strays import NOT_YOURS, forbidden
 from memtop.supervisor.monitor.strays import rows_of as gpu_rows
-from memtop.supervisor.monitor.values import GpuProcess
+from memtop.supervisor.monitor.values import GpuProcess, why_incomplete
 from memtop.tui.line import MUTED, Line, fact, fit, join, join_fitting, line, spread, width_of
 from memtop.tui.line_list import Entry, LineList, ListContent
 from memtop.tui.panel import LinePanel

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import pynvml
 
 from memtop.supervisor.monitor.nvml import errors as codes
-from memtop.supervisor.monitor.nvml.gpm import Gpm
 from memtop.supervisor.monitor.nvml.query import ALL_ONES, NOT_REPORTED, GpuGone, NoValue, Query
+from memtop.supervisor.monitor.nvml.rates import PCIE_NOT_WANTED, Gpm
 from memtop.supervisor.monitor.values import GpuDetails
 
 PCIE_FIELDS = ("pcie_sent_bytes_per_second", "pcie_received_bytes_per_second")
-PCIE_NOT_WANTED = "read only while GPU details are displayed"
 NO_MIG_UTILIZATION = "the driver reports no utilisation for MIG instances"
 
 _UNKNOWN_STATE = 32  # NVML_PSTATE_UNKNOWN

@@ -21,8 +21,8 @@ from memtop.supervisor.monitor.nvml.device import Gpu, Host
 from memtop.supervisor.monitor.nvml.environment import ASLEEP, CudaDevice, all_asleep, visible_indices
 from memtop.supervisor.monitor.nvml.events import DriverEvent, EventWatcher, Troubles
 from memtop.supervisor.monitor.nvml.memory import HostRam
-from memtop.supervisor.monitor.nvml.pcie import PcieReader
 from memtop.supervisor.monitor.nvml.query import NoValue, call_first
+from memtop.supervisor.monitor.nvml.rates import PcieReader
 from memtop.supervisor.monitor.processes.proc import in_host_pid_namespace
 from memtop.supervisor.monitor.values import GpuSample
 

@@ -1,1 +1,1 @@
-"""The rules of a run: functions from values to values, one file for each matter."""
+"""The rules of a run: pure functions, one file for each subject."""

@@ -1,14 +1,13 @@
-"""How attempts begin: the settings of the next one, its start, and what follows when it cannot be
-started.
-"""
+"""How attempts begin: the settings of the next one, its start, and the model after it."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
+from memtop.supervisor.errors import UsageError
+from memtop.supervisor.recovery.configuration import edited
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.change import edited, edited_live
 from memtop.supervisor.run.effects import DropRows, Launch, ReleaseState
 from memtop.supervisor.run.events import Launched
 from memtop.supervisor.run.model import Cause, CurrentAttempt, Launching, Model, emit, move, note, warn
@@ -19,15 +18,23 @@ from memtop.supervisor.wire import Change, Checkpoint, Phase
 
 
 def foreseen(model: Model, change: Change) -> Settings | None:
-    """The settings that a change leads to if it is made now; UsageError if it cannot be made."""
-    rows = model.configurations.rows
+    """The settings that result if this change is made now; UsageError if it is not possible.
+
+    A run in progress first finishes one more update.
+    """
     if model.phase.final or change.state_before is not None:
         return settings_after(model, change)
-    return edited_live(model.proven, change, model.checkpoint, model.progress, rows)
+    settings, step, reached = model.proven, model.progress.step, model.checkpoint
+    if settings is not None and step is not None:
+        update, seen = step.update + 1, (step.samples_seen or 0) + settings.effective_batch
+        if change.max_updates is not None and 0 < change.max_updates < update:
+            raise UsageError(f"max_updates {change.max_updates}: the run will have done {update} when it stops; give more")
+        reached = Checkpoint(path="", updates=update, samples_seen=seen, complete=True)
+    return edited(settings, change, reached, model.configurations.rows)
 
 
 def settings_after(model: Model, change: Change) -> Settings | None:
-    """The settings of an attempt that begins with this change; UsageError if it cannot."""
+    """The settings of an attempt that begins with this change; UsageError if it is not possible."""
     return edited(model.proven, change, _resumed_from(model, change), model.configurations.rows)
 
 
@@ -36,10 +43,10 @@ def _resumed_from(model: Model, change: Change) -> Checkpoint | None:
 
 
 def launch(model: Model, change: Change, cause: Cause, *, client: int | None = None, request: int = 0) -> Model:
-    """Start the next attempt from the newest complete state, with the changed settings. UsageError
-    if it cannot be.
+    """Start the next attempt from the newest complete state, with the changed settings.
 
-    Until it has started, everything that is known of the attempt before stays.
+    The model keeps everything about the previous attempt until this one has started. UsageError if
+    the change is not possible.
     """
     settings = settings_after(model, change)
     allocator = change.assignments.get("allocator", model.allocator) if settings is None else ""
@@ -102,7 +109,7 @@ def launched(model: Model, event: Launched) -> Model:
 
 
 def _anew(model: Model, launching: Launching, event: Launched, repeated: str | None) -> Model:
-    """The model at the start of an attempt: what belongs to the attempt before is forgotten."""
+    """The model at the start of an attempt: everything about the previous attempt is reset."""
     return replace(
         model,
         launching=None,
@@ -131,8 +138,10 @@ def _anew(model: Model, launching: Launching, event: Launched, repeated: str | N
 
 
 def _repeated(model: Model, change: Change, checkpoint: Checkpoint | None) -> str | None:
-    """What is lost of the attempt before; nothing is where it went back on purpose. Of an external
-    command it is not known.
+    """Which updates of the previous attempt are repeated, in words.
+
+    None if the run went back to an earlier state on purpose, and for external commands, whose saved
+    state memtop does not know.
     """
     if model.settings is None or change.state_before is not None:
         return None

@@ -1,4 +1,4 @@
-"""What clients ask for: every request is answered, a refusal with its reason."""
+"""Requests of clients. Every request gets an answer; a refusal contains its reason."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from memtop.presets.schema import Settings
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError
+from memtop.supervisor.recovery.configuration import live_values
 from memtop.supervisor.run import explain
-from memtop.supervisor.run.change import live_values
 from memtop.supervisor.run.effects import Reply
 from memtop.supervisor.run.events import AgentAnswer, Answered, Requested
 from memtop.supervisor.run.model import Ask, Cause, Model, Purpose, Waiter, ask, emit, note, refused
@@ -19,7 +19,7 @@ from memtop.supervisor.wire import Answer, CheckpointNow, Edit, FreeCache, Outco
 
 
 def requested(model: Model, event: Requested) -> Model:
-    """Answer at once where that is possible; else accept, and answer when it is done."""
+    """Answer at once if possible; otherwise accept the request and answer again when it is done."""
     client, request = event.client, event.request
     model = replace(model, states=event.states)
     try:
@@ -75,7 +75,7 @@ def _restart(model: Model, client: int, request: Restart) -> Model:
 
 
 def confirm(model: Model, client: int, request: int) -> Model:
-    """The restart that a client asked for begins."""
+    """Confirm to the client that the requested restart begins."""
     for waiter in model.waiters:
         if (waiter.client, waiter.request) == (client, request) and waiter.accepts is not None:
             model = accept(_without(model, waiter), client, request, waiter.accepts)
@@ -84,7 +84,7 @@ def confirm(model: Model, client: int, request: int) -> Model:
 
 
 def withdraw(model: Model, client: int, request: int, why: str, *, usage: bool = False) -> Model:
-    """It cannot begin after all."""
+    """Refuse the requested restart: it turned out to be impossible."""
     for waiter in model.waiters:
         if (waiter.client, waiter.request) == (client, request) and waiter.accepts is not None:
             model = refuse(_without(model, waiter), client, request, why, usage=usage)
@@ -96,8 +96,8 @@ def _without(model: Model, waiter: Waiter) -> Model:
 
 
 def _consequences(model: Model, after: Settings | None) -> str:
-    """What a change makes of the effective batch, and that it leads to what has died of memory, if
-    it does.
+    """How a change affects the effective batch, and a warning if its settings ran out of memory
+    before.
     """
     return explain.split_change(model.settings, after) + explain.risk_of(after, model.configurations.rows)
 
@@ -121,7 +121,7 @@ def _try(model: Model, client: int, request: Try) -> Model:
 
 
 def answered(model: Model, pending: Ask, event: Answered) -> Model:
-    """The ranks have carried out what a client asked for."""
+    """The ranks have carried out the request of a client."""
     assert pending.client is not None
     problem = refused(event.answers)
     if problem is not None:
@@ -172,7 +172,7 @@ def _stopped(model: Model, waiter: Waiter) -> Model:
     word, reason = model.phase.value, model.reason or ""
     # "stopped at update 7, ..." names the phase already.
     message = f"{word}: {reason}" if reason and not reason.startswith(word) else reason or word
-    # The stop was asked for; that the state is lost was not.
+    # The stop was requested; losing the state was not.
     if explain.not_saved(model.progress.end):
         return fail(model, waiter.client, waiter.request, message)
     return done(model, waiter.client, waiter.request, message)

@@ -1,6 +1,4 @@
-"""Keeps the run's configurations in step with what the program does, and writes them down when one
-begins or ends.
-"""
+"""Keeps the list of the run's configurations up to date, and writes it when one begins or ends."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from memtop.supervisor.run.reports import Oom, Plan, Report, SettingsChanged, St
 
 
 def put(model: Model, configurations: Configurations) -> Model:
-    """One has begun or ended: write what changed, and show it."""
+    """A configuration has begun or ended: write the changes and notify the dashboards."""
     if configurations is model.configurations:
         return model
     records = configurations.to_save()
@@ -27,7 +25,7 @@ def put(model: Model, configurations: Configurations) -> Model:
 
 
 def keep(model: Model) -> Model:
-    """Write the measurements that were taken since the last time."""
+    """Write the measurements taken since the last call."""
     if not model.configurations.unsaved:
         return model
     records = model.configurations.to_save()
@@ -35,7 +33,7 @@ def keep(model: Model) -> Model:
 
 
 def after_report(model: Model, rank: int, report: Report) -> Model:
-    """What a report means for the present configuration."""
+    """Update the present configuration from a report."""
     match report:
         case Step():
             uuid = model.progress.ranks[rank].device_uuid
@@ -57,14 +55,14 @@ def after_report(model: Model, rank: int, report: Report) -> Model:
 
 
 def announce(model: Model, kind: str, text: str, report: Report) -> Model:
-    """An event that comes of a report, unless an earlier supervisor has made it already."""
+    """Add an event for a report, unless an earlier supervisor has already added it."""
     if report.time is not None and (kind, report.time) in model.announced:
         return model
     return note(model, kind, text, values(report))
 
 
 def note_host(model: Model, resident_bytes: int | None) -> Model:
-    """On the CPU the peak is what the run's processes hold of host memory."""
+    """On the CPU, the peak is the host memory of the run's processes."""
     if not _trains_on_the_cpu(model):
         return model
     model = _with_key(model)
@@ -72,9 +70,7 @@ def note_host(model: Model, resident_bytes: int | None) -> Model:
 
 
 def _trains_on_the_cpu(model: Model) -> bool:
-    """Whether that is certain: until the trainer has reported where it trains, its host memory is
-    not its peak.
-    """
+    """False before the trainer has reported its device: host memory does not count as the peak."""
     reported = model.progress.plan if model.settings is not None else model.progress.step
     return reported is not None and not model.on_gpu
 
@@ -89,7 +85,7 @@ def _with_key(model: Model) -> Model:
 
 
 def _note_failure(model: Model, rank: int, report: Oom) -> Model:
-    """On the CPU the peak is what is held at the failure: no sample may ever have seen it."""
+    """On the CPU, the peak is the memory at the failure, which may fall between two samples."""
     present = model.configurations.present
     if present is None or report.rss_bytes is None:
         return model
@@ -100,7 +96,7 @@ def _note_failure(model: Model, rank: int, report: Oom) -> Model:
 
 
 def _settings_changed(model: Model, report: SettingsChanged) -> Model:
-    """The running program goes on with other settings: they are the run's from now on."""
+    """The running program has changed its settings: they become the settings of the run."""
     before = model.settings
     if before is None or model.attempt is None:
         return model
@@ -117,10 +113,10 @@ def _settings_changed(model: Model, report: SettingsChanged) -> Model:
 
 
 def _kind_of_failure(model: Model, update: int) -> str:
-    """What the trainer ran out of before it went on with less from this update on.
+    """Which memory the trainer ran out of before it continued with smaller settings at this update.
 
-    Journals are read one after the other, and the failure may be in a later one: then it is that of
-    where the run trains.
+    Journals are read one after the other. If the failure is in a journal that was not read yet, the
+    memory is that of the training device.
     """
     failures = [report for _, report in model.progress.failures if (report.update or 0) >= update - 1]
     on_gpu = failures[-1].device_uuid is not None if failures else model.on_gpu
@@ -129,8 +125,8 @@ def _kind_of_failure(model: Model, update: int) -> str:
 
 
 def put_back(model: Model, before: Settings, reason: str) -> Model:
-    """The run has ended with other settings: from now on those before are its own, as a
-    configuration without an update.
+    """The run has ended with unproven settings: return to the settings before, as a configuration
+    without an update.
     """
     now, last = model.settings, model.configurations.present
     if now is None or last is None or same(now, before):

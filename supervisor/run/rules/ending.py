@@ -1,6 +1,4 @@
-"""The end of an attempt: clear what is left behind, find out why it ended, decide what the run is
-now.
-"""
+"""The end of an attempt: end leftover processes, find out why it ended, choose the next phase."""
 
 from __future__ import annotations
 
@@ -19,22 +17,19 @@ from memtop.supervisor.wire import Phase
 
 
 def program_ended(model: Model, event: ProgramEnded) -> Model:
-    """End what it left behind: ranks of a dead launcher and loader workers would hold its
-    memory.
-    """
+    """End leftover processes: ranks of a dead launcher and loader workers would keep its memory."""
     attempt, ladder = model.attempt, model.ladder
     if attempt is None or attempt.stage is not AttemptStage.RUNNING:
         return model
     attempt = replace(attempt, stage=AttemptStage.CLEARING, ended=event.ended, exit_status=event.status)
-    # Of a program that was being stopped they may still be saving, and get the time that the
-    # program would have had.
+    # After a stop, they may still be saving: they get the time that the program would have had.
     untouched, terminate = (0.0, LEFTOVER_SECONDS) if ladder is None else ladder.patience(model.now.monotonic)
     model = replace(model, attempt=attempt)
     return emit(model, ClearLeftovers(untouched_seconds=untouched, terminate_seconds=terminate))
 
 
 def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
-    """All that it had to report was read: how did it end?"""
+    """All reports have been read: determine how the program ended."""
     attempt = model.attempt
     if attempt is None or attempt.stage is not AttemptStage.CLEARING:
         return model
@@ -52,8 +47,8 @@ def leftovers_cleared(model: Model, event: LeftoversCleared) -> Model:
     stopping = model.phase in (Phase.STOPPING, Phase.RESTARTING)
     examine = Examine(
         ended=attempt.ended or model.now.time,
-        # A program that failed to save may still end with status 0, which would prove that all is
-        # well; and one that memtop ended because it stood still ended of memtop's signal.
+        # Two exit statuses would mislead: 0 from a program that failed to save, and the signal with
+        # which memtop ended a program that hung.
         status=None if status == 0 or stalled else status,
         stop_requested=stopping or (model.ladder is not None and not stalled),
         settings=model.settings,
@@ -70,7 +65,7 @@ def examined(model: Model, event: Examined) -> Model:
     if event.problem is not None:
         model = note(model, "warning", event.problem)
     diagnosis, cause = explain.with_cause(found, verdict.diagnosis, verdict.reason)
-    # A program that reports itself what is not saved knows it best.
+    # The program's own report of what is not saved is the most reliable.
     reason = explain.not_saved(model.progress.end) or cause
     if (found.reason or "").startswith("not_examined"):
         model = note(model, "warning", found.summary)
@@ -79,11 +74,11 @@ def examined(model: Model, event: Examined) -> Model:
 
 
 def _conclude(model: Model, found: Diagnosis | None, facts: RemedyFacts | None) -> Model:
-    """Write the end into the ledger, and go on to what follows."""
+    """Write the end into the ledger, then begin what follows."""
     attempt, verdict, progress = model.attempt, model.verdict, model.progress
     assert attempt is not None
     assert verdict is not None
-    # A restart that was asked for while the log was read counts.
+    # A restart that was requested while the log was read counts.
     outcome = "restarted" if model.pending is not None else verdict.phase.value
     model = survival.ended(model, outcome, found)
     decision: Decision | None = None
@@ -91,7 +86,7 @@ def _conclude(model: Model, found: Diagnosis | None, facts: RemedyFacts | None) 
         model, decision = survival.decide(model, found, facts)
     model = replace(model, attempt=replace(attempt, stage=AttemptStage.OVER), ladder=None, verdict=None)
     if decision is not None:
-        # First: once the ledger has the end, the next supervisor follows state.json.
+        # Before the ledger: once it has the end, the next supervisor follows state.json.
         model = emit(model, SaveState())
     ended = {
         "ended": attempt.ended,
@@ -102,23 +97,21 @@ def _conclude(model: Model, found: Diagnosis | None, facts: RemedyFacts | None) 
         "samples_seen": progress.step.samples_seen if progress.step is not None else None,
         "peak_bytes": progress.peak_bytes,
     }
-    # If the ledger cannot take it now, the next supervisor finds the attempt open and its exit
-    # file, and comes here again.
+    # If the ledger cannot be written now, the next supervisor finds the attempt open, with its
+    # exit file, and repeats this step.
     model = emit(model, UpdateAttempt(number=attempt.number, values=ended))
     return _over(model, verdict, decision) if model.pending is None else _restart(model)
 
 
 def _died_by_itself(model: Model, verdict: AttemptVerdict) -> bool:
-    """Whether it failed without having been stopped, by memtop or from outside, and no restart was
-    asked for.
-    """
+    """Whether the program failed by itself: without a stop or a requested restart."""
     end = model.progress.end
     stopped = model.phase is Phase.STOPPING or (end is not None and end.outcome == "stopped")
     return verdict.phase is Phase.FAILED and not stopped and model.pending is None
 
 
 def _over(model: Model, verdict: AttemptVerdict, decision: Decision | None) -> Model:
-    """The run is over, unless it is restarted by itself."""
+    """The run is over, unless memtop restarts it."""
     attempt = model.attempt
     assert attempt is not None
     reason = verdict.reason
@@ -129,7 +122,7 @@ def _over(model: Model, verdict: AttemptVerdict, decision: Decision | None) -> M
 
 
 def _restart(model: Model) -> Model:
-    """What was asked for while it ran: the next attempt begins."""
+    """Begin the attempt that was requested while the program ran."""
     change = model.pending
     assert change is not None
     if model.phase is not Phase.RESTARTING:
@@ -143,8 +136,8 @@ def _restart(model: Model) -> Model:
 
 
 def restart_refused(model: Model, why: str, *, usage: bool) -> Model:
-    """A change that cannot be made after all leaves a run that has stopped as requested; any other
-    refusal one that failed.
+    """The restart is impossible. If the change was invalid, the run has stopped as requested; after
+    any other refusal it has failed.
     """
     phase = Phase.STOPPED if usage else Phase.FAILED
     model = emit(replace(model, pending=None), UpdateAttempt(number=model.number, values={"outcome": phase.value}))

@@ -22,9 +22,7 @@ from memtop.supervisor.wire import Change, Phase
 
 
 def under_pressure(model: Model, rank: int, report: Pressure) -> Model:
-    """torch's allocator had to give its cache back and ask again: the step before an allocation
-    fails.
-    """
+    """torch's allocator had to free its cache and retry. The next allocation may fail."""
     retries = report.allocation_retries
     text = f"update {report.update}: the allocator of rank {rank} was refused memory and had to empty its cache first"
     return note(model, "pressure", f"{text} ({retries} times so far)", {"rank": rank, "retries": retries})
@@ -57,16 +55,16 @@ def tick(model: Model) -> Model:
 
 
 def answered(model: Model, pending: Ask, event: Answered) -> Model:
-    """Only what is saved may be ended."""
+    """Restart if the state was saved; otherwise leave the program running."""
     if pending.attempt != model.number or model.phase is not Phase.TRAINING or model.pending is not None:
-        return model  # something else was decided meanwhile
+        return model  # another decision came first
     if (why := refused(event.answers)) is not None:
         return note(model, "leak", f"not restarted: its state could not be saved: {why}")
     return restart.begin(model, Change(reason=f"leak: {model.leak_reason}"), Cause.PENDING)
 
 
 def advised(model: Model, measured: Measured) -> Model:
-    """The newest updates and samples were summed up."""
+    """Renew the advice from new medians."""
     found = advise(measured, model.settings, lambda batch: forecast(model, batch), failed_batches(model), run=model.run.name)
     return replace(model, advice=found)
 
@@ -83,8 +81,8 @@ def failed_batches(model: Model) -> set[int]:
 
 
 def forecast(model: Model, batch: int) -> Forecast | None:
-    """The peak with another micro-batch, from what this run was measured to need; None where no
-    measurement allows one.
+    """The peak with another micro-batch, by this run's measurements; None if they do not allow a
+    forecast.
     """
     settings, sample = model.settings, model.sample
     if settings is None or sample is None:
@@ -93,7 +91,7 @@ def forecast(model: Model, batch: int) -> Forecast | None:
     peaks = peaks_of(settings, [row.peak for row in rows if row.peak is not None], on_gpu=model.on_gpu)
     total, taken = _capacity(model, sample.machine)
     own = next((peak for peak in reversed(peaks) if peak.batch == settings.batch and not peak.failed), None)
-    # Everything that is taken and not the run's own.
+    # All used memory that does not belong to the run.
     others = max(0, taken - own.bytes) if own is not None and taken is not None else None
     line = line_through(peaks)
     if isinstance(line, PeakLine):
@@ -104,9 +102,7 @@ def forecast(model: Model, batch: int) -> Forecast | None:
 
 
 def _capacity(model: Model, machine: MachineSnapshot) -> tuple[int | None, int | None]:
-    """The size of the memory that the run trains in, and how much is taken: of its fullest GPU, or
-    of the host.
-    """
+    """Size and used bytes of the memory in which the run trains: its fullest GPU, or the host."""
     if not model.on_gpu:
         host = machine.host
         return (host.total_bytes if host.limit_bytes is None else host.limit_bytes), host.used_bytes

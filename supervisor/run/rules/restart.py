@@ -1,6 +1,4 @@
-"""A restart that somebody asked for: the program is stopped first, then the next attempt begins
-with the change.
-"""
+"""A requested restart: stop the program first, then begin the next attempt with the change."""
 
 from __future__ import annotations
 
@@ -14,19 +12,20 @@ from memtop.supervisor.wire import Change, Phase
 
 def begin(model: Model, change: Change, cause: Cause, *, client: int | None = None, request: int = 0) -> Model:
     """Stop the attempt; when it has ended, the next one starts. An ended run starts at once.
-    UsageError if it cannot.
+    UsageError if the
+    change is not possible.
     """
     if model.phase.final or model.restart is not None:
         return attempts.launch(model, change, cause, client=client, request=request)
     if change.state_before is not None:
-        # The program saves once more when it stops, and the oldest state may have to go for that.
+        # The program saves once more when it stops, which may remove the oldest state.
         holding = Holding(change=change, client=client, request=request)
         return emit(replace(model, holding=holding), HoldState(change.state_before))
     return proceed(emit(model, ReleaseState()), change)
 
 
 def held(model: Model) -> Model:
-    """The state to go back to is protected: stop the program."""
+    """The earlier state is protected from removal: stop the program."""
     holding = model.holding
     assert holding is not None
     model = replace(model, holding=None)
@@ -36,7 +35,7 @@ def held(model: Model) -> Model:
 
 
 def not_held(model: Model, problem: str) -> Model:
-    """No restart: the run goes on."""
+    """Cancel the restart; the run continues."""
     model = replace(model, holding=None, pending=None)
     return note(model, "warning", f"not restarted: {problem}")
 

@@ -1,4 +1,4 @@
-"""How the program is stopped: it is asked to, and where that does not help, signals follow."""
+"""How the program is stopped: first a request, then signals if it does not stop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memtop.supervisor.wire import Phase
 
 
 def stop_run(model: Model) -> Model:
-    """Stop the run for good; a restart that was waiting is called off."""
+    """Stop the run for good. A pending restart is cancelled."""
     if model.restart is not None:
         return survival.call_off(model, "called off: it stays as it died")
     model = emit(replace(model, pending=None, holding=None), ReleaseState())
@@ -22,8 +22,8 @@ def stop_run(model: Model) -> Model:
 
 
 def ask_to_stop(model: Model) -> Model:
-    """Ask rank 0 to finish its update, save and exit. If it cannot be asked or does not answer,
-    signals follow.
+    """Ask rank 0 to finish its update, save and exit. If it has no agent or does not
+    answer, signals follow.
     """
     if model.ladder is not None or model.attempt is None or model.attempt.stage is not AttemptStage.RUNNING:
         return model
@@ -34,7 +34,7 @@ def ask_to_stop(model: Model) -> Model:
 
 def begin(model: Model, *, asked: bool) -> Model:
     """Begin the ladder; without `asked` its first signal is due at the next tick."""
-    # The built-in trainer saves on SIGTERM too, unless it stands still.
+    # The built-in trainer also saves on SIGTERM, unless it hangs.
     saves = model.settings is not None and model.stalled is None
     seconds = model.progress.step_seconds or 0.0
     waits = model.waits.stretched(seconds, model.progress.longest_aside, saves_on_sigterm=saves)
@@ -47,7 +47,7 @@ def begin(model: Model, *, asked: bool) -> Model:
 
 
 def answered(model: Model, pending: Ask, event: Answered) -> Model:
-    """Rank 0 has said whether it stops."""
+    """Rank 0 has answered the request to stop; begin the signals if it refused."""
     if model.ladder is None or pending.attempt != model.number or refused(event.answers) is None:
         return model
     return replace(model, ladder=model.ladder.declined(model.now.monotonic))
@@ -72,7 +72,7 @@ def signalled(model: Model, event: Signalled) -> Model:
 
 
 def may_stand_still(model: Model) -> bool:
-    """Whether a program from which nothing is heard is to be looked at."""
+    """Whether a program that reports nothing may be hanging."""
     return (
         model.attempt is not None
         and model.attempt.stage is AttemptStage.RUNNING
@@ -83,7 +83,7 @@ def may_stand_still(model: Model) -> bool:
 
 
 def stood_still(model: Model, event: StoodStill) -> Model:
-    """It ran out of memory and neither goes on nor ends: end it."""
+    """The program ran out of memory and hangs: end it."""
     if not may_stand_still(model):
         return model
     model = replace(model, stalled=event.words)

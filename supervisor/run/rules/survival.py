@@ -14,11 +14,10 @@ from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.errors import UsageError
 from memtop.supervisor.recovery import policy
 from memtop.supervisor.recovery.configuration import applied, change_for, changes_nothing, configuration_key
-from memtop.supervisor.recovery.external_command import ExternalCommand, remedies_for_command
 from memtop.supervisor.recovery.host_ladder import beyond_all_memory
 from memtop.supervisor.recovery.leaks import cause_of_death, that_filled
 from memtop.supervisor.recovery.policy import SURE, Candidate, Decision, Tried
-from memtop.supervisor.recovery.remedies import last_advice, remedies
+from memtop.supervisor.recovery.remedies import ExternalCommand, last_advice, remedies, remedies_for_command
 from memtop.supervisor.recovery.situation import HostFacts, KeptState, Situation, situation_of
 from memtop.supervisor.recovery.values import Remedy
 from memtop.supervisor.run.events import RemedyFacts
@@ -28,19 +27,19 @@ from memtop.supervisor.run.record.configurations import ConfigurationRecord
 from memtop.supervisor.run.rules import attempts, configurations
 from memtop.supervisor.wire import Change, Phase, Proposal
 
-# A state needs its own size once more to be written, and a little for everything else.
+# Writing a state needs its own size once more, and a little for everything else.
 _DISK_MARGIN, _DISK_BYTES = 1.1, 1 << 20
 # Weights and two moments in fp32.
 _STATE_BYTES = 12
-# Assumed where no state was ever written and the program has not reported the size of its model.
+# Assumed if no state was ever written and the program has not reported the size of its model.
 _DISK_UNKNOWN_BYTES = 1 << 30
 
 
 def ended(model: Model, outcome: str, diagnosis: Diagnosis | None) -> Model:
-    """The attempt is over: so is its configuration."""
+    """The attempt has ended, and so has its configuration."""
     died = diagnosis is not None and diagnosis.of_memory and diagnosis.confidence >= SURE
-    # A smaller configuration does not help against a full disk: this one may be tried again when
-    # there is space.
+    # A smaller configuration does not help if the disk is full, so this one may be tried again
+    # when there is space.
     full = diagnosis is not None and diagnosis.kind is Kind.DISK_FULL
     name = diagnosis.kind.value if died and diagnosis is not None else outcome
     update = model.progress.update
@@ -49,7 +48,7 @@ def ended(model: Model, outcome: str, diagnosis: Diagnosis | None) -> Model:
 
 
 def decide(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> tuple[Model, Decision | None]:
-    """What follows a death; None where memory was not the reason."""
+    """Decide what follows a failure; the decision is None if memory was not the reason."""
     if not diagnosis.of_memory or diagnosis.confidence < SURE:
         return model, None
     try:
@@ -64,7 +63,7 @@ def decide(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> tuple[Mode
 
 
 def _no_use_to_wait(model: Model, facts: RemedyFacts) -> str | None:
-    """Why space on the run's own disk would not help; None where it would."""
+    """Why more space on the run's disk would not help; None if it would."""
     if model.settings is None:
         return "it is an external command, which would begin anew: restart it yourself when there is space"
     if model.waited_at is not None and (model.saved or 0) <= model.waited_at:
@@ -99,7 +98,7 @@ def _prepare(model: Model, diagnosis: Diagnosis, decision: Decision, facts: Reme
 
 
 def wait_for(model: Model, waiting: Waiting) -> Model:
-    """Give a person time to call the restart off."""
+    """Give a person time to cancel the restart."""
     notice = WATCHED_NOTICE_SECONDS if model.watched else NOTICE_SECONDS
     restart = PendingRestart(waiting=waiting, began=model.now.monotonic, notice_seconds=notice)
     proposed = model.proposal
@@ -109,14 +108,14 @@ def wait_for(model: Model, waiting: Waiting) -> Model:
 
 
 def tick(model: Model) -> Model:
-    """While a restart waits."""
+    """Check a pending restart: begin it, report what prevents it, or give it up."""
     assert model.restart is not None
     machine = model.sample.machine if model.sample is not None else None
     restart, verdict = model.restart.look(model.now.monotonic, machine, model.disk_free, model.run.folder)
     problem, announced = restart.problem, restart.announced
     if problem is not None and problem != announced:
-        # The holders of the memory are named once for each answer; that the free bytes of a disk
-        # changed is no news.
+        # The processes that hold the memory are named once. A change of the free disk space is
+        # not reported.
         if announced is None or verdict != "wait":
             model = note(model, "remedy", f"waiting: {problem}" if verdict == "wait" else problem)
         restart = replace(restart, announced=problem)
@@ -130,7 +129,7 @@ def tick(model: Model) -> Model:
 
 
 def call_off(model: Model, why: str) -> Model:
-    """No restart: the run stays as it died, until a person decides what to do."""
+    """Cancel the restart: the run stays failed until a person decides what to do."""
     proposed = model.proposal
     if proposed is not None:
         proposed = replace(proposed, waiting=why, begins=None)
@@ -142,7 +141,7 @@ _EXTERNAL = "memtop can change only the allocator of an external command; you ca
 
 
 def propose(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> tuple[Proposal, Decision]:
-    """What can be done about this death, and what is done about it without asking."""
+    """The remedies for this failure, and what memtop does without asking."""
     records, settings = model.configurations.records, model.settings
     host = _host(model, facts)
     situation = None if settings is None else _situation(model, settings, diagnosis, facts, host)
@@ -153,7 +152,7 @@ def propose(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> tuple[Pro
     otherwise = _EXTERNAL if settings is None else None
     decision = policy.decide(diagnosis, tried(records), candidates, model.run.on_oom, otherwise=otherwise)
     if decision.remedy is not None:
-        # The remedy that is applied is shown first.
+        # The applied remedy is shown first.
         found = (decision.remedy, *(remedy for remedy in found if remedy is not decision.remedy))
     fitting = any(not remedy.needs_consent and remedy.resumable in ("live", "resumes", "converts") for remedy in found)
     advice = () if fitting or situation is None else last_advice(situation)
@@ -165,7 +164,7 @@ def propose(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> tuple[Pro
 
 
 def tried(records: Sequence[ConfigurationRecord]) -> list[Tried]:
-    """The run's past, oldest first, as the policy looks at it."""
+    """The run's past attempts, oldest first, as values for the policy."""
     return [
         Tried(
             key=_external_key(record.allocator) if settings is None else configuration_key(settings),
@@ -182,7 +181,7 @@ def tried(records: Sequence[ConfigurationRecord]) -> list[Tried]:
 
 
 def _external_key(allocator: str) -> str:
-    """Of an external command memtop knows only the allocator options that it gave it."""
+    """A key for an external command, of which memtop knows only the allocator options it set."""
     return f"external command, allocator {allocator or 'unchanged'}"
 
 
@@ -237,17 +236,15 @@ def _failed(records: Sequence[ConfigurationRecord]) -> list[Settings]:
 
 
 def _total_bytes(model: Model) -> int | None:
-    """The memory of the run's smallest GPU; without one the host's limit counts, which `HostFacts`
-    has.
-    """
+    """The memory of the run's smallest GPU; None without a GPU."""
     uuids = set(model.progress.devices.values())
     gpus = model.sample.machine.gpus if model.sample is not None else ()
     return min((gpu.total_bytes for gpu in gpus if gpu.uuid in uuids and gpu.total_bytes is not None), default=None)
 
 
 def _base_bytes(model: Model) -> int | None:
-    """What the fullest GPU of the run holds without a batch: contexts, weights, optimizer, as
-    measured between updates.
+    """Bytes on the run's fullest GPU without a batch (contexts, weights, optimizer), as measured
+    between updates.
     """
     bases = model.sample.gpu_base_bytes if model.sample is not None else {}
     held = [
@@ -259,8 +256,8 @@ def _base_bytes(model: Model) -> int | None:
 
 
 def _others_bytes(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> int | None:
-    """What other programs hold where the run trains: of a GPU what was taken before the run, of the
-    host what is taken now.
+    """Bytes that other programs hold: on a GPU those used before the run began, on the host those
+    used now.
     """
     if model.on_gpu:
         if diagnosis.other_process_bytes is not None:

@@ -1,8 +1,8 @@
-"""How a supervisor begins: it starts the run, adopts a program that an earlier one left behind, or
-takes up what that one had still to do.
+"""How a supervisor begins: it starts the run, adopts a running program, or finishes what an earlier
+supervisor began.
 
-An earlier supervisor may have been killed at any moment. What it decided is in the ledger, in
-state.json and in the journals; what it had not written is decided again.
+An earlier supervisor may have been killed at any moment. Its decisions are in the ledger, in
+state.json and in the journals; what it did not write is decided again.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ _UNSTARTED = "its supervisor ended before it could start it"
 
 
 def opened(model: Model, event: SupervisorStarted) -> Model:
-    """Know again what an earlier supervisor knew; the reports of the newest attempt are repeated
-    next.
-    """
+    """Restore the model of an earlier supervisor. The newest attempt's reports follow."""
     model = replace(model, configurations=Configurations(records=event.records), states=event.states)
     newest = newest_started(event.attempts, event.unstarted)
     if newest is None:
@@ -56,10 +54,9 @@ def opened(model: Model, event: SupervisorStarted) -> Model:
 
 
 def newest_started(attempts: tuple[Attempt, ...], unstarted: Collection[int]) -> Attempt | None:
-    """The attempt that the run is at: the newest whose program was started, or if none was the
-    newest; None if there is none.
+    """The newest attempt whose program was started; if there is none, the newest attempt, or None.
 
-    `unstarted`: those that are open in the ledger and have no program.
+    `unstarted`: attempts that are open in the ledger and have no program.
     """
     started = [row for row in attempts if row.number not in unstarted and row.launched]
     return started[-1] if started else attempts[-1] if attempts else None
@@ -83,7 +80,7 @@ def _remember(model: Model, row: Attempt, event: SupervisorStarted, state: State
         stalled=state.stalled if state is not None else None,
         waited_at=event.state.waited_at if event.state is not None else None,
         announced=event.announced,
-        # Until the reports have been repeated: what they mean for the run's phase is known then.
+        # The phase of the run is known when the reports have been replayed.
         phase=Phase.STARTING if is_open else model.phase,
     )
     if is_open and not model.configurations.has_begun(row.number):
@@ -93,9 +90,7 @@ def _remember(model: Model, row: Attempt, event: SupervisorStarted, state: State
 
 
 def _begin_configuration(model: Model, row: Attempt, state: StateFile | None) -> Model:
-    """An earlier supervisor has started the attempt and was killed before it could write with which
-    configuration.
-    """
+    """Add the configuration of an attempt whose supervisor was killed before it could write it."""
     waiting = state.waiting.change if state is not None and state.waiting is not None else None
     requested = state.pending if state is not None else None
     cause = next((one for one in (waiting, requested) if one == row.change), None)
@@ -116,24 +111,24 @@ def _begin_configuration(model: Model, row: Attempt, state: StateFile | None) ->
 
 
 def replayed(model: Model) -> Model:
-    """All reports are known again: go on."""
+    """All reports have been replayed: continue the run."""
     opening = model.opening
     if opening is None:
         return model
     model = replace(model, opening=None)
     present = model.configurations.present
     if present is not None and present.newest_attempt >= model.number and present.configuration.settings is not None:
-        # Newer than the program's reports: a trial that its end cut short was undone.
+        # The ledger is newer than the reports: a trial that the end interrupted was undone.
         model = replace(model, settings=present.configuration.settings)
     return _adopt(model, opening) if opening.is_open else _take_up(model, opening)
 
 
 def _adopt(model: Model, opening: Opening) -> Model:
-    """The program is alive, or it has ended and no supervisor has handled that yet."""
+    """Adopt the program: it is alive, or it has ended and no supervisor has handled the end yet."""
     state = opening.state
     phase = state.run.state if state is not None and not state.run.state.final else Phase.STARTING
     if state is not None and state.waiting is not None and state.pending is None:
-        # It ended by itself, which the ledger could not take: what follows is decided again.
+        # It ended by itself, and the ledger could not be written: decide again what follows.
         phase = Phase.TRAINING
     if phase is Phase.STARTING and model.progress.step is not None:
         phase = Phase.TRAINING
@@ -151,12 +146,9 @@ def _adopt(model: Model, opening: Opening) -> Model:
 
 
 def _take_up(model: Model, opening: Opening) -> Model:
-    """The program has ended: begin anew with the change, or with what an earlier supervisor had
-    still to do.
-    """
+    """The program has ended: restart with the change, or do what an earlier supervisor began."""
     state = opening.state
-    # If the supervisor was killed before it could put both together, the ledger knows why the
-    # program ended.
+    # If the supervisor was killed before it wrote state.json, the ledger has the reason.
     reason = (state.run.reason if state is not None else None) or opening.summary
     pending = state.pending if state is not None else None
     if state is not None and state.waiting is not None:
@@ -179,9 +171,7 @@ def _take_up(model: Model, opening: Opening) -> Model:
 
 
 def inherited_refused(model: Model, why: str) -> Model:
-    """The restart that an earlier supervisor was asked for cannot be made: the run stays as it
-    ended.
-    """
+    """A restart requested from an earlier supervisor is impossible: the run stays ended."""
     return emit(note(replace(model, reason=why), "failed", why), SaveState())
 
 

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import os
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -15,7 +18,6 @@ from pathlib import Path
 import msgspec
 
 from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError, RunFolderError, UsageError
-from memtop.supervisor.run.clients.server import socket_path
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.view import needs_supervisor
 from memtop.supervisor.wire import Answer, Change, Message, Outcome, Request
@@ -23,6 +25,30 @@ from memtop.supervisor.wire import Answer, Change, Message, Outcome, Request
 _MESSAGE = msgspec.json.Decoder(Message)
 _LINE_LIMIT = 64 << 20
 _START_SECONDS = 30.0
+
+
+def socket_path(run_folder: Path) -> Path:
+    """The path of the run's socket, in a folder that only this user can enter.
+
+    It is short whatever the run folder's path (the kernel allows 107 bytes). It is always the same
+    for a run, so that agents find the next supervisor.
+    """
+    base = os.environ.get("MEMTOP_SOCKET_DIR")
+    parent = Path(base) if base else Path("/tmp") / f"memtop-{os.getuid()}"
+    try:
+        parent.mkdir(mode=0o700, exist_ok=True)
+        found = parent.lstat()
+    except OSError as error:
+        raise RunFolderError(f"{parent}: cannot be created: {error.strerror}; set MEMTOP_SOCKET_DIR") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise RunFolderError(
+            f"{parent}: must be your own folder, closed to others (chmod 700); remove it or set MEMTOP_SOCKET_DIR"
+        )
+    digest = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:20]
+    path = parent / f"{digest}.sock"
+    if len(os.fsencode(path)) > 107:
+        raise RunFolderError(f"MEMTOP_SOCKET_DIR {parent}: too long for a socket, at most 80 bytes")
+    return path
 
 
 class AsyncRunClient:

@@ -1,4 +1,4 @@
-"""Back to an earlier kept state: the right one, nothing deleted, and safe from what the stopping program still saves."""
+"""Return to an earlier kept state: the right one, nothing deleted, and safe from what the stopping program still saves."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_state_before_all_kept_ones_is_refused_with_what_there_is(latest: Path
         state_at(latest, 9)
 
 
-def test_a_damaged_state_is_not_gone_back_to(latest: Path) -> None:
+def test_a_damaged_state_is_not_restored(latest: Path) -> None:
     (latest.parent / "train_latest_state.2000" / "weights").write_text("short")
     assert state_at(latest, 25).updates == 10
 
@@ -120,7 +120,7 @@ def test_everything_is_moved_back_where_the_start_fails(latest: Path) -> None:
     assert sorted(latest.parent.iterdir()) == folders
 
 
-def test_what_cannot_be_moved_moves_nothing(latest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_rename_changes_nothing(latest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, rename = tree(latest.parent), Path.rename
 
     def refuse(self: Path, target: Path) -> Path:
@@ -134,7 +134,7 @@ def test_what_cannot_be_moved_moves_nothing(latest: Path, monkeypatch: pytest.Mo
     assert tree(latest.parent) == before
 
 
-def test_what_is_let_go_takes_no_room(latest: Path) -> None:
+def test_a_discarded_state_takes_no_space(latest: Path) -> None:
     before = tree(latest.parent)
     hold(latest, 20)
     assert latest.with_name("train_latest_state.held").exists()
@@ -157,9 +157,7 @@ def test_where_there_are_no_hard_links_a_state_is_held_by_a_copy(
     assert (latest / "weights").read_text() == "weights after 20"
 
 
-def test_a_state_that_cannot_be_held_is_told_in_one_line_and_leaves_nothing(
-    latest: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_cannot_be_held_gives_one_line_and_leaves_nothing(latest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(source: str, target: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", source, None, target)
 

@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 
-from memtop.supervisor.monitor.snapshots import only_gpus
-from memtop.supervisor.monitor.values import GpuProcess, GpuSample, Job, MachineSnapshot
+from memtop.supervisor.monitor.values import GpuProcess, GpuSample, Job, MachineSnapshot, only_gpus
 from memtop.supervisor.units import GIB
 from memtop.supervisor.wire import HistoryRows, Phase, RunState, StateUpdate
 from memtop.tui.feed import Connected, FeedMessage, LocalFeed, choosing
 from tests.conftest import Runs
-from tests.nvml_double.double import Script, build
+from tests.nvml_double.double import Script, nvml_library  # noqa: F401 (a fixture)
 from tests.terminal import Terminal
 from tests.test_streaming import free_port, scrape, started
 
@@ -63,7 +62,7 @@ def test_jobs_are_in_the_order_of_their_memory_here() -> None:
     assert [(job.key, job.used_bytes) for job in only_gpus(three(), {1}).jobs] == [("one", 7), ("ddp", 5)]
 
 
-def test_what_is_not_known_here_stays_unknown_with_its_reason() -> None:
+def test_unknown_values_stay_unknown_with_their_reason() -> None:
     for indices in ({2}, {0, 2}):
         (job,) = only_gpus(three(), indices).jobs
         assert (job.used_bytes, job.unknown) == (None, {"used_bytes": "the driver does not say"})
@@ -76,7 +75,7 @@ def test_all_of_them_is_the_same_snapshot() -> None:
     assert only_gpus(bare, {0}) is bare
 
 
-def test_gpus_that_are_gone_are_told() -> None:
+def test_missing_gpus_are_reported() -> None:
     found = only_gpus(three(), {5, 4})
     assert (found.gpus, found.jobs) == ((), ())
     assert found.gpu_note == "GPU 4, 5: the driver does not list it now, only GPU 0, 1, 2"
@@ -86,13 +85,13 @@ def history(index: int | None, key: str) -> HistoryRows:
     return HistoryRows(key=key, gpu_index=index, label="", times=b"", columns={})
 
 
-def test_a_run_and_its_history_are_told_with_the_chosen_gpus_alone() -> None:
+def test_a_run_and_its_history_are_reported_for_the_chosen_gpus_only() -> None:
     turn = choosing({1})
     run = RunState(name="a", folder="f", state=Phase.TRAINING, created=1.0)
-    told = turn(StateUpdate(run=run, machine=three()))
-    assert isinstance(told, StateUpdate)
-    assert told.machine is not None
-    assert [gpu.index for gpu in told.machine.gpus] == [1]
+    kept = turn(StateUpdate(run=run, machine=three()))
+    assert isinstance(kept, StateUpdate)
+    assert kept.machine is not None
+    assert [gpu.index for gpu in kept.machine.gpus] == [1]
     bare = StateUpdate(run=run)
     assert turn(bare) is bare
     assert turn(history(0, "GPU-a")) is None
@@ -126,13 +125,13 @@ def program() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def machine(runs: Runs, tmp_path: Path, program: subprocess.Popen[bytes]) -> Runs:
+def machine(runs: Runs, tmp_path: Path, program: subprocess.Popen[bytes], nvml_library: Path) -> Runs:  # noqa: F811
     """Three GPUs; one program on all of them."""
     script = Script(tmp_path / "script")
     for index in range(3):
         script.gpu(index, total=20 * GIB, used=5 * GIB, uuid=f"GPU-{index}", name="A4500")
         script.process(index, pid=program.pid, used=(index + 1) * GIB)
-    runs.environment |= script.write().env(build(tmp_path))
+    runs.environment |= script.write().env(nvml_library)
     runs.environment["CUDA_VISIBLE_DEVICES"] = "2,1"
     return runs
 
@@ -185,7 +184,7 @@ def test_the_dashboard(machine: Runs) -> None:
         terminal.close()
 
 
-def test_a_gpu_that_is_not_there_is_one_line(machine: Runs) -> None:
+def test_a_missing_gpu_is_one_line(machine: Runs) -> None:
     for form in (["--once"], ["--csv"], ["--json", "--follow"], ["--prometheus", "9400"]):
         done = machine.memtop("watch", *form, "--gpus", "0,7", status=2)
         assert done.stderr == "memtop: --gpus 0,7: this machine has no GPU 7; there are 0, 1, 2\n"

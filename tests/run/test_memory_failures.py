@@ -1,4 +1,4 @@
-"""Deaths of memory of programs of the user's own, and what the supervisor does about them: real processes and kernel kills."""
+"""Programs that run out of memory, and what the supervisor does about it: real processes and kernel kills."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_fragmented_allocator_gets_its_option_and_the_program_goes_on(runs: Ru
 
 
 @pytest.mark.parametrize(("on_oom", "why"), [("ask", "--on-oom ask"), ("stop", "--on-oom stop")])
-def test_who_does_not_want_it_is_only_told(runs: Runs, on_oom: str, why: str) -> None:
+def test_without_permission_to_restart_the_remedy_is_only_named(runs: Runs, on_oom: str, why: str) -> None:
     done = own(runs, "--on-oom", on_oom, program=(sys.executable, "-c", FRAGMENTED), status=1)
     assert "gpu_oom_fragmented: GPU 0" in done.stderr
     assert f"memtop does nothing yet: {why}" in done.stderr
@@ -99,7 +99,7 @@ def test_a_kill_by_hand_is_no_reason_to_change_anything(runs: Runs, group: Memor
     assert document["reason"] == "killed by signal 9 (SIGKILL)"
 
 
-def test_a_kill_that_nobody_saw_is_proven_by_the_next_supervisor(runs: Runs, group: MemoryGroup) -> None:
+def test_a_kill_without_a_supervisor_is_proven_by_the_next_one(runs: Runs, group: MemoryGroup) -> None:
     group.limit(96 << 20)
     # Waits for the supervisor's end before it takes too much.
     runs.memtop("train", "--name", "a", "--detach", "--", *group.inside(sys.executable, "-c", UNTIL_GO + GREEDY))
@@ -123,7 +123,7 @@ def test_a_long_log_does_not_keep_the_supervisor_from_answering(runs: Runs) -> N
     assert runs.show("a")["attempts"][0]["diagnosis"]["kind"] == "not_memory"
 
 
-def test_a_dead_run_keeps_its_proposal_for_who_comes_later(runs: Runs) -> None:
+def test_a_failed_run_keeps_its_proposal_for_later_clients(runs: Runs) -> None:
     own(runs, "--on-oom", "ask", program=(sys.executable, "-c", FRAGMENTED), status=1)
     runs.wait("a", lambda d: d["supervisor_pid"] is None)
     state = read_state(RunFolder(Path(runs.path / "a")))

@@ -1,4 +1,4 @@
-"""What a newcomer must be able to read: nothing cut off without need, marks that are explained, colours on any background."""
+"""Readability: nothing is cut off without need, marks are explained, colours work on any background."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from rich.cells import cell_len
 from textual.color import Color
 
+from memtop.supervisor import wire
 from memtop.supervisor.monitor.values import GpuTrouble, Job
-from memtop.tui.app import DashboardApp
 from memtop.tui.line import cropped, plain, wrap
 from memtop.tui.machine.gpu_details import draw_gpu_details
 from memtop.tui.machine.vram import bar_parts, vram_legend
@@ -24,6 +24,8 @@ from tests.tui.support import (
     opened,
     press,
     process,
+    resize,
+    run_state,
     running,
     screen_text,
     settle,
@@ -35,13 +37,14 @@ TEXTS = ("mem-safe", "mem-edge", "mem-muted", "mem-alloc")
 
 
 @pytest.mark.parametrize("theme", ["memtop", "textual-light", "textual-dark", "solarized-light"])
-async def test_the_words_of_the_bands_stand_out_from_every_background(theme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_words_of_the_bands_stand_out_from_every_background(theme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEXTUAL_THEME", theme)
-    async with opened(RecordingFeed(machine(gpu()))) as (app, _):
-        variables = app.get_css_variables()
-        for name in TEXTS:
-            for background in ("background", "mem-track"):
-                assert contrast(Color.parse(variables[name]), Color.parse(variables[background])) > 3.0, (name, background)
+    app = dashboard(RecordingFeed())
+    assert app.theme == theme
+    variables = app.get_css_variables()
+    for name in TEXTS:
+        for background in ("background", "mem-track"):
+            assert contrast(Color.parse(variables[name]), Color.parse(variables[background])) > 3.0, (name, background)
 
 
 def contrast(one: Color, other: Color) -> float:
@@ -69,17 +72,20 @@ def test_wide_characters_count_for_their_cells() -> None:
     assert len({cell_len(row) for row in rows}) == 1
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-async def test_the_rows_of_the_kill_dialog_are_one_line_each_and_the_reason_below(size: tuple[int, int]) -> None:
+async def test_the_rows_of_the_kill_dialog_are_one_line_each_and_the_reason_below() -> None:
     why = "draws on the screen (graphics): ending it may end the desktop session of whoever works at this machine"
     rows = (process(11, command="python " + "x" * 200), process(12, command=WIDE * 9, choosable=False, reason=why))
-    async with opened(RecordingFeed(machine(gpu(processes=rows))), "k", size=size) as (app, _):
-        text = screen_text(app)
-        lines = [one for one in text.splitlines() if " 11 " in one or " 12 " in one]
-        (first, second) = [one for one in lines if ("ada" in one and "GiB" in one and "[" in one) or " - " in one][-2:]
-        # The columns stand below each other, and what the reason says is there to its end.
-        assert first.rindex("ada") == second.rindex("ada")
-        assert "works at this machine" in " ".join(text.replace("│", " ").split())
+    async with opened(RecordingFeed(machine(gpu(processes=rows))), size=(80, 24)) as (app, pilot):
+        for size in ((80, 24), (120, 40)):
+            await resize(pilot, *size)
+            await press(pilot, "k")
+            text = screen_text(app)
+            lines = [one for one in text.splitlines() if " 11 " in one or " 12 " in one]
+            (first, second) = [one for one in lines if ("ada" in one and "GiB" in one and "[" in one) or " - " in one][-2:]
+            # The columns stand below each other, and the whole reason is shown.
+            assert first.rindex("ada") == second.rindex("ada")
+            assert "works at this machine" in " ".join(text.replace("│", " ").split())
+            await press(pilot, "escape")
 
 
 def test_no_value_of_the_details_is_cut_off() -> None:
@@ -92,7 +98,7 @@ def test_no_value_of_the_details_is_cut_off() -> None:
     assert (both[at][60:] + both[at + 1][60:]).replace(" ", "") == "|UUIDGPU-00000001-0000-0000-0000-000000000000"[1:]
 
 
-def test_a_card_that_cannot_be_read_says_who_it_was_and_what_happened_and_no_more() -> None:
+def test_an_unreadable_card_shows_only_its_name_and_the_reason() -> None:
     trouble = GpuTrouble(time=NOW - 5, kind="lost", message="the GPU is lost")
     lost = gpu(error="the GPU is lost: power the machine off and on", troubles=(trouble,), utilization_fraction=None)
     store = fold(fold(Store(), machine(gpu())), machine(lost, time=NOW + 1))
@@ -117,19 +123,19 @@ def test_every_mark_in_the_bar_is_in_the_legend() -> None:
         assert {"█", "▓", "▒"} <= set(legend), (width, legend)
 
 
-@pytest.mark.parametrize("run", [False, True])
-async def test_why_there_is_no_gpu_is_said_to_its_end(run: bool) -> None:
-    message = machine(note=NOTE)
-    update = running()
-    feed = RecordingFeed(type(update)(run=update.run, machine=message) if run else message)
-    async with opened(feed) as (app, _):
-        assert "after installing it" in " ".join(screen_text(app).replace("│", " ").split())
-        # Without a run there is nothing beside it: it takes the whole width.
-        assert (app.screen.query_one("#host-big").size.width > 100) is not run
+async def test_the_whole_reason_why_there_is_no_gpu_is_shown() -> None:
+    feed = RecordingFeed(machine(note=NOTE))
+    async with opened(feed) as (app, pilot):
+        for has_run in (False, True):
+            assert "after installing it" in " ".join(screen_text(app).replace("│", " ").split())
+            # Without a run the panel takes the whole width.
+            assert (app.screen.query_one("#host-big").size.width > 100) is not has_run
+            feed.send(wire.StateUpdate(run=run_state(), machine=machine(note=NOTE)))
+            await settle(pilot)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "problem"),
     [
         ("vram>", "vram> needs a number"),
         ("vram>>x", "needs a number"),
@@ -137,27 +143,29 @@ async def test_why_there_is_no_gpu_is_said_to_its_end(run: bool) -> None:
         ("nosuch:1", "cpu, time"),
     ],
 )
-def test_a_filter_that_cannot_mean_anything_is_refused_in_words(text: str, said: str) -> None:
+def test_a_filter_that_cannot_mean_anything_is_refused_in_words(text: str, problem: str) -> None:
     found = parse(text)
     assert isinstance(found, str)
-    assert said in found
+    assert problem in found
     assert found.count("pid") <= 1
 
 
-async def shown_keys(app: DashboardApp, width: int) -> set[str]:
-    async with app.run_test(size=(width, 40)) as pilot:
-        await settle(pilot)
-        bar = app.dashboard.action_bar
-        assert sum(button.size.width for button in bar.children if button.display) <= width
-        return {str(button.id) for button in bar.children if button.display}
+async def test_the_keys_of_other_screens_have_a_button_wherever_there_is_room() -> None:
+    feed = RecordingFeed(machine(gpu()))
+    async with opened(feed, size=(80, 40)) as (app, pilot):
 
+        async def shown_keys(width: int) -> set[str]:
+            await resize(pilot, width, 40)
+            bar = app.dashboard.action_bar
+            assert sum(button.size.width for button in bar.children if button.display) <= width
+            return {str(button.id) for button in bar.children if button.display}
 
-async def test_ways_to_look_deeper_have_a_button_wherever_there_is_room() -> None:
-    alone = await shown_keys(dashboard(RecordingFeed(machine(gpu()))), 80)
-    assert {"action-history", "action-processes", "action-gpu", "action-host", "action-help"} <= alone
-    assert "action-processes" in await shown_keys(dashboard(RecordingFeed(running(gpu()))), 120)
-    assert "action-history" in await shown_keys(dashboard(RecordingFeed(running(gpu()))), 170)
-    assert "action-help" in await shown_keys(dashboard(RecordingFeed(running(gpu()))), 80)
+        wanted = {"action-history", "action-processes", "action-gpu", "action-host", "action-help"}
+        assert wanted <= await shown_keys(80)
+        feed.send(running(gpu()))
+        assert "action-processes" in await shown_keys(120)
+        assert "action-history" in await shown_keys(170)
+        assert "action-help" in await shown_keys(80)
 
 
 async def test_g_and_m_lead_from_the_gpu_to_the_host_and_back() -> None:
@@ -167,14 +175,15 @@ async def test_g_and_m_lead_from_the_gpu_to_the_host_and_back() -> None:
             assert wanted in screen_text(app), key
 
 
-async def test_a_process_tells_its_share_of_the_card_and_all_of_its_facts() -> None:
+async def test_a_process_shows_its_share_of_the_card_and_all_of_its_facts() -> None:
     row = process(11, command="python " + "y" * 400, used_bytes=5 * GIB, container="docker 3f2a9c1b7d10")
-    for size in ((80, 24), (120, 40)):
-        async with opened(RecordingFeed(machine(gpu(processes=(row,)))), "o", "enter", size=size) as (app, _):
+    async with opened(RecordingFeed(machine(gpu(processes=(row,)))), "o", "enter", size=(80, 24)) as (app, pilot):
+        for size in ((80, 24), (120, 40)):
+            await resize(pilot, *size)
             text = screen_text(app)
             assert "5.0 GiB, 25.0 % of card" in text
             assert "docker 3f2a9c1b7d10" in text
             assert "stray" in text
-            # A command that is longer than the room for it says so.
+            # A command that is cut ends with an ellipsis.
             assert ("y…" in text) is (size == (80, 24))
             assert text.count("y") >= (400 if size != (80, 24) else 60)

@@ -1,4 +1,4 @@
-"""When a restart that waits may begin: the clock is the test's, the machine is what it says."""
+"""When a pending restart may begin. Each test sets the clock and the machine's readings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_it_begins_once_it_could_be_called_off_and_the_memory_is_free() -> None:
     assert look(pending(), NOTICE_SECONDS, card(GIB + 1000)) == ("go", None)
 
 
-def test_the_holders_of_the_memory_are_named_and_it_begins_all_the_same() -> None:
+def test_processes_that_hold_the_memory_are_named_and_the_run_starts() -> None:
     holder = GpuProcess(pid=4242, name="python", used_bytes=3 * GIB)
     gone = GpuProcess(pid=1, name="ghost", used_bytes=GIB, gone=True)
     problem = "GPU 0 has 4.0 GiB more taken than before the run, held by python (pid 4242, 3.0 GiB)"

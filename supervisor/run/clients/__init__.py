@@ -1,1 +1,0 @@
-"""The control socket: its server, its clients, and the stream to subscribers."""
