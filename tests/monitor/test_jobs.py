@@ -102,7 +102,7 @@ def test_launchers(command: str) -> None:
         *("containerd-shim-runc-v2 -id 1", "accelerate config", "/venv/bin/python sweep.py", "sudo -u me bash"),
     ],
 )
-def test_what_never_leads(command: str) -> None:
+def test_programs_that_never_lead(command: str) -> None:
     table = Table().add(10, 1, command).add(20, 10, TRAIN, gpu=True).add(21, 10, "python other.py", gpu=True)
     assert {job.leader: job.roles for job in table.drafts()} == {20: {20: "process"}, 21: {21: "process"}}
 

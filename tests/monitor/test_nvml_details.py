@@ -363,10 +363,10 @@ def test_a_fixed_value_that_failed_once_is_read_again_until_it_is_known(
     details = one(reader).details
     assert getattr(details, field) is not None
     assert field not in details.unknown
-    asked = driver.calls(call)
+    calls = driver.calls(call)
     clock.pass_(5.0)
     one(reader)
-    assert driver.calls(call) == asked
+    assert driver.calls(call) == calls
 
 
 def test_a_sensor_that_was_read_before_is_read_again(driver: Script, reader: NvmlReader, clock: Clock) -> None:

@@ -224,11 +224,9 @@ def test_more_memory_in_use_than_the_card_has_is_unknown(driver: Script, reader:
     assert (gpu.used_bytes, gpu.unknown) == (GIB, {})
 
 
-def test_where_no_thread_can_be_started(
-    driver: Script, reader: NvmlReader, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A pids limit that is reached, as in a container: what needs a thread says so, and comes once
-    there is one."""
+def test_no_thread_can_be_started(driver: Script, reader: NvmlReader, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pids limit of a container is reached: values that need a thread have that reason until
+    a thread can start."""
     start = threading.Thread.start
     allowed: list[str] = []
 

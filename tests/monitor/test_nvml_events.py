@@ -15,6 +15,7 @@ import pytest
 from memtop.supervisor.monitor.nvml.errors import xid_words
 from memtop.supervisor.monitor.nvml.events import AGAIN_SECONDS
 from memtop.supervisor.monitor.nvml.reader import NvmlReader
+from memtop.supervisor.monitor.values import GpuSample
 from tests.monitor.conftest import GIB, Clock, eventually, one
 from tests.nvml_double.double import Script
 
@@ -23,30 +24,25 @@ def names() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("memtop-nvml")]
 
 
+def troubled(reader: NvmlReader, count: int = 1) -> GpuSample:
+    """The sample of the only GPU, once it has this many troubles."""
+    return eventually(lambda: one(reader), lambda gpu: len(gpu.troubles) == count)
+
+
 @pytest.mark.parametrize(
     ("code", "of_program", "word"),
     [
-        (13, True, "invalid access"),
-        (31, True, "page fault"),
-        (43, True, "stopped"),
-        (45, True, "discarded"),
-        (48, False, "double-bit"),
-        (63, False, "spare"),
-        (64, False, "replaced"),
-        (74, False, "NVLink"),
-        (79, False, "fallen off the bus"),
-        (94, False, "contained"),
-        (95, False, "uncontained"),
-        (119, False, "firmware"),
-        (120, False, "firmware"),
-        (777, False, "dmesg"),
+        *((13, True, "invalid access"), (31, True, "page fault"), (43, True, "stopped"), (45, True, "discarded")),
+        *((48, False, "double-bit"), (63, False, "spare"), (64, False, "replaced"), (74, False, "NVLink")),
+        *((79, False, "fallen off the bus"), (94, False, "contained"), (95, False, "uncontained")),
+        *((119, False, "firmware"), (120, False, "firmware"), (777, False, "dmesg")),
     ],
 )
 def test_xids_in_plain_words(driver: Script, reader: NvmlReader, code: int, of_program: bool, word: str) -> None:
     driver.gpu(0, total=GIB).write()
     one(reader)
     driver.event(0, 0x8, code).write()
-    (trouble,) = eventually(lambda: one(reader), lambda gpu: bool(gpu.troubles)).troubles
+    (trouble,) = troubled(reader).troubles
     assert (trouble.kind, trouble.code, trouble.fault_of_program) == ("xid", code, of_program)
     assert trouble.message == xid_words(code)
     assert word in trouble.message
@@ -56,21 +52,16 @@ def test_xids_in_plain_words(driver: Script, reader: NvmlReader, code: int, of_p
 @pytest.mark.parametrize(
     ("kind", "name", "word"),
     [
-        (0x2, "ecc", "double-bit"),
-        (0x200, "ecc", "corrected"),
-        (0x400, "ecc", "out of use"),
-        (0x800, "ecc", "replaced"),
-        (0x1000, "ecc", "bad"),
-        (0x2000, "ecc", "spread"),
-        (0x4000, "recovery", "cannot be used"),
-        (0x8000, "recovery", "nvidia-smi -q"),
+        *((0x2, "ecc", "double-bit"), (0x200, "ecc", "corrected"), (0x400, "ecc", "out of use")),
+        *((0x800, "ecc", "replaced"), (0x1000, "ecc", "bad"), (0x2000, "ecc", "spread")),
+        *((0x4000, "recovery", "cannot be used"), (0x8000, "recovery", "nvidia-smi -q")),
     ],
 )
 def test_other_events(driver: Script, reader: NvmlReader, kind: int, name: str, word: str) -> None:
     driver.gpu(0, total=GIB).write()
     one(reader)
     driver.event(0, kind).write()
-    (trouble,) = eventually(lambda: one(reader), lambda gpu: bool(gpu.troubles)).troubles
+    (trouble,) = troubled(reader).troubles
     assert (trouble.kind, trouble.code) == (name, None)
     assert word in trouble.message
 
@@ -79,11 +70,11 @@ def test_a_recovery_action_is_read_when_it_is_announced(driver: Script, reader: 
     driver.gpu(0, total=GIB).field(0, 230, 0).write()
     assert one(reader).details.recovery_action is None
     driver.clear().gpu(0, total=GIB).field(0, 230, 2).event(0, 0x8000).write()
-    gpu = eventually(lambda: one(reader), lambda gpu: bool(gpu.troubles))
+    gpu = troubled(reader)
     assert gpu.troubles[0].message == "reboot the machine"
     assert gpu.details.recovery_action == "reboot the machine"
     driver.clear().gpu(0, total=GIB).field(0, 230, 0).event(0, 0x8000).write()
-    gpu = eventually(lambda: one(reader), lambda gpu: len(gpu.troubles) == 2)
+    gpu = troubled(reader, 2)
     assert "needs no recovery" in gpu.troubles[1].message
 
 
@@ -104,7 +95,7 @@ def test_events_from_before_are_not_seen(driver: Script, reader: NvmlReader) -> 
     driver.gpu(0, total=GIB).event(0, 0x8, 79).write()
     one(reader)
     driver.event(0, 0x8, 13).write()
-    (trouble,) = eventually(lambda: one(reader), lambda gpu: bool(gpu.troubles)).troubles
+    (trouble,) = troubled(reader).troubles
     assert trouble.code == 13
 
 
@@ -149,7 +140,7 @@ def test_an_unloaded_driver_ends_only_the_event_thread(driver: Script, reader: N
     driver.clear().gpu(0, total=GIB).write()
     one(reader)
     driver.event(0, 0x8, 31).write()
-    assert eventually(lambda: one(reader), lambda gpu: bool(gpu.troubles)).troubles[0].code == 31
+    assert troubled(reader).troubles[0].code == 31
 
 
 def test_one_lost_gpu_does_not_end_the_events_of_the_others(
@@ -162,7 +153,7 @@ def test_one_lost_gpu_does_not_end_the_events_of_the_others(
     before = driver.calls("nvmlEventSetWait_v2")
     eventually(lambda: driver.calls("nvmlEventSetWait_v2"), lambda calls: calls > before + 3)
     driver.clear().gpu(0, total=GIB).event(0, 0x8, 31).write()
-    assert eventually(lambda: one(reader), lambda gpu: bool(gpu.troubles)).troubles[0].code == 31
+    assert troubled(reader).troubles[0].code == 31
 
 
 def test_a_gpu_that_is_lost_and_returns(driver: Script, reader: NvmlReader, clock: Clock) -> None:
@@ -220,7 +211,7 @@ def test_a_driver_that_is_reloaded_is_a_loss_and_a_return(driver: Script, reader
     clock.pass_(10.0)
     assert [trouble.kind for trouble in one(reader).troubles] == ["lost", "returned"]
     driver.event(0, 0x8, 43).write()
-    gpu = eventually(lambda: one(reader), lambda gpu: len(gpu.troubles) == 3)
+    gpu = troubled(reader, 3)
     assert gpu.troubles[-1].code == 43, "the events come again"
 
 

@@ -190,7 +190,7 @@ def test_bands_of_instances_have_hysteresis_and_destroyed_instances_are_forgotte
     assert bands == [Band.SAFE, Band.SAFE, Band.SAFE, Band.SAFE, Band.EDGE]
     assert band_at(84.5, "MIG-a") == Band.EDGE, "just below the edge: it stays"
     assert band_at(50, "MIG-b") == Band.SAFE
-    assert band_at(84.5, "MIG-a") == Band.SAFE, "the instance was away and starts anew"
+    assert band_at(84.5, "MIG-a") == Band.SAFE, "the destroyed instance was forgotten"
 
 
 def test_utilisation_is_unknown_where_the_instances_refuse_their_lists(driver: Script, reader: NvmlReader) -> None:

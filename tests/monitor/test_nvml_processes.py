@@ -108,9 +108,9 @@ def test_all_three_lists(driver: Script, reader: NvmlReader) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Graphics", "MPSCompute"])
-@pytest.mark.parametrize(("code", "said"), [(3, False), (13, False), (4, True), (999, True)])
+@pytest.mark.parametrize(("code", "reported"), [(3, False), (13, False), (4, True), (999, True)])
 def test_a_list_that_a_card_does_not_have_is_nothing_missing(
-    driver: Script, reader: NvmlReader, kind: str, code: int, said: bool
+    driver: Script, reader: NvmlReader, kind: str, code: int, reported: bool
 ) -> None:
     driver.gpu(0, total=MIB).process(0, pid=11, used=MIB)
     for version in (2, 3):
@@ -118,7 +118,7 @@ def test_a_list_that_a_card_does_not_have_is_nothing_missing(
     driver.write()
     (gpu,) = reader.read().gpus
     assert [row.pid for row in gpu.processes] == [11]
-    assert ("processes" in gpu.unknown) == said
+    assert ("processes" in gpu.unknown) == reported
 
 
 def test_the_layout_of_the_first_535_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:

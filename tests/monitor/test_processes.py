@@ -133,16 +133,16 @@ def test_without_permission_it_is_unknown(tmp_path: Path) -> None:
 
 
 def test_a_description_is_made_once_per_process(start: Start) -> None:
-    asked: list[int] = []
+    checked: list[int] = []
 
     def holds(pid: int, minors: frozenset[int]) -> bool:
-        asked.append(pid)
+        checked.append(pid)
         return True
 
     process = start()
     describer = ProcessDescriber(holds=holds, same_namespace=lambda: False)
     assert describer.describe(process.pid) is describer.describe(process.pid)
-    assert len(asked) <= 1
+    assert len(checked) <= 1
 
 
 def test_a_signal_reaches_the_process(start: Start) -> None:

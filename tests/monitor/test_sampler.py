@@ -113,17 +113,17 @@ def test_runs_are_read_no_more_often_than_the_process_lists(
 ) -> None:
     process = start(env={"MEMTOP_RUN": "/runs/r"})
     driver.gpu(0, total=GIB).process(0, pid=process.pid, used=9).write()
-    asked: list[float] = []
+    read_at: list[float] = []
 
     def ask() -> Sequence[KnownRun]:
-        asked.append(clock())
+        read_at.append(clock())
         return ()
 
     watcher = Sampler(ask, nvml=reader, describer=ProcessDescriber(same_namespace=lambda: True))
     for _ in range(4):
         assert watcher.sample().gpus[0].processes[0].run == "r"
         clock.pass_(1.0)
-    assert len(asked) == 2
+    assert len(read_at) == 2
 
 
 def test_verdicts_follow_the_runs(driver: Script, reader: NvmlReader, clock: Clock, start: Start) -> None:

@@ -276,7 +276,7 @@ def test_a_pid_that_another_user_has_now_belongs_to_an_ended_process(signals_bef
 
         def owners(self, pid: int) -> Owners | None:
             self.looks += 1
-            # Looked at when it is opened, then before every signal.
+            # The owner is read when the process is opened, then before every signal.
             if self.looks <= 1 + signals_before:
                 return super().owners(pid)
             process.kill()

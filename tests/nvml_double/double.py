@@ -83,7 +83,7 @@ class Script:
         return int(self.library.nvmlDoubleCalls(function.encode()))
 
     def clear(self) -> Script:
-        """Forget all lines: the next ones describe the machine anew."""
+        """Forget all lines: the next ones describe a new machine."""
         self._lines.clear()
         return self
 

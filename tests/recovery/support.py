@@ -11,7 +11,7 @@ from memtop.supervisor.diagnosis.values import Diagnosis, Kind, Logits
 from memtop.supervisor.recovery.configuration import settings_key
 from memtop.supervisor.recovery.remedies import Ladder, ladder
 from memtop.supervisor.recovery.situation import situation_of
-from memtop.supervisor.recovery.values import Peak, Remedy
+from memtop.supervisor.recovery.values import Forecast, Peak, Remedy
 
 GIB = 1 << 30
 PRESETS = load_presets()
@@ -76,6 +76,13 @@ def ids(found: Ladder | tuple[Remedy, ...]) -> list[str]:
 def named(found: Ladder | tuple[Remedy, ...], id: str) -> Remedy:
     (remedy,) = [one for one in (found.remedies if isinstance(found, Ladder) else found) if one.id == id]
     return remedy
+
+
+def forecast_of(found: Ladder, id: str) -> Forecast:
+    """The forecast of a remedy that has one."""
+    forecast = named(found, id).forecast
+    assert forecast is not None
+    return forecast
 
 
 def why_not(found: Ladder, words: str) -> str:

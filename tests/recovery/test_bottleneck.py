@@ -1,5 +1,5 @@
-"""What limits a run with a half-empty GPU, full RAM and swap in use, and what is proposed or
-refused."""
+"""What limits a run with a half-empty GPU, full RAM and swap in use, and which changes are
+proposed or refused."""
 
 from __future__ import annotations
 

@@ -39,12 +39,12 @@ def test_the_failed_request_at_a_smaller_batch(batch: int, size: float) -> None:
 
 @pytest.mark.parametrize(("batch", "length", "size"), [(2, 2048, 2.32), (1, 2048, 1.16), (1, 1024, 0.58), (1, 512, 0.29)])
 def test_the_logits_of_a_request_at_other_batches_and_lengths(batch: int, length: int, size: float) -> None:
-    asked = died(
+    failed = died(
         requested_bytes=2 * length * 151936 * 4,
         requested_logits=Logits(2, length, 151936, 4),
         phase="forward",
     )
-    found = requested_at(asked, batch)
+    found = requested_at(failed, batch)
     assert found is not None
     assert round(found / GIB, 2) == size
 

@@ -20,6 +20,7 @@ from tests.recovery.support import (
     T5_OOM,
     climb,
     died,
+    forecast_of,
     gib,
     ids,
     measured,
@@ -144,8 +145,7 @@ def test_memory_of_other_processes_counts() -> None:
 
 def test_a_limit_that_was_set_on_purpose_is_the_limit() -> None:
     half = climb(replace(T5_OOM, allowed_bytes=gib(10)), T5, peaks=measured())
-    forecast = named(half, "smaller_batch").forecast
-    assert forecast is not None
+    forecast = forecast_of(half, "smaller_batch")
     assert forecast.total_bytes == gib(10)
 
 
@@ -206,9 +206,8 @@ def test_checkpointing_is_estimated_for_activations_only() -> None:
         peak(replace(T5, gradient_checkpointing=True), 16, 6.0),
         peak(replace(T5, gradient_checkpointing=True), 32, 9.0),
     )
-    known = named(climb(T5_OOM, T5, peaks=(*measured(), *measured_on)), "checkpointing")
-    assert known.forecast is not None
-    assert (known.forecast.peak_bytes, known.forecast.basis) == (gib(9.0), "measured at B 32")
+    known = forecast_of(climb(T5_OOM, T5, peaks=(*measured(), *measured_on)), "checkpointing")
+    assert (known.peak_bytes, known.basis) == (gib(9.0), "measured at B 32")
 
 
 def test_checkpointing_that_is_already_on_is_left_out() -> None:
@@ -287,8 +286,7 @@ def test_the_evaluation_batch_comes_first_if_the_evaluation_failed() -> None:
 def test_a_failed_evaluation_is_not_a_peak_of_training() -> None:
     evaluating = replace(T5, eval_every=100)
     trained = (peak(evaluating, 16, 8.0), peak(evaluating, 32, 14.0))
-    forecast = named(climb(replace(T5_OOM, phase="evaluation"), evaluating, peaks=trained), "smaller_batch").forecast
-    assert forecast is not None
+    forecast = forecast_of(climb(replace(T5_OOM, phase="evaluation"), evaluating, peaks=trained), "smaller_batch")
     assert forecast.basis == "measured at B 16"
     assert situation_of(replace(T5_OOM, phase="evaluation"), evaluating, peaks=trained).peaks == trained
     assert len(situation_of(T5_OOM, evaluating, peaks=trained).peaks) == 3
@@ -312,10 +310,9 @@ def test_other_processes_are_named_before_any_setting_changes() -> None:
     assert (first.id, first.resumable, first.command, first.needs_consent) == ("strays", "none", "memtop strays", True)
     assert "12.0 GiB (pid 4242, 77)" in first.title
     assert first.assignments == {}
-    second = named(found, "smaller_batch")
-    assert second.forecast is not None
-    assert second.forecast.fraction is not None
-    assert second.forecast.fraction < 0.85
+    second = forecast_of(found, "smaller_batch")
+    assert second.fraction is not None
+    assert second.fraction < 0.85
 
 
 def test_remedies_are_live_if_the_trainer_runs_without_zero() -> None:
@@ -408,9 +405,8 @@ def test_effective_batch_16_is_kept_and_accumulation_never_doubles_alone() -> No
 def test_the_fullest_gpu_decides() -> None:
     cards = (11.49, 9.37, 9.11)
     peaks = [*(peak(T5, 16, size) for size in cards), peak(T5, 32, 19.73, failed=True)]
-    split = named(climb(T5_OOM, T5, peaks=tuple(peaks)), "smaller_batch")
-    assert split.forecast is not None
-    assert split.forecast.peak_bytes == gib(max(cards))
+    split = forecast_of(climb(T5_OOM, T5, peaks=tuple(peaks)), "smaller_batch")
+    assert split.peak_bytes == gib(max(cards))
 
 
 def test_not_memory_has_no_remedy() -> None:

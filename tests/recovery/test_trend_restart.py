@@ -1,5 +1,5 @@
 """A leak in the built-in trainer that would fill the memory before the next save: it saves and
-restarts by itself.
+restarts automatically.
 
 `tests/run/test_step.py` has the runs that are not restarted."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -27,17 +28,14 @@ from memtop.tui.line import fit, join_fitting, line, plain, spread, width_of, wr
 from memtop.tui.machine.gpu import draw_gpu, draw_gpu_note, draw_gpu_row, draw_gpu_table, gpu_title
 from memtop.tui.machine.host import draw_host
 from memtop.tui.machine.vram import vram_legend
-from memtop.tui.panel import LinePanel
 from memtop.tui.store import Store, fold
 from memtop.tui.words import age
 from tests.tui.support import (
     GIB,
     HOST,
     NOW,
-    RecordingFeed,
     gpu,
     machine,
-    opened,
     process,
     run_state,
     running,
@@ -46,21 +44,19 @@ from tests.tui.support import (
 )
 
 
-def test_a_bar_has_the_85_and_90_lines_in_its_free_part() -> None:
-    assert plain(memory_bar(20, [Share(0.5, "█", "alloc")])) == "██████████       ┊┊ "
-
-
-def test_the_end_of_a_bar_is_where_the_sum_says_and_not_the_sum_of_roundings() -> None:
-    bar = plain(memory_bar(10, [Share(0.14, "█", "a"), Share(0.14, "▓", "b"), Share(0.12, "░", "c")], limits=False))
-    assert bar.rstrip() == "█▓▓░"
-
-
-def test_a_bar_never_grows_beyond_its_width() -> None:
-    assert plain(memory_bar(8, [Share(0.9, "█", "a"), Share(0.9, "░", "b")])) == "███████░"
-
-
-def test_the_peak_mark_is_beyond_the_filled_part() -> None:
-    assert plain(memory_bar(10, [Share(0.2, "█", "a")], peak=0.55, limits=False)) == "██   ┆    "
+@pytest.mark.parametrize(
+    ("width", "shares", "options", "text"),
+    [
+        pytest.param(20, [(0.5, "█")], {}, "██████████       ┊┊ ", id="lines-at-85-and-90-in-the-free-part"),
+        pytest.param(
+            10, [(0.14, "█"), (0.14, "▓"), (0.12, "░")], {"limits": False}, "█▓▓░      ", id="the-sum-is-rounded-once"
+        ),
+        pytest.param(8, [(0.9, "█"), (0.9, "░")], {}, "███████░", id="never-wider-than-its-width"),
+        pytest.param(10, [(0.2, "█")], {"peak": 0.55, "limits": False}, "██   ┆    ", id="peak-mark-beyond-the-filled-part"),
+    ],
+)
+def test_a_bar(width: int, shares: list[tuple[float, str]], options: dict[str, Any], text: str) -> None:
+    assert plain(memory_bar(width, [Share(part, glyph, "alloc") for part, glyph in shares], **options)) == text
 
 
 @pytest.mark.parametrize(("fraction", "text"), [(None, "────"), (0.0, "────"), (0.5, "━━──"), (0.6, "━━╸─"), (1.0, "━━━━")])
@@ -299,18 +295,6 @@ def test_why_a_run_has_ended_goes_on_below_itself() -> None:
     store = store_of(running(gpu(), state=wire.Phase.FAILED, alive=False, reason=why))
     for lines in (draw_training(store, 70, 13), draw_compact_training(store, 80, 3)):
         assert why in " ".join(text_of(lines).split())
-
-
-async def test_why_a_run_has_ended_has_the_lines_it_needs_on_the_wide_panel() -> None:
-    why = "runs/tiny/train_latest_state: not saved: 16 MiB needed, 3 MiB free; the state before is kept, free some space"
-    async with opened(RecordingFeed(running(gpu(), state=wire.Phase.FAILED, alive=False, reason=why)), size=(160, 50)) as (
-        app,
-        _,
-    ):
-        panel = app.dashboard.query_one("#training", LinePanel)
-        text = " ".join(" ".join(plain(one) for one in panel.lines).split())
-        assert why in text
-        assert "checkpoint update 20" in text
 
 
 def test_a_warning_of_a_card_goes_on_below_itself_where_there_is_room() -> None:

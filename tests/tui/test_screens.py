@@ -6,12 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from textual.geometry import Region
 
 from memtop.supervisor import wire
 from memtop.tui.app import DashboardApp, TooSmallScreen
 from memtop.tui.dashboard.log import LogPanel
 from memtop.tui.dashboard.screen import DashboardScreen
 from memtop.tui.feed import Connected, Disconnected, LogLines
+from memtop.tui.panel import LinePanel
 from memtop.tui.recovery import OomCard
 from memtop.tui.screen import ClosingScreen
 from tests.tui.support import (
@@ -29,6 +31,7 @@ from tests.tui.support import (
     running,
     screen_text,
     settle,
+    text_of,
 )
 
 
@@ -127,11 +130,14 @@ async def test_old_values_are_marked_as_old(monkeypatch: pytest.MonkeyPatch) -> 
         assert "! no data for 30 s" in screen_text(app)
 
 
-async def test_a_failed_run_says_why() -> None:
-    reason = "out of memory on GPU 0: 2.1 GiB asked, 0.9 GiB free"
-    async with opened(RecordingFeed(running(gpu(), state=wire.Phase.FAILED, alive=False, reason=reason))) as (app, _):
+async def test_the_whole_reason_of_a_failure_is_shown_on_the_wide_panel() -> None:
+    why = "runs/tiny/train_latest_state: not saved: 16 MiB needed, 3 MiB free; the state before is kept, free some space"
+    feed = RecordingFeed(running(gpu(), state=wire.Phase.FAILED, alive=False, reason=why))
+    async with opened(feed, size=(160, 50)) as (app, _):
         assert "✗ failed" in screen_text(app)
-        assert reason in screen_text(app)
+        text = " ".join(text_of(app.dashboard.query_one("#training", LinePanel).lines).split())
+        assert why in text
+        assert "checkpoint update 20" in text
 
 
 async def test_the_log_follows_holds_still_and_is_searched() -> None:
@@ -154,21 +160,22 @@ async def test_the_log_follows_holds_still_and_is_searched() -> None:
 
 async def test_events_take_the_logs_place_on_a_small_terminal() -> None:
     event = wire.Event(id=1, time=0.0, attempt=1, kind="attempt", message="attempt 1 started")
-    async with opened(RecordingFeed(running(gpu()), wire.EventRows(rows=(event,))), size=(80, 24)) as (app, pilot):
+    feed = RecordingFeed(running(gpu()), wire.EventRows(rows=(event,)))
+    async with opened(feed, size=(80, 24)) as (app, pilot):
         assert "attempt 1 started" not in screen_text(app)
         await press(pilot, "e")
         assert "attempt 1 started" in screen_text(app)
         assert not app.dashboard.query_one("#log", LogPanel).display
-
-
-async def test_a_tick_without_news_repaints_nothing() -> None:
-    feed = RecordingFeed(running(gpu()))
-    async with opened(feed) as (app, pilot):
-        panel = app.dashboard.query_one("#training")
-        before = panel.lines  # type: ignore[attr-defined]
+        # The same values again paint no line anew, another loss only its own.
+        painted: list[Region] = []
+        panel = app.dashboard.query_one("#compact-training", LinePanel)
+        panel.refresh = lambda *regions, **kwargs: painted.extend(regions)  # type: ignore[method-assign, assignment]
         feed.send(running(gpu()))
         await settle(pilot)
-        assert panel.lines == before  # type: ignore[attr-defined]
+        assert painted == []
+        feed.send(running(gpu(), loss=1.7))
+        await settle(pilot)
+        assert len(painted) == 1
 
 
 async def test_a_progress_bar_is_one_line_of_the_log_that_moves(tmp_path: Path) -> None:
