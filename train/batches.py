@@ -41,7 +41,7 @@ class Batches:
 
     def __init__(self, samples: Samples, orders: tuple[SampleOrder, SampleOrder], pad: int, rank: int) -> None:
         self._samples = samples
-        # The loader has an order of its own because its worker processes run ahead of the updates.
+        # The loader has a separate order because its worker processes run ahead of the updates.
         self._order, self._order_ahead = orders
         self._pad = pad
         self._rank = rank

@@ -134,7 +134,7 @@ class SampleOrder:
     def _shuffled(self, stretch: _Stretch) -> np.ndarray:
         known = self._permutation
         if known is None or known[:2] != (stretch.epoch, stretch.part):
-            # A generator of its own, so that the global random state does not change the order.
+            # A separate generator, so that the global random state does not change the order.
             parts = [stretch.part] if stretch.part else []
             generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, stretch.epoch, *parts])))
             known = self._permutation = (stretch.epoch, stretch.part, self._samples.shuffled(len(stretch.table), generator))

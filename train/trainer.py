@@ -189,8 +189,8 @@ class Trainer:
         """Run forward and backward over all micro-batches; None if memory ran out on any rank.
 
         Work that can run out of memory never waits for another rank. After each such part, one
-        small all-reduce tells every rank whether any of them failed, and then all of them give up
-        this attempt together.
+        small all-reduce reports to every rank whether any of them failed; if so, all give up this
+        attempt together.
         """
         split = {"batch": self.settings.batch, "accumulation": self.settings.accumulation}
         # The random state depends on the position alone, so a resumed or re-split run draws the

@@ -32,7 +32,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     died_of_memory: bool = False
     attempt: int | None = None
     """The attempt's number. A program that changes its settings has several configurations in one
-    attempt. None: it counts as an attempt of its own."""
+    attempt. None: it counts as a separate attempt."""
     by_memtop: bool = False
     """Whether memtop restarted the run by itself."""
     saved_before: int | None = None

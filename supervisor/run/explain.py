@@ -41,7 +41,7 @@ def outcome(
     if phase in (Phase.STOPPING, Phase.RESTARTING):
         return Phase.STOPPED, "stopped as requested, state saved" if reported == "stopped" else describe_status(status), None
     if reported == "stopped" and status in (0, None):
-        return Phase.STOPPED, "told to stop from outside memtop; its state is saved", None
+        return Phase.STOPPED, "stopped by a request from outside memtop, state saved", None
     if external and status == 0:
         return Phase.FINISHED, None, None
     lines, summary = log.lines, describe_status(status)

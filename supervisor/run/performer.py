@@ -104,8 +104,9 @@ class Performer:
         self._state_problem: str | None = None
 
     def perform(self, effect: Effect, model: Model) -> Occurrence | None:
-        """Carry out one effect; what it leads to at once. `model`: the run after the event that
-        asked for it.
+        """Carry out one effect; return the event that follows at once, if any.
+
+        `model`: the run after the event that led to the effect.
         """
         match effect:
             case AddEvent(event=event):

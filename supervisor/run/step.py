@@ -136,7 +136,7 @@ def _tick(model: Model, event: Tick) -> Model:
         if model.ladder is not None:
             model = stopping.tick(model)
         elif model.pending is not None and model.holding is None and model.phase in (Phase.STARTING, Phase.TRAINING):
-            # An earlier supervisor, or the command that started this one, was asked for it.
+            # Requested from an earlier supervisor, or by the command that started this one.
             model = restart.begin(model, model.pending, Cause.PENDING)
         else:
             model = prevention.tick(model)

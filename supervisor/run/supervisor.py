@@ -140,7 +140,7 @@ class Supervisor:
             unstarted=unstarted,
             state=self.folder.state(),
             records=tuple(ledger.configurations()),
-            announced=frozenset(ledger.told(newest.number, _ANNOUNCED)) if newest is not None else frozenset(),
+            announced=frozenset(ledger.announced(newest.number, _ANNOUNCED)) if newest is not None else frozenset(),
             best_loss=min(losses, default=None),
             trial=trials[-1] if trials else None,
             states=read_states(self.folder),

@@ -321,7 +321,8 @@ def test_bytes_that_are_not_text_are_unknown(driver: Script, reader: NvmlReader,
     assert gpu.unknown == dict.fromkeys(("uuid", "name", "pci_bus_id"), "the driver returned bytes that are not valid text")
 
 
-def two(driver: Script, *names: str) -> None:
+def write(driver: Script, *names: str) -> None:
+    """The driver lists GPUs with these names."""
     driver.clear()
     for index, name in enumerate(names):
         driver.gpu(index, total=GIB, uuid=f"GPU-{name}", name=name)
@@ -333,12 +334,8 @@ def listed(reader: NvmlReader) -> list[tuple[int, str | None, str | None]]:
     gpus = reader.read().gpus
     for gpu in gpus:
         if gpu.error is not None:
-            assert (gpu.total_bytes, gpu.visible_index, gpu.processes, band_of(gpu.used_fraction)) == (
-                None,
-                None,
-                (),
-                Band.UNKNOWN,
-            )
+            assert gpu.total_bytes is gpu.visible_index is None
+            assert (gpu.processes, band_of(gpu.used_fraction)) == ((), Band.UNKNOWN)
             assert gpu.unknown["total_bytes"]
     return [(gpu.index, gpu.name, gpu.error) for gpu in gpus]
 
@@ -348,35 +345,24 @@ def missing(place: int) -> str:
 
 
 def test_a_gpu_that_the_driver_does_not_list_any_more_keeps_a_row(driver: Script, reader: NvmlReader, clock: Clock) -> None:
-    two(driver, "A", "B", "C")
-    reader.read()
-    two(driver, "A", "B")
-    clock.pass_(10.0)
-    assert listed(reader) == [(0, "A", None), (1, "B", None), (2, "C", missing(2))]
-    two(driver, "B")
-    clock.pass_(10.0)
-    rows = [(0, "B", None), (1, "A", missing(0)), (2, "C", missing(2))]
-    assert listed(reader) == rows, "the driver renumbers the GPUs: each row keeps its identity"
-    two(driver, "C", "B")
-    clock.pass_(10.0)
-    assert listed(reader) == [(0, "C", None), (1, "B", None), (2, "A", missing(0))]
-    two(driver, "A", "B", "C")
-    clock.pass_(10.0)
-    assert listed(reader) == [(0, "A", None), (1, "B", None), (2, "C", None)]
-
-
-def test_a_card_that_was_exchanged_is_missing(driver: Script, reader: NvmlReader, clock: Clock) -> None:
-    two(driver, "A", "B")
-    reader.read()
-    two(driver, "A", "X")
-    clock.pass_(10.0)
-    assert listed(reader) == [(0, "A", None), (1, "X", None), (2, "B", missing(1))]
+    """The driver renumbers the other GPUs, and each row keeps its identity."""
+    for names, rows in (
+        ("ABC", [(0, "A", None), (1, "B", None), (2, "C", None)]),
+        ("AB", [(0, "A", None), (1, "B", None), (2, "C", missing(2))]),
+        ("B", [(0, "B", None), (1, "A", missing(0)), (2, "C", missing(2))]),
+        ("CB", [(0, "C", None), (1, "B", None), (2, "A", missing(0))]),
+        ("ABC", [(0, "A", None), (1, "B", None), (2, "C", None)]),
+        ("ABX", [(0, "A", None), (1, "B", None), (2, "X", None), (3, "C", missing(2))]),  # a card was exchanged
+    ):
+        write(driver, *names)
+        assert listed(reader) == rows
+        clock.pass_(10.0)
 
 
 def test_a_missing_gpu_keeps_its_row_for_a_day(driver: Script, reader: NvmlReader, clock: Clock) -> None:
-    two(driver, "A", "B")
+    write(driver, "A", "B")
     reader.read()
-    two(driver, "A")
+    write(driver, "A")
     clock.pass_(10.0)
     reader.read()
     clock.pass_(MISSING_SECONDS - 1)
@@ -388,7 +374,7 @@ def test_a_missing_gpu_keeps_its_row_for_a_day(driver: Script, reader: NvmlReade
 def test_without_any_gpu_there_is_a_note_and_missing_rows_return_with_the_others(
     driver: Script, reader: NvmlReader, clock: Clock
 ) -> None:
-    two(driver, "A", "B")
+    write(driver, "A", "B")
     reader.read()
     driver.clear().init_error(9).gpu(0, total=GIB, error=1).gpu(1, total=GIB, error=1).write()
     for _ in range(4):
@@ -396,17 +382,17 @@ def test_without_any_gpu_there_is_a_note_and_missing_rows_return_with_the_others
         reading = reader.read()
     assert reading.gpus == ()
     assert "not loaded" in (reading.note or "")
-    two(driver, "B")
+    write(driver, "B")
     clock.pass_(10.0)
     assert listed(reader) == [(0, "B", None), (1, "A", missing(0))]
 
 
 def test_an_unidentified_gpu_that_may_be_the_missing_one_has_one_row(driver: Script, reader: NvmlReader, clock: Clock) -> None:
-    two(driver, "A", "B", "C")
+    write(driver, "A", "B", "C")
     reader.read()
     driver.clear().gpu(0, total=GIB, uuid="GPU-A", name="A").gpu(1, total=GIB, uuid="GPU-C", name="C", error=15).write()
     clock.pass_(10.0)
     assert listed(reader) == [(0, "A", None), (1, None, nvml_errors.words(15))]
-    two(driver, "A", "C")
+    write(driver, "A", "C")
     clock.pass_(10.0)
     assert listed(reader) == [(0, "A", None), (1, "C", None), (2, "B", missing(1))]

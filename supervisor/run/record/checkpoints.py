@@ -111,15 +111,15 @@ def hold(latest: Path, update: int) -> None:
     chosen, held = Path(state_at(latest, update).path), _held(latest)
     if chosen == held:
         return
-    beside = held.with_name(f"{held.name}.new")
+    new = held.with_name(f"{held.name}.new")
     try:
-        for leftover in (beside, held):
+        for leftover in (new, held):
             # deletes our links only; the linked files stay
             shutil.rmtree(leftover, ignore_errors=True)
-        shutil.copytree(chosen, beside, copy_function=_link_or_copy)
-        beside.rename(held)
+        shutil.copytree(chosen, new, copy_function=_link_or_copy)
+        new.rename(held)
     except OSError as error:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
         raise RunFolderError(f"{chosen}: cannot be kept: {_why(error)}") from None
 
 

@@ -244,7 +244,7 @@ class Ledger:
             )
         return msgspec.structs.replace(event, id=cursor.lastrowid or 0)
 
-    def told(self, attempt: int, kinds: Sequence[str]) -> set[tuple[str, float]]:
+    def announced(self, attempt: int, kinds: Sequence[str]) -> set[tuple[str, float]]:
         """The attempt's events of these kinds that were caused by a report: their kinds and the
         reports' times."""
         marks = ", ".join("?" * len(kinds))
