@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import settings
 
 from memtop.cli import runs as runs_command
 from memtop.supervisor.monitor.processes.proc import identify
@@ -27,6 +28,10 @@ from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.wire import Event
 from tests.forking import Program
 from tests.groups import MemoryGroup, memory_group
+
+# `make test` tries the same examples every time. `make long` looks for new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
