@@ -165,19 +165,19 @@ def test_no_whole_state_left_is_one_clear_line(runs: Runs) -> None:
     assert runs.show("a")["attempts"][1]["exit_status"] == 2
 
 
-def test_a_person_drives_a_run_in_a_real_terminal(runs: Runs) -> None:
+@pytest.mark.parametrize(("columns", "rows"), [(160, 50), (80, 24)])
+def test_a_person_drives_a_run_in_a_real_terminal(runs: Runs, columns: int, rows: int) -> None:
     command = [sys.executable, "-m", "memtop", *tiny(runs, "--name", "a", "--max-updates", "20000")]
-    screen = Terminal(command, columns=160, rows=50, cwd=str(runs.root), environment=runs.environment)
+    screen = Terminal(command, columns=columns, rows=rows, cwd=str(runs.root), environment=runs.environment)
     try:
         screen.wait_for("● training", "loss", "RAM", "Swap", "no NVIDIA GPU")
         screen.keys("f")
         screen.wait_for("cache freed")
+        screen.keys("c")
+        screen.wait_for("checkpoint at update")
         screen.keys("r")
         screen.wait_for("effective batch 32 -> 32")
         screen.leave("effective batch")
-        screen.resize(80, 24)
-        screen.keys("c")
-        screen.wait_for("checkpoint at update")
         screen.keys("k")
         screen.wait_for("GPU memory")
         screen.leave("GPU memory")
@@ -190,8 +190,13 @@ def test_a_person_drives_a_run_in_a_real_terminal(runs: Runs) -> None:
         assert runs.show("a")["alive"]
     finally:
         screen.close()
-    command = [sys.executable, "-m", "memtop", "watch", "a"]
-    second = Terminal(command, columns=80, rows=24, cwd=str(runs.root), environment=runs.environment)
+    second = Terminal(
+        [sys.executable, "-m", "memtop", "watch", "a"],
+        columns=columns,
+        rows=rows,
+        cwd=str(runs.root),
+        environment=runs.environment,
+    )
     try:
         second.wait_for("attempt 2", "● training")
         second.keys("s")
