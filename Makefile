@@ -35,7 +35,7 @@ contracts: $(STAMP)
 
 ops: $(STAMP)
 	@# DeepSpeed compiles its CPU Adam on first use. The tests start when it is there.
-	-PATH=$$PATH:$(abspath $(BIN)) $(BIN)/python -c 'from deepspeed.ops.op_builder import CPUAdamBuilder as op; op().load(verbose=False)' > /dev/null
+	-$(BIN)/python -c 'from memtop.train.compile_lock import await_compiled as ready; ready("cpu_adam", what="DeepSpeed CPU Adam"); from deepspeed.ops.op_builder import CPUAdamBuilder as op; op().load(verbose=False)'
 
 unit: $(STAMP) ops
 	$(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder

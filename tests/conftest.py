@@ -20,7 +20,7 @@ import pytest
 from hypothesis import settings
 
 from memtop.cli import runs as runs_command
-from memtop.supervisor.monitor.processes.proc import identify
+from memtop.supervisor.monitor.processes.proc import ProcessId, identify, is_alive
 from memtop.supervisor.monitor.processes.signals import SignalRefused, signal_process
 from memtop.supervisor.monitor.processes.table import run_processes
 from memtop.supervisor.run.record.folder import find_run
@@ -155,17 +155,21 @@ class Runs:
     def end_everything(self) -> None:
         """End supervisors and trainers that a test left running: only those whose run lies in this folder."""
         for state_path in self.path.glob("*/state.json"):
-            state = json.loads(state_path.read_text())
-            supervisor = state["run"]["supervisor_pid"]
-            doomed = run_processes(str(state_path.parent))
-            found = identify(supervisor) if supervisor else None
-            if found is not None and found.started_ticks == state["supervisor_started_ticks"]:
-                doomed.insert(0, found)
-            for identity in doomed:
-                try:
-                    signal_process(identity, signal.SIGKILL)
-                except SignalRefused as gone:
-                    print(f"already gone: {gone}")
+            # Again until there is none: one that is about to end may just have started another.
+            while doomed := self._living(state_path):
+                for identity in doomed:
+                    try:
+                        signal_process(identity, signal.SIGKILL)
+                    except SignalRefused as gone:
+                        print(f"already gone: {gone}")
+                time.sleep(0.05)
+
+    def _living(self, state_path: Path) -> list[ProcessId]:
+        """The processes of a run, its supervisor first."""
+        state = json.loads(state_path.read_text())
+        found = identify(state["run"]["supervisor_pid"] or 0)
+        is_supervisor = found is not None and found.started_ticks == state["supervisor_started_ticks"] and is_alive(found)
+        return [*([found] if found and is_supervisor else []), *run_processes(str(state_path.parent))]
 
 
 def wait_for_file(path: Path, seconds: float = 120) -> None:

@@ -16,12 +16,19 @@ import pytest
 ROOT = Path("/sys/fs/cgroup")
 _ROOM = 64 << 20
 _STEP = 16 << 20
-# Grows until the kernel ends somebody; itself it never chooses.
+# Grows until the kernel has killed a process. Others want memory in the milliseconds until it stops,
+# and the kernel may kill a second time: that is this process then, not one of the run.
 _BALLAST = """
 import os, time
-open("/proc/self/oom_score_adj", "w").write("-1000")
-held = []
-while not os.path.exists({stop!r}):
+
+def kills():
+    rows = dict(line.split() for line in open({events!r}))
+    return int(rows["oom_kill"])
+
+with open("/proc/self/oom_score_adj", "w") as score:
+    score.write("500")
+held, before = [], kills()
+while kills() == before and not os.path.exists({stop!r}):
     held.append(bytearray(os.urandom(1 << 12)) * 256)
     time.sleep(0.002)
 """
@@ -63,8 +70,9 @@ class MemoryGroup:
         return f"import os; open('{self.path}/cgroup.procs', 'w').write(str(os.getpid()))"
 
     def inside(self, *command: str) -> tuple[str, ...]:
-        """The command as a program that goes into the group first."""
-        return ("sh", "-c", f'echo $$ > {self.path}/cgroup.procs; exec "$@"', "sh", *command)
+        """The command as a program that goes into the group first, and does not run without it: it
+        may take all memory that it gets."""
+        return ("sh", "-c", f'echo $$ > {self.path}/cgroup.procs && exec "$@"', "sh", *command)
 
     def pids(self) -> list[int]:
         return [int(word) for word in (self.path / "cgroup.procs").read_text().split()]
@@ -78,7 +86,7 @@ class MemoryGroup:
         self.limit(int(self._usage.read_text()) + _ROOM)
         Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
         before = self.kills()
-        ballast = subprocess.Popen(self.inside(sys.executable, "-c", _BALLAST.format(stop=str(stop))))
+        ballast = subprocess.Popen(self.inside(sys.executable, "-c", _BALLAST.format(events=str(self._events), stop=str(stop))))
         try:
             deadline = time.monotonic() + seconds
             while self.kills() == before:

@@ -55,9 +55,16 @@ def test_the_dashboard_loads_no_torch(tmp_path: Path) -> None:
     assert found.isdisjoint({"torch", "transformers", "accelerate", "numpy"})
 
 
-def test_help_does_not_even_load_the_monitor(tmp_path: Path) -> None:
+def test_help_loads_little(tmp_path: Path) -> None:
     found = loaded_after("from memtop.cli import run; run(['--help'])", tmp_path)
     assert found.isdisjoint({"pynvml", "psutil", "sqlite3", "msgspec"})
+    found = loaded_after("from memtop.cli import run; run(['train', '--help'])", tmp_path)
+    assert found.isdisjoint({"pynvml", "psutil", "sqlite3", "asyncio"})
+
+
+def test_only_runs_on_parquet_files_load_arrow(tmp_path: Path) -> None:
+    """It is slow to load."""
+    assert loaded_after("import memtop.train.data.rows, memtop.train.batches", tmp_path).isdisjoint({"pyarrow"})
 
 
 def test_help_loads_no_command(tmp_path: Path) -> None:

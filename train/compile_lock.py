@@ -42,6 +42,8 @@ def extension_folder(name: str) -> Path:
 def _find_ninja() -> None:
     """Append the interpreter's folder to PATH: torch runs `ninja`, which may be installed only
     there."""
+    if not sys.executable:
+        return  # an embedded interpreter
     folder = str(Path(sys.executable).parent)
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
     if folder not in folders:
@@ -53,7 +55,8 @@ def await_compiled(
 ) -> None:
     """Return when the extension can be compiled or loaded without waiting forever.
 
-    `what` names it in messages.
+    `what` names it in messages. If `ninja` is installed only next to the interpreter, PATH is
+    extended.
 
     BadInputError after `longest` seconds.
     """

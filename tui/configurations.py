@@ -36,7 +36,7 @@ class ConfigurationsScreen(FullScreen):
 
     AUTO_FOCUS = "LineList"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q", "leave", "Back", show=False),
+        Binding("q", "leave", "Back", show=False),
         Binding(
             "e",
             "back(False)",

@@ -55,7 +55,7 @@ class HistoryScreen(FullScreen):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,h,H,q", "leave", "Close", show=False),
+        Binding("h,H,q", "leave", "Close", show=False),
         Binding("plus,equals_sign", "zoom(-1)", "Zoom", key_display="+ -", tooltip="5 minutes, an hour, a day, the whole run"),
         Binding("minus,underscore", "zoom(1)", "Further", show=False),
         Binding("left", "move(-1)", "Cursor", key_display="← →", tooltip="Reads values off; or click; PgUp and PgDn leap"),

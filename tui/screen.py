@@ -201,7 +201,10 @@ class FullScreen(ClosingScreen[None]):
     keys.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("question_mark", "keys", "Help", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("question_mark", "keys", "Help", show=False),
+        Binding("escape", "leave", "Back", show=False),
+    ]
 
     def __init__(self, dashboard: Dashboard, *, id: str | None = None) -> None:
         super().__init__(id=id)

@@ -31,7 +31,7 @@ class SpeedScreen(FullScreen):
 
     AUTO_FOCUS = "LineList"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,b", "leave", "Back", show=False),
+        Binding("q,b", "leave", "Back", show=False),
         Binding("t", "try", "Try", key_display="Enter", tooltip="Measure, change, measure again; undone unless it is faster"),
         Binding("pagedown", "page(1)", "Scroll", key_display="PgUp PgDn", tooltip="A page forward or back"),
         Binding("pageup", "page(-1)", "Back", show=False),

@@ -10,7 +10,8 @@ from typing import Any
 import click
 import msgspec
 
-from memtop.cli.common import RUN_HELP, find_run, json_option, print_json, run_argument, runs_dir_option
+from memtop.cli.common import find_run, print_json
+from memtop.cli.options import RUN_HELP, json_option, run_argument, runs_dir_option
 from memtop.cli.requests import final_answer
 from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError

@@ -10,7 +10,8 @@ from typing import Any
 import click
 import msgspec
 
-from memtop.cli.common import WHOLE, json_option, print_json
+from memtop.cli.common import print_json
+from memtop.cli.options import WHOLE, json_option
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.diagnose import chunks_of
 from memtop.supervisor.diagnosis.diagnose import diagnose as diagnosis_of

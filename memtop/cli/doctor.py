@@ -13,7 +13,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from memtop.cli.common import json_option, print_json, runs_dir_option
+from memtop.cli.common import print_json
+from memtop.cli.options import json_option, runs_dir_option
 from memtop.presets import PresetFileError, load_presets, load_recipes
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import click
 
-from memtop.cli.common import PATH, RUN_HELP, find_run, run_argument, runs_dir_option
+from memtop.cli.common import find_run
+from memtop.cli.options import PATH, RUN_HELP, run_argument, runs_dir_option
 from memtop.supervisor.errors import MemtopError, UsageError
 
 

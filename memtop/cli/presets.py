@@ -10,7 +10,8 @@ from typing import Any
 import click
 import msgspec
 
-from memtop.cli.common import json_option, living_runs, print_json
+from memtop.cli.common import living_runs, print_json
+from memtop.cli.options import json_option
 from memtop.presets import Preset, PresetFileError, Settings, SettingsError, load_presets, load_recipes, resolve
 from memtop.presets.comparison import Outlook, outlook
 from memtop.presets.edits import find_preset

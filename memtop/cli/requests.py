@@ -9,20 +9,19 @@ from pathlib import Path
 
 import click
 
-from memtop.cli.common import (
+from memtop.cli.common import find_run, readable_ledger
+from memtop.cli.foreground import stay
+from memtop.cli.options import (
     RUN_HELP,
     WHOLE,
     assignments_of,
     detach_option,
     edit_options,
-    find_run,
     headless_option,
-    readable_ledger,
     refuse_both,
     run_argument,
     runs_dir_option,
 )
-from memtop.cli.foreground import stay
 from memtop.presets.comparison import risk
 from memtop.supervisor.errors import MemtopError, NotRunningError, UsageError
 from memtop.supervisor.recovery.configuration import edited, failed_settings

@@ -10,20 +10,8 @@ from typing import Any
 import click
 import msgspec
 
-from memtop.cli.common import (
-    RUN_HELP,
-    find_run,
-    json_option,
-    print_json,
-    proposal_lines,
-    readable_ledger,
-    run_argument,
-    run_folders,
-    run_line,
-    runs_dir_option,
-    state_of,
-    summary,
-)
+from memtop.cli.common import find_run, print_json, proposal_lines, readable_ledger, run_folders, run_line, state_of, summary
+from memtop.cli.options import RUN_HELP, json_option, run_argument, runs_dir_option
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import OUTCOMES
 from memtop.supervisor.errors import UsageError

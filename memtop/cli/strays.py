@@ -11,7 +11,8 @@ from typing import Any
 import click
 import msgspec
 
-from memtop.cli.common import WHOLE, json_option, print_json, runs_dir_option
+from memtop.cli.common import print_json
+from memtop.cli.options import WHOLE, json_option, runs_dir_option
 from memtop.supervisor import units
 from memtop.supervisor.errors import RefusedError
 from memtop.supervisor.monitor.nvml import errors as codes

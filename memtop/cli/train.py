@@ -16,15 +16,7 @@ import click
 from msgspec.structs import replace
 
 from memtop import __version__
-from memtop.cli.common import (
-    WHOLE,
-    assignments_of,
-    detach_option,
-    edit_options,
-    headless_option,
-    refuse_both,
-    runs_dir_option,
-)
+from memtop.cli.options import WHOLE, assignments_of, detach_option, edit_options, headless_option, refuse_both, runs_dir_option
 from memtop.presets import (
     Preset,
     PresetFileError,

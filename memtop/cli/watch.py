@@ -11,20 +11,9 @@ import click
 import msgspec
 
 from memtop.cli import dashboard
-from memtop.cli.common import (
-    RUN_HELP,
-    SECONDS,
-    WHOLE,
-    Unreadable,
-    find_run,
-    print_json,
-    run_folders,
-    run_line,
-    runs_dir_option,
-    state_of,
-    summary,
-)
+from memtop.cli.common import Unreadable, find_run, print_json, run_folders, run_line, state_of, summary
 from memtop.cli.gpus import watched
+from memtop.cli.options import RUN_HELP, SECONDS, WHOLE, runs_dir_option
 from memtop.cli.streams import stream
 from memtop.supervisor import units
 from memtop.supervisor.errors import MemtopError, UsageError

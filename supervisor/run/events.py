@@ -45,7 +45,7 @@ class RemedyFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What remedies depend on, read when an attempt has ended."""
 
     gpu_used_before_bytes: dict[str, int] = {}
-    """By GPU uuid, the bytes used before the run began."""
+    """By GPU uuid, the bytes used by other processes, when the attempt began."""
     in_own_group: bool = False
     """Whether a cgroup with only this program limited its memory."""
     host_limit_bytes: int | None = None

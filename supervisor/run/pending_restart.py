@@ -37,7 +37,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 
     change: Change
     gpus_before: dict[str, int] = {}
-    """By uuid, the used bytes of the run's GPUs before the run began."""
+    """By uuid, what other processes used of the run's GPUs when the attempt began, in bytes."""
     forecast: Forecast | None = None
     disk_bytes: int | None = None
     """Bytes that must be free on the run's disk; None: the restart does not wait for space."""

@@ -19,7 +19,7 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
     graceful: float = 60.0
     """The program was asked to finish its update, save and exit."""
     interrupt: float = 15.0
-    """SIGINT, for programs without an agent: many save on it."""
+    """SIGINT, for programs that memtop cannot ask to stop: many save on it."""
     terminate: float = 40.0
     """SIGTERM; longer than torchrun's own 30 s."""
     kill: float = 5.0

@@ -119,8 +119,8 @@ class Trouble(msgspec.Struct, frozen=True):
 
     reason: str
     undo: bool = True
-    """The supervisor may still change the settings back; False if a person has decided about
-    the run meanwhile."""
+    """The supervisor may still change the settings back; False if the run has ended, was
+    restarted, or is at its last update."""
 
 
 class TrialState(msgspec.Struct, frozen=True, kw_only=True):

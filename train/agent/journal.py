@@ -203,8 +203,6 @@ def _locked(descriptor: int) -> bool:
     """Whether this process has locked the file.
 
     The lock ends with the process, and forked children do not inherit it.
-
-    The lock ends with the process, and forked children do not inherit it.
     """
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -217,7 +215,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _encode(report: dict[str, Any]) -> bytes | None:
-    """One line of JSON; None if that fails. NaN and infinity become null, named in `not_finite`.
+    """One line of JSON; None if that fails.
 
     JSON has no NaN: such numbers become null and are listed in `not_finite`.
     """

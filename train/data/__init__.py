@@ -93,20 +93,26 @@ def _stdlib_sources(first: int, last: int) -> Iterator[bytes]:
     root = Path(sysconfig.get_path("stdlib"))
     position = 0
     for path in _python_files(root):
-        if position >= last:
-            return
         size = path.stat().st_size
         if position + size > first:
             text = path.read_bytes()[max(0, first - position) : last - position]
             if text:
                 yield text
         position += size
+        if position >= last:
+            return
 
 
 def _python_files(folder: Path) -> Iterator[Path]:
-    """The Python files below a folder, by name; reads no folder before its files are wanted."""
-    with os.scandir(folder) as entries:
-        ordered = sorted(entries, key=lambda entry: entry.name)
+    """The Python files below a folder, by name; none of a folder that cannot be read.
+
+    A folder is read when its first file is wanted.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            ordered = sorted(entries, key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return
     for entry in ordered:
         if entry.name in _LEFT_OUT:
             continue

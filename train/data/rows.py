@@ -1,6 +1,6 @@
 """Rows of text from a file of any size, read one at a time, in any order, in little memory.
 
-`.parquet` is read by row groups (`files.py`), `.jsonl`, `.ndjson` and `.json` by lines,
+`.parquet` is read by row groups (`parquet.py`), `.jsonl`, `.ndjson` and `.json` by lines,
 everything else as text with one row per line. For a file of lines, one pass finds where each line
 begins and checks it, so that a run does not fail hours later at line 700 000. After that, a row is
 one read at its offset. Blank lines are skipped.
@@ -203,7 +203,7 @@ def open_rows(
     kind = path.suffix.lower()
     if kind == ".parquet":
         # Arrow is slow to load, and not every run needs it.
-        from memtop.train.data.files import open_parquet
+        from memtop.train.data.parquet import open_parquet
 
         return open_parquet(source, GROUPS_KEPT[level], cache_dir or platformdirs.user_cache_path("memtop"))
     return JsonRows(source, cache_dir) if kind in _LINES else TextRows(source, cache_dir)

@@ -27,7 +27,7 @@ class MachineScreen(FullScreen):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q", "leave", "Back", show=False),
+        Binding("q", "leave", "Back", show=False),
         Binding("g", "other(False)", "GPU or back", show=False),
         Binding("m", "other(True)", "Host", tooltip="From a GPU to the host; g from the host to the GPU; again: back"),
         Binding("up", "subject(-1)", "Other GPU", key_display="↑↓", tooltip="The GPU above or below; the host comes last"),

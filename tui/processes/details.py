@@ -42,7 +42,7 @@ class ProcessScreen(FullScreen):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,o", "leave", "Back", show=False),
+        Binding("q,o", "leave", "Back", show=False),
         Binding("e", "environment", "Environment", tooltip="The environment variables that it was started with"),
         Binding("k", "end", "End…", tooltip="End it; asks first"),
     ]

@@ -38,7 +38,6 @@ class ProcessesScreen(FullScreen):
 
     AUTO_FOCUS = "LineList"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", "Back", show=False),
         Binding("q,o", "close", "Back", show=False),
         Binding("k", "end", "End…", tooltip="End the ticked processes, or the one under the cursor; asks first"),
         Binding("space", "tick", "Tick", key_display="space", tooltip="Choose a process, or all of a job"),

@@ -63,8 +63,8 @@ SORTABLE = (*(column.id for column in COLUMNS), "command")
 
 
 def columns_for(width: int, rows: Sequence[ProcessRow]) -> tuple[ProcessColumn, ...]:
-    """The columns that leave enough room for the command; a column that is empty in all rows is
-    dropped.
+    """The columns that leave enough room for the command. The column `container` is left out if it
+    is empty in all rows.
     """
     wanted = [c for c in COLUMNS if c.id != "container" or any(row.container for row in rows)]
     room = width - _MARK_WIDTH - _COMMAND_LOWEST

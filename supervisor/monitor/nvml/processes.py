@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 import pynvml
 
 from memtop.supervisor.monitor.nvml import errors as codes
@@ -289,11 +290,5 @@ def with_shares(rows: list[GpuProcess], shares: dict[int, Shares] | str) -> tupl
 def _with(row: GpuProcess, found: Shares) -> GpuProcess:
     known = not isinstance(found, str)
     shares: dict[str, Any] = dict(zip(_SHARES, found, strict=True)) if known else {}
-    return GpuProcess(
-        pid=row.pid,
-        used_bytes=row.used_bytes,
-        kind=row.kind,
-        mig_instance=row.mig_instance,
-        unknown=row.unknown if known else row.unknown | dict.fromkeys(_SHARES, str(found)),
-        **shares,
-    )
+    unknown = row.unknown if known else row.unknown | dict.fromkeys(_SHARES, str(found))
+    return msgspec.structs.replace(row, unknown=unknown, **shares)

@@ -22,8 +22,8 @@ def stop_run(model: Model) -> Model:
 
 
 def ask_to_stop(model: Model) -> Model:
-    """Ask rank 0 to finish its update, save and exit. If it has no agent or does not
-    answer, signals follow.
+    """Ask rank 0 to finish its update, save and exit. If it does not offer `stop`, or
+    does not answer, signals follow.
     """
     if model.ladder is not None or model.attempt is None or model.attempt.stage is not AttemptStage.RUNNING:
         return model

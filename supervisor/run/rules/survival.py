@@ -236,7 +236,8 @@ def _failed(records: Sequence[ConfigurationRecord]) -> list[Settings]:
 
 
 def _total_bytes(model: Model) -> int | None:
-    """The memory of the run's smallest GPU; None without a GPU."""
+    """The memory of the run's smallest GPU; None if it is not known, or without a GPU: then
+    `HostFacts` has the limit."""
     uuids = set(model.progress.devices.values())
     gpus = model.sample.machine.gpus if model.sample is not None else ()
     return min((gpu.total_bytes for gpu in gpus if gpu.uuid in uuids and gpu.total_bytes is not None), default=None)
@@ -256,7 +257,7 @@ def _base_bytes(model: Model) -> int | None:
 
 
 def _others_bytes(model: Model, diagnosis: Diagnosis, facts: RemedyFacts) -> int | None:
-    """Bytes that other programs hold: on a GPU those used before the run began, on the host those
+    """Bytes that other programs hold: on a GPU those used when the attempt began, on the host those
     used now.
     """
     if model.on_gpu:

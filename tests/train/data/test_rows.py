@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from memtop.train import BadInputError
-from memtop.train.data.files import ParquetRows
+from memtop.train.data.parquet import ParquetRows
 from memtop.train.data.rows import open_rows, window_order
 from tests.train.data.support import MEASURE_READING, PAIR, at_once, in_child, pair, write_lines, write_long, write_pairs
 

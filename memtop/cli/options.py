@@ -1,0 +1,88 @@
+"""The options that several commands share, and their types.
+
+A module of its own, so that `--help` and wrong usage do not load what finding runs needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from memtop.presets.fields import FIELDS
+from memtop.supervisor.errors import UsageError
+
+RUN_HELP = "RUN is a run's name, its folder, or `latest`."
+
+
+class _Whole(click.ParamType[int]):
+    """A whole number below 2^53, which JSON and SQLite store exactly."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number", param, ctx)
+        if abs(number) >= 1 << 53:
+            self.fail(f"{value!r} is too large a number", param, ctx)
+        return number
+
+
+class _Seconds(click.ParamType[float]):
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            return float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+
+
+WHOLE, SECONDS, PATH = _Whole(), _Seconds(), click.Path(path_type=Path)
+
+run_argument = click.argument("run_name", metavar="RUN")
+runs_dir_option = click.option(
+    "--runs-dir", type=PATH, metavar="DIR", help="the folder of the runs [MEMTOP_RUNS_DIR or ./runs]"
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="print one JSON document and nothing else")
+headless_option = click.option("--headless", is_flag=True, help="stay in the foreground without the dashboard")
+detach_option = click.option("--detach", is_flag=True, help="start the run, print its name and return")
+_EDITS = (
+    click.option("--preset", metavar="NAME", help="a preset, see `memtop presets`"),
+    click.option("--batch", type=WHOLE, metavar="B", help=FIELDS["batch"].unit),
+    click.option("--accum", type=WHOLE, metavar="A", help=FIELDS["accumulation"].unit),
+    click.option("--seq-len", type=WHOLE, metavar="T", help=FIELDS["seq_len"].unit),
+    click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="any other setting; repeatable"),
+    click.option("--max-updates", type=WHOLE, metavar="N", help="end the run after N updates in total"),
+)
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def edit_options(command: Command) -> Command:
+    """Add the options that `train` and `restart` share."""
+    for option in reversed(_EDITS):
+        command = option(command)
+    return command
+
+
+def assignments_of(texts: Sequence[str], **numbers: int | None) -> dict[str, str]:
+    """The settings that the options name, as text. A setting's own option overrides `--set`."""
+    options = {name: str(number) for name, number in numbers.items() if number is not None}
+    pairs = {}
+    for text in texts:
+        key, sign, value = text.partition("=")
+        if not sign or not key:
+            raise UsageError(f"--set {text!r}: give KEY=VALUE")
+        pairs[key] = value
+    return {**options, **pairs, **options}
+
+
+def refuse_both(headless: bool, detach: bool) -> None:
+    """UsageError if both were given."""
+    if headless and detach:
+        raise UsageError("--headless and --detach: give one of them")
