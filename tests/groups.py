@@ -45,10 +45,14 @@ class MemoryGroup:
         self._swap = path / ("memory.swap.max" if version == 2 else "memory.memsw.limit_in_bytes")
 
     def limit(self, size: int) -> None:
-        self._limit.write_text(str(size))
+        values = {self._limit: size}
         if self._swap.exists():
-            # Or the machine's swap would take what does not fit.
-            self._swap.write_text("0" if self._swap.name == "memory.swap.max" else str(size))
+            # Or the machine's swap would take what does not fit. Version 1 counts memory and swap together.
+            values[self._swap] = 0 if self._swap.name == "memory.swap.max" else size
+        # Of version 1, the limit of both is never below that of memory.
+        rises = size > int(self._limit.read_text().replace("max", str(1 << 62)))
+        for path in sorted(values, key=lambda path: (path == self._limit) == rises):
+            path.write_text(str(values[path]))
 
     def squeeze(self, size: int) -> None:
         """Leave the group so many bytes less than it uses now, step by step; swap takes them."""
