@@ -26,12 +26,13 @@ from memtop.supervisor.monitor.processes.table import run_processes
 from memtop.supervisor.run.record.folder import find_run
 from memtop.supervisor.run.record.ledger import Ledger
 from memtop.supervisor.wire import Event
-from tests.forking import Program
+from tests.forking import LONG, Program
 from tests.groups import MemoryGroup, memory_group
 
 # `make test` tries the same examples every time. `make long` looks for new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.load_profile("repeatable")
+settings.register_profile("new", deadline=None)
+settings.load_profile("new" if LONG else "repeatable")
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -156,7 +157,9 @@ class Runs:
         """End supervisors and trainers that a test left running: only those whose run lies in this folder."""
         for state_path in self.path.glob("*/state.json"):
             # Again until there is none: one that is about to end may just have started another.
+            deadline = time.monotonic() + 120
             while doomed := self._living(state_path):
+                assert time.monotonic() < deadline, doomed
                 for identity in doomed:
                     try:
                         signal_process(identity, signal.SIGKILL)

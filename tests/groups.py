@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -85,8 +86,9 @@ class MemoryGroup:
         rows = dict(line.split() for line in self._events.read_text().splitlines())
         return int(rows["oom_kill"])
 
-    def make_the_kernel_kill(self, pid: int, stop: Path, seconds: float = 120) -> None:
-        """Let the group run out of memory with this process as the kernel's choice."""
+    def make_the_kernel_kill(self, pid: int, stop: Path, seconds: float = 120) -> int:
+        """Let the group run out of memory with this process as the kernel's choice. How many processes were killed, without
+        the one that takes the memory."""
         self.limit(int(self._usage.read_text()) + _ROOM)
         Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
         before = self.kills()
@@ -98,7 +100,9 @@ class MemoryGroup:
                 time.sleep(0.02)
         finally:
             stop.touch()
-            assert ballast.wait(timeout=120) == 0
+            status = ballast.wait(timeout=120)
+        assert status in (0, -signal.SIGKILL), status
+        return self.kills() - before - (status == -signal.SIGKILL)
 
 
 def memory_group() -> Iterator[MemoryGroup]:

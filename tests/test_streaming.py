@@ -170,7 +170,7 @@ def free_port() -> int:
 
 
 def scrape(port: int) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
         text = answer.read().decode()
     found: dict[str, dict[frozenset[tuple[str, str]], float]] = {}
     for family in text_string_to_metric_families(text):

@@ -169,6 +169,7 @@ def test_a_kernel_kill_restarts_with_a_smaller_batch(runs: Runs, needs: Needs, g
     assert (second["settings"]["batch"], second["settings"]["accumulation"]) == (128, 2)
     assert "host_oom_killed" in second["reason"]
     *died, last = [row["outcome"] for row in document["configurations"]]
+    assert 1 <= len(died) <= 2, "a restart or two are enough"
     assert (set(died), last) == ({"host_oom_killed"}, "finished")
     assert document["proposal"] is None
 
@@ -186,16 +187,18 @@ def test_a_worker_killed_by_the_kernel_leads_to_no_workers(runs: Runs, group: Me
     runs.memtop("stop", "a")
 
 
+@pytest.mark.timeout(1500)
 def test_one_rank_of_two_killed_by_the_kernel(runs: Runs, group: MemoryGroup) -> None:
     for name in "abcde":
-        earlier = group.kills()
-        supervisor, before = kill_second_rank(runs, group, name)
-        if group.kills() == earlier + 1:
+        supervisor, before, killed = kill_second_rank(runs, group, name)
+        if killed == 1:
             break
         # Both ranks wanted memory at the same moment, and the kernel killed both. That is another story.
         runs.memtop("stop", name)
         assert supervisor.wait(timeout=120) == 0
         group.limit(8 << 30)
+    else:
+        pytest.fail("the kernel killed both ranks five times")
     document = runs.wait(
         name, lambda d: len(d["attempts"]) == 2 and d["settings"] != before and (d["updates"] or 0) > 6, seconds=180
     )
@@ -207,8 +210,9 @@ def test_one_rank_of_two_killed_by_the_kernel(runs: Runs, group: MemoryGroup) ->
     assert supervisor.wait(timeout=120) == 0
 
 
-def kill_second_rank(runs: Runs, group: MemoryGroup, name: str) -> tuple[subprocess.Popen[Any], dict[str, Any]]:
-    """A run of two ranks in the group, of which the kernel has killed the second one: its supervisor, and its settings."""
+def kill_second_rank(runs: Runs, group: MemoryGroup, name: str) -> tuple[subprocess.Popen[Any], dict[str, Any], int]:
+    """A run of two ranks in the group, of which the kernel has killed the second one: its supervisor, its settings, and how
+    many processes were killed."""
     settings = edited(batch=4, accumulation=4, world_size=2, target_samples=32 * 2000, save_every=5, seq_len=32)
     spec = RunSpec(
         name=name, created=1.0, settings=settings, cwd=str(runs.root), on_oom="auto", memtop_version=memtop.__version__
@@ -217,8 +221,8 @@ def kill_second_rank(runs: Runs, group: MemoryGroup, name: str) -> tuple[subproc
     # `--gpus` is for GPUs: two ranks on the CPU are only started by hand.
     supervisor = runs.start(str(folder.path), module="memtop.supervisor", prepare=group.enter)
     document = runs.wait(name, lambda d: (d["updates"] or 0) >= 6 and len(d["ranks"]) == 2, seconds=180)
-    group.make_the_kernel_kill(document["ranks"][1]["pid"], runs.root / f"{name}-enough")
-    return supervisor, dict(document["settings"])
+    killed = group.make_the_kernel_kill(document["ranks"][1]["pid"], runs.root / f"{name}-enough")
+    return supervisor, dict(document["settings"]), killed
 
 
 def child_of(pid: int) -> int:

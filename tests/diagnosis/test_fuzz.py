@@ -18,9 +18,10 @@ from memtop.supervisor.diagnosis.diagnose import diagnose
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind
 from tests.diagnosis import logs
 from tests.diagnosis.mutations import HARMLESS, mutate
+from tests.forking import LONG
 
 LOGS = logs.read("failure_logs.jsonl")
-MUTATIONS = int(os.environ.get("MEMTOP_FUZZ", "1000"))
+MUTATIONS = int(os.environ.get("MEMTOP_FUZZ", "4000" if LONG else "1000"))
 
 
 def valid(found: Diagnosis) -> None:

@@ -352,6 +352,8 @@ def test_a_gpu_that_the_driver_does_not_list_any_more_keeps_a_row(driver: Script
         ("B", [(0, "B", None), (1, "A", missing(0)), (2, "C", missing(2))]),
         ("CB", [(0, "C", None), (1, "B", None), (2, "A", missing(0))]),
         ("ABC", [(0, "A", None), (1, "B", None), (2, "C", None)]),
+        ("BAC", [(0, "B", None), (1, "A", None), (2, "C", None)]),  # two change places
+        ("ABC", [(0, "A", None), (1, "B", None), (2, "C", None)]),
         ("ABX", [(0, "A", None), (1, "B", None), (2, "X", None), (3, "C", missing(2))]),  # a card was exchanged
     ):
         write(driver, *names)

@@ -259,5 +259,5 @@ def test_an_event_belongs_to_the_gpu_that_had_the_index_when_it_arrived(
     clock.pass_(11.0)
     reader.read()
     clock.pass_(1.0)
-    troubles = {gpu.uuid: [trouble.code for trouble in gpu.troubles] for gpu in reader.read().gpus}
-    assert troubles == {"GPU-a": [79], "GPU-b": []}
+    troubles = [(gpu.uuid, [trouble.code for trouble in gpu.troubles]) for gpu in reader.read().gpus]
+    assert troubles == [("GPU-b", []), ("GPU-a", [79])]

@@ -22,8 +22,9 @@ from memtop.supervisor.monitor.processes.signals import Kernel
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt, choose, judge
 from memtop.supervisor.monitor.termination import end_processes
 from memtop.supervisor.monitor.values import GpuProcess, GpuSample, MachineSnapshot
+from tests.forking import LONG
 
-TABLES = 4_000
+TABLES = 10_000 if LONG else 4_000
 ME, OTHER = 1000, 1001
 NAMES = ("python", "python", "python", "pt_main_thread", "Xorg", "nvidia-cuda-mps-server", "nvidia-cuda-mps")
 KINDS = ("compute", "compute", "compute", "mps", "graphics", "compute+graphics")

@@ -20,9 +20,9 @@ from memtop.supervisor.monitor.values import GpuSample, MachineSnapshot
 from tests.monitor.conftest import GIB, Start, ended, known
 from tests.nvml_double.double import Script
 
-PATIENT = (20.0, 20.0, 20.0)
+PATIENT = (120.0, 120.0, 120.0)
 """Seconds that suffice on a slow machine; a test that passes never waits as long."""
-SHORT = (0.2, 0.2, 20.0)
+SHORT = (0.2, 0.2, 120.0)
 NAME = Path("/proc/self/comm").read_text().strip()
 """The kernel's name of this interpreter."""
 IGNORE = "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)"
@@ -130,38 +130,40 @@ them."""
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "text"),
+    ("before", "after", "returned", "text"),
     [
         pytest.param(
-            {0: (20, {"a": 4, "b": 4}), 1: (3, {})}, {0: (12, {}), 1: (9, {})}, "2 processes ended, 8.0 GiB returned",
+            {0: (20, {"a": 4, "b": 4}), 1: (3, {})}, {0: (12, {}), 1: (9, {})}, 8, "2 processes ended, 8.0 GiB returned",
             id="only the GPUs of the ended processes count",
         ),
         pytest.param(
             {0: (10, {"a": 4})}, {0: (16, {})},
-            "1 process ended, memory returned not known: other processes allocated more memory in the meantime; "
+            None, "1 process ended, memory returned not known: other processes allocated more memory in the meantime; "
             "GPU 0: 16.0 GiB still held by no listed process", id="another process took the memory",
         ),
         pytest.param(
             {0: (8, {"a": 4, "other": 3})}, {0: (8, {"other": 3})},
-            "1 process ended, 0 B returned; GPU 0: 3.0 GiB still held by pid {other} ({user}, {name})", id="who holds the rest",
+            0, "1 process ended, 0 B returned; GPU 0: 3.0 GiB still held by pid {other} ({user}, {name})",
+            id="who holds the rest",
         ),
         pytest.param(
-            {0: (8, {"a": 4, "other": 3})}, {0: (4, {"other": 3})}, "1 process ended, 4.0 GiB returned",
+            {0: (8, {"a": 4, "other": 3})}, {0: (4, {"other": 3})}, 4, "1 process ended, 4.0 GiB returned",
             id="others are not mentioned when the memory came back",
         ),
         pytest.param(
             {0: (16, {"a": 4, "other": 8}), 1: (6, {"a": 2, "other": 4})}, {0: (7, {"other": 3}), 1: (7, {"other": 7})},
-            "1 process ended, 6.0 GiB returned", id="another process freed 5 GiB on GPU 0 and took 3 GiB on GPU 1",
+            6, "1 process ended, 6.0 GiB returned", id="another process freed 5 GiB on GPU 0 and took 3 GiB on GPU 1",
         ),
         pytest.param(
             {0: (16, {"a": 4, "other": None})}, {0: (2, {"other": None})},
+            None,
             "1 process ended, memory returned not known: the driver does not report the memory of other processes on GPU 0",
             id="the driver reports no memory of others",
         ),
     ],
 )  # fmt: skip
 def test_the_memory_that_was_returned(
-    start: Start, driver: Script, reader: NvmlReader, before: Memory, after: Memory, text: str
+    start: Start, driver: Script, reader: NvmlReader, before: Memory, after: Memory, returned: int | None, text: str
 ) -> None:
     names = sorted({name for _, rows in before.values() for name in rows})
     pids = {name: start().pid for name in names}
@@ -178,6 +180,7 @@ def test_the_memory_that_was_returned(
     chosen = [known(pids[name]) for name in names if name != "other"]
     # The driver lists ended processes for a moment.
     report = end_and_measure(chosen, seen(reader), waits=PATIENT, settle_seconds=60.0, sleep=lambda seconds: write(after))
+    assert report.returned_bytes == (None if returned is None else returned * GIB)
     user = pwd.getpwuid(os.getuid()).pw_name
     assert report.text == text.format(other=pids.get("other"), user=user, name=NAME)
 

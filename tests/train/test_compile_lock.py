@@ -140,6 +140,8 @@ def test_without_a_lock_there_is_no_wait(lock: Path, capsys: pytest.CaptureFixtu
 
 def test_ninja_is_found_where_only_the_interpreters_folder_has_it(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A virtual environment need not be activated."""
+    if not Path(sys.executable).with_name("ninja").exists():
+        pytest.skip("ninja is installed elsewhere")
     monkeypatch.setenv("PATH", "/nowhere")
     assert shutil.which("ninja") is None
     await_compiled("some", what=WHAT)

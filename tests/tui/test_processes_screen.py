@@ -271,7 +271,7 @@ async def test_a_tick_without_news_repaints_no_row() -> None:
     async with process_list(feed) as (_, pilot, screen):
         table = screen.query_one(LineList)
         painted: list[object] = []
-        table.refresh = lambda *regions, **kwargs: painted.extend(regions)  # type: ignore[method-assign, assignment]
+        table.refresh = lambda *regions, **kwargs: painted.extend(regions or ("all of it",))  # type: ignore[method-assign, assignment]
         feed.send(small(grown(1, 1), grown(2, 2)))
         await settle(pilot)
         assert painted == []

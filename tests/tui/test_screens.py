@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from textual.geometry import Region
 
 from memtop.supervisor import wire
 from memtop.tui.app import DashboardApp, TooSmallScreen
@@ -167,9 +166,9 @@ async def test_events_take_the_logs_place_on_a_small_terminal() -> None:
         assert "attempt 1 started" in screen_text(app)
         assert not app.dashboard.query_one("#log", LogPanel).display
         # The same values again paint no line anew, another loss only its own.
-        painted: list[Region] = []
+        painted: list[object] = []
         panel = app.dashboard.query_one("#compact-training", LinePanel)
-        panel.refresh = lambda *regions, **kwargs: painted.extend(regions)  # type: ignore[method-assign, assignment]
+        panel.refresh = lambda *regions, **kwargs: painted.extend(regions or ("all of it",))  # type: ignore[method-assign, assignment]
         feed.send(running(gpu()))
         await settle(pilot)
         assert painted == []

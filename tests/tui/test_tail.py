@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from memtop.tui.dashboard.log import FIRST_BYTES, LONGEST_LINE, LogTail, clean
 
@@ -80,23 +83,32 @@ def test_a_line_being_written_is_shown_as_it_stands(tmp_path: Path) -> None:
         assert (tail.read(), tail.partial) == (rows, partial)
 
 
+@pytest.fixture
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+@pytest.mark.usefixtures("traced")
 def test_a_line_without_an_end_is_kept_within_bounds(tmp_path: Path) -> None:
     path = tmp_path / "output.log"
     tail = LogTail(path)
     tail.read()
-    tracemalloc.start()
+    tracemalloc.clear_traces()
     for _ in range(20):
         with path.open("ab") as file:
             file.write(b"x" * 10_000)
         assert tail.read() == []
     kept, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
     assert kept < 4 * LONGEST_LINE, "of 200 kB"
     assert tail.partial == "x" * LONGEST_LINE + "…"
     for number in range(2_000):
         with path.open("ab") as file:
             file.write(b"\r %4d of 2000" % number)
         tail.read()
+    kept, _ = tracemalloc.get_traced_memory()
+    assert kept < 2 * LONGEST_LINE, "the newest of 26 kB"
     with path.open("ab") as file:
         file.write(b"\n" + b"y" * LONGEST_LINE + b"\n" + b"z" * 100_000 + b"\n")
     assert tail.read() == [" 1999 of 2000", "y" * LONGEST_LINE, "z" * LONGEST_LINE + "…"]
