@@ -82,7 +82,9 @@ class Terminal:
         os.close(self._master)
 
     def _read(self, seconds: float) -> None:
-        while select.select([self._master], [], [], seconds)[0]:
+        # On a busy machine a program may write faster than its output is read here.
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until and select.select([self._master], [], [], seconds)[0]:
             try:
                 block = os.read(self._master, 65536)
             except OSError:
