@@ -4,9 +4,14 @@ ends.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import select
+import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -27,6 +32,11 @@ from memtop.tui.processes.actions import ProcessActions, RealProcessActions
 
 SMALLEST = (60, 15)
 """Columns and rows below which nothing useful fits."""
+
+_LOOK_SECONDS = 2.0
+"""How often the dashboard checks that its terminal still exists."""
+_LEAVE_SECONDS = 5.0
+"""How long the app may take to end when its terminal is lost."""
 
 MEMTOP_THEME = Theme(
     name="memtop",
@@ -113,16 +123,22 @@ class DashboardApp(App[DashboardResult]):
     def on_mount(self) -> None:
         self.title = "memtop"
         if not self.is_headless:
-            self.set_interval(2.0, self._leave_a_lost_terminal)
+            loop = asyncio.get_running_loop()
+            threading.Thread(target=self._leave_a_lost_terminal, args=(loop,), daemon=True).start()
 
-    def _leave_a_lost_terminal(self) -> None:
+    def _leave_a_lost_terminal(self, loop: asyncio.AbstractEventLoop) -> None:
         """End when the terminal is closed.
 
         Without a hang-up signal (a closed multiplexer, `setsid`) the dashboard would run for ever
-        and read an input that has ended.
+        and read an input that has ended. In a thread, because the app may wait for a writer that
+        can write no more.
         """
-        if terminal_gone(sys.__stdin__.fileno() if sys.__stdin__ is not None else 0):
-            self.exit(self.dashboard.result())
+        while not terminal_gone(sys.__stdin__.fileno() if sys.__stdin__ is not None else 0):
+            time.sleep(_LOOK_SECONDS)
+        with contextlib.suppress(RuntimeError):  # the loop has just been closed
+            loop.call_soon_threadsafe(lambda: self.exit(self.dashboard.result()))
+        time.sleep(_LEAVE_SECONDS)
+        os._exit(128 + signal.SIGHUP)
 
     def get_default_screen(self) -> Screen[None]:
         return self._dashboard
