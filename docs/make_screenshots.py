@@ -1,4 +1,5 @@
-"""Writes docs/screenshots/*.svg from the demo's recording: the same pictures every time, on any machine.
+"""Writes docs/screenshots/*.svg from the demo's recording: the same pictures every time, on any
+machine.
 
 python docs/make_screenshots.py [FOLDER]
 """
@@ -32,7 +33,8 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Picture:
-    """One screenshot: terminal size, number of GPUs, the moment and the keys pressed before it is taken."""
+    """One screenshot: terminal size, number of GPUs, the moment and the keys pressed before it is
+    taken."""
 
     name: str
     size: tuple[int, int]
@@ -62,7 +64,8 @@ PICTURES = (
 
 
 class RecordedMoment:
-    """A feed that sends the recording up to one moment as if it were live, so that every action is offered."""
+    """A feed that sends the recording up to one moment as if it were live, so that every action is
+    offered."""
 
     read_only = False
     label: str | None = None
@@ -102,8 +105,10 @@ def _with_gpus(machine: MachineSnapshot, count: int) -> MachineSnapshot:
 
 
 async def take(pictures: Sequence[Picture], recording: StreamRecording) -> AsyncIterator[tuple[str, str]]:
-    """Name and SVG of each picture. All show the same moment on the same GPUs, so one dashboard serves them all."""
-    # With an hour between samples no picture complains about the silence of a feed that stands still.
+    """Name and SVG of each picture. All show the same moment on the same GPUs, so one dashboard
+    serves them all."""
+    # With an hour between samples no picture complains about the silence of a feed that stands
+    # still.
     app = DashboardApp(RecordedMoment(recording, pictures[0]), interval=3600.0)
     async with app.run_test(size=pictures[0].size) as pilot:
         await _settle(pilot, 30)

@@ -1,4 +1,5 @@
-"""Shared fixtures: a place for runs, the command line as a real process, and the certainty that nothing is left behind."""
+"""Shared fixtures: a folder for runs, the command line as a real process, and the end of all
+processes that a test started."""
 
 from __future__ import annotations
 
@@ -38,16 +39,17 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As a job in a script's background: what the tests start would ignore it, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# Or every program that a test starts would compile memtop's modules again, and every worker all tests.
+# Or every program that a test starts would compile memtop's modules again, and every worker all
+# tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# Before anything imports torch. Models of these sizes take many times longer on two threads than on one as soon as other
-# programs want the cores: threads wait for each other, spinning.
+# Before anything imports torch. Models of these sizes take many times longer on two threads than on
+# one as soon as other programs want the cores: threads wait for each other, spinning.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 # Those that wait most come first, so that no worker is left with one of them at the end.
-_LONG = (
+_SLOW_FILES = (
     "tests/test_end_to_end.py",
     "tests/test_survival.py",
     "tests/recovery/test_trial_live.py",
@@ -77,9 +79,9 @@ _LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if missing := [path for path in _LONG if not (Path(__file__).parents[1] / path).exists()]:
-        raise pytest.UsageError(f"tests/conftest.py: _LONG names files that do not exist: {', '.join(missing)}")
-    place = {path: number for number, path in enumerate(_LONG)}
+    if missing := [path for path in _SLOW_FILES if not (Path(__file__).parents[1] / path).exists()]:
+        raise pytest.UsageError(f"tests/conftest.py: _SLOW_FILES names files that do not exist: {', '.join(missing)}")
+    place = {path: number for number, path in enumerate(_SLOW_FILES)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
 
 
@@ -132,7 +134,8 @@ class Runs:
     def wait(self, name: str, condition: Callable[[dict[str, Any]], bool], seconds: float = 180) -> dict[str, Any]:
         """Look at what `show --json` tells until the condition holds; the document then.
 
-        In this process: a command each time would take more of the machine than the run that is waited for.
+        In this process: a command each time would take more of the machine than the run that is
+        waited for.
         """
         folder, deadline = find_run(name, self.path), time.monotonic() + seconds
         while True:
@@ -154,7 +157,8 @@ class Runs:
         signal_process(identity, signal.SIGKILL)
 
     def end_everything(self) -> None:
-        """End supervisors and trainers that a test left running: only those whose run lies in this folder."""
+        """End supervisors and trainers that a test left running: only those whose run lies in this
+        folder."""
         for state_path in self.path.glob("*/state.json"):
             # Again until there is none: one that is about to end may just have started another.
             deadline = time.monotonic() + 120

@@ -1,20 +1,23 @@
-"""Starts Python programs for tests in milliseconds: forks of one process that has imported torch, transformers and accelerate.
+"""Starts Python programs for tests in milliseconds: forks of one process that has imported torch,
+transformers and accelerate.
 
-Importing these libraries takes 3 to 6 s of CPU, and most tests of whole runs start several programs. `Program` is a
-`subprocess.Popen` for `python -m MODULE`, `python -c CODE` and `python SCRIPT`:
+Importing these libraries takes 3 to 6 s of CPU, and most tests of whole runs start several
+programs. `Program` is a `subprocess.Popen` for `python -m MODULE`, `python -c CODE` and
+`python SCRIPT`:
 
-* The libraries of others are imported already. memtop's own modules are not: each program imports them anew.
-* All that the kernel and the program see is as after a real start: process ID, parent, session and group, signal handlers,
-  exit status, descriptors, working directory, `/proc/PID/environ` and `/proc/PID/cmdline`, `sys.argv`, `sys.path`, standard
-  streams and `sitecustomize`.
-* A program started this way starts its own Python programs the same way: `memtop` its supervisor, the supervisor its shim, the
-  shim the trainer, torchrun its ranks. The code that starts them is the product's.
+* It has already imported the libraries of others, but none of memtop's own modules.
+* The kernel and the program see what they see after a real start: process ID, parent, session and
+  group, signal handlers, exit status, descriptors, working directory, `/proc/PID/environ` and
+  `/proc/PID/cmdline`, `sys.argv`, `sys.path`, standard streams and `sitecustomize`.
+* It starts its own Python programs the same way: `memtop` its supervisor, the supervisor its shim,
+  the shim the trainer, torchrun its ranks. The code that starts them is the product's.
 
-How it works: a *starter* is a child process that waits for requests. It forks twice and the process in the middle ends, so
-that the new process is an orphan. Its parent becomes the process that asked for it, which is a subreaper at this moment. Then
-the new process takes on the command (`_become`). Whatever cannot be started this way is started by exec, as usual: other
-programs, other interpreter options, other variables that an interpreter or a library reads when it starts. With
-MEMTOP_TESTS_EXEC=1 everything is.
+How it works: a *starter* is a child process that waits for requests. It forks twice and the process
+in the middle ends, so that the new process is an orphan. Its parent becomes the process that asked
+for it, which is a subreaper at this moment. Then the new process takes on the command (`_become`).
+
+Exec starts what a fork cannot: other programs, other interpreter options, other variables that an
+interpreter or a library reads when it starts. With MEMTOP_TESTS_EXEC=1, exec starts everything.
 """
 
 from __future__ import annotations
@@ -77,7 +80,8 @@ class Command(NamedTuple):
 
 
 def parse(argv: Sequence[str]) -> Command | None:
-    """None for what is not this interpreter, or has options with a meaning that only a new interpreter can give them."""
+    """None for what is not this interpreter, or has options with a meaning that only a new
+    interpreter can give them."""
     if not argv or argv[0] != sys.executable:
         return None
     words = list(argv[1:])
@@ -103,11 +107,13 @@ class Request(NamedTuple):
     ignored: tuple[int, ...]
     """The signals that the new process ignores."""
     prepare: str
-    """Python code that the new process runs before it becomes the program: limits that its children inherit."""
+    """Python code that the new process runs before it becomes the program: limits that its children
+    inherit."""
 
 
 class Starter:
-    """The connection to a process that forks on request. One for each process that starts programs."""
+    """The connection to a process that forks on request. One for each process that starts
+    programs."""
 
     def __init__(self, connection: socket.socket, early: dict[str, str]) -> None:
         self._connection, self._early = connection, early
@@ -167,7 +173,8 @@ def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
 class Program(subprocess.Popen[Any]):
     """A `subprocess.Popen` that forks where it can.
 
-    `prepare` is Python code that the new process runs first; `imported` names further libraries that it has already.
+    `prepare` is Python code that the new process runs first; `imported` names further libraries
+    that it has already.
     """
 
     def __init__(self, args: Sequence[str], *, prepare: str = "", imported: tuple[str, ...] = (), **options: Any) -> None:
@@ -202,7 +209,8 @@ _starters: dict[tuple[str, ...], Starter | None] = {}
 
 
 def _starter_with(libraries: tuple[str, ...], environment: Mapping[str, str]) -> Starter | None:
-    """This process's starter that has imported these libraries, too, in this environment. It is started when first wanted."""
+    """This process's starter that has imported these libraries, too, in this environment. It is
+    started when first wanted."""
     if LONG:
         return None
     if libraries not in _starters:
@@ -215,7 +223,7 @@ def _starter_with(libraries: tuple[str, ...], environment: Mapping[str, str]) ->
     return _starters[libraries]
 
 
-# --- in the starter -----------------------------------------------------------------------------------------------------
+# --- in the starter -------------------------------------------------------------------------------
 
 
 def _serve(connection: socket.socket) -> NoReturn:

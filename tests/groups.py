@@ -17,8 +17,8 @@ import pytest
 ROOT = Path("/sys/fs/cgroup")
 _ROOM = 64 << 20
 _STEP = 16 << 20
-# Grows until the kernel has killed a process. Others want memory in the milliseconds until it stops,
-# and the kernel may kill a second time: that is this process then, not one of the run.
+# Grows until the kernel has killed a process. The others may need memory before this one has
+# stopped. Then the kernel kills once more, and this score makes it choose this process.
 _BALLAST = """
 import os, time
 
@@ -27,7 +27,7 @@ def kills():
     return int(rows["oom_kill"])
 
 with open("/proc/self/oom_score_adj", "w") as score:
-    score.write("500")
+    score.write("900")
 held, before = [], kills()
 while kills() == before and not os.path.exists({stop!r}):
     held.append(bytearray(os.urandom(1 << 12)) * 256)
@@ -46,14 +46,16 @@ class MemoryGroup:
         self._swap = path / ("memory.swap.max" if version == 2 else "memory.memsw.limit_in_bytes")
 
     def limit(self, size: int) -> None:
-        values = {self._limit: size}
-        if self._swap.exists():
-            # Or the machine's swap would take what does not fit. Version 1 counts memory and swap together.
-            values[self._swap] = 0 if self._swap.name == "memory.swap.max" else size
-        # Of version 1, the limit of both is never below that of memory.
-        rises = size > int(self._limit.read_text().replace("max", str(1 << 62)))
-        for path in sorted(values, key=lambda path: (path == self._limit) == rises):
-            path.write_text(str(values[path]))
+        if not self._swap.exists():
+            self._limit.write_text(str(size))
+        elif self._swap.name == "memory.swap.max":
+            self._limit.write_text(str(size))
+            self._swap.write_text("0")  # or the machine's swap would take what does not fit
+        else:
+            # Version 1 limits memory, and memory with swap; the second is never below the first.
+            rises = size > int(self._limit.read_text())
+            for path in (self._swap, self._limit) if rises else (self._limit, self._swap):
+                path.write_text(str(size))
 
     def squeeze(self, size: int) -> None:
         """Leave the group so many bytes less than it uses now, step by step; swap takes them."""
@@ -75,8 +77,8 @@ class MemoryGroup:
         return f"import os; open('{self.path}/cgroup.procs', 'w').write(str(os.getpid()))"
 
     def inside(self, *command: str) -> tuple[str, ...]:
-        """The command as a program that goes into the group first, and does not run without it: it
-        may take all memory that it gets."""
+        """The command, in the group. It does not run if the group is gone: it may take all memory
+        that it gets."""
         return ("sh", "-c", f'echo $$ > {self.path}/cgroup.procs && exec "$@"', "sh", *command)
 
     def pids(self) -> list[int]:
@@ -87,8 +89,8 @@ class MemoryGroup:
         return int(rows["oom_kill"])
 
     def make_the_kernel_kill(self, pid: int, stop: Path, seconds: float = 120) -> int:
-        """Let the group run out of memory with this process as the kernel's choice. How many processes were killed, without
-        the one that takes the memory."""
+        """Let the group run out of memory, so that the kernel kills this process. Returns how many
+        processes it killed, without the one that takes the memory."""
         self.limit(int(self._usage.read_text()) + _ROOM)
         Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
         before = self.kills()

@@ -1,4 +1,5 @@
-"""A real terminal for tests: the program gets a pseudo-terminal, the test reads the screen that it drew."""
+"""A real terminal for tests: the program gets a pseudo-terminal, the test reads the screen that it
+drew."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def echoes(self) -> bool:
-        """Whether it shows what is typed, as it does unless a program has taken the whole screen."""
+        """Whether it shows what is typed, as it does unless a program has taken the whole
+        screen."""
         return bool(termios.tcgetattr(self._master)[3] & termios.ECHO)
 
     def text(self) -> str:
@@ -61,7 +63,8 @@ class Terminal:
             assert time.monotonic() < deadline, f"{wanted} not shown within {seconds} s:\n{shown}"
 
     def leave(self, shown: str, seconds: float = 120) -> None:
-        """Press Escape and wait until this text is gone: a key right behind an Escape would be read as one with Alt."""
+        """Press Escape and wait until this text is gone: a key right behind an Escape would be read
+        as one with Alt."""
         self.keys("\x1b")
         deadline = time.monotonic() + seconds
         while shown in (screen := self.text()):

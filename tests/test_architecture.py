@@ -1,4 +1,4 @@
-"""The house rules, proven in fresh interpreters: who may load what."""
+"""The rules of the code base, checked in fresh interpreters: which module may load which."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def test_no_file_outgrows_its_room() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """Counts imports inside functions and under TYPE_CHECKING, too: two modules that need each other are one module."""
+    """Counts imports inside functions and under TYPE_CHECKING, too: two modules that need each
+    other are one module."""
     imports = imported_modules()
     assert len(imports) > 100
     assert {module for module in imports if module in reachable(module, imports)} == set()

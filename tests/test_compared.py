@@ -1,4 +1,4 @@
-"""Every field, option and key that docs/compared.md names is there."""
+"""Every field, option and key that docs/compared.md names exists."""
 
 from __future__ import annotations
 

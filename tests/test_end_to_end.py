@@ -1,4 +1,4 @@
-"""The whole loop on real training: launch, see, act, restart, resume; nothing is faked."""
+"""Whole runs with real training: launch, view, act, restart and resume. Nothing is replaced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.conftest import Runs, make_runs
 from tests.recovery.injected import PACED, inject
 from tests.terminal import Terminal
 
-# Small enough for many runs and real in every part; the split and the number of updates are those of the contract.
+# Small enough for many runs and real in every part; the split and the number of updates are those
+# of the contract.
 TINY_RECIPE = """
 [recipes.tiny]
 title = "t"

@@ -1,4 +1,5 @@
-"""`memtop export` as a person calls it: the folder on stdout, talk and refusals on stderr, one line each."""
+"""`memtop export` on the command line: the folder on stdout, everything else on stderr in one line
+each."""
 
 from __future__ import annotations
 

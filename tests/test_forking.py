@@ -1,4 +1,5 @@
-"""A program that tests start by forking finds what one that is started from scratch finds, and ends as it ends."""
+"""A forked test program sees what a program sees that is started from scratch, and ends the same
+way."""
 
 from __future__ import annotations
 

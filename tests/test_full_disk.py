@@ -1,4 +1,4 @@
-"""A run whose state is larger than its disk: a small file system, which is made larger while the run waits."""
+"""A run whose state is larger than its disk. The disk is enlarged while the run waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`memtop watch --gpus`: only the chosen GPUs, with what is on them, in every form."""
+"""`memtop watch --gpus` shows only the selected GPUs and their processes, in every output
+format."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def test_only_these_gpus_and_what_is_on_them() -> None:
     found = only_gpus(three(), {0})
     assert [gpu.index for gpu in found.gpus] == [0]
     (job,) = found.jobs
-    # What it holds elsewhere is not counted, so the sum is known here; its processes are still all of it.
+    # What it holds elsewhere is not counted, so the sum is known here; its processes are still all
+    # of it.
     assert (job.gpu_indices, job.used_bytes, job.unknown) == ((0,), 20, {})
     assert (job.pids, job.host_rss_bytes) == ((9, 10, 11, 13), 1000)
 
@@ -113,7 +115,7 @@ async def test_a_feed_changes_its_messages_by_its_turns() -> None:
     assert [gpu.index for gpu in sample.gpus] == [2]
 
 
-# --- the command --------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

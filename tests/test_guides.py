@@ -1,4 +1,5 @@
-"""The recommendations of the five guides: `guides.md` names only what exists; and values that no other test checks."""
+"""The recommendations of the five guides: `guides.md` names only what exists. Also the values that
+no other test checks."""
 
 from __future__ import annotations
 
@@ -318,8 +319,10 @@ def test_the_guides_root_and_force_commands_are_never_run(word: str) -> None:
 
 
 def test_the_cache_is_emptied_only_inside_the_training_process() -> None:
-    # A new process that empties its own cache frees nothing of another's, and opens a context of some hundred MB.
+    # A new process that empties its own cache frees nothing of another's, and opens a context of
+    # some hundred MB.
     found = {path for path, text in sources().items() if re.search(r"\bempty_cache\(", text)}
-    # The agent when it is asked, the built-in trainer after a failed allocation: both within the process that has the cache.
+    # The agent when it is asked, the built-in trainer after a failed allocation: both within the
+    # process that has the cache.
     assert found
     assert {Path(path).parts[0] for path in found} == {"train"}

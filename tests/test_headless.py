@@ -21,7 +21,8 @@ FINISHED = StateUpdate(run=msgspec.structs.replace(STATE, state=Phase.FINISHED, 
 
 
 class Connection:
-    """A scripted connection to a supervisor: None when it exits, an error when it refuses a write."""
+    """A scripted connection to a supervisor: None when it exits, an error when it refuses a
+    write."""
 
     def __init__(self, *messages: Message | None, broken: Exception | None = None) -> None:
         self._messages = list(messages)

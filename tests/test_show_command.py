@@ -67,7 +67,8 @@ def configuration(number: int, settings: object, reason: str, outcome: str | Non
 
 @pytest.fixture
 def dead(runs: Runs) -> RunFolder:
-    """A run that ran out of memory at batch 8 and at batch 4, and was then returned to its first settings."""
+    """A run that ran out of memory at batch 8 and at batch 4, and was then returned to its first
+    settings."""
     folder = create_run(
         runs.path, RunSpec(name="a", created=1.0, settings=SETTINGS, cwd=str(runs.root), memtop_version="0"), fresh=False
     )

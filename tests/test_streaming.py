@@ -1,4 +1,5 @@
-"""`memtop watch` as a source for other programs: JSON lines, CSV, Prometheus; real processes, scripted driver, real scrapes."""
+"""`memtop watch` as a source for other programs: JSON lines, CSV, Prometheus; real processes,
+scripted driver, real scrapes."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def started(runs: Runs, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-# --- JSON ---------------------------------------------------------------------------------------------------------------
+# --- JSON -----------------------------------------------------------------------------------------
 
 
 def test_one_document_per_line_and_a_clean_exit_on_sigint(two_gpus: Runs, over: RunFolder) -> None:
@@ -128,7 +129,7 @@ def test_show_prints_the_measurements(runs: Runs, over: RunFolder) -> None:
     assert "processes" not in text
 
 
-# --- CSV ----------------------------------------------------------------------------------------------------------------
+# --- CSV ------------------------------------------------------------------------------------------
 
 
 def test_csv_has_one_header_and_a_row_per_gpu_and_sample(two_gpus: Runs, over: RunFolder) -> None:
@@ -160,7 +161,7 @@ def test_csv_without_gpus_has_the_host(runs: Runs) -> None:
     assert "run_loss" not in table[0]
 
 
-# --- Prometheus ---------------------------------------------------------------------------------------------------------
+# --- Prometheus -----------------------------------------------------------------------------------
 
 
 def free_port() -> int:

@@ -1,4 +1,5 @@
-"""Real deaths of memory under `memtop train`, on the CPU: each is distinguished from the others and has its own remedy."""
+"""Real runs that run out of memory under `memtop train`, on the CPU: each failure is recognised and
+has its own remedy."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ assert libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=128k") == 0
 
 
 class Needs(NamedTuple):
-    """What the hungry run takes at batch 128 and at 256, in bytes: of addresses, and of memory that it did not begin with."""
+    """What the hungry run takes at batch 128 and at 256, in bytes: of addresses, and of memory that
+    it did not begin with."""
 
     addresses: tuple[int, int]
     memory: tuple[int, int]
@@ -163,7 +165,8 @@ def test_a_kernel_kill_restarts_with_a_smaller_batch(runs: Runs, needs: Needs, g
     runs.memtop(*arguments(runs, "hungry", "--headless"), prepare=group.enter, timeout=280)
     document = runs.show("a", metrics=True)
     assert_whole(document, 2, 256)
-    # Usually two attempts; where the kernel counts more for a process, the second one is killed as well.
+    # Usually two attempts; where the kernel counts more for a process, the second one is killed as
+    # well.
     first, second = document["attempts"][:2]
     assert (first["exit_status"], first["diagnosis"]["kind"], first["diagnosis"]["source"]) == (-9, "host_oom_killed", "kernel")
     assert (second["settings"]["batch"], second["settings"]["accumulation"]) == (128, 2)
@@ -193,7 +196,8 @@ def test_one_rank_of_two_killed_by_the_kernel(runs: Runs, group: MemoryGroup) ->
         supervisor, before, killed = kill_second_rank(runs, group, name)
         if killed == 1:
             break
-        # Both ranks wanted memory at the same moment, and the kernel killed both. That is another story.
+        # Both ranks wanted memory at the same moment, and the kernel killed both. That is another
+        # story.
         runs.memtop("stop", name)
         assert supervisor.wait(timeout=120) == 0
         group.limit(8 << 30)
@@ -211,8 +215,8 @@ def test_one_rank_of_two_killed_by_the_kernel(runs: Runs, group: MemoryGroup) ->
 
 
 def kill_second_rank(runs: Runs, group: MemoryGroup, name: str) -> tuple[subprocess.Popen[Any], dict[str, Any], int]:
-    """A run of two ranks in the group, of which the kernel has killed the second one: its supervisor, its settings, and how
-    many processes were killed."""
+    """A run of two ranks in the group, of which the kernel has killed the second one: its
+    supervisor, its settings, and how many processes were killed."""
     settings = edited(batch=4, accumulation=4, world_size=2, target_samples=32 * 2000, save_every=5, seq_len=32)
     spec = RunSpec(
         name=name, created=1.0, settings=settings, cwd=str(runs.root), on_oom="auto", memtop_version=memtop.__version__
@@ -233,7 +237,8 @@ def child_of(pid: int) -> int:
 
 
 def test_a_full_shm_leads_to_no_workers(runs: Runs) -> None:
-    """A batch of 64 x 128 tokens is 64 KiB a tensor: it does not fit beside the locks of the worker's queues."""
+    """A batch of 64 x 128 tokens is 64 KiB a tensor: it does not fit beside the locks of the
+    worker's queues."""
     if os.getuid() != 0:
         pytest.skip("a /dev/shm of its own takes a mount namespace, which only root may make")
     if run([sys.executable, "-c", ""], prepare=SMALL_SHM, capture_output=True).returncode != 0:
@@ -249,7 +254,8 @@ def test_a_full_shm_leads_to_no_workers(runs: Runs) -> None:
 
 
 def test_a_full_disk_is_waited_for(runs: Runs, small_disk: Path) -> None:
-    """From its first save on nothing more fits; it waits with what it has learnt, and when somebody makes room it is saved."""
+    """From its first save on nothing more fits; it waits with what it has learnt, and when somebody
+    makes room it is saved."""
     place = str(small_disk / "runs")
     words = (*arguments(runs, "small"), "--runs-dir", place, "--max-updates", "30")
     follower = runs.start(*words, "--headless", stderr=subprocess.PIPE)

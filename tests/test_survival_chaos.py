@@ -1,4 +1,4 @@
-"""The short version of `bench/chaos.py`: random SIGKILLs, and training comes out as if there had been none."""
+"""The short version of `bench/chaos.py`: random SIGKILLs do not change the training."""
 
 from __future__ import annotations
 

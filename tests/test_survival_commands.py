@@ -1,4 +1,4 @@
-"""Live edits and rollback on real training: nothing of the training changes but what was asked for."""
+"""Live edits and rollback on real training: only the requested settings change."""
 
 from __future__ import annotations
 

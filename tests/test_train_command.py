@@ -1,4 +1,5 @@
-"""`memtop train`: the settings of a new run; a preset chosen by free GPU memory is reported with the reason."""
+"""`memtop train`: the settings of a new run; a preset chosen by free GPU memory is reported with
+the reason."""
 
 from __future__ import annotations
 

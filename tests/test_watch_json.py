@@ -1,4 +1,5 @@
-"""`memtop watch --once --json` with eight scripted GPUs: every field of the public contract, through the real bindings."""
+"""`memtop watch --once --json` with eight scripted GPUs: every field of the public contract,
+through the real bindings."""
 
 from __future__ import annotations
 
@@ -31,11 +32,11 @@ HOST_FIELDS = {
 
 @pytest.fixture(scope="module")
 def others_process() -> Iterator[int]:
-    """A process of another user: of the user nobody if this user may start one, else process 1."""
+    """A process of another user: of `nobody` if this user may start one, else process 1."""
     if os.getuid() != 0:
         yield 1
         return
-    # The user nobody may not be allowed to read the folder of our interpreter.
+    # `nobody` may not be allowed to read the folder of our interpreter.
     process = subprocess.Popen(["/bin/sleep", "600"], user=pwd.getpwnam("nobody").pw_uid, cwd="/")
     yield process.pid
     process.kill()

@@ -11,7 +11,6 @@ import select
 import signal
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -107,6 +106,7 @@ class DashboardApp(App[DashboardResult]):
         self._ascii = (AsciiFilter(),) if ascii_wanted() else ()
         actions = process_actions or RealProcessActions()
         self._dashboard = DashboardScreen(feed, label=title or feed.label, interval=interval, process_actions=actions)
+        self._ended = threading.Event()
         # A monitor must not spend processor time on animations.
         self.animation_level = "none"
         self.register_theme(MEMTOP_THEME)
@@ -126,6 +126,9 @@ class DashboardApp(App[DashboardResult]):
             loop = asyncio.get_running_loop()
             threading.Thread(target=self._leave_a_lost_terminal, args=(loop,), daemon=True).start()
 
+    def on_unmount(self) -> None:
+        self._ended.set()
+
     def _leave_a_lost_terminal(self, loop: asyncio.AbstractEventLoop) -> None:
         """End when the terminal is closed.
 
@@ -134,11 +137,12 @@ class DashboardApp(App[DashboardResult]):
         can write no more.
         """
         while not terminal_gone(sys.__stdin__.fileno() if sys.__stdin__ is not None else 0):
-            time.sleep(_LOOK_SECONDS)
+            if self._ended.wait(_LOOK_SECONDS):
+                return
         with contextlib.suppress(RuntimeError):  # the loop has just been closed
             loop.call_soon_threadsafe(lambda: self.exit(self.dashboard.result()))
-        time.sleep(_LEAVE_SECONDS)
-        os._exit(128 + signal.SIGHUP)
+        if not self._ended.wait(_LEAVE_SECONDS):
+            os._exit(128 + signal.SIGHUP)
 
     def get_default_screen(self) -> Screen[None]:
         return self._dashboard

@@ -231,11 +231,11 @@ _SPLIT = ("batch", "accumulation")
 
 
 def live_values(before: Settings | None, after: Settings | None, also: Collection[str] = ()) -> dict[str, object]:
-    """The values that the running program must set; UsageError, with the reason, where the change
+    """The values that the running program must set; UsageError, with the reason, if the change
     takes a restart.
 
-    Batch and accumulation go together, so that the program ends up with the announced split,
-    whatever it has now. `also`: fields that are set even if they do not seem to change.
+    Batch and accumulation are always set together: the program may have changed its split itself.
+    `also`: fields that are set even if `before` and `after` have the same value.
     """
     if before is None or after is None:
         raise UsageError("this program is your own: it cannot change while it runs; restart it")

@@ -62,7 +62,7 @@ def test_an_environment_whose_owner_changes_while_it_is_read_is_not_shown(
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can look as another user")
 def test_the_environment_of_another_users_process_is_not_shown() -> None:
-    """Read in a subprocess, as the user nobody: a process cannot change back."""
+    """Read in a subprocess as the user `nobody`: a process cannot change its user back."""
     program = (
         "import os, sys; from memtop.supervisor.monitor.processes.proc import environment_of, identify; os.setuid(65534);"
         f"print(environment_of(identify({os.getpid()})))"
@@ -91,7 +91,7 @@ def test_hidepid(tree: Tree, tmp_path: Path, options: str, mode: str | None) -> 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can mount /proc")
 def test_a_real_proc_that_hides(start: Start, tmp_path: Path) -> None:
-    """In a separate mount namespace, the user nobody does not see all processes."""
+    """In a separate mount namespace, the user `nobody` does not see all processes."""
     program = (
         "import ctypes, os, subprocess, sys\n"
         "from memtop.supervisor.monitor.processes.proc import hidepid, in_host_pid_namespace, read_stat, sees_all_pids\n"

@@ -1,4 +1,5 @@
-"""Drives `step` with values: a run at some moment, events that come in, and the effects that come out."""
+"""Drives `step` with values: a model at some moment, the events given to it, and the effects that
+it requests."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ def row(number: int = 1, settings: Settings | None = SETTINGS, **values: Any) ->
 
 
 def taken_over(*rows: Attempt, reports: tuple[dict[str, Any], ...] = (), **values: Any) -> Brain:
-    """A new supervisor of the run that the ledger has these attempts of; `reports`: read by the one before it."""
+    """A new supervisor of the run that the ledger has these attempts of; `reports`: read by the one
+    before it."""
     brain = Brain(Model(run=RUN, settings=SETTINGS, supervisor_pid=7))
     brain.tell(SupervisorStarted(attempts=rows, **values))
     for one in reports:

@@ -1,4 +1,5 @@
-"""All that may happen to a simulated run: a `World` whose program, disk, clients and supervisor act at random."""
+"""Random events in a simulated run: the program, disk, clients and supervisor of a `World` act at
+random."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tests.run.world import GIB, LAST_UPDATE, Program, World
 class Life(World):
     """`act(name, number)` lets one thing happen; `number` chooses its details."""
 
-    # --- what may happen ------------------------------------------------------------------------------------------------
+    # --- what may happen --------------------------------------------------------------------------
 
     def act(self, name: str, number: int) -> None:
         """Let one thing happen; `number` chooses its details."""
@@ -62,7 +63,7 @@ class Life(World):
     def act_disk(self, number: int) -> None:
         self.disk_full = self.ledger.full = number % 3 == 0
 
-    # --- the program ----------------------------------------------------------------------------------------------------
+    # --- the program ------------------------------------------------------------------------------
 
     def _report(self, report: said.Report) -> None:
         self.time += 0.01
@@ -151,7 +152,7 @@ class Life(World):
         program.alive, program.connected = False, False
         program.status, program.ended = status, self.time
 
-    # --- clients --------------------------------------------------------------------------------------------------------
+    # --- clients ----------------------------------------------------------------------------------
 
     def _token(self, letter: str) -> str:
         self.requests += 1
@@ -185,10 +186,11 @@ class Life(World):
         request = (Edit, Try)[number % 2]
         self._request(request(id=-self.requests, change=Change(assignments={"batch": str((1, 2, 4)[number % 3])})))
 
-    # --- the end --------------------------------------------------------------------------------------------------------
+    # --- the end ----------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """A stop always ends: whatever the program does, the run is over after a while, and stays as it is."""
+        """A stop always ends: whatever the program does, the run is over after a while, and stays
+        as it is."""
         self.kill_after, self.disk_full, self.ledger.full = None, False, False
         for _ in range(3):
             if self.model is None:

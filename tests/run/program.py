@@ -2,8 +2,8 @@
 
 usage: program.py UPDATES|go SECONDS_PER_UPDATE [leave-worker] [silent-agent]
 
-go: it trains until there is a file of that name in its folder. silent-agent: it is connected and offers
-to stop, but it never answers.
+go: it trains until there is a file of that name in its folder. silent-agent: it is connected and
+offers to stop, but it never answers.
 """
 
 import itertools

@@ -1,4 +1,5 @@
-"""What is seen of an attempt while it lives: groups and their counters, samples, and the kernel's log; on written files."""
+"""The evidence collected while an attempt runs: memory groups and their counters, samples, and the
+kernel's log. Reads written files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stretches under the same settings: when one ends and another begins, what each needed, and how they are written."""
+"""Configurations: when one ends and the next begins, what each needed, and how they are written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a run has died of is not chosen again unseen: neither by a preset nor by a person's own numbers without a word."""
+"""Settings that ran out of memory before: presets avoid them, and a person who types them is
+warned."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ SAVING = replace(ONE, gradient_checkpointing=True)
 
 
 def rows(*outcomes: str | None) -> tuple[Configuration, ...]:
-    """The configurations of a run that died at 2 x 2 and at 1 x 4 and goes on with checkpointing."""
+    """The configurations of a run that died at 2 x 2 and at 1 x 4 and goes on with
+    checkpointing."""
     settings = (TWO, ONE, SAVING)
     return tuple(
         Configuration(number=number, attempt=1, started=0.0, reason="start", settings=settings[number - 1], outcome=outcome)

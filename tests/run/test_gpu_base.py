@@ -1,4 +1,5 @@
-"""What a run holds of a GPU beside torch's allocator, from samples and reports that are not of the same moment."""
+"""GPU memory that a run holds outside torch's allocator, from samples and reports of different
+moments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A run's folder after its trainer or its supervisor has ended, and ranks left over without a marker."""
+"""The folder of a run whose trainer or supervisor has ended, and leftover ranks without a
+marker."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def verdict(runs: Path, pid: int) -> tuple[bool, bool, str]:
 
 
 def test_a_rank_that_is_left_over_is_proven_by_the_record(tmp_path: Path, program: subprocess.Popen[bytes]) -> None:
-    """It carries no marker and leads no session of the run: torchrun's ranks that write their own title."""
+    """It carries no marker and leads no session of the run: torchrun's ranks that write their own
+    title."""
     dead = subprocess.Popen(["sleep", "120"])
     leader = identify(dead.pid)
     assert leader is not None

@@ -1,4 +1,5 @@
-"""An edit of a running program is what was asked for, what is said of it first, and what a restart with it would make."""
+"""Edits of a running program: the edit that was requested, the warnings before it, and what a
+restart with the same edit would do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The events of the bands: what changed between two readings that are known."""
+"""Events about bands: the changes between two known readings."""
 
 from __future__ import annotations
 

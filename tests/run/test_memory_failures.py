@@ -1,4 +1,5 @@
-"""Programs that run out of memory, and what the supervisor does about it: real processes and kernel kills."""
+"""Programs that run out of memory, and what the supervisor does about it: real processes and kernel
+kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervisor's pieces, each by itself: values and real files, no clock but one that the test moves."""
+"""Parts of the supervisor, each alone, with values, real files and a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Clock:
         return self.now
 
 
-# --- folder -------------------------------------------------------------------------------------------------------------
+# --- folder ---------------------------------------------------------------------------------------
 
 
 def test_a_run_is_created_once_and_found_by_name_path_and_latest(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_damaged_run_json_hides_no_other_run(tmp_path: Path) -> None:
         bad.spec()
 
 
-# --- journal, ledger, progress --------------------------------------------------------------------------------------------
+# --- journal, ledger, progress --------------------------------------------------------------------
 
 
 def test_only_whole_lines_are_read_and_damaged_ones_passed_over(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_speed_is_that_of_the_newest_updates() -> None:
     assert progress.best_loss == pytest.approx(1 / 39)
 
 
-# --- shim ---------------------------------------------------------------------------------------------------------------
+# --- shim -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ def test_a_restart_says_what_it_changes() -> None:
     assert explain.restart_reason(Change()) == "restart"
 
 
-# --- checkpoint, socket ---------------------------------------------------------------------------------------------------
+# --- checkpoint, socket ---------------------------------------------------------------------------
 
 
 def saved(folder: Path, updates: int, size: int = 4) -> Path:

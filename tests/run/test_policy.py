@@ -1,4 +1,5 @@
-"""What follows a death: it always comes to an end, repeats nothing that failed, and shrinks for nothing but memory."""
+"""The decision after a failure: the restarts end, nothing that failed is repeated, and a run
+becomes smaller only for lack of memory."""
 
 from __future__ import annotations
 

@@ -64,7 +64,8 @@ def oom(**about: Any) -> Oom:
 
 
 def test_a_failure_is_reported_with_the_batch_that_failed(folder: Path) -> None:
-    """The settings may be others by then, and an evaluation's batch is its own: the rank's report knows."""
+    """The settings may be others by then, and an evaluation's batch is its own: the rank's report
+    knows."""
     failure = end_of(folder, settings=settings_of(32), reports=((0, oom(batch=8)),))
     found = examine(failure, AttemptEvidence(folder, time.time()))
     assert (found.kind, found.requested_for) == (Kind.GPU_OOM, "the logits (B 8 x T 252 x V 40960, fp32)")
@@ -125,7 +126,8 @@ def test_a_log_that_is_gone_leaves_the_rest_of_the_evidence(folder: Path) -> Non
 
 
 def test_only_torchruns_last_attempt_counts(folder: Path) -> None:
-    """With --max-restarts it goes on after a failure by itself; the folders of all its tries stay."""
+    """With --max-restarts it goes on after a failure by itself; the folders of all its tries
+    stay."""
     for place, words in (
         ("torchelastic/none_x1/attempt_2/0", "MemoryError: "),
         ("torchelastic/none_x1/attempt_10/1", "KeyError: 'labels'"),

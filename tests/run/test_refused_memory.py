@@ -1,24 +1,20 @@
-"""Real programs of the user's own that are refused host memory: what is named as the cause, and what is offered."""
+"""External commands whose allocation of host memory is refused: the named cause, and the
+remedies."""
 
 from __future__ import annotations
 
 import os
 import resource
-import shutil
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from memtop.supervisor.run.post_mortem.evidence import AttemptEvidence, address_space
 from tests.conftest import Runs
 
-pytestmark = pytest.mark.timeout(900)
 LIMIT_KIB = 2 << 20
 # Five seconds in which the supervisor reads its limit; then more than the limit allows, and far
 # less than the machine has.
@@ -40,53 +36,9 @@ while True:
 
 
 def died(runs: Runs, *program: str) -> tuple[dict[str, Any], str]:
-    """The document of the run, and what `show` prints of it.
-
-    If the machine's own memory was nearly full meanwhile, that was the cause and not the limit. The
-    program is then run again.
-    """
-    for _ in range(3):
-        await_free_memory()
-        with LeastMemory() as least:
-            runs.memtop("train", "--name", "a", "--headless", "--", *program, status=1)
-        if least.free_fraction > 0.2:
-            break
-        shutil.rmtree(runs.path / "a")
-    else:
-        pytest.skip("other programs fill this machine's memory")
+    """The document of the run, and what `show` prints of it."""
+    runs.memtop("train", "--name", "a", "--headless", "--", *program, status=1)
     return runs.show("a")["proposal"], runs.memtop("show", "a").stdout
-
-
-def await_free_memory() -> None:
-    deadline = time.monotonic() + 120
-    while free_fraction() < 0.3 and time.monotonic() < deadline:
-        time.sleep(1)
-
-
-def free_fraction() -> float:
-    memory = psutil.virtual_memory()
-    return float(memory.available / memory.total)
-
-
-class LeastMemory(threading.Thread):
-    """The smallest part of the machine's memory that was free inside the `with` block."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.free_fraction = 1.0
-        self._over = threading.Event()
-
-    def run(self) -> None:
-        while not self._over.wait(0.2):
-            self.free_fraction = min(self.free_fraction, free_fraction())
-
-    def __enter__(self) -> LeastMemory:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self.join()
 
 
 def message_of(runs: Runs, kind: str) -> str:

@@ -1,4 +1,5 @@
-"""Return to an earlier kept state: the right one, nothing deleted, and safe from what the stopping program still saves."""
+"""Return to an earlier kept state: it is the right one, nothing is deleted, and later saves of the
+stopping program do not remove it."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def test_holding_twice_keeps_the_newer_choice(latest: Path) -> None:
     assert (latest / "weights").read_text() == "weights after 30"
 
 
-# --- what does not come about leaves everything where it was ------------------------------------------------------------------
+# --- what does not come about leaves everything where it was --------------------------------------
 
 
 def tree(folder: Path) -> dict[str, str]:

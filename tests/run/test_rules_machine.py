@@ -1,4 +1,5 @@
-"""The rules of a run under random events, with the supervisor killed after any effect; see `tests/run/life.py`."""
+"""The rules of a run under random events, with the supervisor killed after any effect; see
+`tests/run/life.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tests.run.life import ACTIONS, Life, drive, launch_pending
 
 
 class RunMachine(RuleBasedStateMachine):
-    """Each rule lets one thing happen to a simulated run; `World` checks the invariants after every effect."""
+    """Each rule lets one thing happen to a simulated run; `World` checks the invariants after every
+    effect."""
 
     @initialize(
         seed=st.integers(0, 1000),
@@ -42,7 +44,8 @@ class RunMachine(RuleBasedStateMachine):
 
     @rule(effects=st.integers(1, 6), action=st.sampled_from(("time", "restart", "stop", "result", "train")))
     def kill_in_the_middle(self, effects: int, action: str) -> None:
-        """The supervisor is killed after so many effects of what happens next; then another one takes over."""
+        """The supervisor is killed after so many effects of what happens next; then another one
+        takes over."""
         self.world.kill_after = effects if self.world.model is not None else None
         self.world.act(action, effects)
         self.world.act("time", 0)

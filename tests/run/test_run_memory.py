@@ -19,7 +19,8 @@ from tests.monitor.conftest import Clock
 
 MIB = 1024**2
 SHARED = 32
-# A rank with 24 MiB of its own that shares 32 MiB with two loader workers, all of which touch all of it.
+# A rank with 24 MiB of its own that shares 32 MiB with two loader workers, all of which touch all
+# of it.
 FAMILY = f"""
 import mmap, os, sys, time
 own = bytearray(b"x") * (24 << 20)
@@ -45,7 +46,8 @@ Family = list[int]
 
 @pytest.fixture
 def family(tmp_path: Path) -> Iterator[Callable[..., Family]]:
-    """Starts the rank and its workers behind these words (a launcher); their pids, the rank first."""
+    """Starts the rank and its workers behind these words (a launcher); their pids, the rank
+    first."""
     started: list[subprocess.Popen[str]] = []
     pids: Family = []
 

@@ -1,4 +1,5 @@
-"""A real run under a real supervisor: its host memory by role arrives in its state, and goes with its processes."""
+"""A real run under a real supervisor: its state shows host memory by role while its processes
+live."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def test_the_state_reports_the_runs_memory_by_role(runs: Runs) -> None:
     runs.memtop("train", "--detach", "--name", "a", "--", sys.executable, "-c", PROGRAM)
     folder = find_run("a", runs.path)
 
-    # The first reading may come before the rank has spoken and forked; the next one is due ten seconds later.
+    # The first reading may come before the rank has spoken and forked; the next one is due ten
+    # seconds later.
     runs.wait("a", lambda _: [part.role for part in read_state(folder).run_memory] == ["launcher", "rank", "loader worker"])
     state = read_state(folder)
     assert [part.processes for part in state.run_memory] == [1, 1, 1]

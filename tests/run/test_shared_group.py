@@ -1,4 +1,4 @@
-"""Kills by the kernel in a memory group that the run shares with others, as in a container: a real group, real kills."""
+"""OOM kills by the kernel in a memory group that the run shares with others, as in a container."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ def test_the_program_that_the_kernel_kills_in_a_shared_group(runs: Runs, group: 
     group.make_the_kernel_kill(state["trainer_pid"], runs.root / "enough")
     diagnosis = ended(runs)
     assert (diagnosis["kind"], diagnosis["source"]) == ("host_oom_killed", "kernel")
-    # Proven by when the group's counter rose, or by the kernel's own line about this very process, where it may be read.
+    # Proven by when the group's counter rose, or by the kernel's own line about this very process,
+    # where it may be read.
     proofs = ("shortly before the end", f"Killed process {state['trainer_pid']} ")
     assert any(proof in line for proof in proofs for line in diagnosis["evidence"]), diagnosis["evidence"]

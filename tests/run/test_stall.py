@@ -1,4 +1,4 @@
-"""A program that says it ran out of memory and then says nothing more; the clock is the test's."""
+"""A program that reports lack of memory and then nothing more. The test sets the clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a run's rules ask for, event by event: no process, no file, and the clock is the test's."""
+"""The effects that the rules request for each event. No process, no file; the test sets the
+clock."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ SPLIT = {
 }
 
 
-# --- phases -------------------------------------------------------------------------------------------------------------
+# --- phases ---------------------------------------------------------------------------------------
 
 
 def test_a_run_goes_through_its_life() -> None:
@@ -95,7 +96,7 @@ def test_impossible_transitions_are_refused(phase: Phase, impossible: Phase) -> 
         move(Model(run=RUN, phase=phase), impossible)
 
 
-# --- stopping -----------------------------------------------------------------------------------------------------------
+# --- stopping -------------------------------------------------------------------------------------
 
 
 def rungs(brain: Brain, *waits: float) -> list[str]:
@@ -184,7 +185,7 @@ def test_a_finished_program_that_waits_for_space_is_not_ended() -> None:
     assert brain.model.ladder is not None
 
 
-# --- restarting ---------------------------------------------------------------------------------------------------------
+# --- restarting -----------------------------------------------------------------------------------
 
 
 def restart(brain: Brain, change: Change | None = None, number: int = 1) -> None:
@@ -337,11 +338,12 @@ def test_a_stop_cancels_a_restart_requested_from_an_earlier_supervisor() -> None
     assert (brain.model.phase, brain.asked(Launch)) == (Phase.STOPPED, [])
 
 
-# --- the end ------------------------------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 def test_a_decision_is_written_before_the_end_is() -> None:
-    """Whenever the supervisor is killed, the next one finds either the attempt open or the restart waiting."""
+    """Whenever the supervisor is killed, the next one finds either the attempt open or the restart
+    waiting."""
     brain = training()
     die(brain)
     order = [type(effect) for effect in brain.effects if isinstance(effect, SaveState | UpdateAttempt)]
@@ -405,7 +407,7 @@ def test_a_death_in_a_stop_is_not_followed_by_a_restart() -> None:
     assert brain.answers()[-1].outcome is Outcome.FAILED
 
 
-# --- reports ------------------------------------------------------------------------------------------------------------
+# --- reports --------------------------------------------------------------------------------------
 
 
 def test_a_failure_on_the_cpu_is_the_peak_and_ends_the_configuration() -> None:
@@ -449,7 +451,7 @@ def test_reports_that_are_not_understood_harm_nothing() -> None:
     assert (brain.model.phase, brain.model.progress.update, brain.model.progress.heard) == (Phase.TRAINING, 7, 3)
 
 
-# --- samples and leaks --------------------------------------------------------------------------------------------------
+# --- samples and leaks ----------------------------------------------------------------------------
 
 
 def test_sampling_that_fails_is_reported_once() -> None:
@@ -509,7 +511,7 @@ def test_where_nothing_may_be_done_by_itself_a_leak_is_only_reported(
     assert (brain.asked(AskRanks), brain.model.pending) == ([], None)
 
 
-# --- a restart that waits -----------------------------------------------------------------------------------------------
+# --- a restart that waits -------------------------------------------------------------------------
 
 
 def test_the_wait_for_memory_is_announced_once() -> None:

@@ -1,4 +1,4 @@
-"""The supervisor with real processes, signals and sockets; the program under it is `program.py` beside this file."""
+"""The supervisor with real processes, signals and sockets. It runs `program.py` of this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Supervisors that are killed at the worst moment: what they had read, decided or begun is not lost to the next one."""
+"""Supervisors that are killed at the worst moment: the next one has all that they read, decided or
+began."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ from tests.forking import run
 from tests.run.brain import HALF, MIB, SETTINGS, row, state_of, taken_over
 from tests.run.test_memory_failures import FRAGMENTED
 
-# --- killed for real ------------------------------------------------------------------------------------------------------
+# --- killed for real ------------------------------------------------------------------------------
 
 # Dies where the first state.json of an attempt would be written.
 KILLED = """
@@ -146,7 +147,7 @@ def test_a_remedy_that_was_just_begun_is_not_begun_twice(runs: Runs) -> None:
     ledger.close()
 
 
-# --- with values ----------------------------------------------------------------------------------------------------------
+# --- with values ----------------------------------------------------------------------------------
 
 HELLO = {"type": "hello", "time": 10.0, "rank": 0, "pid": 2, "offers": []}
 PLAN = {"type": "plan", "time": 11.0, "updates": 0, "total_updates": 9, "device_uuid": None}
@@ -221,7 +222,8 @@ def test_an_attempt_that_was_begun_and_not_written_about_has_its_configuration()
 
 
 def test_an_attempt_that_is_only_in_the_ledger_was_never_begun() -> None:
-    """Its supervisor was killed before it could start the program: what it was to do is done by the next."""
+    """Its supervisor was killed before it could start the program: what it was to do is done by the
+    next."""
     waiting = Waiting(change=Change(assignments={"batch": "4", "accumulation": "8"}), disk_bytes=5)
     state = state_of(Phase.TRAINING, reason="died", waiting=waiting)
     first, second = row(ended=10.0, outcome="failed"), row(2, HALF, started=20.0)
@@ -249,7 +251,8 @@ def test_a_restart_is_carried_out_although_its_attempt_was_never_begun() -> None
 
 
 def test_a_death_that_the_ledger_could_not_take_is_no_stop() -> None:
-    """The restart was decided and written although the disk was too full for the ledger; the attempt is still open there."""
+    """The restart was decided and written although the disk was too full for the ledger; the
+    attempt is still open there."""
     waiting = Waiting(change=Change(assignments={"batch": "4"}))
     brain = taken_over(row(), records=BEGUN.records, state=state_of(Phase.RESTARTING, reason="died", waiting=waiting))
     assert (brain.model.phase, brain.model.ladder, brain.model.pending) == (Phase.TRAINING, None, None)
@@ -344,7 +347,7 @@ def test_an_older_state_hides_no_living_trainer(tmp_path: Path) -> None:
     assert not needs_supervisor(folder)
 
 
-# --- the ledger -----------------------------------------------------------------------------------------------------------
+# --- the ledger -----------------------------------------------------------------------------------
 
 
 class Heard:
@@ -434,7 +437,8 @@ def test_steps_that_come_with_their_plan_are_shown(tmp_path: Path) -> None:
 
 
 def test_a_split_within_the_program_is_neither_a_restart_nor_a_success() -> None:
-    """Two restarts without a newer saved update, each of which first went on smaller by itself: a person is asked."""
+    """Two restarts without a newer saved update, each of which first went on smaller by itself: a
+    person is asked."""
     known = BEGUN.end("gpu_oom", 12, 10, died_of_memory=True)
     batches = iter((32, 16, 8, 4))
     for attempt in (2, 3):

@@ -1,4 +1,4 @@
-"""The machine's history in the ledger: thinned out with age, nothing counted twice, old ledgers taken along."""
+"""The machine's history in the ledger: thinned with age, and nothing is counted twice."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def test_the_next_supervisor_adds_to_the_stretch_that_was_not_over(tmp_path: Pat
 def test_the_older_the_coarser_and_no_full_snapshots_beyond_an_hour(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(path)
-    # One sample every 10 min for 9 days, then one every 5 s for two hours; a peak in the first night.
+    # One sample every 10 min for 9 days, then one every 5 s for two hours; a peak in the first
+    # night.
     early = range(0, 9 * DAY, 600)
     late = range(9 * DAY, 9 * DAY + 7200, 5)
     record(ledger, *(snapshot(START + s, 999 if s == 6000 else 100) for s in (*early, *late)))

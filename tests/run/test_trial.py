@@ -1,4 +1,4 @@
-"""Whatever happens during a trial, settings that it has not proven never stay in place."""
+"""Settings on trial never stay in place unless the trial has proven them."""
 
 from __future__ import annotations
 

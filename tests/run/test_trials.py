@@ -1,4 +1,4 @@
-"""Settings on trial are never the run's own: whatever happens in the middle finds those before."""
+"""Trials as rules of the run: every change during a trial starts from the settings before it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def dead_in_a_trial() -> Brain:
 
 
 def test_a_trial_that_died_is_undone_when_the_memory_is_free() -> None:
-    """By the restart with the settings before it, after the notice and the wait that the remedy would have had."""
+    """By the restart with the settings before it, after the notice and the wait that the remedy
+    would have had."""
     brain = dead_in_a_trial()
 
     def sample(used: int) -> None:

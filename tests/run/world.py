@@ -1,5 +1,5 @@
-"""A run without processes and files: what `step` asks for is done to plain values, and the
-supervisor can be killed at any point.
+"""A run without processes and files: effects are carried out on plain values, and the supervisor
+can be killed at any point.
 
 The ledger, state.json, the program and the saved states are plain values. After each effect the
 invariants are checked; what may happen to a run is in `life.py`.
@@ -93,7 +93,8 @@ class Program:
 
 
 class World:
-    """Everything outside of the model. `kill_after` counts down effects until the supervisor is killed."""
+    """Everything outside of the model. `kill_after` counts down effects until the supervisor is
+    killed."""
 
     def __init__(self, seed: int = 0, *, external: bool = False, on_oom: str = "auto") -> None:
         self.random = random.Random(seed)
@@ -128,7 +129,7 @@ class World:
         self.happened: Counter[str] = Counter()
         self.steps = self.kills = 0
 
-    # --- the supervisor -------------------------------------------------------------------------------------------------
+    # --- the supervisor ---------------------------------------------------------------------------
 
     def start(self, change: Change | None = None) -> None:
         """A supervisor begins; `change`: it was started in order to restart the run."""
@@ -213,7 +214,7 @@ class World:
         kept = tuple(checkpoint(update) for update in found)
         return on.States(newest=checkpoint(self.kept[-1]) if self.kept else None, kept=kept)
 
-    # --- effects --------------------------------------------------------------------------------------------------------
+    # --- effects ----------------------------------------------------------------------------------
 
     def _perform(self, effect: do.Effect) -> on.Occurrence | None:
         assert self.model is not None
@@ -265,7 +266,8 @@ class World:
         return None if known == problem else on.WriteChecked(topic="state", problem=problem)
 
     def _launch(self, effect: do.Launch) -> on.Occurrence:
-        """The ledger, the states, the command and the shim: the supervisor may be killed between any two of them."""
+        """The ledger, the states, the command and the shim: the supervisor may be killed between
+        any two of them."""
         assert self.model is not None
         self.outbox.retry()
         row = Attempt(
@@ -364,7 +366,7 @@ class World:
                 program.stored = self.read
             self._handle(on.Reported(rank=0, report=report))
 
-    # --- invariants -----------------------------------------------------------------------------------------------------
+    # --- invariants -------------------------------------------------------------------------------
 
     def _check_start(self, effect: do.Launch) -> None:
         assert self.model is not None
@@ -393,7 +395,8 @@ class World:
             assert program.number == model.attempt.number
 
     def check_promises(self) -> None:
-        """When nothing is under way any more, every accepted restart was carried out or called off by name."""
+        """When nothing is under way any more, every accepted restart was carried out or called off
+        by name."""
         for name, written in self.accepted.items():
             if self.starts[name] == 0:
                 kinds = {event.kind for event in self.ledger.events[written:]}

@@ -1,4 +1,5 @@
-"""Starts trainings as memtop does: one process, torchrun, or accelerate with DeepSpeed on the CPU."""
+"""Starts trainings as memtop does: one process, torchrun, or accelerate with DeepSpeed on the
+CPU."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def start(settings: Settings, command: list[str], env: dict[str, str], cwd: Path
 
 
 def train_on(folder: Path, state: Path, settings: Settings, updates: int) -> dict[str, Any]:
-    """Resume the state with these settings, train some updates, save; return the worker's report."""
+    """Resume the state with these settings, train some updates, save; return the worker's
+    report."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "settings.json").write_bytes(msgspec.json.encode(settings))
     report = folder / "report.json"

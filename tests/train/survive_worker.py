@@ -174,7 +174,8 @@ def check_connected() -> None:
 
 
 def check_exchange(rank: int) -> None:
-    """Gradients of every shape are summed; a gradient that only one rank has is zero on the other."""
+    """Gradients of every shape are summed; a gradient that only one rank has is zero on the
+    other."""
     draw = torch.Generator().manual_seed(5)
     model = torch.nn.Module()
     shapes = [(3,), (40, 30), (7, 5), (1,), (200, 100), (64,), (2, 2)]

@@ -28,7 +28,7 @@ def run(code: str, folder: Path, *, timeout: float = 60, socket: str = "") -> st
         "PYTHONPATH": str(AGENT / "site"),
         "MEMTOP_ATTEMPT_DIR": str(folder),
         "MEMTOP_ATTEMPT": "1",
-        "MEMTOP_SOCKET": socket or str(folder / "nobody.sock"),
+        "MEMTOP_SOCKET": socket or str(folder / "missing.sock"),
     }
     start = run_forked if runs_torch(code) else subprocess.run
     done = start([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=timeout)

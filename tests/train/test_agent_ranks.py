@@ -29,7 +29,8 @@ def journals(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def program(folder: Path, code: str, *start: str, timeout: float = 240, **extra: str) -> dict[int, list[dict[str, Any]]]:
-    """Run a program with the agent from a file, as multiprocessing requires; return its journals."""
+    """Run a program with the agent from a file, as multiprocessing requires; return its
+    journals."""
     path = folder / "program.py"
     path.write_text(code)
     env = {name: value for name, value in environment(folder).items() if not name.startswith(LAUNCHERS)} | extra
@@ -93,7 +94,8 @@ if __name__ == "__main__":
     ],
 )
 def test_ranks_that_the_program_starts_write_separate_journals(tmp_path: Path, method: str, launcher: dict[str, str]) -> None:
-    """Only `init_process_group` knows their ranks: variables have none, or those of another launcher."""
+    """Only `init_process_group` knows their ranks: variables have none, or those of another
+    launcher."""
     found = program(tmp_path, SPAWN.replace("METHOD", method), **launcher)
     assert {number: updates(reports) for number, reports in found.items()} == {0: [1, 2, 3], 1: [1, 2, 3, 4]}
     first = 1 if launcher else 2  # rank 0 greets before it knows better than the launcher's variables
@@ -168,7 +170,8 @@ if len(sys.argv) == 1:
 
 
 def test_a_successor_of_a_dead_process_continues_its_journal(tmp_path: Path) -> None:
-    """Like torchrun's restart of its ranks; a forked child that outlives its parent holds no lock."""
+    """Like torchrun's restart of its ranks; a forked child that outlives its parent holds no
+    lock."""
     first = """
 import os, sys, time, memtop_agent as a
 a.report("warning", message="first")

@@ -1,4 +1,5 @@
-"""What the agent reports of a program: each step, its memory, its waits for data, and its offers."""
+"""What the agent reports of a program: each step, its memory, its waits for data, and its
+offers."""
 
 from __future__ import annotations
 

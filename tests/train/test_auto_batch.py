@@ -1,4 +1,4 @@
-"""When a smaller micro-batch grows back, and when it shrinks before memory runs out."""
+"""When a smaller micro-batch grows again, and when it shrinks before memory runs out."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_retry_restarts_the_stable_stretch() -> None:
 
 
 # --- in a training
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def settings_of(updates: int, *, batch: int = 8, accumulation: int = 1) -> Settings:

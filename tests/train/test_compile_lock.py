@@ -1,4 +1,5 @@
-"""A lock in the folder of a compiled extension: removed if no process compiles, left if one does."""
+"""A lock in the folder of a compiled extension: removed if no process compiles, left if one
+does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A full disk at the end: the state waits in memory, on all ranks, until there is space or a stop."""
+"""A full disk at the end: the state waits in memory, on all ranks, until there is space or a
+stop."""
 
 from __future__ import annotations
 
@@ -213,7 +214,7 @@ def test_without_space_for_the_best_state_training_continues(tmp_path: Path, mon
 
 
 # --- real processes
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def start(folder: Path, state: Path, settings: Settings, log: Path, **extra: str) -> subprocess.Popen[bytes]:

@@ -101,7 +101,8 @@ def test_a_head_that_is_more_than_a_matrix_runs_its_own_forward() -> None:
 
 
 def test_no_tensor_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor that autograd keeps and every result of an operation is smaller than the logits."""
+    """Every tensor that autograd keeps and every result of an operation is smaller than the
+    logits."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     largest = 0

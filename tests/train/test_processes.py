@@ -48,7 +48,7 @@ def environment(folder: Path, **extra: str) -> dict[str, str]:
         "PYTHONPATH": str(AGENT / "site"),
         "MEMTOP_ATTEMPT_DIR": str(folder),
         "MEMTOP_ATTEMPT": "1",
-        "MEMTOP_SOCKET": str(folder / "nobody.sock"),
+        "MEMTOP_SOCKET": str(folder / "missing.sock"),
         **extra,
     }
 
@@ -56,8 +56,8 @@ def environment(folder: Path, **extra: str) -> dict[str, str]:
 def python(
     code: str, env: dict[str, str], *, cwd: Path | None = None, program: str = sys.executable, anew: bool = False
 ) -> str:
-    """Run a program to its end; its output. One that imports torch is forked from a process that has it, unless it shall be
-    started `anew`."""
+    """Run a program to its end; its output. One that imports torch is forked from a process that
+    has it, unless it shall be started `anew`."""
     start = run if runs_torch(code) and not anew else subprocess.run
     done = start([program, "-c", code], env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -82,7 +82,7 @@ def trainer(folder: Path, settings: Settings, *, start: tuple[str, ...] = (), ag
 
 
 # --- the trainer
-# --------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path) -> None:
 
 
 # --- the agent
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_program_that_does_not_use_memtop_is_followed(tmp_path: Path) -> None:
@@ -257,7 +257,8 @@ def listener() -> Iterator[socket.socket]:
 
 
 def converse(server: socket.socket, *commands: dict[str, Any]) -> list[dict[str, Any]]:
-    """Accept one connection and send the commands; return the greeting and one answer per command."""
+    """Accept one connection and send the commands; return the greeting and one answer per
+    command."""
     connection, _ = server.accept()
     with connection, connection.makefile("rwb") as stream:
         heard = [json.loads(stream.readline())]

@@ -105,7 +105,7 @@ def test_auto_precision_on_a_cpu_reads_the_frozen_base_in_fp32(llama: Path) -> N
 
 
 # --- QLoRA
-# --------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_sft_qlora_trains_adapters_on_nf4_with_quantised_scales(llama: Path) -> None:
@@ -167,7 +167,7 @@ def test_qlora_loses_little_compared_with_the_full_base(llama: Path) -> None:
 
 
 # --- strategies
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", ["sft-lora", "sft-qlora"])
@@ -205,7 +205,7 @@ def test_adapters_train_the_same_under_zero(train: Train, llama: Path, tmp_path:
 
 
 # --- bad input
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", ["sft-lora", "sft-qlora"])

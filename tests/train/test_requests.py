@@ -39,7 +39,8 @@ def live(folder: Path, settings: Settings, values: dict[str, Any]) -> Training:
 
 
 def restarted(folder: Path, settings: Settings, after: Settings) -> tuple[Training, Training]:
-    """The same training in two parts, stopped after update AT and resumed with the other settings."""
+    """The same training in two parts, stopped after update AT and resumed with the other
+    settings."""
     first = fresh(folder, settings, evaluation=held_out())
     first.channel.commands[AT] = [(7, "stop", {})]
     first.run()

@@ -215,7 +215,7 @@ def test_a_failed_attempt_leaves_no_tensors(tmp_path: Path) -> None:
 
 
 # --- evaluation
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_an_evaluation_that_does_not_fit_is_repeated_with_half_its_batch(tmp_path: Path) -> None:

@@ -1,1 +1,2 @@
-"""The dashboard's tests: drawing as text, the form's judgement, and every key against a feed that records requests."""
+"""Tests of the dashboard: drawn text, the checks of forms, and every key with a feed that records
+requests."""

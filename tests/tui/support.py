@@ -1,4 +1,5 @@
-"""A scripted feed that records its requests, values to show, and dashboards opened and read as text."""
+"""A scripted feed that records its requests, values to show, and dashboards opened and read as
+text."""
 
 from __future__ import annotations
 
@@ -126,7 +127,8 @@ def run_state(**fields: object) -> wire.RunState:
 
 
 class RecordingFeed:
-    """Sends the messages of the test, answers every request with `answers` and keeps the requests."""
+    """Sends the messages of the test, answers every request with `answers` and keeps the
+    requests."""
 
     def __init__(self, *messages: FeedMessage, read_only: bool = False) -> None:
         self.read_only = read_only
@@ -156,7 +158,8 @@ class RecordingFeed:
 
 
 class RecordingProcessActions:
-    """Ends nothing and keeps the processes it should have ended. `environment` None: reading it is refused."""
+    """Ends nothing and keeps the processes it should have ended. `environment` None: reading it is
+    refused."""
 
     def __init__(self) -> None:
         self.ended: list[int] = []

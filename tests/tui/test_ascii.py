@@ -1,4 +1,4 @@
-"""ASCII mode: when, and that everything drawn keeps its place."""
+"""ASCII mode: when it is used, and that every character keeps its place."""
 
 from __future__ import annotations
 

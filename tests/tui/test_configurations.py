@@ -1,4 +1,5 @@
-"""The history of configurations: the table, going back, with and without the checkpoint, and one key to undo."""
+"""The history of configurations: the table, going back, with and without the checkpoint, and one
+key to undo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Drawing functions give text: bars on a fixed scale, bands with mark and word, charts with their lines labelled."""
+"""Drawing functions return text: bars on a fixed scale, bands with mark and word, charts with
+labelled lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The feeds: the machine alone, and a run whose supervisor starts, answers and ends; requests for expensive details."""
+"""The feeds: the machine alone, and a run whose supervisor starts, answers and ends; requests for
+expensive details."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class FakeSampler:
 
 
 class FakeClient:
-    """A scripted connection to a supervisor: receives the given messages and keeps what was sent."""
+    """A scripted connection to a supervisor: receives the given messages and keeps what was
+    sent."""
 
     def __init__(self, *messages: wire.Message | None) -> None:
         self.sent: list[wire.Request] = []
@@ -302,7 +304,8 @@ async def test_details_of_a_run_are_not_requested_at_every_sample(monkeypatch: p
             await asyncio.sleep(0)  # let the request be sent
     asked = [request for request in client.sent if isinstance(request, wire.Look)]
     assert len(asked) == 2
-    # An old supervisor does not know the request; neither its refusal nor its end disturbs anything.
+    # An old supervisor does not know the request; neither its refusal nor its end disturbs
+    # anything.
     client.inbox.put_nowait(wire.Answer(id=asked[0].id, outcome=wire.Outcome.REFUSED, message="not understood"))
     client.inbox.put_nowait(running(gpu()))
     assert isinstance(await anext(stream), wire.StateUpdate)

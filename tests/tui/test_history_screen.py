@@ -1,4 +1,4 @@
-"""The History screen: what is drawn of which moment, and where its values come from."""
+"""The History screen: which moment is drawn where, and where the values come from."""
 
 from __future__ import annotations
 

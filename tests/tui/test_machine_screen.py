@@ -1,4 +1,5 @@
-"""GPU and host in full: every fact or its reason, cards that come and go, and where the screens are opened from."""
+"""Full screens of GPUs and the host: every fact or its reason, GPUs that come and go, and how the
+screens open."""
 
 from __future__ import annotations
 

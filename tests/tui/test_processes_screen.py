@@ -1,4 +1,5 @@
-"""The process list: the cursor stays on its process, the order holds still under a question, and what keys do."""
+"""The process list: the cursor stays on its process, the order holds still under a question, and
+what keys do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Readability: nothing is cut off without need, marks are explained, colours work on any background."""
+"""Readability: no text is cut off without need, marks are explained, colours work on any
+background."""
 
 from __future__ import annotations
 

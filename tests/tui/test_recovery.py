@@ -1,4 +1,5 @@
-"""The recovery card of a run that has run out of memory: when it opens, what it shows, and what its keys do."""
+"""The recovery card of a run that has run out of memory: when it opens, what it shows, and what its
+keys do."""
 
 from __future__ import annotations
 
@@ -221,7 +222,8 @@ async def test_it_closes_when_the_run_goes_on_and_opens_after_the_screen_that_is
     feed = RecordingFeed(dead())
     async with opened(feed, size=(80, 24)) as (app, pilot):
         card(app)
-        # Another dashboard has restarted it; the supervisor drops the proposal only at the first update.
+        # Another dashboard has restarted it; the supervisor drops the proposal only at the first
+        # update.
         feed.send(dead(state=wire.Phase.STARTING, attempt=3, alive=True))
         await settle(pilot)
         assert app.screen is app.dashboard
@@ -274,7 +276,7 @@ async def test_without_a_remedy_the_last_advice_is_given_in_order() -> None:
         assert "Enter applies" not in text
 
 
-# --- what is drawn ---------------------------------------------------------------------------------------------------
+# --- what is drawn --------------------------------------------------------------------------------
 
 
 def drawn(diagnosis: Diagnosis, store: Store | None = None, width: int = 70) -> list[str]:

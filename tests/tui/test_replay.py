@@ -1,4 +1,5 @@
-"""A replay: a real ledger and journal rows played in their order, with a clock that the test moves."""
+"""A replay: a real ledger and journal rows played in their order, with a clock that the test
+moves."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def step(update: int, moment: float, loss: float) -> Step:
 
 @pytest.fixture
 def over(tmp_path: Path) -> RunFolder:
-    """Two attempts: updates 1-5, then from 3 on again to 6; two hours of the machine, of which one in full."""
+    """Two attempts: updates 1-5, then from 3 on again to 6; two hours of the machine, of which one
+    in full."""
     folder = create_run(tmp_path / "runs", spec("tiny", START), fresh=False)
     ledger = Ledger(folder.ledger_path)
     ledger.add_attempt(1, "start", SETTINGS, START + 10, 0)
@@ -121,7 +123,8 @@ def test_the_machine_is_replayed_in_full_for_the_last_hour_and_thinned_out_befor
 
 
 async def play(feed: ReplayFeed, until: Callable[[Store], bool], *actions: str) -> tuple[Store, list[FeedMessage]]:
-    """Fold the messages of the feed, doing one action after each state, until the condition holds."""
+    """Fold the messages of the feed, doing one action after each state, until the condition
+    holds."""
     store, heard, left = Store(), [], list(actions)
     async for message in feed.messages():
         heard.append(message)

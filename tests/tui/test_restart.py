@@ -1,4 +1,5 @@
-"""The restart form: changes while the run trains, the expected peak, and what has already failed."""
+"""The restart form: changes while the run trains, the expected peak, and what has already
+failed."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ async def test_the_form_shows_the_expected_peak() -> None:
             # Peaks of 6, 10 and 18 GiB at 4, 8 and 16: 2 GiB and 1 for each sample.
             for batch, expected, basis in (
                 ("2", "VRAM peak 10.0 GiB measured -> ~4.0 GiB predicted 20.0 % · safe", "line through peaks at B 4 and B 8"),
-                # A look ahead is a prediction, whatever it is made from.
+                # The form marks every forecast as predicted, also one from measured peaks.
                 ("16", "-> ~18.0 GiB predicted 90.0 % ^ edge", "measured at B 16"),
             ):
                 app.screen.query_one("#batch", Input).value = batch

@@ -1,4 +1,5 @@
-"""The restart form's judgement: refuse nonsense by naming the field, show what happens to training and the data."""
+"""The restart form's checks: it names the field that is wrong, and shows the effect on training and
+data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Layouts, states and how screens close: every size, any number of GPUs, no GPU, no run, no supervisor."""
+"""Layouts, states and how screens close: every size, any number of GPUs, no GPU, no run, no
+supervisor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What would make a run faster: the judgement, proposals and refusals, a trial's comparison, and sending one."""
+"""The screen about speed: the bottleneck, proposals and refusals, the comparison of a trial, and
+requesting one."""
 
 from __future__ import annotations
 

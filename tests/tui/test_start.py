@@ -1,4 +1,5 @@
-"""Start and end: what a start loads, the screenshots of the documentation, and a terminal that is closed."""
+"""Start and end: what a start loads, the screenshots of the documentation, and a terminal that is
+closed."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def test_the_dashboard_does_not_outlive_its_terminal(tmp_path: Path) -> None:
             assert select.select([master], [], [], 60)[0], "nothing was painted"
             seen += os.read(master, 65536)
         os.close(master)
-        # 1 if a write to the lost terminal failed first, 129 (a hang-up) if the app waited for its writer.
+        # 1 if a write to the lost terminal failed first, 129 (a hang-up) if the app waited for its
+        # writer.
         assert process.wait(120) in (0, 1, 129)
     finally:
         process.kill()

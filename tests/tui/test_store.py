@@ -1,4 +1,4 @@
-"""Folding: one message in, the next view-model out."""
+"""The store: a message and a state give the next state."""
 
 from __future__ import annotations
 

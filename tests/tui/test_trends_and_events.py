@@ -1,4 +1,5 @@
-"""What grows, on the panels and in the notice; the marks of the events about memory; what the store keeps of it."""
+"""Growing memory on the panels and in the notice, the marks of events about memory, and which
+events the store keeps."""
 
 from __future__ import annotations
 

@@ -96,17 +96,20 @@ class AttemptEvidence:
             write_json(self._path, self.baseline)
 
     def look(self, pid: int) -> None:
-        """Note the memory group of a process.
+        """Note the memory group and the address-space limit of a process.
 
-        Called often, because a process may use a group only for a short time.
+        Called often, because a process may use a group only for a short time. It may also set its
+        address-space limit just before it runs the program, as a shell does (`ulimit -v`).
         """
+        if self._address_spaces.get(pid) is None:
+            self._note_address_space(pid)
+        self._note_group(pid)
+
+    def _note_group(self, pid: int) -> None:
         try:
             lines = (PROC / str(pid) / "cgroup").read_text()
         except OSError:
             return  # it has ended: its last known group stays
-        if self._address_spaces.get(pid) is None:
-            # A shell may set the limit (`ulimit -v`) just before it runs the program.
-            self._note_address_space(pid)
         if self._own.get(pid) == lines:
             return
         self._own[pid] = lines
@@ -145,7 +148,7 @@ class AttemptEvidence:
         if len(self.pids) < _MOST_PIDS:
             self.pids |= members
         for pid in members:
-            self.look(pid)
+            self._note_group(pid)
             self._note_address_space(pid)
         self._kills.read(machine.time)
         if not self.baseline.gpu_used_bytes and machine.gpus:

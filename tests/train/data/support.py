@@ -1,4 +1,4 @@
-"""Small files to read, and a tokenizer to read them with."""
+"""Small data files, and a tokenizer to read them with."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def in_child(code: str, *arguments: str) -> dict[str, Any]:
 
 
 def at_once(code: str, *arguments: str) -> list[list[str]]:
-    """Run code in two processes, which go on from their first `readline` together; the lines that each has printed."""
+    """Run code in two processes, which go on from their first `readline` together; the lines that
+    each has printed."""
     command = [sys.executable, "-c", code, *arguments]
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     both = [Program(command, cwd=Path(__file__).parents[3], **streams) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Tokens on disk: the same documents, built once, with little memory."""
+"""Tokens on disk: the same documents, built once, in bounded memory."""
 
 from __future__ import annotations
 

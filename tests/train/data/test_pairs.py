@@ -1,4 +1,4 @@
-"""What a model gets and which part of it is trained on, decoded back to text."""
+"""The tokens that a model gets, and which of them it is trained on, decoded to text."""
 
 from __future__ import annotations
 
