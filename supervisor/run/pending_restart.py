@@ -49,6 +49,8 @@ class PendingRestart(msgspec.Struct, frozen=True, kw_only=True):
     waiting: Waiting
     began: float
     """On the monotonic clock."""
+    begins: float
+    """The end of the notice, in seconds since the epoch."""
     notice_seconds: float = NOTICE_SECONDS
     problem: str | None = None
     """What prevents the restart, in words."""

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from memtop.supervisor.run.model import Model
 from memtop.supervisor.run.record.folder import StateFile
-from memtop.supervisor.wire import RunState
+from memtop.supervisor.wire import Proposal, RunState
 
 _OF_ATTEMPT = ("started", "ended", "exit_status")
 _OF_STEP = ("epoch", "loss", "learning_rate", "gradient_norm")
@@ -45,9 +47,14 @@ def run_state(model: Model) -> RunState:
         # Once the program has ended, the reason names what is not saved.
         warnings=(*model.warnings.values(), *([progress.unsaved] if model.alive and progress.unsaved else [])),
         on_oom=run.on_oom,
-        proposal=model.proposal,
+        proposal=_proposal(model),
         trial=model.trial.trial if model.trial else None,
     )
+
+
+def _proposal(model: Model) -> Proposal | None:
+    begins = model.restart.begins if model.restart is not None else None
+    return replace(model.proposal, begins=begins) if model.proposal is not None else None
 
 
 def _position(model: Model) -> dict[str, Any]:

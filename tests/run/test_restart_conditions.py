@@ -30,7 +30,7 @@ BEGAN = 100.0
 
 def pending(forecast: Forecast | None = None, notice: float = NOTICE_SECONDS) -> PendingRestart:
     waiting = Waiting(change=Change(reason="smaller"), gpus_before={"GPU-0": GIB}, forecast=forecast)
-    return PendingRestart(waiting=waiting, began=BEGAN, notice_seconds=notice)
+    return PendingRestart(waiting=waiting, began=BEGAN, begins=BEGAN, notice_seconds=notice)
 
 
 def look(restart: PendingRestart, after: float, machine: MachineSnapshot | None = None) -> tuple[str, str | None]:
@@ -67,7 +67,7 @@ def test_a_gpu_that_another_program_fills_ends_in_a_question() -> None:
 
 
 def test_space_on_the_disk_is_waited_for() -> None:
-    restart = PendingRestart(waiting=Waiting(change=Change(), disk_bytes=10 * GIB), began=BEGAN)
+    restart = PendingRestart(waiting=Waiting(change=Change(), disk_bytes=10 * GIB), began=BEGAN, begins=BEGAN)
     full = "/runs/a: 1.0 GiB free, 10.0 GiB needed; free some space"
     for after, free, verdict, problem in (
         (NOTICE_SECONDS, None, "wait", None),

@@ -41,13 +41,14 @@ from memtop.supervisor.run.events import (
     StoodStill,
 )
 from memtop.supervisor.run.model import AttemptStage, CurrentAttempt, Model, move
-from memtop.supervisor.run.pending_restart import PendingRestart, Waiting
+from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, PendingRestart, Waiting
 from memtop.supervisor.run.post_mortem.log_end import LogEnd
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.rules.attempts import foreseen
+from memtop.supervisor.run.state import run_state
 from memtop.supervisor.run.stop_ladder import Waits
 from memtop.supervisor.run.stop_ladder import begin as begin_ladder
-from memtop.supervisor.wire import Change, Outcome, Phase, Restart, Stop, Trend, TrendKind, TrendSubject
+from memtop.supervisor.wire import Change, Outcome, Phase, Proposal, Restart, Stop, Trend, TrendKind, TrendSubject
 from tests.run.brain import GIB, HALF, MIB, RUN, SETTINGS, Brain, states, training
 from tests.run.reported import heard
 
@@ -197,6 +198,12 @@ def end(brain: Brain, status: int | None = 0, *kept: int) -> None:
     brain.tell(ProgramEnded(ended=brain.now, status=status))
     assert brain.asked(ClearLeftovers)
     brain.tell(LeftoversCleared(log=LogEnd(lines=("boom",)), states=states(*kept) if kept else brain.model.states))
+
+
+def proposal(brain: Brain) -> Proposal:
+    shown = run_state(brain.model).proposal
+    assert shown is not None
+    return shown
 
 
 def die(brain: Brain, kind: Kind = Kind.GPU_OOM, facts: RemedyFacts | None = None, problem: str | None = None) -> None:
@@ -394,8 +401,26 @@ def test_a_restart_that_waits_can_be_called_off_and_is_named() -> None:
     die(brain)
     stop(brain)
     assert (brain.model.restart, brain.model.phase) == (None, Phase.FAILED)
+    assert proposal(brain).begins is None
     assert brain.messages("failed")[-1] == "called off: it stays as it died"
     assert brain.tick(after=100.0) == []
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_proposal_is_shown_until_the_next_attempt_has_come_further(trains: bool) -> None:
+    brain = training()
+    die(brain)
+    assert proposal(brain).begins == brain.now + NOTICE_SECONDS
+    brain.tick(after=NOTICE_SECONDS)
+    brain.tell(Launched(number=2, started=brain.now, states=states(7)))
+    assert proposal(brain).begins is None, "the restart has begun"
+    if trains:
+        brain.report({"type": "step", "time": brain.now, "update": 8, "loss": 1.0})
+    else:  # all updates had been done and saved
+        brain.report({"type": "end", "time": brain.now, "outcome": "finished", "saved": True})
+        end(brain)
+        assert brain.model.phase is Phase.FINISHED
+    assert run_state(brain.model).proposal is None
 
 
 def test_a_death_in_a_stop_is_not_followed_by_a_restart() -> None:
@@ -517,7 +542,7 @@ def test_where_nothing_may_be_done_by_itself_a_leak_is_only_reported(
 def test_the_wait_for_memory_is_announced_once() -> None:
     waiting = Waiting(change=Change(assignments={"batch": "1"}), disk_bytes=GIB)
     over = CurrentAttempt(number=1, started=1.0, stage=AttemptStage.OVER)
-    restart_ = PendingRestart(waiting=waiting, began=0.0)
+    restart_ = PendingRestart(waiting=waiting, began=0.0, begins=0.0)
     brain = training(phase=Phase.RESTARTING, attempt=over, restart=restart_)
     for free in (MIB, 2 * MIB, 3 * MIB):
         brain.tick(disk_free=free)

@@ -384,6 +384,7 @@ class World:
         """What holds after every effect."""
         assert all(count <= 1 for name, count in self.starts.items() if name), f"a restart was carried out twice: {self.starts}"
         model = self.model
+        assert model is None or model.phase is not Phase.FINISHED or model.proposal is None, "what finished needs no remedy"
         if model is None or model.phase.final or model.opening is not None or model.phase is Phase.CREATED:
             return
         program = self.program

@@ -85,6 +85,9 @@ def _conclude(model: Model, found: Diagnosis | None, facts: RemedyFacts | None) 
     if found is not None and facts is not None and _died_by_itself(model, verdict):
         model, decision = survival.decide(model, found, facts)
     model = replace(model, attempt=replace(attempt, stage=AttemptStage.OVER), ladder=None, verdict=None)
+    if verdict.phase is Phase.FINISHED:
+        # It may have finished without an update: the attempt that failed had saved the last one.
+        model = replace(model, proposal=None)
     if decision is not None:
         # Before the ledger: once it has the end, the next supervisor follows state.json.
         model = emit(model, SaveState())

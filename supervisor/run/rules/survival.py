@@ -100,11 +100,9 @@ def _prepare(model: Model, diagnosis: Diagnosis, decision: Decision, facts: Reme
 def wait_for(model: Model, waiting: Waiting) -> Model:
     """Give a person time to cancel the restart."""
     notice = WATCHED_NOTICE_SECONDS if model.watched else NOTICE_SECONDS
-    restart = PendingRestart(waiting=waiting, began=model.now.monotonic, notice_seconds=notice)
-    proposed = model.proposal
-    if proposed is not None:
-        proposed = replace(proposed, begins=model.now.time + notice)
-    return replace(model, restart=restart, proposal=proposed, disk_free=None)
+    now = model.now
+    restart = PendingRestart(waiting=waiting, began=now.monotonic, begins=now.time + notice, notice_seconds=notice)
+    return replace(model, restart=restart, disk_free=None)
 
 
 def tick(model: Model) -> Model:
@@ -132,7 +130,7 @@ def call_off(model: Model, why: str) -> Model:
     """Cancel the restart: the run stays failed until a person decides what to do."""
     proposed = model.proposal
     if proposed is not None:
-        proposed = replace(proposed, waiting=why, begins=None)
+        proposed = replace(proposed, waiting=why)
     model = move(replace(model, restart=None, proposal=proposed), Phase.FAILED, why)
     return note(model, "failed", why)
 

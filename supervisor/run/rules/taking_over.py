@@ -158,7 +158,7 @@ def _take_up(model: Model, opening: Opening) -> Model:
     else:
         final = state.run.state if state is not None and state.run.state.final else None
         phase = final or _FINAL.get(opening.outcome or "", Phase.STOPPED if pending else Phase.FAILED)
-        model = replace(model, phase=phase, reason=reason)
+        model = replace(model, phase=phase, reason=reason, proposal=None if phase is Phase.FINISHED else model.proposal)
     model = trials.take_over(model, opening.trial)
     if opening.change is not None:
         return _begin(model, opening.change, Cause.START)
