@@ -137,8 +137,8 @@ ORDINARY = (
     "url https://huggingface.co/org/out-of-domain-7B/resolve/main/README.md?download=true&x=-9",
     "signal_quality=9, exit_layers=[-1, -6, -7], killed_tokens=0, allocated 3 slots of 15",
 )
-"""Lines of a healthy program: names of models, rates, dates in November, versions, paths, hashes and
-a transfer. They hold the numbers of signals."""
+"""Lines of a healthy program: names of models, rates, dates in November, versions, paths, hashes
+and a transfer. They hold the numbers of signals."""
 
 
 def behind_ordinary(text: str) -> bytes:

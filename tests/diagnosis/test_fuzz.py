@@ -23,7 +23,13 @@ from tests.forking import LONG
 LOGS = logs.read("failure_logs.jsonl")
 ALL_LOGS = [*LOGS, *logs.read("more_logs.jsonl")]
 # One message on several lines: a line between them parts it.
-IN_PARTS = {"allowed-oumi-a100", "other-rocm-zero-free", "hip-strix-128g", "triton-smem-mxfp4", "re-torchelastic-sigterm-then-9"}
+IN_PARTS = {
+    "allowed-oumi-a100",
+    "other-rocm-zero-free",
+    "hip-strix-128g",
+    "triton-smem-mxfp4",
+    "re-torchelastic-sigterm-then-9",
+}
 MUTATIONS = int(os.environ.get("MEMTOP_FUZZ", "4000" if LONG else "1000"))
 
 
