@@ -38,7 +38,7 @@ def main() -> int:
             os.chdir(supervisor.spec.cwd)
         asyncio.run(supervisor.run(change))
     except MemtopError as error:
-        print(json.dumps({"error": str(error)}), file=sys.stderr)
+        print(json.dumps({"error": str(error)}), file=sys.stderr)  # noqa: T201 - the client reads it
         return error.exit_status
     return 0
 
