@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from msgspec.structs import replace
 
 from memtop import __version__
 from memtop.cli.options import WHOLE, assignments_of, detach_option, edit_options, headless_option, refuse_both, runs_dir_option
+from memtop.cli.output import tell
 from memtop.presets import (
     Preset,
     PresetFileError,
@@ -141,7 +141,7 @@ def settings_for(
     _refuse_missing_trackers(settings.trackers)
     settings = replace(settings, data=_placed_data(settings.data), model=_placed_model(settings.model))
     if reason is not None:
-        print(f"memtop: {reason}; --preset NAME chooses another", file=sys.stderr)
+        tell(f"memtop: {reason}; --preset NAME chooses another")
     return settings
 
 

@@ -146,7 +146,7 @@ def _freed(model: Model, client: int, request: int, answers: tuple[AgentAnswer, 
 
 
 def _total(answers: tuple[AgentAnswer, ...], name: str) -> int | None:
-    known = [answer.result[name] for answer in answers if answer.result.get(name) is not None]
+    known = [value for answer in answers if isinstance(value := answer.result.get(name), int)]
     return sum(known) if known else None
 
 
