@@ -9,7 +9,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.run.client import socket_path
@@ -28,13 +27,14 @@ from memtop.supervisor.run.events import (
 )
 from memtop.supervisor.run.model import AttemptStage, Model, Run
 from memtop.supervisor.run.performer import Performer, read_states
-from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, become_subreaper, has_program, reap_children, record_rank
+from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, become_subreaper, has_program, reap_children
+from memtop.supervisor.run.processes.members import record_rank
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.record.ledger import Outbox, open_for_writing
 from memtop.supervisor.run.reports import Report
 from memtop.supervisor.run.rules.taking_over import newest_started
 from memtop.supervisor.run.sensors import Sensors
-from memtop.supervisor.run.server import Agents, ControlServer, Peer, Publisher
+from memtop.supervisor.run.server import Agents, ControlServer, FromAgent, Peer, Publisher
 from memtop.supervisor.run.state import run_state
 from memtop.supervisor.run.step import step
 from memtop.supervisor.run.stop_ladder import Waits
@@ -262,7 +262,7 @@ class Supervisor:
         self._performer.clients[self._newest_client] = peer
         return self._newest_client
 
-    def _on_agent(self, peer: Peer, message: dict[str, Any]) -> None:
+    def _on_agent(self, peer: Peer, message: FromAgent) -> None:
         rank = self._agents.receive(peer, message, self.model.number)
         if rank is not None and self._performer.attempt is not None:
             record_rank(self._performer.attempt.folder, peer.pid)
