@@ -22,7 +22,7 @@ from memtop.supervisor.monitor.processes.proc import ProcessId, identify, is_ali
 from memtop.supervisor.monitor.processes.signals import ProcessGone, SignalRefused, signal_process
 from memtop.supervisor.monitor.processes.table import all_pids, run_processes
 from memtop.supervisor.run.post_mortem.log_end import error_file_environment
-from memtop.supervisor.run.record.folder import RunFolder, RunSpec, read_json, write_json
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, read_derived, write_json
 from memtop.supervisor.run.stop_ladder import LEFTOVER_SECONDS
 
 # The exit file may just be renamed, and the shim of an adopted attempt may not have written its
@@ -65,10 +65,14 @@ class RunningAttempt:
     @property
     def trainer(self) -> ProcessId | None:
         """The training program or its launcher. None until the shim has started it."""
-        if self._trainer is None and (self.folder / "process.json").exists():
-            found = read_json(self.folder / "process.json", ProcessFile)
-            self._trainer = ProcessId(found.pid, found.started_ticks)
-            self._shim = ProcessId(found.shim_pid, found.shim_started_ticks)
+        if self._trainer is None:
+            found = read_derived(self.folder / "process.json", ProcessFile)
+            if found is not None:
+                self._trainer = ProcessId(found.pid, found.started_ticks)
+                self._shim = ProcessId(found.shim_pid, found.shim_started_ticks)
+            elif self._shim is None:
+                # The shim of another supervisor: its file is lost or damaged, or not written yet.
+                self._trainer = _oldest_leader(self.processes())
         return self._trainer
 
     def alive(self) -> bool:
@@ -83,8 +87,9 @@ class RunningAttempt:
 
         None while it runs. The status is unknown only if the shim was killed, too.
         """
-        if (self.folder / "exit.json").exists():
-            return read_json(self.folder / "exit.json", ExitFile)
+        written = read_derived(self.folder / "exit.json", ExitFile)
+        if written is not None:
+            return written
         if self.alive() or alive(self._shim):
             self._gone_since = None
             return None
@@ -109,6 +114,19 @@ class RunningAttempt:
         # leads its own group.
         others = [p for p in self.processes() if p != self.trainer and _group_of(p.pid) == self.trainer.pid]
         return [self.trainer, *others]
+
+
+def _oldest_leader(processes: list[ProcessId]) -> ProcessId | None:
+    """The program that the shim started: it leads a session, and all others were started later."""
+    leaders = [process for process in processes if _session_of(process.pid) == process.pid]
+    return min(leaders, key=lambda process: (process.started_ticks, process.pid), default=None)
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
 
 
 def _group_of(pid: int) -> int | None:
@@ -198,16 +216,13 @@ def record_rank(attempt_folder: Path, pid: int) -> None:
     if process is None:
         return
     path = attempt_folder / RANKS_FILE
-    try:
-        known = read_json(path, RanksFile).processes if path.exists() else ()
-    except RunFolderError:
-        known = ()  # damaged: earlier ranks are lost
-    if process in known:
-        return
     with contextlib.suppress(RunFolderError):
+        known = read_derived(path, RanksFile) or RanksFile()
+        if process in known.processes:
+            return
         # A full disk loses the proof for one process, but does not affect the run. The next
         # connection of the rank tries again.
-        write_json(path, RanksFile((*known, process)[-_RANKS_KEPT:]))
+        write_json(path, RanksFile((*known.processes, process)[-_RANKS_KEPT:]))
 
 
 def resident_bytes(processes: Iterable[ProcessId]) -> int | None:

@@ -30,6 +30,8 @@ def write_json(path: str, value: object) -> None:
     temporary = f"{path}.tmp"
     with open(temporary, "w") as file:
         json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
