@@ -113,8 +113,8 @@ def _after_attempt_event(model: Model, event: Occurrence) -> Model:
             return ending.leftovers_cleared(model, event)
         case Examined():
             return ending.examined(model, event)
-        case LeftoversFound(name=name, count=count):
-            return note(model, "leftovers", f"{name} to {count} processes that the program left behind")
+        case LeftoversFound():
+            return ending.leftovers_found(model, event)
         case StoodStill():
             return stopping.stood_still(model, event)
         case Signalled():

@@ -27,7 +27,8 @@ from memtop.supervisor.run.events import (
 )
 from memtop.supervisor.run.model import AttemptStage, Model, Run
 from memtop.supervisor.run.performer import Performer, read_states
-from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, become_subreaper, has_program, reap_children, record_rank
+from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, become_subreaper, has_program, reap_children
+from memtop.supervisor.run.processes.members import record_rank
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.record.ledger import Outbox, open_for_writing
 from memtop.supervisor.run.reports import Report

@@ -16,7 +16,8 @@ import msgspec
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, ProcessId, boot_time
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt
-from memtop.supervisor.run.processes.attempt import RANKS_FILE, ExitFile, ProcessFile, RanksFile, RunningAttempt, alive
+from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile, RunningAttempt
+from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, alive
 from memtop.supervisor.run.record.checkpoints import newest_checkpoint
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, read_derived, read_json
 from memtop.supervisor.run.record.ledger import Attempt, Ledger

@@ -121,6 +121,8 @@ def _anew(model: Model, launching: Launching, event: Launched, repeated: str | N
         pending=None,
         restart=None,
         ladder=None,
+        signalled=None,
+        left_over=(),
         verdict=None,
         adopted=False,
         alive=True,

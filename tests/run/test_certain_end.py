@@ -1,0 +1,105 @@
+"""The end of a program is certain: its exit status on a full disk, programs that resist a stop, and
+what they leave behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memtop.supervisor.monitor.processes.proc import ProcessId, identify
+from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, RunningAttempt
+from memtop.supervisor.run.processes.members import alive
+from memtop.supervisor.run.processes.shim import write_json
+from memtop.supervisor.run.record.folder import RunFolder
+from tests.conftest import Runs, wait_for_file
+from tests.run.test_supervisor import hasty
+
+# Takes all space of the disk, and ends well.
+FILLS = """
+import os, sys
+with open(sys.argv[1], "wb", buffering=0) as file:
+    for size in (1 << 20, 1 << 12, 1):
+        try:
+            while file.write(bytes(size)):
+                pass
+        except OSError:
+            pass
+"""
+
+
+def test_a_program_that_ends_well_on_a_full_disk_has_finished(runs: Runs, small_disk: Path) -> None:
+    runs.path, filler = small_disk / "runs", small_disk / "filler"
+    runs.environment["MEMTOP_RUNS_DIR"] = str(runs.path)
+    runs.memtop("train", "--name", "a", "--detach", "--", sys.executable, "-c", FILLS, str(filler))
+    wait_for_file(runs.path / "a/attempts/0001/exit.json")
+    filler.unlink()
+    document = runs.wait("a", lambda d: d["state"] in ("finished", "failed"))
+    assert (document["state"], document["exit_status"], len(document["attempts"])) == ("finished", 0, 1)
+
+
+def test_without_an_exit_file_the_shims_status_counts(tmp_path: Path) -> None:
+    gone = tmp_path / "gone" / "exit.json"
+    assert not write_json(str(gone), {"status": 3}, seconds=0)
+    shim = subprocess.Popen(["sleep", "600"])
+    attempt = RunningAttempt(RunFolder(tmp_path), 1, shim.pid)
+    shim.kill()
+    shim.wait()
+    for status, known in ((-9, UNKNOWN_STATUS), (3, 3)):
+        attempt.note_reaped({shim.pid: status})
+        while (ended := attempt.ended()) is None:
+            pass
+        assert ended.status == known
+
+
+# Loses the marker, ignores what can be ignored, and tells its pid.
+RESISTS = """
+import os, pathlib, signal, sys, time
+{before}
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+path = pathlib.Path(sys.argv[1])
+path.with_suffix(".tmp").write_text(str(os.getpid()))
+path.with_suffix(".tmp").rename(path)
+time.sleep(600)
+"""
+DETACHES = """
+if os.fork(): {parent}
+os.setsid()
+if os.fork(): os._exit(0)
+os.closerange(0, 3)
+"""
+
+
+def resisting(before: str, pid_file: Path) -> list[str]:
+    return ["env", "-i", sys.executable, "-c", RESISTS.format(before=before), str(pid_file)]
+
+
+def started(pid_file: Path) -> ProcessId:
+    wait_for_file(pid_file)
+    found = identify(int(pid_file.read_text()))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("before", ["", DETACHES.format(parent="time.sleep(600)")], ids=["without a marker", "a daemon"])
+def test_a_program_that_resists_is_killed_and_named(runs: Runs, before: str) -> None:
+    with hasty(runs, "a", *resisting(before, runs.root / "pid")):
+        program = started(runs.root / "pid")
+        stopped = runs.memtop("stop", "a")
+    assert not alive(program)
+    document = runs.show("a")
+    assert document["state"] == "stopped"
+    said = stopped.stderr + stopped.stdout + "".join(event.message for event in runs.events("a", "leftovers"))
+    assert f"pid {program.pid} (python" in said
+    assert "SIGKILL" in said
+
+
+def test_a_daemon_is_ended_and_named_when_the_main_program_ends(runs: Runs) -> None:
+    done = runs.memtop("train", "--name", "a", "--", *resisting(DETACHES.format(parent="os._exit(0)"), runs.root / "pid"))
+    pid = int((runs.root / "pid").read_text())
+    assert identify(pid) is None
+    assert f"SIGKILL to what the program left behind: pid {pid} (python" in done.stderr
+    assert f"finished (its main program ended; ended what it left behind: pid {pid} (python" in done.stderr
