@@ -90,12 +90,15 @@ def _without_state_file(folder: RunFolder) -> RunState:
             metric = next(iter(ledger.metrics(1)), None)
     if row is None:
         return state
+    trainer = RunningAttempt(folder, row.number, shim_pid=None).trainer
     values = {name: getattr(metric, name) for name in ("update", "samples_seen", "loss", "learning_rate")} if metric else {}
+    living = Phase.STARTING if metric is None or metric.attempt != row.number else Phase.TRAINING
     return msgspec.structs.replace(
         state,
-        state=Phase(row.outcome) if row.outcome in ("finished", "stopped", "failed") else Phase.TRAINING,
+        state=Phase(row.outcome) if row.outcome in ("finished", "stopped", "failed") else living,
         reason=(row.diagnosis or {}).get("summary"),
         attempt=row.number,
+        trainer_pid=trainer.pid if trainer is not None else None,
         settings=row.settings,
         started=row.started,
         ended=row.ended,

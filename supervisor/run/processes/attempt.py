@@ -74,7 +74,7 @@ class RunningAttempt:
                 self._trainer = ProcessId(found.pid, found.started_ticks)
                 self._shim = ProcessId(found.shim_pid, found.shim_started_ticks)
             elif self._shim is None:
-                # Another supervisor started it; the shim's file is lost, damaged or not written yet.
+                # Started by another supervisor; the file is lost, damaged or not written yet.
                 self._shim = _living_shim(self.folder)
                 found_now = family(self._run_folder, self.number, shim=self._shim, program=None, known=())
                 self._trainer = _oldest_leader(found_now)
