@@ -287,7 +287,7 @@ def launch(
 
 def _reserve(path: Path) -> None:
     """Take the space now for a file that the shim must be able to write on a full disk."""
-    with path.open("wb") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644), "wb") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
         except OSError as error:

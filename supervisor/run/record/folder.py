@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import re
 import time
@@ -139,7 +140,9 @@ def move_aside(folder: RunFolder) -> Path:
     lock = RunLock(folder)
     if not lock.acquire():
         raise RunFolderError(f"run {folder.name!r} is in use: `memtop stop {folder.name}` first")
-    aside = folder.path.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    stamp = f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2)))
+    aside = next(path for name in names if not (path := folder.path.with_name(name)).exists())
     try:
         folder.path.rename(aside)
     finally:
