@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from msgspec.structs import replace
 
 from memtop import __version__
 from memtop.cli.options import WHOLE, assignments_of, detach_option, edit_options, headless_option, refuse_both, runs_dir_option
+from memtop.cli.output import tell
 from memtop.presets import (
     Preset,
     PresetFileError,
@@ -31,7 +31,7 @@ from memtop.presets.edits import draft, find_preset
 from memtop.presets.fields import OPTIONS
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.recovery.policy import ON_OOM
-from memtop.supervisor.run.record.folder import RunSpec, create_run, default_runs_dir
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run, default_runs_dir
 from memtop.supervisor.wire import Change
 
 # By tracker: the modules of which one must be installed, and the package to install. The trainer
@@ -85,7 +85,7 @@ def train(
     """
     from memtop.cli import gpus as gpu_choice
     from memtop.cli.foreground import stay
-    from memtop.supervisor.run.client import start_supervisor
+    from memtop.supervisor.run.client import make_room, start_supervisor
 
     begun = time.time()
     refuse_both(headless, detach)
@@ -107,6 +107,8 @@ def train(
         on_oom=on_oom,
         memtop_version=__version__,
     )
+    if fresh:
+        make_room(RunFolder(where / spec.name))
     folder = create_run(where, spec, fresh=fresh)
     start_supervisor(folder)
     return stay(folder, begun, headless=headless, detach=detach)
@@ -141,7 +143,7 @@ def settings_for(
     _refuse_missing_trackers(settings.trackers)
     settings = replace(settings, data=_placed_data(settings.data), model=_placed_model(settings.model))
     if reason is not None:
-        print(f"memtop: {reason}; --preset NAME chooses another", file=sys.stderr)
+        tell(f"memtop: {reason}; --preset NAME chooses another")
     return settings
 
 
