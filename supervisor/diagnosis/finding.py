@@ -142,10 +142,14 @@ class Pattern:
             return None
         if _cuts_number(view, match.end()):
             return None
-        groups = match.groupdict()
         figures = Figures(
-            device_index=_device(view, match) if groups.get("gpu") else None,
-            **{_FIGURES[name]: _size(view, match, name) for name in groups if name in _FIGURES},
+            device_index=_device(view, match) if match.groupdict().get("gpu") else None,
+            requested=_size(view, match, "size"),
+            total=_size(view, match, "total"),
+            free=_size(view, match, "free"),
+            process=_size(view, match, "process"),
+            allocated=_size(view, match, "allocated"),
+            allowed=_size(view, match, "allowed"),
         )
         line = view.line_at(match.start())
         last = max(line, view.line_at(match.end() - 1))
@@ -236,14 +240,10 @@ def _cuts_number(view: JoinedLines, end: int) -> bool:
     return len(around) == 2 and around.isdigit() and not view.starts_line(end)
 
 
-# The groups of a pattern and the figures that they give.
-_FIGURES = {name: name for name in ("total", "free", "process", "allocated", "allowed")} | {"size": "requested"}
-
-
 def _size(view: JoinedLines, match: re.Match[str], name: str) -> int | None:
-    """The bytes that a group gives. A number without a unit must not continue into the next
+    """The bytes that a group gives, if the pattern has it. A number without a unit must not continue into the next
     line."""
-    text = match[name]
+    text = match.groupdict().get(name)
     if not text:
         return None
     if text.isdecimal():
