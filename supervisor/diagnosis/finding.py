@@ -241,8 +241,10 @@ def _cuts_number(view: JoinedLines, end: int) -> bool:
 
 
 def _size(view: JoinedLines, match: re.Match[str], name: str) -> int | None:
-    """The bytes that a group gives, if the pattern has it. A number without a unit must not continue into the next
-    line."""
+    """The bytes that a group gives, if the pattern has it.
+
+    A number without a unit must not continue into the next line.
+    """
     text = match.groupdict().get(name)
     if not text:
         return None
