@@ -374,7 +374,15 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
     id: Whole
 
 
-Request = Subscribe | FreeCache | CheckpointNow | Stop | Restart | Edit | Try | Status | Look
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
+    """The run is over: its supervisor ends at once, because another run takes the name. Refused if
+    the run is not over.
+    """
+
+    id: Whole
+
+
+Request = Subscribe | FreeCache | CheckpointNow | Stop | Restart | Edit | Try | Status | Look | Leave
 
 
 # --- supervisor -> client

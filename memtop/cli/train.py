@@ -32,7 +32,7 @@ from memtop.presets.edits import draft, find_preset
 from memtop.presets.fields import OPTIONS
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.recovery.policy import ON_OOM
-from memtop.supervisor.run.record.folder import RunSpec, create_run, default_runs_dir
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run, default_runs_dir
 from memtop.supervisor.wire import Change
 
 # By tracker: the modules of which one must be installed, and the package to install. The trainer
@@ -86,7 +86,7 @@ def train(
     """
     from memtop.cli import gpus as gpu_choice
     from memtop.cli.foreground import stay
-    from memtop.supervisor.run.client import start_supervisor
+    from memtop.supervisor.run.client import make_room, start_supervisor
 
     begun = time.time()
     refuse_both(headless, detach)
@@ -108,6 +108,8 @@ def train(
         on_oom=on_oom,
         memtop_version=__version__,
     )
+    if fresh:
+        make_room(RunFolder(where / spec.name))
     folder = create_run(where, spec, fresh=fresh)
     start_supervisor(folder)
     return stay(folder, begun, headless=headless, detach=detach)

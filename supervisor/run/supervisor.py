@@ -38,7 +38,7 @@ from memtop.supervisor.run.server import Agents, ControlServer, FromAgent, Peer,
 from memtop.supervisor.run.state import run_state
 from memtop.supervisor.run.step import step
 from memtop.supervisor.run.stop_ladder import Waits
-from memtop.supervisor.wire import Answer, Change, Look, Outcome, Request, StateUpdate, Status, Subscribe
+from memtop.supervisor.wire import Answer, Change, Leave, Look, Outcome, Request, StateUpdate, Status, Subscribe
 
 _TICK_SECONDS = 0.2
 _LINGER_SECONDS = 3.0
@@ -71,6 +71,8 @@ class Supervisor:
         self._sensors = Sensors(folder, lambda: self.model, monotonic)
         self._ledger_problem: str | None = None
         self._newest_client = 0
+        self._leaving = False
+        """Another run takes the name of this one, which is over."""
 
     async def run(self, change: Change | None) -> None:
         """Supervise the run until it ends. `change`: restart it first, with this change."""
@@ -169,6 +171,8 @@ class Supervisor:
                 linger_until = self._monotonic() + _LINGER_SECONDS
             elif self._monotonic() > linger_until:
                 return
+            if self._leaving and self.model.phase.final:
+                return
 
     def _tick(self) -> None:
         self._pay()
@@ -250,6 +254,10 @@ class Supervisor:
             case Look():
                 self._sensors.machine_watch.look_closely()
                 peer.send(Answer(id=request.id, outcome=Outcome.DONE, message="looking closely"))
+            case Leave():
+                self._leaving = self.model.phase.final and self.model.launching is None
+                word = Outcome.DONE if self._leaving else Outcome.REFUSED
+                peer.send(Answer(id=request.id, outcome=word, message=f"the run is {self.model.phase.value}"))
             case _:
                 client = self._client(peer)
                 self.handle(Requested(client=client, request=request, states=read_states(self.folder)))

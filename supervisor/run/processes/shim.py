@@ -55,7 +55,7 @@ def write_json(path: str, value: object, seconds: float = RETRY_SECONDS) -> bool
 
 def _write(path: str, content: bytes) -> None:
     reserved = path + RESERVED
-    file = os.open(reserved, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    file = os.open(reserved, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         if os.write(file, content) != len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

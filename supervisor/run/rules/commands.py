@@ -172,7 +172,7 @@ def _stopped(model: Model, waiter: Waiter) -> Model:
     word, reason = model.phase.value, model.reason or ""
     # "stopped at update 7, ..." names the phase already.
     message = f"{word}: {reason}" if reason and not reason.startswith(word) else reason or word
-    message += f" ({model.signalled})" if model.signalled is not None else ""
+    message += f"; {model.signalled}" if model.signalled is not None else ""
     # The stop was requested; losing the state was not.
     if explain.not_saved(model.progress.end):
         return fail(model, waiter.client, waiter.request, message)
