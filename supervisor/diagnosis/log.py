@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from memtop.supervisor.diagnosis import allocator, memory_patterns, other_patterns, shortage
 from memtop.supervisor.diagnosis.aftermath import StepLines, is_mild, went_on
-from memtop.supervisor.diagnosis.finding import SUSPECTED, Finding, Weight, both_ends
+from memtop.supervisor.diagnosis.finding import SUSPECTED, UNCERTAIN, Finding, Weight, both_ends
 from memtop.supervisor.diagnosis.text import JoinedLines, LogLine, LogText
 from memtop.supervisor.diagnosis.values import Kind
 
@@ -148,6 +148,10 @@ def _placed(page: LogText, finding: Finding) -> Finding:
             finding = replace(finding, kind=Kind.PINNED_HOST_OOM, figures=replace(finding.figures, device_index=device))
     if finding.kind is Kind.DISK_FULL and in_shared_memory(context):
         finding = replace(finding, kind=Kind.SHM_EXHAUSTED, phase="data")
+    if finding.kind is Kind.PINNED_HOST_OOM and is_mild(page.lines[finding.line]):
+        finding = replace(finding, confidence=min(finding.confidence, UNCERTAIN))
+    if finding.kind.of_gpu and finding.figures.known == 0:
+        finding = replace(finding, figures=shortage.figures_below(page, finding))
     if finding.kind is Kind.NOT_MEMORY and finding.weight is Weight.ERROR and is_mild(page.lines[finding.line]):
         finding = replace(finding, weight=Weight.HINT)
     return finding if finding.phase is not None else replace(finding, phase=_phase(finding, context))

@@ -17,10 +17,10 @@ _FULL = r"(?:No space left on device|Disk quota exceeded|ENOSPC)"
 
 DEVICE_MEMORY: tuple[Pattern, ...] = (
     # Page-locked host memory. Its messages contain those of a device, so they come first.
-    Pattern(r"failed to alloc(?:ate)? (?P<size>\d+ bytes) on host", PINNED, 0.95),
+    Pattern(r"failed to alloc(?:ate)? (?P<size>\d+ bytes) on host(?!:? CUDA_ERROR_(?!OUT))", PINNED, 0.95),
     Pattern(r"could not allocate pinned host memory of size:? (?P<size>\d+)?", PINNED, 0.95),
     Pattern(
-        r"(?i:(?:failed|unable|cannot|could n[o']t) (?:to )?alloc(?:ate)?[^.]{0,60}"
+        r"(?i:(?:failed|unable|cannot|could n[o']t) (?:to )?alloc(?:ate)? (?P<size>SIZE)?(?:of )?[^.]{0,60}"
         r"(?:pinned|page-?locked))",
         PINNED,
     ),
@@ -48,7 +48,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"(?:CUDA|hip|HIP)_?E(?:RROR|rror)_?[Oo](?:UT_OF_MEMORY|utOfMemory)", GPU, 0.85),
     Pattern(r"Error 2: out of memory", GPU, 0.85),
     Pattern(r"THCudaCheck FAIL .{0,160}? error=2 : out of memory", GPU, 0.85),
-    Pattern(r"cudaSuccess \(2 vs\. 0\) out of memory", GPU),
+    Pattern(r"== cudaSuccess \(2 vs\. 0\)", GPU),
     Pattern(r"cudaErrorMemoryAllocation", GPU, 0.85),
     Pattern(r"Triton Error \[\w+\]: out of memory", GPU),
     Pattern(r"allocating (?P<size>SIZE) on device (?P<gpu>\d+):? cuda\w+ failed:? out of memory", GPU, 0.95),
@@ -71,7 +71,8 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     ),
     Pattern(
         r"Out of memory error on GPU (?P<gpu>\d+)\. Cannot allocate (?P<size>SIZE)"
-        r"(?: memory on GPU \d+, (?P<allocated>SIZE) memory has been allocated and available memory is only (?P<free>SIZE))?",
+        r"(?: memory on GPU \d+,(?: (?P<allocated>SIZE) memory has been allocated and)?"
+        r" available memory is only (?P<free>SIZE))?",
         GPU,
         0.95,
     ),
@@ -115,7 +116,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     # Inference engines and loaders refuse to start with the budget that they were given.
     Pattern(r"No available memory for the cache blocks", GPU, 0.85, reason=_BUDGET),
     Pattern(
-        r"\((?P<size>SIZE) KV cache is needed, which is larger than the available KV cache memory \((?P<free>SIZE)\)",
+        r"\(?(?P<size>SIZE) KV cache is needed, which is larger than the available KV cache memory \((?P<free>SIZE)\)",
         GPU,
         reason=_BUDGET,
     ),
@@ -174,6 +175,9 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         0.95,
     ),
     Pattern(r"Attempting to (?:allocate|reserve) (?P<size>SIZE).{0,40}? That was not possible", GPU, 0.95),
+    Pattern(
+        r"Ran out of memory in memory space hbm\. Used [\d.]{1,12}[KMGT]i?B? of (?P<total>[\d.]{1,12}[KMGT]i?B?) hbm", GPU, 0.95
+    ),
     Pattern(r"Ran out of memory in memory space hbm", GPU, 0.95),
     Pattern(r"OOM when allocating tensor with shape.{0,200}?(?:/device:GPU:|/gpu:)(?P<gpu>\d+)", GPU, 0.95),
     Pattern(r"OOM when allocating tensor with shape(?!.{0,200}?device:[CG]PU)", GPU, 0.85),
@@ -190,8 +194,10 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         weight=Weight.HINT,
     ),
     # Other devices and languages.
-    Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)", GPU, 0.85),
-    Pattern(r"CL_MEM_OBJECT_ALLOCATION_FAILURE", GPU, 0.85),
+    Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_DEVICE_MEMORY", GPU, 0.85),
+    # Also after the device was lost.
+    Pattern(r"(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_RESOURCES", GPU, 0.45, weight=Weight.LIKELY),
+    Pattern(r"(?i:mem(?:ory)?_?object_?allocation_?failure)", GPU, 0.85),
     Pattern(r"\[metal::malloc\] (?:Attempting|Unable) to allocate (?P<size>\d+ bytes)", GPU, 0.95),
     Pattern(r"kIOGPUCommandBufferCallbackErrorOutOfMemory", GPU),
     Pattern(r"rmm::out_of_memory|std::bad_alloc:? out_of_memory:? CUDA", GPU),
@@ -262,7 +268,12 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     ),
     other(r"ENOSPC: System limit for number of file watchers", "inotify_limit"),
     other(r"\[Errno 28\] inotify watch limit", "inotify_limit"),
-    other(r"out of resources?: (?:shared memory|tensor memory|threads|registers),? Required", "triton_shared_memory", 0.95),
+    other(
+        r"out of resources?: (?:[\w-]{1,20})?,? Required:? \d+|Required:? \d+,? Hardware limit:? \d+",
+        "triton_shared_memory",
+        0.95,
+        weight=Weight.CAUSE,
+    ),
     other(r"Ran out of memory in memory space (?:vmem|smem|sflag)", "triton_shared_memory", 0.95),
     other(
         r"(?i:uses too much shared data|too much shared memory"
@@ -281,6 +292,15 @@ HOST_MEMORY: tuple[Pattern, ...] = (
 SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     # File names of torch, Python and NCCL in /dev/shm.
     Pattern(rf"(?:write|resize|open|allocate|truncate)[^<]{{0,50}}</?torch_\w+> .{{0,60}}? {_FULL}", SHM, 0.95, phase="data"),
+    Pattern(r"unable to write to file </?torch_\w+>", SHM, 0.85, phase="data"),
+    Pattern(rf"shm\w*\.(?:h|cc|c|py):\d+.{{0,80}}? {_FULL}", SHM),
+    Pattern(
+        r"(?:failed to|unable to|Error while) (?:creat\w+|extend\w*|attach\w* to|open|allocate) shared memory segment"
+        r".{0,60}?\(size (?P<size>\d+)\)",
+        SHM,
+        0.85,
+    ),
+    Pattern(rf"{_FULL}.{{0,160}}? -> '?/dev/shm", SHM, 0.95),
     Pattern(r"unable to allocate shared memory\(shm\)", SHM, 0.85, phase="data"),
     Pattern(r"(?i:insufficient shared memory|out of shared memory(?!,))", SHM, 0.85, phase="data"),
     Pattern(r"DataLoader worker \(pid\(?s?\)? [\d,]{1,400}\) is killed by signal:? Bus error", SHM, phase="data"),

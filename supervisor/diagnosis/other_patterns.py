@@ -49,6 +49,7 @@ ENDS: tuple[Pattern, ...] = (
     Pattern(r"(?<!_)OUT_OF_ME(?:MORY|\+)(?!_)", KILLED),
     Pattern(r"node was low on resource:? memory", KILLED),
     Pattern(r"killed by (?:the )?OOM-?killer|result 'oom-kill'|systemd-oomd.{0,20}? [Kk]illed", KILLED, 0.95),
+    Pattern(r"sending SIG(?:TERM|KILL) to process \d+.{0,60}?(?:badness|VmRSS|oom_score)", KILLED),
     Pattern(r"earlyoom.{0,40}? sending SIG(?:TERM|KILL) to process", KILLED),
     Pattern(r"(?:node )?running low on memory(?!\.?if)", KILLED, 0.95),
     Pattern(r"ray\.exceptions\.OutOfMemoryError|killed due to memory pressure", KILLED, 0.95),
@@ -87,6 +88,8 @@ ENDS: tuple[Pattern, ...] = (
         r"(?i:exit(?:ed)?(?: with)?(?: exit)?(?: status| code):?(?: of)? 137)"
         r"|\*\*\* \[[^\]]{1,120}\] (?:Killed|Error 137)"
     ),
+    # Kubernetes names a kill for memory: OOMKilled.
+    other(r"Reason: Error Exit Code: 137", "killed_by_something", 0.6, weight=Weight.KILLED),
     _sigkill(r":? line \d+:? \d+ Killed"),
     _sigkill(r"\[\d+\][+-]? (?:\d+)? Killed"),
     _sigkill(r"worker process managed by the executor was unexpectedly terminated", phase="data"),
