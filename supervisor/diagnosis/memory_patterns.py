@@ -13,7 +13,7 @@ from memtop.supervisor.diagnosis.values import Kind
 GPU, PINNED, HOST = Kind.GPU_OOM, Kind.PINNED_HOST_OOM, Kind.HOST_OOM_ALLOC
 _BUDGET = "memory_budget"
 SHM, DISK = Kind.SHM_EXHAUSTED, Kind.DISK_FULL
-_FULL = r"(?:No space left on device|Disk quota exceeded|ENOSPC)"
+_FULL = r"(?:[Nn]o space left on device|[Dd]isk quota exceeded|ENOSPC|EDQUOT)"
 
 DEVICE_MEMORY: tuple[Pattern, ...] = (
     # Page-locked host memory. Its messages contain those of a device, so they come first.
@@ -35,7 +35,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         PINNED,
     ),
     # CUDA, HIP and others, without figures. The traceback shows whether it was pinned memory.
-    Pattern(r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU)(?: driver)? error:? out of memory", GPU, 0.85),
+    Pattern(r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU)(?: driver)? (?i:error):? (?i:out) of memory", GPU, 0.85),
     Pattern(
         r"(?:CUDA|HIP|XPU|NPU|MUSA|MLU|MPS backend|GPU) out of(?: the)? memory(?!\.Tri|\(MPS"
         r"|detected|errors|issues|problems|handling)",
@@ -174,7 +174,12 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         GPU,
         0.95,
     ),
-    Pattern(r"Attempting to (?:allocate|reserve) (?P<size>SIZE).{0,40}? That was not possible", GPU, 0.95),
+    Pattern(
+        r"Attempting to (?:allocate|reserve) (?P<size>SIZE).{0,40}? That was not possible"
+        r"(?:\. There are (?P<free>SIZE|[\d.]{1,12}[KMGT]) free)?",
+        GPU,
+        0.95,
+    ),
     Pattern(
         r"Ran out of memory in memory space hbm\. Used [\d.]{1,12}[KMGT]i?B? of (?P<total>[\d.]{1,12}[KMGT]i?B?) hbm", GPU, 0.95
     ),
@@ -200,7 +205,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"(?i:mem(?:ory)?_?object_?allocation_?failure)", GPU, 0.85),
     Pattern(r"\[metal::malloc\] (?:Attempting|Unable) to allocate (?P<size>\d+ bytes)", GPU, 0.95),
     Pattern(r"kIOGPUCommandBufferCallbackErrorOutOfMemory", GPU),
-    Pattern(r"rmm::out_of_memory|std::bad_alloc:? out_of_memory:? CUDA", GPU),
+    Pattern(r"rmm::out_of_memory|std::bad_alloc:? out_of_memory:? (?:CUDA|RMM)", GPU),
     Pattern(r"(?i:not enough (?:gpu|video|device) memory|insufficient (?:gpu|device) memory)", GPU, 0.6),
 )
 
@@ -225,7 +230,7 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"Native memory allocation \(\w+\) failed to (?:map|allocate) (?P<size>\d+ bytes)", HOST, 0.95),
     Pattern(r"VK_ERROR_OUT_OF_HOST_MEMORY|ErrorOutOfHostMemory", HOST),
     Pattern(r"unable to mmap (?P<size>\d+ bytes) from file .{0,300}? Cannot allocate memory", HOST, 0.95),
-    Pattern(r"\[Errno 12\]", HOST, 0.95),
+    Pattern(r"\[Errno 12\]|ENOMEM:", HOST, 0.95),
     Pattern(r"\[WinError (?:1455|8)\]|\(os error 1455\)|paging file is too small", HOST, 0.95),
     Pattern(r"os error 12\)", HOST),
     Pattern(
@@ -276,9 +281,11 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     ),
     other(r"Ran out of memory in memory space (?:vmem|smem|sflag)", "triton_shared_memory", 0.95),
     other(
-        r"(?i:uses too much shared data|too much shared memory"
+        r"(?i:uses too much shared data|too much shared memory|shared memory (?:limit|size) (?:exceeded|too large)"
+        r"|exceed\w* (?:the )?(?:max\w* )?(?:available )?(?:dynamic )?shared memory (?:limit|size|capacity|per block)"
         r"|shared memory.{0,30}? exceeds (?:the )?(?:hardware|device))",
         "triton_shared_memory",
+        weight=Weight.CAUSE,
     ),
     other(
         r"(?i:ResourceExhausted|RESOURCE_EXHAUSTED)\W{1,6} (?:desc=)?(?i:grpc:"
@@ -304,6 +311,7 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     Pattern(r"unable to allocate shared memory\(shm\)", SHM, 0.85, phase="data"),
     Pattern(r"(?i:insufficient shared memory|out of shared memory(?!,))", SHM, 0.85, phase="data"),
     Pattern(r"DataLoader worker \(pid\(?s?\)? [\d,]{1,400}\) is killed by signal:? Bus error", SHM, phase="data"),
+    Pattern(r"shared memory key .{0,80}? to requested size \((?P<size>\d+ bytes)\)", SHM, 0.85),
     Pattern(r"bus error encountered in worker", SHM, phase="data"),
     Pattern(rf"{_FULL}.{{0,30}}?/dev/shm|/dev/shm/.{{0,120}}? {_FULL}", SHM, 0.95),
     Pattern(rf"{_FULL}:? '?/(?:psm_|torch_|sem\.|loky)", SHM),
@@ -319,8 +327,8 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
     Pattern(_FULL, DISK, 0.92),
     Pattern(r"\[Errno 28\](?! inotify)|\[Errno 122\]|\[WinError 112\]", DISK, 0.95),
     Pattern(
-        r"not enough space on the disk|Not enough disk space|(?:database or )?disk is full"
-        r"|(?i:disk full)",
+        r"not enough space on the disk|(?i:(?:not enough|insufficient|out of) (?:free )?disk space|disk full)"
+        r"|(?:database or )?disk is full",
         DISK,
     ),
     # memtop's own trainer.

@@ -28,14 +28,16 @@ _SHORT_OF_MEMORY = re.compile(
     rf"|\b{_MEMORY}[^.]{{0,20}}\b(?:(?:is |are )?(?:not|n't) enough|exhausted|insufficient|ran out)"
     rf"|\bmore (?:\w+ ){{0,2}}{_MEMORY} than\b|\bexceed\w* (?:the )?(?:\w+ ){{0,3}}{_MEMORY} (?:limit|size|capacity|available)"
     rf"|\b(?:fail\w*|unable|cannot|can't|could(?: not|n't))(?: to)? (?:alloc\w*|reserve|obtain) (?:\w+ ){{0,3}}{_MEMORY}"
-    rf"|\bmemory[ _]alloc\w*[ _](?:fail|error)"
+    rf"|\bmemory[ _]alloc\w*[ _](?:fail|error)|\b(?:buffer|array|tensor|block|heap) allocation (?:failed|error)"
+    rf"|\bbad allocation\b"
     rf"|\b{_MEMORY} (?:limit|quota|budget)\b.{{0,20}}\b(?:exceed|reached)|\bOutOfMemory\w*|\bbad_alloc\b|\bAllocError\b"
 )
 # A failed allocation of something: a lack of memory if a size stands next to it.
 _ALLOCATION = re.compile(
     r"(?i)\b(?:m|c|re)?alloc(?:at\w*)?\b.{0,60}?\b(?:fail\w*|refused|denied|impossible|not possible)"
     r"|\b(?:fail\w*|unable|cannot|can't|can not|could(?: not|n't)|error)\b.{0,24}?\b(?:alloc(?:at\w*)?|reserv(?:e|ing)"
-    r"|malloc)\b|\bcould(?: not|n't) be (?:allocated|reserved)\b|\barray exceeds maximum\b"
+    r"|malloc)\b|\bexceed\w*\b(?! \d+ ?% of)[^%]{0,40}?\balloc\w*|\barray exceeds maximum\b"
+    r"|\bcould(?: not|n't) be (?:allocated|reserved)\b"
 )
 _OTHER_THINGS = re.compile(
     r"(?i)\b(?:ports?|address(?:es)?|ip|pty|tty|inodes?|disk|threads?|pids?|descriptors?|handles?|sockets?|gpus? to|nodes?"
@@ -53,9 +55,11 @@ _STATES = re.compile(
 _MENTIONS = re.compile(
     r"(?i)\b(?:if|when|avoid|prevent|fix|fixes|usage|try|help|how|after|may|might|often|common|known|see|prone|against|handles?"
     r"|on oom|in case)\b|--\w+|^\s*(?:def|class|except|import|assert|if|#)\b"
+    # Collectors of garbage and schedulers use the words for what is ordinary to them.
+    r"|\b(?:GCs?|scavenge|mark-(?:sweep|compact)|nodes are available|scheduling|failedscheduling)\b"
 )
 
-_PRINTED = rf"({_PRINTED_SIZE}|\d{{5,20}})"
+_PRINTED = rf"({_PRINTED_SIZE}|\d{{5,20}})(?!\d| ?/ ?\d)"
 _REQUESTED = re.compile(
     rf"(?i:\b(?:request\w*|(?:m|c|re)?alloc(?:at\w+)?|of size|size|needs?|requires?)\b)"
     rf"[^\d\n]{{0,40}}?{_PRINTED}"
@@ -72,8 +76,21 @@ _NAMED = re.compile(rf"\W*([A-Za-z][\w ()]{{2,60}}?)\s*[:=]\s*{_PRINTED}\W*$")
 _BELOW = 6
 
 
-def figures_below(page: LogText, finding: Finding) -> Figures:
-    """The figures of a message that prints each one on a line of its own, below its words."""
+def names_device(text: str) -> bool:
+    """Whether a text names the memory of a device."""
+    return _DEVICE.search(text[:_LONGEST]) is not None
+
+
+def figures_of(page: LogText, finding: Finding) -> Figures:
+    """The figures of a message without a pattern for them: on its line, or each on a line of its
+    own below."""
+    own = _figures(page.lines[finding.line].text[:_LONGEST])
+    if own.known:
+        return replace(own, device_index=finding.figures.device_index)
+    return _figures_below(page, finding)
+
+
+def _figures_below(page: LogText, finding: Finding) -> Figures:
     found: dict[str, int | None] = {}
     for line in page.lines[finding.last_line + 1 : finding.last_line + 1 + _BELOW]:
         named = _NAMED.match(line.text[:_LONGEST])
