@@ -70,6 +70,8 @@ class CurrentAttempt(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     started: float
     """Seconds since the epoch."""
+    since: float = 0.0
+    """On the monotonic clock: when this supervisor started or adopted the program."""
     stage: AttemptStage = AttemptStage.RUNNING
     ended: float | None = None
     exit_status: int | None = None
