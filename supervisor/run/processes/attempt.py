@@ -23,7 +23,7 @@ from memtop.supervisor.monitor.processes.table import all_pids
 from memtop.supervisor.run.events import LeftoversFound
 from memtop.supervisor.run.post_mortem.log_end import error_file_environment
 from memtop.supervisor.run.processes.members import SHIM, alive, family, marked, named, recorded_ranks, send
-from memtop.supervisor.run.record.folder import RunFolder, RunSpec, read_json, write_json
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, read_derived, write_json
 from memtop.supervisor.run.stop_ladder import LEFTOVER_SECONDS
 
 # The exit file may just be renamed, and the shim of an adopted attempt may not have written its
@@ -68,10 +68,16 @@ class RunningAttempt:
     @property
     def trainer(self) -> ProcessId | None:
         """The training program or its launcher. None until the shim has started it."""
-        if self._trainer is None and (self.folder / "process.json").exists():
-            found = read_json(self.folder / "process.json", ProcessFile)
-            self._trainer = ProcessId(found.pid, found.started_ticks)
-            self._shim = ProcessId(found.shim_pid, found.shim_started_ticks)
+        if self._trainer is None:
+            found = read_derived(self.folder / "process.json", ProcessFile)
+            if found is not None:
+                self._trainer = ProcessId(found.pid, found.started_ticks)
+                self._shim = ProcessId(found.shim_pid, found.shim_started_ticks)
+            elif self._shim is None:
+                # Started by another supervisor; the file is lost, damaged or not written yet.
+                self._shim = _living_shim(self.folder)
+                found_now = family(self._run_folder, self.number, shim=self._shim, program=None, known=())
+                self._trainer = _oldest_leader(found_now)
         return self._trainer
 
     def alive(self) -> bool:
@@ -86,8 +92,9 @@ class RunningAttempt:
 
         None while it runs. The status is unknown only if the shim was killed, too.
         """
-        if (self.folder / "exit.json").exists():
-            return read_json(self.folder / "exit.json", ExitFile)
+        written = read_derived(self.folder / "exit.json", ExitFile)
+        if written is not None:
+            return written
         if self.alive() or alive(self._shim):
             self._gone_since = None
             return None
@@ -124,6 +131,19 @@ class RunningAttempt:
         # leads its own group.
         others = [p for p in self.processes() if p != self.trainer and _group_of(p.pid) == self.trainer.pid]
         return [self.trainer, *others]
+
+
+def _oldest_leader(processes: list[ProcessId]) -> ProcessId | None:
+    """The program that the shim started: it leads a session, and all others were started later."""
+    leaders = [process for process in processes if _session_of(process.pid) == process.pid]
+    return min(leaders, key=lambda process: (process.started_ticks, process.pid), default=None)
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
 
 
 def _group_of(pid: int) -> int | None:
@@ -284,19 +304,19 @@ def has_program(folder: RunFolder, number: int) -> bool:
     """
     attempt = folder.attempt(number)
     written = (attempt / "process.json", attempt / "exit.json")
-    if any(path.exists() for path in written) or _shim_lives(attempt) or marked(folder.path, number):
+    if any(path.exists() for path in written) or _living_shim(attempt) or marked(folder.path, number):
         return True
     # The shim may have written it and ended since the first look.
     return any(path.exists() for path in written)
 
 
-def _shim_lives(attempt: Path) -> bool:
+def _living_shim(attempt: Path) -> ProcessId | None:
     wanted = [os.fsencode(SHIM), os.fsencode(attempt)]
     for pid in all_pids():
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-3:-1] == wanted:
-                return True
-    return False
+                return identify(pid)
+    return None
 
 
 def _argv(folder: RunFolder, attempt: Path, spec: RunSpec, settings: Settings | None) -> tuple[str, ...]:

@@ -49,7 +49,8 @@ class JournalReader:
             with self.path.open("rb") as file:
                 file.seek(start)
                 block = file.read(_CHUNK_BYTES)
-        except FileNotFoundError:
+        except OSError:
+            # Removed, or cannot be read now. It is read when it can be.
             return [], start
         if until is not None:
             block = block[: max(0, until - start)]
@@ -62,7 +63,8 @@ class JournalReader:
 
 def find_journals(attempt_folder: Path) -> list[Path]:
     """The journals of an attempt, in order of rank."""
-    return sorted(attempt_folder.glob("rank-*.jsonl"), key=lambda p: int(p.stem.removeprefix("rank-")))
+    found = {path.stem.removeprefix("rank-"): path for path in attempt_folder.glob("rank-*.jsonl")}
+    return [found[rank] for rank in sorted((rank for rank in found if rank.isdecimal()), key=int)]
 
 
 Act = Callable[[int, Report], None]
