@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.run.effects import AddEvent, AskRanks, Effect, SaveState
-from memtop.supervisor.run.events import AgentAnswer, NamedProcess, Now, Sampled, States
+from memtop.supervisor.run.events import AgentAnswer, NamedProcess, Now, Requested, Sampled, States
 from memtop.supervisor.run.pending_restart import PendingRestart
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.configurations import Configurations
@@ -226,6 +226,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks whose agent is connected."""
     asks: dict[int, Ask] = {}
     newest_ask: int = 0
+    held: tuple[Requested, ...] = ()
+    """Requests that wait until the program's ranks have connected to this supervisor."""
     waiters: tuple[Waiter, ...] = ()
     sample: Sampled | None = None
     """The newest sample of the machine."""
