@@ -114,7 +114,7 @@ def _anew(model: Model, launching: Launching, event: Launched, repeated: str | N
     return replace(
         model,
         launching=None,
-        attempt=CurrentAttempt(number=launching.number, started=event.started),
+        attempt=CurrentAttempt(number=launching.number, started=event.started, since=model.now.monotonic),
         settings=launching.settings,
         states=event.states,
         progress=Progress(best_loss=model.progress.best_loss),
