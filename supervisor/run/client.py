@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import socket
 import stat
 import struct
@@ -27,6 +28,8 @@ from memtop.supervisor.wire import Answer, Change, Leave, Message, Outcome, Requ
 
 _MESSAGE = msgspec.json.Decoder(Message)
 _LINE_LIMIT = 64 << 20
+_LITTLE_SPACE = 1 << 20
+"""A supervisor that ends at its start with less free disk space ended for that."""
 _START_SECONDS = 30.0
 # The supervisor answers each request at once, if only to accept it.
 _ANSWER_SECONDS = 30.0
@@ -262,6 +265,10 @@ def _no_supervisor(folder: RunFolder, error: OSError | None) -> NotRunningError:
 
 
 def _start_error(folder: RunFolder, status: int) -> MemtopError:
+    free = shutil.disk_usage(folder.path).free
+    if free < _LITTLE_SPACE and status != UsageError.exit_status:
+        # The log may lack the reason, because there was no space for it either.
+        return RunFolderError(f"{folder.path}: the disk is full: {free >> 10} KiB free; free some space, or set --runs-dir")
     lines = folder.supervisor_log.read_text(errors="replace").strip().splitlines()
     try:
         message = str(json.loads(lines[-1])["error"])

@@ -131,7 +131,13 @@ def create_run(runs_dir: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
         ) from None
     except OSError as error:
         raise RunFolderError(f"{folder.path}: cannot be created: {error.strerror}; choose another --runs-dir") from None
-    write_json(folder.spec_path, spec)
+    try:
+        write_json(folder.spec_path, spec)
+    except RunFolderError:
+        # It is empty: its name stays free.
+        (folder.path / "attempts").rmdir()
+        folder.path.rmdir()
+        raise
     return folder
 
 
