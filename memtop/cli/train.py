@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import sys
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from memtop import __version__
 from memtop.cli.options import WHOLE, assignments_of, detach_option, edit_options, headless_option, refuse_both, runs_dir_option
+from memtop.cli.output import tell
 from memtop.presets import (
     Preset,
     PresetFileError,
@@ -31,7 +32,7 @@ from memtop.presets.edits import draft, find_preset
 from memtop.presets.fields import OPTIONS
 from memtop.supervisor.errors import RunFolderError, UsageError
 from memtop.supervisor.recovery.policy import ON_OOM
-from memtop.supervisor.run.record.folder import RunSpec, create_run, default_runs_dir
+from memtop.supervisor.run.record.folder import RunFolder, RunSpec, create_run, default_runs_dir
 from memtop.supervisor.wire import Change
 
 # By tracker: the modules of which one must be installed, and the package to install. The trainer
@@ -85,7 +86,7 @@ def train(
     """
     from memtop.cli import gpus as gpu_choice
     from memtop.cli.foreground import stay
-    from memtop.supervisor.run.client import start_supervisor
+    from memtop.supervisor.run.client import make_room, start_supervisor
 
     begun = time.time()
     refuse_both(headless, detach)
@@ -107,6 +108,8 @@ def train(
         on_oom=on_oom,
         memtop_version=__version__,
     )
+    if fresh:
+        make_room(RunFolder(where / spec.name))
     folder = create_run(where, spec, fresh=fresh)
     start_supervisor(folder)
     return stay(folder, begun, headless=headless, detach=detach)
@@ -141,7 +144,7 @@ def settings_for(
     _refuse_missing_trackers(settings.trackers)
     settings = replace(settings, data=_placed_data(settings.data), model=_placed_model(settings.model))
     if reason is not None:
-        print(f"memtop: {reason}; --preset NAME chooses another", file=sys.stderr)
+        tell(f"memtop: {reason}; --preset NAME chooses another")
     return settings
 
 
@@ -214,11 +217,16 @@ def _placed_data(data: dict[str, Any]) -> dict[str, Any]:
 def _placed(field: str, value: str) -> str:
     if not value:
         return value
-    path = Path(value).expanduser().absolute()
+    path = _absolute(value)
     if not path.is_file():
         problem = "is a folder; give a file" if path.is_dir() else "no such file"
         raise UsageError(f"{field} {value}: {problem}; looked for {path}")
     return str(path)
+
+
+def _absolute(text: str) -> Path:
+    # Without a home folder `~` stays, and the path does not exist. Path's own method would raise.
+    return Path(os.path.expanduser(text)).absolute()  # noqa: PTH111
 
 
 def _placed_model(model: dict[str, Any]) -> dict[str, Any]:
@@ -226,7 +234,7 @@ def _placed_model(model: dict[str, Any]) -> dict[str, Any]:
     name = model.get("path")
     if not isinstance(name, str):
         return model
-    path = Path(name).expanduser().absolute()
+    path = _absolute(name)
     if path.is_dir():
         return {**model, "path": str(path)}
     if name.startswith(("/", "~", "./", "../")):

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import time
@@ -18,13 +21,20 @@ from pathlib import Path
 import msgspec
 
 from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError, RunFolderError, UsageError
+from memtop.supervisor.monitor.processes.proc import is_stopped
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.view import needs_supervisor
-from memtop.supervisor.wire import Answer, Change, Message, Outcome, Request
+from memtop.supervisor.wire import Answer, Change, Leave, Message, Outcome, Request
 
 _MESSAGE = msgspec.json.Decoder(Message)
 _LINE_LIMIT = 64 << 20
+_LITTLE_SPACE = 1 << 20
+"""A supervisor that ends at its start with less free disk space ended for that."""
 _START_SECONDS = 30.0
+# The supervisor answers each request at once, if only to accept it.
+_ANSWER_SECONDS = 30.0
+_LOOK_SECONDS = 2.0
+_LEAVE_SECONDS = 10.0
 
 
 def socket_path(run_folder: Path) -> Path:
@@ -100,18 +110,76 @@ def ask(
     """
     with _connected(folder) as connection:
         connection.sendall(msgspec.json.encode(make(1)) + b"\n")
-        with connection.makefile("rb") as stream:
-            for line in stream:
-                message = _MESSAGE.decode(line)
-                if not isinstance(message, Answer):
-                    continue
-                if message.outcome is Outcome.ACCEPTED:
-                    on_accepted(message)
-                if message.outcome is until or message.outcome is Outcome.DONE:
-                    return message
-                if message.outcome in (Outcome.REFUSED, Outcome.FAILED):
-                    raise UsageError(message.message) if message.usage else RefusedError(message.message)
+        for line in _lines(folder, connection):
+            message = _MESSAGE.decode(line)
+            if not isinstance(message, Answer):
+                continue
+            if message.outcome is Outcome.ACCEPTED:
+                on_accepted(message)
+            if message.outcome is until or message.outcome is Outcome.DONE:
+                return message
+            if message.outcome in (Outcome.REFUSED, Outcome.FAILED):
+                raise UsageError(message.message) if message.usage else RefusedError(message.message)
     raise NotRunningError(f"the supervisor of run {folder.name!r} ended: memtop watch {folder.name} starts a new one")
+
+
+def _lines(folder: RunFolder, connection: socket.socket) -> Iterator[bytes]:
+    """The lines that the supervisor sends. RefusedError if it cannot answer: it is stopped, or it
+    does not even begin to answer.
+    """
+    begun: float | None = time.monotonic()
+    rest = b""
+    connection.settimeout(_LOOK_SECONDS)
+    while True:
+        try:
+            received = connection.recv(1 << 16)
+        except TimeoutError:
+            why = silence(folder, _peer_pid(connection), None if begun is None else time.monotonic() - begun)
+            if why is not None:
+                raise RefusedError(why) from None
+            continue
+        if not received:
+            return
+        *lines, rest = (rest + received).split(b"\n")
+        if lines:
+            begun = None
+        yield from lines
+
+
+def silence(folder: RunFolder, pid: int, seconds: float | None) -> str | None:
+    """Why the run's supervisor, the process `pid`, says nothing; None if it may still do so.
+
+    `seconds`: how long its first answer has taken; None if it has answered.
+    """
+    if pid > 0 and is_stopped(pid):
+        return (
+            f"run {folder.name!r}: its supervisor is stopped (SIGSTOP or Ctrl-Z) and cannot answer: "
+            f"`kill -CONT {pid}` lets it continue; what you asked for is done then"
+        )
+    if seconds is None or seconds < _ANSWER_SECONDS:
+        return None
+    who = f"its supervisor (pid {pid})" if pid > 0 else "its supervisor"
+    return f"run {folder.name!r}: {who} has not answered for {seconds:.0f} s: see {folder.supervisor_log}"
+
+
+def _peer_pid(connection: socket.socket) -> int:
+    """The pid of the process that listens; 0 if it is outside our pid namespace."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", found)[0])
+
+
+def make_room(folder: RunFolder) -> None:
+    """Let the supervisor of a run that is over end now, so that the run can be moved aside.
+
+    After the end it stays for a moment, or as long as a dashboard shows the run.
+    """
+    if not folder.lock_path.exists() or not RunLock(folder).is_held():
+        return
+    with contextlib.suppress(NotRunningError, RefusedError):  # it is in use, or just leaves
+        ask(folder, lambda number: Leave(id=number))
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while RunLock(folder).is_held() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def start_supervisor(folder: RunFolder, change: Change | None = None) -> int:
@@ -197,6 +265,10 @@ def _no_supervisor(folder: RunFolder, error: OSError | None) -> NotRunningError:
 
 
 def _start_error(folder: RunFolder, status: int) -> MemtopError:
+    free = shutil.disk_usage(folder.path).free
+    if free < _LITTLE_SPACE and status != UsageError.exit_status:
+        # The log may lack the reason, because there was no space for it either.
+        return RunFolderError(f"{folder.path}: the disk is full: {free >> 10} KiB free; free some space, or set --runs-dir")
     lines = folder.supervisor_log.read_text(errors="replace").strip().splitlines()
     try:
         message = str(json.loads(lines[-1])["error"])

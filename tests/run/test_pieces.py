@@ -298,7 +298,8 @@ def test_speed_is_that_of_the_newest_updates() -> None:
 def test_the_shim_records_how_the_program_ended(tmp_path: Path, program: str, status: int) -> None:
     command = {"argv": [sys.executable, "-c", program], "cwd": str(tmp_path), "environment": {"MARK": "1"}}
     (tmp_path / "command.json").write_text(json.dumps(command))
-    subprocess.run([sys.executable, "-I", "-S", shim.__file__, str(tmp_path)], check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-I", "-S", shim.__file__, str(tmp_path)], check=False, timeout=120)
+    assert done.returncode == (status if status >= 0 else 128 - status)
     assert json.loads((tmp_path / "exit.json").read_text())["status"] == status
     assert json.loads((tmp_path / "process.json").read_text())["pid"] > 0
 
@@ -306,7 +307,7 @@ def test_the_shim_records_how_the_program_ended(tmp_path: Path, program: str, st
 def test_a_program_that_does_not_exist_is_named_in_its_output(tmp_path: Path) -> None:
     command = {"argv": ["no-such-program"], "cwd": str(tmp_path), "environment": {}}
     (tmp_path / "command.json").write_text(json.dumps(command))
-    subprocess.run([sys.executable, "-I", "-S", shim.__file__, str(tmp_path)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-I", "-S", shim.__file__, str(tmp_path)], check=False, timeout=120)
     assert json.loads((tmp_path / "exit.json").read_text())["status"] == 127
     assert "no-such-program: cannot be started" in (tmp_path / "output.log").read_text()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import re
 import time
@@ -95,7 +96,7 @@ class RunFolder:
         """The attempts that have a folder, the newest first."""
         try:
             names = os.listdir(self.path / "attempts")  # noqa: PTH208 - names alone, a hot path
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
@@ -103,8 +104,8 @@ class RunFolder:
         return read_json(self.spec_path, RunSpec)
 
     def state(self) -> StateFile | None:
-        """The contents of state.json. None if there is no such file yet."""
-        return read_json(self.state_path, StateFile) if self.state_path.exists() else None
+        """The contents of state.json. None if there is no such file, or if it is damaged."""
+        return read_derived(self.state_path, StateFile)
 
 
 def default_runs_dir() -> Path:
@@ -130,7 +131,13 @@ def create_run(runs_dir: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
         ) from None
     except OSError as error:
         raise RunFolderError(f"{folder.path}: cannot be created: {error.strerror}; choose another --runs-dir") from None
-    write_json(folder.spec_path, spec)
+    try:
+        write_json(folder.spec_path, spec)
+    except RunFolderError:
+        # It is empty: its name stays free.
+        (folder.path / "attempts").rmdir()
+        folder.path.rmdir()
+        raise
     return folder
 
 
@@ -139,7 +146,9 @@ def move_aside(folder: RunFolder) -> Path:
     lock = RunLock(folder)
     if not lock.acquire():
         raise RunFolderError(f"run {folder.name!r} is in use: `memtop stop {folder.name}` first")
-    aside = folder.path.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    stamp = f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2)))
+    aside = next(path for name in names if not (path := folder.path.with_name(name)).exists())
     try:
         folder.path.rename(aside)
     finally:
@@ -238,20 +247,60 @@ def _try_lock(path: Path, descriptor: int, kind: int) -> bool:
     return True
 
 
+# A file that does not exist, a folder in its place, a link that leads nowhere.
+_ABSENT = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
+
+
 def read_json(path: Path, shape: type[T]) -> T:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=shape)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RunFolderError(f"{path}: cannot be decoded: {error}") from None
+        return _read(path, shape)
     except OSError as error:
         raise RunFolderError(f"{path}: cannot be read: {error.strerror}") from None
+    except _Damaged as error:
+        raise RunFolderError(f"{path}: cannot be decoded: {error}") from None
+
+
+def read_derived(path: Path, shape: type[T]) -> T | None:
+    """The contents of a file that memtop can do without.
+
+    None if there is no such file, or if it is damaged (empty or cut after a crash of the machine).
+    Raises RunFolderError if this user may not read it.
+    """
+    try:
+        return _read(path, shape)
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return None
+        raise RunFolderError(f"{path}: cannot be read: {error.strerror}") from None
+    except _Damaged:
+        return None
+
+
+class _Damaged(Exception):
+    """The file does not have the shape that memtop writes."""
+
+
+def _read(path: Path, shape: type[T]) -> T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=shape)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _Damaged(str(error)) from None
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace the file in one step: readers see the old or the new content, never a part of it."""
+    """Replace the file in one step, and make it last: whatever happens to the machine, readers see
+    the old or the new content, never a part of it.
+
+    A folder in its place is renamed.
+    """
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        new.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+        with new.open("wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if path.is_dir() and not path.is_symlink():
+            path.rename(path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
         new.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -7,6 +7,7 @@ in the `Outbox` for the next write.
 from __future__ import annotations
 
 import itertools
+import os
 import sqlite3
 import time
 from collections import deque
@@ -97,13 +98,34 @@ def open_for_writing(path: Path) -> Ledger:
         raise RunFolderError(f"{path}: cannot be used: {error}") from None
 
 
+def _connect_to_read(path: Path) -> sqlite3.Connection:
+    """A connection that only reads.
+
+    SQLite creates two files beside a ledger that it reads. Where it must not (a read-only mount,
+    another user's folder) a ledger that its writer closed is opened as a file that never changes.
+    """
+    place = path.absolute().as_uri()
+    database = sqlite3.connect(f"{place}?mode=ro", uri=True, timeout=5)
+    try:
+        database.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone()
+    except sqlite3.Error as error:
+        database.close()
+        if not isinstance(error, sqlite3.OperationalError) or os.access(path.parent, os.W_OK):
+            raise
+        if path.with_name(f"{path.name}-wal").exists():
+            why = "its writer was killed, and its folder cannot be written; copy the run's folder to a place of yours"
+            raise sqlite3.OperationalError(why) from None
+        return sqlite3.connect(f"{place}?immutable=1", uri=True)
+    return database
+
+
 class Ledger:
     """The supervisor opens it for writing, all others read-only."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path
         if read_only:
-            self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5)
+            self._db = _connect_to_read(path)
         else:
             # One writer, in one thread at a time. Autocommit is off, so that a batch is one
             # transaction.

@@ -67,6 +67,7 @@ def _remember(model: Model, row: Attempt, event: SupervisorStarted, state: State
     attempt = CurrentAttempt(
         number=row.number,
         started=row.started,
+        since=model.now.monotonic,
         stage=AttemptStage.RUNNING if is_open else AttemptStage.OVER,
         ended=row.ended,
         exit_status=row.exit_status,
