@@ -6,7 +6,9 @@ and records of a kill at this end, the supervisor's samples, the log, the exit s
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from memtop.supervisor.diagnosis.finding import SUSPECTED, Finding, Weight
 from memtop.supervisor.diagnosis.log import Reading, read
 from memtop.supervisor.diagnosis.text import BLOCK, LogText, excerpt
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind, summary
+from memtop.supervisor.holes import without_holes
 
 _MOST_LINES, _LONGEST = 8, 600
 _FAR, _NEAR = 0.85, 0.95
@@ -71,6 +74,9 @@ def diagnose(chunks: Iterable[bytes], evidence: Evidence | None = None) -> Diagn
 def diagnose_file(path: Path, evidence: Evidence | None = None) -> Diagnosis:
     """The same for a file. Raises OSError if it cannot be read."""
     with path.open("rb") as file:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            # memtop removes the middle of a very long log.
+            return diagnose(without_holes(file.fileno(), BLOCK), evidence)
         return diagnose(chunks_of(file), evidence)
 
 
