@@ -54,7 +54,7 @@ def socket_path(run_folder: Path) -> Path:
         raise RunFolderError(
             f"{parent}: must be your own folder, closed to others (chmod 700); remove it or set MEMTOP_SOCKET_DIR"
         )
-    digest = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:20]
+    digest = hashlib.sha256(os.fsencode(run_folder.resolve())).hexdigest()[:20]
     path = parent / f"{digest}.sock"
     if len(os.fsencode(path)) > 107:
         raise RunFolderError(f"MEMTOP_SOCKET_DIR {parent}: too long for a socket, at most 80 bytes")

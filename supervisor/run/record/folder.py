@@ -115,11 +115,15 @@ def default_runs_dir() -> Path:
 def create_run(runs_dir: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
     """Create the folder of a new run.
 
-    `fresh` moves an existing run with that name aside. Nothing is ever deleted.
+    `fresh` moves an existing run with that name aside. Nothing is ever deleted. UnicodeEncodeError
+    for a path, a command or a setting with bytes that are not UTF-8.
     """
     if not _NAME.fullmatch(spec.name):
         raise UsageError(f"--name {spec.name!r}: use letters, digits, '.', '_' and '-', at most 100 of them")
     folder = RunFolder(runs_dir / spec.name)
+    # Everything is stored as UTF-8. Refuse other bytes before anything is created.
+    str(folder.path.absolute()).encode()
+    msgspec.json.encode(spec)
     try:
         if fresh and folder.path.exists():
             move_aside(folder)
