@@ -18,13 +18,20 @@ from pathlib import Path
 import msgspec
 
 from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError, RunFolderError, UsageError
+from memtop.supervisor.monitor.processes.signals import user_name
+from memtop.supervisor.run.processes.attempt import outside_any_run
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
+from memtop.supervisor.run.record.ownership import require_own
+from memtop.supervisor.run.server import peer_of
 from memtop.supervisor.run.view import needs_supervisor
 from memtop.supervisor.wire import Answer, Change, Message, Outcome, Request
 
 _MESSAGE = msgspec.json.Decoder(Message)
 _LINE_LIMIT = 64 << 20
+_TOO_LONG = f"a line of more than {_LINE_LIMIT >> 20} MiB"
 _START_SECONDS = 30.0
+# Python 3.10 has no such option: the folder that it starts in, "/", is searched for modules.
+_NO_PRESENT_FOLDER = ("-P",) if sys.version_info >= (3, 11) else ()
 
 
 def socket_path(run_folder: Path) -> Path:
@@ -40,10 +47,15 @@ def socket_path(run_folder: Path) -> Path:
         found = parent.lstat()
     except OSError as error:
         raise RunFolderError(f"{parent}: cannot be created: {error.strerror}; set MEMTOP_SOCKET_DIR") from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        # In /tmp only its owner can remove it.
+        what = f"belongs to {user_name(found.st_uid)}" if found.st_uid != os.getuid() else "is not a folder"
         raise RunFolderError(
-            f"{parent}: must be your own folder, closed to others (chmod 700); remove it or set MEMTOP_SOCKET_DIR"
+            f"{parent}: {what}, and must be your own folder: `export MEMTOP_SOCKET_DIR=$HOME/.memtop-sockets` "
+            "in each terminal that uses the run; memtop creates that folder"
         )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise RunFolderError(f"{parent}: must be closed to others: `chmod 700 {parent}`")
     digest = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:20]
     path = parent / f"{digest}.sock"
     if len(os.fsencode(path)) > 107:
@@ -54,34 +66,35 @@ def socket_path(run_folder: Path) -> Path:
 class AsyncRunClient:
     """One connection to a run's supervisor."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, folder: RunFolder, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._folder = folder
         self._reader = reader
         self._writer = writer
 
     @classmethod
     async def connect(cls, folder: Path) -> AsyncRunClient:
         """Connect. Raises NotRunningError if no supervisor listens."""
-        run, failure = RunFolder(folder), None
-        for path in _sockets(run):
-            try:
-                reader, writer = await asyncio.open_unix_connection(path, limit=_LINE_LIMIT)
-            except OSError as error:
-                failure = failure or error
-            else:
-                return cls(reader, writer)
-        raise _no_supervisor(run, failure)
+        run = RunFolder(folder)
+        connection = await asyncio.to_thread(_connected, run)
+        connection.setblocking(False)
+        return cls(run, *await asyncio.open_unix_connection(sock=connection, limit=_LINE_LIMIT))
 
     async def send(self, request: Request) -> None:
         self._writer.write(msgspec.json.encode(request) + b"\n")
         await self._writer.drain()
 
     async def receive(self) -> Message | None:
-        """The next message. None when the supervisor has closed the connection."""
+        """The next message. None when the supervisor has closed the connection.
+
+        RunFolderError if it cannot be read.
+        """
         try:
             line = await self._reader.readline()
         except ConnectionError:
             return None
-        return _MESSAGE.decode(line) if line.endswith(b"\n") else None
+        except ValueError:
+            raise _unreadable(self._folder, _TOO_LONG) from None
+        return _decoded(self._folder, line) if line.endswith(b"\n") else None
 
     async def close(self) -> None:
         self._writer.close()
@@ -101,8 +114,8 @@ def ask(
     with _connected(folder) as connection:
         connection.sendall(msgspec.json.encode(make(1)) + b"\n")
         with connection.makefile("rb") as stream:
-            for line in stream:
-                message = _MESSAGE.decode(line)
+            while line := stream.readline(_LINE_LIMIT):
+                message = _decoded(folder, line)
                 if not isinstance(message, Answer):
                     continue
                 if message.outcome is Outcome.ACCEPTED:
@@ -119,16 +132,24 @@ def start_supervisor(folder: RunFolder, change: Change | None = None) -> int:
 
     `change` restarts an ended run. If the supervisor does not start, its error is raised.
     """
-    argv = [sys.executable, "-m", "memtop.supervisor", str(folder.path)]
+    require_own(folder.path)
+    # Nothing of the run's folder or of the present folder may stand in for a library.
+    argv = [sys.executable, *_NO_PRESENT_FOLDER, "-m", "memtop.supervisor", str(folder.path)]
     if change is not None:
         argv += ["--restart", msgspec.json.encode(change).decode()]
     try:
-        log = folder.supervisor_log.open("ab")
+        log = folder.open_supervisor_log()
     except OSError as error:
         raise RunFolderError(f"{folder.supervisor_log}: cannot be written: {error.strerror}") from None
     with log:
         process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=folder.path
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            cwd="/",
+            env=outside_any_run(os.environ),
         )
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
@@ -144,10 +165,13 @@ def start_supervisor(folder: RunFolder, change: Change | None = None) -> int:
 def revive(path: Path) -> bool:
     """Start a new supervisor if the old one died while the trainer runs.
 
-    True if one was started.
+    True if one was started. RunFolderError if it needs one and is not the caller's own.
     """
     folder = RunFolder(path)
-    if not needs_supervisor(folder) or RunLock(folder).is_held():
+    if not needs_supervisor(folder):
+        return False
+    require_own(folder.path)
+    if RunLock(folder).is_held():
         return False
     try:
         start_supervisor(folder)
@@ -176,6 +200,11 @@ def _sockets(folder: RunFolder) -> Iterator[str]:
 
 
 def _connected(folder: RunFolder) -> socket.socket:
+    """A connection to the run's supervisor. Raises NotRunningError if none listens.
+
+    RunFolderError if the run, or the process that listens, is not the caller's own.
+    """
+    require_own(folder.path)
     failure = None
     for path in _sockets(folder):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -185,8 +214,30 @@ def _connected(folder: RunFolder) -> socket.socket:
             connection.close()
             failure = failure or error
         else:
-            return connection
+            if (owner := peer_of(connection).uid) == os.geteuid():
+                return connection
+            connection.close()
+            raise RunFolderError(
+                f"{path}: {user_name(owner)} listens there, not your supervisor of run {folder.name!r}: "
+                f"memtop sends it nothing; `memtop show {folder.name}` shows the run"
+            )
     raise _no_supervisor(folder, failure)
+
+
+def _decoded(folder: RunFolder, line: bytes) -> Message:
+    if len(line) >= _LINE_LIMIT and not line.endswith(b"\n"):
+        raise _unreadable(folder, _TOO_LONG)
+    try:
+        message: Message = _MESSAGE.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _unreadable(folder, " ".join(str(error).split())) from None
+    return message
+
+
+def _unreadable(folder: RunFolder, why: str) -> RunFolderError:
+    return RunFolderError(
+        f"run {folder.name!r}: what its supervisor sent cannot be read: {why}; another version of memtop may have started it"
+    )
 
 
 def _no_supervisor(folder: RunFolder, error: OSError | None) -> NotRunningError:

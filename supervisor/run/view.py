@@ -13,13 +13,22 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from memtop.supervisor.errors import RunFolderError
+from memtop.supervisor.errors import RefusedError, RunFolderError
 from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, ProcessId, boot_time
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt
-from memtop.supervisor.run.processes.attempt import RANKS_FILE, ExitFile, ProcessFile, RanksFile, RunningAttempt, alive
+from memtop.supervisor.run.processes.attempt import (
+    RANKS_FILE,
+    ExitFile,
+    ProcessFile,
+    RanksFile,
+    RunningAttempt,
+    alive,
+    members,
+)
 from memtop.supervisor.run.record.checkpoints import newest_checkpoint
 from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, read_json
 from memtop.supervisor.run.record.ledger import Attempt, Ledger
+from memtop.supervisor.run.record.ownership import require_own, why_not_own
 from memtop.supervisor.wire import Configuration, Event, Metric, Phase, RunState
 
 # The shim writes its process file as soon as the program has started.
@@ -207,8 +216,8 @@ def known_runs(runs_dir: Path) -> list[KnownRun]:
         try:
             run = _known_run(f"{runs_dir}/{name}")
         except (RunFolderError, OSError):
-            # Nothing can be proven about this folder (another user's, damaged, no run), so its
-            # processes are not strays.
+            # Nothing can be proven about this folder (damaged, no run), so its processes are not
+            # strays.
             continue
         if run is not None:
             known.append(run)
@@ -227,7 +236,8 @@ _over: dict[str, _Over] = {}
 
 
 def _known_run(path: str) -> KnownRun | None:
-    """The run in a folder. None if it was never started."""
+    """The run in a folder. None if it was never started, or if another user may have written its
+    files."""
     spec_stamp, state_stamp = _stamp(f"{path}/run.json"), _stamp_if_any(f"{path}/state.json")
     # Each new attempt changes the time stamp of the attempts folder.
     stamps = spec_stamp, state_stamp, _stamp_if_any(f"{path}/attempts")
@@ -235,6 +245,8 @@ def _known_run(path: str) -> KnownRun | None:
     # A restarted run is locked before its attempt is started.
     if remembered is not None and remembered.stamps == stamps and not remembered.lock.is_held():
         return remembered.run
+    if why_not_own(Path(path)) is not None:
+        return None
     folder = RunFolder(Path(path))
     written = 0 if state_stamp is None else _number_in(folder.state_path, state_stamp)
     number, lock = max(written, folder.newest_attempt()), RunLock(folder)
@@ -345,7 +357,7 @@ def reading_ledger(folder: RunFolder) -> Iterator[Ledger | None]:
 
     Raises RunFolderError if it cannot be read.
     """
-    if not folder.ledger_path.exists():
+    if not folder.ledger_path.is_file():
         yield None
         return
     try:
@@ -357,6 +369,20 @@ def reading_ledger(folder: RunFolder) -> Iterator[Ledger | None]:
 
 def trainer_alive(folder: RunFolder, attempt: int) -> bool:
     return attempt > 0 and RunningAttempt(folder, attempt, shim_pid=None).alive()
+
+
+def refuse_living(folder: RunFolder) -> None:
+    """RefusedError if a process of the run lives, although nobody may hold its lock: somebody may
+    have removed the file."""
+    require_own(folder.path)
+    newest = folder.newest_attempt()
+    lives = bool(members(folder.path, newest))
+    with contextlib.suppress(RunFolderError):  # a damaged file proves nothing
+        lives = lives or trainer_alive(folder, newest)
+    with contextlib.suppress(RunFolderError):
+        lives = lives or _supervisor_alive(folder)
+    if lives:
+        raise RefusedError(f"run {folder.name!r} is in use: `memtop stop {folder.name}` first")
 
 
 def needs_supervisor(folder: RunFolder) -> bool:

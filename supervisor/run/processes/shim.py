@@ -28,7 +28,8 @@ def started_ticks(pid: int) -> int:
 
 def write_json(path: str, value: object) -> None:
     temporary = f"{path}.tmp"
-    with open(temporary, "w") as file:
+    # No umask makes it writable for other users, who could then have memtop signal any process.
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644), "w") as file:
         json.dump(value, file)
     os.replace(temporary, path)
 
@@ -66,6 +67,10 @@ def spawn(command: dict[str, object], log: int) -> int:
 def main(attempt: str) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with open(os.path.join(attempt, "command.json")) as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            # Another user has exchanged the run's folder since the supervisor checked it.
+            raise SystemExit(f"memtop: {file.name}: is not yours alone: another user owns it, or may write it")
         command = json.load(file)
     log = os.open(os.path.join(attempt, "output.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     child = spawn(command, log)
