@@ -142,9 +142,9 @@ def create_run(runs_dir: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
         # It does not follow a link that another user has put there in the meantime.
         path.mkdir(mode=0o700)
         (path / "attempts").mkdir(mode=0o700)
-    except FileExistsError as error:
-        if error.filename != str(path):
-            raise RunFolderError(f"{error.filename}: is not a folder; choose another --runs-dir") from None
+    except FileExistsError:
+        if not runs_dir.is_dir():
+            raise RunFolderError(f"{path}: cannot be created: Not a directory; choose another --runs-dir") from None
         raise RunFolderError(
             f"run {spec.name!r} exists in {runs_dir}: `memtop restart {spec.name}` continues it, "
             f"--fresh moves it aside and starts a new run, --name chooses another name"
