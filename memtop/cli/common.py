@@ -1,4 +1,4 @@
-"""What several commands share: finding runs, and printing.
+"""What several commands share: finding runs, and describing them in lines.
 
 A run that cannot be read is listed with the reason and hides no other run.
 """
@@ -6,7 +6,6 @@ A run that cannot be read is listed with the reason and hides no other run.
 from __future__ import annotations
 
 import errno
-import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,10 +112,6 @@ def _entries(runs_dir: Path) -> list[Path]:
 
 
 _EVIDENCE_LINES = 3
-
-
-def print_json(document: Any) -> None:
-    print(json.dumps(document, indent=2, allow_nan=False))
 
 
 def summary(state: RunState | Unreadable) -> dict[str, Any]:

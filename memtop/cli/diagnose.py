@@ -10,8 +10,8 @@ from typing import Any
 import click
 import msgspec
 
-from memtop.cli.common import print_json
 from memtop.cli.options import WHOLE, json_option
+from memtop.cli.output import print_json, print_lines
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.diagnose import chunks_of
 from memtop.supervisor.diagnosis.diagnose import diagnose as diagnosis_of
@@ -49,7 +49,7 @@ def diagnose(log: str | None, exit_code: int | None, as_json: bool) -> int:
     if as_json:
         print_json(_document(diagnosis, remedies))
     else:
-        print("\n".join(_text(diagnosis, remedies)))
+        print_lines(*_text(diagnosis, remedies))
     return 0
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 
 from memtop.cli.common import proposal_lines
+from memtop.cli.output import print_lines, tell
 from memtop.supervisor import units
 from memtop.supervisor.errors import NotRunningError, RunFolderError
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
@@ -36,7 +37,7 @@ def stay(folder: RunFolder, begun: float, *, headless: bool, detach: bool) -> in
     With `detach`, only print the run's name. Without a terminal there is no dashboard.
     """
     if detach:
-        print(folder.name)
+        print_lines(folder.name)
         return 0
     if headless or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return follow(folder, since=begun)
@@ -200,7 +201,7 @@ class _Follower:
 
     @staticmethod
     def _print(text: str) -> None:
-        print(f"memtop: {text}", file=sys.stderr, flush=True)
+        tell(f"memtop: {text}")
 
 
 def _memory(machine: MachineSnapshot | None) -> list[str]:

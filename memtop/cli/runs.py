@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import click
 import msgspec
 
-from memtop.cli.common import find_run, print_json, proposal_lines, readable_ledger, run_folders, run_line, state_of, summary
+from memtop.cli.common import find_run, proposal_lines, readable_ledger, run_folders, run_line, state_of, summary
 from memtop.cli.options import RUN_HELP, json_option, run_argument, runs_dir_option
+from memtop.cli.output import print_json, print_lines, tell
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.values import OUTCOMES
 from memtop.supervisor.errors import UsageError
@@ -30,9 +30,9 @@ def runs(as_json: bool, runs_dir: Path | None) -> int:
     if as_json:
         print_json([summary(state) for state in states])
     elif not states:
-        print(f"no runs in {where}", file=sys.stderr)
+        tell(f"no runs in {where}")
     else:
-        print("\n".join(run_line(state) for state in states))
+        print_lines(*(run_line(state) for state in states))
     return 0
 
 
@@ -51,7 +51,7 @@ def show(run_name: str, as_json: bool, metrics: bool, runs_dir: Path | None) -> 
         return 0
     with readable_ledger(folder):
         record = view.show(folder, metrics=metrics)
-    print("\n".join(_lines(view.read_state(folder), record)))
+    print_lines(*_lines(view.read_state(folder), record))
     return 0
 
 

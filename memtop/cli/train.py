@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from msgspec.structs import replace
 
 from memtop import __version__
 from memtop.cli.options import WHOLE, assignments_of, detach_option, edit_options, headless_option, refuse_both, runs_dir_option
+from memtop.cli.output import tell
 from memtop.presets import (
     Preset,
     PresetFileError,
@@ -86,7 +86,7 @@ def train(
     """
     from memtop.cli import gpus as gpu_choice
     from memtop.cli.foreground import stay
-    from memtop.supervisor.run.client import start_supervisor
+    from memtop.supervisor.run.client import make_room, start_supervisor
     from memtop.supervisor.run.view import refuse_living
 
     begun = time.time()
@@ -110,6 +110,7 @@ def train(
         memtop_version=__version__,
     )
     if fresh and (where / spec.name).is_dir():
+        make_room(RunFolder(where / spec.name))
         refuse_living(RunFolder(where / spec.name))
     folder = create_run(where, spec, fresh=fresh)
     start_supervisor(folder)
@@ -145,7 +146,7 @@ def settings_for(
     _refuse_missing_trackers(settings.trackers)
     settings = replace(settings, data=_placed_data(settings.data), model=_placed_model(settings.model))
     if reason is not None:
-        print(f"memtop: {reason}; --preset NAME chooses another", file=sys.stderr)
+        tell(f"memtop: {reason}; --preset NAME chooses another")
     return settings
 
 

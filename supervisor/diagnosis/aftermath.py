@@ -48,6 +48,7 @@ _STEP = re.compile(
 # Characters of a line that are searched: a report of a step names it early, and a line can hold a
 # thousand counts.
 _STEP_WITHIN = 1000
+_TRANSFER = re.compile(r"(?i)\W{0,4}(?:download|upload|fetch|copy|extract)ing\b")
 _BAR_COUNT = re.compile(r"%\|[^|]*\|\s*(\d+)")
 _RAISED = re.compile(r"^(?:E\s+)?(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)\b")
 _MILD = re.compile(r"\b(?:WARNING|WARN|INFO|DEBUG|\w*Warning)\b|\[W\b|: [WI] (?=\w)|^[WI]\d{4} |dlerror")
@@ -127,16 +128,17 @@ def went_on(page: LogText, progress: StepLines, finding: Finding, until: int, *,
         tried = _any_matches(_RECOVERY, [*own, *near]) or _any_matches(_ANOTHER_TRY, [*own, *near] if steps else own)
         if tried and not _any_matches(_GAVE_UP, [*own, *near, *late]):
             return "oom_retried"
-    if _RAISED.match(here.text) is None or is_mild(here):
-        return "oom_handled" if steps >= (_MANY_STEPS if failed else 1) else None
+    if is_mild(here) or _RAISED.match(here.text) is None:
+        # One line can be another thread's. A warning says itself that the program goes on.
+        return "oom_handled" if steps >= (_MANY_STEPS if failed else 1 if is_mild(here) else 2) else None
     # Output that was still buffered when the error was written follows it; more than a buffer was
     # computed later.
     return "oom_handled" if steps >= 2 and distance > _BUFFER else None
 
 
 def _is_step(line: LogLine) -> bool:
-    if line.text.startswith("wandb:"):
-        return False  # a summary repeats the last values
+    if line.text.startswith("wandb:") or _TRANSFER.match(line.text):
+        return False  # a summary repeats the last values, and a transfer is no training
     if line.bar:
         count = _BAR_COUNT.search(line.text)
         return count is not None and int(count[1]) > 0

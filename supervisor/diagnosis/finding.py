@@ -133,6 +133,8 @@ class Pattern:
         if self.whole_word and not view.ends_word(match.end() - 1):
             return None
         before = view.before(match.start(), _BEFORE)
+        if before[-1:].isalnum() and _CONTINUES.match(before[-1] + match[0][:1]):
+            return None
         if _SUPPOSED.search(before) or (self.asserted and not _ASSERTED.search(before)):
             return None
         if _cuts_number(view, match.end()):
@@ -274,6 +276,9 @@ def both_ends(
             back.append(finding)
     return front + back[::-1]
 
+
+# A match that begins inside a word: `mem` in `item`. `Error` in `cudaError` begins a word.
+_CONTINUES = re.compile(r"[a-zA-Z][a-z]|[A-Z][A-Z]|\d\d")
 
 # What stands in front of a statement: a line's start, an error's class, a quotation mark, or the
 # verb of a failure.

@@ -19,7 +19,7 @@ def _sigkill(pattern: str, phase: str | None = None) -> Pattern:
 
 ENDS: tuple[Pattern, ...] = (
     # Schedulers and containers that enforce a memory limit.
-    Pattern(r"(?i:detected \d+ oom[-_]?kill events?)", KILLED, 0.97),
+    Pattern(r"(?i:detected [1-9]\d* oom[-_]?kill events?)", KILLED, 0.97),
     Pattern(r"(?i:task \d+:? out of memory|tasks have been oom killed)", KILLED, 0.95),
     Pattern(
         r"(?i:(?:exceeded|over|above) (?:the )?(?:job|step|virtual|requested|its)? "

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -18,20 +19,26 @@ from pathlib import Path
 import msgspec
 
 from memtop.supervisor.errors import MemtopError, NotRunningError, RefusedError, RunFolderError, UsageError
+from memtop.supervisor.monitor.processes.proc import is_stopped
 from memtop.supervisor.monitor.processes.signals import user_name
 from memtop.supervisor.run.processes.attempt import outside_any_run
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.record.ownership import require_own
 from memtop.supervisor.run.server import peer_of
 from memtop.supervisor.run.view import needs_supervisor
-from memtop.supervisor.wire import Answer, Change, Message, Outcome, Request
+from memtop.supervisor.wire import Answer, Change, Leave, Message, Outcome, Request
 
 _MESSAGE = msgspec.json.Decoder(Message)
 _LINE_LIMIT = 64 << 20
-_TOO_LONG = f"a line of more than {_LINE_LIMIT >> 20} MiB"
+_ANSWER_LIMIT = 1 << 20
+_TOO_LONG = "a line of more than {} MiB"
 _START_SECONDS = 30.0
 # Python 3.10 has no such option: the folder that it starts in, "/", is searched for modules.
 _NO_PRESENT_FOLDER = ("-P",) if sys.version_info >= (3, 11) else ()
+# The supervisor answers each request at once, if only to accept it.
+_ANSWER_SECONDS = 30.0
+_LOOK_SECONDS = 2.0
+_LEAVE_SECONDS = 10.0
 
 
 def socket_path(run_folder: Path) -> Path:
@@ -93,7 +100,7 @@ class AsyncRunClient:
         except ConnectionError:
             return None
         except ValueError:
-            raise _unreadable(self._folder, _TOO_LONG) from None
+            raise _unreadable(self._folder, _TOO_LONG.format(_LINE_LIMIT >> 20)) from None
         return _decoded(self._folder, line) if line.endswith(b"\n") else None
 
     async def close(self) -> None:
@@ -113,18 +120,73 @@ def ask(
     """
     with _connected(folder) as connection:
         connection.sendall(msgspec.json.encode(make(1)) + b"\n")
-        with connection.makefile("rb") as stream:
-            while line := stream.readline(_LINE_LIMIT):
-                message = _decoded(folder, line)
-                if not isinstance(message, Answer):
-                    continue
-                if message.outcome is Outcome.ACCEPTED:
-                    on_accepted(message)
-                if message.outcome is until or message.outcome is Outcome.DONE:
-                    return message
-                if message.outcome in (Outcome.REFUSED, Outcome.FAILED):
-                    raise UsageError(message.message) if message.usage else RefusedError(message.message)
+        for line in _lines(folder, connection):
+            message = _decoded(folder, line)
+            if not isinstance(message, Answer):
+                continue
+            if message.outcome is Outcome.ACCEPTED:
+                on_accepted(message)
+            if message.outcome is until or message.outcome is Outcome.DONE:
+                return message
+            if message.outcome in (Outcome.REFUSED, Outcome.FAILED):
+                raise UsageError(message.message) if message.usage else RefusedError(message.message)
     raise NotRunningError(f"the supervisor of run {folder.name!r} ended: memtop watch {folder.name} starts a new one")
+
+
+def _lines(folder: RunFolder, connection: socket.socket) -> Iterator[bytes]:
+    """The lines that the supervisor sends. RefusedError if it cannot answer: it is stopped, or it
+    does not even begin to answer.
+    """
+    begun: float | None = time.monotonic()
+    rest = b""
+    connection.settimeout(_LOOK_SECONDS)
+    while True:
+        try:
+            received = connection.recv(1 << 16)
+        except TimeoutError:
+            why = silence(folder, peer_of(connection).pid, None if begun is None else time.monotonic() - begun)
+            if why is not None:
+                raise RefusedError(why) from None
+            continue
+        if not received:
+            return
+        *lines, rest = (rest + received).split(b"\n")
+        if len(rest) > _ANSWER_LIMIT:
+            raise _unreadable(folder, _TOO_LONG.format(_ANSWER_LIMIT >> 20))
+        if lines:
+            begun = None
+        yield from lines
+
+
+def silence(folder: RunFolder, pid: int, seconds: float | None) -> str | None:
+    """Why the run's supervisor, the process `pid`, says nothing; None if it may still do so.
+
+    `seconds`: how long its first answer has taken; None if it has answered.
+    """
+    if pid > 0 and is_stopped(pid):
+        return (
+            f"run {folder.name!r}: its supervisor is stopped (SIGSTOP or Ctrl-Z) and cannot answer: "
+            f"`kill -CONT {pid}` lets it continue; what you asked for is done then"
+        )
+    if seconds is None or seconds < _ANSWER_SECONDS:
+        return None
+    who = f"its supervisor (pid {pid})" if pid > 0 else "its supervisor"
+    return f"run {folder.name!r}: {who} has not answered for {seconds:.0f} s: see {folder.supervisor_log}"
+
+
+def make_room(folder: RunFolder) -> None:
+    """Let the supervisor of a run that is over end now, so that the run can be moved aside.
+
+    After the end it stays for a moment, or as long as a dashboard shows the run.
+    """
+    require_own(folder.path)
+    if not folder.lock_path.exists() or not RunLock(folder).is_held():
+        return
+    with contextlib.suppress(NotRunningError, RefusedError):  # it is in use, or just leaves
+        ask(folder, lambda number: Leave(id=number))
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while RunLock(folder).is_held() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def start_supervisor(folder: RunFolder, change: Change | None = None) -> int:
@@ -225,8 +287,6 @@ def _connected(folder: RunFolder) -> socket.socket:
 
 
 def _decoded(folder: RunFolder, line: bytes) -> Message:
-    if len(line) >= _LINE_LIMIT and not line.endswith(b"\n"):
-        raise _unreadable(folder, _TOO_LONG)
     try:
         message: Message = _MESSAGE.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -169,11 +169,17 @@ class StoodStill(msgspec.Struct, frozen=True, tag="stood_still"):
     words: str
 
 
-class LeftoversFound(msgspec.Struct, frozen=True, kw_only=True, tag="leftovers_found"):
-    """Processes that the program left behind get a signal."""
-
+class NamedProcess(msgspec.Struct, frozen=True):
+    pid: int
     name: str
-    count: int
+
+
+class LeftoversFound(msgspec.Struct, frozen=True, kw_only=True, tag="leftovers_found"):
+    """Processes that the program left behind get a signal, or are still there after SIGKILL."""
+
+    name: str | None
+    """`SIGTERM`, `SIGKILL`; None if they are still there."""
+    processes: tuple[NamedProcess, ...]
 
 
 class Signalled(msgspec.Struct, frozen=True, kw_only=True, tag="signalled"):
@@ -181,8 +187,10 @@ class Signalled(msgspec.Struct, frozen=True, kw_only=True, tag="signalled"):
 
     name: str
     """`SIGTERM`"""
-    pids: tuple[int, ...]
+    processes: tuple[NamedProcess, ...]
     """The processes that it reached."""
+    refused: tuple[str, ...] = ()
+    """Why it could not be sent to the others."""
 
 
 # --- the machine and the clock --------------------------------------------------------------------

@@ -5,7 +5,7 @@ functions that decide nothing.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from memtop.supervisor.diagnosis.values import PHASES, Diagnosis
 from memtop.supervisor.monitor.values import Band, MachineSnapshot
 from memtop.supervisor.recovery.configuration import failed_settings
 from memtop.supervisor.recovery.policy import SURE, Decision
+from memtop.supervisor.run.events import NamedProcess
 from memtop.supervisor.run.post_mortem.log_end import LogEnd
 from memtop.supervisor.run.reports import End, Evaluated, MemoryRecord, Oom, SettingsChanged
 from memtop.supervisor.wire import Change, Checkpoint, Configuration, Phase
@@ -127,6 +128,16 @@ def describe_status(status: int | None) -> str:
     if status == 0:
         return "exit status 0 without having finished"
     return f"exit status {status}"
+
+
+_NAMED = 6
+
+
+def names(processes: Collection[NamedProcess]) -> str:
+    """Processes in words: `pid 123 (python), pid 124 (sleep)`."""
+    first = ", ".join(f"pid {one.pid} ({one.name})" for one in list(processes)[:_NAMED])
+    more = len(processes) - _NAMED
+    return f"{first} and {more} more" if more > 0 else first or "no process"
 
 
 def report_text(report: MemoryRecord | Evaluated) -> str:

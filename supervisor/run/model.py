@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from memtop.presets.schema import Settings
 from memtop.supervisor.run.effects import AddEvent, AskRanks, Effect, SaveState
-from memtop.supervisor.run.events import AgentAnswer, Now, Sampled, States
+from memtop.supervisor.run.events import AgentAnswer, NamedProcess, Now, Sampled, States
 from memtop.supervisor.run.pending_restart import PendingRestart
 from memtop.supervisor.run.progress import Progress
 from memtop.supervisor.run.record.configurations import Configurations
@@ -202,6 +202,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     waits: Waits = Waits()
     ladder: StopLadder | None = None
     """While the attempt is being stopped."""
+    signalled: str | None = None
+    """The last signal of the stop and the processes that it was sent to, in words."""
+    left_over: tuple[NamedProcess, ...] = ()
+    """Processes that the program left behind and that were ended."""
     restart: PendingRestart | None = None
     """A restart after a failure, which has not begun yet."""
     waited_at: int | None = None

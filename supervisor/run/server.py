@@ -38,12 +38,35 @@ from memtop.supervisor.wire import (
     Request,
     RunState,
     StateUpdate,
+    Whole,
 )
 
 _LINE_LIMIT = 1 << 20
 # A client that does not read must not make the supervisor's memory grow.
 _BACKLOG_LIMIT = 8 << 20
 _ENCODER = msgspec.json.Encoder()
+
+
+Scalar = bool | Whole | float | str | None
+
+
+class AgentGreeting(msgspec.Struct, frozen=True, tag="agent"):
+    """A rank's first message."""
+
+    attempt: Whole
+    rank: Whole
+
+
+class AgentReply(msgspec.Struct, frozen=True, tag="answer"):
+    """A rank's answer to the command with this number."""
+
+    id: Whole
+    ok: bool = False
+    message: str = ""
+    result: dict[str, Scalar | dict[str, Scalar]] = {}
+
+
+FromAgent = AgentGreeting | AgentReply
 
 
 class Peer:
@@ -54,8 +77,7 @@ class Peer:
         self.subscribed = False
         self.has_screen = False
         """Whether it is a dashboard."""
-        self.agent: dict[str, Any] | None = None
-        """The agent's greeting (attempt, rank, pid). None for a client."""
+        self.is_agent = False
         credentials = peer_of(writer.get_extra_info("socket"))
         self.uid = credentials.uid
         self.pid = credentials.pid
@@ -88,7 +110,7 @@ class ControlServer:
         path: Path,
         *,
         on_request: Callable[[Peer, Request], Awaitable[None]],
-        on_agent: Callable[[Peer, dict[str, Any]], None],
+        on_agent: Callable[[Peer, FromAgent], None],
         on_gone: Callable[[Peer], None],
     ) -> None:
         self.path = path
@@ -132,19 +154,24 @@ class ControlServer:
             self._on_gone(peer)
 
     async def _dispatch(self, peer: Peer, line: bytes) -> None:
+        message: Any = None
         try:
             message = msgspec.json.decode(line)
-        except msgspec.DecodeError:
-            peer.refuse(0, "not JSON")
-            return
-        if isinstance(message, dict) and (message.get("type") == "agent" or peer.agent is not None):
-            self._on_agent(peer, message)
-            return
-        try:
+            if isinstance(message, dict) and (peer.is_agent or message.get("type") == "agent"):
+                said = msgspec.convert(message, FromAgent)
+                peer.is_agent = True
+                self._on_agent(peer, said)
+                return
             request = msgspec.convert(message, Request)
         except msgspec.ValidationError as error:
             number = message.get("id") if isinstance(message, dict) else None
-            peer.refuse(number if isinstance(number, int) else 0, f"not understood: {error}")
+            peer.refuse(number if isinstance(number, int) and abs(number) < 1 << 53 else 0, f"not understood: {error}")
+            return
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            peer.refuse(0, "not JSON")
+            return
+        except RecursionError:
+            peer.refuse(0, "not understood: nested too deeply")
             return
         await self._on_request(peer, request)
 
@@ -185,28 +212,22 @@ class Agents:
             _fail(future, rank, "the training process ended before it answered")
         self._open.clear()
 
-    def receive(self, peer: Peer, message: dict[str, Any], attempt: int) -> int | None:
+    def receive(self, peer: Peer, message: FromAgent, attempt: int) -> int | None:
         """Take a greeting or an answer from an agent.
 
         Returns the rank that has just connected. Greetings of processes of an earlier attempt are
         ignored. A rank that is connected already keeps its agent.
         """
-        if message.get("type") == "agent":
-            peer.agent = message
-            rank = message.get("rank")
-            if message.get("attempt") == attempt and isinstance(rank, int):
+        match message:
+            case AgentGreeting(rank=rank) if message.attempt == attempt:
                 peers = self._peers.setdefault(rank, [])
                 if peer not in peers:
                     peers.append(peer)
                 return rank if peers[0] is peer else None
-        elif message.get("type") == "answer" and message.get("id") in self._open:
-            rank, future = self._open.pop(message["id"])
-            if not future.done():
-                result = message.get("result") or {}
-                answer = AgentAnswer(
-                    rank=rank, ok=bool(message.get("ok")), message=str(message.get("message", "")), result=result
-                )
-                future.set_result(answer)
+            case AgentReply(id=number) if number in self._open:
+                rank, future = self._open.pop(number)
+                if not future.done():
+                    future.set_result(AgentAnswer(rank=rank, ok=message.ok, message=message.message, result=message.result))
         return None
 
     def gone(self, peer: Peer) -> list[int]:

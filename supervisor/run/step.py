@@ -44,6 +44,7 @@ from memtop.supervisor.run.reports import (
     Saved,
     SaveFailed,
     Step,
+    Unknown,
     Warned,
     values,
 )
@@ -112,8 +113,8 @@ def _after_attempt_event(model: Model, event: Occurrence) -> Model:
             return ending.leftovers_cleared(model, event)
         case Examined():
             return ending.examined(model, event)
-        case LeftoversFound(name=name, count=count):
-            return note(model, "leftovers", f"{name} to {count} processes that the program left behind")
+        case LeftoversFound():
+            return ending.leftovers_found(model, event)
         case StoodStill():
             return stopping.stood_still(model, event)
         case Signalled():
@@ -252,6 +253,8 @@ def _reported(model: Model, event: Reported) -> Model:
     in where it may not have concluded anything from it yet.
     """
     rank, report = event.rank, event.report
+    if isinstance(report, Unknown):
+        return _not_used(model, rank, report, replayed=event.replayed)
     model = replace(model, progress=model.progress.after(rank, report))
     if event.replayed:
         return model if isinstance(report, Step) else configurations.after_report(model, rank, report)
@@ -262,6 +265,16 @@ def _reported(model: Model, event: Reported) -> Model:
         model = prevention.under_pressure(model, rank, report)
     model = trials.after_report(model, rank, report)
     return _of_first_rank(model, report) if rank == 0 else model
+
+
+def _not_used(model: Model, rank: int, report: Unknown, *, replayed: bool) -> Model:
+    """Warn of the first report of an attempt that cannot be used."""
+    model = replace(model, progress=replace(model.progress, heard=model.progress.heard + 1))
+    if "report" in model.warnings:
+        return model
+    text = f"a report of rank {rank} is not used ({report.kind}: {report.problem}); later ones like it are not announced"
+    model = warn(model, "report", text)
+    return model if replayed else note(model, "warning", text)
 
 
 def _of_first_rank(model: Model, report: Report) -> Model:

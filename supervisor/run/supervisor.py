@@ -9,7 +9,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from memtop.supervisor.errors import RunFolderError
 from memtop.supervisor.run.client import socket_path
@@ -28,18 +27,19 @@ from memtop.supervisor.run.events import (
 )
 from memtop.supervisor.run.model import AttemptStage, Model, Run
 from memtop.supervisor.run.performer import Performer, read_states
-from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, become_subreaper, has_program, reap_children, record_rank
+from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, become_subreaper, has_program, reap_children
+from memtop.supervisor.run.processes.members import record_rank
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.record.ledger import Outbox, open_for_writing
 from memtop.supervisor.run.record.ownership import require_own
 from memtop.supervisor.run.reports import Report
 from memtop.supervisor.run.rules.taking_over import newest_started
 from memtop.supervisor.run.sensors import Sensors
-from memtop.supervisor.run.server import Agents, ControlServer, Peer, Publisher
+from memtop.supervisor.run.server import Agents, ControlServer, FromAgent, Peer, Publisher
 from memtop.supervisor.run.state import run_state
 from memtop.supervisor.run.step import step
 from memtop.supervisor.run.stop_ladder import Waits
-from memtop.supervisor.wire import Answer, Change, Look, Outcome, Request, StateUpdate, Status, Subscribe
+from memtop.supervisor.wire import Answer, Change, Leave, Look, Outcome, Request, StateUpdate, Status, Subscribe
 
 _TICK_SECONDS = 0.2
 _LINGER_SECONDS = 3.0
@@ -75,6 +75,8 @@ class Supervisor:
         self._sensors = Sensors(folder, lambda: self.model, monotonic)
         self._ledger_problem: str | None = None
         self._newest_client = 0
+        self._leaving = False
+        """Another run takes the name of this one, which is over."""
 
     async def run(self, change: Change | None) -> None:
         """Supervise the run until it ends. `change`: restart it first, with this change."""
@@ -173,6 +175,8 @@ class Supervisor:
                 linger_until = self._monotonic() + _LINGER_SECONDS
             elif self._monotonic() > linger_until:
                 return
+            if self._leaving and self.model.phase.final:
+                return
 
     def _tick(self) -> None:
         self._pay()
@@ -254,6 +258,10 @@ class Supervisor:
             case Look():
                 self._sensors.machine_watch.look_closely()
                 peer.send(Answer(id=request.id, outcome=Outcome.DONE, message="looking closely"))
+            case Leave():
+                self._leaving = self.model.phase.final and self.model.launching is None
+                word = Outcome.DONE if self._leaving else Outcome.REFUSED
+                peer.send(Answer(id=request.id, outcome=word, message=f"the run is {self.model.phase.value}"))
             case _:
                 client = self._client(peer)
                 self.handle(Requested(client=client, request=request, states=read_states(self.folder)))
@@ -266,7 +274,7 @@ class Supervisor:
         self._performer.clients[self._newest_client] = peer
         return self._newest_client
 
-    def _on_agent(self, peer: Peer, message: dict[str, Any]) -> None:
+    def _on_agent(self, peer: Peer, message: FromAgent) -> None:
         rank = self._agents.receive(peer, message, self.model.number)
         if rank is not None and self._performer.attempt is not None:
             record_rank(self._performer.attempt.folder, peer.pid)

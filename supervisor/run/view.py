@@ -16,17 +16,10 @@ import msgspec
 from memtop.supervisor.errors import RefusedError, RunFolderError
 from memtop.supervisor.monitor.processes.proc import TICKS_PER_SECOND, ProcessId, boot_time
 from memtop.supervisor.monitor.strays import KnownRun, RecordedAttempt
-from memtop.supervisor.run.processes.attempt import (
-    RANKS_FILE,
-    ExitFile,
-    ProcessFile,
-    RanksFile,
-    RunningAttempt,
-    alive,
-    members,
-)
+from memtop.supervisor.run.processes.attempt import ExitFile, ProcessFile, RunningAttempt
+from memtop.supervisor.run.processes.members import RANKS_FILE, RanksFile, alive
 from memtop.supervisor.run.record.checkpoints import newest_checkpoint
-from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, read_json
+from memtop.supervisor.run.record.folder import RunFolder, RunLock, RunSpec, StateFile, read_derived, read_json
 from memtop.supervisor.run.record.ledger import Attempt, Ledger
 from memtop.supervisor.run.record.ownership import require_own, why_not_own
 from memtop.supervisor.wire import Configuration, Event, Metric, Phase, RunState
@@ -41,10 +34,10 @@ def read_state(folder: RunFolder) -> RunState:
     """The run as its folder describes it, corrected by which processes run now."""
     file = folder.state()
     newest = folder.newest_attempt()
-    state = file.run if file is not None else _created_only(folder)
+    state = file.run if file is not None else _without_state_file(folder)
     if newest > state.attempt:
         state = _just_begun(folder, state, newest)
-    elif file is None:
+    elif state.attempt == 0:
         return state
     supervised = _supervisor_alive(folder)
     training = trainer_alive(folder, state.attempt)
@@ -86,6 +79,35 @@ def _created_only(folder: RunFolder) -> RunState:
         settings=spec.settings,
         command=spec.command,
         on_oom=spec.on_oom,
+    )
+
+
+def _without_state_file(folder: RunFolder) -> RunState:
+    """The run as its ledger describes it, if it was started and the ledger can be read."""
+    state, row, metric = _created_only(folder), None, None
+    with contextlib.suppress(RunFolderError), reading_ledger(folder) as ledger:
+        if ledger is not None:
+            row = next((row for row in reversed(ledger.attempts()) if row.launched), None)
+            metric = next(iter(ledger.metrics(1)), None)
+    if row is None:
+        return state
+    trainer = RunningAttempt(folder, row.number, shim_pid=None).trainer
+    values = {name: getattr(metric, name) for name in ("update", "samples_seen", "loss", "learning_rate")} if metric else {}
+    living = Phase.STARTING if metric is None or metric.attempt != row.number else Phase.TRAINING
+    return msgspec.structs.replace(
+        state,
+        state=Phase(row.outcome) if row.outcome in ("finished", "stopped", "failed") else living,
+        reason=(row.diagnosis or {}).get("summary"),
+        attempt=row.number,
+        trainer_pid=trainer.pid if trainer is not None else None,
+        settings=row.settings,
+        started=row.started,
+        ended=row.ended,
+        exit_status=row.exit_status,
+        updates=values.pop("update", row.updates),
+        log_path=str(folder.attempt(row.number) / "output.log"),
+        effective_batch=row.settings.effective_batch if row.settings is not None else None,
+        **values,
     )
 
 
@@ -288,7 +310,8 @@ def _created(path: Path, stamp: _Stamp) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _number_in(path: Path, stamp: _Stamp) -> int:
-    return read_json(path, StateFile).run.attempt
+    file = read_derived(path, StateFile)
+    return 0 if file is None else file.run.attempt
 
 
 def _recorded_attempts(folder: RunFolder, newest: int, living: bool) -> Iterator[RecordedAttempt]:
@@ -299,6 +322,8 @@ def _recorded_attempts(folder: RunFolder, newest: int, living: bool) -> Iterator
             stamp = _stamp(process_path)
             found = _process_file(process_path, stamp)
         except (FileNotFoundError, RunFolderError):
+            found = None
+        if found is None:
             continue  # the program was never started, or its record is damaged and proves nothing
         written = stamp[2] / 1e9
         if abs(boot_time() + found.started_ticks / TICKS_PER_SECOND - written) > _SAME_BOOT_SECONDS:
@@ -319,36 +344,38 @@ def _recorded_attempts(folder: RunFolder, newest: int, living: bool) -> Iterator
 
 def _ranks_recorded(path: Path) -> tuple[ProcessId, ...]:
     try:
-        return _ranks_file(path, _stamp(path)).processes
+        found = _ranks_file(path, _stamp(path))
     except (FileNotFoundError, RunFolderError):
-        return ()  # no rank has reported, or the record is damaged and proves nothing
+        found = None
+    # None: no rank has reported, or the record is damaged and proves nothing.
+    return () if found is None else found.processes
 
 
 @functools.lru_cache(maxsize=4096)
-def _ranks_file(path: Path, stamp: _Stamp) -> RanksFile:
-    return read_json(path, RanksFile)
+def _ranks_file(path: Path, stamp: _Stamp) -> RanksFile | None:
+    return read_derived(path, RanksFile)
 
 
 @functools.lru_cache(maxsize=4096)
-def _process_file(path: Path, stamp: _Stamp) -> ProcessFile:
-    return read_json(path, ProcessFile)
+def _process_file(path: Path, stamp: _Stamp) -> ProcessFile | None:
+    return read_derived(path, ProcessFile)
 
 
 @functools.lru_cache(maxsize=4096)
-def _exit_file(path: Path, stamp: _Stamp) -> ExitFile:
-    return read_json(path, ExitFile)
+def _exit_file(path: Path, stamp: _Stamp) -> ExitFile | None:
+    return read_derived(path, ExitFile)
 
 
 def _ended_ticks(path: Path) -> int | None:
     """When the program ended according to its exit file, in clock ticks since boot.
 
-    None if there is no such file.
+    None if there is no such file, or if it is damaged.
     """
     try:
-        ended = _exit_file(path, _stamp(path)).ended
+        found = _exit_file(path, _stamp(path))
     except FileNotFoundError:
         return None
-    return int((ended - boot_time()) * TICKS_PER_SECOND) - _CLOCK_TICKS
+    return None if found is None else int((found.ended - boot_time()) * TICKS_PER_SECOND) - _CLOCK_TICKS
 
 
 @contextlib.contextmanager
@@ -372,16 +399,13 @@ def trainer_alive(folder: RunFolder, attempt: int) -> bool:
 
 
 def refuse_living(folder: RunFolder) -> None:
-    """RefusedError if a process of the run lives, although nobody may hold its lock: somebody may
-    have removed the file."""
+    """RefusedError if the program or the supervisor of the run lives, although nobody may hold its
+    lock: somebody may have removed the file."""
     require_own(folder.path)
-    newest = folder.newest_attempt()
-    lives = bool(members(folder.path, newest))
-    with contextlib.suppress(RunFolderError):  # a damaged file proves nothing
-        lives = lives or trainer_alive(folder, newest)
-    with contextlib.suppress(RunFolderError):
-        lives = lives or _supervisor_alive(folder)
-    if lives:
+    file = folder.state()
+    # The supervisor of a run that is over is about to end.
+    goes_on = file is not None and (file.restarts or not file.run.state.final)
+    if trainer_alive(folder, folder.newest_attempt()) or (goes_on and _supervisor_alive(folder)):
         raise RefusedError(f"run {folder.name!r} is in use: `memtop stop {folder.name}` first")
 
 
@@ -405,7 +429,10 @@ def _has_pending_restart(folder: RunFolder, file: StateFile, newest: int) -> boo
 
 def _supervisor_alive(folder: RunFolder) -> bool:
     file = folder.state()
-    if file is None or file.run.supervisor_pid is None or file.supervisor_started_ticks is None:
+    if file is None:
+        # Not written yet, lost or damaged: the next write replaces it.
+        return RunLock(folder).is_held()
+    if file.run.supervisor_pid is None or file.supervisor_started_ticks is None:
         return False
     return alive(ProcessId(file.run.supervisor_pid, file.supervisor_started_ticks))
 

@@ -205,6 +205,14 @@ def test_a_complete_message_of_a_run_that_went_on() -> None:
     assert of(f"{RAISED}Decreasing batch size to: 0\n{gave_up}", exit_status=1).kind.of_gpu
 
 
+def test_a_transfer_or_one_line_is_no_progress() -> None:
+    bar = "Downloading data:  37%|###7      | 139/375 [00:11<00:15, 12.2MB/s]\n"
+    logged = "ggml_cuda: allocating 5120.00 MiB on device 0: cudaMalloc failed: out of memory\n"
+    assert of(logged + bar * 2).kind is Kind.GPU_OOM
+    assert of(logged + STEPS[:40]).kind is Kind.GPU_OOM
+    assert of(logged + STEPS[:400]).reason == "oom_handled"
+
+
 def test_buffered_output_after_a_traceback_is_not_progress() -> None:
     """A program whose standard output is a file writes its last lines after its error."""
     assert of(RAISED + STEPS[:4000], exit_status=1).kind is Kind.GPU_OOM_FRAGMENTED

@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.segment import Segment
 from textual import work
+from textual.content import Content
 from textual.geometry import Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
+from memtop.supervisor.clean import clean
 from memtop.tui.line import Line, line
 from memtop.tui.panel import RoleStyles
 
@@ -159,7 +160,8 @@ class LogPanel(RoleStyles, ScrollView, can_focus=True):
     def _retitle(self) -> None:
         state = "▸ following" if self.following else "■ not following (l follows)"
         searching = f"  /{self.query_text}: {len(self._matches())} lines" if self.query_text else ""
-        self.border_title = f"Log  {state}{searching}"
+        # As content, because a string would be read as markup.
+        self.border_title = Content(f"Log  {state}{searching}")
 
 
 def mark_log_line(text: str, query: str) -> Line:
@@ -180,7 +182,6 @@ FIRST_BYTES = 256 * 1024
 _MOST_BYTES = 1024 * 1024
 LONGEST_LINE = 8 * 1024
 """Bytes kept of one line; a cut is marked with an ellipsis."""
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 class LogTail:
@@ -239,14 +240,7 @@ def _newest(line: bytes) -> bytes:
 
 
 def _shown(line: bytes) -> str:
+    """What a terminal would show of a line: the part after the last carriage return, cleaned."""
     text = line.rstrip(b"\r")
     text = text[text.rfind(b"\r") + 1 :]
     return clean(text[:LONGEST_LINE].decode("utf-8", "replace")) + ("…" if len(text) > LONGEST_LINE else "")
-
-
-def clean(line: str) -> str:
-    """What a terminal would show of a line: the part after the last carriage return, without
-    control sequences.
-    """
-    shown = line.rstrip("\r\n").rsplit("\r", 1)[-1]
-    return _CONTROL.sub("", shown.replace("\t", "    "))

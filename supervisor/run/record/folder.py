@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import re
 import stat
@@ -106,7 +107,7 @@ class RunFolder:
         """The attempts that have a folder, the newest first."""
         try:
             names = os.listdir(self.path / "attempts")  # noqa: PTH208 - names alone, a hot path
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
@@ -115,8 +116,8 @@ class RunFolder:
         return read_json(self.spec_path, RunSpec, own=own)
 
     def state(self) -> StateFile | None:
-        """The contents of state.json. None if there is no such file yet."""
-        return read_json(self.state_path, StateFile) if self.state_path.exists() else None
+        """The contents of state.json. None if there is no such file, or if it is damaged."""
+        return read_derived(self.state_path, StateFile)
 
 
 def default_runs_dir() -> Path:
@@ -177,7 +178,9 @@ def move_aside(folder: RunFolder) -> Path:
     lock = RunLock(folder)
     if not lock.acquire():
         raise RunFolderError(f"run {folder.name!r} is in use: `memtop stop {folder.name}` first")
-    aside = folder.path.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    stamp = f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2)))
+    aside = next(path for name in names if not (path := folder.path.with_name(name)).exists())
     try:
         folder.path.rename(aside)
     finally:
@@ -280,37 +283,76 @@ def _try_lock(path: Path, descriptor: int, kind: int) -> bool:
     return True
 
 
+# A file that does not exist, a folder in its place, a link that leads nowhere.
+_ABSENT = {errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP}
+
+
 def read_json(path: Path, shape: type[T], *, own: bool = False) -> T:
     """Read a file of a run. `own`: RunFolderError if it is not the caller's alone."""
     try:
-        return msgspec.json.decode(_read(path, own=own), type=shape)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RunFolderError(f"{path}: cannot be decoded: {error}") from None
+        return _read(path, shape, own=own)
     except OSError as error:
         raise RunFolderError(f"{path}: cannot be read: {error.strerror}") from None
+    except _Damaged as error:
+        raise RunFolderError(f"{path}: cannot be decoded: {error}") from None
 
 
-def _read(path: Path, *, own: bool) -> bytes:
+def read_derived(path: Path, shape: type[T]) -> T | None:
+    """The contents of a file that memtop can do without.
+
+    None if there is no such file, or if it is damaged (empty or cut after a crash of the machine).
+    Raises RunFolderError if this user may not read it.
+    """
+    try:
+        return _read(path, shape)
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return None
+        raise RunFolderError(f"{path}: cannot be read: {error.strerror}") from None
+    except _Damaged:
+        return None
+
+
+class _Damaged(Exception):
+    """The file does not have the shape that memtop writes."""
+
+
+def _read(path: Path, shape: type[T], *, own: bool = False) -> T:
+    try:
+        return msgspec.json.decode(_content(path, own=own), type=shape)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _Damaged(str(error)) from None
+
+
+def _content(path: Path, *, own: bool) -> bytes:
     # Another user's file may be a pipe. To open it must not wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise RunFolderError(f"{path}: cannot be read: not a file")
+            raise _Damaged("it is not a file")
         if found.st_size > _LARGEST_JSON:
-            raise RunFolderError(f"{path}: cannot be read: {found.st_size >> 20} MiB, too large for a file of a run")
+            raise _Damaged(f"it has {found.st_size >> 20} MiB, too much for a file of a run")
         if own and not is_own_file(descriptor):
             raise RunFolderError(f"{path}: is not yours alone: another user owns it, or may write it")
         return file.read()
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace the file in one step: readers see the old or the new content, never a part of it."""
+    """Replace the file in one step, and make it last: whatever happens to the machine, readers see
+    the old or the new content, never a part of it.
+
+    A folder in its place is renamed.
+    """
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         # No umask makes it writable for other users.
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644), "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if path.is_dir() and not path.is_symlink():
+            path.rename(path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
         new.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memtop.supervisor.run.record.ledger import Outbox
-from memtop.supervisor.run.reports import Report, Step, decode
+from memtop.supervisor.run.reports import Report, Step, Unknown, decode
 
 _CHUNK_BYTES = 4 << 20
 
@@ -42,24 +42,29 @@ class JournalReader:
         """The reports in the complete lines between `start` and `until`, and the offset behind
         them. Reads at most 4 MiB.
 
-        Lines that are not valid JSON are skipped; a full disk can cut a line.
+        Lines that are not valid JSON are skipped; a full disk can cut a line. What is longer than
+        4 MiB is no report: it is skipped, too, and what is left of its line is not valid JSON.
         """
         try:
             with self.path.open("rb") as file:
                 file.seek(start)
                 block = file.read(_CHUNK_BYTES)
-        except FileNotFoundError:
+        except OSError:
+            # Removed, or cannot be read now. It is read when it can be.
             return [], start
         if until is not None:
             block = block[: max(0, until - start)]
         end = block.rfind(b"\n") + 1
+        if not end and len(block) == _CHUNK_BYTES:
+            return [Unknown(kind="unknown", problem=f"longer than {_CHUNK_BYTES} bytes")], start + len(block)
         reports = (decode(line) for line in block[:end].splitlines())
         return [report for report in reports if report is not None], start + end
 
 
 def find_journals(attempt_folder: Path) -> list[Path]:
     """The journals of an attempt, in order of rank."""
-    return sorted(attempt_folder.glob("rank-*.jsonl"), key=lambda p: int(p.stem.removeprefix("rank-")))
+    found = {path.stem.removeprefix("rank-"): path for path in attempt_folder.glob("rank-*.jsonl")}
+    return [found[rank] for rank in sorted((rank for rank in found if rank.isdecimal()), key=int)]
 
 
 Act = Callable[[int, Report], None]

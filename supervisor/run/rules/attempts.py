@@ -96,7 +96,7 @@ def launched(model: Model, event: Launched) -> Model:
     )
     model = configurations.put(model, begun)
     newest = event.states.newest
-    model = warn(model, "checkpoint", newest.problem if newest is not None else None)
+    model = warn(warn(model, "report", None), "checkpoint", newest.problem if newest is not None else None)
     model = move(emit(model, ReleaseState()), Phase.STARTING)
     if settings is None:
         # An external command counts its updates from its start; the built-in trainer reports where
@@ -121,6 +121,8 @@ def _anew(model: Model, launching: Launching, event: Launched, repeated: str | N
         pending=None,
         restart=None,
         ladder=None,
+        signalled=None,
+        left_over=(),
         verdict=None,
         adopted=False,
         alive=True,

@@ -146,7 +146,7 @@ def _freed(model: Model, client: int, request: int, answers: tuple[AgentAnswer, 
 
 
 def _total(answers: tuple[AgentAnswer, ...], name: str) -> int | None:
-    known = [answer.result[name] for answer in answers if answer.result.get(name) is not None]
+    known = [value for answer in answers if isinstance(value := answer.result.get(name), int)]
     return sum(known) if known else None
 
 
@@ -172,6 +172,7 @@ def _stopped(model: Model, waiter: Waiter) -> Model:
     word, reason = model.phase.value, model.reason or ""
     # "stopped at update 7, ..." names the phase already.
     message = f"{word}: {reason}" if reason and not reason.startswith(word) else reason or word
+    message += f"; {model.signalled}" if model.signalled is not None else ""
     # The stop was requested; losing the state was not.
     if explain.not_saved(model.progress.end):
         return fail(model, waiter.client, waiter.request, message)
