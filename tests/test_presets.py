@@ -164,6 +164,13 @@ def test_the_users_files_extend_and_override(tmp_path: Path, monkeypatch: pytest
     assert found["low"].title == "mine"
 
 
+@pytest.mark.usefixtures("homeless")
+def test_a_user_without_a_home_folder_has_the_built_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "standard" in load_presets()
+    assert "first-run" in load_recipes()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

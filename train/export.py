@@ -126,7 +126,7 @@ def _checked_form(settings: Settings, form: str | None) -> str:
 
 
 def _checked_target(out: Path) -> Path:
-    out = out.expanduser().absolute()
+    out = Path(os.path.expanduser(out)).absolute()  # noqa: PTH111 - Path's raises without a home folder
     if out.is_dir() and not any(out.iterdir()):
         return out
     if out.exists() or out.is_symlink():

@@ -28,8 +28,12 @@ _CONFIDENCE = (
     (0.5, "likely"),
     (0.0, "a guess"),
 )
-_STATUSES = (range(256), range(-64, 0), range(257, 288))
-"""Of a program; of Python for a signal; of batch systems that report signal N as 256 + N."""
+_STATUSES = (
+    *(range(256), range(-64, 0), range(257, 288)),
+    *(range(0xC0000000, 0xD0000000), range(0xC0000000 - (1 << 32), 0xD0000000 - (1 << 32))),
+)
+"""Of a program; of Python for a signal; of batch systems that report signal N as 256 + N; of
+Windows for an error (NTSTATUS), without and with a sign."""
 
 
 @click.command()

@@ -219,11 +219,16 @@ def _placed_data(data: dict[str, Any]) -> dict[str, Any]:
 def _placed(field: str, value: str) -> str:
     if not value:
         return value
-    path = Path(value).expanduser().absolute()
+    path = _absolute(value)
     if not path.is_file():
         problem = "is a folder; give a file" if path.is_dir() else "no such file"
         raise UsageError(f"{field} {value}: {problem}; looked for {path}")
     return str(path)
+
+
+def _absolute(text: str) -> Path:
+    # Without a home folder `~` stays, and the path does not exist. Path's own method would raise.
+    return Path(os.path.expanduser(text)).absolute()  # noqa: PTH111
 
 
 def _placed_model(model: dict[str, Any]) -> dict[str, Any]:
@@ -231,7 +236,7 @@ def _placed_model(model: dict[str, Any]) -> dict[str, Any]:
     name = model.get("path")
     if not isinstance(name, str):
         return model
-    path = Path(name).expanduser().absolute()
+    path = _absolute(name)
     if path.is_dir():
         return {**model, "path": str(path)}
     if name.startswith(("/", "~", "./", "../")):

@@ -35,6 +35,9 @@ class Weight(IntEnum):
     """What the other ranks see when one has failed: timeouts, lost connections."""
     ERROR = 40
     """Any error, and an end that was ordered from outside."""
+    LIKELY = 45
+    """A lack of memory in words of an unknown program, and an error that only wraps the actual
+    one."""
     CAUSE = 50
     """A failure whose message names its cause."""
 
@@ -135,14 +138,18 @@ class Pattern:
         before = view.before(match.start(), _BEFORE)
         if before[-1:].isalnum() and _CONTINUES.match(before[-1] + match[0][:1]):
             return None
-        if _SUPPOSED.search(before) or (self.asserted and not _ASSERTED.search(before)):
+        if is_supposed(before) or (self.asserted and not _ASSERTED.search(before)):
             return None
         if _cuts_number(view, match.end()):
             return None
-        groups = match.groupdict()
         figures = Figures(
-            device_index=_device(view, match) if groups.get("gpu") else None,
-            requested=None if not groups.get("size") else parse_size(groups["size"]),
+            device_index=_device(view, match) if match.groupdict().get("gpu") else None,
+            requested=_size(view, match, "size"),
+            total=_size(view, match, "total"),
+            free=_size(view, match, "free"),
+            process=_size(view, match, "process"),
+            allocated=_size(view, match, "allocated"),
+            allowed=_size(view, match, "allowed"),
         )
         line = view.line_at(match.start())
         last = max(line, view.line_at(match.end() - 1))
@@ -169,7 +176,7 @@ def other(
 
 # --- compiling ------------------------------------------------------------------------------------
 
-SIZE = r"\d[\d,]{0,24}(?:\.\d{0,6})?(?:[KMGTP]i?[Bb]|[KMGT](?![A-Za-z])|[Bb]ytes?|B(?![A-Za-z]))"
+SIZE = r"\d[\d,]{0,24}(?:\.\d{0,6})?(?:[KMGTPkmgt]i?[Bb]|[KMGT](?![A-Za-z])|(?:kilo|mega|giga)?[Bb]ytes?|B(?![A-Za-z]))"
 _TOKEN = re.compile(r"SIZE|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:P<\w+>|P=|[a-z]+:|[:=!]|<[=!])|\{\d+,?\d*\}|.", re.DOTALL)
 _QUANTIFIER = re.compile(r"[?*+]|\{\d+,?\d*\}")
 # What stands for one character of a number or a name, and how long a number or a name can be.
@@ -233,13 +240,34 @@ def _cuts_number(view: JoinedLines, end: int) -> bool:
     return len(around) == 2 and around.isdigit() and not view.starts_line(end)
 
 
+def _size(view: JoinedLines, match: re.Match[str], name: str) -> int | None:
+    """The bytes that a group gives, if the pattern has it.
+
+    A number without a unit must not continue into the next line.
+    """
+    text = match.groupdict().get(name)
+    if not text:
+        return None
+    if text.isdecimal():
+        text = _on_its_line(view, match.start(name), text)
+    elif text[-1].isdecimal():
+        text += _unit_behind(match, name)  # `7.2/23.68 GiB`
+    return parse_size(text)
+
+
+def _unit_behind(match: re.Match[str], name: str) -> str:
+    found = re.compile(r"/[\d.]{1,12}([KMGT]i?B)").match(match.string, match.end(name))
+    return "" if found is None else found[1]
+
+
+def _on_its_line(view: JoinedLines, start: int, text: str) -> str:
+    length = next((length for length in range(1, len(text)) if view.starts_line(start + length)), len(text))
+    return text[:length]
+
+
 def _device(view: JoinedLines, match: re.Match[str]) -> int | None:
     """The GPU's index, which must not continue into the next line."""
-    text = match["gpu"]
-    for length in range(1, len(text)):
-        if view.starts_line(match.start("gpu") + length):
-            text = text[:length]
-            break
+    text = _on_its_line(view, match.start("gpu"), match["gpu"])
     return int(text) if len(text) <= 4 else None
 
 
@@ -295,6 +323,11 @@ _SUPPOSED = re.compile(
     r"|potential|torch\.(?:cuda\.)?)\W{0,2}){0,4}$",
     re.IGNORECASE,
 )
+
+
+def is_supposed(before: str) -> bool:
+    """Whether the words in front of a message show that it is only mentioned."""
+    return _SUPPOSED.search(before) is not None
 
 
 # --- sizes ----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from memtop.supervisor.diagnosis import allocator, memory_patterns, other_patterns
+from memtop.supervisor.diagnosis import allocator, memory_patterns, other_patterns, shortage
 from memtop.supervisor.diagnosis.aftermath import StepLines, is_mild, went_on
 from memtop.supervisor.diagnosis.finding import SUSPECTED, Finding, Weight, both_ends
 from memtop.supervisor.diagnosis.text import JoinedLines, LogLine, LogText
@@ -15,6 +15,10 @@ from memtop.supervisor.diagnosis.values import Kind
 
 PATTERNS = (*memory_patterns.PATTERNS, *other_patterns.PATTERNS)
 _TEARDOWN = "teardown_noise"
+_GIVEN_UP = 0.7
+"""The confidence in a failure that the program meant to survive."""
+_SAME_FAILURE = 6
+"""The most lines between two messages about one failure."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +49,34 @@ def read(page: LogText, member_pids: frozenset[int] = frozenset(), *, failed: bo
             survived.append((finding, how))
     if any(how == _TEARDOWN for _, how in survived):
         fatal = [finding for finding in fatal if finding.weight >= Weight.CAUSE]
+    if failed and not fatal and survived and progress.between(survived[-1][0].last_line + 1, len(page.lines))[0] == 0:
+        # It said that it would go on, but it made no progress.
+        given_up, how = survived[-1]
+        if how == "oom_retried" and given_up.kind is not Kind.NOT_MEMORY:
+            fatal = [replace(given_up, confidence=min(given_up.confidence, _GIVEN_UP))]
     cause = min(fatal, key=lambda finding: (-finding.weight, finding.line), default=None)
     return Reading(page, _with_most_figures(cause, fatal), tuple(survived), tuple(findings))
 
 
 def _until(page: LogText, findings: list[Finding], index: int) -> int:
-    """The line where the next failure begins: the progress up to there was made after this one."""
+    """The line where the next failure begins: the progress up to there was made after this one.
+
+    Messages about the same memory a few lines apart are about one failure.
+    """
     this = findings[index]
-    return next(
-        (other.line for other in findings[index + 1 :] if other.line > this.last_line and other.weight >= Weight.CAUSE),
-        len(page.lines),
-    )
+    end = this.last_line
+    for other in findings[index + 1 :]:
+        if other.line <= end or other.weight < Weight.CAUSE:
+            continue
+        same = other.kind is this.kind or (other.kind.of_gpu and this.kind.of_gpu)
+        if not same or this.kind is Kind.NOT_MEMORY or other.line > end + _SAME_FAILURE or _another_rank(page, this, other):
+            return other.line
+        end = other.last_line
+    return len(page.lines)
+
+
+def _another_rank(page: LogText, one: Finding, other: Finding) -> bool:
+    return page.lines[one.line].rank != page.lines[other.line].rank
 
 
 def _is_worker_death(page: LogText, finding: Finding) -> bool:
@@ -71,11 +92,12 @@ def _with_most_figures(cause: Finding | None, fatal: list[Finding]) -> Finding |
     if cause.kind is Kind.HOST_OOM_KILLED and cause.phase == "unknown":
         phase = next((other.phase for other in same if other.phase != "unknown"), "unknown")
         return replace(cause, phase=phase)
-    if not cause.kind.of_gpu or cause.figures.known > 1:
+    if cause.figures.known > 1:
         return cause
     requested = cause.figures.requested
     fuller = (other for other in same if other.figures.known > cause.figures.known)
-    return next((other for other in fuller if requested in (None, other.figures.requested)), cause)
+    found = next((other for other in fuller if requested in (None, other.figures.requested)), cause)
+    return replace(found, confidence=max(found.confidence, cause.confidence), weight=cause.weight)
 
 
 def _findings(page: LogText, member_pids: frozenset[int]) -> list[Finding]:
@@ -88,8 +110,10 @@ def _findings(page: LogText, member_pids: frozenset[int]) -> list[Finding]:
             # pattern is more special.
             if known is None or _worth(finding) > _worth(known):
                 best[finding.line] = finding
-    for finding in _python_errors(page, best):
-        best[finding.line] = finding
+    likely = shortage.find(page, best)
+    best = {line: finding for line, finding in best.items() if not shortage.is_listed(page, finding)}
+    for finding in [*likely, *_python_errors(page, best)]:
+        best.setdefault(finding.line, finding)
     for finding in _not_a_number(page):
         best.setdefault(finding.line, finding)
     return [_placed(page, best[line]) for line in sorted(best)]
@@ -232,11 +256,17 @@ _AROUND = re.compile(
     r"|BrokenPipeError|ConnectionResetError"
     r"|ConnectionRefusedError|EOFError|CalledProcessError|ProcessExitedException"
     r"|ProcessRaisedException|RayTaskError|RayActorError|ActorDiedError"
-    r"|WorkerCrashedError|BrokenProcessPool|TerminatedWorkerError|OutOfMemoryError|MemoryError"
+    r"|MultiprocessingError|EngineDeadError|WorkerCrashedError|BrokenProcessPool|TerminatedWorkerError|OutOfMemoryError|MemoryError"
     r"|ResourceExhaustedError|XlaRuntimeError|JaxRuntimeError)$"
 )
 _AROUND_WORDS = re.compile(
     r"DataLoader worker|Caught \w+ in |died unexpectedly|exited unexpectedly|[Oo]ut of memory|SIGKILL|exit code:? (?:137|-9)\b"
+)
+# Messages that refer to another one.
+_ELSEWHERE = re.compile(
+    r"(?i)\bsee (?:the )?(?:root cause|stack ?trace|logs?|error|above)|root cause above|\bfailed to start\b"
+    r"|\bfailed core proc|\b(?:workers?|process|subprocess|actor|engine|proc) \w{0,20} ?(?:died|failed|exited|terminated)"
+    r"|\bdied unexpectedly|\bterminated unexpectedly"
 )
 _LEADERS = re.compile(r"^(?:- |\* |`|E\s{2,}|[A-Z]\d{4} |\S{1,80} ERROR:?\s|ERROR:?\s|\[ERROR\]\s|\[rank\d+\]:?\s?)+")
 _DATA = re.compile(
@@ -265,6 +295,8 @@ def _python_error(page: LogText, index: int) -> Finding | None:
     match = _ERROR_LINE.match(_LEADERS.sub("", text))
     if match is None or _AROUND.match(match[1]) or _AROUND_WORDS.search(text) or "Warning" in match[1]:
         return None
+    if _ELSEWHERE.search(text):
+        return Finding(Kind.NOT_MEMORY, "python_error", 0.5, Weight.BROKEN, line=index, last_line=index)
     above = "\n".join(each.text for each in page.context(index, 30))
     reason, phase, confidence = "python_error", None, 0.8
     if _DATA.search(above):
@@ -396,6 +428,7 @@ def _logged(texts: Sequence[str]) -> str:
 
 _PIN_FRAMES = re.compile(
     r"in pin memory thread|pin_memory\.py|in pin_memory\b|\.pin_memory\(|cuda(?:Host|MallocHost)"
+    r"|(?:empty|zeros|ones|full|rand\w{0,5}|tensor|like)\(.{0,200}pin_memory=True"
     r"|CachingHostAllocator|host_allocator"
 )
 _PIN_DEVICE = re.compile(r"pin memory thread for device (\d{1,4})")

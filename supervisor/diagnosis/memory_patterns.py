@@ -11,6 +11,7 @@ from memtop.supervisor.diagnosis.finding import Pattern, Weight, other
 from memtop.supervisor.diagnosis.values import Kind
 
 GPU, PINNED, HOST = Kind.GPU_OOM, Kind.PINNED_HOST_OOM, Kind.HOST_OOM_ALLOC
+_BUDGET = "memory_budget"
 SHM, DISK = Kind.SHM_EXHAUSTED, Kind.DISK_FULL
 _FULL = r"(?:No space left on device|Disk quota exceeded|ENOSPC)"
 
@@ -51,13 +52,59 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"cudaErrorMemoryAllocation", GPU, 0.85),
     Pattern(r"Triton Error \[\w+\]: out of memory", GPU),
     Pattern(r"allocating (?P<size>SIZE) on device (?P<gpu>\d+):? cuda\w+ failed:? out of memory", GPU, 0.95),
+    Pattern(
+        r"(?:cuda|hip)Malloc\w* (?:retry )?failed:? out of memory"
+        r".{0,40}? failed to allocate [A-Z]\w+? buffer of size (?P<size>\d+)",
+        GPU,
+        0.95,
+    ),
     Pattern(r"(?:cuda|hip)Malloc\w* (?:retry )?failed:? out of memory", GPU),
-    Pattern(r"OutOfMemoryError:? (?:Error: )?Out of memory allocating (?P<size>SIZE)", GPU, 0.95),
-    Pattern(r"Out of memory error on GPU (?P<gpu>\d+)\. Cannot allocate (?P<size>SIZE)", GPU, 0.95),
+    Pattern(r"failed to allocate (?:CUDA|ROCm|HIP|SYCL|Vulkan|Metal|CANN)\w{0,3}? buffer of size (?P<size>\d+)", GPU, 0.95),
+    Pattern(r"failed to allocate (?:buffer for kv cache|compute (?:pp |tg )?buffers)", GPU, 0.6),
+    Pattern(r"[Dd]evice memory allocation of size (?P<size>\d+) failed", GPU, 0.95),
+    Pattern(r"ErrorOutOfDeviceMemory|VK_ERROR_OUT_OF_DEVICE_MEMORY", GPU),
+    Pattern(
+        r"OutOfMemoryError:? (?:Error: )?Out of memory allocating (?P<size>SIZE)"
+        r"(?:\(allocated so far: (?P<allocated>SIZE))?",
+        GPU,
+        0.95,
+    ),
+    Pattern(
+        r"Out of memory error on GPU (?P<gpu>\d+)\. Cannot allocate (?P<size>SIZE)"
+        r"(?: memory on GPU \d+, (?P<allocated>SIZE) memory has been allocated and available memory is only (?P<free>SIZE))?",
+        GPU,
+        0.95,
+    ),
+    Pattern(
+        r"Memory allocation error on worker \d+: .{0,160}? - Free memory: (?P<free>SIZE|\d+)"
+        r" - Requested memory: (?P<size>SIZE|\d+)",
+        GPU,
+        0.95,
+    ),
+    Pattern(
+        r"Allocation on device (?P<gpu>\d{0,2}) would exceed allowed memory.{0,30}? Currently allocated: (?P<allocated>SIZE)"
+        r" Requested: (?P<size>SIZE) Device limit: (?P<total>SIZE) Free \(according to CUDA\): (?P<free>SIZE)",
+        GPU,
+        0.95,
+    ),
+    Pattern(r"(?:cu|cl|hip)\w{0,20}?Mem\w{0,20} failed: (?:out of memory|MEM_OBJECT_ALLOCATION_FAILURE)", GPU),
+    Pattern(r"\w+ failed: MEM_OBJECT_ALLOCATION_FAILURE", GPU),
+    Pattern(r"\[CUDA\] out of memory|Cuda Runtime \(out of memory\)", GPU),
+    Pattern(
+        r"CUDA failure 2: out of memory ; GPU=(?P<gpu>\d+)",
+        GPU,
+    ),
+    Pattern(r"Requested amount of GPU memory \((?P<size>\d+ bytes)\) could not be allocated", GPU, 0.95),
+    Pattern(r"Error Code 2: OutOfMemory", GPU),
+    Pattern(r"Could not allocate tensor with (?P<size>\d+ bytes)\. There is not enough GPU", GPU, 0.95),
+    Pattern(r"Out of GPU memory trying to allocate (?P<size>SIZE)", GPU, 0.95),
+    Pattern(r"PT_DEVMEM Allocation failed for size::(?P<size>\d+)", GPU, 0.95),
+    Pattern(r"Out of memory on device\. You requested: (?P<size>SIZE),? device has (?P<free>SIZE) free", GPU, 0.95),
+    Pattern(r"Invalid buffer size: (?P<size>SIZE)", GPU, 0.85),
     Pattern(r"(?:torch\.(?:cuda\.)?)?OutOfMemoryError:? (?=Allocation on device)", GPU, at_start=True),
     Pattern(r"Allocation on device (?P<gpu>\d{0,2}) would exceed allowed memory", GPU),
     Pattern(r"torch\.(?:cuda\.)?OutOfMemoryError(?!:?\w*out of memory|,|\))", GPU, 0.7, at_start=True),
-    Pattern(r"RayTaskError\(OutOfMemoryError\)", GPU, 0.6),
+    Pattern(r"RayTaskError\(OutOfMemoryError\)", GPU, 0.6, weight=Weight.LIKELY),
     Pattern(
         r"[Rr]an out of (?:GPU|CUDA|VRAM|device|video)? memory "
         r"(?:when|while|during|on|in(?!memory space)|with)",
@@ -65,9 +112,45 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         0.6,
     ),
     Pattern(r"No executable batch size found, reached zero", GPU, 0.85),
-    Pattern(r"No available memory for the cache blocks", GPU, 0.6, phase="load"),
+    # Inference engines and loaders refuse to start with the budget that they were given.
+    Pattern(r"No available memory for the cache blocks", GPU, 0.85, reason=_BUDGET),
+    Pattern(
+        r"\((?P<size>SIZE) KV cache is needed, which is larger than the available KV cache memory \((?P<free>SIZE)\)",
+        GPU,
+        reason=_BUDGET,
+    ),
+    Pattern(
+        r"max(?:imum)? (?:model|seq(?:uence)?)? len(?:gth)? .{0,20}? is larger than the maximum number of tokens"
+        r" that can be stored in (?:the )?KV cache|KV cache is needed, which is larger than the available KV cache memory",
+        GPU,
+        reason=_BUDGET,
+    ),
+    Pattern(
+        r"Free memory on device .{0,12}?\((?P<free>\d[\d.]{0,9})/(?P<total>SIZE)\) on startup is less than desired GPU"
+        r" memory utilization \([\d.]{1,6}, (?P<size>SIZE)\)",
+        GPU,
+        reason=_BUDGET,
+    ),
+    Pattern(
+        r"(?i:not enough memory).{0,120}? mem[-_]fraction[-_]static|(?i:not enough memory to handle \d+ prefill tokens)",
+        GPU,
+        reason=_BUDGET,
+    ),
+    Pattern(
+        r"Some modules are dispatched on the CPU or the disk|had weights offloaded to the disk"
+        r"|trying to offload the whole model to the disk|[Ii]nsufficient VRAM for model",
+        GPU,
+        reason=_BUDGET,
+    ),
     # Libraries that allocate for themselves.
-    Pattern(r"CU[A-Z]{3,8}_STATUS_ALLOC_FAILED|(?:roc|hip)blas_status_(?:memory_error|alloc_failed)", GPU, 0.8),
+    Pattern(
+        r"CU[A-Z]{3,8}_STATUS_(?:ALLOC(?:ATION)?_FAILED|INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED|INSUFFICIENT_RESOURCES)"
+        r"|CU(?:FFT|RAND)_(?:STATUS_)?ALLOC(?:ATION)?_FAILED|(?:roc|hip)\w{3,6}_status_(?:memory_error|alloc_failed)"
+        r"|HIPFFT_ALLOC_FAILED",
+        GPU,
+        0.8,
+    ),
+    Pattern(r"CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", HOST, 0.8),
     Pattern(
         r"(?:HIPBLAS|ROCBLAS|MIOPEN|HIPSPARSE)_STATUS_(?:ALLOC_FAILED|MEMORY_ERROR)"
         r"|miopenStatusAllocFailed",
@@ -78,7 +161,9 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
     Pattern(r"(?:GET|FIND) was unable to find an engine to execute this computation", GPU, 0.45),
     Pattern(r"\[(?P<gpu>\d{1,3})\] .{0,60}? NCCL WARN Cuda failure(?:\d+)? '?out of memory'?", GPU),
     Pattern(r"Cuda failure(?:\d+)? '?out of memory'?", GPU, 0.85),
-    Pattern(r"Failed to CUDA (?:host)?[cm]alloc", GPU, 0.75),
+    Pattern(r"Failed to CUDA host [cm]?alloc(?: async)?(?: (?P<size>\d+ bytes))?", PINNED, 0.75),
+    Pattern(r"Failed to CUDA [cm]?alloc(?: async)? (?P<size>\d+ bytes)", GPU, 0.85),
+    Pattern(r"Failed to CUDA [cm]alloc", GPU, 0.75),
     # XLA: JAX and TensorFlow.
     Pattern(r"Out of memory (?:while )?(?:trying to )?alloc(?:ate|ating) (?P<size>SIZE)", GPU, 0.95),
     Pattern(r"Failed to allocate request for (?P<size>SIZE) (?:\(\d+B\))? on device ordinal (?P<gpu>\d+)", GPU, 0.95),
@@ -89,7 +174,7 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
         0.95,
     ),
     Pattern(r"Attempting to (?:allocate|reserve) (?P<size>SIZE).{0,40}? That was not possible", GPU, 0.95),
-    Pattern(r"Ran out of memory in memory space (?:hbm|vmem|smem)", GPU, 0.95),
+    Pattern(r"Ran out of memory in memory space hbm", GPU, 0.95),
     Pattern(r"OOM when allocating tensor with shape.{0,200}?(?:/device:GPU:|/gpu:)(?P<gpu>\d+)", GPU, 0.95),
     Pattern(r"OOM when allocating tensor with shape(?!.{0,200}?device:[CG]PU)", GPU, 0.85),
     Pattern(
@@ -114,11 +199,25 @@ DEVICE_MEMORY: tuple[Pattern, ...] = (
 )
 
 HOST_MEMORY: tuple[Pattern, ...] = (
+    # InfiniBand registers memory that must stay in place: the limit is `ulimit -l`.
+    other(r"ibv_\w+ failed.{0,40}? Cannot allocate memory", "memlock_limit", weight=Weight.CAUSE),
     Pattern(r"DefaultCPUAllocator:? .{0,60}? you tried to allocate (?P<size>\d+ bytes)", HOST, 0.97),
     Pattern(r"DefaultCPUAllocator:? (?:can't allocate|not enough) memory", HOST),
     Pattern(r"Unable to allocate (?P<size>\d[\d.]{0,40}(?:[KMGTP]iB|bytes)) for an array", HOST, 0.97),
     Pattern(r"(?:Arrow)?MemoryError:? (?:re|c|m)?alloc of size (?P<size>\d+) failed", HOST, 0.97),
     Pattern(r"memory allocation of (?P<size>\d+ bytes) failed", HOST, 0.97),
+    Pattern(
+        r"model requires more system memory \((?P<size>SIZE)\) than is available \((?P<free>SIZE)\)", HOST, 0.95, phase="load"
+    ),
+    Pattern(r"ggml_aligned_malloc: insufficient memory \(attempted to allocate (?P<size>SIZE)\)", HOST, 0.95),
+    Pattern(r"cpu_buffer_type_alloc_buffer: failed to allocate buffer of size (?P<size>\d+)", HOST, 0.95),
+    Pattern(r"Allowed memory size of (?P<allowed>\d+ bytes) exhausted \(tried to allocate (?P<size>\d+ bytes)\)", HOST, 0.95),
+    Pattern(r"out of memory allocating (?P<size>\d+ bytes) after a total of", HOST, 0.95),
+    Pattern(r"runtime: out of memory|LLVM ERROR: out of memory|virtual memory exhausted", HOST),
+    Pattern(r"System\.OutOfMemoryException|insufficient memory for the Java Runtime", HOST),
+    Pattern(r"vector memory (?:exhausted|limit of (?P<allowed>SIZE) reached)", HOST),
+    Pattern(r"Native memory allocation \(\w+\) failed to (?:map|allocate) (?P<size>\d+ bytes)", HOST, 0.95),
+    Pattern(r"VK_ERROR_OUT_OF_HOST_MEMORY|ErrorOutOfHostMemory", HOST),
     Pattern(r"unable to mmap (?P<size>\d+ bytes) from file .{0,300}? Cannot allocate memory", HOST, 0.95),
     Pattern(r"\[Errno 12\]", HOST, 0.95),
     Pattern(r"\[WinError (?:1455|8)\]|\(os error 1455\)|paging file is too small", HOST, 0.95),
@@ -163,7 +262,8 @@ HOST_MEMORY: tuple[Pattern, ...] = (
     ),
     other(r"ENOSPC: System limit for number of file watchers", "inotify_limit"),
     other(r"\[Errno 28\] inotify watch limit", "inotify_limit"),
-    other(r"out of resources?: shared memory,? Required", "triton_shared_memory", 0.95),
+    other(r"out of resources?: (?:shared memory|tensor memory|threads|registers),? Required", "triton_shared_memory", 0.95),
+    other(r"Ran out of memory in memory space (?:vmem|smem|sflag)", "triton_shared_memory", 0.95),
     other(
         r"(?i:uses too much shared data|too much shared memory"
         r"|shared memory.{0,30}? exceeds (?:the )?(?:hardware|device))",
@@ -193,6 +293,7 @@ SHARED_MEMORY_AND_DISK: tuple[Pattern, ...] = (
         SHM,
         0.85,
     ),
+    Pattern(rf"could not resize shared memory segment .{{0,80}}? {_FULL}", SHM),
     # The disk.
     Pattern(r"kind:? StorageFull|\(os error (?:28|122|112)\)|code: (?:28|122), kind", DISK, 0.95),
     Pattern(_FULL, DISK, 0.92),

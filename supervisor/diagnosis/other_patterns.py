@@ -33,7 +33,17 @@ ENDS: tuple[Pattern, ...] = (
         KILLED,
         0.93,
     ),
-    Pattern(r"(?:memory|mem|vmem) .{0,24}? exceeded limit|exceeded memory limit", KILLED, 0.93),
+    Pattern(
+        r"(?i:vmem|mem(?!b)(?:ory)?) (?P<process>SIZE)? .{0,24}? exceeded limit (?P<allowed>SIZE)?|exceeded memory limit",
+        KILLED,
+        0.93,
+    ),
+    Pattern(r"hard limit \"?h_vmem.{0,60}?\((?P<process>\d+)(?:\.\d+)? > limit: (?P<allowed>\d+)", KILLED, 0.93),
+    Pattern(r"(?i:memory limit) (?:of)? (?P<allowed>SIZE)? exceeded(?: with (?P<process>SIZE) used)?", KILLED, 0.8),
+    Pattern(r"(?i:memory quota (?:vastly )?exceeded|over(?:ran)? (?:its )?memory budget)", KILLED, 0.8),
+    Pattern(r"(?i:exceeded \d+% memory budget\. Restarting)", KILLED, 0.8),
+    Pattern(r"(?i:killed by YARN for exceeding .{0,20}? memory|container killed due to memory)", KILLED),
+    Pattern(r"(?i:notebook|session|kernel) tried to allocate more memory than is available", KILLED, 0.8),
     Pattern(r"TERM_MEMLIMIT|TERM_SWAP", KILLED, 0.97),
     Pattern(r"OOM[Kk]illed(?!\"?:?\"?(?:false|False|0))", KILLED, 0.95),
     Pattern(r"(?<!_)OUT_OF_ME(?:MORY|\+)(?!_)", KILLED),
@@ -116,6 +126,31 @@ ENDS: tuple[Pattern, ...] = (
     ),
     other(r"closing signal SIGTERM|\[\d+\][+-]? Terminated|line \d+: \d+ Terminated", "sigterm", 0.7, weight=Weight.TERMINATED),
     other(r"got signal:? (?:1|2|SIGHUP|SIGINT)|SIG(?:HUP|INT) death signal", "interrupted", 0.85, weight=Weight.TERMINATED),
+    # Windows has status codes instead of signals; programs print them with and without a sign.
+    Pattern(
+        r"(?i:0xC0000017|0xC000012D)|exit(?:ed)? (?:with )?(?:status|code):? (?:3221225495|-1073741801)",
+        Kind.HOST_OOM_ALLOC,
+        0.8,
+    ),
+    other(
+        r"(?i:0xC0000005|0xC00000FD)|exit(?:ed)? (?:with )?(?:status|code):? (?:3221225477|-1073741819|3221225725|-1073741571)"
+        r"|Windows fatal exception: access violation",
+        "segfault",
+        0.85,
+        weight=Weight.BROKEN,
+    ),
+    other(
+        r"(?i:0xC0000409|0xC0000374)|exit(?:ed)? (?:with )?(?:status|code):? (?:3221226505|-1073740791|3221226356|-1073740940)",
+        "aborted",
+        0.6,
+        weight=Weight.TERMINATED,
+    ),
+    other(
+        r"double free or corruption|(?:malloc|free|realloc|munmap_chunk)\(\): (?:corrupted|invalid|memory corruption|unaligned)"
+        r"|corrupted (?:size vs\. prev_size|double-linked list)|stack smashing detected",
+        "aborted",
+        weight=Weight.BROKEN,
+    ),
     other(
         r"Segmentation fault|SIGSEGV|signal 11|(?:exitcode:?|return code =) -11"
         r"|exit(?:ed)? (?:with )?(?:status|code):? 139",
@@ -169,7 +204,8 @@ ERRORS: tuple[Pattern, ...] = (
         r"|Found no NVIDIA driver|no CUDA-capable device is detected",
         "driver_mismatch",
     ),
-    other(r"CU[A-Z]{3,8}_STATUS_(?!ALLOC_FAILED)[A-Z_]{1,80}", "cuda_error", 0.7),
+    other(r"too many resources requested for launch|CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "cuda_error", weight=Weight.CAUSE),
+    other(r"CU[A-Z]{3,8}_STATUS_(?!ALLOC_FAILED)[A-Z_]{1,80}|CU(?:FFT|RAND)_(?!ALLOC)[A-Z_]{4,80}", "cuda_error", 0.7),
     other(r"(?:CUDA|HIP) error: (?!out of memory|CU[A-Z]{1,80}_STATUS_ALLOC)[A-Za-z]", "cuda_error", 0.7),
     # Ranks that wait for each other.
     other(

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -32,6 +33,8 @@ _MESSAGE = msgspec.json.Decoder(Message)
 _LINE_LIMIT = 64 << 20
 _ANSWER_LIMIT = 1 << 20
 _TOO_LONG = "a line of more than {} MiB"
+_LITTLE_SPACE = 1 << 20
+"""A supervisor that ends at its start with less free disk space ended for that."""
 _START_SECONDS = 30.0
 # Python 3.10 has no such option: the folder that it starts in, "/", is searched for modules.
 _NO_PRESENT_FOLDER = ("-P",) if sys.version_info >= (3, 11) else ()
@@ -308,6 +311,10 @@ def _no_supervisor(folder: RunFolder, error: OSError | None) -> NotRunningError:
 
 
 def _start_error(folder: RunFolder, status: int) -> MemtopError:
+    free = shutil.disk_usage(folder.path).free
+    if free < _LITTLE_SPACE and status != UsageError.exit_status:
+        # The log may lack the reason, because there was no space for it either.
+        return RunFolderError(f"{folder.path}: the disk is full: {free >> 10} KiB free; free some space, or set --runs-dir")
     lines = folder.supervisor_log.read_text(errors="replace").strip().splitlines()
     try:
         message = str(json.loads(lines[-1])["error"])

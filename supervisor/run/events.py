@@ -86,6 +86,8 @@ class SupervisorStarted(msgspec.Struct, frozen=True, kw_only=True, tag="opened")
     announced: frozenset[tuple[str, float]] = frozenset()
     """Events of the newest attempt that follow from a report: their kind, and the report's time."""
     best_loss: float | None = None
+    peak_bytes: int | None = None
+    """The highest peak of the newest attempt's updates."""
     trial: dict[str, Any] | None = None
     """The data of the newest event of the kind `trial`."""
     states: States = States()
@@ -281,10 +283,11 @@ class StateHeld(msgspec.Struct, frozen=True, kw_only=True, tag="state_held"):
 
 
 class WriteChecked(msgspec.Struct, frozen=True, kw_only=True, tag="write_checked"):
-    """The ledger or state.json could be written again, or (`problem`) can not be written now."""
+    """A file of the run: `problem` is why it cannot be written, or how it was shortened; None if it
+    is whole and can be written."""
 
     topic: str
-    """ledger | state"""
+    """ledger | state | log"""
     problem: str | None = None
 
 

@@ -3,8 +3,7 @@
 The agent in each rank appends one JSON object a line to `attempts/NNNN/rank-R.jsonl` (see
 `train/agent/__init__.py`). Any training program may write such lines, so each value has a type with
 bounds. Fields that this version does not know are ignored. A report that cannot be understood, or
-has a value out of bounds, becomes `Unknown`: the rules warn of it once and do not use it. Every
-report has `time`, seconds since the epoch, or None if its program left it out.
+has a value out of bounds, becomes `Unknown`: the rules warn of it once and do not use it.
 """
 
 from __future__ import annotations
@@ -26,10 +25,18 @@ Changes = Annotated[dict[Word, Any], Meta(max_length=100)]
 _UNKNOWN_CHARACTERS = 200
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """The first report of each process."""
+class Timed(msgspec.Struct, frozen=True, kw_only=True):
+    """What every report has, unless its program left it out."""
 
     time: Time | None = None
+    """Seconds since the epoch."""
+    clock: Seconds | None = None
+    """Seconds of the monotonic clock, which no change of the date moves."""
+
+
+class Hello(Timed, frozen=True, kw_only=True, tag="hello"):
+    """The first report of each process."""
+
     pid: Count | None = None
     program_rank: Count | None = None
     local_rank: Count | None = None
@@ -39,17 +46,15 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """The commands that the program carries out."""
 
 
-class Offers(msgspec.Struct, frozen=True, kw_only=True, tag="offers"):
+class Offers(Timed, frozen=True, kw_only=True, tag="offers"):
     """The program offers more commands than its first report named."""
 
-    time: Time | None = None
     offers: Words = ()
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
+class Plan(Timed, frozen=True, kw_only=True, tag="plan"):
     """The built-in trainer has loaded everything and is about to train."""
 
-    time: Time | None = None
     updates: Count = 0
     """The update that it resumes after."""
     total_updates: Count | None = None
@@ -61,17 +66,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     """None on the CPU."""
 
 
-class PhaseChanged(msgspec.Struct, frozen=True, kw_only=True, tag="phase"):
+class PhaseChanged(Timed, frozen=True, kw_only=True, tag="phase"):
     """loading | training"""
 
-    time: Time | None = None
     phase: Word
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+class Step(Timed, frozen=True, kw_only=True, tag="step"):
     """One update. Bytes are those of this rank; device bytes are None on the CPU."""
 
-    time: Time | None = None
     update: Count
     samples_seen: Count | None = None
     epoch: Number | None = None
@@ -104,10 +107,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     device_uuid: Word | None = None
 
 
-class Oom(msgspec.Struct, frozen=True, kw_only=True, tag="oom"):
+class Oom(Timed, frozen=True, kw_only=True, tag="oom"):
     """An allocation failed; bytes are what was held then."""
 
-    time: Time | None = None
     update: Count | None = None
     phase: Word = "unknown"
     """forward | backward | optimizer | evaluation | data | load | save | unknown"""
@@ -127,10 +129,9 @@ class Oom(msgspec.Struct, frozen=True, kw_only=True, tag="oom"):
     device_uuid: Word | None = None
 
 
-class SettingsChanged(msgspec.Struct, frozen=True, kw_only=True, tag="settings"):
+class SettingsChanged(Timed, frozen=True, kw_only=True, tag="settings"):
     """From this update on the built-in trainer runs with these values."""
 
-    time: Time | None = None
     update: Count = 0
     changes: Changes = {}
     reason: Word | None = None
@@ -138,28 +139,25 @@ class SettingsChanged(msgspec.Struct, frozen=True, kw_only=True, tag="settings")
     total_updates: Count | None = None
 
 
-class Pressure(msgspec.Struct, frozen=True, kw_only=True, tag="pressure"):
+class Pressure(Timed, frozen=True, kw_only=True, tag="pressure"):
     """In two consecutive updates the allocator found memory only after it had freed its cache."""
 
-    time: Time | None = None
     update: Count | None = None
     allocation_retries: Count | None = None
 
 
-class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint"):
+class Saved(Timed, frozen=True, kw_only=True, tag="checkpoint"):
     """A state was written."""
 
-    time: Time | None = None
     updates: Count | None = None
     samples_seen: Count | None = None
     seconds: Seconds | None = None
     size_bytes: Count | None = None
 
 
-class SaveFailed(msgspec.Struct, frozen=True, kw_only=True, tag="save_failed"):
+class SaveFailed(Timed, frozen=True, kw_only=True, tag="save_failed"):
     """A state could not be written for lack of space."""
 
-    time: Time | None = None
     update: Count | None = None
     message: Text | None = None
     waiting: bool = False
@@ -167,17 +165,15 @@ class SaveFailed(msgspec.Struct, frozen=True, kw_only=True, tag="save_failed"):
     """
 
 
-class Warned(msgspec.Struct, frozen=True, kw_only=True, tag="warning"):
+class Warned(Timed, frozen=True, kw_only=True, tag="warning"):
     """Something that the person should know."""
 
-    time: Time | None = None
     message: Text | None = None
 
 
-class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True, tag="memory"):
+class MemoryRecord(Timed, frozen=True, kw_only=True, tag="memory"):
     """Memory at a stage of the training, such as "after model load"."""
 
-    time: Time | None = None
     message: Text | None = None
     stage: Word | None = None
     used_bytes: Count | None = None
@@ -186,10 +182,9 @@ class MemoryRecord(msgspec.Struct, frozen=True, kw_only=True, tag="memory"):
     reserved_bytes: Count | None = None
 
 
-class Evaluated(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation"):
+class Evaluated(Timed, frozen=True, kw_only=True, tag="evaluation"):
     """An evaluation; `loss` in nats per token."""
 
-    time: Time | None = None
     update: Count | None = None
     loss: Number | None = None
     samples: Count | None = None
@@ -199,10 +194,9 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation"):
     peak_reserved_bytes: Count | None = None
 
 
-class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
+class End(Timed, frozen=True, kw_only=True, tag="end"):
     """The program's last report."""
 
-    time: Time | None = None
     outcome: Word | None = None
     """finished | stopped | failed"""
     saved: bool = True
@@ -210,12 +204,11 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     message: Text | None = None
 
 
-class Unknown(msgspec.Struct, frozen=True, kw_only=True, tag="unknown"):
+class Unknown(Timed, frozen=True, kw_only=True, tag="unknown"):
     """A report of a kind that this version does not know, or with values of other types than it
     expects.
     """
 
-    time: Time | None = None
     kind: Word
     problem: Text
 
@@ -270,6 +263,6 @@ def _not_understood(line: bytes, problem: str) -> Unknown | None:
 
 
 def values(report: Report) -> dict[str, Any]:
-    """What an event or a diagnosis keeps of a report: all its values but its type and its words."""
+    """What an event or a diagnosis keeps of a report: its values without type, clock and words."""
     found: dict[str, Any] = msgspec.to_builtins(report)
-    return {name: value for name, value in found.items() if name not in ("type", "message")}
+    return {name: value for name, value in found.items() if name not in ("type", "clock", "message")}

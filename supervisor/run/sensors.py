@@ -140,8 +140,8 @@ class Sensors:
         """
         if model.phase is Phase.TRAINING:
             return False
-        started = model.attempt.started if model.attempt is not None else 0.0
-        return model.settings is not None or time.time() - started < _SILENT_SECONDS
+        since = model.attempt.since if model.attempt is not None else 0.0
+        return model.settings is not None or self._monotonic() - since < _SILENT_SECONDS
 
     def _members(self, model: Model) -> list[Member]:
         """The run's processes with their roles, as far as they have been seen."""

@@ -86,7 +86,7 @@ def _after(model: Model, event: Occurrence) -> Model:
         case Answered():
             return _answered(model, event)
         case AgentConnected(rank=rank):
-            return replace(model, agents=model.agents | {rank})
+            return commands.resume(replace(model, agents=model.agents | {rank}))
         case AgentGone(rank=rank):
             return replace(model, agents=model.agents - {rank})
         case StatesRead(states=states):
@@ -125,7 +125,7 @@ def _after_attempt_event(model: Model, event: Occurrence) -> Model:
 
 
 def _tick(model: Model, event: Tick) -> Model:
-    model = _observed(model, event)
+    model = commands.resume(_observed(model, event))
     attempt = model.attempt
     if attempt is None or model.launching is not None:
         return model

@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from memtop.supervisor.diagnosis.values import Diagnosis, Kind
 from memtop.supervisor.monitor.processes.proc import identify
 from memtop.supervisor.recovery.policy import decide
-from memtop.supervisor.run.effects import AddEvent, CloseUnstarted, DropRows, GiveUp, Launch, Signal
-from memtop.supervisor.run.events import Launched, Reported, Requested
+from memtop.supervisor.run.effects import AddEvent, AskRanks, CloseUnstarted, DropRows, GiveUp, Launch, Signal
+from memtop.supervisor.run.events import AgentConnected, Command, Launched, Reported, Requested
 from memtop.supervisor.run.pending_restart import NOTICE_SECONDS, Waiting
 from memtop.supervisor.run.processes.attempt import ProcessFile
 from memtop.supervisor.run.record.configurations import Configurations, ConfigurationStart
@@ -30,7 +30,19 @@ from memtop.supervisor.run.rules.survival import tried
 from memtop.supervisor.run.server import ControlServer, Publisher
 from memtop.supervisor.run.state import run_state, state_file
 from memtop.supervisor.run.view import known_runs, needs_supervisor, read_state
-from memtop.supervisor.wire import Change, Event, Phase, Proposal, RunState, Stop
+from memtop.supervisor.wire import (
+    Change,
+    CheckpointNow,
+    Edit,
+    Event,
+    FreeCache,
+    Outcome,
+    Phase,
+    Proposal,
+    Restart,
+    RunState,
+    Stop,
+)
 from tests.conftest import UNTIL_GO, Runs
 from tests.forking import run
 from tests.run.brain import HALF, MIB, SETTINGS, row, state_of, taken_over
@@ -200,6 +212,49 @@ def test_a_cancelled_restart_is_not_resumed() -> None:
     assert brain.asked(Launch) == []
 
 
+OFFERS = {**HELLO, "offers": ["free_cache", "checkpoint", "stop", "change"]}
+HALVED = Change(assignments={"batch": str(HALF.batch), "accumulation": str(HALF.accumulation)})
+
+
+@pytest.mark.parametrize(
+    ("request_", "name"),
+    [
+        (FreeCache(id=1), "free_cache"),
+        (CheckpointNow(id=1), "checkpoint"),
+        (Stop(id=1), "stop"),
+        (Restart(id=1), "stop"),
+        (Edit(id=1, change=HALVED), "change"),
+    ],
+)
+@pytest.mark.parametrize("connects", [True, False])
+def test_a_request_waits_until_the_ranks_have_connected_to_the_new_supervisor(
+    request_: Command, name: str, connects: bool
+) -> None:
+    brain = taken_over(row(), records=BEGUN.records, reports=(OFFERS, PLAN, STEP), state=state_of(Phase.TRAINING))
+    brain.tell(Requested(client=1, request=request_))
+    assert (brain.answers(), brain.asked(AskRanks), brain.model.ladder) == ([], [], None)
+    if connects:
+        brain.tell(AgentConnected(0))
+        assert [ask.name for ask in brain.asked(AskRanks)] == [name]
+        assert brain.answers()[0].outcome is Outcome.ACCEPTED
+        return
+    brain.tick(after=9.0)
+    assert brain.answers() == []
+    brain.tick(after=1.1)
+    # None of them is there: it ends with signals, or is refused.
+    expected = Outcome.ACCEPTED if isinstance(request_, Stop | Restart) else Outcome.REFUSED
+    assert [answer.outcome for answer in brain.answers()][:1] == [expected]
+    assert brain.model.held == ()
+
+
+def test_a_request_that_the_program_cannot_carry_out_waits_for_nobody() -> None:
+    brain = taken_over(row(settings=None), reports=(HELLO,), state=state_of(Phase.TRAINING))
+    brain.tell(Requested(client=1, request=Stop(id=1)))
+    assert brain.model.ladder is not None
+    brain.tell(Requested(client=1, request=CheckpointNow(id=2)))
+    assert brain.answers()[-1].outcome is Outcome.REFUSED
+
+
 def test_a_death_that_the_ledger_could_not_take_is_no_stop() -> None:
     """The restart was decided and written although the disk was too full for the ledger; the
     attempt is still open there."""
@@ -351,7 +406,7 @@ def test_a_full_disk_hides_nothing_of_what_the_program_reports(tmp_path: Path) -
     assert [event.kind for event in ledger.events()] == ["plan"]
     assert [one.update for one in ledger.metrics()] == [1]
     assert [attempt.start_updates for attempt in ledger.attempts()] == [0]
-    assert ledger.journal_offset(1, 0) == heard.journal.stat().st_size
+    assert ledger.journal_offsets(1, 0) == (heard.journal.stat().st_size, 0)
     heard.read()
     assert len(heard.reports) == 5, "nothing is acted upon twice"
 

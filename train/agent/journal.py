@@ -153,9 +153,10 @@ class JournalWriter:
             self._running = True
 
     def put(self, report: dict[str, Any]) -> None:
-        """Queue one report, with the time (seconds since the epoch) and a sequence number."""
+        """Queue one report, with the time and a sequence number."""
         self._sequence += 1
         report["time"] = time.time()
+        report["clock"] = time.monotonic()
         report["seq"] = self._sequence
         self._queue.append(report)
         if len(self._queue) > self._capacity:

@@ -153,8 +153,15 @@ def create_run(runs_dir: Path, spec: RunSpec, *, fresh: bool) -> RunFolder:
     except OSError as error:
         raise RunFolderError(f"{path}: cannot be created: {error.strerror}; choose another --runs-dir") from None
     folder = RunFolder(path)
-    write_json(folder.spec_path, spec)
-    _refuse_without_owners(folder)
+    try:
+        write_json(folder.spec_path, spec)
+        _refuse_without_owners(folder)
+    except RunFolderError:
+        # Nothing else is in it: its name stays free.
+        folder.spec_path.unlink(missing_ok=True)
+        (folder.path / "attempts").rmdir()
+        folder.path.rmdir()
+        raise
     return folder
 
 
@@ -163,9 +170,6 @@ def _refuse_without_owners(folder: RunFolder) -> None:
     try:
         require_own(folder.path)
     except RunFolderError as error:
-        folder.spec_path.unlink()
-        (folder.path / "attempts").rmdir()
-        folder.path.rmdir()
         raise RunFolderError(
             f"{error}; memtop has just created it, so this file system does not store owners or permissions: "
             "choose another --runs-dir"
