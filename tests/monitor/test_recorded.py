@@ -143,8 +143,9 @@ def test_a_damaged_run_hides_no_other(over: Attempt, tmp_path: Path) -> None:
     damaged.mkdir()
     (damaged / "run.json").write_text("{")
     assert [run.name for run in known_runs(tmp_path / "runs")] == ["over"]
+    # A damaged state.json counts as missing: the other files say that the run is over.
     over.folder.state_path.write_text("{")
-    assert known_runs(tmp_path / "runs") == []
+    assert [(run.name, run.alive) for run in known_runs(tmp_path / "runs")] == [("over", False)]
 
 
 def test_changed_files_are_read_again(over: Attempt, tmp_path: Path) -> None:
