@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from memtop.supervisor.diagnosis.environment import Place
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.recovery.bottleneck import Measured
@@ -59,6 +60,8 @@ class RemedyFacts(msgspec.Struct, frozen=True, kw_only=True):
     model_config: dict[str, Any] | None = None
     """None if only the trainer knows it."""
     has_loader_workers: bool = False
+    environment: tuple[Place, ...] = ()
+    """Where the supervisor itself runs."""
 
 
 class AgentAnswer(msgspec.Struct, frozen=True, kw_only=True):
