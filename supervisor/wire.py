@@ -264,10 +264,14 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
-    """One update of the run's final history."""
+    """One update of the run's final history; of a long run's old updates one row for several."""
 
     update: int
+    """The first, if it stands for several."""
     attempt: int
+    updates: int = 1
+    """How many updates it stands for. If several, loss and seconds are means, and `peak_bytes` is
+    the highest."""
     loss: float | None = None
     learning_rate: float | None = None
     samples_seen: int | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from memtop.supervisor.clean import clean
@@ -23,9 +23,19 @@ def tell(*lines: str) -> None:
     _print(lines, sys.stderr)
 
 
-def print_json(document: Any) -> None:
-    """Print one JSON document to stdout."""
-    sys.stdout.write(json_text(document, indent=2) + "\n")
+def print_json(document: Any, **lists: Iterator[Any]) -> None:
+    """Print one JSON document to stdout.
+
+    `lists` are further values of the document. Their items are printed one by one, so that there
+    may be any number of them.
+    """
+    text = json_text(document, indent=2)
+    for name, items in lists.items():
+        sys.stdout.write(f'{text.removesuffix("}").rstrip()},\n  "{name}": [')
+        for number, item in enumerate(items):
+            sys.stdout.write(f"{',' if number else ''}\n    {json_text(item)}")
+        text = "\n  ]\n}"
+    sys.stdout.write(text + "\n")
 
 
 def json_text(document: Any, *, indent: int | None = None) -> str:

@@ -47,21 +47,24 @@ def show(run_name: str, as_json: bool, metrics: bool, runs_dir: Path | None) -> 
         raise UsageError("--metrics: goes with --json")
     folder = find_run(run_name, runs_dir)
     if as_json:
-        print_json(document(folder, metrics=metrics))
+        with readable_ledger(folder), view.reading_ledger(folder) as ledger:
+            # Row by row: a long run has very many.
+            rows = map(msgspec.to_builtins, ledger.final_history() if ledger is not None else ())
+            print_json(document(folder), **({"metrics": rows} if metrics else {}))
         return 0
     with readable_ledger(folder):
-        record = view.show(folder, metrics=metrics)
+        record = view.show(folder)
     print_lines(*_lines(view.read_state(folder), record))
     return 0
 
 
-def document(folder: RunFolder, *, metrics: bool = False) -> dict[str, Any]:
-    """What `memtop show --json` prints, as builtin types.
+def document(folder: RunFolder) -> dict[str, Any]:
+    """What `memtop show --json` prints, as builtin types, without the metric rows.
 
     MemtopError if the run's folder or ledger cannot be read.
     """
     with readable_ledger(folder):
-        record = view.show(folder, metrics=metrics)
+        record = view.show(folder)
     return record | _measured(view.read_state(folder))
 
 

@@ -6,7 +6,9 @@ and records of a kill at this end, the supervisor's samples, the log, the exit s
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +19,13 @@ import msgspec
 from memtop.supervisor import units
 from memtop.supervisor.diagnosis.aftermath import seems_survived
 from memtop.supervisor.diagnosis.allocator import logits_of, without_the_run
+from memtop.supervisor.diagnosis.environment import Place, of_log
 from memtop.supervisor.diagnosis.evidence import from_error_files, from_kernel, from_records, kills_line
 from memtop.supervisor.diagnosis.finding import SUSPECTED, Finding, Weight
 from memtop.supervisor.diagnosis.log import Reading, read
 from memtop.supervisor.diagnosis.text import BLOCK, LogText, excerpt
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind, summary
+from memtop.supervisor.holes import without_holes
 
 _MOST_LINES, _LONGEST = 8, 600
 _FAR, _NEAR = 0.85, 0.95
@@ -64,12 +68,15 @@ def diagnose(chunks: Iterable[bytes], evidence: Evidence | None = None) -> Diagn
     evidence = evidence or Evidence()
     failed = evidence.exit_status not in (None, 0)
     reading = read(LogText(excerpt(chunks)), evidence.member_pids, failed=failed)
-    return _finished(_judged(reading, evidence), evidence)
+    return _finished(_judged(reading, evidence), reading, evidence)
 
 
 def diagnose_file(path: Path, evidence: Evidence | None = None) -> Diagnosis:
     """The same for a file. Raises OSError if it cannot be read."""
     with path.open("rb") as file:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            # memtop removes the middle of a very long log.
+            return diagnose(without_holes(file.fileno(), BLOCK), evidence)
         return diagnose(chunks_of(file), evidence)
 
 
@@ -163,7 +170,7 @@ def _confirmed(found: Finding) -> Finding:
     return found
 
 
-def _finished(found: Finding, evidence: Evidence) -> Diagnosis:
+def _finished(found: Finding, reading: Reading, evidence: Evidence) -> Diagnosis:
     """The finding as a diagnosis, with what the evidence adds and its summary."""
     kind, figures = found.kind, found.figures
     if kind.of_gpu:
@@ -180,6 +187,7 @@ def _finished(found: Finding, evidence: Evidence) -> Diagnosis:
         rank=found.rank,
         source=found.source,
         evidence=lines,
+        environment=_environment(found, reading),
     )
     if kind is not Kind.NOT_MEMORY:
         # The settings can have changed since; a rank reports the batch that it was working on.
@@ -204,6 +212,12 @@ def _finished(found: Finding, evidence: Evidence) -> Diagnosis:
             other_process_pids=figures.other_pids,
         )
     return msgspec.structs.replace(diagnosis, summary=summary(diagnosis, found.detail, found.caveat))
+
+
+def _environment(found: Finding, reading: Reading) -> tuple[Place, ...]:
+    cause = reading.cause
+    line = cause.line if cause is not None and cause.kind is found.kind else None
+    return of_log(reading.page, line, found.evidence, of_torch=found.source == "record" and found.kind.of_gpu)
 
 
 def _address_space(found: Finding, evidence: Evidence) -> int | None:

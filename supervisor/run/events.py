@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from memtop.supervisor.diagnosis.environment import Place
 from memtop.supervisor.diagnosis.values import Diagnosis
 from memtop.supervisor.monitor.values import MachineSnapshot
 from memtop.supervisor.recovery.bottleneck import Measured
@@ -60,6 +61,8 @@ class RemedyFacts(msgspec.Struct, frozen=True, kw_only=True):
     model_config: dict[str, Any] | None = None
     """None if only the trainer knows it."""
     has_loader_workers: bool = False
+    environment: tuple[Place, ...] = ()
+    """Where the supervisor itself runs."""
 
 
 class AgentAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +90,8 @@ class SupervisorStarted(msgspec.Struct, frozen=True, kw_only=True, tag="opened")
     announced: frozenset[tuple[str, float]] = frozenset()
     """Events of the newest attempt that follow from a report: their kind, and the report's time."""
     best_loss: float | None = None
+    peak_bytes: int | None = None
+    """The highest peak of the newest attempt's updates."""
     trial: dict[str, Any] | None = None
     """The data of the newest event of the kind `trial`."""
     states: States = States()
@@ -305,10 +310,11 @@ class StateHeld(msgspec.Struct, frozen=True, kw_only=True, tag="state_held"):
 
 
 class WriteChecked(msgspec.Struct, frozen=True, kw_only=True, tag="write_checked"):
-    """The ledger or state.json could be written again, or (`problem`) can not be written now."""
+    """A file of the run: `problem` is why it cannot be written, or how it was shortened; None if it
+    is whole and can be written."""
 
     topic: str
-    """ledger | state"""
+    """ledger | state | log"""
     problem: str | None = None
 
 

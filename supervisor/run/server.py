@@ -250,7 +250,7 @@ def _fail(future: asyncio.Future[AgentAnswer], rank: int, message: str) -> None:
 
 
 _STATE_FILE_SECONDS = 1.0
-_METRIC_FIELDS = tuple(name for name in Metric.__struct_fields__ if name != "attempt")
+_METRIC_FIELDS = tuple(name for name in Metric.__struct_fields__ if name not in ("attempt", "updates"))
 
 
 class Publisher:

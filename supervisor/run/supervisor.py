@@ -27,7 +27,7 @@ from memtop.supervisor.run.events import (
 )
 from memtop.supervisor.run.model import AttemptStage, Model, Run
 from memtop.supervisor.run.performer import Performer, read_states
-from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, become_subreaper, has_program, reap_children
+from memtop.supervisor.run.processes.attempt import UNKNOWN_STATUS, RunningAttempt, become_subreaper, has_program, reap_children
 from memtop.supervisor.run.processes.members import record_rank
 from memtop.supervisor.run.record.folder import RunFolder, RunLock
 from memtop.supervisor.run.record.ledger import Outbox, open_for_writing
@@ -135,7 +135,6 @@ class Supervisor:
         open_ones = (attempt.number for attempt in attempts if attempt.ended is None)
         unstarted = frozenset(number for number in open_ones if not has_program(self.folder, number))
         newest = newest_started(attempts, unstarted)
-        losses = [metric.loss for metric in ledger.metrics() if metric.loss is not None]
         trials = [event.data for event in ledger.events() if event.kind == "trial"]
         opened = SupervisorStarted(
             attempts=attempts,
@@ -143,7 +142,8 @@ class Supervisor:
             state=self.folder.state(),
             records=tuple(ledger.configurations()),
             announced=frozenset(ledger.announced(newest.number, _ANNOUNCED)) if newest is not None else frozenset(),
-            best_loss=min(losses, default=None),
+            best_loss=ledger.best_loss(),
+            peak_bytes=ledger.highest_peak(newest.number) if newest is not None else None,
             trial=trials[-1] if trials else None,
             states=read_states(self.folder),
             change=change,
@@ -180,6 +180,7 @@ class Supervisor:
         if attempt is not None and model.attempt is not None and model.attempt.stage is not AttemptStage.OVER:
             attempt.note_reaped(reap_children())
             self._sensors.look()
+            self._trim_log(attempt)
             self._read_reports()
             alive = attempt.alive()
             ended = attempt.ended() if model.attempt.stage is AttemptStage.RUNNING and not alive else None
@@ -193,6 +194,11 @@ class Supervisor:
             self._performer.tasks.discard(task)
             task.result()
         self._publish()
+
+    def _trim_log(self, attempt: RunningAttempt) -> None:
+        words = attempt.log.trim()
+        if words != self.model.warnings.get("log"):
+            self.handle(WriteChecked(topic="log", problem=words))
 
     def _pay(self) -> None:
         """Write what the ledger could not store before: the disk may have space again."""

@@ -162,14 +162,13 @@ def read_configurations(path: Path) -> tuple[Configuration, ...]:
         return tuple(record.configuration for record in ledger.configurations()) if ledger else ()
 
 
-def show(folder: RunFolder, *, metrics: bool) -> dict[str, Any]:
-    """The document of `memtop show --json`."""
+def show(folder: RunFolder) -> dict[str, Any]:
+    """The document of `memtop show --json`, without the metric rows."""
     state = read_state(folder)
     with reading_ledger(folder) as ledger:
         attempts = ledger.attempts() if ledger else []
-        rows = ledger.metrics() if ledger and metrics else []
         configurations = [record.configuration for record in ledger.configurations()] if ledger else []
-    document: dict[str, Any] = {
+    return {
         "name": state.name,
         "folder": state.folder,
         "state": state.state.value,
@@ -196,9 +195,6 @@ def show(folder: RunFolder, *, metrics: bool) -> dict[str, Any]:
         "configurations": msgspec.to_builtins(configurations),
         "exit_status": state.exit_status,
     }
-    if metrics:
-        document["metrics"] = msgspec.to_builtins(rows)
-    return document
 
 
 def summary(state: RunState) -> dict[str, Any]:

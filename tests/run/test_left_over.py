@@ -150,7 +150,7 @@ def test_a_real_rank_is_recorded_with_its_start(runs: Runs) -> None:
 def test_a_ledger_without_tables_is_none_yet_and_gets_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of(tmp_path, ended(), ended())
     folder.ledger_path.touch()
-    assert show(folder, metrics=True)["attempts"] == []
+    assert show(folder)["attempts"] == []
     statements: list[str] = []
     connect = sqlite3.connect
 

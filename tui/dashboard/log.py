@@ -16,6 +16,7 @@ from textual.geometry import Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
+from memtop.supervisor import units
 from memtop.supervisor.clean import clean
 from memtop.tui.line import Line, line
 from memtop.tui.panel import RoleStyles
@@ -180,6 +181,8 @@ def mark_log_line(text: str, query: str) -> Line:
 FIRST_BYTES = 256 * 1024
 """How much of an existing file's end is read first."""
 _MOST_BYTES = 1024 * 1024
+_MOST_BEHIND = 16 * 1024 * 1024
+"""If more is unread, only its end is read: memtop removes the middle of a long log."""
 LONGEST_LINE = 8 * 1024
 """Bytes kept of one line; a cut is marked with an ellipsis."""
 
@@ -212,7 +215,10 @@ class LogTail:
                 # Another file of the same name, or the file was truncated.
                 self._inode, self._partial = found.st_ino, b""
                 self._position = max(0, found.st_size - FIRST_BYTES) if first else 0
-            cut = first and self._position > 0
+            cut, left_out = first and self._position > 0, 0
+            if found.st_size - self._position > _MOST_BEHIND:
+                left_out = found.st_size - FIRST_BYTES - self._position
+                cut, self._partial, self._position = True, b"", self._position + left_out
             file.seek(self._position)
             data = file.read(_MOST_BYTES)
         self._position += len(data)
@@ -221,7 +227,8 @@ class LogTail:
         if cut and lines:
             # Reading began in the middle of a line.
             del lines[0]
-        return [_shown(raw) for raw in lines]
+        notice = [f"[{units.size(left_out)} of output are not shown]"] if left_out else []
+        return notice + [_shown(raw) for raw in lines]
 
     @property
     def partial(self) -> str:

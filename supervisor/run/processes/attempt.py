@@ -25,6 +25,7 @@ from memtop.supervisor.run.post_mortem.log_end import error_file_environment
 from memtop.supervisor.run.processes.agent import AGENT_SITE, ATTEMPT_VARIABLE
 from memtop.supervisor.run.processes.members import SHIM, alive, family, marked, named, recorded_ranks, send
 from memtop.supervisor.run.record.folder import RunFolder, RunSpec, read_derived, write_json
+from memtop.supervisor.run.record.output_log import OutputLog
 from memtop.supervisor.run.stop_ladder import LEFTOVER_SECONDS
 
 # The exit file may just be renamed, and the shim of an adopted attempt may not have written its
@@ -58,6 +59,7 @@ class RunningAttempt:
         self.number = number
         self.folder = folder.attempt(number)
         self.log_path = self.folder / "output.log"
+        self.log = OutputLog(self.log_path)
         self._run_folder = folder.path
         self._shim = None if shim_pid is None else identify(shim_pid)
         self._trainer: ProcessId | None = None

@@ -96,7 +96,8 @@ def launched(model: Model, event: Launched) -> Model:
     )
     model = configurations.put(model, begun)
     newest = event.states.newest
-    model = warn(warn(model, "report", None), "checkpoint", newest.problem if newest is not None else None)
+    model = warn(warn(model, "report", None), "log", None)
+    model = warn(model, "checkpoint", newest.problem if newest is not None else None)
     model = move(emit(model, ReleaseState()), Phase.STARTING)
     if settings is None:
         # An external command counts its updates from its start; the built-in trainer reports where

@@ -76,7 +76,7 @@ def _remember(model: Model, row: Attempt, event: SupervisorStarted, state: State
         model,
         settings=row.settings,
         attempt=attempt,
-        progress=Progress(best_loss=event.best_loss),
+        progress=Progress(best_loss=event.best_loss, peak_bytes=event.peak_bytes),
         proposal=state.run.proposal if state is not None else None,
         stalled=state.stalled if state is not None else None,
         waited_at=event.state.waited_at if event.state is not None else None,
