@@ -251,7 +251,7 @@ def launch(
     """
     attempt = folder.attempt(number)
     try:
-        attempt.mkdir(parents=True)
+        attempt.mkdir(mode=0o755)
         for name in ("process.json", "exit.json"):
             _reserve(attempt / f"{name}{_RESERVED}")
     except OSError as error:
@@ -268,7 +268,7 @@ def launch(
         ),
     )
     try:
-        with folder.supervisor_log.open("ab") as log:
+        with folder.open_supervisor_log() as log:
             shim = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(SHIM), str(attempt)],
                 stdin=subprocess.DEVNULL,
@@ -346,6 +346,22 @@ def launcher(settings: Settings) -> tuple[str, ...]:
     # Use torchrun, which `accelerate launch` also starts for several GPUs. accelerate has no plain
     # CPU ranks.
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.world_size))
+
+
+RUN_VARIABLES = ("MEMTOP_RUN", "MEMTOP_ATTEMPT", "MEMTOP_ATTEMPT_DIR", "MEMTOP_SOCKET", "MEMTOP_ON_OOM")
+"""The variables of memtop that a run sets for its program. People set the others."""
+
+
+def outside_any_run(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what a run has added to it.
+
+    A program of a run may start another run. With these variables, its supervisor would count as a
+    part of the first run, and end with it.
+    """
+    left = {name: value for name, value in environment.items() if name not in RUN_VARIABLES}
+    if "MEMTOP_RUN" in environment and "PYTHONPATH" in left:
+        left["PYTHONPATH"] = os.pathsep.join(path for path in left["PYTHONPATH"].split(os.pathsep) if path != str(_AGENT_SITE))
+    return left
 
 
 def _environment(folder: RunFolder, number: int, spec: RunSpec, allocator: str, socket: Path) -> dict[str, str]:
