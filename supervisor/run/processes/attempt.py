@@ -360,7 +360,7 @@ def outside_any_run(environment: Mapping[str, str]) -> dict[str, str]:
     """
     left = {name: value for name, value in environment.items() if name not in RUN_VARIABLES}
     if "MEMTOP_RUN" in environment and "PYTHONPATH" in left:
-        left["PYTHONPATH"] = os.pathsep.join(path for path in left["PYTHONPATH"].split(os.pathsep) if path != str(_AGENT_SITE))
+        left["PYTHONPATH"] = os.pathsep.join(path for path in left["PYTHONPATH"].split(os.pathsep) if path != str(AGENT_SITE))
     return left
 
 
