@@ -21,7 +21,7 @@ from memtop.supervisor.diagnosis.aftermath import seems_survived
 from memtop.supervisor.diagnosis.allocator import logits_of, without_the_run
 from memtop.supervisor.diagnosis.environment import Place, of_log
 from memtop.supervisor.diagnosis.evidence import from_error_files, from_kernel, from_records, kills_line
-from memtop.supervisor.diagnosis.finding import SUSPECTED, Finding, Weight
+from memtop.supervisor.diagnosis.finding import SUSPECTED, UNCERTAIN, Finding, Weight
 from memtop.supervisor.diagnosis.log import Reading, read
 from memtop.supervisor.diagnosis.text import BLOCK, LogText, excerpt
 from memtop.supervisor.diagnosis.values import Diagnosis, Evidence, Kind, summary
@@ -42,8 +42,6 @@ _AFTER_A_KILL = frozenset({"nccl_timeout", "nccl_error", "worker_died"})
 _CLEAR = 0.8
 _MOST_OF_WORDS = 0.94
 """The most that the words of a log give: they can be quoted, or be about another program."""
-_PERHAPS = 0.45
-"""A confidence too low to act on."""
 # Status codes of Windows (NTSTATUS) that are like a signal: access violation, stack overflow, page
 # error, heap corruption, buffer overrun, Ctrl-C.
 _OF_WINDOWS = {
@@ -135,7 +133,7 @@ def _perhaps_survived(found: Finding, reading: Reading, cause: Finding) -> Findi
         return found
     return replace(
         found,
-        confidence=min(found.confidence, _PERHAPS),
+        confidence=min(found.confidence, UNCERTAIN),
         caveat=f'This is the cause if the program ended there, but the log goes on to "{later[:80]}". '
         "Its exit status would decide: --exit-code.",
     )
