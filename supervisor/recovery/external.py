@@ -298,8 +298,9 @@ def _host(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Rem
         return
     leaks = () if command is None else command.leaks
     more = () if leaks else tuple(one for one in more_host_memory(diagnosis, host) if isinstance(one, Remedy))
-    managed = _is(diagnosis, *MANAGED)
-    if managed:
+    # What a manager limits is cheaper to request than to save.
+    first = _is(diagnosis, *MANAGED - {Place.DOCKER}) and diagnosis.address_space_bytes is None
+    if first:
         yield from more
     can_leak = not leaks or any(leak.role == "loader worker" for leak in leaks)
     if _may_have_workers(diagnosis, command) and can_leak and diagnosis.address_space_bytes is None:
@@ -307,7 +308,7 @@ def _host(diagnosis: Diagnosis, command: ExternalCommand | None) -> Iterator[Rem
         yield _option_of("workers", "no data-loader workers (num_workers 0), or fewer", why)
     if not leaks:
         yield from _less_host_memory(diagnosis, command)
-    if not managed:
+    if not first:
         yield from more
 
 

@@ -440,6 +440,19 @@ def test_the_environment_of_a_run_of_memtop() -> None:
     assert together((Place.WSL, Place.WINDOWS, Place.CUDA, Place.CUDA)) == (Place.CUDA, Place.WSL)
 
 
+def test_what_a_scheduler_limits_comes_first_and_other_limits_last() -> None:
+    seen = ExternalCommand(command=("python", "t.py"), host=HostFacts(limit_bytes=GIB, in_cgroup=True))
+    refused = died(Kind.HOST_OOM_ALLOC)
+    for places, expected in (
+        ((Place.SLURM,), ["memory_limit", "host_level"]),
+        ((Place.DOCKER,), ["host_level", "memory_limit"]),
+        ((), ["host_level", "memory_limit", "swap"]),
+    ):
+        assert ids(remedies_for_command(replace(refused, environment=places), seen)) == expected
+        limited = replace(refused, environment=places, address_space_bytes=GIB)
+        assert ids(remedies_for_command(limited, seen)) == ["host_level", "address_space"]
+
+
 def test_a_container_has_a_limit_only_if_one_was_measured() -> None:
     killed = died(Kind.HOST_OOM_KILLED, environment=(Place.DOCKER,))
     for in_cgroup in (True, False):
